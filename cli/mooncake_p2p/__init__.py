@@ -1,0 +1,1 @@
+"""The `mooncake-p2p` command."""

@@ -1,0 +1,1 @@
+"""Clients of a local peer. Never imports the peer itself."""

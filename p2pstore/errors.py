@@ -1,0 +1,78 @@
+"""Every error that p2pstore raises on purpose. Each message says what happened and what to do about it."""
+
+from __future__ import annotations
+
+
+class P2PStoreError(Exception):
+    """Base of all errors of this package."""
+
+
+class NoSuchKey(P2PStoreError, KeyError):
+    """No live peer is known to hold the key, after the key's home peers were asked."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0]) if self.args else "no such key"
+
+
+class Unavailable(P2PStoreError):
+    """Copies of the object are known, but none of their holders could be reached or served it."""
+
+
+class DeadlineExceeded(P2PStoreError, TimeoutError):
+    """The operation made no progress within its deadline."""
+
+
+class BufferTooSmall(P2PStoreError):
+    """The destination is smaller than the object; `needed` is the object's length in bytes."""
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
+class ObjectTooLarge(P2PStoreError):
+    """The value is longer than the largest object (4 GiB) or than the peer's whole memory."""
+
+
+class CapacityExceeded(P2PStoreError):
+    """The value does not fit: everything that could make room is leased, pinned or being written."""
+
+
+class LeaseLimitExceeded(P2PStoreError):
+    """The client holds so many leased bytes that it must let go of views before it takes more."""
+
+
+class StoreClosed(P2PStoreError):
+    """The peer or client was closed, or the connection to the local peer ended."""
+
+
+class ClientForked(P2PStoreError):
+    """The client was made in the parent process; a forked child must connect for itself."""
+
+
+class ConfigError(P2PStoreError):
+    """A setting is missing, malformed, or contradicts another one."""
+
+
+class ProtocolError(P2PStoreError):
+    """The other side sent something that the protocol does not allow; the connection is closed."""
+
+
+class ProtocolMismatch(P2PStoreError):
+    """The two sides share no protocol version: one of them must be upgraded."""
+
+
+class DuplicateIdentity(P2PStoreError):
+    """Another live peer of the cluster uses this peer's identity (its state directory was copied)."""
+
+
+class AuthenticationFailed(P2PStoreError):
+    """The other side does not hold a cluster key that this side accepts."""
+
+
+class NoLocalPeer(P2PStoreError):
+    """No peer listens on the local socket; `mooncake-p2p join` starts one."""
+
+
+class AmbiguousLocalPeer(NoLocalPeer):
+    """Several local peers run and none was chosen; name one with --socket or MOONCAKE_P2P_SOCKET."""

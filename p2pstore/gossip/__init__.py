@@ -1,0 +1,1 @@
+"""Who is alive, what they offer, who holds which key."""

@@ -1,0 +1,200 @@
+"""Messages on control streams (libp2p). Bodies of frames as `p2pstore.wire` describes. Pure.
+
+A stream belongs to the side that opened it: it asks, the other answers. It starts with admission:
+
+    opener                                 listener
+    HELLO Hello(nonce, key ids)  ------->
+                                 <-------  HELLO|REPLY HelloReply(nonce, key id, proof)
+    PROOF Proof(key id, proof)   ------->
+                                 <-------  PROOF|REPLY Welcome    (or an ERROR frame, then close)
+
+A proof is HMAC-SHA256 with a key of the cluster's ring over role, both peer ids (which Noise has
+authenticated), both nonces and the cluster's name. A cluster without a key uses 32 zero bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from typing import Final
+
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.records import SignedRecord
+from p2pstore.wire import Empty, Message
+
+
+class ControlKind(IntEnum):
+    HELLO = 1
+    PROOF = 2
+    PING = 16
+    EXCHANGE = 17
+    DELTA = 18
+    LEAVE = 19
+    PING_REQUEST = 20
+
+
+# --- admission -------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    min_version: int
+    max_version: int
+    cluster: str
+    nonce: bytes
+    key_ids: list[bytes]
+    software: str = ""
+
+
+class HelloReply(Message):
+    version: int
+    nonce: bytes
+    key_id: bytes
+    proof: bytes
+    software: str = ""
+
+
+class Proof(Message):
+    key_id: bytes
+    proof: bytes
+
+
+class Welcome(Message):
+    pass
+
+
+# --- membership ------------------------------------------------------------------------------
+
+
+class Status(IntEnum):
+    """What is claimed of a member. A higher incarnation overrides; within one the higher status does."""
+
+    ALIVE = 0
+    SUSPECT = 1
+    DEAD = 2
+    LEFT = 3
+
+
+class Claim(Message):
+    """`by` (a member's short name) claims `status` of the incarnation of `peer_id`."""
+
+    peer_id: bytes
+    incarnation: int
+    status: int
+    by: int
+
+
+class Ping(Message):
+    """Are you there? `incarnation` is what the sender knows of the receiver; claims ride along."""
+
+    incarnation: int
+    claims: list[Claim]
+
+
+class Ack(Message):
+    incarnation: int
+    claims: list[Claim]
+
+
+class PingRequest(Message):
+    """Ping this peer for me (an indirect probe). Answered by `Ack` of the target or an error."""
+
+    peer_id: bytes
+    timeout_ms: int
+
+
+class Leave(Message):
+    """The sender leaves on purpose; `record` is its own, marked leaving."""
+
+    record: SignedRecord
+
+
+# --- anti-entropy ----------------------------------------------------------------------------
+
+_DIGEST_ENTRY: Final = struct.Struct("<QQIQ")
+DIGEST_ENTRY_BYTES: Final = _DIGEST_ENTRY.size
+
+CLUSTER_BUCKETS: Final = 64
+"""Cluster records are compared by the XOR hash of 64 buckets, chosen by the record name's first byte."""
+
+
+class DigestEntry(Message):
+    """What the sender knows of one member: its incarnation, peer record and log sequence."""
+
+    member: int
+    incarnation: int
+    record_sequence: int
+    log_sequence: int
+
+
+def pack_digest(entries: Iterable[DigestEntry]) -> bytes:
+    """28 bytes an entry."""
+    return b"".join(
+        _DIGEST_ENTRY.pack(entry.member, entry.incarnation, entry.record_sequence, entry.log_sequence)
+        for entry in entries
+    )
+
+
+def unpack_digest(packed: bytes) -> Iterator[DigestEntry]:
+    """Raises `ProtocolError` when the bytes are not whole entries."""
+    if len(packed) % DIGEST_ENTRY_BYTES:
+        raise ProtocolError(f"a digest of {len(packed)} bytes")
+    for member, incarnation, record_sequence, log_sequence in _DIGEST_ENTRY.iter_unpack(packed):
+        yield DigestEntry(member, incarnation, record_sequence, log_sequence)
+
+
+class LogChunk(Message):
+    """Operations of one member's log, contiguous from `first_sequence`: packed location records."""
+
+    member: int
+    incarnation: int
+    first_sequence: int
+    operations: bytes
+
+
+class Delta(Message):
+    """What the receiver lacks: peer records, then log operations, then cluster records."""
+
+    records: list[SignedRecord]
+    logs: list[LogChunk]
+    cluster_records: list[SignedRecord]
+    claims: list[Claim]
+
+
+class Exchange(Message):
+    """The sender's digest. `cluster_hash` is the XOR of all buckets; `cluster_buckets` (64 u64) is sent
+    when the last exchange with this peer showed a difference."""
+
+    digest: bytes
+    cluster_hash: int
+    cluster_buckets: bytes
+    claims: list[Claim]
+
+
+class ExchangeReply(Message):
+    """What the sender lacks, and the replier's own digest, so that the sender can answer with a DELTA."""
+
+    delta: Delta
+    digest: bytes
+    cluster_hash: int
+    cluster_buckets: bytes
+
+
+REQUESTS: Final[dict[int, type[Message]]] = {
+    ControlKind.HELLO: Hello,
+    ControlKind.PROOF: Proof,
+    ControlKind.PING: Ping,
+    ControlKind.EXCHANGE: Exchange,
+    ControlKind.DELTA: Delta,
+    ControlKind.LEAVE: Leave,
+    ControlKind.PING_REQUEST: PingRequest,
+}
+REPLIES: Final[dict[int, type[Message]]] = {
+    ControlKind.HELLO: HelloReply,
+    ControlKind.PROOF: Welcome,
+    ControlKind.PING: Ack,
+    ControlKind.EXCHANGE: ExchangeReply,
+    ControlKind.DELTA: Empty,
+    ControlKind.LEAVE: Empty,
+    ControlKind.PING_REQUEST: Ack,
+}

@@ -1,0 +1,318 @@
+"""Records that peers gossip: location records, peer records, cluster records. Pure codecs.
+
+A location record is 34 bytes and says "I hold this version of this key". A peer record says who a
+peer is and what it offers; a cluster record says something about the whole cluster (a floor, later
+checkpoint heads and switches). Peer and cluster records are signed by the peer that wrote them;
+location logs are vouched for by the set hash in their owner's signed record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final, Protocol
+
+import xxhash
+
+from p2pstore.errors import ProtocolError
+from p2pstore.objects import Version
+from p2pstore.wire import Message, decode_body, encode_body
+
+# --- who -------------------------------------------------------------------------------------
+
+PeerId = bytes
+"""A libp2p peer id (identity multihash of the ed25519 public key), as raw bytes."""
+
+Member = int
+"""A peer's short name in digests and records: the first 8 bytes of BLAKE2b of its peer id."""
+
+MAX_PEER_ID_BYTES: Final = 64
+ED25519_PREFIX: Final = bytes.fromhex("002408011220")
+"""Multihash and protobuf header before the 32 public key bytes of an ed25519 peer id."""
+
+_MEMBER_PERSON: Final = b"p2pstore.peer.1"
+
+
+def member_of(peer_id: PeerId) -> Member:
+    """The peer's 64-bit short name."""
+    return int.from_bytes(
+        hashlib.blake2b(peer_id, digest_size=8, person=_MEMBER_PERSON).digest(), "little"
+    )
+
+
+def writer_of(peer_id: PeerId) -> int:
+    """The 16-bit hash that a version carries."""
+    return member_of(peer_id) & 0xFFFF
+
+
+def peer_id_from_public_key(public_key: bytes) -> PeerId:
+    """The libp2p peer id of a 32-byte ed25519 public key."""
+    return ED25519_PREFIX + public_key
+
+
+def public_key_from_peer_id(peer_id: PeerId) -> bytes:
+    """The ed25519 public key inside a peer id. Raises `ProtocolError` for another kind of id."""
+    if len(peer_id) != len(ED25519_PREFIX) + 32 or not peer_id.startswith(ED25519_PREFIX):
+        raise ProtocolError("a peer id that holds no ed25519 key")
+    return peer_id[len(ED25519_PREFIX) :]
+
+
+_BASE58: Final = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
+
+def format_peer_id(peer_id: PeerId) -> str:
+    """Base58 as libp2p prints it (`12D3KooW...`)."""
+    number = int.from_bytes(peer_id, "big")
+    digits = ""
+    while number:
+        number, digit = divmod(number, 58)
+        digits = _BASE58[digit] + digits
+    return "1" * (len(peer_id) - len(peer_id.lstrip(b"\0"))) + digits
+
+
+def parse_peer_id(text: str) -> PeerId:
+    """The inverse of `format_peer_id`. Raises `ValueError`."""
+    number = 0
+    for letter in text:
+        number = number * 58 + _BASE58.index(letter)
+    zeros = len(text) - len(text.lstrip("1"))
+    return bytes(zeros) + number.to_bytes((number.bit_length() + 7) // 8, "big")
+
+
+class Signer(Protocol):
+    """Signs with this peer's identity."""
+
+    @property
+    def peer_id(self) -> PeerId: ...
+
+    def sign(self, message: bytes) -> bytes:
+        """A 64-byte signature."""
+        ...
+
+
+class Verifier(Protocol):
+    """Checks signatures of other peers."""
+
+    def verify(self, peer_id: PeerId, message: bytes, signature: bytes) -> bool: ...
+
+
+# --- location records ------------------------------------------------------------------------
+
+# digest, clock, writer, slot number, size in 4 KiB units (3 bytes), flags
+_LOCATION: Final = struct.Struct("<16sQHI3sB")
+LOCATION_BYTES: Final = _LOCATION.size
+assert LOCATION_BYTES == 34
+
+SIZE_UNIT_BYTES: Final = 4096
+_REMOVED: Final = 0x80
+
+
+class Tier(IntEnum):
+    DRAM = 0
+    SSD = 1
+    BOTH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LocationRecord:
+    """One peer's word that it holds (or, `removed`, no longer holds) a version of a key.
+
+    flags byte: bits 0-1 tier, bit 2 soft, bits 3-4 replicas wanted (1, 2, 3, 4 or more),
+    bits 5-6 pin, bit 7 removed. `size_units` is the length in 4 KiB units, rounded up.
+    """
+
+    digest: bytes
+    version: Version
+    slot: int
+    size_units: int
+    tier: Tier = Tier.DRAM
+    soft: bool = False
+    replicas: int = 1
+    pin: int = 0
+    removed: bool = False
+
+    def encode(self) -> bytes:
+        """34 bytes."""
+        flags = (
+            int(self.tier)
+            | (4 if self.soft else 0)
+            | (min(max(self.replicas, 1), 4) - 1) << 3
+            | (self.pin & 3) << 5
+            | (_REMOVED if self.removed else 0)
+        )
+        return _LOCATION.pack(
+            self.digest,
+            self.version.clock,
+            self.version.writer,
+            self.slot,
+            self.size_units.to_bytes(3, "little"),
+            flags,
+        )
+
+    @property
+    def identity(self) -> tuple[bytes, int, int]:
+        """What tells two records of one owner apart: digest and version."""
+        return self.digest, self.version.clock, self.version.writer
+
+
+def decode_location(packed: bytes | memoryview, offset: int = 0) -> LocationRecord:
+    """The record at `offset`. Every 34 bytes are a record; unknown tiers read as DRAM."""
+    digest, clock, writer, slot, size, flags = _LOCATION.unpack_from(packed, offset)
+    tier = flags & 3
+    return LocationRecord(
+        digest,
+        Version(clock, writer),
+        slot,
+        int.from_bytes(size, "little"),
+        Tier(tier) if tier <= Tier.BOTH else Tier.DRAM,
+        bool(flags & 4),
+        (flags >> 3 & 3) + 1,
+        flags >> 5 & 3,
+        bool(flags & _REMOVED),
+    )
+
+
+def iterate_locations(packed: bytes | memoryview) -> Iterator[LocationRecord]:
+    """All records of a packed run. Raises `ProtocolError` when it is not a whole number of them."""
+    if len(packed) % LOCATION_BYTES:
+        raise ProtocolError(f"a run of location records has {len(packed)} bytes, not a multiple of 34")
+    for offset in range(0, len(packed), LOCATION_BYTES):
+        yield decode_location(packed, offset)
+
+
+def location_hash(packed: bytes) -> int:
+    """What one held record adds (by XOR) to its log's set hash; the removed flag does not occur."""
+    return xxhash.xxh3_64_intdigest(packed)
+
+
+# --- signed records --------------------------------------------------------------------------
+
+PEER_RECORD_FORMAT: Final = 1
+CLUSTER_RECORD_FORMAT: Final = 1
+MAX_RECORD_BYTES: Final = 16 * 1024
+
+_PEER_CONTEXT: Final = b"p2pstore peer record 1\0"
+_CLUSTER_CONTEXT: Final = b"p2pstore cluster record 1\0"
+
+
+class SignedRecord(Message):
+    """A record's exact bytes and the signature over context and bytes."""
+
+    body: bytes
+    signature: bytes
+
+
+class TransportOffer(Message):
+    """A way to read this peer's segments: `tcp`, `shm`, `rdma`; `parameters` belong to the transport."""
+
+    name: str
+    parameters: bytes = b""
+
+
+class SegmentOffer(Message):
+    segment_id: bytes
+    data_bytes: int
+
+
+class LogHead(Message):
+    """Where the peer's location log stands: its last sequence, and count and XOR hash of what it holds."""
+
+    sequence: int = 0
+    count: int = 0
+    set_hash: int = 0
+
+
+class PeerRecord(Message):
+    """Who a peer is and what it offers. `sequence` grows with every change within an incarnation.
+
+    `control` and `data` are `host:port` addresses (`[v6]:port`), `socket` the local socket's path on
+    the host that `host_id` names. Sizes in bytes, `load_permille` of one core.
+    """
+
+    format: int
+    peer_id: bytes
+    cluster: str
+    name: str
+    incarnation: int
+    sequence: int
+    host_id: bytes
+    control: list[str]
+    data: list[str]
+    socket: str
+    transports: list[TransportOffer]
+    segments: list[SegmentOffer]
+    memory_capacity: int
+    memory_used: int
+    ssd_capacity: int
+    ssd_used: int
+    load_permille: int
+    head: LogHead
+    leaving: bool = False
+    software: str = ""
+    min_protocol: int = 1
+    max_protocol: int = 1
+    topology: bytes = b""
+
+
+class ClusterRecordKind(IntEnum):
+    FLOOR = 1
+    CHECKPOINT_HEAD = 2
+    CHECKPOINT_SWITCH = 3
+
+
+class ClusterRecord(Message):
+    """Something the whole cluster keeps, whatever becomes of its writer. Highest version per (kind, name) wins.
+
+    A floor's name is the digest of a key or of a namespace (`scope` 0 or 1); its version forbids all
+    copies that it covers.
+    """
+
+    format: int
+    kind: int
+    name: bytes
+    clock: int
+    writer: int
+    signer: bytes
+    scope: int = 0
+    body: bytes = b""
+
+    @property
+    def version(self) -> Version:
+        return Version(self.clock, self.writer)
+
+
+def sign_peer_record(record: PeerRecord, signer: Signer) -> SignedRecord:
+    """The record as it travels."""
+    body = encode_body(record)
+    return SignedRecord(body, signer.sign(_PEER_CONTEXT + body))
+
+
+def open_peer_record(signed: SignedRecord, verifier: Verifier) -> PeerRecord:
+    """Check and decode. Raises `ProtocolError` when it is too long, malformed or not signed by its peer."""
+    if len(signed.body) > MAX_RECORD_BYTES:
+        raise ProtocolError(f"a peer record of {len(signed.body):,} bytes")
+    record = decode_body(PeerRecord, signed.body)
+    public_key_from_peer_id(record.peer_id)
+    if not verifier.verify(record.peer_id, _PEER_CONTEXT + signed.body, signed.signature):
+        raise ProtocolError(f"a peer record that {format_peer_id(record.peer_id)} did not sign")
+    return record
+
+
+def sign_cluster_record(record: ClusterRecord, signer: Signer) -> SignedRecord:
+    """The record as it travels; `record.signer` must be the signer."""
+    body = encode_body(record)
+    return SignedRecord(body, signer.sign(_CLUSTER_CONTEXT + body))
+
+
+def open_cluster_record(signed: SignedRecord, verifier: Verifier) -> ClusterRecord:
+    """Check and decode. Raises `ProtocolError` when it is too long, malformed or not signed by its signer."""
+    if len(signed.body) > MAX_RECORD_BYTES:
+        raise ProtocolError(f"a cluster record of {len(signed.body):,} bytes")
+    record = decode_body(ClusterRecord, signed.body)
+    public_key_from_peer_id(record.signer)
+    if not verifier.verify(record.signer, _CLUSTER_CONTEXT + signed.body, signed.signature):
+        raise ProtocolError("a cluster record with a wrong signature")
+    return record

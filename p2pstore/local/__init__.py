@@ -1,0 +1,1 @@
+"""The local socket between a peer and the clients of its host."""

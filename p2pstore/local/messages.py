@@ -1,0 +1,452 @@
+"""Messages on the local socket, between a client and the peer of its host. Pure.
+
+The client sends the preface `P2PSTORL` and HELLO. The reply carries, as SCM_RIGHTS, one descriptor per
+segment in the order of `segments`: read-only for READ access, writable for WRITE. Afterwards requests
+may be pipelined; replies come in any order. What a connection reserved or leased ends with it.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+from p2pstore.wire import Empty, Message
+
+
+class LocalKind(IntEnum):
+    HELLO = 1
+    RESERVE = 16
+    COMMIT = 17
+    ABORT = 18
+    LEASE = 19
+    RELEASE = 20
+    PLAN = 21
+    REPORT = 22
+    CONTAINS = 23
+    LOCATE = 24
+    REMOVE = 25
+    LIST = 26
+    PEERS = 27
+    STATISTICS = 28
+    LEAVE = 29
+    REPLICATE = 30
+    PIN = 31
+    FLUSH = 32
+    PREFETCH = 33
+    MATCH_PREFIX = 34
+
+
+class Access(IntEnum):
+    READ = 0
+    WRITE = 1
+
+
+class Hello(Message):
+    min_version: int
+    max_version: int
+    namespace: str
+    access: int
+    process_id: int
+    client: str = ""
+
+
+class SegmentInfo(Message):
+    segment_id: bytes
+    total_bytes: int
+
+
+class HelloReply(Message):
+    version: int
+    peer_id: bytes
+    name: str
+    incarnation: int
+    segments: list[SegmentInfo]
+    max_leased_bytes: int
+    software: str = ""
+
+
+class ItemError(Message):
+    """Why one item of a batch failed. `code` 0 means it did not."""
+
+    code: int = 0
+    text: str = ""
+    detail: int = 0
+
+
+OK = ItemError()
+
+
+# --- put -------------------------------------------------------------------------------------
+
+
+class ReserveItem(Message):
+    """Room for a value of `length` bytes with `trailer_length` bytes of trailer (an upper bound)."""
+
+    length: int
+    trailer_length: int
+
+
+class Reserve(Message):
+    items: list[ReserveItem]
+
+
+class Reservation(Message):
+    """Write `length` bytes at `offset` of segment number `segment`. It ends with COMMIT, ABORT or the
+    connection."""
+
+    reservation: int
+    segment: int
+    offset: int
+    length: int
+    error: ItemError = OK
+
+
+class Reserved(Message):
+    items: list[Reservation]
+
+
+class CommitItem(Message):
+    """Publish a reservation. `ttl_ms` 0 means none. `sums` are packed u64, `root` is made of them."""
+
+    reservation: int
+    key: str
+    length: int
+    sums: bytes
+    root: int
+    replicas: int = 1
+    pin: int = 0
+    ttl_ms: int = 0
+    overwrite: bool = False
+    durable: bool = False
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+class Commit(Message):
+    """`again` are reservations to make in the same step for puts to come: with them a put costs one
+    round trip."""
+
+    namespace: str
+    items: list[CommitItem]
+    deadline_ms: int = 5000
+    again: list[ReserveItem] = []
+
+
+class PutStatus(IntEnum):
+    CREATED = 0
+    UNCHANGED = 1
+    KEPT_EXISTING = 2
+
+
+class PutOutcome(Message):
+    status: int
+    copies: int
+    wanted: int
+    clock: int
+    writer: int
+    error: ItemError = OK
+
+
+class Committed(Message):
+    items: list[PutOutcome]
+    again: list[Reservation] = []
+
+
+class Abort(Message):
+    reservations: list[int]
+
+
+# --- get -------------------------------------------------------------------------------------
+
+
+class Lease(Message):
+    """Hold these objects in local memory while the client looks at them. `digests` packed. With `fetch`,
+    an object that is elsewhere is brought into local memory first."""
+
+    digests: bytes
+    fetch: bool = True
+    wait_ms: int = 0
+    deadline_ms: int = 5000
+
+
+class LeaseGrant(Message):
+    """`lease` is the number to give back. The object's slot and trailer are in the mapping."""
+
+    lease: int
+    segment: int
+    offset: int
+    length: int
+    trailer_length: int
+    clock: int = 0
+    writer: int = 0
+    root: int = 0
+    error: ItemError = OK
+
+
+class Leased(Message):
+    items: list[LeaseGrant]
+
+
+class Release(Message):
+    """One way. Each number once."""
+
+    leases: list[int]
+
+
+class Plan(Message):
+    """Where can these objects be read? With `wait_ms`, waits that long for the first holder.
+    `exclude` are holders (short names) that just failed for the client."""
+
+    digests: bytes
+    wait_ms: int = 0
+    deadline_ms: int = 5000
+    exclude: list[int] = []
+
+
+class Holder(Message):
+    """One copy: who has it and how to get there. A ticket is good for every object of that peer."""
+
+    member: int
+    peer_id: bytes
+    name: str
+    data: list[str]
+    socket: str
+    same_host: bool
+    slot: int
+    size_units: int
+    clock: int
+    writer: int
+    tier: int
+    ticket_claims: bytes
+    ticket_signature: bytes
+    ticket_secret: bytes
+
+
+class PlanItem(Message):
+    """Holders, best first. `known_unreachable` counts those that are known but believed dead."""
+
+    holders: list[Holder]
+    local: bool = False
+    known_unreachable: int = 0
+    error: ItemError = OK
+
+
+class Planned(Message):
+    items: list[PlanItem]
+
+
+class AccessCount(Message):
+    digest: bytes
+    count: int
+    bytes_read: int = 0
+
+
+class HolderFailure(Message):
+    """A holder that did not deliver. `code` is a `wire.Code` or `NO_SUCH_KEY` with how far its log was."""
+
+    digest: bytes
+    member: int
+    code: int
+    incarnation: int = 0
+    sequence: int = 0
+
+
+class Report(Message):
+    """One way, at most every 100 ms: reads that the peer did not see, and holders that failed."""
+
+    accesses: list[AccessCount]
+    failures: list[HolderFailure] = []
+
+
+class Contains(Message):
+    digests: bytes
+
+
+class ContainsReply(Message):
+    """One byte per digest: 1 when some live peer is known to hold it."""
+
+    present: bytes
+
+
+class Locate(Message):
+    digests: bytes
+
+
+class Copy(Message):
+    """One known copy, for people and schedulers."""
+
+    peer_id: bytes
+    name: str
+    tier: int
+    length_hint: int
+    clock: int
+    writer: int
+    soft: bool
+    pin: int
+    local: bool
+    reachable: bool
+
+
+class Located(Message):
+    items: list[list[Copy]]
+
+
+class MatchPrefix(Message):
+    """How many of these keys, from the first on, are held by some live peer?"""
+
+    digests: bytes
+
+
+class MatchedPrefix(Message):
+    length: int
+
+
+# --- the rest --------------------------------------------------------------------------------
+
+
+class Remove(Message):
+    namespace: str
+    keys: list[str]
+    deadline_ms: int = 5000
+
+
+class Removed(Message):
+    """Per key whether any copy was known."""
+
+    existed: list[bool]
+
+
+class ListKeys(Message):
+    namespace: str
+    prefix: str
+    after: str
+    limit: int
+    local: bool = False
+    pinned: bool = False
+    deadline_ms: int = 5000
+
+
+class KeyEntry(Message):
+    key: str
+    length: int
+    copies: int
+    peers: list[str]
+    pin: int
+    soft: bool
+    expires_unix_ms: int
+    clock: int = 0
+    writer: int = 0
+
+
+class Keys(Message):
+    items: list[KeyEntry]
+    more: bool
+    silent_peers: list[str]
+
+
+class Peers(Message):
+    everyone: bool = False
+
+
+class PeerEntry(Message):
+    peer_id: bytes
+    name: str
+    status: str
+    incarnation: int
+    control: list[str]
+    data: list[str]
+    memory_capacity: int
+    memory_used: int
+    objects: int
+    me: bool
+    software: str
+    heard_seconds_ago: float
+
+
+class PeersReply(Message):
+    items: list[PeerEntry]
+
+
+class Statistics(Message):
+    cluster: bool = True
+
+
+class StatisticsReply(Message):
+    """A JSON document: `{"peer": {...}, "cluster": {...}}`; it only grows."""
+
+    document: bytes
+
+
+class Leave(Message):
+    drain_seconds: float
+
+
+class Replicate(Message):
+    digest: bytes
+    copies: int
+    deadline_ms: int = 5000
+
+
+class SetPin(Message):
+    digests: bytes
+    pin: int
+    ttl_ms: int = 0
+
+
+class Done(Message):
+    """Per item, or a single one."""
+
+    items: list[ItemError] = []
+
+
+class Flush(Message):
+    namespace: str
+
+
+class Prefetch(Message):
+    digests: bytes
+
+
+REQUESTS: Final[dict[int, type[Message]]] = {
+    LocalKind.HELLO: Hello,
+    LocalKind.RESERVE: Reserve,
+    LocalKind.COMMIT: Commit,
+    LocalKind.ABORT: Abort,
+    LocalKind.LEASE: Lease,
+    LocalKind.RELEASE: Release,
+    LocalKind.PLAN: Plan,
+    LocalKind.REPORT: Report,
+    LocalKind.CONTAINS: Contains,
+    LocalKind.LOCATE: Locate,
+    LocalKind.REMOVE: Remove,
+    LocalKind.LIST: ListKeys,
+    LocalKind.PEERS: Peers,
+    LocalKind.STATISTICS: Statistics,
+    LocalKind.LEAVE: Leave,
+    LocalKind.REPLICATE: Replicate,
+    LocalKind.PIN: SetPin,
+    LocalKind.FLUSH: Flush,
+    LocalKind.PREFETCH: Prefetch,
+    LocalKind.MATCH_PREFIX: MatchPrefix,
+}
+REPLIES: Final[dict[int, type[Message]]] = {
+    LocalKind.HELLO: HelloReply,
+    LocalKind.RESERVE: Reserved,
+    LocalKind.COMMIT: Committed,
+    LocalKind.ABORT: Empty,
+    LocalKind.LEASE: Leased,
+    LocalKind.PLAN: Planned,
+    LocalKind.CONTAINS: ContainsReply,
+    LocalKind.LOCATE: Located,
+    LocalKind.REMOVE: Removed,
+    LocalKind.LIST: Keys,
+    LocalKind.PEERS: PeersReply,
+    LocalKind.STATISTICS: StatisticsReply,
+    LocalKind.LEAVE: Empty,
+    LocalKind.REPLICATE: PutOutcome,
+    LocalKind.PIN: Done,
+    LocalKind.FLUSH: Empty,
+    LocalKind.PREFETCH: Empty,
+    LocalKind.MATCH_PREFIX: MatchedPrefix,
+}
+ONE_WAY_KINDS: Final = frozenset({LocalKind.RELEASE, LocalKind.REPORT})

@@ -1,0 +1,219 @@
+"""What an object is: its key's digest, its version, its chunk sums and their root.
+
+Everything here is part of formats that peers exchange; ARCHITECTURE.md lists them and
+`tests/unit/test_golden_bytes.py` holds them still.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+
+from p2pstore.errors import ConfigError, ObjectTooLarge
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+CHUNK_BYTES: Final = MIB
+"""Unit of checksums: one xxh3-64 per chunk, the last chunk may be shorter."""
+
+PART_BYTES: Final = 64 * MIB
+"""Unit of network requests and of SSD records: a longer object moves as several parts."""
+
+MAX_OBJECT_BYTES: Final = 4 * GIB
+MAX_KEY_BYTES: Final = 1024
+MAX_NAMESPACE_BYTES: Final = 255
+DIGEST_BYTES: Final = 16
+DEFAULT_NAMESPACE: Final = "default"
+
+_KEY_PERSON: Final = b"p2pstore.key.1"
+_NAMESPACE_PERSON: Final = b"p2pstore.ns.1"
+
+
+def encode_key(key: str) -> bytes:
+    """The key as UTF-8, checked. Raises `ValueError` when it is empty, too long or not encodable."""
+    if not isinstance(key, str):
+        raise TypeError(f"a key is a str, not {type(key).__name__}")
+    try:
+        encoded = key.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("the key is not valid UTF-8 text (it holds a lone surrogate)") from error
+    if not encoded:
+        raise ValueError("the key is empty; a key is 1 to 1,024 bytes of UTF-8")
+    if len(encoded) > MAX_KEY_BYTES:
+        raise ValueError(f"the key is {len(encoded):,} bytes long; at most {MAX_KEY_BYTES:,} are allowed")
+    return encoded
+
+
+def encode_namespace(namespace: str) -> bytes:
+    """The namespace as UTF-8, checked like a key (1 to 255 bytes)."""
+    try:
+        encoded = namespace.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("the namespace is not valid UTF-8 text") from error
+    if not 0 < len(encoded) <= MAX_NAMESPACE_BYTES:
+        raise ValueError(f"a namespace is 1 to {MAX_NAMESPACE_BYTES} bytes of UTF-8, not {len(encoded)}")
+    return encoded
+
+
+def key_digest(key: str, namespace: str = DEFAULT_NAMESPACE) -> bytes:
+    """BLAKE2b-128 of namespace and key: what peers, slots and locations call the object."""
+    space = encode_namespace(namespace)
+    return hashlib.blake2b(
+        bytes((len(space),)) + space + encode_key(key),
+        digest_size=DIGEST_BYTES,
+        person=_KEY_PERSON,
+    ).digest()
+
+
+def namespace_digest(namespace: str) -> bytes:
+    """BLAKE2b-128 of the namespace alone: the name of its floor."""
+    return hashlib.blake2b(
+        encode_namespace(namespace), digest_size=DIGEST_BYTES, person=_NAMESPACE_PERSON
+    ).digest()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Version:
+    """(hybrid logical clock, writer's hash, root checksum): the highest wins everywhere.
+
+    `clock` is 48 bits of Unix milliseconds and 16 bits of counter. `writer` is a 16-bit hash of the
+    peer id. `root` breaks the remaining ties, and travels only where the object itself does.
+    """
+
+    clock: int
+    writer: int
+    root: int = 0
+
+    def covers(self, other: Version) -> bool:
+        """Whether a floor of this version forbids `other`: it is not newer (roots do not count)."""
+        return (other.clock, other.writer) <= (self.clock, self.writer)
+
+
+ZERO_VERSION: Final = Version(0, 0, 0)
+CLOCK_COUNTER_BITS: Final = 16
+MAX_CLOCK_SKEW_SECONDS: Final = 10.0
+
+
+def clock_from_unix_seconds(unix_seconds: float) -> int:
+    """The hybrid clock's reading for a wall-clock time, counter zero."""
+    return int(unix_seconds * 1000) << CLOCK_COUNTER_BITS
+
+
+def unix_seconds_from_clock(clock: int) -> float:
+    """The wall-clock part of a hybrid clock reading."""
+    return (clock >> CLOCK_COUNTER_BITS) / 1000
+
+
+class HybridClock:
+    """A hybrid logical clock (Kulkarni et al. 2014): never behind wall time nor behind what it saw.
+
+    `latest` persists in the state directory, so that a peer whose wall clock jumped back still
+    writes versions above its old ones.
+    """
+
+    def __init__(self, latest: int = 0) -> None:
+        self.latest = latest
+
+    def tick(self, unix_seconds: float) -> int:
+        """A reading above all earlier ones."""
+        self.latest = max(self.latest + 1, clock_from_unix_seconds(unix_seconds))
+        return self.latest
+
+    def observe(self, clock: int, unix_seconds: float) -> bool:
+        """Take in a stamp from elsewhere. False, and no effect, when it is over 10 s in the future."""
+        if clock > clock_from_unix_seconds(unix_seconds + MAX_CLOCK_SKEW_SECONDS):
+            return False
+        self.latest = max(self.latest, clock)
+        return True
+
+
+def chunk_count(length: int) -> int:
+    """How many chunks (and checksums) a value of `length` bytes has; an empty value has none."""
+    return (length + CHUNK_BYTES - 1) // CHUNK_BYTES
+
+
+def chunk_bounds(length: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of each chunk in order."""
+    for start in range(0, length, CHUNK_BYTES):
+        yield start, min(start + CHUNK_BYTES, length)
+
+
+def chunk_sum(chunk: bytes | bytearray | memoryview) -> int:
+    """xxh3-64 of one chunk."""
+    return xxhash.xxh3_64_intdigest(chunk)
+
+
+def chunk_sums(value: bytes | bytearray | memoryview) -> bytes:
+    """The checksums of all chunks, packed as little-endian u64."""
+    view = memoryview(value)
+    return b"".join(
+        chunk_sum(view[start:end]).to_bytes(8, "little") for start, end in chunk_bounds(len(view))
+    )
+
+
+def root_checksum(length: int, sums: bytes) -> int:
+    """xxh3-64 over the length and all chunk sums: what identifies a value's bytes."""
+    return xxhash.xxh3_64_intdigest(struct.pack("<Q", length) + sums)
+
+
+def check_object_length(length: int) -> None:
+    """Raise `ObjectTooLarge` for what no peer can store."""
+    if length > MAX_OBJECT_BYTES:
+        raise ObjectTooLarge(
+            f"the value has {length:,} bytes; an object has at most {MAX_OBJECT_BYTES:,} (4 GiB): "
+            "split it over several keys"
+        )
+
+
+_UNITS: Final = {
+    "": 1,
+    "b": 1,
+    "k": 1000,
+    "kb": 1000,
+    "m": 1000**2,
+    "mb": 1000**2,
+    "g": 1000**3,
+    "gb": 1000**3,
+    "t": 1000**4,
+    "tb": 1000**4,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": 1024 * GIB,
+}
+
+
+def parse_bytes(text: str | int, setting: str = "size") -> int:
+    """Bytes from an int or from text such as `4GiB`, `512 MiB`, `100GB`. Raises `ConfigError`."""
+    if isinstance(text, int):
+        size: float = text
+    else:
+        stripped = text.strip().lower().replace("_", "").replace(",", "")
+        number = stripped.rstrip("abcdefghijklmnopqrstuvwxyz ")
+        unit = stripped[len(number) :].strip()
+        try:
+            size = float(number) * _UNITS[unit]
+            if size != size or size in (float("inf"), float("-inf")):
+                raise ValueError
+        except (ValueError, KeyError):
+            raise ConfigError(
+                f"{setting}: {text!r} is not a size; write a number and a unit, such as 512MiB or 4GiB"
+            ) from None
+    if size < 0:
+        raise ConfigError(f"{setting}: {text!r} is negative")
+    return int(size)
+
+
+def format_bytes(count: float) -> str:
+    """`5.0 MiB` and the like, for people."""
+    for unit, factor in (("TiB", 1024 * GIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{int(count)} B"

@@ -1,0 +1,1 @@
+"""The peer: the shells around the pure core, put together."""

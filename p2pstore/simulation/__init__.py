@@ -1,0 +1,1 @@
+"""Whole peers in virtual time: a seeded kernel and a faulty network."""

@@ -1,0 +1,1 @@
+"""Moving bytes: memory segments, tickets, transports."""

@@ -1,0 +1,319 @@
+"""How a memory segment is laid out: header, key index, object slots, trailers. Pure codecs.
+
+    0                 header, one page
+    index_offset      key index: open addressing, linear probing, 32 bytes an entry
+    slots_offset      object table: 64 bytes a slot
+    data_offset       extents of whole granules (4 KiB): payload, padding to 8, trailer
+
+Only the owner writes. Readers map the segment read-only and trust nothing that they did not copy
+out and check: a slot carries its own checksum, a trailer too, and the payload's chunk sums must
+give the slot's root. All integers are little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+import msgspec
+import xxhash
+
+from p2pstore.errors import ProtocolError
+from p2pstore.objects import MIB, Version, chunk_count, root_checksum
+from p2pstore.wire import Message, decode_body
+
+SEGMENT_MAGIC: Final = b"P2PSSEG\0"
+SEGMENT_FORMAT: Final = 1
+SLOT_FORMAT: Final = 1
+TRAILER_FORMAT: Final = 1
+
+GRANULE_BYTES: Final = 4096
+SLOT_BYTES: Final = 64
+INDEX_ENTRY_BYTES: Final = 32
+MAX_SLOTS: Final = 1 << 22
+MAX_TRAILER_BYTES: Final = 0xFFFF
+SEGMENT_ID_BYTES: Final = 16
+
+# magic, format, state, segment id, total bytes, index offset, index entries, slots offset, slots,
+# data offset, data bytes, owner's incarnation, checksum of all before it
+_HEADER: Final = struct.Struct("<8sII16sQQQQQQQQQ")
+_HEADER_STATE_OFFSET: Final = 12
+
+
+class SegmentState(IntEnum):
+    """Where the segment's life is. The state byte is outside the header's checksum."""
+
+    OPEN = 1
+    CLOSED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Offsets and sizes of the parts of a segment, in bytes unless it says otherwise."""
+
+    total_bytes: int
+    index_offset: int
+    index_entries: int
+    slots_offset: int
+    slots: int
+    data_offset: int
+    data_bytes: int
+
+
+def plan_geometry(data_bytes: int, max_objects: int | None = None) -> Geometry:
+    """Geometry for a data area of `data_bytes` (rounded up to 4 KiB), by default a slot per 16 KiB.
+
+    The index has at least twice as many entries as there are slots. Raises `ValueError` when there
+    is no room for a single object.
+    """
+    data_bytes = round_up(data_bytes, GRANULE_BYTES)
+    if data_bytes < 4 * GRANULE_BYTES:
+        raise ValueError("a segment needs at least 16 KiB of data")
+    wanted = max_objects if max_objects is not None else max(1024, data_bytes // (16 * 1024))
+    slots = max(1, min(wanted, MAX_SLOTS, data_bytes // GRANULE_BYTES))
+    index_entries = 1 << (2 * slots - 1).bit_length()
+    index_offset = GRANULE_BYTES
+    slots_offset = round_up(index_offset + index_entries * INDEX_ENTRY_BYTES, GRANULE_BYTES)
+    data_offset = round_up(slots_offset + slots * SLOT_BYTES, GRANULE_BYTES)
+    if data_bytes >= 64 * MIB:  # keep extents on huge page boundaries where that costs nothing
+        data_offset = round_up(data_offset, 2 * MIB)
+    return Geometry(
+        total_bytes=data_offset + data_bytes,
+        index_offset=index_offset,
+        index_entries=index_entries,
+        slots_offset=slots_offset,
+        slots=slots,
+        data_offset=data_offset,
+        data_bytes=data_bytes,
+    )
+
+
+def round_up(value: int, unit: int) -> int:
+    """The next multiple of `unit`."""
+    return (value + unit - 1) // unit * unit
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    segment_id: bytes
+    incarnation: int
+    geometry: Geometry
+    state: SegmentState
+
+
+def encode_segment_header(header: SegmentHeader) -> bytes:
+    """The first bytes of a segment."""
+    geometry = header.geometry
+    fields = (
+        SEGMENT_MAGIC,
+        SEGMENT_FORMAT,
+        int(header.state),
+        header.segment_id,
+        geometry.total_bytes,
+        geometry.index_offset,
+        geometry.index_entries,
+        geometry.slots_offset,
+        geometry.slots,
+        geometry.data_offset,
+        geometry.data_bytes,
+        header.incarnation,
+    )
+    return _HEADER.pack(*fields, _header_checksum(_HEADER.pack(*fields, 0)))
+
+
+def _header_checksum(packed: bytes) -> int:
+    stateless = packed[:_HEADER_STATE_OFFSET] + b"\0\0\0\0" + packed[_HEADER_STATE_OFFSET + 4 : -8]
+    return xxhash.xxh3_64_intdigest(stateless)
+
+
+def decode_segment_header(data: bytes | memoryview) -> SegmentHeader:
+    """Parse and check a header. Raises `ProtocolError` on anything that is not one."""
+    if len(data) < _HEADER.size:
+        raise ProtocolError("the segment is shorter than its header")
+    packed = bytes(data[: _HEADER.size])
+    magic, fmt, state, segment_id, *numbers, incarnation, checksum = _HEADER.unpack(packed)
+    if magic != SEGMENT_MAGIC or checksum != _header_checksum(packed):
+        raise ProtocolError("this is not a p2pstore memory segment, or its header is damaged")
+    if fmt != SEGMENT_FORMAT:
+        raise ProtocolError(f"segment format {fmt} is not supported; this version reads {SEGMENT_FORMAT}")
+    try:
+        return SegmentHeader(segment_id, incarnation, Geometry(*numbers), SegmentState(state))
+    except ValueError:
+        raise ProtocolError(f"segment state {state} is unknown") from None
+
+
+SEGMENT_HEADER_BYTES: Final = _HEADER.size
+SEGMENT_STATE_OFFSET: Final = _HEADER_STATE_OFFSET
+
+
+# --- key index -------------------------------------------------------------------------------
+
+_INDEX_ENTRY: Final = struct.Struct("<16sII8x")
+INDEX_USED: Final = 1
+
+
+def index_home(digest: bytes, index_entries: int) -> int:
+    """The entry number where the search for `digest` begins (index_entries is a power of two)."""
+    return int.from_bytes(digest[:8], "little") & (index_entries - 1)
+
+
+def encode_index_entry(digest: bytes, slot: int) -> bytes:
+    """An entry in use; an unused one is all zero."""
+    return _INDEX_ENTRY.pack(digest, slot, INDEX_USED)
+
+
+def decode_index_entry(data: bytes | memoryview, offset: int = 0) -> tuple[bytes, int, bool]:
+    """(digest, slot number, whether in use) of the entry at `offset`."""
+    digest, slot, used = _INDEX_ENTRY.unpack_from(data, offset)
+    return digest, slot, used == INDEX_USED
+
+
+# --- object slot -----------------------------------------------------------------------------
+
+# format, state, writer hash, trailer length, flags, digest, clock, offset, length, root, checksum
+_SLOT: Final = struct.Struct("<BBHHH16sQQQQQ")
+assert _SLOT.size == SLOT_BYTES
+
+
+class SlotState(IntEnum):
+    FREE = 0
+    FILLING = 1
+    LIVE = 2
+    DOOMED = 3
+
+
+SLOT_FLAG_SOFT: Final = 1
+"""A soft replica: kept because it was hot, evicted first."""
+SLOT_FLAG_TENSOR: Final = 2
+"""The trailer has dtype and shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One object as the table holds it. `offset` counts from the segment's start, in bytes."""
+
+    state: SlotState
+    digest: bytes
+    version: Version
+    offset: int
+    length: int
+    trailer_length: int
+    flags: int = 0
+
+
+def encode_slot(slot: Slot) -> bytes:
+    """64 bytes, with their own checksum at the end."""
+    packed = _SLOT.pack(
+        SLOT_FORMAT,
+        int(slot.state),
+        slot.version.writer,
+        slot.trailer_length,
+        slot.flags,
+        slot.digest,
+        slot.version.clock,
+        slot.offset,
+        slot.length,
+        slot.version.root,
+        0,
+    )[:-8]
+    return packed + xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
+
+
+def decode_slot(packed: bytes) -> Slot | None:
+    """The slot in a private 64-byte copy, or None when it is torn, damaged or of another format."""
+    if len(packed) != SLOT_BYTES:
+        return None
+    fmt, state, writer, trailer_length, flags, digest, clock, offset, length, root, checksum = _SLOT.unpack(
+        packed
+    )
+    if fmt != SLOT_FORMAT or checksum != xxhash.xxh3_64_intdigest(packed[:-8]) or state > SlotState.DOOMED:
+        return None
+    return Slot(
+        SlotState(state), digest, Version(clock, writer, root), offset, length, trailer_length, flags
+    )
+
+
+FREE_SLOT: Final = bytes(SLOT_BYTES)
+
+
+# --- trailer ---------------------------------------------------------------------------------
+
+
+class Pin(IntEnum):
+    NONE = 0
+    SOFT = 1
+    HARD = 2
+
+
+class TrailerBody(Message):
+    """What belongs to an object besides its bytes. `sums` are packed little-endian u64, one per chunk.
+
+    `expires_unix_ms` is 0 for an object without a time to live. `replicas` is the number of copies
+    asked for when it was put. `dtype` is empty unless the value is a tensor.
+    """
+
+    namespace: str
+    key: str
+    sums: bytes
+    expires_unix_ms: int = 0
+    replicas: int = 1
+    pin: int = 0
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+_TRAILER_PREFIX: Final = struct.Struct("<HHIQ")
+"""format, reserved, body length, xxh3-64 of the body."""
+
+
+def encode_trailer(trailer: TrailerBody) -> bytes:
+    """Prefix and body. Raises `ValueError` above 64 KiB (a tensor with an absurd shape)."""
+    body = msgspec.msgpack.encode(trailer)
+    packed = _TRAILER_PREFIX.pack(TRAILER_FORMAT, 0, len(body), xxhash.xxh3_64_intdigest(body)) + body
+    if len(packed) > MAX_TRAILER_BYTES:
+        raise ValueError(f"the object's metadata needs {len(packed):,} bytes; at most 65,535 are allowed")
+    return packed
+
+
+def decode_trailer(packed: bytes | memoryview) -> TrailerBody | None:
+    """The trailer in a private copy, or None when it is torn, damaged or of another format."""
+    if len(packed) < _TRAILER_PREFIX.size:
+        return None
+    fmt, _, body_length, checksum = _TRAILER_PREFIX.unpack_from(packed)
+    body = bytes(packed[_TRAILER_PREFIX.size : _TRAILER_PREFIX.size + body_length])
+    if fmt != TRAILER_FORMAT or len(body) != body_length or checksum != xxhash.xxh3_64_intdigest(body):
+        return None
+    try:
+        return decode_body(TrailerBody, body)
+    except ProtocolError:
+        return None
+
+
+def trailer_offset(length: int) -> int:
+    """Where the trailer begins, from the start of its extent."""
+    return round_up(length, 8)
+
+
+def extent_bytes(length: int, trailer_length: int) -> int:
+    """What an object occupies: payload, padding and trailer in whole granules."""
+    return round_up(trailer_offset(length) + trailer_length, GRANULE_BYTES)
+
+
+def slot_matches(slot: Slot, digest: bytes, geometry: Geometry) -> bool:
+    """Whether a slot copied by a reader is a live object under `digest` inside the data area."""
+    return (
+        slot.state is SlotState.LIVE
+        and slot.digest == digest
+        and slot.offset >= geometry.data_offset
+        and slot.offset + trailer_offset(slot.length) + slot.trailer_length <= geometry.total_bytes
+    )
+
+
+def trailer_matches(trailer: TrailerBody, slot: Slot) -> bool:
+    """Whether the chunk sums are those that the slot's root was made from."""
+    return (
+        len(trailer.sums) == 8 * chunk_count(slot.length)
+        and root_checksum(slot.length, trailer.sums) == slot.version.root
+    )

@@ -1,0 +1,245 @@
+"""Messages on data connections between peers, and from clients to remote peers. Pure.
+
+The connecting side sends the preface `P2PSTORD`, then:
+
+    client                                      server
+    HELLO Hello(ticket, nonce)        ------->
+                                      <-------  HELLO|REPLY HelloReply(nonce, proof)
+    PROOF Proof(proof), requests ...  ------->
+                                      <-------  replies, in any order
+
+See `p2pstore.transfer.tickets` for what a ticket proves. A client may pipeline requests right after
+its proof; a wrong proof closes the connection. Replies to GET and SNAPSHOT carry bulk bytes.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+from p2pstore.wire import Empty, Message
+
+
+class DataKind(IntEnum):
+    HELLO = 1
+    PROOF = 2
+    GET = 16
+    LOOKUP = 17
+    PUSH = 18
+    REPLICATE = 19
+    SNAPSHOT = 20
+    CLUSTER_RECORDS = 21
+    LIST = 22
+    STATISTICS = 23
+    PING = 24
+
+
+class Ticket(Message):
+    """Packed `TicketClaims` and the issuing peer's ed25519 signature over them."""
+
+    claims: bytes
+    signature: bytes
+
+
+class Hello(Message):
+    min_version: int
+    max_version: int
+    ticket: Ticket
+    nonce: bytes
+    software: str = ""
+
+
+class HelloReply(Message):
+    version: int
+    nonce: bytes
+    proof: bytes
+    incarnation: int
+    software: str = ""
+
+
+class Proof(Message):
+    proof: bytes
+
+
+class GetItem(Message):
+    """Chunks of one object. `chunk_count` 0 means to the end; `slot` is a hint, not trusted."""
+
+    digest: bytes
+    first_chunk: int = 0
+    chunk_count: int = 0
+    slot: int = 0
+
+
+class Get(Message):
+    """Objects, or chunks of them; the reply's bulk is their bytes one after the other."""
+
+    items: list[GetItem]
+
+
+class ObjectStatus(IntEnum):
+    OK = 0
+    NOT_FOUND = 1
+    BUSY = 2
+    TOO_LARGE = 3
+    """The item's bytes did not fit into this reply: ask for it alone or for fewer chunks."""
+
+
+class ObjectReply(Message):
+    """`slot` (64 bytes) and `trailer` exactly as in the owner's memory; `bulk_bytes` of the reply's bulk
+    belong to this item. NOT_FOUND says how far the owner's log was: (`incarnation`, `sequence`).
+    BUSY may name other peers (short names) that are fetching the object now."""
+
+    status: int
+    slot: bytes = b""
+    trailer: bytes = b""
+    bulk_bytes: int = 0
+    incarnation: int = 0
+    sequence: int = 0
+    others: list[int] = []
+
+
+class Objects(Message):
+    items: list[ObjectReply]
+
+
+class Lookup(Message):
+    """Who holds these keys? `digests` are packed, 16 bytes each."""
+
+    digests: bytes
+
+
+class Holding(Message):
+    """One holder: its short name, its log's (incarnation, sequence) at that time, a location record."""
+
+    member: int
+    incarnation: int
+    sequence: int
+    record: bytes
+
+
+class Locations(Message):
+    items: list[list[Holding]]
+
+
+class Push(Message):
+    """Fresh operations of the sender's log whose keys have their home here: sequences and records."""
+
+    incarnation: int
+    sequences: list[int]
+    operations: bytes
+
+
+class Replicate(Message):
+    """Fetch this object from me and keep a copy of at least this version."""
+
+    digest: bytes
+    clock: int
+    writer: int
+    length: int
+    soft: bool = False
+
+
+class Replicated(Message):
+    """The receiver now holds `clock`, `writer` (the version asked for or a higher one)."""
+
+    clock: int
+    writer: int
+
+
+class Snapshot(Message):
+    """The whole current set of a member's location records, as the receiver knows it."""
+
+    member: int
+
+
+class SnapshotReply(Message):
+    """The bulk is packed location records; they are the set at (incarnation, sequence)."""
+
+    member: int
+    incarnation: int
+    sequence: int
+    set_hash: int
+
+
+class ClusterRecords(Message):
+    """Packed signed cluster records, pushed to those whom they concern at once."""
+
+    bodies: list[bytes]
+    signatures: list[bytes]
+
+
+class ListKeys(Message):
+    """Keys held here that begin with `prefix`, in order, after `after`."""
+
+    namespace: str
+    prefix: str
+    after: str
+    limit: int
+    pinned: bool = False
+
+
+class KeyInfo(Message):
+    key: str
+    length: int
+    clock: int
+    writer: int
+    tier: int
+    pin: int
+    soft: bool
+    expires_unix_ms: int
+    leased: bool = False
+
+
+class Keys(Message):
+    items: list[KeyInfo]
+    more: bool
+
+
+class Statistics(Message):
+    pass
+
+
+class StatisticsReply(Message):
+    """A JSON document (see `p2pstore.peer.statistics`): for people and dashboards, it only grows."""
+
+    document: bytes
+
+
+class Ping(Message):
+    pass
+
+
+class Pong(Message):
+    incarnation: int
+    sequence: int
+
+
+REQUESTS: Final[dict[int, type[Message]]] = {
+    DataKind.HELLO: Hello,
+    DataKind.PROOF: Proof,
+    DataKind.GET: Get,
+    DataKind.LOOKUP: Lookup,
+    DataKind.PUSH: Push,
+    DataKind.REPLICATE: Replicate,
+    DataKind.SNAPSHOT: Snapshot,
+    DataKind.CLUSTER_RECORDS: ClusterRecords,
+    DataKind.LIST: ListKeys,
+    DataKind.STATISTICS: Statistics,
+    DataKind.PING: Ping,
+}
+REPLIES: Final[dict[int, type[Message]]] = {
+    DataKind.HELLO: HelloReply,
+    DataKind.GET: Objects,
+    DataKind.LOOKUP: Locations,
+    DataKind.PUSH: Empty,
+    DataKind.REPLICATE: Replicated,
+    DataKind.SNAPSHOT: SnapshotReply,
+    DataKind.CLUSTER_RECORDS: Empty,
+    DataKind.LIST: Keys,
+    DataKind.STATISTICS: StatisticsReply,
+    DataKind.PING: Pong,
+}
+READ_KINDS: Final = frozenset(
+    {DataKind.GET, DataKind.LOOKUP, DataKind.LIST, DataKind.STATISTICS, DataKind.PING}
+)
+"""What a ticket of scope READ allows; the rest needs scope PEER."""

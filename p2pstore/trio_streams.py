@@ -1,0 +1,164 @@
+"""The trio driver: raw non-blocking sockets and `trio.lowlevel` waits, which cost less than trio's
+stream objects on small messages and nothing on large ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+import trio
+
+from p2pstore.errors import DeadlineExceeded
+from p2pstore.streams import (
+    ANCILLARY_BYTES,
+    DEFAULT_PROGRESS_SECONDS,
+    SEND_PIECE_BYTES,
+    BytesLike,
+    advance,
+    check_descriptors,
+    flatten_parts,
+    gather,
+    tune_tcp,
+)
+
+T = TypeVar("T")
+
+
+class TrioStream:
+    """A `ByteStream` under trio. One task may send while another receives."""
+
+    def __init__(self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self.progress_seconds = progress_seconds
+        self._unyielded_bytes = 0
+
+    async def _wait(self, ready: Callable[[socket.socket], Awaitable[None]]) -> None:
+        with trio.move_on_after(self.progress_seconds) as scope:
+            await ready(self._sock)
+        if scope.cancelled_caught:
+            raise DeadlineExceeded(f"the connection made no progress for {self.progress_seconds:g} s")
+        self._unyielded_bytes = 0
+
+    async def _yield_after(self, count: int) -> None:
+        """A cancellation point always; lets other tasks run once in 1 MiB."""
+        self._unyielded_bytes += count
+        if self._unyielded_bytes >= SEND_PIECE_BYTES:
+            self._unyielded_bytes = 0
+            await trio.lowlevel.checkpoint()
+        else:
+            await trio.lowlevel.checkpoint_if_cancelled()
+
+    async def send(self, *parts: BytesLike) -> None:
+        views = flatten_parts(parts)
+        first = 0
+        while first < len(views):
+            try:
+                sent = self._sock.sendmsg(gather(views, first))
+            except BlockingIOError:
+                await self._wait(trio.lowlevel.wait_writable)
+                continue
+            first = advance(views, first, sent)
+            await self._yield_after(sent)
+
+    async def receive_into(self, view: memoryview) -> int:
+        while True:
+            try:
+                count = self._sock.recv_into(view)
+            except BlockingIOError:
+                await self._wait(trio.lowlevel.wait_readable)
+                continue
+            await self._yield_after(count)
+            return count
+
+    async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while True:
+            try:
+                count, ancillary, flags, _ = self._sock.recvmsg_into(
+                    [view], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                await self._wait(trio.lowlevel.wait_readable)
+                continue
+            return count, check_descriptors(ancillary, flags)
+
+    async def wait_readable_forever(self) -> None:
+        """Wait, without a deadline, until a receive would not block: for servers between requests."""
+        await trio.lowlevel.wait_readable(self._sock)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        if self._sock.fileno() != -1:
+            trio.lowlevel.notify_closing(self._sock)
+            self._sock.close()
+
+
+class TrioDriver:
+    """The `Driver` of the peer and of the trio client."""
+
+    async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> TrioStream:
+        with trio.move_on_after(timeout_seconds):
+            addresses = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            error: OSError | None = None
+            for family, kind, protocol, _, address in addresses:
+                sock = socket.socket(family, kind, protocol)
+                try:
+                    await _connect(sock, address)
+                except OSError as problem:
+                    sock.close()
+                    error = problem
+                except BaseException:
+                    sock.close()
+                    raise
+                else:
+                    tune_tcp(sock)
+                    return TrioStream(sock)
+            raise error or OSError(f"{host} has no address")
+        raise DeadlineExceeded(f"{host}:{port} did not answer within {timeout_seconds:g} s")
+
+    async def connect_unix(self, path: str, timeout_seconds: float) -> TrioStream:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with trio.move_on_after(timeout_seconds):
+                await _connect(sock, path)
+                return TrioStream(sock)
+            raise DeadlineExceeded(f"{path} did not answer within {timeout_seconds:g} s")
+        except BaseException:
+            sock.close()
+            raise
+
+    async def run_in_thread(self, function: Callable[[], T]) -> T:
+        with trio.CancelScope(shield=True):  # what it writes to is busy until it returns
+            result: T = await trio.to_thread.run_sync(function)
+        return result
+
+    async def sleep(self, seconds: float) -> None:
+        await trio.sleep(seconds)
+
+    def lock(self) -> AbstractAsyncContextManager[Any]:
+        return trio.Lock()
+
+
+async def _connect(sock: socket.socket, address: Any) -> None:
+    """Connect a fresh socket without blocking. A full backlog of a Unix socket is waited out."""
+    sock.setblocking(False)
+    while True:
+        code = sock.connect_ex(address)
+        if code == errno.EAGAIN:  # AF_UNIX only: the backlog is full
+            await trio.sleep(0.01)
+            continue
+        break
+    if code == errno.EINPROGRESS:
+        await trio.lowlevel.wait_writable(sock)
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    else:
+        await trio.lowlevel.checkpoint_if_cancelled()
+    if code:
+        raise OSError(code, os.strerror(code))

@@ -1,0 +1,206 @@
+"""Frames: what control streams, data connections and the local socket have in common. Sans-IO.
+
+A frame is a 16-byte header, a msgpack body and, on data connections, raw bulk bytes:
+
+    u16 kind | u16 flags | u32 request id | u32 body length | u32 bulk length      (little-endian)
+
+A body is a msgpack array whose elements are the fields of one message in order. A newer version
+appends fields; an older reader ignores what it does not know, and an absent field has its default.
+A reply carries its request's kind and id and the REPLY flag; ERROR in its place makes the body a
+`Failure`. A frame with ONE_WAY is not answered. A kind that is not known is answered `UNSUPPORTED`.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from p2pstore.errors import ProtocolError, ProtocolMismatch
+
+HEADER: Final = struct.Struct("<HHIII")
+HEADER_BYTES: Final = HEADER.size
+
+REPLY: Final = 1
+ERROR: Final = 2
+ONE_WAY: Final = 4
+
+PREFACE_DATA: Final = b"P2PSTORD"
+PREFACE_LOCAL: Final = b"P2PSTORL"
+PREFACE_BYTES: Final = 8
+"""What the connecting side of a data connection or of the local socket sends first."""
+
+CONTROL_PROTOCOL: Final = "/p2pstore/control/1"
+"""Protocol id of the libp2p streams; a stream needs no preface."""
+
+MIN_PROTOCOL_VERSION: Final = 1
+MAX_PROTOCOL_VERSION: Final = 1
+
+HELLO_BODY_LIMIT: Final = 4 * 1024
+"""Cap on a body before the other side has proved itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one protocol allows in one frame."""
+
+    body_bytes: int
+    bulk_bytes: int
+
+
+HELLO_LIMITS: Final = Limits(HELLO_BODY_LIMIT, 0)
+CONTROL_LIMITS: Final = Limits(4 * 1024 * 1024, 0)
+LOCAL_LIMITS: Final = Limits(4 * 1024 * 1024, 0)
+DATA_REQUEST_LIMITS: Final = Limits(1024 * 1024, 16 * 1024 * 1024)
+DATA_REPLY_LIMITS: Final = Limits(4 * 1024 * 1024, 1024 * 1024 * 1024)
+
+
+class Code(IntEnum):
+    """Why a request failed, as sent. Numbers never change meaning."""
+
+    INTERNAL = 1
+    UNSUPPORTED = 2
+    MALFORMED = 3
+    AUTHENTICATION_FAILED = 4
+    PROTOCOL_MISMATCH = 5
+    NO_SUCH_KEY = 6
+    UNAVAILABLE = 7
+    DEADLINE_EXCEEDED = 8
+    BUFFER_TOO_SMALL = 9
+    OBJECT_TOO_LARGE = 10
+    CAPACITY_EXCEEDED = 11
+    LEASE_LIMIT_EXCEEDED = 12
+    CLOSED = 13
+    BUSY = 14
+    STALE = 15
+    DUPLICATE_IDENTITY = 16
+    WRONG_CLUSTER = 17
+    INVALID_ARGUMENT = 18
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True):
+    """Base of all message bodies: msgpack arrays, fields in order, new fields at the end."""
+
+
+class Failure(Message):
+    """Body of a frame with the ERROR flag. `detail` is a number that some codes explain."""
+
+    code: int
+    text: str
+    detail: int = 0
+
+
+class Empty(Message):
+    """A body without fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    kind: int
+    flags: int
+    request_id: int
+    body_length: int
+    bulk_length: int
+
+
+M = TypeVar("M")
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[type, Any] = {}
+
+
+def encode_body(message: Message) -> bytes:
+    """One message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode_body(message_type: type[M], body: bytes | bytearray | memoryview) -> M:
+    """The message in `body`. Raises `ProtocolError` when it is not one."""
+    decoder = _decoders.get(message_type)
+    if decoder is None:
+        decoder = _decoders[message_type] = msgspec.msgpack.Decoder(message_type)
+    try:
+        decoded: M = decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"malformed {message_type.__name__}: {error}") from error
+    return decoded
+
+
+def encode_frame(
+    kind: int, request_id: int, message: Message, *, flags: int = 0, bulk_length: int = 0
+) -> bytes:
+    """Header and body; the caller sends `bulk_length` raw bytes after it."""
+    body = _encoder.encode(message)
+    return HEADER.pack(kind, flags, request_id, len(body), bulk_length) + body
+
+
+def encode_failure(kind: int, request_id: int, code: Code, text: str, detail: int = 0) -> bytes:
+    """The frame that answers a request with an error."""
+    return encode_frame(kind, request_id, Failure(code, text[:1000], detail), flags=REPLY | ERROR)
+
+
+def decode_header(data: bytes | bytearray | memoryview, limits: Limits) -> FrameHeader:
+    """Parse 16 header bytes. Raises `ProtocolError` when a length is above its cap."""
+    kind, flags, request_id, body_length, bulk_length = HEADER.unpack_from(data)
+    if body_length > limits.body_bytes or bulk_length > limits.bulk_bytes:
+        raise ProtocolError(
+            f"a frame of kind {kind} announces {body_length:,} + {bulk_length:,} bytes; "
+            f"at most {limits.body_bytes:,} + {limits.bulk_bytes:,} are allowed"
+        )
+    return FrameHeader(kind, flags, request_id, body_length, bulk_length)
+
+
+class FrameBuffer:
+    """Collects received bytes and cuts them into frames. For frames without bulk bytes.
+
+    Every whole frame that has arrived can be taken before more is read, so that a server answers
+    all pipelined requests with one gathered send.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._data = bytearray()
+        self._position = 0
+
+    def feed(self, data: bytes | bytearray | memoryview) -> None:
+        """Append what a receive returned."""
+        if self._position:
+            del self._data[: self._position]
+            self._position = 0
+        self._data += data
+
+    def next_frame(self) -> tuple[FrameHeader, bytes] | None:
+        """The next whole frame, or None when more bytes are needed. Raises `ProtocolError`."""
+        available = len(self._data) - self._position
+        if available < HEADER_BYTES:
+            return None
+        header = decode_header(
+            memoryview(self._data)[self._position : self._position + HEADER_BYTES], self.limits
+        )
+        if header.bulk_length:
+            raise ProtocolError(f"a frame of kind {header.kind} may not carry bulk bytes here")
+        end = HEADER_BYTES + header.body_length
+        if available < end:
+            return None
+        start = self._position
+        self._position += end
+        return header, bytes(self._data[start + HEADER_BYTES : start + end])
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of a frame that has not arrived whole."""
+        return len(self._data) - self._position
+
+
+def negotiate_version(their_minimum: int, their_maximum: int) -> int:
+    """The highest version both sides speak. Raises `ProtocolMismatch` when there is none."""
+    version = min(MAX_PROTOCOL_VERSION, their_maximum)
+    if version < max(MIN_PROTOCOL_VERSION, their_minimum):
+        raise ProtocolMismatch(
+            f"this side speaks protocol versions {MIN_PROTOCOL_VERSION} to {MAX_PROTOCOL_VERSION}, "
+            f"the other side {their_minimum} to {their_maximum}: upgrade the older one"
+        )
+    return version
