@@ -58,7 +58,9 @@ class PeerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """A copy with defaults filled in. Raises `ConfigError` naming the setting that is wrong."""
         name = self.name or socket.gethostname() or "peer"
         if len(name.encode()) > 64 or any(ord(letter) < 32 or letter == "/" for letter in name):
-            raise ConfigError(f"name: {name!r} must be 1 to 64 bytes without '/' and control characters")
+            raise ConfigError(
+                f"name: {name!r} must be 1 to 64 bytes without '/' and control characters"
+            )
         try:
             encode_namespace(self.cluster)
         except ValueError as error:
@@ -87,8 +89,10 @@ class PeerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         self.socket_mode_bits()
         self.max_leased_bytes(memory)
         if not self.cluster_key_file and not self.insecure:
-            for setting, address in (("listen", self.listen), *(("data_listen", a) for a in self.data_listen)):
-                if address is not None and not is_loopback(split_address(address, setting)[0]):
+            wide = [("listen", self.listen)] if self.listen else []
+            wide += [("data_listen", address) for address in self.data_listen]
+            for setting, address in wide:
+                if not is_loopback(split_address(address, setting)[0]):
                     raise ConfigError(
                         f"{setting}: {address} is reachable by others, but there is no cluster key. Make one "
                         "with `mooncake-p2p keygen FILE` and pass --cluster-key-file on every peer, or say "
@@ -111,7 +115,9 @@ class PeerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             except ValueError:
                 raise ConfigError(f"max_leased: {self.max_leased!r} is not a percentage") from None
             if not 0 < percent <= 100:
-                raise ConfigError(f"max_leased: {self.max_leased!r} must be above 0% and at most 100%")
+                raise ConfigError(
+                    f"max_leased: {self.max_leased!r} must be above 0% and at most 100%"
+                )
             return int(memory * percent / 100)
         return parse_bytes(self.max_leased, "max_leased")
 
@@ -122,7 +128,9 @@ class PeerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         except ValueError:
             mode = -1
         if not 0 <= mode <= 0o777:
-            raise ConfigError(f"socket_mode: {self.socket_mode!r} is not an octal mode such as 0600")
+            raise ConfigError(
+                f"socket_mode: {self.socket_mode!r} is not an octal mode such as 0600"
+            )
         return mode
 
 
@@ -145,14 +153,16 @@ def usable_memory_bytes() -> int:
 def split_address(address: str, setting: str, default_port: int | None = None) -> tuple[str, int]:
     """(host, port) of `HOST:PORT` or `[v6]:PORT`. Raises `ConfigError` naming the setting."""
     host, colon, port_text = address.rpartition(":")
-    if not colon and default_port is not None:
-        host, port_text = address, str(default_port)
-    elif address.endswith("]") and default_port is not None:
+    if (not colon and default_port is not None) or (
+        address.endswith("]") and default_port is not None
+    ):
         host, port_text = address, str(default_port)
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        raise ConfigError(f"{setting}: write an IPv6 address in brackets, such as [::1]:17946, not {address!r}")
+        raise ConfigError(
+            f"{setting}: write an IPv6 address in brackets, such as [::1]:17946, not {address!r}"
+        )
     if not host or not port_text.isdigit() or int(port_text) > 65535:
         raise ConfigError(f"{setting}: {address!r} is not HOST:PORT, such as 10.0.0.1:17946")
     return host, int(port_text)
@@ -210,13 +220,17 @@ def _read_toml(path: str) -> dict[str, Any]:
         with Path(path).open("rb") as file:
             loaded = tomllib.load(file)
     except OSError as error:
-        raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"the configuration file {path} cannot be read: {error.strerror}"
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"the configuration file {path} is not TOML: {error}") from None
     known = {field.name for field in msgspec.structs.fields(PeerConfig)}
     unknown = sorted(set(loaded) - known)
     if unknown:
-        raise ConfigError(f"{path}: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"{path}: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}"
+        )
     return loaded
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,7 +47,9 @@ def encode_key(key: str) -> bytes:
     if not encoded:
         raise ValueError("the key is empty; a key is 1 to 1,024 bytes of UTF-8")
     if len(encoded) > MAX_KEY_BYTES:
-        raise ValueError(f"the key is {len(encoded):,} bytes long; at most {MAX_KEY_BYTES:,} are allowed")
+        raise ValueError(
+            f"the key is {len(encoded):,} bytes long; at most {MAX_KEY_BYTES:,} are allowed"
+        )
     return encoded
 
 
@@ -58,7 +60,9 @@ def encode_namespace(namespace: str) -> bytes:
     except UnicodeEncodeError as error:
         raise ValueError("the namespace is not valid UTF-8 text") from error
     if not 0 < len(encoded) <= MAX_NAMESPACE_BYTES:
-        raise ValueError(f"a namespace is 1 to {MAX_NAMESPACE_BYTES} bytes of UTF-8, not {len(encoded)}")
+        raise ValueError(
+            f"a namespace is 1 to {MAX_NAMESPACE_BYTES} bytes of UTF-8, not {len(encoded)}"
+        )
     return encoded
 
 
@@ -70,6 +74,21 @@ def key_digest(key: str, namespace: str = DEFAULT_NAMESPACE) -> bytes:
         digest_size=DIGEST_BYTES,
         person=_KEY_PERSON,
     ).digest()
+
+
+def key_hasher(namespace: str) -> Callable[[str], bytes]:
+    """`key_digest` for one namespace, which is hashed only once."""
+    space = encode_namespace(namespace)
+    begun = hashlib.blake2b(
+        bytes((len(space),)) + space, digest_size=DIGEST_BYTES, person=_KEY_PERSON
+    )
+
+    def digest(key: str) -> bytes:
+        hasher = begun.copy()
+        hasher.update(encode_key(key))
+        return hasher.digest()
+
+    return digest
 
 
 def namespace_digest(namespace: str) -> bytes:
@@ -170,6 +189,19 @@ def check_object_length(length: int) -> None:
             f"the value has {length:,} bytes; an object has at most {MAX_OBJECT_BYTES:,} (4 GiB): "
             "split it over several keys"
         )
+
+
+_BASE58: Final = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
+
+def format_peer_id(peer_id: bytes) -> str:
+    """A peer id in base58, as libp2p prints it (`12D3KooW...`)."""
+    number = int.from_bytes(peer_id, "big")
+    digits = ""
+    while number:
+        number, digit = divmod(number, 58)
+        digits = _BASE58[digit] + digits
+    return "1" * (len(peer_id) - len(peer_id.lstrip(b"\0"))) + digits
 
 
 _UNITS: Final = {

@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
@@ -57,6 +57,16 @@ class ByteStream(Protocol):
         ...
 
 
+class Event(Protocol):
+    """Something that one task or thread waits for; it may be set before that, and only once."""
+
+    def set(self) -> None: ...
+
+    async def wait(self, timeout_seconds: float) -> bool:
+        """Whether the event was set within that time."""
+        ...
+
+
 class Driver(Protocol):
     """How protocol code reaches the world."""
 
@@ -73,6 +83,14 @@ class Driver(Protocol):
 
     def lock(self) -> AbstractAsyncContextManager[Any]:
         """A new mutual exclusion lock."""
+        ...
+
+    def event(self) -> Event:
+        """A new event, for one waiter."""
+        ...
+
+    def shield(self) -> AbstractContextManager[Any]:
+        """No cancellation inside: for a send that must not stop in the middle of a frame."""
         ...
 
 
@@ -196,6 +214,8 @@ class BlockingStream:
         return self._sock.fileno()
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in a receive
         self._sock.close()
 
 
@@ -221,6 +241,18 @@ class _BlockingLock:
 
     async def __aexit__(self, *_: object) -> None:
         self._lock.release()
+
+
+class _BlockingEvent:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        self._lock.release()
+
+    async def wait(self, timeout_seconds: float) -> bool:
+        return self._lock.acquire(timeout=max(0.0, timeout_seconds))
 
 
 class BlockingDriver:
@@ -255,6 +287,12 @@ class BlockingDriver:
 
     def lock(self) -> AbstractAsyncContextManager[Any]:
         return _BlockingLock()
+
+    def event(self) -> Event:
+        return _BlockingEvent()
+
+    def shield(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:

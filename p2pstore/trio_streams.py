@@ -7,7 +7,7 @@ import errno
 import os
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, TypeVar
 
 import trio
@@ -18,6 +18,7 @@ from p2pstore.streams import (
     DEFAULT_PROGRESS_SECONDS,
     SEND_PIECE_BYTES,
     BytesLike,
+    Event,
     advance,
     check_descriptors,
     flatten_parts,
@@ -39,7 +40,10 @@ class TrioStream:
 
     async def _wait(self, ready: Callable[[socket.socket], Awaitable[None]]) -> None:
         with trio.move_on_after(self.progress_seconds) as scope:
-            await ready(self._sock)
+            try:
+                await ready(self._sock)
+            except trio.ClosedResourceError:
+                raise ConnectionAbortedError("the connection was closed by this side") from None
         if scope.cancelled_caught:
             raise DeadlineExceeded(f"the connection made no progress for {self.progress_seconds:g} s")
         self._unyielded_bytes = 0
@@ -100,6 +104,19 @@ class TrioStream:
             self._sock.close()
 
 
+class _TrioEvent:
+    def __init__(self) -> None:
+        self._event = trio.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    async def wait(self, timeout_seconds: float) -> bool:
+        with trio.move_on_after(timeout_seconds):
+            await self._event.wait()
+        return self._event.is_set()
+
+
 class TrioDriver:
     """The `Driver` of the peer and of the trio client."""
 
@@ -144,6 +161,12 @@ class TrioDriver:
 
     def lock(self) -> AbstractAsyncContextManager[Any]:
         return trio.Lock()
+
+    def event(self) -> Event:
+        return _TrioEvent()
+
+    def shield(self) -> AbstractContextManager[Any]:
+        return trio.CancelScope(shield=True)
 
 
 async def _connect(sock: socket.socket, address: Any) -> None:

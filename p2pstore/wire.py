@@ -15,11 +15,12 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
-from p2pstore.errors import ProtocolError, ProtocolMismatch
+from p2pstore import errors
+from p2pstore.errors import P2PStoreError, ProtocolError, ProtocolMismatch
 
 HEADER: Final = struct.Struct("<HHIII")
 HEADER_BYTES: Final = HEADER.size
@@ -81,11 +82,47 @@ class Code(IntEnum):
     INVALID_ARGUMENT = 18
 
 
+_ERROR_OF: Final[dict[Code, type[P2PStoreError] | type[ValueError]]] = {
+    Code.MALFORMED: errors.ProtocolError,
+    Code.AUTHENTICATION_FAILED: errors.AuthenticationFailed,
+    Code.PROTOCOL_MISMATCH: errors.ProtocolMismatch,
+    Code.NO_SUCH_KEY: errors.NoSuchKey,
+    Code.UNAVAILABLE: errors.Unavailable,
+    Code.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    Code.OBJECT_TOO_LARGE: errors.ObjectTooLarge,
+    Code.CAPACITY_EXCEEDED: errors.CapacityExceeded,
+    Code.LEASE_LIMIT_EXCEEDED: errors.LeaseLimitExceeded,
+    Code.CLOSED: errors.StoreClosed,
+    Code.DUPLICATE_IDENTITY: errors.DuplicateIdentity,
+    Code.INVALID_ARGUMENT: ValueError,
+}
+_CODE_OF: Final[dict[type, Code]] = {error: code for code, error in _ERROR_OF.items()} | {
+    errors.BufferTooSmall: Code.BUFFER_TOO_SMALL
+}
+
+
+def code_of(error: BaseException) -> Code:
+    """The code that says what this error says; INTERNAL for what was not raised on purpose."""
+    for kind in type(error).__mro__:
+        if code := _CODE_OF.get(kind):
+            return code
+    return Code.INTERNAL
+
+
+def error_of(code: int, text: str, detail: int = 0) -> P2PStoreError | ValueError:
+    """The error that the other side described by `code`."""
+    if code == Code.BUFFER_TOO_SMALL:
+        return errors.BufferTooSmall(text, detail)
+    if code in (Code.BUSY, Code.STALE):
+        return errors.Unavailable(text)
+    return _ERROR_OF.get(cast(Code, code), P2PStoreError)(text)
+
+
 class Message(msgspec.Struct, array_like=True, frozen=True):
     """Base of all message bodies: msgpack arrays, fields in order, new fields at the end."""
 
 
-class Failure(Message):
+class Failure(Message, frozen=True):
     """Body of a frame with the ERROR flag. `detail` is a number that some codes explain."""
 
     code: int
@@ -93,7 +130,7 @@ class Failure(Message):
     detail: int = 0
 
 
-class Empty(Message):
+class Empty(Message, frozen=True):
     """A body without fields."""
 
 

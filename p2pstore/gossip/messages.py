@@ -37,7 +37,7 @@ class ControlKind(IntEnum):
 # --- admission -------------------------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     min_version: int
     max_version: int
     cluster: str
@@ -46,7 +46,7 @@ class Hello(Message):
     software: str = ""
 
 
-class HelloReply(Message):
+class HelloReply(Message, frozen=True):
     version: int
     nonce: bytes
     key_id: bytes
@@ -54,12 +54,12 @@ class HelloReply(Message):
     software: str = ""
 
 
-class Proof(Message):
+class Proof(Message, frozen=True):
     key_id: bytes
     proof: bytes
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     pass
 
 
@@ -75,7 +75,7 @@ class Status(IntEnum):
     LEFT = 3
 
 
-class Claim(Message):
+class Claim(Message, frozen=True):
     """`by` (a member's short name) claims `status` of the incarnation of `peer_id`."""
 
     peer_id: bytes
@@ -84,26 +84,26 @@ class Claim(Message):
     by: int
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     """Are you there? `incarnation` is what the sender knows of the receiver; claims ride along."""
 
     incarnation: int
     claims: list[Claim]
 
 
-class Ack(Message):
+class Ack(Message, frozen=True):
     incarnation: int
     claims: list[Claim]
 
 
-class PingRequest(Message):
+class PingRequest(Message, frozen=True):
     """Ping this peer for me (an indirect probe). Answered by `Ack` of the target or an error."""
 
     peer_id: bytes
     timeout_ms: int
 
 
-class Leave(Message):
+class Leave(Message, frozen=True):
     """The sender leaves on purpose; `record` is its own, marked leaving."""
 
     record: SignedRecord
@@ -118,7 +118,7 @@ CLUSTER_BUCKETS: Final = 64
 """Cluster records are compared by the XOR hash of 64 buckets, chosen by the record name's first byte."""
 
 
-class DigestEntry(Message):
+class DigestEntry(Message, frozen=True):
     """What the sender knows of one member: its incarnation, peer record and log sequence."""
 
     member: int
@@ -143,7 +143,7 @@ def unpack_digest(packed: bytes) -> Iterator[DigestEntry]:
         yield DigestEntry(member, incarnation, record_sequence, log_sequence)
 
 
-class LogChunk(Message):
+class LogChunk(Message, frozen=True):
     """Operations of one member's log, contiguous from `first_sequence`: packed location records."""
 
     member: int
@@ -152,7 +152,7 @@ class LogChunk(Message):
     operations: bytes
 
 
-class Delta(Message):
+class Delta(Message, frozen=True):
     """What the receiver lacks: peer records, then log operations, then cluster records."""
 
     records: list[SignedRecord]
@@ -161,7 +161,7 @@ class Delta(Message):
     claims: list[Claim]
 
 
-class Exchange(Message):
+class Exchange(Message, frozen=True):
     """The sender's digest. `cluster_hash` is the XOR of all buckets; `cluster_buckets` (64 u64) is sent
     when the last exchange with this peer showed a difference."""
 
@@ -171,7 +171,7 @@ class Exchange(Message):
     claims: list[Claim]
 
 
-class ExchangeReply(Message):
+class ExchangeReply(Message, frozen=True):
     """What the sender lacks, and the replier's own digest, so that the sender can answer with a DELTA."""
 
     delta: Delta

@@ -198,26 +198,26 @@ _PEER_CONTEXT: Final = b"p2pstore peer record 1\0"
 _CLUSTER_CONTEXT: Final = b"p2pstore cluster record 1\0"
 
 
-class SignedRecord(Message):
+class SignedRecord(Message, frozen=True):
     """A record's exact bytes and the signature over context and bytes."""
 
     body: bytes
     signature: bytes
 
 
-class TransportOffer(Message):
+class TransportOffer(Message, frozen=True):
     """A way to read this peer's segments: `tcp`, `shm`, `rdma`; `parameters` belong to the transport."""
 
     name: str
     parameters: bytes = b""
 
 
-class SegmentOffer(Message):
+class SegmentOffer(Message, frozen=True):
     segment_id: bytes
     data_bytes: int
 
 
-class LogHead(Message):
+class LogHead(Message, frozen=True):
     """Where the peer's location log stands: its last sequence, and count and XOR hash of what it holds."""
 
     sequence: int = 0
@@ -225,7 +225,7 @@ class LogHead(Message):
     set_hash: int = 0
 
 
-class PeerRecord(Message):
+class PeerRecord(Message, frozen=True):
     """Who a peer is and what it offers. `sequence` grows with every change within an incarnation.
 
     `control` and `data` are `host:port` addresses (`[v6]:port`), `socket` the local socket's path on
@@ -263,7 +263,7 @@ class ClusterRecordKind(IntEnum):
     CHECKPOINT_SWITCH = 3
 
 
-class ClusterRecord(Message):
+class ClusterRecord(Message, frozen=True):
     """Something the whole cluster keeps, whatever becomes of its writer. Highest version per (kind, name) wins.
 
     A floor's name is the digest of a key or of a namespace (`scope` 0 or 1); its version forbids all

@@ -41,7 +41,7 @@ class Access(IntEnum):
     WRITE = 1
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     min_version: int
     max_version: int
     namespace: str
@@ -50,12 +50,12 @@ class Hello(Message):
     client: str = ""
 
 
-class SegmentInfo(Message):
+class SegmentInfo(Message, frozen=True):
     segment_id: bytes
     total_bytes: int
 
 
-class HelloReply(Message):
+class HelloReply(Message, frozen=True):
     version: int
     peer_id: bytes
     name: str
@@ -65,7 +65,7 @@ class HelloReply(Message):
     software: str = ""
 
 
-class ItemError(Message):
+class ItemError(Message, frozen=True):
     """Why one item of a batch failed. `code` 0 means it did not."""
 
     code: int = 0
@@ -79,18 +79,18 @@ OK = ItemError()
 # --- put -------------------------------------------------------------------------------------
 
 
-class ReserveItem(Message):
+class ReserveItem(Message, frozen=True):
     """Room for a value of `length` bytes with `trailer_length` bytes of trailer (an upper bound)."""
 
     length: int
     trailer_length: int
 
 
-class Reserve(Message):
+class Reserve(Message, frozen=True):
     items: list[ReserveItem]
 
 
-class Reservation(Message):
+class Reservation(Message, frozen=True):
     """Write `length` bytes at `offset` of segment number `segment`. It ends with COMMIT, ABORT or the
     connection."""
 
@@ -101,11 +101,11 @@ class Reservation(Message):
     error: ItemError = OK
 
 
-class Reserved(Message):
+class Reserved(Message, frozen=True):
     items: list[Reservation]
 
 
-class CommitItem(Message):
+class CommitItem(Message, frozen=True):
     """Publish a reservation. `ttl_ms` 0 means none. `sums` are packed u64, `root` is made of them."""
 
     reservation: int
@@ -122,7 +122,7 @@ class CommitItem(Message):
     shape: tuple[int, ...] = ()
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     """`again` are reservations to make in the same step for puts to come: with them a put costs one
     round trip."""
 
@@ -138,7 +138,7 @@ class PutStatus(IntEnum):
     KEPT_EXISTING = 2
 
 
-class PutOutcome(Message):
+class PutOutcome(Message, frozen=True):
     status: int
     copies: int
     wanted: int
@@ -147,19 +147,19 @@ class PutOutcome(Message):
     error: ItemError = OK
 
 
-class Committed(Message):
+class Committed(Message, frozen=True):
     items: list[PutOutcome]
     again: list[Reservation] = []
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     reservations: list[int]
 
 
 # --- get -------------------------------------------------------------------------------------
 
 
-class Lease(Message):
+class Lease(Message, frozen=True):
     """Hold these objects in local memory while the client looks at them. `digests` packed. With `fetch`,
     an object that is elsewhere is brought into local memory first."""
 
@@ -169,7 +169,7 @@ class Lease(Message):
     deadline_ms: int = 5000
 
 
-class LeaseGrant(Message):
+class LeaseGrant(Message, frozen=True):
     """`lease` is the number to give back. The object's slot and trailer are in the mapping."""
 
     lease: int
@@ -183,17 +183,17 @@ class LeaseGrant(Message):
     error: ItemError = OK
 
 
-class Leased(Message):
+class Leased(Message, frozen=True):
     items: list[LeaseGrant]
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """One way. Each number once."""
 
     leases: list[int]
 
 
-class Plan(Message):
+class Plan(Message, frozen=True):
     """Where can these objects be read? With `wait_ms`, waits that long for the first holder.
     `exclude` are holders (short names) that just failed for the client."""
 
@@ -203,7 +203,7 @@ class Plan(Message):
     exclude: list[int] = []
 
 
-class Holder(Message):
+class Holder(Message, frozen=True):
     """One copy: who has it and how to get there. A ticket is good for every object of that peer."""
 
     member: int
@@ -222,7 +222,7 @@ class Holder(Message):
     ticket_secret: bytes
 
 
-class PlanItem(Message):
+class PlanItem(Message, frozen=True):
     """Holders, best first. `known_unreachable` counts those that are known but believed dead."""
 
     holders: list[Holder]
@@ -231,17 +231,17 @@ class PlanItem(Message):
     error: ItemError = OK
 
 
-class Planned(Message):
+class Planned(Message, frozen=True):
     items: list[PlanItem]
 
 
-class AccessCount(Message):
+class AccessCount(Message, frozen=True):
     digest: bytes
     count: int
     bytes_read: int = 0
 
 
-class HolderFailure(Message):
+class HolderFailure(Message, frozen=True):
     """A holder that did not deliver. `code` is a `wire.Code` or `NO_SUCH_KEY` with how far its log was."""
 
     digest: bytes
@@ -251,28 +251,28 @@ class HolderFailure(Message):
     sequence: int = 0
 
 
-class Report(Message):
+class Report(Message, frozen=True):
     """One way, at most every 100 ms: reads that the peer did not see, and holders that failed."""
 
     accesses: list[AccessCount]
     failures: list[HolderFailure] = []
 
 
-class Contains(Message):
+class Contains(Message, frozen=True):
     digests: bytes
 
 
-class ContainsReply(Message):
+class ContainsReply(Message, frozen=True):
     """One byte per digest: 1 when some live peer is known to hold it."""
 
     present: bytes
 
 
-class Locate(Message):
+class Locate(Message, frozen=True):
     digests: bytes
 
 
-class Copy(Message):
+class Copy(Message, frozen=True):
     """One known copy, for people and schedulers."""
 
     peer_id: bytes
@@ -287,36 +287,36 @@ class Copy(Message):
     reachable: bool
 
 
-class Located(Message):
+class Located(Message, frozen=True):
     items: list[list[Copy]]
 
 
-class MatchPrefix(Message):
+class MatchPrefix(Message, frozen=True):
     """How many of these keys, from the first on, are held by some live peer?"""
 
     digests: bytes
 
 
-class MatchedPrefix(Message):
+class MatchedPrefix(Message, frozen=True):
     length: int
 
 
 # --- the rest --------------------------------------------------------------------------------
 
 
-class Remove(Message):
+class Remove(Message, frozen=True):
     namespace: str
     keys: list[str]
     deadline_ms: int = 5000
 
 
-class Removed(Message):
+class Removed(Message, frozen=True):
     """Per key whether any copy was known."""
 
     existed: list[bool]
 
 
-class ListKeys(Message):
+class ListKeys(Message, frozen=True):
     namespace: str
     prefix: str
     after: str
@@ -326,7 +326,7 @@ class ListKeys(Message):
     deadline_ms: int = 5000
 
 
-class KeyEntry(Message):
+class KeyEntry(Message, frozen=True):
     key: str
     length: int
     copies: int
@@ -338,17 +338,17 @@ class KeyEntry(Message):
     writer: int = 0
 
 
-class Keys(Message):
+class Keys(Message, frozen=True):
     items: list[KeyEntry]
     more: bool
     silent_peers: list[str]
 
 
-class Peers(Message):
+class Peers(Message, frozen=True):
     everyone: bool = False
 
 
-class PeerEntry(Message):
+class PeerEntry(Message, frozen=True):
     peer_id: bytes
     name: str
     status: str
@@ -363,47 +363,47 @@ class PeerEntry(Message):
     heard_seconds_ago: float
 
 
-class PeersReply(Message):
+class PeersReply(Message, frozen=True):
     items: list[PeerEntry]
 
 
-class Statistics(Message):
+class Statistics(Message, frozen=True):
     cluster: bool = True
 
 
-class StatisticsReply(Message):
+class StatisticsReply(Message, frozen=True):
     """A JSON document: `{"peer": {...}, "cluster": {...}}`; it only grows."""
 
     document: bytes
 
 
-class Leave(Message):
+class Leave(Message, frozen=True):
     drain_seconds: float
 
 
-class Replicate(Message):
+class Replicate(Message, frozen=True):
     digest: bytes
     copies: int
     deadline_ms: int = 5000
 
 
-class SetPin(Message):
+class SetPin(Message, frozen=True):
     digests: bytes
     pin: int
     ttl_ms: int = 0
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """Per item, or a single one."""
 
     items: list[ItemError] = []
 
 
-class Flush(Message):
+class Flush(Message, frozen=True):
     namespace: str
 
 
-class Prefetch(Message):
+class Prefetch(Message, frozen=True):
     digests: bytes
 
 

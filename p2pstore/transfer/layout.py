@@ -247,7 +247,7 @@ class Pin(IntEnum):
     HARD = 2
 
 
-class TrailerBody(Message):
+class TrailerBody(Message, frozen=True):
     """What belongs to an object besides its bytes. `sums` are packed little-endian u64, one per chunk.
 
     `expires_unix_ms` is 0 for an object without a time to live. `replicas` is the number of copies

@@ -34,14 +34,14 @@ class DataKind(IntEnum):
     PING = 24
 
 
-class Ticket(Message):
+class Ticket(Message, frozen=True):
     """Packed `TicketClaims` and the issuing peer's ed25519 signature over them."""
 
     claims: bytes
     signature: bytes
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     min_version: int
     max_version: int
     ticket: Ticket
@@ -49,7 +49,7 @@ class Hello(Message):
     software: str = ""
 
 
-class HelloReply(Message):
+class HelloReply(Message, frozen=True):
     version: int
     nonce: bytes
     proof: bytes
@@ -57,11 +57,11 @@ class HelloReply(Message):
     software: str = ""
 
 
-class Proof(Message):
+class Proof(Message, frozen=True):
     proof: bytes
 
 
-class GetItem(Message):
+class GetItem(Message, frozen=True):
     """Chunks of one object. `chunk_count` 0 means to the end; `slot` is a hint, not trusted."""
 
     digest: bytes
@@ -70,7 +70,7 @@ class GetItem(Message):
     slot: int = 0
 
 
-class Get(Message):
+class Get(Message, frozen=True):
     """Objects, or chunks of them; the reply's bulk is their bytes one after the other."""
 
     items: list[GetItem]
@@ -84,7 +84,7 @@ class ObjectStatus(IntEnum):
     """The item's bytes did not fit into this reply: ask for it alone or for fewer chunks."""
 
 
-class ObjectReply(Message):
+class ObjectReply(Message, frozen=True):
     """`slot` (64 bytes) and `trailer` exactly as in the owner's memory; `bulk_bytes` of the reply's bulk
     belong to this item. NOT_FOUND says how far the owner's log was: (`incarnation`, `sequence`).
     BUSY may name other peers (short names) that are fetching the object now."""
@@ -98,17 +98,17 @@ class ObjectReply(Message):
     others: list[int] = []
 
 
-class Objects(Message):
+class Objects(Message, frozen=True):
     items: list[ObjectReply]
 
 
-class Lookup(Message):
+class Lookup(Message, frozen=True):
     """Who holds these keys? `digests` are packed, 16 bytes each."""
 
     digests: bytes
 
 
-class Holding(Message):
+class Holding(Message, frozen=True):
     """One holder: its short name, its log's (incarnation, sequence) at that time, a location record."""
 
     member: int
@@ -117,11 +117,11 @@ class Holding(Message):
     record: bytes
 
 
-class Locations(Message):
+class Locations(Message, frozen=True):
     items: list[list[Holding]]
 
 
-class Push(Message):
+class Push(Message, frozen=True):
     """Fresh operations of the sender's log whose keys have their home here: sequences and records."""
 
     incarnation: int
@@ -129,7 +129,7 @@ class Push(Message):
     operations: bytes
 
 
-class Replicate(Message):
+class Replicate(Message, frozen=True):
     """Fetch this object from me and keep a copy of at least this version."""
 
     digest: bytes
@@ -139,20 +139,20 @@ class Replicate(Message):
     soft: bool = False
 
 
-class Replicated(Message):
+class Replicated(Message, frozen=True):
     """The receiver now holds `clock`, `writer` (the version asked for or a higher one)."""
 
     clock: int
     writer: int
 
 
-class Snapshot(Message):
+class Snapshot(Message, frozen=True):
     """The whole current set of a member's location records, as the receiver knows it."""
 
     member: int
 
 
-class SnapshotReply(Message):
+class SnapshotReply(Message, frozen=True):
     """The bulk is packed location records; they are the set at (incarnation, sequence)."""
 
     member: int
@@ -161,14 +161,14 @@ class SnapshotReply(Message):
     set_hash: int
 
 
-class ClusterRecords(Message):
+class ClusterRecords(Message, frozen=True):
     """Packed signed cluster records, pushed to those whom they concern at once."""
 
     bodies: list[bytes]
     signatures: list[bytes]
 
 
-class ListKeys(Message):
+class ListKeys(Message, frozen=True):
     """Keys held here that begin with `prefix`, in order, after `after`."""
 
     namespace: str
@@ -178,7 +178,7 @@ class ListKeys(Message):
     pinned: bool = False
 
 
-class KeyInfo(Message):
+class KeyInfo(Message, frozen=True):
     key: str
     length: int
     clock: int
@@ -190,26 +190,26 @@ class KeyInfo(Message):
     leased: bool = False
 
 
-class Keys(Message):
+class Keys(Message, frozen=True):
     items: list[KeyInfo]
     more: bool
 
 
-class Statistics(Message):
+class Statistics(Message, frozen=True):
     pass
 
 
-class StatisticsReply(Message):
+class StatisticsReply(Message, frozen=True):
     """A JSON document (see `p2pstore.peer.statistics`): for people and dashboards, it only grows."""
 
     document: bytes
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     pass
 
 
-class Pong(Message):
+class Pong(Message, frozen=True):
     incarnation: int
     sequence: int
 

@@ -13,14 +13,13 @@ a client of one host cannot widen its ticket to another peer or to other rights.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import Final, Protocol
 
 from p2pstore.errors import AuthenticationFailed, ProtocolError
+from p2pstore.keyring import KeyRing
 from p2pstore.transfer.messages import Ticket
 from p2pstore.wire import Message, decode_body, encode_body
 
@@ -28,8 +27,6 @@ TICKET_FORMAT: Final = 1
 TICKET_SECONDS: Final = 120.0
 MAX_CLAIMS_BYTES: Final = 512
 NONCE_BYTES: Final = 32
-KEYLESS: Final = bytes(32)
-"""The key of a cluster without one."""
 
 _SECRET_CONTEXT: Final = b"p2pstore ticket 1\0"
 _SIGNATURE_CONTEXT: Final = b"p2pstore ticket claims 1\0"
@@ -42,7 +39,7 @@ class Scope(IntFlag):
     """Everything else; only for the issuer itself."""
 
 
-class TicketClaims(Message):
+class TicketClaims(Message, frozen=True):
     format: int
     key_id: bytes
     issuer: bytes
@@ -63,34 +60,6 @@ class VerifierLike(Protocol):
     def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool: ...
 
 
-def key_id_of(key: bytes) -> bytes:
-    """The 4-byte name of a cluster key."""
-    return hashlib.blake2b(key, digest_size=4, person=b"p2pstore.key.id").digest()
-
-
-class KeyRing:
-    """The cluster's keys: the first one proves, all are accepted. Without keys the keyless one stands in."""
-
-    def __init__(self, keys: Sequence[bytes] = ()) -> None:
-        self.keys: tuple[bytes, ...] = tuple(keys) or (KEYLESS,)
-        self._by_id: Mapping[bytes, bytes] = {key_id_of(key): key for key in self.keys}
-
-    @property
-    def keyless(self) -> bool:
-        return self.keys == (KEYLESS,)
-
-    @property
-    def first_id(self) -> bytes:
-        return key_id_of(self.keys[0])
-
-    @property
-    def ids(self) -> list[bytes]:
-        return list(self._by_id)
-
-    def find(self, key_id: bytes) -> bytes | None:
-        return self._by_id.get(key_id)
-
-
 @dataclass(frozen=True, slots=True)
 class GrantedTicket:
     """A ticket with the secret that makes it usable."""
@@ -100,7 +69,13 @@ class GrantedTicket:
 
 
 def issue_ticket(
-    *, signer: SignerLike, ring: KeyRing, audience: bytes, now_unix: float, ticket_id: bytes, scope: Scope
+    *,
+    signer: SignerLike,
+    ring: KeyRing,
+    audience: bytes,
+    now_unix: float,
+    ticket_id: bytes,
+    scope: Scope,
 ) -> GrantedTicket:
     """A ticket for `audience`, good for 120 s (a connection made in that time lives on)."""
     claims = encode_body(
@@ -115,7 +90,8 @@ def issue_ticket(
         )
     )
     return GrantedTicket(
-        Ticket(claims, signer.sign(_SIGNATURE_CONTEXT + claims)), ticket_secret(ring.keys[0], claims)
+        Ticket(claims, signer.sign(_SIGNATURE_CONTEXT + claims)),
+        ticket_secret(ring.keys[0], claims),
     )
 
 
@@ -129,7 +105,9 @@ def prove(secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes) 
     return hmac.digest(secret, role + b"\0" + client_nonce + server_nonce, "sha256")
 
 
-def check_proof(secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes, proof: bytes) -> bool:
+def check_proof(
+    secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes, proof: bytes
+) -> bool:
     """Whether `proof` is right, in constant time."""
     return hmac.compare_digest(prove(secret, role, client_nonce, server_nonce), proof)
 
@@ -149,12 +127,18 @@ def open_ticket(
     if claims.audience != audience:
         raise AuthenticationFailed("the ticket is for another peer")
     if claims.expires_unix_ms < now_unix * 1000:
-        raise AuthenticationFailed("the ticket has expired (or the clocks of the two hosts differ by minutes)")
+        raise AuthenticationFailed(
+            "the ticket has expired (or the clocks of the two hosts differ by minutes)"
+        )
     if claims.expires_unix_ms > (now_unix + 3 * TICKET_SECONDS) * 1000:
-        raise AuthenticationFailed("the ticket lasts too long (or the clocks of the two hosts differ by minutes)")
+        raise AuthenticationFailed(
+            "the ticket lasts too long (or the clocks of the two hosts differ by minutes)"
+        )
     key = ring.find(claims.key_id)
     if key is None:
-        raise AuthenticationFailed("the ticket was made with a cluster key that this peer does not hold")
+        raise AuthenticationFailed(
+            "the ticket was made with a cluster key that this peer does not hold"
+        )
     if not verifier.verify(claims.issuer, _SIGNATURE_CONTEXT + ticket.claims, ticket.signature):
         raise AuthenticationFailed("the ticket was not signed by its issuer")
     return claims, ticket_secret(key, ticket.claims)

@@ -1,0 +1,1 @@
+"""The commands, one function each, named like the command."""

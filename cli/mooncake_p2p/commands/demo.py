@@ -1,0 +1,258 @@
+"""`demo`: three real peers on this machine do what the store is for."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from mooncake_p2p.errors import CommandFailed, describe, exit_code
+from mooncake_p2p.interrupts import Interrupts
+from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
+from mooncake_p2p.options import Json
+from mooncake_p2p.output import print_json, print_table, remark
+from p2pstore.objects import KIB, format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from p2pstore.blocking import BlockingClient
+
+# LLaMA3-70B: K and V for 8 heads of 128 numbers of 2 bytes in each of 80 layers.
+TOKEN_BYTES: Final = 2 * 8 * 128 * 2 * 80
+BLOCK_TOKENS: Final = 16
+BLOCK_BYTES: Final = BLOCK_TOKENS * TOKEN_BYTES
+LOG_LINES_SHOWN: Final = 15
+MEMORY_SHARE: Final = 2
+"""Blocks may fill a half of a peer: the third peer's replicas have room beside them."""
+
+assert TOKEN_BYTES == 320 * KIB
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step of the demo did and how long it took."""
+
+    name: str
+    seconds: float
+    bytes: int
+    note: str
+
+    @property
+    def rate(self) -> str:
+        return f"{self.bytes / self.seconds / 1e9:.2f}" if self.bytes else ""
+
+
+def demo(
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory of each of the three peers.")
+    ] = "256MiB",
+    blocks: Annotated[
+        int, typer.Option(min=1, metavar="N", help="KV cache blocks of 5 MiB to put at a time.")
+    ] = 16,
+    json: Json = False,
+) -> int:
+    """Watch three peers on this machine do the real thing, in about half a minute.
+
+    Three processes on loopback form a cluster. Blocks of KV cache are put on one and read on
+    another; a peer is killed with kill -9 and what it held is still there; it comes back. Then
+    everything is removed.
+    """
+    if blocks * BLOCK_BYTES * MEMORY_SHARE > parse_bytes(memory, "--memory"):
+        raise ValueError(
+            f"--blocks: {blocks} blocks of {format_bytes(BLOCK_BYTES)} need "
+            f"--memory {format_bytes(blocks * BLOCK_BYTES * MEMORY_SHARE).replace(' ', '')} or more"
+        )
+    with Interrupts() as interrupts:
+        cluster = LocalCluster(interrupts, memory)
+        show = _Show(quiet=json)
+        try:
+            with interrupts.allowed():
+                _play(cluster, show, blocks, memory)
+        except Exception as error:
+            _show_failure(cluster, show, error)
+            if json:
+                print_json({"ok": False, "error": describe(error), **show.document()})
+            return exit_code(error) if isinstance(error, BrokenPipeError) else 1
+        finally:
+            cluster.close()
+    if json:
+        print_json({"ok": True, **show.document()})
+    else:
+        show.table()
+    return 0
+
+
+class _Show:
+    """What the audience sees: a line when a step begins, its result, and a table at the end."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self.current = ""
+        self.steps: list[Step] = []
+
+    def say(self, text: str) -> None:
+        if not self._quiet:
+            print(text, flush=True)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[_Running]:
+        self.current = name
+        running = _Running()
+        running.restart()
+        yield running
+        running.pause()
+        step = Step(name, running.seconds, running.bytes, running.note)
+        self.steps.append(step)
+        rate = f", {format_bytes(step.bytes)} at {step.rate} GB/s" if step.bytes else ""
+        self.say(f"  {name}: {step.seconds:.2f} s{rate}\n      {step.note}")
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "object": {"model": "LLaMA3-70B", "token_bytes": TOKEN_BYTES, "bytes": BLOCK_BYTES},
+            "steps": [
+                {
+                    **asdict(step),
+                    "gigabytes_per_second": round(step.bytes / step.seconds / 1e9, 3),
+                }
+                for step in self.steps
+            ],
+        }
+
+    def table(self) -> None:
+        print()
+        print_table(
+            ("STEP", "SECONDS", "DATA", "GB/s"),
+            [
+                (
+                    step.name,
+                    f"{step.seconds:.2f}",
+                    format_bytes(step.bytes) if step.bytes else "",
+                    step.rate,
+                )
+                for step in self.steps
+            ],
+            right=("SECONDS", "DATA", "GB/s"),
+        )
+
+
+class _Running:
+    """A step that runs: its clock, and what it says about itself."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.bytes = 0
+        self.note = ""
+        self._since: float | None = None
+
+    def restart(self) -> None:
+        self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stop the clock: what follows is the demo's own work."""
+        if self._since is not None:
+            self.seconds += time.perf_counter() - self._since
+            self._since = None
+
+
+def _play(cluster: LocalCluster, show: _Show, block_count: int, memory: str) -> None:
+    show.say(
+        f"Three peers with {memory} each. The objects are KV cache of LLaMA3-70B:\n"
+        "80 layers x 8 heads x 128 numbers x 2 (K and V) x 2 bytes = 320 KiB per token,\n"
+        f"so a block of {BLOCK_TOKENS} tokens is {format_bytes(BLOCK_BYTES)}.\n"
+    )
+    alpha, beta, gamma = (cluster.add(name) for name in ("alpha", "beta", "gamma"))
+    with ExitStack() as clients:
+
+        def connect(peer: PeerProcess) -> BlockingClient:
+            client = peer.connect()
+            clients.callback(client.close)
+            return client
+
+        with show.step("start alpha, then beta and gamma through it") as step:
+            cluster.start(alpha)
+            cluster.start(beta, gamma, bootstrap=alpha.ready["control"])
+            on_alpha, on_beta, on_gamma = map(connect, (alpha, beta, gamma))
+            for client in (on_alpha, on_beta, on_gamma):
+                wait_until(lambda client=client: _alive(client) == 3, "all three see each other")  # type: ignore[misc]
+            step.note = "each of them sees all three"
+
+        prompt = _blocks("prompt", block_count)
+        with show.step(f"put {block_count} blocks on alpha") as step:
+            _put(step, on_alpha, prompt)
+            step.note = "stored in alpha's memory, known to the others"
+
+        with show.step("get them on beta") as step:
+            _get_and_compare(step, on_beta, prompt)
+            step.note = "moved from alpha to beta; every byte compared"
+
+        session = _blocks("session", block_count)
+        with show.step("put as many on gamma with 2 replicas") as step:
+            _put(step, on_gamma, session, replicas=2)
+            step.note = "stored on gamma and on one more peer each"
+
+        with show.step("kill -9 gamma, get them on beta") as step:
+            gamma.kill()
+            _get_and_compare(step, on_beta, session)
+            step.note = "served by the replicas; every byte compared"
+
+        with show.step("start gamma again") as step:
+            peer_id = gamma.ready["peer_id"]
+            cluster.start(gamma, bootstrap=alpha.ready["control"])
+            if gamma.ready["peer_id"] != peer_id:
+                raise CommandFailed(f"gamma came back as {gamma.ready['peer_id']}, not {peer_id}")
+            on_gamma = connect(gamma)
+            for client in (on_alpha, on_beta, on_gamma):
+                wait_until(lambda client=client: _alive(client) == 3, "all three see each other")  # type: ignore[misc]
+            step.note = f"the same peer id as before: {peer_id}"
+
+        with show.step("get the first blocks on gamma") as step:
+            _get_and_compare(step, on_gamma, prompt)
+            step.note = "a peer that came back reads like any other"
+
+
+Blocks = dict[str, bytes]
+
+
+def _blocks(name: str, count: int) -> Blocks:
+    """Keys and values; random bytes, as incompressible as the real thing."""
+    return {f"demo/{name}/{number:04}": os.urandom(BLOCK_BYTES) for number in range(count)}
+
+
+def _put(step: _Running, client: BlockingClient, blocks: Blocks, replicas: int = 1) -> None:
+    step.bytes = len(blocks) * BLOCK_BYTES
+    step.restart()
+    results = client.put_many(list(blocks.items()), replicas=replicas)
+    step.pause()
+    for item in results:
+        result = item.unwrap()
+        if result.status != "created" or result.copies < replicas:
+            raise CommandFailed(
+                f"{item.key} is {result.status} with {result.copies} of {replicas} copies"
+            )
+
+
+def _get_and_compare(step: _Running, client: BlockingClient, blocks: Blocks) -> None:
+    buffers = {key: bytearray(BLOCK_BYTES) for key in blocks}
+    step.bytes = len(blocks) * BLOCK_BYTES
+    step.restart()
+    results = client.get_many_into(list(buffers.items()))
+    step.pause()
+    for item in results:
+        if item.unwrap() != BLOCK_BYTES or buffers[item.key] != blocks[item.key]:
+            raise CommandFailed(f"{item.key} came back with other bytes than were put")
+
+
+def _alive(client: BlockingClient) -> int:
+    return sum(peer.status == "alive" for peer in client.peers())
+
+
+def _show_failure(cluster: LocalCluster, show: _Show, error: Exception) -> None:
+    remark(f"error: {show.current}: {describe(error)}")
+    for peer in cluster.peers:
+        remark(f"--- last lines of {peer.name}'s log")
+        for line in peer.last_log_lines(LOG_LINES_SHOWN):
+            remark(f"    {line}")

@@ -1,0 +1,135 @@
+"""`ls` and `locate`: what is stored, and where."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from mooncake_p2p.options import (
+    DEFAULT_TIMEOUT,
+    Json,
+    Key,
+    Namespace,
+    Socket,
+    Timeout,
+    connected,
+)
+from mooncake_p2p.output import print_json, print_table, printable, remark, short_id
+from p2pstore.errors import NoSuchKey
+from p2pstore.objects import format_bytes, unix_seconds_from_clock
+
+
+def ls(
+    prefix: Annotated[
+        str, typer.Argument(metavar="PREFIX", help="Only keys that begin so.", show_default=False)
+    ] = "",
+    limit: Annotated[
+        int, typer.Option(min=1, max=100_000, metavar="N", help="At most so many.")
+    ] = 1000,
+    local: Annotated[bool, typer.Option("--local", help="Only what this peer holds.")] = False,
+    after: Annotated[
+        str,
+        typer.Option(
+            metavar="KEY", help="Only keys behind this one: the next page.", show_default=False
+        ),
+    ] = "",
+    socket: Socket = None,
+    namespace: Namespace = "default",
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> None:
+    """List keys of the whole cluster, in order.
+
+    Says on stderr when there are more, and when peers did not answer.
+    """
+    with connected(socket, namespace, timeout) as client:
+        page = client.list_keys(prefix, after=after, limit=limit, local=local)
+    if json:
+        print_json(
+            {
+                "keys": [asdict(entry) for entry in page.keys],
+                "more": page.more,
+                "silent_peers": page.silent_peers,
+            }
+        )
+    elif page.keys:
+        print_table(
+            ("KEY", "SIZE", "COPIES", "PEERS", "NOTES"),
+            [
+                (
+                    entry.key,
+                    format_bytes(entry.length),
+                    str(entry.copies),
+                    ", ".join(entry.peers),
+                    _notes(entry.pin, entry.soft, entry.expires_unix),
+                )
+                for entry in page.keys
+            ],
+            right=("SIZE", "COPIES"),
+            fold=("PEERS", "NOTES"),
+        )
+    else:
+        remark("no keys")
+    if page.more:
+        after_last = f": add --after {shlex.quote(page.keys[-1].key)}" if page.keys else ""
+        remark(f"more keys follow{after_last}")
+    if page.silent_peers:
+        remark(f"incomplete: {', '.join(map(printable, page.silent_peers))} did not answer")
+
+
+def locate(
+    key: Key,
+    socket: Socket = None,
+    namespace: Namespace = "default",
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> None:
+    """Show which peers hold a key, as far as the local peer knows."""
+    with connected(socket, namespace, timeout) as client:
+        copies = client.locate(key)
+    if not copies:
+        raise NoSuchKey(f"no such key: {printable(key)}")
+    if json:
+        print_json({"key": key, "copies": [asdict(copy) for copy in copies]})
+        return
+    print_table(
+        ("PEER", "TIER", "SIZE", "WRITTEN", "NOTES", "PEER ID"),
+        [
+            (
+                copy.peer,
+                copy.tier,
+                format_bytes(copy.size_hint),
+                _local_time(unix_seconds_from_clock(copy.version[0])),
+                ", ".join(
+                    note
+                    for note in (
+                        "local" if copy.local else "",
+                        _notes(copy.pin, copy.soft, None),
+                        "" if copy.reachable else "unreachable",
+                    )
+                    if note
+                ),
+                short_id(copy.peer_id),
+            )
+            for copy in copies
+        ],
+        right=("SIZE",),
+        fold=("NOTES",),
+    )
+
+
+def _notes(pin: str, soft: bool, expires_unix: float | None) -> str:
+    notes = [f"{pin} pin"] if pin != "none" else []
+    if soft:
+        notes.append("soft copy")
+    if expires_unix is not None:
+        notes.append(f"expires in {max(0, expires_unix - time.time()):.0f} s")
+    return ", ".join(notes)
+
+
+def _local_time(unix_seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_seconds))

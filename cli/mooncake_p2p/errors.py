@@ -1,0 +1,84 @@
+"""How the command ends: exit statuses, and what went wrong as one line of plain words.
+
+The statuses are part of the command line's interface; scripts rely on them. A broken pipe (the
+reader of stdout went away) ends a command quietly with status 1. Ctrl-C ends it with 130 and
+SIGTERM with 143, as shells expect; `join` leaves the cluster on either and ends with 0.
+"""
+
+from __future__ import annotations
+
+import errno
+from enum import IntEnum
+from typing import Final
+
+from p2pstore import errors
+
+
+class ExitCode(IntEnum):
+    """Exit statuses of `mooncake-p2p`."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    NO_SUCH_KEY = 3
+    NO_PEER = 4
+    DEADLINE = 5
+    UNREACHABLE = 6
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+class CommandFailed(Exception):
+    """Ends a command with one line on stderr and an exit status."""
+
+    def __init__(self, message: str, code: ExitCode = ExitCode.FAILED) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+EXIT_CODES: Final[tuple[tuple[type[BaseException], ExitCode], ...]] = (
+    (errors.NoSuchKey, ExitCode.NO_SUCH_KEY),
+    (errors.NoLocalPeer, ExitCode.NO_PEER),
+    (errors.StoreClosed, ExitCode.NO_PEER),
+    (errors.DeadlineExceeded, ExitCode.DEADLINE),
+    (errors.Unavailable, ExitCode.UNREACHABLE),
+    (errors.ConfigError, ExitCode.USAGE),
+    (errors.P2PStoreError, ExitCode.FAILED),
+    (ValueError, ExitCode.USAGE),
+    (KeyboardInterrupt, ExitCode.INTERRUPTED),
+)
+"""The first class that an error is an instance of decides; everything else is FAILED."""
+
+
+def exit_code(error: BaseException) -> ExitCode:
+    """The exit status for an error."""
+    if isinstance(error, CommandFailed):
+        return error.code
+    for kind, code in EXIT_CODES:
+        if isinstance(error, kind):
+            return code
+    return ExitCode.FAILED
+
+
+def describe(error: BaseException) -> str:
+    """One line for people: what happened and what to do."""
+    if isinstance(error, CommandFailed | errors.P2PStoreError | ValueError):
+        text = str(error) or type(error).__name__
+    elif isinstance(error, OSError):
+        text = _describe_os_error(error)
+    elif isinstance(error, MemoryError):
+        text = "out of memory"
+    else:
+        text = (
+            f"unexpected {type(error).__name__}: {error}; "
+            "`mooncake-p2p --debug COMMAND ...` shows where, please report it"
+        )
+    return " ".join(text.split())
+
+
+def _describe_os_error(error: OSError) -> str:
+    reason = error.strerror or str(error) or type(error).__name__
+    text = f"{error.filename}: {reason}" if error.filename else reason
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text += "; free some space or choose another place"
+    return text

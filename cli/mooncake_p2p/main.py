@@ -1,0 +1,171 @@
+"""The command `mooncake-p2p`: finds the command that was asked for, runs it, and turns whatever
+happens into an exit status.
+
+A command's module is imported when the command is called, so `--help` and every error in the
+arguments answer before anything heavy is loaded. Help is plain text: rich's costs another 60 ms.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Annotated, Any, Final, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from mooncake_p2p.errors import ExitCode, describe, exit_code
+
+PROGRAM: Final = "mooncake-p2p"
+
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "join": ("join", "Run a peer in the foreground."),
+    "put": ("objects", "Store a file, or standard input, under a key."),
+    "get": ("objects", "Fetch the value of a key."),
+    "ls": ("listing", "List keys of the whole cluster."),
+    "rm": ("objects", "Remove keys everywhere."),
+    "locate": ("listing", "Show which peers hold a key."),
+    "stats": ("cluster", "Show this peer and the cluster."),
+    "peers": ("cluster", "List the members of the cluster."),
+    "leave": ("cluster", "Make the local peer leave the cluster and end."),
+    "keygen": ("keygen", "Make a new cluster key."),
+    "demo": ("demo", "Watch three peers on this machine do the real thing."),
+}
+"""Command -> (module that holds the function of that name, summary for the list of commands)."""
+
+
+class LazyCommands(Mapping[str, Any]):
+    """The commands by name; looking one up imports its module."""
+
+    def __getitem__(self, name: str) -> Any:
+        module = import_module(f"mooncake_p2p.commands.{COMMANDS[name][0]}")
+        app = typer.Typer(
+            add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+        )
+        app.command(name)(getattr(module, name))
+        return typer.main.get_command(app)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class LazyGroup(TyperGroup):
+    """A group whose commands are imported when called, and listed without being imported."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = LazyCommands()  # type: ignore[assignment]  # typer only reads it
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"{PROGRAM} {version('p2pstore')}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug", envvar="MOONCAKE_P2P_DEBUG", help="Show the traceback of an error."
+        ),
+    ] = False,
+) -> None:
+    """A pool of memory for KV cache and checkpoints, from peer to peer, with nobody in charge.
+
+    `mooncake-p2p demo` shows it at work; `mooncake-p2p join` starts a peer, and
+    `mooncake-p2p join --bootstrap HOST:PORT` on the next machine joins the two.
+    """
+
+
+def build() -> Any:
+    """The whole command, ready to parse arguments."""
+    app = typer.Typer(
+        cls=LazyGroup,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        epilog=(
+            "Exit status: 0 done, 1 failed, 2 usage, 3 no such key, 4 no peer to talk to, "
+            "5 deadline passed, 6 copies known but none reachable."
+        ),
+    )
+    app.callback()(_options)
+    return typer.main.get_command(app)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; returns its exit status. Errors are shown on stderr, never raised."""
+    debug = False
+    try:
+        command = build()
+        if not arguments:
+            print(
+                command.make_context(PROGRAM, [], resilient_parsing=True).get_help(),
+                file=sys.stderr,
+            )
+            return ExitCode.USAGE
+        with command.make_context(PROGRAM, list(arguments)) as context:
+            debug = context.params["debug"]
+            status = command.invoke(context)
+        sys.stdout.flush()
+        return status or ExitCode.DONE
+    except typer.Exit as exit_request:
+        return exit_request.exit_code
+    except BrokenPipeError:
+        # Python flushes stdout once more at the end; let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return ExitCode.FAILED
+    except (Exception, KeyboardInterrupt) as error:
+        if debug:
+            import traceback
+
+            traceback.print_exc()
+        return _report(error)
+
+
+def _report(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    if hasattr(error, "format_message"):  # what typer found wrong with the arguments
+        context = getattr(error, "ctx", None)
+        text = " ".join(error.format_message().split())
+        hint = f" (see `{context.command_path} --help`)" if context is not None else ""
+        print(f"error: {text[:1].lower()}{text[1:].rstrip('.')}{hint}", file=sys.stderr)
+        return ExitCode.USAGE
+    print(f"error: {describe(error)}", file=sys.stderr)
+    return exit_code(error)
+
+
+def _terminate(signal_number: int, frame: object) -> NoReturn:
+    raise SystemExit(ExitCode.TERMINATED)
+
+
+def main() -> NoReturn:
+    """Entry point of `mooncake-p2p`."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+    if sys.stdout is None:
+        print("error: standard output is closed", file=sys.stderr)
+        sys.exit(ExitCode.FAILED)
+    signal.signal(signal.SIGTERM, _terminate)  # so that a stopped `get` still removes its file
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
+    sys.exit(run(sys.argv[1:]))

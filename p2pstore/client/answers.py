@@ -1,0 +1,124 @@
+"""The peer's answers as the results that callers see."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
+from p2pstore.local.messages import Copy, ItemError, Keys, PeersReply, PutOutcome
+from p2pstore.objects import format_peer_id
+from p2pstore.results import (
+    KeyPage,
+    ListedKey,
+    Location,
+    PeerInfo,
+    PinName,
+    PutResult,
+    PutStatusName,
+)
+from p2pstore.wire import error_of
+
+PIN_NAMES: Final[tuple[PinName, ...]] = ("none", "soft", "hard")
+STATUS_NAMES: Final[tuple[PutStatusName, ...]] = ("created", "unchanged", "kept_existing")
+TIER_NAMES: Final = ("dram", "ssd", "both")
+
+
+def pin_number(name: str) -> int:
+    """The number of a pin on the wire. Raises `ValueError`."""
+    if name not in PIN_NAMES:
+        raise ValueError(f"a pin is none, soft or hard, not {name!r}")
+    return PIN_NAMES.index(name)
+
+
+def pin_name(number: int) -> PinName:
+    """The name of a pin; one that a newer peer invented counts as hard."""
+    return PIN_NAMES[min(number, len(PIN_NAMES) - 1)]
+
+
+def put_result(key: str, outcome: PutOutcome, peer_name: str) -> PutResult:
+    """The result of one put. Raises the error that it ended with."""
+    raise_for(key, outcome.error)
+    if not 0 <= outcome.status < len(STATUS_NAMES):
+        raise ProtocolError(f"the local peer answered a put with status {outcome.status}")
+    return PutResult(
+        key,
+        STATUS_NAMES[outcome.status],
+        outcome.copies,
+        outcome.wanted,
+        peer_name,
+        (outcome.clock, outcome.writer),
+    )
+
+
+def error_in(key: str, error: ItemError) -> P2PStoreError | ValueError:
+    """The error that one item ended with, naming its key where that says more."""
+    return name_key(key, error_of(error.code, error.text, error.detail))
+
+
+def raise_for(key: str, error: ItemError) -> None:
+    """Raise the error that one item ended with, if it did."""
+    if error.code:
+        raise error_in(key, error)
+
+
+def name_key(key: str, error: P2PStoreError | ValueError) -> P2PStoreError | ValueError:
+    """A `NoSuchKey` that names the key; other errors as they are."""
+    if isinstance(error, NoSuchKey) and repr(key) not in str(error):
+        return NoSuchKey(f"{key!r}: {error}")
+    return error
+
+
+def location(copy: Copy) -> Location:
+    """One known copy."""
+    return Location(
+        peer_id=format_peer_id(copy.peer_id),
+        peer=copy.name,
+        tier=TIER_NAMES[copy.tier] if copy.tier < len(TIER_NAMES) else "both",
+        size_hint=copy.length_hint,
+        version=(copy.clock, copy.writer),
+        soft=copy.soft,
+        pin=pin_name(copy.pin),
+        local=copy.local,
+        reachable=copy.reachable,
+    )
+
+
+def key_page(reply: Keys) -> KeyPage:
+    """A page of keys."""
+    return KeyPage(
+        [
+            ListedKey(
+                key=entry.key,
+                length=entry.length,
+                copies=entry.copies,
+                peers=list(entry.peers),
+                pin=pin_name(entry.pin),
+                soft=entry.soft,
+                expires_unix=entry.expires_unix_ms / 1000 if entry.expires_unix_ms else None,
+            )
+            for entry in reply.items
+        ],
+        reply.more,
+        list(reply.silent_peers),
+    )
+
+
+def peer_infos(reply: PeersReply) -> list[PeerInfo]:
+    """The members of the cluster."""
+    return [
+        PeerInfo(
+            peer_id=format_peer_id(entry.peer_id),
+            name=entry.name,
+            status=entry.status,
+            incarnation=entry.incarnation,
+            control=list(entry.control),
+            data=list(entry.data),
+            memory_capacity=entry.memory_capacity,
+            memory_used=entry.memory_used,
+            objects=entry.objects,
+            me=entry.me,
+            software=entry.software,
+            heard_seconds_ago=entry.heard_seconds_ago,
+        )
+        for entry in reply.items
+    ]

@@ -1,0 +1,228 @@
+"""The client for threads and plain scripts. Imports no event loop."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from p2pstore.client.link import TIDY_SECONDS, PeerLink
+from p2pstore.client.session import ClientSession
+from p2pstore.client.values import Framework
+from p2pstore.errors import P2PStoreError
+from p2pstore.objects import DEFAULT_NAMESPACE
+from p2pstore.results import (
+    Buffer,
+    ItemResult,
+    KeyPage,
+    Location,
+    PeerInfo,
+    PinName,
+    PutResult,
+)
+from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, BlockingDriver, run_blocking
+
+
+class BlockingClient:
+    """A connected client of the local peer; the methods are those of `p2pstore.ObjectStore`, plain.
+
+    Any number of threads may use it at once. Close it, or use it as a context manager. Pickles as
+    its socket path and namespace, and connects again where it is unpickled.
+    """
+
+    def __init__(
+        self,
+        *,
+        socket: str | None = None,
+        namespace: str = DEFAULT_NAMESPACE,
+        timeout: float = DEFAULT_PROGRESS_SECONDS,
+    ) -> None:
+        self._session = ClientSession(
+            BlockingDriver(), socket=socket, namespace=namespace, timeout=timeout
+        )
+        run_blocking(self._session.open())
+        self._janitor = _Janitor(self._session._link)
+
+    @property
+    def namespace(self) -> str:
+        return self._session.namespace
+
+    @property
+    def socket_path(self) -> str:
+        """The socket this client is connected to."""
+        return self._session.socket_path
+
+    def close(self) -> None:
+        """Disconnect; may be called twice. Views stay readable, but their leases have ended."""
+        self._session.close()
+        self._janitor.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_janitor"):
+            self.close()
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _reconnect, (self.socket_path, self.namespace, self._session.timeout)
+
+    def put(
+        self,
+        key: str,
+        value: Buffer,
+        *,
+        replicas: int = 1,
+        pin: PinName = "none",
+        ttl: float | None = None,
+        overwrite: bool = False,
+        durable: bool = False,
+    ) -> PutResult:
+        """See `ClientSession.put`; so for all methods below."""
+        return run_blocking(
+            self._session.put(
+                key,
+                value,
+                replicas=replicas,
+                pin=pin,
+                ttl=ttl,
+                overwrite=overwrite,
+                durable=durable,
+            )
+        )
+
+    def put_tensor(
+        self, key: str, tensor: Any, *, replicas: int = 1, overwrite: bool = False
+    ) -> PutResult:
+        return run_blocking(
+            self._session.put_tensor(key, tensor, replicas=replicas, overwrite=overwrite)
+        )
+
+    def put_many(
+        self, items: Sequence[tuple[str, Buffer]], *, replicas: int = 1, overwrite: bool = False
+    ) -> list[ItemResult]:
+        return run_blocking(self._session.put_many(items, replicas=replicas, overwrite=overwrite))
+
+    def get(self, key: str, *, wait: float = 0.0) -> bytes:
+        return run_blocking(self._session.get(key, wait=wait))
+
+    def get_into(self, key: str, buffer: Buffer, *, wait: float = 0.0) -> int:
+        return run_blocking(self._session.get_into(key, buffer, wait=wait))
+
+    def get_tensor(self, key: str, *, wait: float = 0.0, framework: Framework | None = None) -> Any:
+        return run_blocking(self._session.get_tensor(key, wait=wait, framework=framework))
+
+    def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult]:
+        return run_blocking(self._session.get_many_into(items))
+
+    @contextmanager
+    def lease(self, key: str, *, wait: float = 0.0) -> Iterator[memoryview]:
+        """A view of the value in place. A view that is still in use after the block, or anything
+        made from it, keeps its lease."""
+        view = self.take_lease(key, wait=wait)
+        try:
+            yield view
+        finally:
+            del view
+
+    def take_lease(self, key: str, *, wait: float = 0.0) -> memoryview:
+        return run_blocking(self._session.take_lease(key, wait=wait))
+
+    def contains(self, key: str) -> bool:
+        return run_blocking(self._session.contains(key))
+
+    def contains_many(self, keys: Sequence[str]) -> list[bool]:
+        return run_blocking(self._session.contains_many(keys))
+
+    def locate(self, key: str) -> list[Location]:
+        return run_blocking(self._session.locate(key))
+
+    def match_prefix(self, keys: Sequence[str]) -> int:
+        return run_blocking(self._session.match_prefix(keys))
+
+    def remove(self, key: str) -> bool:
+        return run_blocking(self._session.remove(key))
+
+    def remove_many(self, keys: Sequence[str]) -> list[ItemResult]:
+        return run_blocking(self._session.remove_many(keys))
+
+    def list_keys(
+        self,
+        prefix: str = "",
+        *,
+        after: str = "",
+        limit: int = 1000,
+        local: bool = False,
+        pinned: bool = False,
+    ) -> KeyPage:
+        return run_blocking(
+            self._session.list_keys(prefix, after=after, limit=limit, local=local, pinned=pinned)
+        )
+
+    def peers(self, *, everyone: bool = False) -> list[PeerInfo]:
+        return run_blocking(self._session.peers(everyone=everyone))
+
+    def statistics(self, *, cluster: bool = True) -> dict[str, Any]:
+        return run_blocking(self._session.statistics(cluster=cluster))
+
+    def pin(self, key: str, pin: PinName = "soft", *, ttl: float | None = None) -> None:
+        run_blocking(self._session.pin(key, pin, ttl=ttl))
+
+    def unpin(self, key: str) -> None:
+        run_blocking(self._session.unpin(key))
+
+    def replicate(self, key: str, copies: int) -> PutResult:
+        return run_blocking(self._session.replicate(key, copies))
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        run_blocking(self._session.prefetch(keys))
+
+    def flush(self) -> None:
+        run_blocking(self._session.flush())
+
+    def leave(self, *, drain: float = 0.0) -> None:
+        run_blocking(self._session.leave(drain=drain))
+
+
+class _Janitor:
+    """Tidies up behind a client: a thread that runs only while there is something to tidy."""
+
+    def __init__(self, link: PeerLink) -> None:
+        self._link = weakref.ref(link)
+        self._stop = threading.Event()
+        link.on_busy = self._start
+
+    def _start(self) -> None:
+        threading.Thread(target=self._run, name="p2pstore-janitor", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(TIDY_SECONDS):
+                link = self._link()
+                if link is None:
+                    return
+                if not link.needs_tidying:
+                    link.rest()
+                    return
+                run_blocking(link.tidy())
+                del link
+        except P2PStoreError:
+            return  # who uses the client next is told
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+def _reconnect(socket: str, namespace: str, timeout: float) -> BlockingClient:
+    return BlockingClient(socket=socket, namespace=namespace, timeout=timeout)

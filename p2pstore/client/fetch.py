@@ -1,0 +1,196 @@
+"""Getting an object: from the mapped segment, else from holders that the local peer names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from p2pstore.client.answers import error_in, name_key
+from p2pstore.client.link import PeerLink
+from p2pstore.errors import P2PStoreError, Unavailable
+from p2pstore.local.messages import (
+    Holder,
+    HolderFailure,
+    Lease,
+    Leased,
+    LocalKind,
+    Plan,
+    PlanItem,
+    Planned,
+)
+from p2pstore.objects import Version
+from p2pstore.transfer.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.messages import Ticket
+from p2pstore.transfer.reader import Copied
+from p2pstore.transfer.shm import ShmTransport, copy_in_pieces, expired, read_mapped
+from p2pstore.transfer.tickets import GrantedTicket
+from p2pstore.transfer.transport import (
+    Destination,
+    Pulled,
+    PullReport,
+    RemoteCopy,
+    Transport,
+    pull_with_failover,
+)
+
+PLANS: Final = 2
+"""How often the local peer is asked for holders: again after all that it named have failed."""
+PLAN_DIGESTS: Final = 4096
+FETCH_SECONDS: Final = 60.0
+"""How long the peer may take to bring an object here. It watches over the progress itself."""
+
+
+class Fetcher:
+    """Reads objects for one client. Delivers only bytes that were verified."""
+
+    def __init__(self, link: PeerLink) -> None:
+        self._link = link
+        self._shm = ShmTransport(link.driver)
+        self._pool = DataPool(link.driver, progress_seconds=link.timeout_seconds)
+        self._transports: list[Transport] = [self._shm, TcpTransport(self._pool)]
+
+    def close(self) -> None:
+        """Close the connections to other peers."""
+        self._shm.close()
+        self._pool.close()
+
+    async def fetch(
+        self, key: str, digest: bytes, destination: Destination, wait_seconds: float = 0.0
+    ) -> Copied | Pulled:
+        """Bring the object to the destination. Raises `NoSuchKey`, `Unavailable`, what the
+        destination raises, `DeadlineExceeded`, `StoreClosed`."""
+        copied = await self.read_here(digest, destination)
+        if copied is not None:
+            return copied
+        plan = (await self.plan([digest], wait_seconds))[0]
+        return await self.fetch_planned(key, digest, destination, plan)
+
+    async def read_here(self, digest: bytes, destination: Destination) -> Copied | None:
+        """A verified copy out of the local peer's segment, or None when it has none."""
+        for reader in self._link.readers:
+            copied = await read_mapped(self._link.driver, reader, digest, destination)
+            if copied is not None:
+                self._link.note_read(digest, copied.length)
+                return copied
+        return None
+
+    async def read_here_into(self, digest: bytes, view: memoryview) -> Copied | None:
+        """`read_here` into the beginning of a buffer, which may be longer than the object; it looks
+        the object up once instead of twice. Raises `BufferTooSmall`."""
+        for reader in self._link.readers:
+            copied = await copy_in_pieces(self._link.driver, reader, digest, view)
+            if copied is not None and not expired(copied.trailer):
+                self._link.note_read(digest, copied.length)
+                return copied
+        return None
+
+    async def plan(
+        self, digests: Sequence[bytes], wait_seconds: float = 0.0, exclude: Sequence[int] = ()
+    ) -> list[PlanItem]:
+        """Where these objects can be read, one item each."""
+        items: list[PlanItem] = []
+        for start in range(0, len(digests), PLAN_DIGESTS):
+            some = digests[start : start + PLAN_DIGESTS]
+            request = Plan(
+                b"".join(some),
+                round(wait_seconds * 1000),
+                deadline_ms(self._link.timeout_seconds),
+                list(exclude),
+            )
+            reply = await self._link.request(
+                LocalKind.PLAN, request, Planned, extra_seconds=wait_seconds
+            )
+            if len(reply.items) != len(some):
+                raise P2PStoreError("the local peer answered for another number of keys")
+            items += reply.items
+        return items
+
+    async def fetch_planned(
+        self, key: str, digest: bytes, destination: Destination, plan: PlanItem
+    ) -> Copied | Pulled:
+        """Read from the holders of a plan; when all of them fail, from those of a second plan."""
+        failed: list[int] = []
+        error: P2PStoreError | ValueError | None = None
+        for attempt in range(PLANS):
+            if plan.local:
+                copied = await self._read_under_lease(digest, destination)
+                if copied is not None:
+                    return copied
+            elif plan.error.code:
+                planned = error_in(key, plan.error)
+                # That no other holder is known says nothing of those that could not be reached.
+                raise error if isinstance(error, Unavailable) and error is not None else planned
+            else:
+                report = await self._pull(digest, destination, plan.holders)
+                if report.pulled is not None:
+                    return report.pulled
+                failed += [failure.member for failure in report.failures]
+                assert report.error is not None
+                error = name_key(key, report.error)
+            if attempt + 1 < PLANS:
+                plan = (await self.plan([digest], exclude=failed))[0]
+        raise error or Unavailable(f"{key!r} changed or moved while it was read: try again")
+
+    async def _pull(
+        self, digest: bytes, destination: Destination, holders: Sequence[Holder]
+    ) -> PullReport:
+        copies = [remote_copy(holder) for holder in holders]
+        report = await pull_with_failover(copies, self._transports, digest, destination)
+        self.report(digest, report)
+        return report
+
+    def report(self, digest: bytes, report: PullReport) -> None:
+        """Tell the local peer of the holders that failed."""
+        self._link.note_failures(
+            [
+                HolderFailure(digest, each.member, int(each.code), each.incarnation, each.sequence)
+                for each in report.failures
+            ]
+        )
+
+    async def pull_many(
+        self, holder: Holder, items: Sequence[tuple[bytes, Destination]]
+    ) -> list[Pulled | Exception]:
+        """Many objects from one holder, over one connection; per item what came, or why not."""
+        return list(await self._pool.pull_many(remote_copy(holder), items))
+
+    async def _read_under_lease(self, digest: bytes, destination: Destination) -> Copied | None:
+        """A copy that nothing can change meanwhile, for objects that keep moving in the segment."""
+        reply = await self._link.request(
+            LocalKind.LEASE, Lease(digest, fetch=False), Leased, on_late_reply=self.give_back
+        )
+        try:
+            if any(grant.error.code for grant in reply.items):
+                return None
+            return await self.read_here(digest, destination)
+        finally:
+            self.give_back(reply)
+
+    def give_back(self, reply: Leased) -> None:
+        """End leases that nobody will look at."""
+        for grant in reply.items:
+            if not grant.error.code:
+                self._link.leases.give_back(grant.lease)
+        self._link.stir()
+
+
+def deadline_ms(timeout_seconds: float) -> int:
+    """What the peer is told: a little less than what the client waits, so that its answer
+    arrives."""
+    return max(1, round(timeout_seconds * 900))
+
+
+def remote_copy(holder: Holder) -> RemoteCopy:
+    """A planned holder as transports want it."""
+    return RemoteCopy(
+        peer_id=holder.peer_id,
+        data=tuple(holder.data),
+        ticket=GrantedTicket(
+            Ticket(holder.ticket_claims, holder.ticket_signature), holder.ticket_secret
+        ),
+        member=holder.member,
+        socket=holder.socket,
+        same_host=holder.same_host,
+        slot=holder.slot,
+        version=Version(holder.clock, holder.writer),
+    )

@@ -1,0 +1,120 @@
+"""Zero-copy views, and the leases that keep what they show in place."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from p2pstore.objects import Version
+from p2pstore.transfer.layout import Slot
+
+KEEP_SECONDS: Final = 0.05
+"""A lease whose views are gone is kept so long: to be told with others, or to be used again."""
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(slots=True)
+class _Lease:
+    """What a lease covers. `whole` is the array under all of its views, while there are any."""
+
+    number: int
+    digest: bytes
+    memory: memoryview
+    offset: int
+    length: int
+    version: Version
+    whole: weakref.ref[Array] | None = None
+
+
+class LeaseBook:
+    """The leases of one client: live ones, and those whose last view is gone.
+
+    A lease ends when the last view derived from it is collected: Python counts references, so that
+    is at once, in whichever thread let go last, possibly inside the garbage collector. Nothing
+    happens there but one append to a deque; the rest is done by whoever calls next.
+
+    Another view of an object under a lease, or under one that ended a moment ago and was not given
+    back yet, needs no request: while the slot says that it is still that version, it is shared.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # never taken by finalizers
+        self._leases: dict[int, _Lease] = {}
+        self._by_digest: dict[bytes, _Lease] = {}
+        self._ended: deque[int] = deque()
+        self._kept: dict[int, float] = {}
+
+    def view(
+        self, number: int, digest: bytes, memory: memoryview, slot: tuple[int, int, Version]
+    ) -> memoryview:
+        """A read-only view under a new lease. `slot` is (offset, length, version) in `memory`."""
+        offset, length, version = slot
+        lease = _Lease(number, digest, memory, offset, length, version)
+        with self._lock:
+            self._leases[number] = self._by_digest[digest] = lease
+            return self._view_of(lease)
+
+    def share(self, digest: bytes, slot: Slot) -> memoryview | None:
+        """One more view under a lease that is there already, if it covers what `slot` says."""
+        with self._lock:
+            lease = self._by_digest.get(digest)
+            if lease is None or lease.version != slot.version or lease.offset != slot.offset:
+                return None
+            whole = lease.whole() if lease.whole is not None else None
+            if whole is not None:
+                return memoryview(whole)  # type: ignore[arg-type] # an array is a buffer
+            self._keep_ended()
+            if self._kept.pop(lease.number, None) is None:
+                return None
+            return self._view_of(lease)
+
+    def _view_of(self, lease: _Lease) -> memoryview:
+        if lease.length:
+            whole = np.frombuffer(lease.memory, np.uint8, lease.length, lease.offset)
+        else:
+            whole = np.empty(0, np.uint8)
+        whole.flags.writeable = False
+        ended, number = self._ended, lease.number
+        lease.whole = weakref.ref(whole, lambda _: ended.append(number))
+        return memoryview(whole)  # type: ignore[arg-type] # an array is a buffer
+
+    def give_back(self, number: int) -> None:
+        """End a lease of which no view was made."""
+        self._ended.append(number)
+
+    def take_ended(self, *, everything: bool) -> list[int]:
+        """Leases to give back, each once: those that ended 50 ms ago, or all that ended."""
+        if not self._ended and not self._kept:
+            return []
+        with self._lock:
+            self._keep_ended()
+            until = time.monotonic() - KEEP_SECONDS
+            due = [number for number, since in self._kept.items() if everything or since <= until]
+            for number in due:
+                del self._kept[number]
+                lease = self._leases.pop(number, None)
+                if lease is not None and self._by_digest.get(lease.digest) is lease:
+                    del self._by_digest[lease.digest]
+            return due
+
+    def _keep_ended(self) -> None:
+        now = time.monotonic()
+        while self._ended:
+            self._kept[self._ended.popleft()] = now
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether a lease is live, or was not given back."""
+        return bool(self._leases or self._ended or self._kept)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether giving back what ended would make room now."""
+        return bool(self._ended or self._kept)

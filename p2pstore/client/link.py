@@ -1,0 +1,210 @@
+"""An open connection to the local peer with all that goes along: mapped segments, leases, and
+what the peer is told without being asked (releases, aborts, reads it did not see, holders that
+failed)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeVar
+
+from p2pstore.client.leases import LeaseBook
+from p2pstore.client.puts import GrantedAhead
+from p2pstore.local.connection import LocalConnection
+from p2pstore.local.messages import (
+    Abort,
+    Access,
+    AccessCount,
+    HolderFailure,
+    LocalKind,
+    Release,
+    Report,
+)
+from p2pstore.streams import Driver
+from p2pstore.transfer.reader import SegmentReader
+from p2pstore.wire import ONE_WAY, Message, encode_frame
+
+M = TypeVar("M", bound=Message)
+
+TIDY_SECONDS: Final = 0.05
+REPORT_SECONDS: Final = 0.1
+AHEAD_IDLE_SECONDS: Final = 1.0
+ALIVE_CHECK_SECONDS: Final = 0.1
+MAX_REPORTED_KEYS: Final = 16_384
+MAX_REPORTED_FAILURES: Final = 1024
+RELEASES_PER_FRAME: Final = 4096
+
+
+class PeerLink:
+    """The client's side of one session with the local peer. Make one with `PeerLink.open`.
+
+    `on_busy` is called when there is something to tidy up; whoever set it then calls `tidy` every
+    50 ms while `needs_tidying`, and `rest` afterwards.
+    """
+
+    def __init__(self, driver: Driver, connection: LocalConnection, timeout_seconds: float) -> None:
+        self.driver = driver
+        self.connection = connection
+        self.timeout_seconds = timeout_seconds
+        self.readers = [SegmentReader(view) for view in connection.segments]
+        self.leases = LeaseBook()
+        self.ahead = GrantedAhead()
+        self.on_busy: Callable[[], None] = lambda: None
+        self._busy = False
+        self._aborts: deque[int] = deque()
+        self._give_all_back = False
+        self._reads: dict[bytes, list[int]] = {}
+        self._failures: deque[HolderFailure] = deque(maxlen=MAX_REPORTED_FAILURES)
+        self._reported_at = 0.0
+        self._ahead_checked_at = 0.0
+        self._alive_at = 0.0
+        connection.collect_one_way = self._collect_one_way
+
+    @classmethod
+    async def open(
+        cls, driver: Driver, path: str, *, namespace: str, access: Access, timeout_seconds: float
+    ) -> PeerLink:
+        """Connect to the peer at `path`. Raises `NoLocalPeer` when none is there."""
+        connection = await LocalConnection.open(driver, path, namespace=namespace, access=access)
+        try:
+            return cls(driver, connection, timeout_seconds)
+        except BaseException:
+            connection.close()
+            raise
+
+    def close(self) -> None:
+        """End the session. Views that callers still hold stay readable; their leases have ended, so
+        the peer may reuse the memory for something else."""
+        self.connection.close()
+
+    def check(self) -> None:
+        """Raises `StoreClosed` once the peer is gone, `ClientForked` in a forked child. Costs a
+        system call at most every 100 ms, for what is answered from the mapping alone."""
+        self.connection.check_usable()
+        now = time.monotonic()
+        if now - self._alive_at > ALIVE_CHECK_SECONDS:
+            self._alive_at = now
+            if self.connection.peer_is_gone():
+                self.connection.check_usable()
+
+    async def request(
+        self,
+        kind: LocalKind,
+        message: Message,
+        reply_type: type[M],
+        *,
+        extra_seconds: float = 0.0,
+        on_late_reply: Callable[[M], None] | None = None,
+    ) -> M:
+        """One request with this link's deadline, plus what its work may take at most."""
+        try:
+            return await self.connection.request(
+                kind,
+                message,
+                reply_type,
+                progress_seconds=self.timeout_seconds + extra_seconds,
+                on_late_reply=on_late_reply,
+            )
+        except BaseException:
+            if on_late_reply is not None:
+                self.stir()
+            raise
+
+    # --- what the peer is told ---------------------------------------------------------------
+
+    def abort(self, reservations: Iterable[int]) -> None:
+        """Give reservations back, with what is sent next."""
+        self._aborts.extend(reservations)
+        self.stir()
+
+    def make_room(self) -> bool:
+        """Have all that this client holds without need given back before the next request. Whether
+        there is any: then it is worth asking again for what was refused."""
+        self._give_all_back = self.leases.keeps
+        spare = self.ahead.drop()
+        if spare:
+            self.abort(spare)
+        return self._give_all_back or bool(spare)
+
+    def note_read(self, digest: bytes, length: int) -> None:
+        """A read that the peer did not see, for its eviction to know of. Never waits."""
+        counted = self._reads.get(digest)
+        if counted is not None:
+            counted[0] += 1
+        elif len(self._reads) < MAX_REPORTED_KEYS:
+            self._reads[digest] = [1, length]
+            self.stir()
+
+    def note_failures(self, failures: Sequence[HolderFailure]) -> None:
+        """Holders that did not deliver, told before anything else is asked."""
+        self._failures.extend(failures)
+
+    def _collect_one_way(self) -> list[bytes]:
+        frames = []
+        ended = self.leases.take_ended(everything=self._give_all_back)
+        self._give_all_back = False
+        for start in range(0, len(ended), RELEASES_PER_FRAME):
+            frames.append(
+                _one_way(LocalKind.RELEASE, Release(ended[start : start + RELEASES_PER_FRAME]))
+            )
+        while self._aborts:  # each alone: one that has ended already must not hold up others
+            frames.append(_one_way(LocalKind.ABORT, Abort([self._aborts.popleft()])))
+        if self._failures or self._reads:
+            now = time.monotonic()
+            if self._failures or now - self._reported_at >= REPORT_SECONDS:
+                self._reported_at = now
+                frames.append(_one_way(LocalKind.REPORT, self._take_report()))
+        return frames
+
+    def _take_report(self) -> Report:
+        reads, self._reads = self._reads, {}
+        failures = []
+        while self._failures:
+            failures.append(self._failures.popleft())
+        return Report(
+            [
+                AccessCount(digest, count, count * length)
+                for digest, (count, length) in list(reads.items())
+            ],
+            failures,
+        )
+
+    # --- tidying up --------------------------------------------------------------------------
+
+    def stir(self) -> None:
+        """Have somebody tidy up soon. Not for finalizers."""
+        if not self._busy:
+            self._busy = True
+            self.on_busy()
+
+    @property
+    def needs_tidying(self) -> bool:
+        return bool(
+            self.leases.outstanding
+            or self._aborts
+            or self._reads
+            or self._failures
+            or self.ahead.held
+            or self.connection.awaits_late_replies
+        )
+
+    async def tidy(self) -> None:
+        """Send what is due, drop reservations nobody used, receive for those who gave up."""
+        now = time.monotonic()
+        if now - self._ahead_checked_at >= AHEAD_IDLE_SECONDS:
+            self._ahead_checked_at = now
+            self._aborts.extend(self.ahead.drop_unused())
+        await self.connection.flush()
+        if self.connection.awaits_late_replies:
+            await self.connection.receive_late_replies(TIDY_SECONDS)
+
+    def rest(self) -> None:
+        """Nothing is left to tidy up, unless something came just now."""
+        self._busy = False
+        if self.needs_tidying:
+            self.stir()
+
+
+def _one_way(kind: LocalKind, message: Message) -> bytes:
+    return encode_frame(kind, 0, message, flags=ONE_WAY)

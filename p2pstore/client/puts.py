@@ -1,0 +1,140 @@
+"""The putting half of a client, without its requests: what is asked for, copied and summed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from p2pstore.local.messages import Reservation, ReserveItem
+from p2pstore.objects import MIB, chunk_bounds, chunk_count, chunk_sum
+from p2pstore.streams import Driver
+
+PIECE_BYTES: Final = 4 * MIB
+SMALL_COPY_BYTES: Final = 64 * 1024
+AHEAD_MAX_BYTES: Final = 4 * MIB
+"""Beyond this a round trip is little beside the copy, and the idle reservation much."""
+MAX_AHEAD: Final = 4
+GROUP_ITEMS: Final = 1024
+GROUP_BYTES: Final = 64 * MIB
+
+_TRAILER_FIXED_BYTES: Final = 96
+"""Prefix, msgpack headers and numbers of a trailer, generously."""
+
+
+def trailer_bound(key: bytes, namespace: bytes, length: int, dtype: str, rank: int) -> int:
+    """Enough room for the trailer of such an object; a multiple of 64, so that puts of values of
+    one size ask for the same whatever their keys."""
+    needed = (
+        _TRAILER_FIXED_BYTES
+        + len(key)
+        + len(namespace)
+        + 8 * chunk_count(length)
+        + len(dtype)
+        + 9 * rank
+    )
+    return -(-needed // 64) * 64
+
+
+def copy_and_sum(target: memoryview, source: memoryview) -> bytes:
+    """Copy, and sum each chunk of the copy while it is still in the cache. Packed u64 sums.
+
+    The sums are of what lies in `target`, whatever the caller does to `source` meanwhile.
+    """
+    if len(source) <= SMALL_COPY_BYTES:
+        target[:] = source
+        return chunk_sum(target).to_bytes(8, "little") if source else b""
+    into = np.frombuffer(target, np.uint8)
+    out_of = np.frombuffer(source, np.uint8)
+    sums = []
+    for start, end in chunk_bounds(len(source)):
+        np.copyto(into[start:end], out_of[start:end])
+        sums.append(chunk_sum(target[start:end]))
+    return np.array(sums, "<u8").tobytes()
+
+
+async def fill(driver: Driver, target: memoryview, source: memoryview) -> bytes:
+    """`copy_and_sum`; what is over 4 MiB goes in pieces of that on a thread, and can be cancelled
+    between them: after that nothing writes to `target` any more."""
+    if len(source) <= PIECE_BYTES:
+        return copy_and_sum(target, source)
+    sums = []
+    for start in range(0, len(source), PIECE_BYTES):
+        end = min(start + PIECE_BYTES, len(source))
+        copy = partial(copy_and_sum, target[start:end], source[start:end])
+        sums.append(await driver.run_in_thread(copy))
+    return b"".join(sums)
+
+
+def groups(sizes: Sequence[int]) -> list[range]:
+    """Cut a batch into runs of at most 1,024 items and 64 MiB (or one item): what is reserved at
+    one time cannot be evicted, so a batch larger than the memory must not be reserved as a
+    whole."""
+    cuts: list[range] = []
+    start = total = 0
+    for index, size in enumerate(sizes):
+        if index > start and (total + size > GROUP_BYTES or index - start >= GROUP_ITEMS):
+            cuts.append(range(start, index))
+            start, total = index, 0
+        total += size
+    if start < len(sizes):
+        cuts.append(range(start, len(sizes)))
+    return cuts
+
+
+class GrantedAhead:
+    """Reservations that came with earlier commits, for puts of the same size to come.
+
+    One is asked for only when two puts in a row had that size; all are given back when the size
+    changes or no put came for a while.
+    """
+
+    def __init__(self) -> None:
+        self._ready: deque[Reservation] = deque()
+        self._size: tuple[int, int] | None = None
+        self._used = False
+
+    def take(self, item: ReserveItem) -> Reservation | None:
+        """A reservation for this put, if there is one. The caller then gives `outdated()` back."""
+        self._used = True
+        if (item.length, item.trailer_length) != self._size:
+            return None
+        try:
+            return self._ready.popleft()
+        except IndexError:
+            return None
+
+    def wanted(self, item: ReserveItem) -> list[ReserveItem]:
+        """What to ask for along with the commit of this put."""
+        size = (item.length, item.trailer_length)
+        repeated, self._size = size == self._size, size
+        if not repeated or item.length > AHEAD_MAX_BYTES or len(self._ready) >= MAX_AHEAD:
+            return []
+        return [item]
+
+    def granted(self, item: ReserveItem, reservations: Sequence[Reservation]) -> list[int]:
+        """Keep what was granted; returns the numbers to give back, because the size has changed."""
+        good = [each for each in reservations if not each.error.code]
+        if (item.length, item.trailer_length) != self._size:
+            return [each.reservation for each in good]
+        self._ready += good
+        return []
+
+    def drop(self) -> list[int]:
+        """Forget all; returns the numbers to give back."""
+        numbers = []
+        while self._ready:
+            numbers.append(self._ready.popleft().reservation)
+        return numbers
+
+    def drop_unused(self) -> list[int]:
+        """`drop` when no put came since the last call."""
+        used, self._used = self._used, False
+        return [] if used else self.drop()
+
+    @property
+    def held(self) -> bool:
+        return bool(self._ready)

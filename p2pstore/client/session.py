@@ -1,0 +1,605 @@
+"""Everything a client does, written once for both drivers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar
+
+from p2pstore.client import answers
+from p2pstore.client.destinations import BytesDestination, TensorDestination
+from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
+from p2pstore.client.link import PeerLink
+from p2pstore.client.puts import fill, groups, trailer_bound
+from p2pstore.client.values import Framework, describe_tensor, destination_view, source_view
+from p2pstore.errors import P2PStoreError, StoreClosed
+from p2pstore.local import messages as local
+from p2pstore.local.messages import Access, LocalKind
+from p2pstore.local.paths import find_socket
+from p2pstore.objects import (
+    DEFAULT_NAMESPACE,
+    Version,
+    check_object_length,
+    encode_key,
+    encode_namespace,
+    key_hasher,
+    root_checksum,
+)
+from p2pstore.results import (
+    Buffer,
+    ItemResult,
+    KeyPage,
+    Location,
+    PeerInfo,
+    PinName,
+    PutResult,
+)
+from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver
+from p2pstore.transfer.shm import expired
+from p2pstore.transfer.transport import BufferDestination, Destination
+from p2pstore.wire import Code, Empty, Message
+
+M = TypeVar("M", bound=Message)
+
+REPLICATE_BYTES_PER_SECOND: Final = 50e6
+"""A copy on another peer may take this long before a put stops waiting for it."""
+BATCH_KEYS: Final = 8192
+REMOVE_SECONDS: Final = 5.0
+"""What removing and listing may take on top, as other peers are asked."""
+
+
+class ClientSession:
+    """One client of the local peer: `open` it, use it, `close` it.
+
+    Any number of tasks (or threads, with a blocking driver) may use it at once. Deadlines are
+    `timeout` seconds without progress. Every method may raise `StoreClosed` once the peer is gone,
+    `ClientForked` in a forked child, `DeadlineExceeded`, and `ValueError` for a bad key.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        *,
+        socket: str | None = None,
+        namespace: str = DEFAULT_NAMESPACE,
+        timeout: float = DEFAULT_PROGRESS_SECONDS,
+    ) -> None:
+        if not timeout > 0:
+            raise ValueError(f"the timeout must be above 0 seconds, not {timeout}")
+        self.namespace = namespace
+        self.timeout = timeout
+        self._driver = driver
+        self._wanted_socket = socket
+        self._digest = key_hasher(namespace)
+        self._namespace_bytes = encode_namespace(namespace)
+        self._open_link: PeerLink | None = None
+        self._open_fetcher: Fetcher | None = None
+
+    async def open(self) -> None:
+        """Connect. Raises `NoLocalPeer`, `AmbiguousLocalPeer`, `ProtocolMismatch`."""
+        path = str(find_socket(self._wanted_socket))
+        self._open_link = await PeerLink.open(
+            self._driver,
+            path,
+            namespace=self.namespace,
+            access=Access.WRITE,
+            timeout_seconds=self.timeout,
+        )
+        self._open_fetcher = Fetcher(self._open_link)
+
+    def close(self) -> None:
+        """Disconnect; may be called twice. What was reserved or leased ends with it."""
+        if self._open_link is not None:
+            self._open_link.close()
+        if self._open_fetcher is not None:
+            self._open_fetcher.close()
+
+    @property
+    def socket_path(self) -> str:
+        """The socket this client is connected to."""
+        return self._link.connection.path
+
+    @property
+    def _link(self) -> PeerLink:
+        if self._open_link is None:
+            raise StoreClosed("the client is not connected: use it inside its `with` block")
+        return self._open_link
+
+    @property
+    def _fetcher(self) -> Fetcher:
+        self._link.check()
+        assert self._open_fetcher is not None
+        return self._open_fetcher
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        socket = self._wanted_socket if self._open_link is None else self.socket_path
+        return _restore, (type(self), socket, self.namespace, self.timeout)
+
+    # --- put ---------------------------------------------------------------------------------
+
+    async def put(
+        self,
+        key: str,
+        value: Buffer,
+        *,
+        replicas: int = 1,
+        pin: PinName = "none",
+        ttl: float | None = None,
+        overwrite: bool = False,
+        durable: bool = False,
+    ) -> PutResult:
+        """Store a value under a key. `ttl` in seconds. With `replicas`, returns when so many copies
+        exist or no more can be made. Raises `CapacityExceeded` or `ObjectTooLarge` before any byte
+        is copied, `ValueError` for a value that is not contiguous."""
+        options = _put_options(replicas, pin, ttl, overwrite, durable)
+        return await self._put(key, source_view(value), options)
+
+    async def put_tensor(
+        self, key: str, tensor: Any, *, replicas: int = 1, overwrite: bool = False
+    ) -> PutResult:
+        """`put` for a numpy array or CPU torch tensor, with its dtype and shape."""
+        dtype, shape = describe_tensor(tensor)
+        options = _put_options(replicas, "none", None, overwrite, False)
+        return await self._put(key, source_view(tensor), options | {"dtype": dtype, "shape": shape})
+
+    async def _put(self, key: str, source: memoryview, options: dict[str, Any]) -> PutResult:
+        link = self._link
+        item = self._reserve_item(key, source, options)
+        reservation = link.ahead.take(item)
+        if reservation is None:
+            if link.ahead.held:
+                link.abort(link.ahead.drop())
+            reservation = (await self._reserve([item]))[0]
+            if reservation.error.code == Code.CAPACITY_EXCEEDED and link.make_room():
+                reservation = (await self._reserve([item]))[0]
+            answers.raise_for(key, reservation.error)
+        try:
+            commit = await self._fill(key, source, reservation, options)
+            again = link.ahead.wanted(item)
+            reply = await self._commit([commit], again)
+        except BaseException:
+            link.abort([reservation.reservation])  # harmless when the commit got through
+            raise
+        self._keep(again, reply)
+        return answers.put_result(key, reply.items[0], link.connection.hello.name)
+
+    async def put_many(
+        self, items: Sequence[tuple[str, Buffer]], *, replicas: int = 1, overwrite: bool = False
+    ) -> list[ItemResult]:
+        """Store many values in few requests; one result per item, in order. Never raises for one
+        item that fails: its result carries the error."""
+        options = _put_options(replicas, "none", None, overwrite, False)
+        results: list[ItemResult] = [ItemResult(key) for key, _ in items]
+        sources: list[memoryview] = []
+        for index, (key, value) in enumerate(items):
+            try:
+                encode_key(key)
+                sources.append(source_view(value))
+                check_object_length(len(sources[-1]))
+            except (P2PStoreError, ValueError, TypeError) as error:
+                sources = [*sources[:index], memoryview(b"")]
+                results[index] = ItemResult(key, error=_plain(error))
+        for group in groups([len(source) for source in sources]):
+            good = [index for index in group if results[index].ok]
+            await self._put_group(items, sources, good, options, results)
+        return results
+
+    async def _put_group(
+        self,
+        items: Sequence[tuple[str, Buffer]],
+        sources: Sequence[memoryview],
+        indices: Sequence[int],
+        options: dict[str, Any],
+        results: list[ItemResult],
+    ) -> None:
+        if not indices:
+            return
+        reservations = await self._reserve(
+            [self._reserve_item(items[index][0], sources[index], options) for index in indices]
+        )
+        good = {
+            index: reservation
+            for index, reservation in zip(indices, reservations, strict=True)
+            if not reservation.error.code
+        }
+        for index, reservation in zip(indices, reservations, strict=True):
+            if index not in good:
+                key = items[index][0]
+                results[index] = ItemResult(key, error=answers.error_in(key, reservation.error))
+        if not good:
+            return
+        try:
+            commits = [
+                await self._fill(items[index][0], sources[index], reservation, options)
+                for index, reservation in good.items()
+            ]
+            reply = await self._commit(commits, [])
+        except BaseException:
+            self._link.abort(each.reservation for each in good.values())
+            raise
+        for index, outcome in zip(good, reply.items, strict=True):
+            key = items[index][0]
+            try:
+                result = answers.put_result(key, outcome, self._link.connection.hello.name)
+            except (P2PStoreError, ValueError) as error:
+                results[index] = ItemResult(key, error=error)
+            else:
+                results[index] = ItemResult(key, result)
+
+    def _reserve_item(
+        self, key: str, source: memoryview, options: dict[str, Any]
+    ) -> local.ReserveItem:
+        check_object_length(len(source))
+        return local.ReserveItem(
+            len(source),
+            trailer_bound(
+                encode_key(key),
+                self._namespace_bytes,
+                len(source),
+                options.get("dtype", ""),
+                len(options.get("shape", ())),
+            ),
+        )
+
+    async def _reserve(self, items: list[local.ReserveItem]) -> list[local.Reservation]:
+        reply = await self._link.request(
+            LocalKind.RESERVE,
+            local.Reserve(items),
+            local.Reserved,
+            on_late_reply=lambda late: self._link.abort(_granted(late.items)),
+        )
+        if len(reply.items) != len(items):
+            raise P2PStoreError("the local peer reserved room for another number of values")
+        return reply.items
+
+    async def _fill(
+        self, key: str, source: memoryview, reservation: local.Reservation, options: dict[str, Any]
+    ) -> local.CommitItem:
+        segment = self._link.connection.segments[reservation.segment]
+        target = segment[reservation.offset : reservation.offset + len(source)]
+        sums = await fill(self._driver, target, source)
+        return local.CommitItem(
+            reservation.reservation,
+            key,
+            len(source),
+            sums,
+            root_checksum(len(source), sums),
+            **options,
+        )
+
+    async def _commit(
+        self, items: list[local.CommitItem], again: list[local.ReserveItem]
+    ) -> local.Committed:
+        copied_elsewhere = sum(item.length * (item.replicas - 1) for item in items)
+        reply = await self._link.request(
+            LocalKind.COMMIT,
+            local.Commit(self.namespace, items, deadline_ms(self.timeout), again),
+            local.Committed,
+            extra_seconds=copied_elsewhere / REPLICATE_BYTES_PER_SECOND,
+            on_late_reply=lambda late: self._link.abort(_granted(late.again)),
+        )
+        if len(reply.items) != len(items):
+            raise P2PStoreError("the local peer answered for another number of puts")
+        return reply
+
+    def _keep(self, again: list[local.ReserveItem], reply: local.Committed) -> None:
+        if again:
+            unwanted = self._link.ahead.granted(again[0], reply.again)
+            if unwanted:
+                self._link.abort(unwanted)
+            self._link.stir()
+
+    # --- get ---------------------------------------------------------------------------------
+
+    async def get(self, key: str, *, wait: float = 0.0) -> bytes:
+        """The value. `wait` seconds for a key that may still be on its way. Raises `NoSuchKey`, or
+        `Unavailable` when copies are known and none can be reached."""
+        destination = BytesDestination()
+        await self._fetcher.fetch(key, self._digest(key), destination, wait)
+        return destination.value()
+
+    async def get_into(self, key: str, buffer: Buffer, *, wait: float = 0.0) -> int:
+        """Write the value to the beginning of `buffer` and return its length in bytes. Raises
+        `BufferTooSmall`, whose `needed` says how long the value is, before any byte is written.
+        After any other error the buffer may hold anything."""
+        view, digest, fetcher = destination_view(buffer), self._digest(key), self._fetcher
+        copied = await fetcher.read_here_into(digest, view)
+        if copied is not None:
+            return copied.length
+        return (await fetcher.fetch(key, digest, BufferDestination(view), wait)).length
+
+    async def get_tensor(
+        self, key: str, *, wait: float = 0.0, framework: Framework | None = None
+    ) -> Any:
+        """The tensor as it was put: numpy or torch, unless `framework` asks for one of them."""
+        destination = TensorDestination(framework)
+        await self._fetcher.fetch(key, self._digest(key), destination, wait)
+        return destination.tensor
+
+    async def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult]:
+        """`get_into` for many keys; one result (the length, or the error) per item, in order. Never
+        raises for one item that fails."""
+        fetcher = self._fetcher
+        results: list[ItemResult] = [ItemResult(key) for key, _ in items]
+        missing: dict[int, tuple[bytes, Destination]] = {}
+        for index, (key, buffer) in enumerate(items):
+            try:
+                digest = self._digest(key)
+                view = destination_view(buffer)
+                copied = await fetcher.read_here_into(digest, view)
+            except (P2PStoreError, ValueError, TypeError) as error:
+                results[index] = ItemResult(key, error=_plain(error))
+                continue
+            if copied is None:
+                missing[index] = (digest, BufferDestination(view))
+            else:
+                results[index] = ItemResult(key, copied.length)
+        if missing:
+            await self._get_elsewhere(fetcher, missing, results)
+        return results
+
+    async def _get_elsewhere(
+        self,
+        fetcher: Fetcher,
+        missing: dict[int, tuple[bytes, Destination]],
+        results: list[ItemResult],
+    ) -> None:
+        """One plan for all; then per holder one batch; what fails there is tried alone."""
+        plans = dict(
+            zip(missing, await fetcher.plan([each[0] for each in missing.values()]), strict=True)
+        )
+        batches: dict[int, list[int]] = {}
+        for index, plan in plans.items():
+            if plan.holders and not plan.holders[0].same_host:
+                batches.setdefault(plan.holders[0].member, []).append(index)
+        for indices in batches.values():
+            holder = plans[indices[0]].holders[0]
+            pulled = await fetcher.pull_many(holder, [missing[index] for index in indices])
+            for index, outcome in zip(indices, pulled, strict=True):
+                if not isinstance(outcome, Exception):
+                    results[index] = ItemResult(results[index].key, outcome.length)
+        for index, (digest, destination) in missing.items():
+            key = results[index].key
+            if results[index].value is not None:
+                continue
+            try:
+                done = await fetcher.fetch_planned(key, digest, destination, plans[index])
+            except (P2PStoreError, ValueError) as error:
+                results[index] = ItemResult(key, error=error)
+            else:
+                results[index] = ItemResult(key, done.length)
+
+    async def take_lease(self, key: str, *, wait: float = 0.0) -> memoryview:
+        """A read-only view of the value in place, after bringing it into local memory if need be.
+
+        The memory is not reused until the last view derived from it is collected or this client is
+        closed. Raises `LeaseLimitExceeded` when this client holds too much already.
+        """
+        digest, link = self._digest(key), self._link
+        shared = self._share_lease(digest)
+        if shared is not None:
+            return shared
+        grant = await self._lease(digest, wait)
+        if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
+            grant = await self._lease(digest, wait)
+        answers.raise_for(key, grant.error)
+        view = link.leases.view(
+            grant.lease,
+            digest,
+            link.connection.segments[grant.segment],
+            (grant.offset, grant.length, Version(grant.clock, grant.writer, grant.root)),
+        )
+        link.stir()
+        return view
+
+    def _share_lease(self, digest: bytes) -> memoryview | None:
+        """A view under a lease that this client has already."""
+        link = self._link
+        link.check()
+        if link.leases.outstanding:
+            for reader in link.readers:
+                found = reader.find(digest)
+                if found is not None and not expired(found[1]):
+                    shared = link.leases.share(digest, found[0])
+                    if shared is not None:
+                        link.note_read(digest, found[0].length)
+                        link.stir()
+                        return shared
+        return None
+
+    async def _lease(self, digest: bytes, wait: float) -> local.LeaseGrant:
+        reply = await self._link.request(
+            LocalKind.LEASE,
+            local.Lease(digest, True, round(wait * 1000), deadline_ms(self.timeout)),
+            local.Leased,
+            extra_seconds=wait + FETCH_SECONDS,
+            on_late_reply=self._fetcher.give_back,
+        )
+        return reply.items[0]
+
+    # --- asking ------------------------------------------------------------------------------
+
+    async def contains(self, key: str) -> bool:
+        """Whether some live peer is known to hold the key. May lag behind by a moment."""
+        digest = self._digest(key)
+        if self._is_here(digest):
+            return True
+        return (await self._contains([digest]))[0]
+
+    async def contains_many(self, keys: Sequence[str]) -> list[bool]:
+        """`contains` for many keys, in at most one request per 8,192."""
+        digests = [self._digest(key) for key in keys]
+        present = [self._is_here(digest) for digest in digests]
+        absent = [index for index, here in enumerate(present) if not here]
+        for some in _batches(absent):
+            found = await self._contains([digests[index] for index in some])
+            for index, there in zip(some, found, strict=True):
+                present[index] = there
+        return present
+
+    def _is_here(self, digest: bytes) -> bool:
+        link = self._link
+        link.check()
+        return any(reader.contains(digest) for reader in link.readers)
+
+    async def _contains(self, digests: Sequence[bytes]) -> list[bool]:
+        request = local.Contains(b"".join(digests))
+        reply = await self._link.request(LocalKind.CONTAINS, request, local.ContainsReply)
+        return [byte == 1 for byte in reply.present]
+
+    async def match_prefix(self, keys: Sequence[str]) -> int:
+        """How many of these keys, from the first on, some live peer is known to hold."""
+        digests = [self._digest(key) for key in keys]
+        length = 0
+        while length < len(digests) and self._is_here(digests[length]):
+            length += 1
+        while length < len(digests):
+            some = digests[length : length + BATCH_KEYS]
+            request = local.MatchPrefix(b"".join(some))
+            reply = await self._link.request(LocalKind.MATCH_PREFIX, request, local.MatchedPrefix)
+            length += reply.length
+            if reply.length < len(some):
+                break
+        return length
+
+    async def locate(self, key: str) -> list[Location]:
+        """The known copies of an object, after asking its home peers."""
+        request = local.Locate(self._digest(key))
+        reply = await self._link.request(LocalKind.LOCATE, request, local.Located)
+        return [answers.location(copy) for copy in reply.items[0]] if reply.items else []
+
+    async def list_keys(
+        self,
+        prefix: str = "",
+        *,
+        after: str = "",
+        limit: int = 1000,
+        local: bool = False,
+        pinned: bool = False,
+    ) -> KeyPage:
+        """A page of this namespace's keys in order, of all peers or of the local one."""
+        if limit < 1:
+            raise ValueError(f"the limit must be at least 1, not {limit}")
+        request = _ListKeys(
+            self.namespace, prefix, after, limit, local, pinned, deadline_ms(self.timeout)
+        )
+        reply = await self._link.request(
+            LocalKind.LIST, request, _Keys, extra_seconds=REMOVE_SECONDS
+        )
+        return answers.key_page(reply)
+
+    async def peers(self, *, everyone: bool = False) -> list[PeerInfo]:
+        """The members of the cluster; with `everyone` also those that are gone."""
+        reply = await self._link.request(LocalKind.PEERS, local.Peers(everyone), local.PeersReply)
+        return answers.peer_infos(reply)
+
+    async def statistics(self, *, cluster: bool = True) -> dict[str, Any]:
+        """What the peer counts: `{"peer": {...}, "cluster": {...}}`."""
+        reply = await self._link.request(
+            LocalKind.STATISTICS, local.Statistics(cluster), local.StatisticsReply
+        )
+        document: dict[str, Any] = json.loads(reply.document)
+        return document
+
+    # --- changing ----------------------------------------------------------------------------
+
+    async def remove(self, key: str) -> bool:
+        """Remove the object everywhere. Whether any copy of it was known."""
+        removed: bool = (await self.remove_many([key]))[0].unwrap()
+        return removed
+
+    async def remove_many(self, keys: Sequence[str]) -> list[ItemResult]:
+        """`remove` for many keys; one result per key, in order."""
+        results: dict[int, ItemResult] = {}
+        for index, key in enumerate(keys):
+            try:
+                encode_key(key)
+            except (ValueError, TypeError) as error:
+                results[index] = ItemResult(key, error=_plain(error))
+        for some in _batches([index for index in range(len(keys)) if index not in results]):
+            request = local.Remove(
+                self.namespace, [keys[index] for index in some], deadline_ms(self.timeout)
+            )
+            reply = await self._link.request(
+                LocalKind.REMOVE, request, local.Removed, extra_seconds=REMOVE_SECONDS
+            )
+            for index, existed in zip(some, reply.existed, strict=True):
+                results[index] = ItemResult(keys[index], existed)
+        return [results[index] for index in range(len(keys))]
+
+    async def pin(self, key: str, pin: PinName = "soft", *, ttl: float | None = None) -> None:
+        """Keep the local copy: a soft pin (30 minutes unless `ttl` says otherwise) is evicted
+        last, a hard one not at all. Raises `NoSuchKey`."""
+        request = local.SetPin(
+            self._digest(key), answers.pin_number(pin), 0 if ttl is None else round(ttl * 1000)
+        )
+        reply = await self._link.request(LocalKind.PIN, request, local.Done)
+        for error in reply.items:
+            answers.raise_for(key, error)
+
+    async def unpin(self, key: str) -> None:
+        """Undo `pin`. Raises `NoSuchKey`."""
+        await self.pin(key, "none")
+
+    async def replicate(self, key: str, copies: int) -> PutResult:
+        """Have `copies` copies of the object, as far as there are peers. Raises `NoSuchKey`."""
+        request = local.Replicate(self._digest(key), copies, deadline_ms(self.timeout))
+        outcome = await self._link.request(
+            LocalKind.REPLICATE, request, local.PutOutcome, extra_seconds=FETCH_SECONDS
+        )
+        return answers.put_result(key, outcome, self._link.connection.hello.name)
+
+    async def prefetch(self, keys: Sequence[str]) -> None:
+        """Have the peer bring these objects into local memory; does not wait for them."""
+        for some in _batches(list(range(len(keys)))):
+            request = local.Prefetch(b"".join(self._digest(keys[index]) for index in some))
+            await self._link.request(LocalKind.PREFETCH, request, Empty)
+
+    async def flush(self) -> None:
+        """Remove everything in this namespace, everywhere."""
+        request = local.Flush(self.namespace)
+        await self._link.request(LocalKind.FLUSH, request, Empty, extra_seconds=REMOVE_SECONDS)
+
+    async def leave(self, *, drain: float = 0.0) -> None:
+        """Ask the peer to leave the cluster, after up to `drain` seconds for what it alone
+        holds."""
+        await self._link.request(LocalKind.LEAVE, local.Leave(drain), Empty)
+
+
+_ListKeys = local.ListKeys  # `list_keys` has a parameter named `local`, as its users call it
+_Keys = local.Keys
+
+
+def _put_options(
+    replicas: int, pin: str, ttl: float | None, overwrite: bool, durable: bool
+) -> dict[str, Any]:
+    if replicas < 1:
+        raise ValueError(f"replicas must be at least 1, not {replicas}")
+    if ttl is not None and not ttl > 0:
+        raise ValueError(f"the time to live must be above 0 seconds, not {ttl}")
+    return {
+        "replicas": replicas,
+        "pin": answers.pin_number(pin),
+        "ttl_ms": 0 if ttl is None else max(1, round(ttl * 1000)),
+        "overwrite": overwrite,
+        "durable": durable,
+    }
+
+
+def _granted(reservations: Iterable[local.Reservation]) -> list[int]:
+    return [each.reservation for each in reservations if not each.error.code]
+
+
+def _batches(indices: Sequence[int]) -> list[Sequence[int]]:
+    return [indices[at : at + BATCH_KEYS] for at in range(0, len(indices), BATCH_KEYS)]
+
+
+def _plain(error: Exception) -> P2PStoreError | ValueError:
+    """An error as a batch's result carries it."""
+    return error if isinstance(error, P2PStoreError | ValueError) else ValueError(str(error))
+
+
+def _restore(
+    kind: type[ClientSession], socket: str | None, namespace: str, timeout: float
+) -> ClientSession:
+    return kind(socket=socket, namespace=namespace, timeout=timeout)  # type: ignore[call-arg]

@@ -1,0 +1,115 @@
+"""The client for trio."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import TracebackType
+from typing import Self, TypeVar
+
+import trio
+
+from p2pstore.client.link import TIDY_SECONDS, PeerLink
+from p2pstore.client.session import ClientSession
+from p2pstore.errors import DeadlineExceeded, StoreClosed
+from p2pstore.objects import DEFAULT_NAMESPACE
+from p2pstore.streams import DEFAULT_PROGRESS_SECONDS
+from p2pstore.trio_streams import TrioDriver
+
+C = TypeVar("C", bound="Client")
+
+
+class Client(ClientSession):
+    """A client of the local peer, for trio. Satisfies `p2pstore.ObjectStore`.
+
+    Connected inside its `async with` block. Pickles as its socket path and namespace; what comes
+    back is to be connected by an `async with` of its own.
+    """
+
+    def __init__(
+        self,
+        *,
+        socket: str | None = None,
+        namespace: str = DEFAULT_NAMESPACE,
+        timeout: float = DEFAULT_PROGRESS_SECONDS,
+    ) -> None:
+        super().__init__(TrioDriver(), socket=socket, namespace=namespace, timeout=timeout)
+        self._running: AbstractAsyncContextManager[None] | None = None
+
+    @asynccontextmanager
+    async def lease(self, key: str, *, wait: float = 0.0) -> AsyncIterator[memoryview]:
+        """`take_lease` as a context manager. A view that is still in use after the block, or
+        anything made from it, keeps its lease."""
+        view = await self.take_lease(key, wait=wait)
+        try:
+            yield view
+        finally:
+            del view
+
+    async def __aenter__(self) -> Self:
+        running = self._run()
+        await running.__aenter__()
+        self._running = running
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        assert self._running is not None
+        return await self._running.__aexit__(kind, error, traceback)
+
+    @asynccontextmanager
+    async def _run(self) -> AsyncIterator[None]:
+        await self.open()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_keep_tidy, self._link)
+                try:
+                    yield
+                finally:
+                    nursery.cancel_scope.cancel()
+        finally:
+            self.close()
+
+
+async def _keep_tidy(link: PeerLink) -> None:
+    """Send releases and the like within 50 ms, as long as there are any."""
+    stirred = trio.Event()
+    link.on_busy = lambda: stirred.set()
+    try:
+        while True:
+            await stirred.wait()
+            while link.needs_tidying:
+                await trio.sleep(TIDY_SECONDS)
+                await link.tidy()
+            stirred = trio.Event()
+            link.rest()
+    except (StoreClosed, DeadlineExceeded):
+        return  # who uses the client next is told
+
+
+def connect(
+    socket: str | None = None,
+    *,
+    namespace: str = DEFAULT_NAMESPACE,
+    timeout: float = DEFAULT_PROGRESS_SECONDS,
+) -> Client:
+    """A client of the local peer, to be used as `async with p2pstore.connect() as client:`.
+
+    `socket` is the peer's local socket: by default `MOONCAKE_P2P_SOCKET`, else the only live one.
+    All keys are in `namespace`. `timeout` is the deadline of every call, in seconds without
+    progress. Entering the block raises `NoLocalPeer` or `AmbiguousLocalPeer`.
+    """
+    return Client(socket=socket, namespace=namespace, timeout=timeout)
+
+
+@asynccontextmanager
+async def open_client(
+    kind: type[C], socket: str | None = None, namespace: str = DEFAULT_NAMESPACE
+) -> AsyncIterator[C]:
+    """`connect` for a subclass of `Client`."""
+    async with kind(socket=socket, namespace=namespace) as client:
+        yield client

@@ -1,0 +1,87 @@
+"""What the core asks of its shell. Every effect with an `operation` is answered by an event that names it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord
+from p2pstore.wire import Failure, Message
+
+
+@dataclass(frozen=True, slots=True)
+class KnownCopy:
+    """One copy of an object as far as this peer knows. `reachable`: its peer is believed alive."""
+
+    member: Member
+    peer_id: PeerId
+    record: LocationRecord
+    reachable: bool
+    local: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AskPeer:
+    """Send a request over a data connection; `core.answered(operation, tag, reply)` brings the outcome.
+
+    Operation 0 wants no answer.
+    """
+
+    operation: int
+    tag: int
+    peer_id: PeerId
+    kind: int
+    request: Message
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PullObject:
+    """Bring an object into this peer's memory from one of `copies`, best first.
+
+    The shell pulls into `core.copy_destination(operation)` and reports with `core.pulled(...)`.
+    """
+
+    operation: int
+    digest: bytes
+    copies: tuple[KnownCopy, ...]
+    progress_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveClusterRecord:
+    """Keep this record in the state directory."""
+
+    signed: SignedRecord
+
+
+@dataclass(frozen=True, slots=True)
+class OperationFinished:
+    """The operation has its `result`; who waits for it may go on."""
+
+    operation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullFailure:
+    """What one holder did instead of delivering. `code` as in `p2pstore.wire.Code`."""
+
+    member: Member
+    code: int
+    text: str = ""
+    incarnation: int = 0
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PullOutcome:
+    """How a pull ended: delivered, or not, with the failures on the way."""
+
+    delivered: bool
+    failures: tuple[PullFailure, ...] = field(default=())
+    error: Exception | None = None
+    """Set when this peer itself could not take the object (no room), not a holder's fault."""
+
+
+Effect = AskPeer | PullObject | SaveClusterRecord | OperationFinished
+Reply = Message | Failure | None
+"""An answer, a refusal, or nothing at all within the time."""

@@ -1,0 +1,681 @@
+"""The peer's core: its memory, its knowledge of the cluster, and the operations under way.
+
+Pure. A shell feeds it requests and events with the time, then carries out `take_effects()`. Local
+operations that need one step are plain methods; longer ones are `Operation`s, started with `start` and
+ended by an `OperationFinished` effect. Time is monotonic seconds; `unix(now)` is wall-clock time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from random import Random
+from typing import Any, Final
+
+from p2pstore.core.effects import (
+    AskPeer,
+    Effect,
+    KnownCopy,
+    PullFailure,
+    PullOutcome,
+    Reply,
+    SaveClusterRecord,
+)
+from p2pstore.core.operations import (
+    FetchOperation,
+    Operation,
+    check_holding_record,
+    split_digests,
+)
+from p2pstore.errors import NoSuchKey, ProtocolError, StoreClosed
+from p2pstore.gossip.machine import Effect as GossipEffect
+from p2pstore.gossip.machine import Gossip
+from p2pstore.gossip.messages import Status
+from p2pstore.gossip.records import (
+    CLUSTER_RECORD_FORMAT,
+    ClusterRecord,
+    ClusterRecordKind,
+    LocationRecord,
+    Member,
+    PeerId,
+    SignedRecord,
+    Signer,
+    Verifier,
+    member_of,
+    open_cluster_record,
+    sign_cluster_record,
+    writer_of,
+)
+from p2pstore.local.messages import HolderFailure
+from p2pstore.objects import HybridClock, Version, namespace_digest
+from p2pstore.transfer.layout import GRANULE_BYTES, Pin, Slot, TrailerBody, round_up
+from p2pstore.transfer.messages import (
+    ClusterRecords,
+    DataKind,
+    Holding,
+    KeyInfo,
+    Keys,
+    ListKeys,
+    Locations,
+    Lookup,
+    Objects,
+    ObjectStatus,
+    Ping,
+    Pong,
+    Push,
+    Replicate,
+    Replicated,
+)
+from p2pstore.transfer.segment import ObjectEntry, Segment
+from p2pstore.wire import Code, Empty, Failure, Message
+
+AVOID_SECONDS: Final = 3.0
+"""How long a peer whose connection failed is asked last."""
+EXPIRE_INTERVAL_SECONDS: Final = 1.0
+PUSH_TIMEOUT_SECONDS: Final = 2.0
+MAX_LOOKUP_DIGESTS: Final = 16_384
+MAX_LIST_LIMIT: Final = 10_000
+SCOPE_KEY: Final = 0
+SCOPE_NAMESPACE: Final = 1
+
+
+class PeerCore:
+    """What one peer decides. See the module's docstring for how it is driven."""
+
+    def __init__(
+        self,
+        *,
+        signer: Signer,
+        verifier: Verifier,
+        incarnation: int,
+        gossip: Gossip,
+        segment: Segment,
+        clock: HybridClock,
+        rng: Random,
+        unix_offset_seconds: float,
+    ) -> None:
+        self.signer = signer
+        self.verifier = verifier
+        self.peer_id: PeerId = signer.peer_id
+        self.member: Member = member_of(signer.peer_id)
+        self.incarnation = incarnation
+        self.gossip = gossip
+        self.segment = segment
+        self.clock = clock
+        self.rng = rng
+        self.unix_offset_seconds = unix_offset_seconds
+        self.counters: Counter[str] = Counter()
+        self.closing = False
+        self._effects: list[Effect | GossipEffect] = []
+        self._operations: dict[int, Operation] = {}
+        self._fetches: dict[bytes, FetchOperation] = {}
+        self._avoid_until: dict[Member, float] = {}
+        self._next_operation = 1
+        self._next_expire = 0.0
+        self._namespaces: dict[str, bytes] = {}
+        gossip.directory.watch(segment.digests())
+
+    # --- driving -----------------------------------------------------------------------------
+
+    def unix(self, now: float) -> float:
+        """Wall-clock time at the monotonic time `now`."""
+        return now + self.unix_offset_seconds
+
+    def emit(self, effect: Effect | GossipEffect) -> None:
+        """Queue an effect for the shell."""
+        self._effects.append(effect)
+
+    def take_effects(self) -> list[Effect | GossipEffect]:
+        """Everything the shell has to do since the last call."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def start(self, operation: Operation, now: float) -> Operation:
+        """Begin an operation; it may be done when this returns."""
+        if self.closing:
+            raise StoreClosed("this peer is leaving and takes no new work")
+        operation.number = self._next_operation
+        self._next_operation += 1
+        self._operations[operation.number] = operation
+        operation.start(now)
+        return operation
+
+    def retire(self, operation: Operation) -> None:
+        """Forget a finished operation (called by the operation itself)."""
+        self._operations.pop(operation.number, None)
+        if (
+            isinstance(operation, FetchOperation)
+            and self._fetches.get(operation.digest) is operation
+        ):
+            del self._fetches[operation.digest]
+
+    def cancel(self, operation: Operation, now: float) -> None:
+        """Whoever waited for the operation does not any more. A shared fetch goes on for the others."""
+        if isinstance(operation, FetchOperation):
+            operation.shared_by -= 1
+            if operation.shared_by > 0:
+                return
+        operation.cancel(now)
+
+    def answered(self, operation: int, tag: int, reply: Reply, now: float) -> None:
+        """The outcome of an `AskPeer`: its reply, a `Failure`, or None when nothing came in time."""
+        machine = self._operations.get(operation)
+        if machine is not None:
+            machine.answered(tag, reply, now)
+
+    def pulled(self, operation: int, outcome: PullOutcome, now: float) -> None:
+        """The outcome of a `PullObject`."""
+        machine = self._operations.get(operation)
+        if machine is not None:
+            machine.pulled(outcome, now)
+
+    def tick(self, now: float) -> None:
+        """Do what is due. The shell calls it after everything that has arrived was fed in."""
+        for effect in self.gossip.tick(now):
+            self._effects.append(effect)
+        self.flush_pushes(now)
+        if now >= self._next_expire:
+            self._next_expire = now + EXPIRE_INTERVAL_SECONDS
+            self.segment.expire(self.unix(now))
+            self.announce_withdrawn(now)
+            self._avoid_until = {m: until for m, until in self._avoid_until.items() if until > now}
+        for operation in [op for op in self._operations.values() if op.wake_at <= now]:
+            operation.wake(now)
+
+    def next_tick(self, now: float) -> float:
+        """When `tick` has something to do next."""
+        wake = min((op.wake_at for op in self._operations.values()), default=float("inf"))
+        return min(self.gossip.next_tick(now), self._next_expire, wake)
+
+    def flush_pushes(self, now: float) -> None:
+        """Send this peer's fresh locations to the home peers of their keys, when a batch is due."""
+        for push in self.gossip.pushes(now):
+            self.emit(
+                AskPeer(
+                    0,
+                    0,
+                    push.peer_id,
+                    DataKind.PUSH,
+                    Push(self.incarnation, push.sequences, push.operations),
+                    PUSH_TIMEOUT_SECONDS,
+                )
+            )
+
+    @property
+    def operations_under_way(self) -> int:
+        return len(self._operations)
+
+    # --- what is known -----------------------------------------------------------------------
+
+    def live_peers(self) -> list[PeerId]:
+        """The other members that are not believed dead."""
+        return [state.peer_id for state in self.gossip.membership.others()]
+
+    def ranked_peers(self, digest: bytes) -> list[PeerId]:
+        """The other live members in rendezvous order for a key."""
+        return self.gossip.rank(digest)
+
+    def homes(self, digest: bytes) -> list[PeerId]:
+        """The key's home peers, this one left out."""
+        return [peer_id for peer_id in self.gossip.homes(digest) if peer_id != self.peer_id]
+
+    def name_of(self, peer_id: PeerId) -> str:
+        """A peer's name, or the end of its id where the name is not known."""
+        return self.gossip.name_of(peer_id)
+
+    def known_copies(self, digest: bytes, now: float) -> list[KnownCopy]:
+        """All copies this peer knows of, newest version first, then reachable ones first,
+        and those whose connection just failed last.
+
+        Versions that a floor forbids are left out.
+        """
+        copies = []
+        entry = self.segment.find(digest, self.unix(now))
+        if entry is not None:
+            copies.append(
+                KnownCopy(self.member, self.peer_id, location_of(entry), reachable=True, local=True)
+            )
+        for holding in self.gossip.directory.holders(digest):
+            if self.gossip.cluster_records.forbids(digest, None, holding.record.version):
+                continue
+            state = self.gossip.membership.resolve(holding.member)
+            if state is None:
+                continue
+            reachable = state.status in (Status.ALIVE, Status.SUSPECT) and not holding.hidden
+            copies.append(KnownCopy(holding.member, state.peer_id, holding.record, reachable))
+        copies.sort(
+            key=lambda copy: (
+                -copy.record.version.clock,
+                -copy.record.version.writer,
+                not copy.local,
+                not copy.reachable,
+                self._avoid_until.get(copy.member, 0.0) > now,
+            )
+        )
+        return copies
+
+    def learn_locations(self, digests: Sequence[bytes], reply: Locations, now: float) -> None:
+        """Take in a home peer's answer to a LOOKUP of `digests`."""
+        for digest, holdings in zip(digests, reply.items, strict=False):
+            for holding in holdings[:64]:
+                if holding.member != self.member and check_holding_record(holding.record, digest):
+                    self.gossip.directory.early(
+                        holding.member, holding.incarnation, [holding.sequence], holding.record, now
+                    )
+
+    def peer_failed(self, peer_id: PeerId, now: float) -> None:
+        """A connection to the peer failed or it did not answer: avoid it for a while, and probe it."""
+        self._avoid_until[member_of(peer_id)] = now + AVOID_SECONDS
+        for effect in self.gossip.connection_lost(peer_id, now):
+            self._effects.append(effect)
+
+    def holder_failed(self, digest: bytes, failure: PullFailure, now: float) -> None:
+        """A holder did not deliver. What it said of its log hides the stale location until we caught up."""
+        self.counters["holder_failures"] += 1
+        state = self.gossip.membership.resolve(failure.member)
+        if failure.code == Code.NO_SUCH_KEY:
+            self.gossip.directory.mark_stale(
+                failure.member, digest, failure.incarnation, failure.sequence
+            )
+        elif failure.code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED) and state is not None:
+            self.peer_failed(state.peer_id, now)
+
+    def client_reported(self, failure: HolderFailure, now: float) -> None:
+        """A local client could not read from a holder that this peer named."""
+        self.holder_failed(
+            failure.digest,
+            PullFailure(failure.member, failure.code, "", failure.incarnation, failure.sequence),
+            now,
+        )
+
+    def holder_silent(self, digest: bytes, copy: KnownCopy, reply: Reply, now: float) -> None:
+        """A holder that was asked for a slot did not give it."""
+        code, incarnation, sequence = int(Code.UNAVAILABLE), 0, 0
+        if (
+            isinstance(reply, Objects)
+            and reply.items
+            and reply.items[0].status == ObjectStatus.NOT_FOUND
+        ):
+            code, incarnation, sequence = (
+                int(Code.NO_SUCH_KEY),
+                reply.items[0].incarnation,
+                reply.items[0].sequence,
+            )
+        self.holder_failed(digest, PullFailure(copy.member, code, "", incarnation, sequence), now)
+
+    # --- versions and floors -----------------------------------------------------------------
+
+    def new_version(self, root: int, now: float) -> Version:
+        """A version above everything this peer has seen."""
+        return Version(self.clock.tick(self.unix(now)), writer_of(self.peer_id), root)
+
+    def version_above(self, other: Version, now: float) -> Version:
+        """A version of this peer's that covers `other`."""
+        self.clock.latest = max(self.clock.latest, other.clock)
+        return self.new_version(0, now)
+
+    def write_floor(
+        self, name: bytes, version: Version, now: float, scope: int = SCOPE_KEY
+    ) -> SignedRecord:
+        """Forbid all copies up to `version`: of a key, or (scope 1) of a namespace."""
+        record = ClusterRecord(
+            CLUSTER_RECORD_FORMAT,
+            int(ClusterRecordKind.FLOOR),
+            name,
+            version.clock,
+            version.writer,
+            self.peer_id,
+            scope,
+        )
+        signed = sign_cluster_record(record, self.signer)
+        self._accept_cluster_record(record, signed, now)
+        return signed
+
+    def push_cluster_records(
+        self,
+        operation: int,
+        tag: int,
+        peer_id: PeerId,
+        records: Sequence[SignedRecord],
+        timeout_seconds: float,
+    ) -> None:
+        """Tell one peer of cluster records now, ahead of gossip."""
+        request = ClusterRecords(
+            [record.body for record in records], [record.signature for record in records]
+        )
+        self.emit(
+            AskPeer(operation, tag, peer_id, DataKind.CLUSTER_RECORDS, request, timeout_seconds)
+        )
+
+    def learn_cluster_records(self, records: Sequence[SignedRecord], now: float) -> None:
+        """Take in signed records from elsewhere. Raises `ProtocolError` for one that is not right."""
+        for signed in records:
+            record = open_cluster_record(signed, self.verifier)
+            if not self.clock.observe(record.clock, self.unix(now)):
+                raise ProtocolError(
+                    "a cluster record from over 10 s in the future: check the hosts' clocks"
+                )
+            self._accept_cluster_record(record, signed, now)
+
+    def gossip_arrived(self, now: float) -> None:
+        """Act on what gossip brought since the last call: floors, and newer versions of what is held.
+
+        Two concurrent first puts both succeed; the lower version goes when the higher one is heard of.
+        """
+        for digest in self.gossip.directory.take_touched():
+            entry = self.segment.find(digest, self.unix(now))
+            newest = next(iter(self.known_copies(digest, now)), None)
+            if entry is not None and newest is not None and newest.reachable and not newest.local:
+                self._withdraw(entry, now)
+        for record, signed in self.gossip.take_cluster_records():
+            self._apply_cluster_record(record, signed, now)
+
+    def _accept_cluster_record(
+        self, record: ClusterRecord, signed: SignedRecord, now: float
+    ) -> None:
+        if self.gossip.offer_cluster_record(record, signed, now):
+            self._apply_cluster_record(record, signed, now)
+
+    def _apply_cluster_record(
+        self, record: ClusterRecord, signed: SignedRecord, now: float
+    ) -> None:
+        self.clock.observe(record.clock, self.unix(now))
+        self.emit(SaveClusterRecord(signed))
+        if record.kind != ClusterRecordKind.FLOOR:
+            return
+        if record.scope == SCOPE_KEY:
+            entry = self.segment.find(record.name, self.unix(now))
+            if entry is not None and record.version.covers(entry.version):
+                self._withdraw(entry, now)
+        else:
+            for entry in self.segment.entries():
+                if self._namespace_digest(entry.namespace) == record.name and record.version.covers(
+                    entry.version
+                ):
+                    self._withdraw(entry, now)
+
+    def _withdraw(self, entry: ObjectEntry, now: float) -> None:
+        self.gossip.release(entry.digest, entry.version, now)  # the location first, then the bytes
+        self.segment.remove(entry.digest)
+        self.counters["objects_removed"] += 1
+
+    def _namespace_digest(self, namespace: str) -> bytes:
+        digest = self._namespaces.get(namespace)
+        if digest is None:
+            if len(self._namespaces) > 10_000:
+                self._namespaces.clear()
+            digest = self._namespaces[namespace] = namespace_digest(namespace)
+        return digest
+
+    # --- memory ------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        reservation: int,
+        holder: Hashable,
+        digest: bytes,
+        version: Version,
+        trailer: TrailerBody,
+        length: int,
+        soft: bool,
+        now: float,
+    ) -> ObjectEntry:
+        """Make a filled reservation an object, and announce it.
+
+        Raises `NoSuchKey` when a floor forbids the version (the key was removed meanwhile).
+        """
+        namespace = self._namespace_digest(trailer.namespace)
+        if self.gossip.cluster_records.forbids(digest, namespace, version):
+            raise NoSuchKey("the object was removed, or replaced by a newer version, meanwhile")
+        entry = self.segment.commit(
+            reservation,
+            holder=holder,
+            digest=digest,
+            version=version,
+            trailer=trailer,
+            length=length,
+            soft=soft,
+            now=self.unix(now),
+        )
+        self.announce_withdrawn(now)
+        self.announce(entry, now)
+        self.counters["objects_published"] += 1
+        return entry
+
+    def announce_withdrawn(self, now: float) -> None:
+        """Withdraw the locations of what the segment evicted, expired, replaced or removed."""
+        for entry in self.segment.take_withdrawn():
+            self.gossip.release(entry.digest, entry.version, now)
+            self.counters["objects_withdrawn"] += 1
+
+    def announce(self, entry: ObjectEntry, now: float) -> None:
+        """Tell the others what this peer now says of an object it holds."""
+        self.gossip.hold(location_of(entry), now)
+
+    def strengthen(self, entry: ObjectEntry, pin: int, replicas: int, now: float) -> None:
+        """A second put of the same bytes may pin more firmly and ask for more copies, never less."""
+        if pin > entry.pin or replicas > entry.replicas or entry.soft:
+            self.segment.strengthen(
+                entry,
+                pin=Pin(max(pin, entry.pin)),
+                replicas=max(replicas, entry.replicas),
+                now=self.unix(now),
+            )
+            self.announce(entry, now)
+
+    def fetch(self, digest: bytes, now: float, **options: Any) -> Operation:
+        """Bring an absent object here; callers that want the same one share one fetch."""
+        running = self._fetches.get(digest)
+        if running is not None:
+            running.shared_by += 1
+            return running
+        operation = FetchOperation(self, digest, **options)
+        self._fetches[digest] = operation
+        return self.start(operation, now)
+
+    def copy_destination(self, operation: int, now: float) -> CopyDestination:
+        """Where the bytes of a `PullObject` go. The shell calls `commit` or `abort` at its end."""
+        machine = self._operations.get(operation)
+        if not isinstance(machine, FetchOperation):
+            raise NoSuchKey("nobody waits for this object any more")
+        return CopyDestination(self, machine, now)
+
+    # --- serving other peers -----------------------------------------------------------------
+
+    def serve(self, sender: PeerId, kind: int, request: Message, now: float) -> Message | Operation:
+        """Answer another peer's data request: a reply, or an operation whose result gives the reply
+        (`replicated_reply`). Raises `ProtocolError` for nonsense."""
+        if isinstance(request, Lookup):
+            return self._serve_lookup(request, now)
+        if isinstance(request, Push):
+            self.gossip.directory.early(
+                member_of(sender), request.incarnation, request.sequences, request.operations, now
+            )
+            return Empty()
+        if isinstance(request, Replicate):
+            return self._serve_replicate(sender, request, now)
+        if isinstance(request, ClusterRecords):
+            records = [
+                SignedRecord(body, signature)
+                for body, signature in zip(request.bodies, request.signatures, strict=False)
+            ]
+            self.learn_cluster_records(records, now)
+            return Empty()
+        if isinstance(request, ListKeys):
+            return self.list_local(request, now)
+        if isinstance(request, Ping):
+            return Pong(self.incarnation, self.gossip.log.sequence)
+        return Failure(int(Code.UNSUPPORTED), f"this peer does not answer requests of kind {kind}")
+
+    def _serve_lookup(self, request: Lookup, now: float) -> Locations:
+        digests = split_digests(request.digests)
+        if len(digests) > MAX_LOOKUP_DIGESTS:
+            raise ProtocolError(
+                f"a lookup of {len(digests):,} keys; at most {MAX_LOOKUP_DIGESTS:,}"
+            )
+        return Locations([self._holdings(digest, now) for digest in digests])
+
+    def _holdings(self, digest: bytes, now: float) -> list[Holding]:
+        holdings = []
+        entry = self.segment.find(digest, self.unix(now))
+        if entry is not None:
+            holdings.append(
+                Holding(
+                    self.member,
+                    self.incarnation,
+                    self.gossip.log.sequence,
+                    location_of(entry).encode(),
+                )
+            )
+        for known in self.gossip.directory.holders(digest):
+            if not known.hidden and not self.gossip.cluster_records.forbids(
+                digest, None, known.record.version
+            ):
+                holdings.append(
+                    Holding(known.member, known.incarnation, known.sequence, known.record.encode())
+                )
+        return holdings[:64]
+
+    def _serve_replicate(
+        self, sender: PeerId, request: Replicate, now: float
+    ) -> Message | Operation:
+        minimum = Version(request.clock, request.writer)
+        entry = self.segment.find(request.digest, self.unix(now))
+        if entry is not None and minimum.covers(entry.version) and entry.version.covers(minimum):
+            if entry.soft and not request.soft:
+                self.strengthen(entry, entry.pin, entry.replicas, now)
+            return Replicated(entry.version.clock, entry.version.writer)
+        if entry is not None and entry.version.covers(minimum):
+            return Replicated(entry.version.clock, entry.version.writer)
+        if request.length > self.segment.data_bytes:
+            return Failure(
+                int(Code.CAPACITY_EXCEEDED), "the object is larger than this peer's memory"
+            )
+        record = LocationRecord(
+            request.digest,
+            minimum,
+            0,
+            min(round_up(request.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF),
+        )
+        source = KnownCopy(member_of(sender), sender, record, reachable=True)
+        operation = FetchOperation(
+            self, request.digest, soft=request.soft, source=source, minimum=minimum
+        )
+        return self.start(operation, now)
+
+    def replicated_reply(self, operation: Operation) -> Message:
+        """The answer to REPLICATE once its fetch has finished."""
+        result = operation.result
+        if isinstance(result, ObjectEntry):
+            return Replicated(result.version.clock, result.version.writer)
+        return Failure(int(Code.CAPACITY_EXCEEDED), str(result))
+
+    def list_local(self, request: ListKeys, now: float) -> Keys:
+        """One page of the keys held here."""
+        limit = max(1, min(request.limit, MAX_LIST_LIMIT))
+        found: list[ObjectEntry] = []
+        after, more = request.after, True
+        while more and len(found) < limit:
+            page, more = self.segment.keys(
+                request.namespace, request.prefix, after, limit - len(found)
+            )
+            found += [entry for entry in page if entry.pin or not request.pinned]
+            after = page[-1].key if page else after
+        return Keys([key_info(entry) for entry in found], more)
+
+
+class CopyDestination:
+    """Receives a copy into the peer's memory: a reservation that becomes an object, or nothing.
+
+    Satisfies `p2pstore.transfer.transport.Destination`. A holder may be tried after another failed:
+    `prepare` starts over.
+    """
+
+    def __init__(self, core: PeerCore, operation: FetchOperation, now: float) -> None:
+        self._core = core
+        self._operation = operation
+        self._now = now
+        self._holder = ("fetch", operation.number)
+        self._reservation: int | None = None
+        self._slot: Slot | None = None
+        self._trailer: TrailerBody | None = None
+
+    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
+        """Room for the payload. Raises `CapacityExceeded`, or `NoSuchKey` for a version that is too old."""
+        self.abort()
+        wanted = self._operation.minimum
+        if not slot.version.covers(wanted):
+            raise NoSuchKey("the holder has only an older version")
+        core = self._core
+        forbidden = core.gossip.cluster_records.forbids(
+            slot.digest, namespace_digest(trailer.namespace), slot.version
+        )
+        if forbidden:
+            raise NoSuchKey("the object was removed, or replaced by a newer version")
+        reservation = core.segment.reserve(
+            slot.length, slot.trailer_length, holder=self._holder, now=core.unix(self._now)
+        )
+        core.announce_withdrawn(self._now)
+        self._reservation, self._slot, self._trailer = reservation.number, slot, trailer
+        return core.segment.reservation_view(reservation.number, holder=self._holder)
+
+    def commit(self, now: float) -> ObjectEntry | None:
+        """Publish what was received and verified. None when it was removed meanwhile."""
+        assert (
+            self._slot is not None and self._trailer is not None and self._reservation is not None
+        )
+        number, self._reservation = self._reservation, None
+        core, slot = self._core, self._slot
+        existing = core.segment.find(slot.digest, core.unix(now))
+        if existing is not None and existing.version.covers(slot.version):
+            core.segment.abort(number, holder=self._holder)
+            return existing
+        core.clock.observe(slot.version.clock, core.unix(now))
+        try:
+            return core.publish(
+                number,
+                self._holder,
+                slot.digest,
+                slot.version,
+                self._trailer,
+                slot.length,
+                self._operation.soft,
+                now,
+            )
+        except NoSuchKey:
+            core.segment.abort(number, holder=self._holder)
+            return None
+
+    def abort(self) -> None:
+        """Give the room back."""
+        if self._reservation is not None:
+            self._core.segment.abort(self._reservation, holder=self._holder)
+            self._reservation = None
+
+
+def location_of(entry: ObjectEntry) -> LocationRecord:
+    """What the peer announces of an object it holds."""
+    return LocationRecord(
+        entry.digest,
+        Version(entry.version.clock, entry.version.writer),
+        entry.slot,
+        round_up(entry.length, GRANULE_BYTES) // GRANULE_BYTES,
+        soft=entry.soft,
+        replicas=entry.replicas,
+        pin=entry.pin,
+    )
+
+
+def key_info(entry: ObjectEntry) -> KeyInfo:
+    """An object as `ls` shows it."""
+    return KeyInfo(
+        entry.key,
+        entry.length,
+        entry.version.clock,
+        entry.version.writer,
+        0,
+        entry.pin,
+        entry.soft,
+        entry.expires_unix_ms,
+        entry.references > 0,
+    )

@@ -1,0 +1,73 @@
+"""When to give up waiting for a log's operations and fetch the owner's whole set. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from p2pstore.gossip.directory import Directory
+from p2pstore.gossip.membership import MemberState
+from p2pstore.gossip.records import Member
+
+MAX_IN_FLIGHT: Final = 4
+FIRST_RETRY_SECONDS: Final = 0.5
+LAST_RETRY_SECONDS: Final = 30.0
+
+
+@dataclass(slots=True)
+class _Behind:
+    sequence: int
+    since: float
+    retry_seconds: float = FIRST_RETRY_SECONDS
+    retry_at: float = -math.inf
+
+
+class CatchUp:
+    """Watches the views that are behind their owners' signed heads.
+
+    A snapshot is due when a view has stood still for `patience_seconds`, and at once when it is further
+    behind than the owner's ring reaches or was fed wrong operations.
+    """
+
+    def __init__(self, directory: Directory, ring_limit: int, patience_seconds: float) -> None:
+        self._directory = directory
+        self._ring_limit = ring_limit
+        self._patience_seconds = patience_seconds
+        self._behind: dict[Member, _Behind] = {}
+
+    def due(
+        self, owners: Iterable[MemberState], fetching: set[Member], now: float
+    ) -> list[MemberState]:
+        """Owners whose snapshots to fetch now; `fetching` are under way. Call it a few times a second."""
+        behind: dict[Member, _Behind] = {}
+        chosen: list[MemberState] = []
+        for owner in owners:
+            member = owner.member
+            lag, diverged = self._directory.lag(member), self._directory.diverged(member)
+            if not (lag or diverged):
+                continue
+            sequence = self._directory.position(member)[1]
+            entry = behind[member] = self._behind.get(member) or _Behind(sequence, now)
+            if entry.sequence != sequence:
+                entry.sequence, entry.since = sequence, now
+            patient = now < entry.since + self._patience_seconds
+            if patient and not diverged and lag <= self._ring_limit:
+                continue
+            if (
+                member not in fetching
+                and entry.retry_at <= now
+                and len(fetching) + len(chosen) < MAX_IN_FLIGHT
+                and self._directory.has_room(self._directory.head(member).count)
+            ):
+                chosen.append(owner)
+        self._behind = behind
+        return chosen
+
+    def failed(self, member: Member, now: float) -> None:
+        """A snapshot did not arrive, or was wrong: wait before the next, longer each time."""
+        entry = self._behind.get(member)
+        if entry is not None:
+            entry.retry_at = now + entry.retry_seconds
+            entry.retry_seconds = min(2 * entry.retry_seconds, LAST_RETRY_SECONDS)

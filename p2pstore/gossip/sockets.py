@@ -1,0 +1,252 @@
+"""TCP under the control host: listening, dialling by name, and sockets that bound what a stranger may send."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import trio
+
+from p2pstore.config import join_address, split_address
+from p2pstore.errors import ConfigError
+from p2pstore.streams import tune_tcp
+
+T = TypeVar("T")
+
+WRITE_SECONDS: Final = 10.0
+"""A write that makes no progress for so long ends the connection."""
+STAGGER_SECONDS: Final = 0.25
+"""How long one address has before the next one is tried beside it."""
+MAX_ENDPOINTS: Final = 64
+"""Addresses tried in one dial: a headless service may have a record for every peer of a large cluster."""
+
+_RECEIVE_BYTES: Final = 64 * 1024
+_BACKLOG: Final = 512
+_DEAD_AFTER_SECONDS: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One resolved address."""
+
+    family: int
+    address: Any
+
+    def __str__(self) -> str:
+        return join_address(self.address[0], self.address[1])
+
+
+class GuardedSocket:
+    """What libp2p reads from and writes to: raises `ConnectionResetError` once the connection is over.
+
+    A read returns exactly what was asked, out of a buffer that one receive fills. A write is shielded from
+    cancellation, because half an encrypted message would make the rest of the connection unreadable.
+    """
+
+    def __init__(self, sock: socket.socket, allowance_bytes: int) -> None:
+        """`allowance_bytes`: how much the other side may send before `lift_allowance`."""
+        sock.setblocking(False)
+        tune_tcp(sock)
+        _detect_dead_hosts(sock)
+        self._sock = sock
+        self._allowance_bytes: int | None = allowance_bytes
+        self._data = b""
+        self._position = 0
+        self._unchecked_bytes = 0
+        self._check: Callable[[], None] = lambda: None
+
+    def lift_allowance(self, check: Callable[[], None]) -> None:
+        """From now on `check` judges, once in 64 KiB, whether too much lies unread; it may close this."""
+        self._allowance_bytes = None
+        self._check = check
+
+    async def read(self, n: int | None = None) -> bytes:
+        """Exactly `n` bytes; without `n`, what has arrived (at least one byte)."""
+        wanted = 1 if n is None else n
+        while len(self._data) - self._position < wanted:
+            await self._receive()
+        end = len(self._data) if n is None else self._position + n
+        taken = self._data[self._position : end]
+        self._position = end
+        return taken
+
+    async def _receive(self) -> None:
+        while True:
+            try:
+                data = self._sock.recv(_RECEIVE_BYTES)
+                break
+            except BlockingIOError:
+                with _closed_is_reset():
+                    await trio.lowlevel.wait_readable(self._sock)
+            except OSError as error:
+                raise ConnectionResetError(f"the connection broke: {error.strerror}") from None
+        if not data:
+            raise ConnectionResetError("the other side closed the connection")
+        if self._allowance_bytes is not None:
+            self._allowance_bytes -= len(data)
+            if self._allowance_bytes < 0:
+                raise ConnectionResetError("it sends more than a handshake needs")
+        self._unchecked_bytes += len(data)
+        if self._unchecked_bytes >= _RECEIVE_BYTES:
+            self._unchecked_bytes = 0
+            self._check()
+        rest = self._data[self._position :]
+        self._data = rest + data if rest else data
+        self._position = 0
+
+    async def write(self, data: bytes) -> None:
+        """Send everything."""
+        view = memoryview(data)
+        with trio.CancelScope(shield=True):
+            while view:
+                try:
+                    view = view[self._sock.send(view) :]
+                except BlockingIOError:
+                    await self._wait_writable()
+                except OSError as error:
+                    raise ConnectionResetError(f"the connection broke: {error.strerror}") from None
+
+    async def _wait_writable(self) -> None:
+        with trio.move_on_after(WRITE_SECONDS) as scope, _closed_is_reset():
+            await trio.lowlevel.wait_writable(self._sock)
+        if scope.cancelled_caught:
+            self.abort()
+            raise ConnectionResetError(f"it took no byte for {WRITE_SECONDS:g} s")
+
+    def abort(self) -> None:
+        """Close at once; may be called twice."""
+        if self._sock.fileno() != -1:
+            trio.lowlevel.notify_closing(self._sock)
+            self._sock.close()
+
+    async def close(self) -> None:
+        self.abort()
+        await trio.lowlevel.checkpoint()
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        try:
+            host, port = self._sock.getpeername()[:2]
+        except OSError:
+            return None
+        return str(host), int(port)
+
+
+class _closed_is_reset:
+    """trio says that a socket was closed under a waiting task in its own way."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, trio.ClosedResourceError):
+            raise ConnectionResetError("the connection was closed") from None
+
+
+def _detect_dead_hosts(sock: socket.socket) -> None:
+    """A host without power sends no FIN: let the kernel notice within about 20 s."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_AFTER_SECONDS // 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_AFTER_SECONDS // 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_AFTER_SECONDS * 1000)
+
+
+async def listen_tcp(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `ConfigError` naming the address and what to do."""
+    where = join_address(host, port)
+    try:
+        records = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"listen: {where} cannot be resolved: {error}") from None
+    family, kind, protocol, _, address = records[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        advice = {
+            errno.EADDRINUSE: "another process listens there: stop it, or choose another port with --listen",
+            errno.EADDRNOTAVAIL: "no interface of this machine has that address: choose another with --listen",
+            errno.EACCES: "this user may not bind that port: choose one above 1023 with --listen",
+        }.get(error.errno or 0, "choose another address with --listen")
+        raise ConfigError(
+            f"cannot listen on {where}: {os.strerror(error.errno or 0)}; {advice}"
+        ) from None
+    return sock
+
+
+async def resolve(addresses: Sequence[str]) -> list[Endpoint]:
+    """All records of all addresses (`HOST:PORT`, `[v6]:PORT`), in order, without repetition.
+
+    Raises `OSError` when none resolves, and `ConfigError` for an address that is none.
+    """
+    endpoints: dict[Endpoint, None] = {}
+    failure: OSError = OSError("there is no address to try")
+    for address in addresses:
+        host, port = split_address(address, "address")
+        try:
+            records = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            failure = OSError(f"{host} cannot be resolved: {error.strerror}")
+            continue
+        for family, _, _, _, found in records:
+            endpoints[Endpoint(family, found)] = None
+    if not endpoints:
+        raise failure
+    return list(endpoints)[:MAX_ENDPOINTS]
+
+
+async def connect(endpoint: Endpoint) -> socket.socket:
+    """A connected socket. Raises `OSError`."""
+    sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        code = sock.connect_ex(endpoint.address)
+        if code == errno.EINPROGRESS:
+            await trio.lowlevel.wait_writable(sock)
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def first_success(
+    attempts: Sequence[Callable[[], Awaitable[T]]], failures: tuple[type[Exception], ...]
+) -> T:
+    """The result of the first attempt that succeeds; the next one starts when one fails or after 0.25 s.
+
+    Raises the last failure when all fail. `attempts` must not be empty.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    async def run(attempt: Callable[[], Awaitable[T]], finished: trio.Event) -> None:
+        try:
+            results.append(await attempt())
+            nursery.cancel_scope.cancel()
+        except failures as error:
+            errors.append(error)
+        finally:
+            finished.set()
+
+    async with trio.open_nursery() as nursery:
+        for attempt in attempts:
+            finished = trio.Event()
+            nursery.start_soon(run, attempt, finished)
+            with trio.move_on_after(STAGGER_SECONDS):
+                await finished.wait()
+    if results:
+        return results[0]
+    with suppress(IndexError):
+        raise errors[-1]
+    raise ValueError("no attempt to make")

@@ -1,0 +1,393 @@
+"""The client's end of the local socket: hello, mapped segments, pipelined requests.
+
+Many tasks or threads use one connection at once. Nobody runs in the background: of those who wait
+for a reply one receives, for all of them, and hands the receiving on when its own reply has come.
+So a lone caller pays for one send and one receive and nothing else, under both drivers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from p2pstore.errors import (
+    ClientForked,
+    DeadlineExceeded,
+    NoLocalPeer,
+    ProtocolError,
+    StoreClosed,
+)
+from p2pstore.local.messages import Access, Hello, HelloReply, LocalKind
+from p2pstore.streams import (
+    DEFAULT_PROGRESS_SECONDS,
+    MAX_PASSED_DESCRIPTORS,
+    ByteStream,
+    Driver,
+    Event,
+)
+from p2pstore.transfer.memory import map_read_only, map_writable
+from p2pstore.wire import (
+    ERROR,
+    HEADER_BYTES,
+    LOCAL_LIMITS,
+    MAX_PROTOCOL_VERSION,
+    MIN_PROTOCOL_VERSION,
+    PREFACE_LOCAL,
+    REPLY,
+    Code,
+    Failure,
+    FrameBuffer,
+    FrameHeader,
+    Message,
+    decode_body,
+    encode_frame,
+    error_of,
+)
+
+M = TypeVar("M", bound=Message)
+
+CONNECT_SECONDS: Final = 5.0
+RECEIVE_BYTES: Final = 256 * 1024
+BUSY_RETRY_SECONDS: Final = 0.02
+
+_open_connections: weakref.WeakSet[LocalConnection] = weakref.WeakSet()
+
+
+class _Waiter:
+    """One request on its way."""
+
+    __slots__ = ("event", "frame", "on_late_frame")
+
+    def __init__(self) -> None:
+        self.frame: tuple[FrameHeader, bytes] | None = None
+        self.event: Event | None = None
+        self.on_late_frame: Callable[[tuple[FrameHeader, bytes]], None] | None = None
+        """Set when the caller has given up, but its reply may hold something to give back."""
+
+    def wake(self) -> bool:
+        """Let the caller look again. Whether it was waiting."""
+        event, self.event = self.event, None
+        if event is not None:
+            event.set()
+        return event is not None
+
+
+class LocalConnection:
+    """An open connection to the local peer. Make one with `LocalConnection.open`.
+
+    `hello` is what the peer said; `segments` are its mapped segments in the hello's order,
+    writable for WRITE access. `collect_one_way` is asked for frames to go out with whatever is
+    sent next.
+    """
+
+    def __init__(self, driver: Driver, stream: ByteStream, path: str) -> None:
+        self.path = path
+        self.hello: HelloReply
+        self.segments: list[memoryview] = []
+        self.collect_one_way: Callable[[], list[bytes]] = list
+        self._driver = driver
+        self._stream = stream
+        self._process_id = os.getpid()
+        self._closed_because: str | None = None
+        self._frames = FrameBuffer(LOCAL_LIMITS)
+        self._receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self._numbers = itertools.count(1)
+        self._waiters: dict[int, _Waiter] = {}
+        self._receiving = False
+        self._abandoned = 0
+        self._state = (
+            threading.Lock()
+        )  # guards the three above; held for microseconds, never awaited in
+        self._sending = driver.lock()
+
+    @classmethod
+    async def open(
+        cls, driver: Driver, path: str, *, namespace: str, access: Access, client: str = ""
+    ) -> LocalConnection:
+        """Connect and say hello. Raises `NoLocalPeer` when nobody listens at `path`."""
+        try:
+            stream = await driver.connect_unix(path, CONNECT_SECONDS)
+        except PermissionError as error:
+            raise NoLocalPeer(
+                f"no permission to use the local socket {path}: run as the peer's user, or start "
+                "the peer with --socket-mode and --socket-group"
+            ) from error
+        except OSError as error:
+            raise NoLocalPeer(
+                f"no peer listens at {path} ({error.strerror}): start one with `mooncake-p2p join`"
+            ) from error
+        connection = cls(driver, stream, path)
+        try:
+            await connection._greet(namespace, access, client)
+        except (ConnectionError, BrokenPipeError) as error:
+            connection.close()
+            raise StoreClosed(f"the peer at {path} closed the connection at once") from error
+        except BaseException:
+            connection.close()
+            raise
+        _open_connections.add(connection)
+        return connection
+
+    async def _greet(self, namespace: str, access: Access, client: str) -> None:
+        hello = Hello(
+            MIN_PROTOCOL_VERSION, MAX_PROTOCOL_VERSION, namespace, access, os.getpid(), client
+        )
+        await self._stream.send(PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, hello))
+        descriptors: list[int] = []
+        try:
+            while (frame := self._frames.next_frame()) is None:
+                count, passed = await self._stream.receive_descriptors(self._receive_buffer)
+                descriptors += passed
+                if count == 0:
+                    raise ConnectionResetError
+                if len(descriptors) > MAX_PASSED_DESCRIPTORS:
+                    raise ProtocolError("the peer passed more descriptors than it has segments")
+                self._frames.feed(self._receive_buffer[:count])
+            self.hello = _reply_in(frame, LocalKind.HELLO, HelloReply)
+            if len(descriptors) != len(self.hello.segments):
+                raise ProtocolError("the peer did not pass one descriptor per segment")
+            map_segment = map_writable if access == Access.WRITE else map_read_only
+            self.segments = [
+                map_segment(descriptor, segment.total_bytes)
+                for descriptor, segment in zip(descriptors, self.hello.segments, strict=True)
+            ]
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def check_usable(self) -> None:
+        """Raises `ClientForked` in a forked child and `StoreClosed` after the end."""
+        if os.getpid() != self._process_id:
+            raise ClientForked(
+                "this client was connected before the process forked: connect again in the child"
+            )
+        if self._closed_because is not None:
+            raise StoreClosed(self._closed_because)
+
+    def peer_is_gone(self) -> bool:
+        """Whether the connection has ended (a system call; never waits)."""
+        if self._closed_because is None:
+            poll = select.poll()
+            poll.register(self._stream.fileno(), select.POLLRDHUP)
+            if poll.poll(0):
+                self._end("the connection to the local peer ended: it stopped or was restarted")
+        return self._closed_because is not None
+
+    async def request(
+        self,
+        kind: LocalKind,
+        message: Message,
+        reply_type: type[M],
+        *,
+        progress_seconds: float = DEFAULT_PROGRESS_SECONDS,
+        on_late_reply: Callable[[M], None] | None = None,
+    ) -> M:
+        """Send one request and wait for its reply.
+
+        `on_late_reply` gets the reply when it comes after this call ended without it. Raises the
+        error that the peer answered, `DeadlineExceeded`, or `StoreClosed` when the connection ends.
+        """
+        deadline = time.monotonic() + progress_seconds
+
+        def late(frame: tuple[FrameHeader, bytes]) -> None:
+            assert on_late_reply is not None
+            if not frame[0].flags & ERROR:
+                on_late_reply(_reply_in(frame, kind, reply_type))
+
+        while True:
+            frame = await self._exchange(
+                kind, message, deadline, None if on_late_reply is None else late
+            )
+            if not frame[0].flags & ERROR:
+                return _reply_in(frame, kind, reply_type)
+            failure = decode_body(Failure, frame[1])
+            if failure.code != Code.BUSY or time.monotonic() + BUSY_RETRY_SECONDS > deadline:
+                raise error_of(failure.code, failure.text, failure.detail)
+            await self._driver.sleep(BUSY_RETRY_SECONDS)
+
+    async def _exchange(
+        self,
+        kind: LocalKind,
+        message: Message,
+        deadline: float,
+        on_late_frame: Callable[[tuple[FrameHeader, bytes]], None] | None,
+    ) -> tuple[FrameHeader, bytes]:
+        self.check_usable()
+        number = next(self._numbers) & 0xFFFF_FFFF
+        frame = encode_frame(kind, number, message)
+        if len(frame) - HEADER_BYTES > LOCAL_LIMITS.body_bytes:
+            raise ValueError(
+                f"the batch needs a request of {len(frame):,} bytes; at most "
+                f"{LOCAL_LIMITS.body_bytes:,} are allowed: split it"
+            )
+        waiter = self._waiters[number] = _Waiter()
+        try:
+            await self._send(frame)
+            while waiter.frame is None:
+                self.check_usable()
+                if time.monotonic() >= deadline:
+                    raise DeadlineExceeded(
+                        f"the local peer did not answer {kind.name} in time: it is overloaded, or "
+                        "what was asked for did not come"
+                    )
+                await self._receive_or_wait(waiter, deadline)
+        except BaseException:
+            self._give_up(number, waiter, on_late_frame)
+            raise
+        del self._waiters[number]
+        return waiter.frame
+
+    def _give_up(
+        self,
+        number: int,
+        waiter: _Waiter,
+        on_late_frame: Callable[[tuple[FrameHeader, bytes]], None] | None,
+    ) -> None:
+        with self._state:
+            if waiter.frame is None and on_late_frame is not None:
+                waiter.on_late_frame = on_late_frame
+                self._abandoned += 1
+                return
+            del self._waiters[number]
+        if waiter.frame is not None and on_late_frame is not None:
+            on_late_frame(waiter.frame)
+
+    @property
+    def awaits_late_replies(self) -> bool:
+        """Whether a caller gave up on a request whose reply must still be looked at."""
+        return self._abandoned > 0
+
+    async def receive_late_replies(self, timeout_seconds: float) -> None:
+        """Receive for those who gave up, for at most that long."""
+        deadline = time.monotonic() + timeout_seconds
+        onlooker = _Waiter()
+        number = -next(self._numbers)
+        self._waiters[number] = onlooker
+        try:
+            while self._abandoned and time.monotonic() < deadline:
+                self.check_usable()
+                await self._receive_or_wait(onlooker, deadline)
+        finally:
+            del self._waiters[number]
+
+    async def flush(self) -> None:
+        """Send what `collect_one_way` has, if anything."""
+        self.check_usable()
+        await self._send()
+
+    async def _send(self, *frames: bytes) -> None:
+        """Send whole frames: half a frame would spoil the connection for everybody who uses it."""
+        async with self._sending:
+            frames = (*self.collect_one_way(), *frames)
+            try:
+                with self._driver.shield():
+                    if frames:
+                        await self._stream.send(b"".join(frames))
+            except OSError as error:
+                raise self._end(f"the local peer closed the connection ({error})") from error
+            except DeadlineExceeded:
+                raise self._end("the local peer takes no more requests: it hangs") from None
+            except BaseException:
+                self._end("the client was interrupted in the middle of a request")
+                raise
+
+    async def _receive_or_wait(self, waiter: _Waiter, deadline: float) -> None:
+        """Receive once for everybody, or wait until somebody who receives has news for `waiter`."""
+        event: Event | None = None
+        with self._state:
+            receive = not self._receiving
+            if receive:
+                self._receiving = True
+            elif waiter.frame is None:
+                event = waiter.event = self._driver.event()
+        if not receive:
+            if event is not None:
+                await event.wait(deadline - time.monotonic())
+            return
+        try:
+            self._stream.progress_seconds = max(0.001, deadline - time.monotonic())
+            with contextlib.suppress(
+                DeadlineExceeded
+            ):  # whose deadline it was, its waiter finds out
+                count = await self._stream.receive_into(self._receive_buffer)
+                self._dispatch(self._receive_buffer[:count])
+        except ProtocolError as error:
+            raise self._end(f"the local peer sent what is not the protocol: {error}") from error
+        except Exception as error:
+            raise self._end(f"the connection to the local peer broke ({error})") from error
+        finally:
+            with self._state:
+                self._receiving = False
+                any(other.wake() for other in self._waiters.values())  # the next one receives
+
+    def _dispatch(self, data: memoryview) -> None:
+        """Give the frames that have arrived whole to those who wait for them."""
+        if not data:
+            self._end("the connection to the local peer ended: it stopped or was restarted")
+            return
+        self._frames.feed(data)
+        while (frame := self._frames.next_frame()) is not None:
+            number = frame[0].request_id
+            with self._state:
+                waiter = self._waiters.get(number)
+                if waiter is None:
+                    continue
+                waiter.frame = frame
+                waiter.wake()
+                if waiter.on_late_frame is not None:
+                    del self._waiters[number]
+                    self._abandoned -= 1
+            if waiter.on_late_frame is not None:
+                waiter.on_late_frame(frame)
+
+    def _end(self, reason: str) -> StoreClosed:
+        """Close; everybody who waits fails with the reason."""
+        with self._state:
+            if self._closed_because is None:
+                self._closed_because = reason
+            for waiter in self._waiters.values():
+                waiter.wake()
+        self._stream.close()
+        return StoreClosed(self._closed_because)
+
+    def close(self) -> None:
+        """End the connection, its leases and reservations. The mappings stay readable."""
+        if os.getpid() == self._process_id:
+            self._end("the client is closed")
+
+    def let_go_after_fork(self) -> None:
+        """In a forked child: give up the socket, or the parent's leases would outlive it."""
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if self._stream.fileno() >= 0:
+                os.dup2(nowhere, self._stream.fileno(), inheritable=False)
+        finally:
+            os.close(nowhere)
+
+
+def _reply_in(frame: tuple[FrameHeader, bytes], kind: LocalKind, reply_type: type[M]) -> M:
+    """The reply in a frame. Raises the error that it carries instead."""
+    header, body = frame
+    if header.flags & ERROR:
+        failure = decode_body(Failure, body)
+        raise error_of(failure.code, failure.text, failure.detail)
+    if header.kind != kind or not header.flags & REPLY:
+        raise ProtocolError(
+            f"the local peer answered {kind.name} with a frame of kind {header.kind}"
+        )
+    return decode_body(reply_type, body)
+
+
+def _let_go_of_inherited_sockets() -> None:
+    for connection in list(_open_connections):
+        connection.let_go_after_fork()
+
+
+os.register_at_fork(after_in_child=_let_go_of_inherited_sockets)

@@ -1,0 +1,415 @@
+"""The peer's end of the local socket: accepts clients, cuts frames, answers them. A trio shell.
+
+What a request means is the `LocalBackend`'s business. All requests that have arrived are handled
+before anything is sent, and all their answers go out in one send. A request whose answer takes time
+runs in a task of its connection, so that it holds up no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import grp
+import inspect
+import itertools
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import trio
+
+from p2pstore.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    P2PStoreError,
+    ProtocolError,
+    ProtocolMismatch,
+)
+from p2pstore.local.messages import REQUESTS, Access, Hello, HelloReply, LocalKind
+from p2pstore.local.paths import answers, check_socket_path
+from p2pstore.objects import encode_namespace
+from p2pstore.trio_streams import TrioStream
+from p2pstore.wire import (
+    ERROR,
+    HELLO_LIMITS,
+    LOCAL_LIMITS,
+    ONE_WAY,
+    PREFACE_BYTES,
+    PREFACE_LOCAL,
+    REPLY,
+    Code,
+    Empty,
+    FrameBuffer,
+    FrameHeader,
+    Message,
+    code_of,
+    decode_body,
+    encode_failure,
+    encode_frame,
+    negotiate_version,
+)
+
+logger = logging.getLogger("p2pstore.local")
+
+MAX_CONNECTIONS: Final = 1024
+MAX_IN_FLIGHT: Final = 64
+HELLO_SECONDS: Final = 5.0
+SEND_SECONDS: Final = 30.0
+"""A client that takes none of its answers for so long is cut off."""
+RECEIVE_BYTES: Final = 64 * 1024
+MAX_OUTGOING_BYTES: Final = 16 * 1024 * 1024
+ACCEPT_PAUSE_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class LocalClient:
+    """A connected client. `holder` names it in the segment and is never used again."""
+
+    holder: int
+    namespace: str
+    access: Access
+    process_id: int
+    name: str
+
+    def __hash__(self) -> int:
+        return self.holder
+
+
+class LocalBackend(Protocol):
+    """What the server asks of the peer. Errors raised go to the client as failures."""
+
+    def welcome(self, client: LocalClient, version: int) -> tuple[HelloReply, list[int]]:
+        """The answer to a client's hello, and a descriptor per segment in it: read-only ones for
+        READ access, writable ones for WRITE. The descriptors stay the backend's."""
+        ...
+
+    def handle(
+        self, client: LocalClient, kind: LocalKind, message: Message
+    ) -> Message | Awaitable[Message | None] | None:
+        """The answer to a request, at once or as something to await (which is cancelled when the
+        client is gone). None for kinds without an answer."""
+        ...
+
+    def client_gone(self, client: LocalClient) -> None:
+        """End the leases and reservations of this client. Called once per welcomed client."""
+        ...
+
+
+async def serve_local(
+    path: str | os.PathLike[str],
+    backend: LocalBackend,
+    *,
+    mode: int = 0o600,
+    group: str | None = None,
+    # libp2p brings stubs of an older trio, which do not know it
+    task_status: trio.TaskStatus[Path] = trio.TASK_STATUS_IGNORED,  # type: ignore[name-defined, unused-ignore]
+) -> None:
+    """Serve clients at `path` until cancelled; for `nursery.start`, which returns once clients can
+    connect. Raises `ConfigError` when another peer serves there or the socket cannot be made."""
+    where = check_socket_path(os.fspath(path))
+    listener = await trio.to_thread.run_sync(_listen, where, mode, group)
+    identity = _identity(where)
+    try:
+        task_status.started(where)
+        await _accept_forever(listener, backend)
+    finally:
+        listener.close()
+        if _identity(where) == identity:  # nobody removed or replaced it meanwhile
+            where.unlink(missing_ok=True)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file is at `path`, if any."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _listen(path: Path, mode: int, group: str | None) -> socket.socket:
+    """A listening socket at `path`, after removing one that a dead peer left there."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _one_peer_at_a_time(path.parent):
+            if path.is_socket():
+                if answers(path):
+                    raise ConfigError(
+                        f"another peer already serves local clients at {path}: "
+                        "give this one another --name or --socket"
+                    )
+                path.unlink()
+            os.fchmod(listener.fileno(), mode)  # bind makes the file with this mode, less the umask
+            listener.bind(os.fspath(path))
+            path.chmod(mode)
+            if group is not None:
+                os.chown(path, -1, grp.getgrnam(group).gr_gid)
+            listener.listen(MAX_CONNECTIONS)
+            listener.setblocking(False)
+    except KeyError:
+        listener.close()
+        path.unlink(missing_ok=True)
+        raise ConfigError(f"socket_group: there is no group {group!r} on this machine") from None
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen for local clients at {path}: {error.strerror}; choose another --socket"
+        ) from error
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+@contextlib.contextmanager
+def _one_peer_at_a_time(directory: Path) -> Iterator[None]:
+    """Two peers that start together must not take each other's fresh socket for a stale one."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+async def _accept_forever(listener: socket.socket, backend: LocalBackend) -> None:
+    connections = 0
+
+    async def serve(sock: socket.socket) -> None:
+        nonlocal connections
+        try:
+            await _Connection(sock, backend).run()
+        finally:
+            connections -= 1
+
+    async with trio.open_nursery() as nursery:
+        while True:
+            await trio.lowlevel.wait_readable(listener.fileno())
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    logger.warning("cannot accept a local client: %s", error.strerror)
+                    await trio.sleep(ACCEPT_PAUSE_SECONDS)
+                continue  # otherwise the client has gone already
+            if connections >= MAX_CONNECTIONS:
+                logger.warning("refused a local client: %d are connected", connections)
+                _refuse(sock)
+                continue
+            connections += 1
+            nursery.start_soon(serve, sock)
+
+
+def _refuse(sock: socket.socket) -> None:
+    with sock, contextlib.suppress(OSError):
+        sock.setblocking(False)
+        text = f"the peer already serves {MAX_CONNECTIONS:,} local clients: close some"
+        sock.send(encode_failure(LocalKind.HELLO, 0, Code.BUSY, text))
+
+
+_holders = itertools.count(1)
+_WRITING: Final = frozenset({LocalKind.RESERVE, LocalKind.COMMIT, LocalKind.ABORT})
+
+
+class _Connection:
+    """One client from its hello to its end."""
+
+    def __init__(self, sock: socket.socket, backend: LocalBackend) -> None:
+        self._sock = sock
+        self._stream = TrioStream(sock, SEND_SECONDS)
+        self._backend = backend
+        self._frames = FrameBuffer(HELLO_LIMITS)
+        self._client: LocalClient | None = None
+        self._in_flight = 0
+        self._outgoing: list[bytes] = []
+        self._outgoing_bytes = 0
+        self._sending = False
+
+    async def run(self) -> None:
+        """Serve until either side ends. Whatever the client sends, only cancellation gets out."""
+        try:
+            await self._serve()
+        except* (ProtocolError, ProtocolMismatch, DeadlineExceeded) as problems:
+            logger.warning("dropped %s: %s", self._who(), problems.exceptions[0])
+        except* OSError as problems:
+            logger.debug("lost %s: %s", self._who(), problems.exceptions[0])
+        except* Exception:
+            logger.exception("dropped %s after an error of this peer", self._who())
+        finally:
+            self._stream.close()
+            if self._client is not None:
+                self._backend.client_gone(self._client)
+
+    def _who(self) -> str:
+        if self._client is None:
+            return "a local client that had not said hello"
+        client = self._client
+        return f"local client {client.name or client.holder} (process {client.process_id})"
+
+    async def _serve(self) -> None:
+        with trio.move_on_after(HELLO_SECONDS) as scope:
+            client = await self._greet()
+        if scope.cancelled_caught:
+            raise DeadlineExceeded(f"no hello within {HELLO_SECONDS:g} s")
+        if client is None:
+            return
+        async with trio.open_nursery() as nursery:
+            while True:
+                answered: list[bytes] = []
+                while (frame := self._frames.next_frame()) is not None:
+                    self._handle(client, *frame, answered, nursery)
+                if answered:
+                    await self._send(answered)
+                if not await self._receive():
+                    break
+            nursery.cancel_scope.cancel()  # nobody is left to hear the answers
+
+    async def _receive(self) -> bool:
+        """Wait for bytes. False when the client has closed."""
+        while True:
+            await trio.lowlevel.wait_readable(self._sock.fileno())
+            try:
+                data = self._sock.recv(RECEIVE_BYTES)
+            except BlockingIOError:
+                continue
+            self._frames.feed(data)
+            return bool(data)
+
+    async def _greet(self) -> LocalClient | None:
+        """Take the preface and the hello, and pass the segments. None when the client left."""
+        preface = b""
+        while len(preface) < PREFACE_BYTES:
+            await trio.lowlevel.wait_readable(self._sock.fileno())
+            with contextlib.suppress(BlockingIOError):
+                data = self._sock.recv(PREFACE_BYTES - len(preface))
+                preface += data
+                if not data and not preface:
+                    return None
+                if not data or not PREFACE_LOCAL.startswith(preface):
+                    raise ProtocolError("it does not speak the local protocol")
+        while (frame := self._frames.next_frame()) is None:
+            if not await self._receive():
+                raise ProtocolError("it left in the middle of its hello")
+        self._frames.limits = LOCAL_LIMITS
+        header, body = frame
+        if header.kind != LocalKind.HELLO:
+            raise ProtocolError(f"it began with a frame of kind {header.kind} instead of a hello")
+        hello = decode_body(Hello, body)
+        try:
+            version = negotiate_version(hello.min_version, hello.max_version)
+            encode_namespace(hello.namespace)
+            access = Access(hello.access)
+        except (ProtocolMismatch, ValueError) as error:
+            await self._send([_failure(header, error)])
+            raise ProtocolMismatch(str(error)) from error
+        return await self._welcome(header, hello, access, version)
+
+    async def _welcome(
+        self, header: FrameHeader, hello: Hello, access: Access, version: int
+    ) -> LocalClient | None:
+        client = LocalClient(
+            next(_holders), hello.namespace, access, hello.process_id, hello.client[:64]
+        )
+        try:
+            reply, descriptors = self._backend.welcome(client, version)
+        except P2PStoreError as error:
+            await self._send([_failure(header, error)])
+            return None
+        self._client = client
+        frame = encode_frame(header.kind, header.request_id, reply, flags=REPLY)
+        sent = socket.send_fds(self._sock, [frame], descriptors)  # nothing was sent before: it fits
+        if sent < len(frame):
+            await self._send([frame[sent:]])
+        return client
+
+    def _handle(
+        self,
+        client: LocalClient,
+        header: FrameHeader,
+        body: bytes,
+        answered: list[bytes],
+        nursery: trio.Nursery,
+    ) -> None:
+        """Act on one request: add its answer to `answered`, or start the task that will send it."""
+        request_type = REQUESTS.get(header.kind)
+        if header.flags & (REPLY | ERROR) or header.kind == LocalKind.HELLO:
+            raise ProtocolError(f"it sent a frame of kind {header.kind} that is no request")
+        if request_type is None:
+            text = f"this peer does not know requests of kind {header.kind}: it is too old"
+            answered.append(encode_failure(header.kind, header.request_id, Code.UNSUPPORTED, text))
+            return
+        message = decode_body(request_type, body)
+        try:
+            if header.kind in _WRITING and client.access != Access.WRITE:
+                raise ValueError("the client connected only to read: connect with write access")
+            outcome = self._backend.handle(client, LocalKind(header.kind), message)
+            if not isinstance(outcome, Awaitable):
+                answered += _answer(header, outcome)
+                return
+        except Exception as error:
+            answered += _answer(header, error)
+            return
+        if self._in_flight >= MAX_IN_FLIGHT:
+            if inspect.iscoroutine(outcome):
+                outcome.close()
+            text = f"{MAX_IN_FLIGHT} requests of this client are waiting already"
+            answered.append(encode_failure(header.kind, header.request_id, Code.BUSY, text))
+            return
+        self._in_flight += 1
+        nursery.start_soon(self._answer_later, header, outcome)
+
+    async def _answer_later(self, header: FrameHeader, outcome: Awaitable[Message | None]) -> None:
+        answer: Message | Exception | None
+        try:
+            answer = await outcome
+        except Exception as error:
+            answer = error
+        finally:
+            self._in_flight -= 1
+        await self._send(_answer(header, answer))
+
+    async def _send(self, frames: list[bytes]) -> None:
+        """Send, or leave the frames to the task that is sending now."""
+        self._outgoing += frames
+        self._outgoing_bytes += sum(map(len, frames))
+        if self._sending:
+            if self._outgoing_bytes > MAX_OUTGOING_BYTES:
+                raise ProtocolError("it takes none of its answers")
+            return
+        self._sending = True
+        try:
+            while self._outgoing:
+                frames, self._outgoing, self._outgoing_bytes = self._outgoing, [], 0
+                await self._stream.send(b"".join(frames))
+        finally:
+            self._sending = False
+
+
+def _answer(header: FrameHeader, answer: Message | Exception | None) -> list[bytes]:
+    """The frame for an outcome; none for a one-way request."""
+    if header.flags & ONE_WAY:
+        if isinstance(answer, Exception):
+            logger.debug("one-way request of kind %d failed: %s", header.kind, answer)
+        return []
+    if isinstance(answer, Exception):
+        return [_failure(header, answer)]
+    if answer is None:
+        answer = Empty()
+    return [encode_frame(header.kind, header.request_id, answer, flags=REPLY)]
+
+
+def _failure(header: FrameHeader, error: Exception) -> bytes:
+    code = code_of(error)
+    if code == Code.INTERNAL and not isinstance(error, P2PStoreError):
+        logger.error("request of kind %d failed", header.kind, exc_info=error)
+        return encode_failure(
+            header.kind, header.request_id, code, f"the peer failed ({error!r}): see its log"
+        )
+    return encode_failure(
+        header.kind, header.request_id, code, str(error), getattr(error, "needed", 0)
+    )

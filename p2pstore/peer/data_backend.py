@@ -1,0 +1,93 @@
+"""What the peer answers on data connections."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+
+from p2pstore.core.operations import Operation
+from p2pstore.errors import P2PStoreError
+from p2pstore.peer.node import Node
+from p2pstore.peer.statistics import peer_document
+from p2pstore.streams import BytesLike
+from p2pstore.transfer.data_server import OpenedObject
+from p2pstore.transfer.messages import (
+    DataKind,
+    GetItem,
+    ObjectReply,
+    ObjectStatus,
+    Snapshot,
+    SnapshotReply,
+    Statistics,
+    StatisticsReply,
+)
+from p2pstore.transfer.segment import ObjectEntry
+from p2pstore.transfer.tickets import TicketClaims
+from p2pstore.wire import Failure, Message, error_of
+
+
+class PeerDataBackend:
+    """Satisfies `p2pstore.transfer.data_server.DataBackend`."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._core = node.core
+        self._segment = node.core.segment
+
+    def open_objects(self, items: Sequence[GetItem]) -> list[OpenedObject | ObjectReply]:
+        """Hold what is about to be sent."""
+        unix = self._core.unix(self._node.now)
+        return [self._open(item, unix) for item in items]
+
+    def _open(self, item: GetItem, unix: float) -> OpenedObject | ObjectReply:
+        entry = self._segment.find(item.digest, unix)
+        if entry is None:
+            self._core.counters["reads_not_found"] += 1
+            return ObjectReply(
+                int(ObjectStatus.NOT_FOUND),
+                incarnation=self._core.incarnation,
+                sequence=self._core.gossip.log.sequence,
+            )
+        self._segment.acquire(entry)
+        self._segment.touch(item.digest, 1, unix)
+        self._core.counters["reads_served"] += 1
+        return OpenedObject(
+            self._segment.slot_bytes(entry),
+            self._segment.trailer_bytes(entry),
+            self._segment.payload(entry),
+            entry,
+        )
+
+    def let_go(self, opened: OpenedObject) -> None:
+        """The object was sent, or will not be."""
+        entry: ObjectEntry = opened.handle
+        self._segment.let_go(entry)
+
+    async def handle(
+        self, kind: DataKind, message: Message, claims: TicketClaims
+    ) -> tuple[Message, Sequence[BytesLike]]:
+        """Answer everything but GET."""
+        if isinstance(message, Statistics):
+            document = peer_document(
+                self._core, self._node.config.name, self._node.now, self._node.uptime_seconds
+            )
+            return StatisticsReply(json.dumps(document).encode()), ()
+        if isinstance(message, Snapshot):
+            known = self._core.gossip.snapshot(message.member)
+            if known is None:
+                raise P2PStoreError("this peer knows nothing of that member's log")
+            head, packed = known
+            reply = SnapshotReply(message.member, head.incarnation, head.sequence, head.set_hash)
+            return reply, (packed,)
+        self._node.check_open()
+        answer = self._core.serve(claims.issuer, kind, message, self._node.now)
+        self._node.process()
+        if isinstance(answer, Operation):
+            if not answer.done:
+                with contextlib.suppress(P2PStoreError):  # the reply says why
+                    await self._node.complete(answer)
+            answer = self._core.replicated_reply(answer)
+        if isinstance(answer, Failure):
+            raise error_of(answer.code, answer.text, answer.detail)
+        return answer, ()

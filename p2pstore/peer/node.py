@@ -1,0 +1,394 @@
+"""The peer's shell: carries out what the core decides, and feeds back what happens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any, Final
+
+import trio
+
+from p2pstore.config import PeerConfig
+from p2pstore.core.effects import (
+    AskPeer,
+    KnownCopy,
+    OperationFinished,
+    PullFailure,
+    PullObject,
+    PullOutcome,
+    Reply,
+    SaveClusterRecord,
+)
+from p2pstore.core.operations import Operation
+from p2pstore.core.peer_core import PeerCore
+from p2pstore.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    DeadlineExceeded,
+    DuplicateIdentity,
+    NoSuchKey,
+    P2PStoreError,
+    ProtocolError,
+    StoreClosed,
+    Unavailable,
+)
+from p2pstore.gossip.host import ControlHost
+from p2pstore.gossip.link import LinkError
+from p2pstore.gossip.machine import Ask, Contact, Duplicate, FetchSnapshot, SnapshotHead
+from p2pstore.gossip.machine import Effect as GossipEffect
+from p2pstore.gossip.messages import ControlKind
+from p2pstore.gossip.records import PeerId, PeerRecord, SignedRecord, format_peer_id
+from p2pstore.statedir import StateDirectory
+from p2pstore.transfer.data_pool import DataPool
+from p2pstore.transfer.failover import HolderReport
+from p2pstore.transfer.messages import DataKind, Snapshot, SnapshotReply
+from p2pstore.transfer.transport import RemoteCopy, RemotePeer, Transport, pull_with_failover
+from p2pstore.wire import Failure, Message, code_of
+
+logger = logging.getLogger("p2pstore.peer")
+
+MAX_EFFECTS_UNDER_WAY: Final = 512
+DRAIN_CHECKPOINTS: Final = 3
+"""Scheduler turns between a timer and its verdict: after a stall of the process, what has arrived
+meanwhile is handled before anybody is declared silent."""
+SAVE_INTERVAL_SECONDS: Final = 10.0
+CONTACT_TIMEOUT_SECONDS: Final = 10.0
+MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
+
+
+class Node:
+    """One running peer. `run` keeps it going; everything else may be called from trio tasks beside it."""
+
+    def __init__(
+        self,
+        *,
+        config: PeerConfig,
+        core: PeerCore,
+        host_id: bytes,
+        state: StateDirectory | None,
+        rng: Random,
+    ) -> None:
+        self.config = config
+        self.core = core
+        self.host_id = host_id
+        self.state = state
+        self.rng = rng
+        self.started_at = trio.current_time()
+        self.leave_requested = trio.Event()
+        self.drain_seconds = config.drain_timeout
+        self.contacted = trio.Event()
+        self.failure: P2PStoreError | None = None
+        self.host: ControlHost
+        self.pool: DataPool
+        self.transports: Sequence[Transport] = ()
+        self._nursery: trio.Nursery
+        self._limiter = trio.CapacityLimiter(MAX_EFFECTS_UNDER_WAY)
+        self._waiting: dict[int, trio.Event] = {}
+        self._wake = trio.Event()
+        self._tick_due = float("inf")
+        self._reported: set[tuple[str, ...]] = set()
+        self._unsaved: list[SignedRecord] = []
+        self._save_now = trio.Event()
+
+    @property
+    def now(self) -> float:
+        """Monotonic seconds, the core's time."""
+        return time.monotonic()
+
+    @property
+    def uptime_seconds(self) -> float:
+        return trio.current_time() - self.started_at
+
+    # --- driving the core --------------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Drive the core until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._save_forever)
+            task_status.started()
+            self.process()
+            await self._tick_forever()
+
+    async def _tick_forever(self) -> None:
+        while True:
+            self._wake = trio.Event()
+            self._tick_due = self.core.next_tick(self.now)
+            with trio.move_on_after(max(0.0, self._tick_due - self.now)):
+                await self._wake.wait()
+            if self.now < self.core.next_tick(self.now):
+                continue
+            for _ in range(DRAIN_CHECKPOINTS):
+                await trio.lowlevel.checkpoint()
+            self.core.unix_offset_seconds = time.time() - self.now
+            self.core.tick(self.now)
+            self.process()
+
+    def process(self) -> None:
+        """Carry out what the core has decided. Call it after everything that touches the core."""
+        self.core.gossip_arrived(self.now)
+        self.core.flush_pushes(self.now)
+        for effect in self.core.take_effects():
+            self._execute(effect)
+        if self.core.next_tick(self.now) < self._tick_due:
+            self._wake.set()
+
+    def _execute(self, effect: object) -> None:
+        if isinstance(effect, OperationFinished):
+            event = self._waiting.pop(effect.operation, None)
+            if event is not None:
+                event.set()
+        elif isinstance(effect, AskPeer):
+            self._nursery.start_soon(self._ask_peer, effect)
+        elif isinstance(effect, Ask):
+            self._nursery.start_soon(self._ask_control, effect)
+        elif isinstance(effect, PullObject):
+            self._nursery.start_soon(self._pull, effect)
+        elif isinstance(effect, FetchSnapshot):
+            self._nursery.start_soon(self._fetch_snapshot, effect)
+        elif isinstance(effect, Contact):
+            self._nursery.start_soon(self._contact, effect)
+        elif isinstance(effect, SaveClusterRecord):
+            if self.state is not None:
+                self._unsaved.append(effect.signed)
+                self._save_now.set()
+        elif isinstance(effect, Duplicate):
+            self.failure = DuplicateIdentity(
+                "another live peer uses this peer's identity: its state directory was copied. Give this "
+                "peer a --state-dir of its own"
+            )
+            self.leave_requested.set()
+        else:
+            raise TypeError(f"unknown effect {effect!r}")
+
+    async def complete(self, operation: Operation) -> Any:
+        """Wait for an operation and return its result, or raise it. Cancellation cancels the operation."""
+        if not operation.done:
+            event = self._waiting.setdefault(operation.number, trio.Event())
+            self.process()
+            try:
+                await event.wait()
+            except trio.Cancelled:
+                self.core.cancel(operation, self.now)
+                self.process()
+                raise
+        if isinstance(operation.result, Exception):
+            raise operation.result
+        return operation.result
+
+    # --- other peers -------------------------------------------------------------------------
+
+    def remote_peer(self, peer_id: PeerId) -> RemotePeer:
+        """How to reach a peer's data server."""
+        record = self._record_of(peer_id)
+        return RemotePeer(peer_id, tuple(record.data) if record is not None else ())
+
+    def remote_copy(self, copy: KnownCopy) -> RemoteCopy:
+        """How to read one copy."""
+        record = self._record_of(copy.peer_id)
+        return RemoteCopy(
+            peer_id=copy.peer_id,
+            data=tuple(record.data) if record is not None else (),
+            member=copy.member,
+            socket=record.socket if record is not None else "",
+            same_host=record is not None and record.host_id == self.host_id,
+            slot=copy.record.slot,
+            version=copy.record.version,
+            load_permille=record.load_permille if record is not None else 0,
+        )
+
+    def _record_of(self, peer_id: PeerId) -> PeerRecord | None:
+        state = self.core.gossip.membership.get(peer_id)
+        return state.record if state is not None else None
+
+    async def _ask_peer(self, effect: AskPeer) -> None:
+        reply: Reply = None
+        async with self._limiter:
+            with trio.move_on_after(effect.timeout_seconds):
+                try:
+                    reply = await self.pool.request(
+                        self.remote_peer(effect.peer_id), DataKind(effect.kind), effect.request
+                    )
+                except (P2PStoreError, OSError) as error:
+                    reply = refusal(error)
+                    logger.debug("request %s to a peer failed: %s", effect.kind, error)
+        if effect.operation:
+            self.core.answered(effect.operation, effect.tag, reply, self.now)
+        elif reply is None:
+            self.core.peer_failed(effect.peer_id, self.now)
+        self.process()
+
+    async def _pull(self, effect: PullObject) -> None:
+        try:
+            destination = self.core.copy_destination(effect.operation, self.now)
+        except NoSuchKey:
+            return  # whoever wanted it has gone
+        failures: tuple[HolderReport, ...] = ()
+        error: Exception | None = None
+        delivered = False
+        try:
+            copies = [self.remote_copy(copy) for copy in effect.copies]
+            report = await pull_with_failover(copies, self.transports, effect.digest, destination)
+            failures = report.failures
+            if report.pulled is not None:
+                delivered = True
+                destination.commit(self.now)
+        except P2PStoreError as problem:
+            error = problem
+        finally:
+            destination.abort()
+        self.core.counters[f"pulls_{'delivered' if delivered else 'failed'}"] += 1
+        outcome = PullOutcome(
+            delivered, tuple(pull_failure(failure) for failure in failures), error
+        )
+        self.core.pulled(effect.operation, outcome, self.now)
+        self.process()
+
+    async def _ask_control(self, effect: Ask) -> None:
+        reply: Message | None = None
+        addresses = self.core.gossip.addresses_of(effect.peer_id)
+        try:
+            reply = await self.host.ask(
+                effect.peer_id, addresses, effect.kind, effect.request, effect.timeout_seconds
+            )
+        except LinkError as error:
+            logger.debug("control request to %s failed: %s", format_peer_id(effect.peer_id), error)
+        self._take(lambda: self.core.gossip.answered(effect.token, reply, self.now))
+
+    def _take(self, step: Callable[[], Sequence[GossipEffect]]) -> None:
+        """Feed the gossip machine what another peer sent. Nonsense is dropped with a log line."""
+        try:
+            for effect in step():
+                self.core.emit(effect)
+        except ProtocolError as error:
+            logger.warning("dropped what a peer sent: %s", error)
+        self.process()
+
+    async def serve_control(self, sender: PeerId, kind: int, request: Message) -> Message:
+        """The control host's handler."""
+        reply, effects = self.core.gossip.serve(sender, ControlKind(kind), request, self.now)
+        for effect in effects:
+            self.core.emit(effect)
+        self.process()
+        return reply
+
+    def control_lost(self, peer_id: PeerId) -> None:
+        """The control connection to a peer broke."""
+        self._take(lambda: self.core.gossip.connection_lost(peer_id, self.now))
+
+    async def _fetch_snapshot(self, effect: FetchSnapshot) -> None:
+        head: SnapshotHead | None = None
+        packed = b""
+        with trio.move_on_after(effect.timeout_seconds):
+            try:
+                reply, bulk = await self.pool.request_bulk(
+                    self.remote_peer(effect.peer_id),
+                    DataKind.SNAPSHOT,
+                    Snapshot(effect.member),
+                    MAX_SNAPSHOT_BYTES,
+                )
+                if isinstance(reply, SnapshotReply):
+                    head = SnapshotHead(reply.incarnation, reply.sequence, reply.set_hash)
+                    packed = bytes(bulk)
+            except (P2PStoreError, OSError) as error:
+                logger.debug("snapshot failed: %s", error)
+        self._take(lambda: self.core.gossip.snapshot_fetched(effect.token, head, packed, self.now))
+
+    async def _contact(self, effect: Contact) -> None:
+        """Try the addresses of one peer, in order."""
+        error: LinkError | None = None
+        for address in effect.addresses:
+            try:
+                peer_id = await self.host.discover(address, CONTACT_TIMEOUT_SECONDS)
+            except LinkError as problem:
+                error = problem
+            else:
+                self._reported.discard(effect.addresses)
+                if peer_id != self.core.peer_id:
+                    logger.info("joined through %s", address)
+                    self.contacted.set()
+                self._take(
+                    lambda peer_id=peer_id: self.core.gossip.contacted(  # type: ignore[misc]  # bound now
+                        peer_id, effect.addresses, self.now
+                    )
+                )
+                return
+        self._not_contacted(effect.addresses, error)
+        self._take(lambda: self.core.gossip.contact_failed(effect.addresses, self.now))
+
+    def _not_contacted(self, addresses: tuple[str, ...], error: LinkError | None) -> None:
+        if error is not None and error.refused and not self.contacted.is_set():
+            self._refused(addresses[0], error)
+        elif addresses not in self._reported:
+            self._reported.add(addresses)
+            logger.warning(
+                "%s cannot be joined: %s; trying again with growing pauses, serving alone meanwhile",
+                addresses[0],
+                error,
+            )
+
+    def _refused(self, address: str, error: LinkError) -> None:
+        """The cluster does not want this peer: it ends rather than serve a cluster of its own unnoticed."""
+        self.failure = AuthenticationFailed(f"{address} refused this peer: {error}")
+        self.leave_requested.set()
+
+    # --- state -------------------------------------------------------------------------------
+
+    async def _save_forever(self) -> None:
+        """Write what must survive: floors at once, clock and address book now and then."""
+        while True:
+            with trio.move_on_after(SAVE_INTERVAL_SECONDS):
+                await self._save_now.wait()
+            self._save_now = trio.Event()
+            await trio.to_thread.run_sync(self.save_state)
+
+    def save_state(self) -> None:
+        """Write floors, clock and address book to the state directory. A thread may call it."""
+        if self.state is None:
+            return
+        records, self._unsaved = self._unsaved, []
+        try:
+            for record in records:
+                self.state.append_floor(record)
+            self.state.save_clock(self.core.clock.latest)
+            self.state.save_addresses(
+                [address for _, book in self.core.gossip.address_book() for address in book]
+            )
+        except (OSError, ConfigError) as error:
+            logger.warning("the state directory cannot be written: %s", error)
+
+    # --- leaving -----------------------------------------------------------------------------
+
+    async def leave(self) -> None:
+        """Tell the others, take no new work, keep what must survive."""
+        self.core.closing = True
+        asks = [effect for effect in self.core.gossip.leave(self.now) if isinstance(effect, Ask)]
+        with trio.move_on_after(1.0, shield=True):
+            async with trio.open_nursery() as nursery:
+                for ask in asks:
+                    nursery.start_soon(self._ask_control, ask)
+        self.save_state()
+
+    def check_open(self) -> None:
+        """Raise `StoreClosed` when this peer is leaving."""
+        if self.core.closing:
+            raise StoreClosed("this peer is leaving")
+
+
+_LINK_ERRORS: Final = (OSError, DeadlineExceeded, ProtocolError, AuthenticationFailed, Unavailable)
+
+
+def refusal(error: Exception) -> Failure | None:
+    """The failure that the other side answered with; None when it was the way there that failed."""
+    if isinstance(error, _LINK_ERRORS):
+        return None
+    return Failure(int(code_of(error)), str(error))
+
+
+def pull_failure(report: HolderReport) -> PullFailure:
+    """A transport's report as the core takes it."""
+    return PullFailure(
+        report.member, int(report.code), report.text, report.incarnation, report.sequence
+    )

@@ -1,0 +1,47 @@
+"""Tickets at hand: made once per peer and scope, used until they are half spent."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from p2pstore.gossip.records import PeerId, Signer
+from p2pstore.keyring import KeyRing
+from p2pstore.transfer.tickets import TICKET_SECONDS, GrantedTicket, Scope, issue_ticket
+from p2pstore.transfer.transport import RemotePeer
+
+
+class TicketOffice:
+    """Issues tickets in this peer's name. A signature costs 50 us, so tickets are kept for a minute."""
+
+    def __init__(self, signer: Signer, ring: KeyRing) -> None:
+        self.ring = ring
+        self._signer = signer
+        self._kept: dict[tuple[PeerId, Scope], tuple[float, GrantedTicket]] = {}
+
+    def ticket(self, audience: PeerId, scope: Scope) -> GrantedTicket:
+        """A ticket for `audience` that is good for another minute at least."""
+        now = time.time()
+        kept = self._kept.get((audience, scope))
+        if kept is not None and now < kept[0]:
+            return kept[1]
+        if len(self._kept) > 10_000:
+            self._kept.clear()
+        granted = issue_ticket(
+            signer=self._signer,
+            ring=self.ring,
+            audience=audience,
+            now_unix=now,
+            ticket_id=os.urandom(16),
+            scope=scope,
+        )
+        self._kept[audience, scope] = (now + TICKET_SECONDS / 2, granted)
+        return granted
+
+    def for_peers(self, peer: RemotePeer) -> GrantedTicket:
+        """A ticket for this peer's own connections: the connection pool's ticket source."""
+        return self.ticket(peer.peer_id, Scope.READ | Scope.PEER)
+
+    def for_clients(self, audience: PeerId) -> GrantedTicket:
+        """A ticket to hand to a local client."""
+        return self.ticket(audience, Scope.READ)

@@ -1,0 +1,654 @@
+"""Whole peers in one thread and in virtual time: the shell of `PeerCore` for the simulator.
+
+Each simulated peer is the real core, the real gossip machine and a real memory segment (over a
+bytearray). Messages make a round trip through the codecs. Pulls read the holder's memory without any
+lock, first half and second half at different times, so that reuse under a reader really happens and only
+verification stands between it and a wrong byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Final
+
+from p2pstore.core.effects import (
+    AskPeer,
+    OperationFinished,
+    PullFailure,
+    PullObject,
+    PullOutcome,
+    Reply,
+    SaveClusterRecord,
+)
+from p2pstore.core.operations import Operation, PutOperation, PutSpec, RemoveOperation
+from p2pstore.core.peer_core import CopyDestination, PeerCore
+from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
+from p2pstore.gossip import messages as control
+from p2pstore.gossip.machine import (
+    Ask,
+    Contact,
+    FetchSnapshot,
+    Gossip,
+    GossipConfig,
+    SnapshotHead,
+)
+from p2pstore.gossip.records import (
+    PEER_RECORD_FORMAT,
+    LogHead,
+    PeerId,
+    PeerRecord,
+    SignedRecord,
+    TransportOffer,
+    open_cluster_record,
+    peer_id_from_public_key,
+)
+from p2pstore.objects import MIB, HybridClock, chunk_sums, root_checksum
+from p2pstore.simulation.kernel import FaultyNetwork, Kernel
+from p2pstore.transfer import messages as data
+from p2pstore.transfer.layout import (
+    TrailerBody,
+    decode_slot,
+    decode_trailer,
+    encode_trailer,
+    plan_geometry,
+    trailer_matches,
+)
+from p2pstore.transfer.segment import ObjectEntry, Segment
+from p2pstore.wire import Code, Failure, Message, decode_body, encode_body
+
+UNIX_START: Final = 1_800_000_000.0
+NAMESPACE: Final = "sim"
+PULL_SECONDS: Final = 0.002
+PULL_TIMEOUT_SECONDS: Final = 1.0
+
+
+class SimulatedSigner:
+    """Signatures that are cheap to make and check: a keyed hash with a key that everybody knows."""
+
+    def __init__(self, number: int) -> None:
+        self.peer_id: PeerId = peer_id_from_public_key(number.to_bytes(32, "little"))
+
+    def sign(self, message: bytes) -> bytes:
+        return simulated_signature(self.peer_id, message)
+
+
+def simulated_signature(peer_id: PeerId, message: bytes) -> bytes:
+    """64 bytes that depend on signer and message."""
+    return hashlib.blake2b(message, key=peer_id, digest_size=64).digest()
+
+
+class SimulatedVerifier:
+    """Checks what `SimulatedSigner` signed."""
+
+    def verify(self, peer_id: PeerId, message: bytes, signature: bytes) -> bool:
+        return signature == simulated_signature(peer_id, message)
+
+
+@dataclass(slots=True)
+class Persistent:
+    """What a peer's state directory would hold."""
+
+    incarnation: int = 0
+    clock: int = 0
+    cluster_records: list[SignedRecord] = field(default_factory=list)
+    addresses: list[tuple[PeerId, list[str]]] = field(default_factory=list)
+
+
+class SimulatedPeer:
+    """One host: a running peer, or a crashed one with only its `Persistent` state."""
+
+    def __init__(self, cluster: SimulatedCluster, number: int, memory_bytes: int) -> None:
+        self.cluster = cluster
+        self.number = number
+        self.address = f"sim:{number}"
+        self.signer = SimulatedSigner(number)
+        self.memory_bytes = memory_bytes
+        self.persistent = Persistent()
+        self.clock_skew_seconds = 0.0
+        self.life = 0
+        self.core: PeerCore | None = None
+        self.memory = memoryview(b"")
+        self._waiting: dict[int, Callable[[Any], None]] = {}
+        self._tick_at = float("inf")
+
+    # --- life --------------------------------------------------------------------------------
+
+    def boot(self, bootstrap: list[str]) -> None:
+        """Start a fresh process on this host."""
+        cluster, now = self.cluster, self.cluster.kernel.now
+        self.life += 1
+        unix_offset = UNIX_START + self.clock_skew_seconds
+        state = self.persistent
+        state.incarnation = max(state.incarnation + 1, int((unix_offset + now) * 1000))
+        geometry = plan_geometry(self.memory_bytes)
+        self.memory = memoryview(bytearray(geometry.total_bytes))
+        segment = Segment(
+            self.memory,
+            segment_id=self.number.to_bytes(8, "little") + state.incarnation.to_bytes(8, "little"),
+            incarnation=state.incarnation,
+            geometry=geometry,
+        )
+        rng = Random(cluster.kernel.rng.getrandbits(64))
+        verifier, clock = SimulatedVerifier(), HybridClock(state.clock)
+        gossip = Gossip(
+            self.signer,
+            verifier,
+            state.incarnation,
+            lambda: self._describe(segment),
+            GossipConfig(cluster="sim"),
+            rng,
+            accepts_clock=lambda stamp, at: clock.observe(stamp, at + unix_offset),
+        )
+        gossip.load_address_book(state.addresses)
+        gossip.add_bootstrap(bootstrap)
+        gossip.cluster_records.load(
+            (open_cluster_record(signed, verifier), signed) for signed in state.cluster_records
+        )
+        self.core = PeerCore(
+            signer=self.signer,
+            verifier=verifier,
+            incarnation=state.incarnation,
+            gossip=gossip,
+            segment=segment,
+            clock=clock,
+            rng=rng,
+            unix_offset_seconds=unix_offset,
+        )
+        self._waiting.clear()
+        self._tick_at = float("inf")
+        self.settle()
+
+    def _describe(self, segment: Segment) -> PeerRecord:
+        return PeerRecord(
+            format=PEER_RECORD_FORMAT,
+            peer_id=self.signer.peer_id,
+            cluster="sim",
+            name=self.address,
+            incarnation=0,
+            sequence=0,
+            host_id=self.number.to_bytes(16, "little"),
+            control=[self.address],
+            data=[self.address],
+            socket="",
+            transports=[TransportOffer("tcp")],
+            segments=[],
+            memory_capacity=segment.data_bytes,
+            memory_used=segment.used_bytes,
+            ssd_capacity=0,
+            ssd_used=0,
+            load_permille=0,
+            head=LogHead(),
+        )
+
+    def crash(self) -> None:
+        """Lose everything but the state directory."""
+        if self.core is not None:
+            self.persistent.clock = self.core.clock.latest
+            self.persistent.addresses = [
+                (peer_id, list(book)) for peer_id, book in self.core.gossip.address_book()
+            ]
+        self.life += 1
+        self.core = None
+
+    def settle(self) -> None:
+        """Carry out effects and set the next tick."""
+        core = self.core
+        if core is None:
+            return
+        core.gossip_arrived(self.cluster.kernel.now)
+        core.flush_pushes(self.cluster.kernel.now)
+        for effect in core.take_effects():
+            self._execute(effect)
+        due = max(core.next_tick(self.cluster.kernel.now), self.cluster.kernel.now + 0.001)
+        if due < self._tick_at:
+            self._tick_at = due
+            life = self.life
+            self.cluster.kernel.at(due, lambda: self._tick(life, due))
+
+    def _tick(self, life: int, due: float) -> None:
+        if life != self.life or self.core is None or due != self._tick_at:
+            return
+        self._tick_at = float("inf")
+        self.core.tick(self.cluster.kernel.now)
+        self.settle()
+
+    def _execute(self, effect: object) -> None:
+        if isinstance(effect, Ask):
+            self._ask_control(effect)
+        elif isinstance(effect, AskPeer):
+            self._ask_data(effect)
+        elif isinstance(effect, PullObject):
+            SimulatedPull(self, effect).start()
+        elif isinstance(effect, FetchSnapshot):
+            self._fetch_snapshot(effect)
+        elif isinstance(effect, Contact):
+            self._contact(effect)
+        elif isinstance(effect, SaveClusterRecord):
+            self.persistent.cluster_records.append(effect.signed)
+        elif isinstance(effect, OperationFinished):
+            done = self._waiting.pop(effect.operation, None)
+            if done is not None:
+                done(None)
+        else:
+            raise TypeError(f"the simulator does not know the effect {effect!r}")
+
+    # --- messages ----------------------------------------------------------------------------
+
+    def _round_trip(
+        self,
+        target: PeerId,
+        size_bytes: int,
+        timeout_seconds: float,
+        serve: Callable[[SimulatedPeer, Callable[[Any], None]], None],
+        finish: Callable[[Any], None],
+    ) -> None:
+        """Deliver a request, then its reply; `finish(None)` when nothing came in time."""
+        cluster, life = self.cluster, self.life
+        open_request = [True]
+
+        def end(reply: Any) -> None:
+            if open_request[0] and life == self.life and self.core is not None:
+                open_request[0] = False
+                finish(reply)
+                self.settle()
+
+        def arrive() -> None:
+            peer = cluster.by_peer_id.get(target)
+            if peer is None or peer.core is None:
+                return
+
+            def reply(message: Any) -> None:
+                cluster.network.send(peer.number, self.number, 64, lambda: end(message))
+
+            serve(peer, reply)
+            peer.settle()
+
+        peer = cluster.by_peer_id.get(target)
+        if peer is not None:
+            cluster.network.send(self.number, peer.number, size_bytes, arrive)
+        cluster.kernel.after(timeout_seconds, lambda: end(None))
+
+    def _ask_control(self, ask: Ask) -> None:
+        body = encode_body(ask.request)
+
+        def serve(peer: SimulatedPeer, reply: Callable[[Any], None]) -> None:
+            assert peer.core is not None
+            request = decode_body(control.REQUESTS[ask.kind], body)
+            try:
+                answer, effects = peer.core.gossip.serve(
+                    self.signer.peer_id, ask.kind, request, self.cluster.kernel.now
+                )
+            except ProtocolError:
+                self.cluster.protocol_errors += 1
+                return
+            for effect in effects:
+                peer.core.emit(effect)
+            reply(decode_body(control.REPLIES[ask.kind], encode_body(answer)))
+
+        def finish(answer: Any) -> None:
+            assert self.core is not None
+            for effect in self.core.gossip.answered(ask.token, answer, self.cluster.kernel.now):
+                self.core.emit(effect)
+
+        self._round_trip(ask.peer_id, len(body), ask.timeout_seconds, serve, finish)
+
+    def _ask_data(self, ask: AskPeer) -> None:
+        body = encode_body(ask.request)
+
+        def serve(peer: SimulatedPeer, reply: Callable[[Any], None]) -> None:
+            request = decode_body(data.REQUESTS[ask.kind], body)
+            peer.serve_data(self.signer.peer_id, ask.kind, request, reply)
+
+        def finish(answer: Reply) -> None:
+            assert self.core is not None
+            self.core.answered(ask.operation, ask.tag, answer, self.cluster.kernel.now)
+
+        self._round_trip(ask.peer_id, len(body), ask.timeout_seconds, serve, finish)
+
+    def serve_data(
+        self, sender: PeerId, kind: int, request: Message, reply: Callable[[Any], None]
+    ) -> None:
+        """Answer a data request as the data server does."""
+        assert self.core is not None
+        now = self.cluster.kernel.now
+        if isinstance(request, data.Get):
+            reply(self._slots_only(request))
+            return
+        try:
+            answer = self.core.serve(sender, kind, request, now)
+        except ProtocolError as error:
+            self.cluster.protocol_errors += 1
+            reply(Failure(int(Code.MALFORMED), str(error)))
+            return
+        if isinstance(answer, Operation):
+            operation, core = answer, self.core
+            self.when_done(operation, lambda: reply(core.replicated_reply(operation)))
+        else:
+            reply(answer)
+
+    def _slots_only(self, request: data.Get) -> data.Objects:
+        assert self.core is not None
+        core, items = self.core, []
+        for item in request.items:
+            entry = core.segment.find(item.digest, core.unix(self.cluster.kernel.now))
+            if entry is None:
+                items.append(
+                    data.ObjectReply(
+                        data.ObjectStatus.NOT_FOUND,
+                        incarnation=core.incarnation,
+                        sequence=core.gossip.log.sequence,
+                    )
+                )
+            else:
+                items.append(
+                    data.ObjectReply(
+                        data.ObjectStatus.OK,
+                        core.segment.slot_bytes(entry),
+                        core.segment.trailer_bytes(entry),
+                    )
+                )
+        return data.Objects(items)
+
+    def when_done(self, operation: Operation, action: Callable[[], None]) -> None:
+        """Run `action` when the operation has its result."""
+        if operation.done:
+            action()
+            return
+        earlier = self._waiting.get(operation.number)
+
+        def both(_: Any) -> None:
+            if earlier is not None:
+                earlier(None)
+            action()
+
+        self._waiting[operation.number] = both
+
+    def _fetch_snapshot(self, effect: FetchSnapshot) -> None:
+        def serve(peer: SimulatedPeer, reply: Callable[[Any], None]) -> None:
+            assert peer.core is not None
+            reply(peer.core.gossip.snapshot(effect.member))
+
+        def finish(snapshot: tuple[SnapshotHead, bytes] | None) -> None:
+            assert self.core is not None
+            head, packed = snapshot or (None, b"")
+            now = self.cluster.kernel.now
+            for more in self.core.gossip.snapshot_fetched(effect.token, head, packed, now):
+                self.core.emit(more)
+
+        self._round_trip(effect.peer_id, 64, 2.0, serve, finish)
+
+    def _contact(self, effect: Contact) -> None:
+        target = self.cluster.by_address.get(effect.addresses[0])
+
+        def serve(peer: SimulatedPeer, reply: Callable[[Any], None]) -> None:
+            reply(peer.signer.peer_id)
+
+        def finish(peer_id: PeerId | None) -> None:
+            assert self.core is not None
+            now = self.cluster.kernel.now
+            if peer_id is None:
+                more = self.core.gossip.contact_failed(effect.addresses, now)
+            else:
+                more = self.core.gossip.contacted(peer_id, effect.addresses, now)
+            for follow_up in more:
+                self.core.emit(follow_up)
+
+        peer_id = target.signer.peer_id if target is not None else b""
+        self._round_trip(peer_id, 64, 1.0, serve, finish)
+
+    # --- what a client would do --------------------------------------------------------------
+
+    def put(
+        self, key: str, value: bytes, *, replicas: int = 1, overwrite: bool = False
+    ) -> PutOperation | None:
+        """Put through the core; None when there is no room."""
+        assert self.core is not None
+        core, now = self.core, self.cluster.kernel.now
+        sums = chunk_sums(value)
+        trailer_bytes = len(encode_trailer(TrailerBody(NAMESPACE, key, sums)))
+        try:
+            reservation = core.segment.reserve(
+                len(value), trailer_bytes + 32, holder="client", now=core.unix(now)
+            )
+        except P2PStoreError:
+            return None
+        core.announce_withdrawn(now)
+        core.segment.reservation_view(reservation.number, holder="client")[: len(value)] = value
+        operation = PutOperation(
+            core,
+            PutSpec(
+                holder="client",
+                reservation=reservation.number,
+                namespace=NAMESPACE,
+                key=key,
+                length=len(value),
+                sums=sums,
+                root=root_checksum(len(value), sums),
+                replicas=replicas,
+                overwrite=overwrite,
+            ),
+        )
+        core.start(operation, now)
+        self.settle()
+        return operation
+
+    def get(self, digest: bytes, done: Callable[[bytes | Exception], None]) -> None:
+        """Fetch (or find) the object and hand over its bytes or the error."""
+        assert self.core is not None
+        core, now = self.core, self.cluster.kernel.now
+        entry = core.segment.find(digest, core.unix(now))
+        if entry is not None:
+            done(bytes(core.segment.payload(entry)))
+            return
+        operation = core.fetch(digest, now)
+
+        def finished() -> None:
+            result = operation.result
+            if isinstance(result, ObjectEntry):
+                current = core.segment.find(digest, core.unix(self.cluster.kernel.now))
+                if current is None:
+                    done(NoSuchKey("evicted again at once"))
+                else:
+                    done(bytes(core.segment.payload(current)))
+            else:
+                done(result)
+
+        self.when_done(operation, finished)
+        self.settle()
+
+    def remove(self, key: str) -> RemoveOperation:
+        """Remove everywhere."""
+        assert self.core is not None
+        operation = RemoveOperation(self.core, NAMESPACE, [key])
+        self.core.start(operation, self.cluster.kernel.now)
+        self.settle()
+        return operation
+
+
+class SimulatedPull:
+    """One `PullObject`: tries its copies in order, reading each holder's memory without a lock."""
+
+    def __init__(self, peer: SimulatedPeer, effect: PullObject) -> None:
+        self.peer = peer
+        self.effect = effect
+        self.life = peer.life
+        self.failures: list[PullFailure] = []
+        self.copies = list(effect.copies)
+        self.attempt = 0
+        self.destination: CopyDestination | None = None
+        self.error: Exception | None = None
+
+    @property
+    def _alive(self) -> bool:
+        return self.life == self.peer.life and self.peer.core is not None
+
+    def start(self) -> None:
+        """Begin with the first copy."""
+        assert self.peer.core is not None
+        try:
+            self.destination = self.peer.core.copy_destination(
+                self.effect.operation, self.peer.cluster.kernel.now
+            )
+        except NoSuchKey:
+            return
+        self._next()
+
+    def _next(self) -> None:
+        if not self.copies or self.error is not None:
+            self._end(delivered=False)
+            return
+        copy = self.copies.pop(0)
+        self.attempt += 1
+        attempt, cluster = self.attempt, self.peer.cluster
+
+        def failed(code: int, incarnation: int = 0, sequence: int = 0) -> None:
+            if self._alive and attempt == self.attempt:
+                self.attempt += 1
+                self.failures.append(PullFailure(copy.member, code, "", incarnation, sequence))
+                self._next()
+                self.peer.settle()
+
+        def read_first() -> None:
+            holder = cluster.by_peer_id[copy.peer_id]
+            core = holder.core
+            if core is None or not self._alive or attempt != self.attempt:
+                return
+            entry = core.segment.find(self.effect.digest, core.unix(cluster.kernel.now))
+            if entry is None:
+                log = core.gossip.log.sequence
+                cluster.network.send(
+                    holder.number,
+                    self.peer.number,
+                    64,
+                    lambda: failed(int(Code.NO_SUCH_KEY), core.incarnation, log),
+                )
+                return
+            slot_bytes, trailer_bytes = (
+                core.segment.slot_bytes(entry),
+                core.segment.trailer_bytes(entry),
+            )
+            half = entry.length // 2
+            memory = holder.memory[entry.offset : entry.offset + entry.length]
+            first = bytes(memory[:half])
+            life = holder.life
+
+            def read_second() -> None:
+                if holder.life != life:
+                    return  # the process is gone and its memory with it
+                second = bytes(memory[half:])
+                cluster.network.send(
+                    holder.number,
+                    self.peer.number,
+                    len(memory),
+                    lambda: self._deliver(
+                        attempt, slot_bytes, trailer_bytes, first + second, failed
+                    ),
+                )
+
+            cluster.kernel.after(cluster.pull_seconds, read_second)
+
+        holder = cluster.by_peer_id[copy.peer_id]
+        cluster.network.send(self.peer.number, holder.number, 64, read_first)
+        cluster.kernel.after(PULL_TIMEOUT_SECONDS, lambda: failed(int(Code.DEADLINE_EXCEEDED)))
+
+    def _deliver(
+        self,
+        attempt: int,
+        slot_bytes: bytes,
+        trailer_bytes: bytes,
+        payload: bytes,
+        failed: Callable[[int], None],
+    ) -> None:
+        if not self._alive or attempt != self.attempt:
+            return
+        slot, trailer = decode_slot(slot_bytes), decode_trailer(trailer_bytes)
+        if (
+            slot is None
+            or trailer is None
+            or slot.digest != self.effect.digest
+            or not trailer_matches(trailer, slot)
+            or chunk_sums(payload) != trailer.sums
+        ):
+            self.peer.cluster.refused_copies += 1
+            failed(int(Code.STALE))
+            return
+        assert self.destination is not None
+        try:
+            self.destination.prepare(slot, trailer)[: len(payload)] = payload
+        except NoSuchKey:
+            failed(int(Code.STALE))
+            return
+        except P2PStoreError as error:
+            self.error = error
+            self._end(delivered=False)
+            self.peer.settle()
+            return
+        self.attempt += 1
+        delivered = self.destination.commit(self.peer.cluster.kernel.now) is not None
+        self._end(delivered=delivered)
+        self.peer.settle()
+
+    def _end(self, *, delivered: bool) -> None:
+        assert self.peer.core is not None
+        assert self.destination is not None
+        if not delivered:
+            self.destination.abort()
+        self.peer.core.pulled(
+            self.effect.operation,
+            PullOutcome(delivered, tuple(self.failures), self.error),
+            self.peer.cluster.kernel.now,
+        )
+
+
+class SimulatedCluster:
+    """Peers, their network, and what may be asked of the whole."""
+
+    def __init__(
+        self, kernel: Kernel, network: FaultyNetwork, peers: int, memory_bytes: int = 4 * MIB
+    ) -> None:
+        self.kernel = kernel
+        self.network = network
+        self.pull_seconds = PULL_SECONDS
+        self.protocol_errors = 0
+        self.refused_copies = 0
+        self.peers = [SimulatedPeer(self, number, memory_bytes) for number in range(peers)]
+        self.by_peer_id = {peer.signer.peer_id: peer for peer in self.peers}
+        self.by_address = {peer.address: peer for peer in self.peers}
+
+    def boot_all(self) -> None:
+        """Start every peer; all know the first one's address."""
+        for peer in self.peers:
+            peer.boot([] if peer.number == 0 else [self.peers[0].address])
+
+    @property
+    def running(self) -> list[SimulatedPeer]:
+        return [peer for peer in self.peers if peer.core is not None]
+
+    def disagreements(self) -> list[str]:
+        """What keeps the running peers from agreeing: members, locations, floors. Empty when they do."""
+        problems = []
+        for peer in self.running:
+            assert peer.core is not None
+            for other in self.running:
+                assert other.core is not None
+                if other is peer:
+                    continue
+                problems += _disagreements_about(peer.core, other.core, peer.address, other.address)
+        hashes = {peer.core.gossip.cluster_records.hash for peer in self.running if peer.core}
+        if len(hashes) > 1:
+            problems.append("floors differ")
+        return problems
+
+
+def _disagreements_about(mine: PeerCore, theirs: PeerCore, me: str, them: str) -> list[str]:
+    problems = []
+    live = set(mine.live_peers())
+    if theirs.peer_id not in live:
+        problems.append(f"{me} does not see {them} alive")
+    seen, real = mine.gossip.directory.head(theirs.member), theirs.gossip.log.head
+    if seen != real:
+        problems.append(f"{me} knows the log of {them} as {seen}, which is {real}")
+    return problems

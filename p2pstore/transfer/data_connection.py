@@ -1,0 +1,476 @@
+"""The connecting side of a data connection: hello, requests, verified pulls. Over any `ByteStream`.
+
+Bytes are received straight into the destination and each 1 MiB chunk is checked as soon as it is
+there, while it is still in the cache: checking after the fact would cost a quarter of the throughput.
+One task or thread uses a connection at a time (`p2pstore.transfer.data_pool` sees to that). When an
+operation ends in the middle of a reply, by error or cancellation, the connection is closed: what was still on its
+way would be taken for the next reply.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, TypeVar
+
+from p2pstore.errors import AuthenticationFailed, P2PStoreError, ProtocolError
+from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES, MIB, PART_BYTES, chunk_count, chunk_sum
+from p2pstore.streams import ByteStream
+from p2pstore.transfer.layout import Slot, TrailerBody
+from p2pstore.transfer.messages import (
+    REPLIES,
+    DataKind,
+    Get,
+    GetItem,
+    Hello,
+    HelloReply,
+    ObjectReply,
+    Objects,
+    ObjectStatus,
+    Proof,
+)
+from p2pstore.transfer.tickets import NONCE_BYTES, GrantedTicket, check_proof, prove
+from p2pstore.transfer.transport import (
+    Destination,
+    Pulled,
+    PullFailed,
+    check_object,
+    checked_view,
+    unpack_sums,
+)
+from p2pstore.wire import (
+    DATA_REPLY_LIMITS,
+    ERROR,
+    HEADER_BYTES,
+    MAX_PROTOCOL_VERSION,
+    MIN_PROTOCOL_VERSION,
+    PREFACE_DATA,
+    REPLY,
+    Code,
+    Failure,
+    FrameHeader,
+    Message,
+    code_of,
+    decode_body,
+    decode_header,
+    encode_frame,
+    error_of,
+    negotiate_version,
+)
+
+R = TypeVar("R", bound=Message)
+ItemOutcome = Pulled | P2PStoreError | ValueError
+"""One item of a batch: pulled, or why not."""
+
+PART_CHUNKS: Final = PART_BYTES // CHUNK_BYTES
+BATCH_ITEMS: Final = 512
+"""Objects in one GET of `pull_many`."""
+INBOX_BYTES: Final = 128 * 1024
+DISCARD_BYTES: Final = MIB
+"""Bytes nobody wants that are read to keep a connection; for more, a new connection is cheaper."""
+TRANSPORT_NAME: Final = "tcp"
+
+
+class Inbox:
+    """Received bytes before they have a place: headers, bodies and small payloads that came with them.
+
+    One receive brings a small reply whole. Large payloads bypass it.
+    """
+
+    def __init__(self, stream: ByteStream) -> None:
+        self._stream = stream
+        self._buffer = memoryview(bytearray(INBOX_BYTES))
+        self._start = 0
+        self._end = 0
+        self.received_any = False
+
+    async def read_into(self, view: memoryview) -> None:
+        """Fill `view`. Raises `ConnectionResetError` when the other side closes before."""
+        position = self._take(view)
+        while position < len(view):
+            if len(view) >= INBOX_BYTES:
+                position += self._count(await self._stream.receive_into(view[position:]))
+            else:
+                self._start = 0
+                self._end = 0
+                self._end = self._count(await self._stream.receive_into(self._buffer))
+                position += self._take(view[position:])
+
+    async def read(self, length: int) -> bytearray:
+        """The next `length` bytes, in memory of their own."""
+        if length <= self._end - self._start:
+            self._start += length
+            return bytearray(self._buffer[self._start - length : self._start])
+        data = bytearray(length)
+        await self.read_into(memoryview(data))
+        return data
+
+    async def discard(self, length: int) -> None:
+        """Read `length` bytes and forget them."""
+        scratch = memoryview(bytearray(min(length, INBOX_BYTES)))
+        while length:
+            count = min(length, len(scratch))
+            await self.read_into(scratch[:count])
+            length -= count
+
+    def _take(self, view: memoryview) -> int:
+        count = min(len(view), self._end - self._start)
+        if count:  # at most 128 KiB: too little to matter that this holds the GIL
+            view[:count] = self._buffer[self._start : self._start + count]
+            self._start += count
+        return count
+
+    def _count(self, count: int) -> int:
+        if count == 0:
+            raise ConnectionResetError("the other side closed the connection")
+        self.received_any = True
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """A GET under way: its request id and what was asked for."""
+
+    request_id: int
+    items: tuple[GetItem, ...]
+
+
+class DataConnection:
+    """An authenticated connection to another peer. Make one with `DataConnection.open`.
+
+    Every method raises `OSError` when the connection breaks, `DeadlineExceeded` when nothing moves for
+    `stream.progress_seconds` and `ProtocolError` when the other side talks nonsense; the connection is
+    closed then.
+    """
+
+    def __init__(self, stream: ByteStream) -> None:
+        self.stream = stream
+        self.incarnation = 0
+        self.closed = False
+        self._inbox = Inbox(stream)
+        self._last_request_id = 0
+        self._unanswered = 0
+        self._bulk_left = 0
+        self._damaged = False
+
+    @classmethod
+    async def open(
+        cls, stream: ByteStream, granted: GrantedTicket, software: str = ""
+    ) -> DataConnection:
+        """Shake hands over a fresh stream. Raises `AuthenticationFailed` or `ProtocolMismatch`; then, as
+        after any error, the stream is closed."""
+        connection = cls(stream)
+        try:
+            await connection._shake_hands(granted, software)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def _shake_hands(self, granted: GrantedTicket, software: str) -> None:
+        nonce = os.urandom(NONCE_BYTES)
+        hello = Hello(MIN_PROTOCOL_VERSION, MAX_PROTOCOL_VERSION, granted.ticket, nonce, software)
+        self._unanswered += 1
+        await self.stream.send(PREFACE_DATA + encode_frame(DataKind.HELLO, 0, hello))
+        reply = await self._receive(DataKind.HELLO, 0, HelloReply)
+        negotiate_version(reply.version, reply.version)
+        if len(reply.nonce) != NONCE_BYTES or not check_proof(
+            granted.secret, b"server", nonce, reply.nonce, reply.proof
+        ):
+            raise AuthenticationFailed(
+                "the other peer did not prove that it holds this cluster's key: something else answers at "
+                "its data address, or its cluster key file differs"
+            )
+        self.incarnation = reply.incarnation
+        proof = Proof(prove(granted.secret, b"client", nonce, reply.nonce))
+        await self.stream.send(encode_frame(DataKind.PROOF, 0, proof))
+
+    def close(self) -> None:
+        """Close at once."""
+        self.closed = True
+        self.stream.close()
+
+    @property
+    def received_any(self) -> bool:
+        """Whether any byte came since `start_watching`."""
+        return self._inbox.received_any
+
+    def start_watching(self) -> None:
+        """Forget what came so far: tells a connection that went stale while idle from one that broke in
+        the middle of an answer."""
+        self._inbox.received_any = False
+
+    # --- requests ----------------------------------------------------------------------------
+
+    async def request(self, kind: DataKind, message: Message) -> Message:
+        """Ask something other than GET. Raises the error that the other side answered."""
+        reply, _ = await self.request_bulk(kind, message, 0)
+        return reply
+
+    async def request_bulk(
+        self, kind: DataKind, message: Message, max_bulk_bytes: int
+    ) -> tuple[Message, bytearray]:
+        """Like `request`, with the reply's bulk bytes. Raises `ProtocolError` when there are more of them
+        than `max_bulk_bytes`."""
+        with self._operation():
+            request_id = await self._send(kind, message)
+            reply: Message = await self._receive(kind, request_id, REPLIES[kind])
+            if self._bulk_left > max_bulk_bytes:
+                raise ProtocolError(
+                    f"the reply to {kind.name} announces {self._bulk_left:,} bytes of bulk; "
+                    f"at most {max_bulk_bytes:,} were expected"
+                )
+            bulk = await self._inbox.read(self._bulk_left)
+            self._bulk_left = 0
+            return reply, bulk
+
+    async def pull(self, digest: bytes, destination: Destination, slot_hint: int = 0) -> Pulled:
+        """Read one object. Raises `PullFailed`, or what `destination.prepare` raises."""
+        with self._operation():
+            first = GetItem(digest, 0, PART_CHUNKS, slot_hint)
+            return await self._pull(await self._send_get((first,)), destination)
+
+    async def pull_many(self, items: Sequence[tuple[bytes, Destination]]) -> list[ItemOutcome]:
+        """Read many objects, small ones together in few frames: per item what was pulled, or why not.
+
+        An item's own failure, and what its `destination.prepare` raises, is that item's result. When the
+        connection fails on the way, what was pulled before stands and the rest is `PullFailed`; raises
+        only when nothing was pulled.
+        """
+        results: list[ItemOutcome] = []
+        with self._operation():
+            try:
+                await self._pull_batches(items, results)
+                for index, result in enumerate(results):
+                    if isinstance(result, PullFailed) and result.code is Code.OBJECT_TOO_LARGE:
+                        results[index] = await self._pull_alone(*items[index])
+            except (OSError, ProtocolError, PullFailed) as error:
+                if not results:
+                    raise
+                self.close()
+                failure = failure_of(error)
+                results += [failure] * (len(items) - len(results))
+        return results
+
+    async def _pull_batches(
+        self, items: Sequence[tuple[bytes, Destination]], results: list[ItemOutcome]
+    ) -> None:
+        batches = [items[at : at + BATCH_ITEMS] for at in range(0, len(items), BATCH_ITEMS)]
+        expected = await self._send_batch(batches[0]) if batches else None
+        for number, batch in enumerate(batches):
+            assert expected is not None
+            asked = expected.items
+            objects = await self._receive_objects(expected)
+            if number + 1 < len(batches):  # the other side works on it while we receive
+                expected = await self._send_batch(batches[number + 1])
+            for reply, item, (_, destination) in zip(objects, asked, batch, strict=True):
+                results.append(await self._receive_item(reply, item, destination))
+
+    # --- pulls -------------------------------------------------------------------------------
+
+    async def _pull_alone(self, digest: bytes, destination: Destination) -> ItemOutcome:
+        """An item that did not fit into the reply with the others."""
+        expected = await self._send_get((GetItem(digest, 0, PART_CHUNKS),))
+        try:
+            return await self._pull(expected, destination)
+        except (P2PStoreError, ValueError) as error:
+            if self._unanswered or self._bulk_left:
+                raise
+            return error
+
+    async def _pull(self, expected: _Expected, destination: Destination) -> Pulled:
+        digest = expected.items[0].digest
+        (reply,) = await self._receive_objects(expected)
+        try:
+            slot, trailer = self._check_reply(reply, expected.items[0])
+            view = checked_view(destination, slot, trailer)
+        except (P2PStoreError, ValueError):
+            await self._discard_small(reply.bulk_bytes)
+            raise
+        sums = unpack_sums(trailer.sums, slot.length)
+        for first in range(0, max(1, len(sums)), PART_CHUNKS):
+            if first:
+                (reply,) = await self._receive_objects(expected)
+                later, _ = self._check_reply(reply, expected.items[0])
+                if (later.version, later.length) != (slot.version, slot.length):
+                    raise PullFailed(Code.STALE, "the holder replaced the object while it was read")
+            following = first + PART_CHUNKS
+            if following < len(sums):  # sent before this part is read, so that the pipe stays full
+                expected = await self._send_get((GetItem(digest, following, PART_CHUNKS),))
+            await self._receive_chunks(view, sums, first, min(following, len(sums)))
+        return Pulled(slot, trailer, slot.length, TRANSPORT_NAME)
+
+    async def _receive_item(
+        self, reply: ObjectReply, asked: GetItem, destination: Destination
+    ) -> ItemOutcome:
+        """One item of a batch. What does not verify is its result; the next item's bytes follow anyway."""
+        if self._bulk_left < reply.bulk_bytes:
+            raise ProtocolError("the items of a reply claim more bytes than it has")
+        left_after = self._bulk_left - reply.bulk_bytes
+        try:
+            slot, trailer = self._check_reply(reply, asked)
+            view = checked_view(destination, slot, trailer)
+            sums = unpack_sums(trailer.sums, slot.length)
+            await self._receive_chunks(view, sums, 0, len(sums))
+        except (P2PStoreError, ValueError) as error:
+            if isinstance(error, (ProtocolError, OSError)):
+                raise
+            self._damaged = self._damaged or is_damage(error)
+            await self._inbox.discard(self._bulk_left - left_after)
+            self._bulk_left = left_after
+            return error
+        return Pulled(slot, trailer, slot.length, TRANSPORT_NAME)
+
+    def _check_reply(self, reply: ObjectReply, asked: GetItem) -> tuple[Slot, TrailerBody]:
+        """Slot and trailer of an answer that claims to have the object, verified."""
+        if reply.status == ObjectStatus.NOT_FOUND:
+            raise PullFailed(
+                Code.NO_SUCH_KEY,
+                "the holder does not have the object any more",
+                incarnation=reply.incarnation,
+                sequence=reply.sequence,
+            )
+        if reply.status == ObjectStatus.BUSY:
+            raise PullFailed(Code.BUSY, "the holder has all its upload slots taken")
+        if reply.status == ObjectStatus.TOO_LARGE:
+            raise PullFailed(Code.OBJECT_TOO_LARGE, "the object did not fit into the reply")
+        if reply.status != ObjectStatus.OK:
+            raise PullFailed(Code.UNSUPPORTED, f"the holder answered with status {reply.status}")
+        slot, trailer = check_object(reply.slot, reply.trailer, asked.digest)
+        if slot.length > MAX_OBJECT_BYTES:
+            raise PullFailed(Code.OBJECT_TOO_LARGE, "the holder claims an object above 4 GiB")
+        last_chunk = chunk_count(slot.length)
+        if asked.chunk_count:
+            last_chunk = min(last_chunk, asked.first_chunk + asked.chunk_count)
+        end = min(slot.length, last_chunk * CHUNK_BYTES)
+        if reply.bulk_bytes != max(0, end - asked.first_chunk * CHUNK_BYTES):
+            raise PullFailed(Code.MALFORMED, "the holder sent another range than it was asked for")
+        return slot, trailer
+
+    async def _receive_chunks(
+        self, view: memoryview, sums: Sequence[int], first: int, last: int
+    ) -> None:
+        for number in range(first, last):
+            chunk = view[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+            await self._inbox.read_into(chunk)
+            self._bulk_left -= len(chunk)
+            if chunk_sum(chunk) != sums[number]:
+                raise PullFailed(
+                    Code.STALE,
+                    f"chunk {number} of the object arrived damaged; nothing was delivered",
+                )
+
+    async def _discard_small(self, bulk_bytes: int) -> None:
+        """Skip a payload that nobody wants, if that is cheaper than a new connection."""
+        if self._bulk_left == bulk_bytes <= DISCARD_BYTES and not self._unanswered:
+            await self._inbox.discard(bulk_bytes)
+            self._bulk_left = 0
+
+    # --- frames ------------------------------------------------------------------------------
+
+    async def _send_batch(self, batch: Sequence[tuple[bytes, Destination]]) -> _Expected:
+        return await self._send_get(tuple(GetItem(digest) for digest, _ in batch))
+
+    async def _send_get(self, items: tuple[GetItem, ...]) -> _Expected:
+        return _Expected(await self._send(DataKind.GET, Get(list(items))), items)
+
+    async def _send(self, kind: DataKind, message: Message) -> int:
+        self._last_request_id = self._last_request_id % 0xFFFF_FFFF + 1
+        self._unanswered += 1
+        await self.stream.send(encode_frame(kind, self._last_request_id, message))
+        return self._last_request_id
+
+    async def _receive_objects(self, expected: _Expected) -> list[ObjectReply]:
+        objects = await self._receive(DataKind.GET, expected.request_id, Objects)
+        if len(objects.items) != len(expected.items):
+            raise ProtocolError("the reply to GET has another number of items than the request")
+        if sum(item.bulk_bytes for item in objects.items) != self._bulk_left or any(
+            item.bulk_bytes < 0 for item in objects.items
+        ):
+            raise ProtocolError("the items of a reply do not add up to its bulk bytes")
+        return objects.items
+
+    async def _receive(self, kind: DataKind, request_id: int, reply_type: type[R]) -> R:
+        """Header and body of the next reply; its bulk bytes are left to the caller."""
+        if self._bulk_left:
+            raise ProtocolError("the previous reply's bulk bytes were not read")
+        header = decode_header(await self._inbox.read(HEADER_BYTES), DATA_REPLY_LIMITS)
+        body = await self._inbox.read(header.body_length)
+        if header.flags & ERROR:
+            failure = decode_body(Failure, body)
+            self._check_order(header, kind, request_id, failure)
+            if kind is DataKind.GET:
+                raise PullFailed(_known(failure.code), failure.text)
+            raise error_of(failure.code, failure.text, failure.detail)
+        self._check_order(header, kind, request_id, None)
+        return decode_body(reply_type, body)
+
+    def _check_order(
+        self, header: FrameHeader, kind: DataKind, request_id: int, failure: Failure | None
+    ) -> None:
+        """Replies come in the order of requests, because one task at a time uses the connection."""
+        if failure is not None and header.kind in (DataKind.HELLO, DataKind.PROOF):
+            return  # the other side ends the connection and says why
+        if not header.flags & REPLY or (header.kind, header.request_id) != (kind, request_id):
+            raise ProtocolError(
+                f"expected the reply {request_id} of kind {kind.name}, "
+                f"got {header.request_id} of kind {header.kind}"
+            )
+        if failure is not None and header.bulk_length:
+            raise ProtocolError("a failure carries bulk bytes")
+        self._unanswered -= 1
+        self._bulk_left = header.bulk_length
+
+    def _operation(self) -> _Operation:
+        return _Operation(self)
+
+    @property
+    def in_the_middle(self) -> bool:
+        """Whether the next exchange cannot begin here: an earlier one is unfinished, or was damaged."""
+        return self._unanswered > 0 or self._bulk_left > 0 or self._damaged
+
+
+def _known(code: int) -> Code:
+    """A code as sent; INTERNAL for one that a newer version made up."""
+    return Code(code) if code in Code._value2member_map_ else Code.INTERNAL
+
+
+def is_damage(error: BaseException | None) -> bool:
+    """Whether what this side received makes no sense, so that it should not go on with the other."""
+    if isinstance(error, PullFailed):
+        return error.code in (Code.STALE, Code.MALFORMED)
+    return isinstance(error, (OSError, ProtocolError))
+
+
+def failure_of(error: Exception) -> PullFailed:
+    """A broken connection as the failure of a pull; another transport may still get there."""
+    if isinstance(error, PullFailed):
+        return error
+    code = code_of(error)
+    if isinstance(error, OSError) and code is Code.INTERNAL:
+        code = Code.UNAVAILABLE
+    return PullFailed(code, str(error), retriable=True)
+
+
+class _Operation:
+    """Closes the connection when an exchange does not end where the next one can begin."""
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: DataConnection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        if self._connection.closed:
+            raise ConnectionResetError("the connection is closed")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._connection.in_the_middle or is_damage(error):
+            self._connection.close()

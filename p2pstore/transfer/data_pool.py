@@ -1,0 +1,363 @@
+"""Pooled data connections to other peers, and TCP as a transport.
+
+A peer has a few places for connections; who wants one takes an idle place, or queues at the least
+crowded. So there is a limit on connections whatever the load, and a peer restarted meanwhile costs a silent
+reconnect.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from p2pstore.config import split_address
+from p2pstore.errors import (
+    AuthenticationFailed,
+    DeadlineExceeded,
+    ProtocolError,
+    ProtocolMismatch,
+    StoreClosed,
+    Unavailable,
+)
+from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver
+from p2pstore.transfer.data_connection import (
+    TRANSPORT_NAME,
+    DataConnection,
+    ItemOutcome,
+    failure_of,
+)
+from p2pstore.transfer.messages import DataKind
+from p2pstore.transfer.tickets import GrantedTicket
+from p2pstore.transfer.transport import Destination, Pulled, PullFailed, RemoteCopy, RemotePeer
+from p2pstore.wire import Message
+
+T = TypeVar("T")
+
+CONNECT_SECONDS: Final = 3.0
+"""For each address of a peer: connect, then again for the hello."""
+IDLE_SECONDS: Final = 300.0
+"""Older idle connections are not trusted: the other side closes them after 600 s, firewalls earlier."""
+MAX_PLACES: Final = 32
+MAX_IDLE: Final = 256
+
+TicketSource = Callable[[RemotePeer], GrantedTicket]
+"""A ticket for this peer, for those who can issue one. Raises `AuthenticationFailed` when it cannot."""
+
+
+def carried_ticket(peer: RemotePeer) -> GrantedTicket:
+    """The ticket source of those who cannot issue any: what came with the copy."""
+    if peer.ticket is None:
+        raise AuthenticationFailed(
+            "there is no ticket for this peer: ask the local peer for a plan"
+        )
+    return peer.ticket
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Room for one connection. `users` have it or queue for it."""
+
+    lock: AbstractAsyncContextManager[Any]
+    users: int = 0
+    connection: DataConnection | None = None
+    idle_since: float = 0.0
+
+
+class DataPool:
+    """Connections to any number of peers, for any number of tasks (or threads, with blocking sockets).
+
+    At most `max_places` connections to one peer; of those `idle_per_peer` are kept when idle, and
+    `max_idle` over all peers.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        ticket_source: TicketSource = carried_ticket,
+        *,
+        max_places: int = MAX_PLACES,
+        idle_per_peer: int = 4,
+        max_idle: int = MAX_IDLE,
+        progress_seconds: float = DEFAULT_PROGRESS_SECONDS,
+        connect_seconds: float = CONNECT_SECONDS,
+        software: str = "",
+    ) -> None:
+        self._driver = driver
+        self._ticket_source = ticket_source
+        self._max_places = max_places
+        self._idle_per_peer = idle_per_peer
+        self._max_idle = max_idle
+        self._progress_seconds = progress_seconds
+        self._connect_seconds = connect_seconds
+        self._software = software
+        self._peers: dict[bytes, list[_Place]] = {}
+        self._state = threading.Lock()  # guards the places; held for microseconds, never awaited in
+        self._closed = False
+
+    async def request(
+        self,
+        peer: RemotePeer,
+        kind: DataKind,
+        message: Message,
+        timeout_seconds: float = DEFAULT_PROGRESS_SECONDS,
+    ) -> Message:
+        """One request and its reply. `timeout_seconds` without progress raises `DeadlineExceeded`; a peer
+        that cannot be reached `Unavailable`; what it answers may be any error."""
+        reply, _ = await self.request_bulk(peer, kind, message, 0, timeout_seconds)
+        return reply
+
+    async def request_bulk(
+        self,
+        peer: RemotePeer,
+        kind: DataKind,
+        message: Message,
+        max_bulk_bytes: int,
+        timeout_seconds: float = DEFAULT_PROGRESS_SECONDS,
+    ) -> tuple[Message, bytearray]:
+        """Like `request`, with up to `max_bulk_bytes` of bulk."""
+        try:
+            return await self._use(
+                peer,
+                timeout_seconds,
+                lambda connection: connection.request_bulk(kind, message, max_bulk_bytes),
+            )
+        except DeadlineExceeded:
+            raise
+        except OSError as error:
+            raise Unavailable(
+                f"the connection to {_addresses(peer)} broke: {str(error) or type(error).__name__}"
+            ) from error
+
+    async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
+        """Read one object. Raises `PullFailed`, or what `destination.prepare` raises."""
+        guarded = _Guarded(destination)
+        try:
+            return await self._use(
+                copy,
+                self._progress_seconds,
+                lambda connection: connection.pull(digest, guarded, copy.slot),
+            )
+        except PullFailed:
+            raise
+        except Exception as error:
+            if error is guarded.error or not _is_connection_error(error):
+                raise
+            raise failure_of(error) from error
+
+    async def pull_many(
+        self, peer: RemotePeer, items: Sequence[tuple[bytes, Destination]]
+    ) -> list[ItemOutcome]:
+        """Read many objects of one holder; per item what was pulled, or why not. Raises nothing but
+        cancellation."""
+        try:
+            return await self._use(
+                peer, self._progress_seconds, lambda connection: connection.pull_many(items)
+            )
+        except Exception as error:
+            if not _is_connection_error(error):
+                raise
+            return [failure_of(error)] * len(items)
+
+    def close(self) -> None:
+        """Close every connection; those in use fail at their next step."""
+        with self._state:
+            self._closed = True
+            places = [place for some in self._peers.values() for place in some]
+            self._peers.clear()
+        for place in places:
+            if place.connection is not None:
+                place.connection.close()
+
+    @property
+    def open_connections(self) -> int:
+        """Connections that are open now, idle or in use."""
+        with self._state:
+            return sum(_is_open(place) for places in self._peers.values() for place in places)
+
+    # --- places ------------------------------------------------------------------------------
+
+    async def _use(
+        self,
+        peer: RemotePeer,
+        progress_seconds: float,
+        action: Callable[[DataConnection], Awaitable[T]],
+    ) -> T:
+        """Run `action` on a connection; once more on a fresh one when a kept one turns out dead."""
+        place = self._choose(peer.peer_id)
+        try:
+            async with place.lock:
+                kept = self._take_kept(place)
+                if kept is not None:
+                    kept.stream.progress_seconds = progress_seconds
+                    kept.start_watching()
+                    try:
+                        return await action(kept)
+                    except OSError as error:
+                        if isinstance(error, DeadlineExceeded) or kept.received_any:
+                            raise
+                connection = await self._connect(peer)
+                self._keep(place, connection)
+                connection.stream.progress_seconds = progress_seconds
+                return await action(connection)
+        finally:
+            self._give_back(peer.peer_id, place)
+
+    def _choose(self, peer_id: bytes) -> _Place:
+        with self._state:
+            if self._closed:
+                raise StoreClosed("the data connections were closed")
+            places = self._peers.setdefault(peer_id, [])
+            idle = [place for place in places if not place.users]
+            if idle:  # the one used last: its connection is the most likely to be alive
+                place = max(idle, key=lambda each: (_is_open(each), each.idle_since))
+            elif len(places) < self._max_places:
+                place = _Place(self._driver.lock())
+                places.append(place)
+            else:
+                place = min(places, key=lambda each: each.users)
+            place.users += 1
+            return place
+
+    def _take_kept(self, place: _Place) -> DataConnection | None:
+        connection = place.connection
+        if connection is None or connection.closed:
+            return None
+        if time.monotonic() - place.idle_since > IDLE_SECONDS:
+            connection.close()
+            return None
+        return connection
+
+    def _keep(self, place: _Place, connection: DataConnection) -> None:
+        with self._state:
+            if self._closed:
+                connection.close()
+                raise StoreClosed("the data connections were closed")
+            place.connection = connection
+
+    def _give_back(self, peer_id: bytes, place: _Place) -> None:
+        """Leave a place; close what would be too many idle connections."""
+        with self._state:
+            place.users -= 1
+            place.idle_since = time.monotonic()
+            places = self._peers.get(peer_id)
+            if places is None or place.users:
+                return
+            if len(places) <= self._idle_per_peer and _is_open(place) and self._few_peers():
+                return
+            _close_oldest(places, self._idle_per_peer)
+            self._drop_empty(peer_id)
+            if not self._few_peers():
+                _close_oldest(
+                    [each for some in self._peers.values() for each in some], self._max_idle
+                )
+                for other in list(self._peers):
+                    self._drop_empty(other)
+
+    def _few_peers(self) -> bool:
+        """Whether the limit over all peers cannot be reached."""
+        return len(self._peers) * self._idle_per_peer <= self._max_idle
+
+    def _drop_empty(self, peer_id: bytes) -> None:
+        places = [each for each in self._peers[peer_id] if each.users or _is_open(each)]
+        if places:
+            self._peers[peer_id] = places
+        else:
+            del self._peers[peer_id]
+
+    # --- connecting --------------------------------------------------------------------------
+
+    async def _connect(self, peer: RemotePeer) -> DataConnection:
+        """Try the peer's addresses in turn. Raises `Unavailable` when none answers, and what the hello
+        raised when one did and refused."""
+        if not peer.data:
+            raise Unavailable("the peer advertises no data address")
+        reasons: list[str] = []
+        refusal: Exception | None = None
+        for address in peer.data:
+            try:
+                return await self._connect_to(address, self._ticket(peer))
+            except (AuthenticationFailed, ProtocolMismatch, ProtocolError) as error:
+                refusal = refusal or error
+                reasons.append(f"{address}: {error}")
+            except (OSError, DeadlineExceeded) as error:
+                reasons.append(f"{address}: {str(error) or type(error).__name__}")
+        if refusal is not None:
+            raise refusal
+        raise Unavailable(f"the peer cannot be reached over TCP ({'; '.join(reasons)})")
+
+    def _ticket(self, peer: RemotePeer) -> GrantedTicket:
+        return peer.ticket if peer.ticket is not None else self._ticket_source(peer)
+
+    async def _connect_to(self, address: str, granted: GrantedTicket) -> DataConnection:
+        host, port = split_address(address, "data address")
+        stream = await self._driver.connect_tcp(host, port, self._connect_seconds)
+        stream.progress_seconds = self._connect_seconds
+        return await DataConnection.open(stream, granted, self._software)
+
+
+class _Guarded:
+    """Remembers what a destination raised, to tell its errors from the connection's."""
+
+    def __init__(self, destination: Destination) -> None:
+        self._destination = destination
+        self.error: BaseException | None = None
+
+    def prepare(self, slot: Any, trailer: Any) -> memoryview:
+        try:
+            return self._destination.prepare(slot, trailer)
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+def _close_oldest(places: Sequence[_Place], keep: int) -> None:
+    """Close idle connections, those unused for longest first, until `keep` are left."""
+    idle = sorted(
+        (each for each in places if not each.users and _is_open(each)),
+        key=lambda each: each.idle_since,
+    )
+    for place in idle[: max(0, len(idle) - keep)]:
+        assert place.connection is not None
+        place.connection.close()
+
+
+def _is_open(place: _Place) -> bool:
+    return place.connection is not None and not place.connection.closed
+
+
+def _is_connection_error(error: Exception) -> bool:
+    return isinstance(
+        error,
+        OSError
+        | ProtocolError
+        | ProtocolMismatch
+        | AuthenticationFailed
+        | Unavailable
+        | PullFailed,
+    )
+
+
+def _addresses(peer: RemotePeer) -> str:
+    return ", ".join(peer.data) or "the peer"
+
+
+class TcpTransport:
+    """`Transport` over a `DataPool`: reaches every peer that advertises a data address."""
+
+    name = TRANSPORT_NAME
+
+    def __init__(self, pool: DataPool) -> None:
+        self._pool = pool
+
+    def offers(self, copy: RemoteCopy) -> bool:
+        return bool(copy.data)
+
+    def cost(self, copy: RemoteCopy) -> float:
+        return 1.0
+
+    async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
+        return await self._pool.pull(copy, digest, destination)

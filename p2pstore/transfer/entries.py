@@ -1,0 +1,60 @@
+"""What a segment's owner knows of each object and each reservation. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from p2pstore.objects import Version
+from p2pstore.transfer.layout import Pin, SlotState
+
+
+@dataclass(slots=True, eq=False)
+class ObjectEntry:
+    """One object in a segment. Others may read it; only `Segment` changes it.
+
+    `slot` is its number in the object table, `offset` where its payload begins, in bytes from the
+    segment's start; `extent_bytes` is what it occupies with padding and trailer. `references`
+    counts leases and I/O in flight. Times are Unix seconds; `pin_until` is 0 for a pin without end.
+    """
+
+    digest: bytes
+    version: Version
+    slot: int
+    offset: int
+    length: int
+    trailer_length: int
+    extent_bytes: int
+    namespace: str
+    key: str
+    expires_unix_ms: int
+    replicas: int
+    pin: Pin
+    pin_until: float
+    soft: bool
+    dtype: str
+    shape: tuple[int, ...]
+    last_access: float
+    references: int = 0
+    hits: int = 0
+    state: SlotState = SlotState.LIVE
+
+    def expired(self, now: float) -> bool:
+        """Whether its time to live is over at `now` (Unix seconds)."""
+        return self.expires_unix_ms > 0 and self.expires_unix_ms / 1000 <= now
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room for a value of up to `length` bytes at `offset` from the segment's start.
+
+    `capacity` is the whole extent in bytes, trailer included. It ends with commit or abort, or with
+    its holder.
+    """
+
+    number: int
+    offset: int
+    length: int
+    capacity: int
+    slot: int
+    holder: Hashable

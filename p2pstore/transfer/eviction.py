@@ -1,0 +1,89 @@
+"""What is evicted first: ranks, the order of last use within a rank, what eviction costs. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Final
+
+from p2pstore.transfer.entries import ObjectEntry
+from p2pstore.transfer.layout import Pin, SlotState
+
+EvictionPolicy = Callable[[ObjectEntry, float], float]
+"""(entry, now in Unix seconds) -> what losing it costs, above 0; compared within a rank."""
+
+CANDIDATES_PER_RANK: Final = 8
+
+_SOFT_REPLICA, _NORMAL, _SOFT_PINNED = range(3)
+_RANK_WEIGHTS: Final = (1e-9, 1.0, 1e9)
+"""So far apart that a window is cheap when it holds nothing of a higher rank."""
+
+
+def least_recently_used(entry: ObjectEntry, now: float) -> float:
+    """The default policy: bytes lost, worth less the longer nobody asked for them."""
+    return entry.extent_bytes / (1.0 + max(0.0, now - entry.last_access))
+
+
+def rank_of(entry: ObjectEntry) -> int | None:
+    """Lower ranks are evicted first; None means not at all."""
+    if entry.references or entry.pin is Pin.HARD or entry.state is not SlotState.LIVE:
+        return None
+    if entry.pin is Pin.SOFT:
+        return _SOFT_PINNED
+    return _SOFT_REPLICA if entry.soft else _NORMAL
+
+
+class EvictionOrder:
+    """The entries that may be evicted, by their offset in the segment.
+
+    What is leased or hard-pinned is not among them, so that finding candidates never walks past it.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.evictable_bytes = 0
+        # OrderedDict, not dict: taking from the front of a dict slows down with every deletion.
+        self._ranks = tuple(OrderedDict[int, ObjectEntry]() for _ in range(3))
+        self._rank_at: dict[int, int] = {}
+
+    def __contains__(self, entry: ObjectEntry) -> bool:
+        return entry.offset in self._rank_at
+
+    def update(self, entry: ObjectEntry) -> None:
+        """Take in that the entry's references, pin or state changed; it counts as just used."""
+        self.discard(entry)
+        rank = rank_of(entry)
+        if rank is not None:
+            self._ranks[rank][entry.offset] = entry
+            self._rank_at[entry.offset] = rank
+            self.evictable_bytes += entry.extent_bytes
+
+    def discard(self, entry: ObjectEntry) -> None:
+        """The entry may not be evicted for now."""
+        rank = self._rank_at.pop(entry.offset, None)
+        if rank is not None:
+            del self._ranks[rank][entry.offset]
+            self.evictable_bytes -= entry.extent_bytes
+
+    def touch(self, entry: ObjectEntry) -> None:
+        """The entry was used just now."""
+        rank = self._rank_at.get(entry.offset)
+        if rank is not None:
+            self._ranks[rank].move_to_end(entry.offset)
+
+    def at(self, offset: int) -> ObjectEntry:
+        """The evictable entry at `offset`. Raises `KeyError` when there is none."""
+        return self._ranks[self._rank_at[offset]][offset]
+
+    def cost_at(self, offset: int, now: float) -> float | None:
+        """What evicting the entry at `offset` costs; None when nothing evictable begins there."""
+        rank = self._rank_at.get(offset)
+        if rank is None:
+            return None
+        return self.policy(self._ranks[rank][offset], now) * _RANK_WEIGHTS[rank]
+
+    def candidates(self) -> Iterator[int]:
+        """Offsets of the least recently used entries of each rank, the lowest rank first."""
+        for rank in self._ranks:
+            yield from islice(rank, CANDIDATES_PER_RANK)

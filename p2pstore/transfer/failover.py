@@ -1,0 +1,169 @@
+"""Which copy to read next, and when to give up. Pure.
+
+Clients and peers share it: a holder that refuses, lags or delivers wrong bytes costs one more attempt,
+and the caller sees an error only when no copy is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Final, Protocol
+
+from p2pstore.errors import NoSuchKey, P2PStoreError, Unavailable
+from p2pstore.wire import Code
+
+if TYPE_CHECKING:
+    from p2pstore.transfer.transport import RemoteCopy
+
+MAX_ATTEMPTS: Final = 16
+"""Holders that are asked for one object before the caller hears of it."""
+
+
+class TransportLike(Protocol):
+    """The part of a transport that decisions need."""
+
+    @property
+    def name(self) -> str: ...
+
+    def offers(self, copy: RemoteCopy) -> bool: ...
+
+    def cost(self, copy: RemoteCopy) -> float: ...
+
+
+class PullFailed(P2PStoreError):
+    """One holder did not deliver. `code` is a `wire.Code`; (`incarnation`, `sequence`) is how far its log
+    was when it said that it does not have the object. `retriable`: the way to the holder failed rather
+    than the holder, so that another transport may still reach it."""
+
+    def __init__(
+        self,
+        code: Code,
+        text: str,
+        *,
+        incarnation: int = 0,
+        sequence: int = 0,
+        retriable: bool = False,
+    ) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+        self.incarnation = incarnation
+        self.sequence = sequence
+        self.retriable = retriable
+
+
+@dataclass(frozen=True, slots=True)
+class HolderReport:
+    """What one holder did instead of delivering, for the peer that believed in its copy."""
+
+    member: int
+    code: Code
+    text: str
+    transport: str
+    incarnation: int = 0
+    sequence: int = 0
+
+
+def order_copies(
+    copies: Sequence[RemoteCopy],
+    rng: Random,
+    exclude: frozenset[int] = frozenset(),
+    cost: Callable[[RemoteCopy], float] = lambda copy: 0.0,
+) -> list[RemoteCopy]:
+    """Copies in the order to try them: this host, then low cost, then the less loaded of two random ones.
+
+    Always taking the least loaded would send every reader to the same holder until its next report.
+    Members in `exclude` are left out.
+    """
+    left = [copy for copy in copies if copy.member not in exclude]
+    rng.shuffle(left)
+    left.sort(key=lambda copy: (not copy.same_host, cost(copy)))
+    ordered: list[RemoteCopy] = []
+    while left:
+        rank = (left[0].same_host, cost(left[0]))
+        equals = [copy for copy in left[:2] if (copy.same_host, cost(copy)) == rank]
+        choice = min(equals, key=lambda copy: copy.load_permille)
+        left.remove(choice)
+        ordered.append(choice)
+    return ordered
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Pull from this copy over the transport at this place of the list."""
+
+    copy: RemoteCopy
+    transport: int
+
+
+class PullAttempts:
+    """The course of one read over several holders.
+
+    `next()` says what to try; after it failed, `failed()` takes the reason. Transports of one holder are
+    tried cheapest first, and the next one only when the way failed and not the holder.
+    """
+
+    def __init__(self, copies: Sequence[RemoteCopy], transports: Sequence[TransportLike]) -> None:
+        self._copies = list(copies[:MAX_ATTEMPTS])
+        self._transports = transports
+        self._ways: list[Attempt] = []
+        self._current: Attempt | None = None
+        self.reports: list[HolderReport] = []
+
+    def next(self) -> Attempt | None:
+        """What to try now; None when nothing is left."""
+        while not self._ways:
+            if not self._copies:
+                self._current = None
+                return None
+            copy = self._copies.pop(0)
+            offered = [number for number, each in enumerate(self._transports) if each.offers(copy)]
+            offered.sort(key=lambda number: self._transports[number].cost(copy))
+            self._ways = [Attempt(copy, number) for number in offered]
+            if not offered:
+                self.reports.append(
+                    HolderReport(
+                        copy.member, Code.UNAVAILABLE, "no transport reaches this peer", ""
+                    )
+                )
+        self._current = self._ways.pop(0)
+        return self._current
+
+    def failed(self, failure: PullFailed) -> None:
+        """The attempt that `next` returned last ended like this."""
+        attempt = self._current
+        assert attempt is not None, "failed() without an attempt"
+        self._current = None
+        if failure.retriable and self._ways:
+            return  # the holder itself is not to blame yet
+        self._ways = []
+        self.reports.append(
+            HolderReport(
+                attempt.copy.member,
+                failure.code,
+                failure.text,
+                self._transports[attempt.transport].name,
+                failure.incarnation,
+                failure.sequence,
+            )
+        )
+
+    def error(self) -> NoSuchKey | Unavailable:
+        """What to tell the caller after `next` returned None."""
+        if all(report.code is Code.NO_SUCH_KEY for report in self.reports):
+            return NoSuchKey(
+                "no live peer holds the key: every peer that was known to hold it has dropped it"
+                if self.reports
+                else "no live peer is known to hold the key"
+            )
+        reasons = "; ".join(
+            f"{report.text}{f' ({report.transport})' if report.transport else ''}"
+            for report in self.reports[:4]
+        )
+        more = f"; and {len(self.reports) - 4} more" if len(self.reports) > 4 else ""
+        return Unavailable(
+            f"none of {len(self.reports)} known copies could be read: {reasons}{more}. "
+            "Retry, or see `mooncake-p2p peers`"
+        )

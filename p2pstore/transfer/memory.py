@@ -1,0 +1,227 @@
+"""Shared memory: a sealed memfd per segment, mapped by its owner and whoever got a descriptor."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+
+from p2pstore.errors import ConfigError
+from p2pstore.objects import MIB, format_bytes
+from p2pstore.transfer.layout import round_up
+
+HugePages = Literal["try", "never", "require"]
+
+PREFAULT_PIECE_BYTES: Final = 4 * MIB
+HUGE_PAGE_BYTES: Final = 2 * MIB
+_MADV_POPULATE_WRITE: Final = 23
+"""Linux 5.14: fault pages in for writing without changing them. Not in the mmap module yet."""
+
+_MFD_HUGE_2MB: Final = 21 << 26
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class SharedMemory:
+    """A mapped memfd: `view` is writable, `descriptor` is for processes that may write.
+
+    Closing the descriptor or the mapping here takes nothing from those who have mapped it too.
+    """
+
+    def __init__(self, descriptor: int, mapping: mmap.mmap, length: int) -> None:
+        self.descriptor = descriptor
+        self.length = length
+        self.view = memoryview(mapping)[:length]
+        self._mapping = mapping
+
+    def read_only_descriptor(self) -> int:
+        """A new descriptor of the same memory, only good for reading; the caller closes it."""
+        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Close the descriptor and give up the mapping. Where views of it are still in use, the
+        mapping lives until the last of them is collected. Idempotent."""
+        if self.descriptor < 0:
+            return
+        os.close(self.descriptor)
+        self.descriptor = -1
+        self.view.release()
+        try:
+            self._mapping.close()
+        except BufferError:
+            del self._mapping  # the views keep it, and end it
+
+
+def create_memory(total_bytes: int, name: str, *, hugepages: HugePages = "try") -> SharedMemory:
+    """Zeroed shared memory of `total_bytes` that nobody can shrink; `name` is for /proc/PID/maps.
+
+    With `hugepages="try"`, reserved huge pages are used when there are enough, otherwise
+    transparent ones are asked for; `"require"` insists on reserved ones. Raises `ConfigError` when
+    the host, or the cgroup this process is in, has not so much memory left.
+    """
+    free_huge = _free_huge_page_bytes()
+    reserved = hugepages != "never" and free_huge >= round_up(total_bytes, HUGE_PAGE_BYTES)
+    if hugepages == "require" and not reserved:
+        raise ConfigError(
+            f"{format_bytes(total_bytes)} of huge pages were required, {format_bytes(free_huge)} "
+            "are free: reserve more (vm.nr_hugepages) or do not require them"
+        )
+    if reserved:
+        try:
+            return _create(total_bytes, name, os.MFD_HUGETLB | _MFD_HUGE_2MB, HUGE_PAGE_BYTES)
+        except OSError as error:  # somebody else took them meanwhile, or a cgroup limits them
+            if hugepages == "require":
+                size = format_bytes(total_bytes)
+                raise ConfigError(f"cannot map {size} of huge pages: {error}") from error
+    available, source = available_memory()
+    if total_bytes > available:
+        raise ConfigError(
+            f"{format_bytes(total_bytes)} of memory were asked for, {source} has "
+            f"{format_bytes(available)} left: choose a smaller --memory or raise the limit"
+        )
+    memory = _create(total_bytes, name, 0, mmap.PAGESIZE)
+    if hugepages != "never":
+        _advise(memory.view, 0, total_bytes, mmap.MADV_HUGEPAGE)  # only advice: failing is fine
+    return memory
+
+
+def _create(total_bytes: int, name: str, flags: int, page_bytes: int) -> SharedMemory:
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    try:
+        os.fchmod(
+            descriptor, 0o600
+        )  # who was given a read-only descriptor cannot reopen it for writing
+        os.ftruncate(descriptor, round_up(total_bytes, page_bytes))
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        return SharedMemory(descriptor, mmap.mmap(descriptor, 0), total_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def map_read_only(descriptor: int, length: int) -> memoryview:
+    """A read-only view of the first `length` bytes; the mapping lives as long as views of it.
+
+    The caller keeps its descriptor and may close it. Raises `ConfigError` for memory that is too
+    short, or that somebody could shrink: touching a page that is gone would end this process.
+    """
+    return _map(descriptor, length, mmap.PROT_READ)
+
+
+def map_writable(descriptor: int, length: int) -> memoryview:
+    """Like `map_read_only`, for writing."""
+    return _map(descriptor, length, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _map(descriptor: int, length: int, protection: int) -> memoryview:
+    actual = os.fstat(descriptor).st_size
+    try:
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError:  # not a memfd
+        sealed = 0
+    if not 0 < length <= actual or not sealed:
+        raise ConfigError(
+            f"the peer's shared memory has {actual:,} bytes ({'' if sealed else 'not '}sealed), "
+            f"{length:,} were announced: this is not a memory segment that can be mapped safely"
+        )
+    return memoryview(mmap.mmap(descriptor, 0, prot=protection))[:length]
+
+
+def prefault(view: memoryview, should_stop: Callable[[], bool], pause: Callable[[], None]) -> int:
+    """Have the kernel provide the pages of a writable mapping now, not at the first write to each.
+
+    Works in pieces of 4 MiB, asks `should_stop` before each and calls `pause` after it; run it on a
+    thread. What others write meanwhile is not touched. Returns the bytes done; stops early,
+    without an error, when the kernel has no more memory to give.
+    """
+    done = 0
+    while done < len(view) and not should_stop():
+        piece = min(PREFAULT_PIECE_BYTES, len(view) - done)
+        code = _advise(view, done, piece, _MADV_POPULATE_WRITE)
+        if code == errno.EINVAL:  # an older kernel: reading a page provides it as well
+            np.frombuffer(view, np.uint8)[done : done + piece : mmap.PAGESIZE].max()
+        elif code:
+            break
+        done += piece
+        pause()
+    return done
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def _advise(view: memoryview, start: int, length: int, advice: int) -> int:
+    """madvise without the interpreter lock (mmap.madvise holds it). Returns 0 or the errno."""
+    address = np.frombuffer(view, np.uint8).ctypes.data + start
+    return 0 if _libc.madvise(address, length, advice) == 0 else ctypes.get_errno()
+
+
+# --- how much memory there is ------------------------------------------------------------------
+
+
+def available_memory(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, str]:
+    """Bytes that this process may still use, and what limits it: the host, or a cgroup."""
+    best = (_meminfo(proc, "MemAvailable"), "this host")
+    for limit, used in _cgroup_limits(proc, cgroups):
+        best = min(best, (max(0, limit - used), f"the cgroup (limit {format_bytes(limit)})"))
+    return best
+
+
+def _cgroup_limits(proc: Path, cgroups: Path) -> list[tuple[int, int]]:
+    """(limit, use without page cache that can be dropped) of each cgroup above this process."""
+    limits: list[tuple[int, int]] = []
+    for line in _read(proc / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = cgroups / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        below = root / path.lstrip("/")
+        # In a container, the path is often that of the host, and the limit lies at the root.
+        for folder in {
+            root,
+            below,
+            *(parent for parent in below.parents if root in parent.parents),
+        }:
+            limit, used = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
+            if limit.isdigit() and used.isdigit():
+                fields = _read(folder / "memory.stat").split()
+                statistics = dict(zip(fields[::2], fields[1::2], strict=False))
+                limits.append((int(limit), int(used) - int(statistics.get(names[2], 0))))
+    return limits
+
+
+def _free_huge_page_bytes() -> int:
+    """Reserved 2 MiB pages that nobody uses."""
+    folder = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+    counts = [_read(folder / name).strip() for name in ("free_hugepages", "resv_hugepages")]
+    if not all(count.isdigit() for count in counts):
+        return 0
+    return max(0, int(counts[0]) - int(counts[1])) * HUGE_PAGE_BYTES
+
+
+def _meminfo(proc: Path, name: str) -> int:
+    for line in _read(proc / "meminfo").splitlines():
+        label, _, rest = line.partition(":")
+        if label == name:
+            return int(rest.split()[0]) * 1024
+    raise ConfigError(f"{proc / 'meminfo'} does not say {name}: is /proc mounted?")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,129 @@
+"""What a segment's owner publishes: header, key index, object slots and trailers. Pure.
+
+The order of writes matters to readers: trailer, slot, index entry when an object appears; index
+entry, then slot when it goes. Nothing that was written is believed when it is read back.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from p2pstore.transfer.entries import ObjectEntry
+from p2pstore.transfer.key_index import KeyIndex
+from p2pstore.transfer.layout import (
+    FREE_SLOT,
+    INDEX_ENTRY_BYTES,
+    SEGMENT_STATE_OFFSET,
+    SLOT_BYTES,
+    SLOT_FLAG_SOFT,
+    SLOT_FLAG_TENSOR,
+    Geometry,
+    SegmentHeader,
+    SegmentState,
+    Slot,
+    decode_index_entry,
+    decode_trailer,
+    encode_segment_header,
+    encode_slot,
+    encode_trailer,
+    trailer_offset,
+)
+
+
+def slot_of(entry: ObjectEntry) -> Slot:
+    """The entry as its slot says it."""
+    return Slot(
+        state=entry.state,
+        digest=entry.digest,
+        version=entry.version,
+        offset=entry.offset,
+        length=entry.length,
+        trailer_length=entry.trailer_length,
+        flags=SLOT_FLAG_SOFT * entry.soft | SLOT_FLAG_TENSOR * bool(entry.dtype),
+    )
+
+
+class ObjectTable:
+    """Writes the parts of a segment that describe objects; at first there are none."""
+
+    def __init__(
+        self, buffer: memoryview, segment_id: bytes, incarnation: int, geometry: Geometry
+    ) -> None:
+        if len(buffer) < geometry.total_bytes:
+            raise ValueError(
+                f"the segment needs {geometry.total_bytes:,} bytes, the buffer has {len(buffer):,}"
+            )
+        self.geometry = geometry
+        self._buffer = buffer
+        self._free_slots: list[int] = []
+        self._unused_slots = iter(range(geometry.slots))
+        np.frombuffer(buffer, np.uint8)[geometry.index_offset : geometry.data_offset].fill(0)
+        self._index = KeyIndex(buffer[geometry.index_offset :], geometry.index_entries)
+        header = SegmentHeader(segment_id, incarnation, geometry, SegmentState.OPEN)
+        self._write(0, encode_segment_header(header))
+
+    def take_slot(self) -> int | None:
+        """A free slot number, the one freed last if there is one; None when all are taken."""
+        if self._free_slots:
+            return self._free_slots.pop()
+        return next(self._unused_slots, None)
+
+    def free_slot(self, number: int) -> None:
+        """Clear the slot and let it be taken again."""
+        self._write(self._slot_offset(number), FREE_SLOT)
+        self._free_slots.append(number)
+
+    def publish(self, entry: ObjectEntry, trailer: bytes) -> None:
+        """Make a filled extent an object that readers find, in place of one of the same digest."""
+        self._write(entry.offset + trailer_offset(entry.length), trailer)
+        self.write_slot(entry)
+        self._index.set(entry.digest, entry.slot)
+
+    def withdraw(self, entry: ObjectEntry) -> None:
+        """Readers no longer find the object; its slot stays as it is."""
+        self._index.remove(entry.digest)
+
+    def write_slot(self, entry: ObjectEntry) -> None:
+        """Bring the slot up to date with the entry."""
+        self._write(self._slot_offset(entry.slot), encode_slot(slot_of(entry)))
+
+    def write_care(self, entry: ObjectEntry) -> None:
+        """Bring the trailer's pin and replica count up to date with the entry. Both are one byte in
+        msgpack (at most 127), so the trailer keeps its length."""
+        trailer = decode_trailer(self.trailer_bytes(entry))
+        if trailer is not None:
+            packed = encode_trailer(
+                msgspec.structs.replace(trailer, pin=int(entry.pin), replicas=entry.replicas)
+            )
+            self._write(entry.offset + trailer_offset(entry.length), packed)
+
+    def slot_bytes(self, entry: ObjectEntry) -> bytes:
+        """A copy of the entry's slot."""
+        start = self._slot_offset(entry.slot)
+        return bytes(self._buffer[start : start + SLOT_BYTES])
+
+    def trailer_bytes(self, entry: ObjectEntry) -> bytes:
+        """A copy of the entry's trailer."""
+        start = entry.offset + trailer_offset(entry.length)
+        return bytes(self._buffer[start : start + entry.trailer_length])
+
+    def published(self) -> dict[bytes, int]:
+        """Digest -> slot number of all index entries, read from the buffer; for checks."""
+        begin = self.geometry.index_offset
+        end = begin + self.geometry.index_entries * INDEX_ENTRY_BYTES
+        entries = (
+            decode_index_entry(self._buffer, position)
+            for position in range(begin, end, INDEX_ENTRY_BYTES)
+        )
+        return {digest: slot for digest, slot, used in entries if used}
+
+    def close(self) -> None:
+        """Mark the segment as one that nobody keeps any more."""
+        self._write(SEGMENT_STATE_OFFSET, int(SegmentState.CLOSED).to_bytes(4, "little"))
+
+    def _slot_offset(self, number: int) -> int:
+        return self.geometry.slots_offset + number * SLOT_BYTES
+
+    def _write(self, offset: int, data: bytes) -> None:
+        self._buffer[offset : offset + len(data)] = data

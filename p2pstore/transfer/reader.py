@@ -1,0 +1,185 @@
+"""Reading a segment that somebody else owns and changes meanwhile.
+
+No lock, fence or generation: slot, trailer and payload are copied into private memory and accepted
+only if all of them match on that copy. What was torn, moved or reused simply does not match, and
+the caller asks the segment's owner or another holder instead.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from p2pstore.errors import BufferTooSmall, ProtocolError
+from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES, MIB, chunk_bounds, chunk_sum
+from p2pstore.transfer.layout import (
+    GRANULE_BYTES,
+    INDEX_ENTRY_BYTES,
+    SEGMENT_STATE_OFFSET,
+    SLOT_BYTES,
+    Geometry,
+    SegmentState,
+    Slot,
+    TrailerBody,
+    decode_index_entry,
+    decode_segment_header,
+    decode_slot,
+    decode_trailer,
+    index_home,
+    slot_matches,
+    trailer_matches,
+    trailer_offset,
+)
+
+PIECE_BYTES: Final = 4 * MIB
+PROBE_LIMIT: Final = 4096
+"""Index entries looked at before a search gives up; at half load, runs are far shorter."""
+
+SMALL_COPY_BYTES: Final = 64 * 1024
+"""Up to here a plain copy, which holds the interpreter lock for a few microseconds, is quicker."""
+
+_STATE: Final = struct.Struct("<I")
+_SUM: Final = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A verified copy: `length` bytes were delivered; `slot` and `trailer` say what they are."""
+
+    length: int
+    slot: Slot
+    trailer: TrailerBody
+
+
+class SegmentReader:
+    """Looks up and copies objects of a mapped segment. Any thread may use its own reader.
+
+    Raises `ProtocolError` when `view` does not begin with a segment header that fits it.
+    """
+
+    def __init__(self, view: memoryview) -> None:
+        self.header = decode_segment_header(view)
+        self.geometry = self.header.geometry
+        _check_geometry(self.geometry, len(view))
+        self._view = view
+        self._bytes = np.frombuffer(view, dtype=np.uint8)
+        self._index_offset = self.geometry.index_offset
+        self._index_entries = self.geometry.index_entries
+
+    def is_open(self) -> bool:
+        """Whether the owner has not closed the segment. (An owner that died leaves it open.)"""
+        state: int = _STATE.unpack_from(self._view, SEGMENT_STATE_OFFSET)[0]
+        return state == SegmentState.OPEN
+
+    def contains(self, digest: bytes) -> bool:
+        """Whether the index lists `digest` now. Not verified: expired objects count until the
+        owner collects them, and a key may be missed for the moment in which its entry moves."""
+        start = self._index_offset + index_home(digest, self._index_entries) * INDEX_ENTRY_BYTES
+        if (
+            self._view[start : start + DIGEST_BYTES] == digest
+        ):  # nearly always where it would be best
+            return True
+        return self._find_slot(digest) is not None
+
+    def find(self, digest: bytes) -> tuple[Slot, TrailerBody] | None:
+        """The object's verified slot and trailer, or None. Its bytes are not looked at."""
+        number = self._find_slot(digest)
+        if number is None or number >= self.geometry.slots:
+            return None
+        start = self.geometry.slots_offset + number * SLOT_BYTES
+        slot = decode_slot(bytes(self._view[start : start + SLOT_BYTES]))
+        if slot is None or not slot_matches(slot, digest, self.geometry):
+            return None
+        start = slot.offset + trailer_offset(slot.length)
+        trailer = decode_trailer(bytes(self._view[start : start + slot.trailer_length]))
+        if trailer is None or not trailer_matches(trailer, slot):
+            return None
+        return slot, trailer
+
+    def copy_into(self, digest: bytes, destination: memoryview) -> Copied | None:
+        """Copy the object to the start of `destination` (writable, contiguous bytes), verified.
+
+        None on a miss or a mismatch; what is in `destination` then means nothing. Raises
+        `BufferTooSmall`. The trailer says when the object expires; that is not looked at here.
+        """
+        pieces = self.copy_pieces(digest, destination)
+        try:
+            while True:
+                next(pieces)
+        except StopIteration as stop:
+            copied: Copied | None = stop.value
+            return copied
+
+    def copy_pieces(
+        self, digest: bytes, destination: memoryview
+    ) -> Generator[int, None, Copied | None]:
+        """`copy_into` in pieces of 4 MiB: yields the bytes done so far between pieces and returns
+        the result, so that a caller can run pieces on a thread, or stop."""
+        found = self.find(digest)
+        if found is None:
+            return None
+        slot, trailer = found
+        if len(destination) < slot.length:
+            raise BufferTooSmall(
+                f"the object has {slot.length:,} bytes, the buffer {len(destination):,}",
+                slot.length,
+            )
+        if slot.length <= SMALL_COPY_BYTES:
+            target = destination[: slot.length]
+            target[:] = self._view[slot.offset : slot.offset + slot.length]
+            good = slot.length == 0 or chunk_sum(target) == _SUM.unpack(trailer.sums)[0]
+            return Copied(slot.length, slot, trailer) if good else None
+        source = self._bytes[slot.offset : slot.offset + slot.length]
+        into = np.frombuffer(destination, dtype=np.uint8, count=slot.length)
+        for start, end in chunk_bounds(slot.length):
+            if start and start % PIECE_BYTES == 0:
+                yield start
+            np.copyto(into[start:end], source[start:end])
+            expected = _SUM.unpack_from(trailer.sums, start // CHUNK_BYTES * _SUM.size)[0]
+            if chunk_sum(destination[start:end]) != expected:
+                return None
+        return Copied(slot.length, slot, trailer)
+
+    def view_of(self, slot: Slot) -> memoryview:
+        """The payload in place, read-only. Only under a lease, and after `find` under it, is it
+        known to stay what it is."""
+        return self._view[slot.offset : slot.offset + slot.length].toreadonly()
+
+    def _find_slot(self, digest: bytes) -> int | None:
+        entries = self._index_entries
+        position = index_home(digest, entries)
+        for _ in range(PROBE_LIMIT):
+            there, slot, used = decode_index_entry(
+                self._view, self._index_offset + position * INDEX_ENTRY_BYTES
+            )
+            if not used:
+                return None
+            if there == digest:
+                return slot
+            position = (position + 1) & (entries - 1)
+        return None
+
+
+def _check_geometry(geometry: Geometry, mapped_bytes: int) -> None:
+    """Raise `ProtocolError` unless the parts follow one another within the mapping."""
+    parts = (
+        GRANULE_BYTES,
+        geometry.index_offset,
+        geometry.index_offset + geometry.index_entries * INDEX_ENTRY_BYTES,
+        geometry.slots_offset,
+        geometry.slots_offset + geometry.slots * SLOT_BYTES,
+        geometry.data_offset,
+        geometry.data_offset + geometry.data_bytes,
+        geometry.total_bytes,
+        mapped_bytes,
+    )
+    entries = geometry.index_entries
+    if list(parts) != sorted(parts) or entries < 2 or entries & (entries - 1):
+        raise ProtocolError(
+            f"the segment's header describes {geometry.total_bytes:,} bytes in parts that do not "
+            f"fit the {mapped_bytes:,} bytes mapped"
+        )

@@ -1,0 +1,514 @@
+"""The owner's side of a memory segment: reservations, objects, leases, eviction. Pure.
+
+Works on any writable buffer. Only the owner changes index, slots, allocator and reference counts,
+and an extent is reused only when nothing refers to it. Readers that merely map the segment need no
+cooperation (`p2pstore.transfer.reader`). All `now` are Unix seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Set
+from itertools import islice
+from typing import Final
+
+from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
+from p2pstore.objects import Version, format_bytes
+from p2pstore.transfer.allocator import ExtentAllocator
+from p2pstore.transfer.entries import ObjectEntry, Reservation
+from p2pstore.transfer.eviction import EvictionOrder, EvictionPolicy, least_recently_used, rank_of
+from p2pstore.transfer.expiry import ExpiryTimers
+from p2pstore.transfer.holdings import Leases, Reservations
+from p2pstore.transfer.key_listing import KeyListing
+from p2pstore.transfer.layout import (
+    GRANULE_BYTES,
+    MAX_TRAILER_BYTES,
+    Geometry,
+    Pin,
+    SlotState,
+    TrailerBody,
+    decode_slot,
+    decode_trailer,
+    encode_trailer,
+    extent_bytes,
+    trailer_matches,
+)
+from p2pstore.transfer.object_table import ObjectTable, slot_of
+
+__all__ = [
+    "MAX_RESERVATIONS_PER_HOLDER",
+    "SOFT_PIN_SECONDS",
+    "ObjectEntry",
+    "Reservation",
+    "Segment",
+]
+
+SOFT_PIN_SECONDS: Final = 30 * 60.0
+MAX_RESERVATIONS_PER_HOLDER: Final = 4096
+
+
+class Segment:
+    """One segment and everything in it. For one thread.
+
+    A `holder` stands for whoever reserves and leases (a connection, the peer itself); what it holds
+    ends with `drop_holder`. Writes the header and an empty table into `buffer`, which must have
+    `geometry.total_bytes`.
+    """
+
+    def __init__(
+        self,
+        buffer: memoryview,
+        *,
+        segment_id: bytes,
+        incarnation: int,
+        geometry: Geometry,
+        policy: EvictionPolicy = least_recently_used,
+    ) -> None:
+        self.geometry = geometry
+        self.segment_id = segment_id
+        self.incarnation = incarnation
+        self._buffer = buffer
+        self._table = ObjectTable(buffer, segment_id, incarnation, geometry)
+        self._allocator = ExtentAllocator(geometry.data_bytes, GRANULE_BYTES)
+        self._order = EvictionOrder(policy)
+        self._listing = KeyListing()
+        self._reservations = Reservations()
+        self._leases = Leases()
+        self._entries: dict[bytes, ObjectEntry] = {}
+        self._held: dict[int, ObjectEntry | Reservation] = {}  # slot number -> what is in it
+        self._referenced_bytes = 0
+        self._timers = ExpiryTimers(self._entries)
+        self._withdrawn: list[ObjectEntry] = []
+        self._closed = False
+
+    # --- figures -----------------------------------------------------------------------------
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes that objects can occupy."""
+        return self.geometry.data_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all extents that are taken: objects and reservations, whole granules."""
+        return self._allocator.used_bytes
+
+    @property
+    def object_count(self) -> int:
+        """How many objects can be found."""
+        return len(self._entries)
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of the extents that are leased or have I/O in flight, each counted once."""
+        return self._referenced_bytes
+
+    def leased_bytes_of(self, holder: Hashable) -> int:
+        """Payload bytes that the holder's leases keep, each lease counted."""
+        return self._leases.bytes_of(holder)
+
+    # --- putting -----------------------------------------------------------------------------
+
+    def reserve(
+        self, length: int, trailer_length: int, *, holder: Hashable, now: float
+    ) -> Reservation:
+        """Room for a value of at most `length` bytes and its trailer; evicts what may be evicted.
+
+        Raises `ObjectTooLarge` when it could never fit, and `CapacityExceeded` when what is leased,
+        pinned or being written leaves no room, or the holder has too many reservations.
+        """
+        self._check_open()
+        if length < 0 or not 0 <= trailer_length <= MAX_TRAILER_BYTES:
+            raise ValueError(f"cannot reserve {length:,} bytes and a trailer of {trailer_length:,}")
+        capacity = extent_bytes(length, max(1, trailer_length))
+        if capacity > self.data_bytes:
+            raise ObjectTooLarge(
+                f"the value has {length:,} bytes and this peer's memory {self.data_bytes:,}: give "
+                "it more --memory, or split the value over several keys"
+            )
+        if self._reservations.count_of(holder) >= MAX_RESERVATIONS_PER_HOLDER:
+            raise CapacityExceeded(
+                f"{MAX_RESERVATIONS_PER_HOLDER:,} puts are in progress on one connection: let some "
+                "of them finish first"
+            )
+        slot = self._take_slot(now)
+        try:
+            extent = self._take_extent(capacity, now)
+        except CapacityExceeded:
+            self._table.free_slot(slot)
+            raise
+        offset = self.geometry.data_offset + extent
+        reservation = self._reservations.add(
+            holder, offset=offset, length=length, capacity=capacity, slot=slot
+        )
+        self._held[slot] = reservation
+        return reservation
+
+    def reservation_view(self, number: int, holder: Hashable) -> memoryview:
+        """Where to write the value. Nothing may write there after commit or abort."""
+        reservation = self._reservations.get(number, holder)
+        return self._buffer[reservation.offset : reservation.offset + reservation.length]
+
+    def commit(
+        self,
+        number: int,
+        *,
+        holder: Hashable,
+        digest: bytes,
+        version: Version,
+        trailer: TrailerBody,
+        length: int,
+        soft: bool,
+        now: float,
+    ) -> ObjectEntry:
+        """Publish what was written into a reservation; what `length` leaves over is given back.
+
+        An older version of the same digest is withdrawn. Against a version that is not older the
+        commit loses: the reservation ends and the existing entry is returned (which stops being a
+        soft replica if the loser was none). Raises `ValueError`, and the reservation stays, when
+        the chunk sums do not give the version's root, or when length or trailer exceed what was
+        reserved. Whether `digest` is that of the trailer's key is for the caller to know.
+        """
+        self._check_open()
+        reservation = self._reservations.get(number, holder)
+        packed = encode_trailer(trailer)
+        entry = _new_entry(reservation, digest, version, trailer, length, len(packed), soft, now)
+        if not 0 <= length <= reservation.length or entry.extent_bytes > reservation.capacity:
+            raise ValueError(
+                f"{length:,} bytes and a trailer of {len(packed):,} exceed reservation {number}"
+            )
+        if not trailer_matches(trailer, slot_of(entry)):
+            raise ValueError("the chunk sums do not give the version's root checksum")
+        existing = self._entries.get(digest)
+        if existing is not None and existing.version >= version and not existing.expired(now):
+            self.abort(number, holder=holder)
+            if existing.soft and not soft:
+                existing.soft = False
+                self._table.write_slot(existing)
+                self._order.update(existing)
+            return existing
+        self._reservations.end(reservation)
+        extent = reservation.offset - self.geometry.data_offset
+        self._allocator.shrink(extent, entry.extent_bytes)
+        self._table.publish(entry, packed)
+        self._held[entry.slot] = entry
+        self._entries[digest] = entry
+        if existing is not None:
+            self._listing.remove(existing)
+            self._doom(existing)
+            self._withdrawn.append(existing)
+        self._listing.add(entry)
+        self._order.update(entry)
+        self._timers.set(entry)
+        return entry
+
+    def abort(self, number: int, *, holder: Hashable) -> None:
+        """Give a reservation back, after the last write into it has ended."""
+        reservation = self._reservations.get(number, holder)
+        self._reservations.end(reservation)
+        self._free(reservation)
+
+    # --- getting -----------------------------------------------------------------------------
+
+    def find(self, digest: bytes, now: float) -> ObjectEntry | None:
+        """The live entry under `digest`; None when there is none or its time to live is over."""
+        entry = self._entries.get(digest)
+        return None if entry is None or entry.expired(now) else entry
+
+    def lease(self, entry: ObjectEntry, *, holder: Hashable, now: float) -> int:
+        """Keep the entry's bytes in place until `release` of this number, or `drop_holder`."""
+        self._check_open()
+        self.acquire(entry)
+        entry.last_access = now
+        entry.hits += 1
+        return self._leases.add(entry, holder)
+
+    def release(self, lease: int, *, holder: Hashable) -> None:
+        """End a lease. Raises `ValueError` when the holder has no such lease."""
+        self.let_go(self._leases.end(lease, holder))
+
+    def acquire(self, entry: ObjectEntry) -> None:
+        """I/O from the entry's bytes begins (a send, a thread's copy): they stay until `let_go`."""
+        if entry.state is SlotState.FREE:
+            raise ValueError(f"the bytes of {entry.key!r} were freed: look it up again")
+        if not entry.references:
+            self._order.discard(entry)
+            self._referenced_bytes += entry.extent_bytes
+        entry.references += 1
+
+    def let_go(self, entry: ObjectEntry) -> None:
+        """The end of `acquire`. The last one frees what was withdrawn meanwhile."""
+        if not entry.references:
+            raise ValueError(f"nothing refers to {entry.key!r}")
+        entry.references -= 1
+        if entry.references:
+            return
+        self._referenced_bytes -= entry.extent_bytes
+        if entry.state is SlotState.DOOMED:
+            self._free(entry)
+        else:
+            self._order.update(entry)
+
+    def touch(self, digest: bytes, count: int, now: float) -> None:
+        """Take in that an object was read `count` times; whoever serves or copies it says so."""
+        entry = self._entries.get(digest)
+        if entry is not None:
+            entry.hits += count
+            entry.last_access = now
+            self._order.touch(entry)
+
+    def payload(self, entry: ObjectEntry) -> memoryview:
+        """The value in place, read-only. Stable between `acquire` (or `lease`) and its end."""
+        return self._buffer[entry.offset : entry.offset + entry.length].toreadonly()
+
+    def trailer_bytes(self, entry: ObjectEntry) -> bytes:
+        """A copy of the entry's trailer."""
+        return self._table.trailer_bytes(entry)
+
+    def slot_bytes(self, entry: ObjectEntry) -> bytes:
+        """A copy of the entry's 64-byte slot."""
+        return self._table.slot_bytes(entry)
+
+    def digests(self) -> Set[bytes]:
+        """A live view of the digests of all objects."""
+        return self._entries.keys()
+
+    def entries(self) -> list[ObjectEntry]:
+        """All objects, in no order."""
+        return list(self._entries.values())
+
+    def keys(
+        self, namespace: str, prefix: str, after: str, limit: int
+    ) -> tuple[list[ObjectEntry], bool]:
+        """Up to `limit` entries in key order, and whether there are more. Entries that expired, but
+        were not collected by `expire` yet, are among them."""
+        return self._listing.page(namespace, prefix, after, limit)
+
+    # --- going -------------------------------------------------------------------------------
+
+    def remove(self, digest: bytes) -> ObjectEntry | None:
+        """Withdraw the object; its bytes are freed when nothing refers to them. None if absent."""
+        entry = self._entries.get(digest)
+        if entry is not None:
+            self._withdraw(entry)
+        return entry
+
+    def set_pin(self, entry: ObjectEntry, pin: Pin, until: float) -> None:
+        """Change a live entry's pin, in its trailer too. `until` is when it ends; 0 for never."""
+        if entry.state is not SlotState.LIVE:
+            raise ValueError(f"{entry.key!r} was withdrawn: look it up again")
+        entry.pin = pin
+        entry.pin_until = until if pin is not Pin.NONE else 0.0
+        self._table.write_care(entry)
+        self._order.update(entry)
+        self._timers.set(entry)
+
+    def strengthen(self, entry: ObjectEntry, *, pin: Pin, replicas: int, now: float) -> None:
+        """Care more for a live entry: it is no longer a soft copy, and has this pin and replica count."""
+        entry.soft = False
+        entry.replicas = replicas
+        self._table.write_slot(entry)
+        self.set_pin(entry, pin, now + SOFT_PIN_SECONDS if pin is Pin.SOFT else 0.0)
+
+    def expire(self, now: float) -> list[ObjectEntry]:
+        """Withdraw what is past its time to live and return it (`take_withdrawn` has it, too); end
+        the pins that have run out."""
+        gone: list[ObjectEntry] = []
+        for entry in self._timers.due(now):
+            if entry.state is not SlotState.LIVE:
+                continue
+            if entry.expired(now):
+                self._withdraw(entry)
+                gone.append(entry)
+            elif 0 < entry.pin_until <= now:
+                self.set_pin(entry, Pin.NONE, 0.0)
+        self._withdrawn += gone
+        return gone
+
+    def take_withdrawn(self) -> list[ObjectEntry]:
+        """What was evicted, expired or replaced since the last call: announce that it is gone."""
+        withdrawn, self._withdrawn = self._withdrawn, []
+        return withdrawn
+
+    def drop_holder(self, holder: Hashable) -> None:
+        """End all leases and reservations of a holder that is gone."""
+        for lease in self._leases.of(holder):
+            self.release(lease, holder=holder)
+        for number in self._reservations.of(holder):
+            self.abort(number, holder=holder)
+
+    def close(self) -> None:
+        """Tell readers that nobody keeps this segment any more. What is held can be let go later."""
+        if not self._closed:
+            self._closed = True
+            self._table.close()
+
+    # --- making room -------------------------------------------------------------------------
+
+    def _take_slot(self, now: float) -> int:
+        slot = self._table.take_slot()
+        if slot is None and self.expire(now):
+            slot = self._table.take_slot()
+        if slot is None:
+            candidates = [(self._order.cost_at(at, now), at) for at in self._order.candidates()]
+            if candidates:
+                self._evict((min(candidates)[1],))
+                slot = self._table.take_slot()
+        if slot is None:
+            raise self._no_room(f"none of the {self.geometry.slots:,} object slots is free")
+        return slot
+
+    def _take_extent(self, size: int, now: float) -> int:
+        extent = self._allocator.allocate(size)
+        if extent is None and self.expire(now):
+            extent = self._allocator.allocate(size)
+        if extent is None:
+            self._make_room(size, now)
+            extent = self._allocator.allocate(size)
+        assert extent is not None, (
+            "a window was evicted and did not make the room it was chosen for"
+        )
+        return extent
+
+    def _make_room(self, size: int, now: float) -> None:
+        """Evict the cheapest window of `size` bytes, or raise `CapacityExceeded`."""
+        base = self.geometry.data_offset
+        order, allocator = self._order, self._allocator
+
+        def cost(extent: int) -> float | None:
+            return order.cost_at(base + extent, now)
+
+        window = None
+        if order.evictable_bytes + allocator.free_bytes >= size:
+            least_used = (offset - base for offset in order.candidates())
+            window = allocator.cheapest_window(size, least_used, cost)
+            if window is None:  # what must stay hems in all of them: look everywhere, which is slow
+                anywhere = allocator.stretches(size, lambda extent: cost(extent) is None)
+                window = allocator.cheapest_window(size, islice(anywhere, 8), cost)
+        if window is None:
+            raise self._no_room(f"{format_bytes(size)} do not fit")
+        self._evict(base + extent for extent in window)
+
+    def _evict(self, offsets: Iterable[int]) -> None:
+        for offset in offsets:
+            entry = self._order.at(offset)
+            self._withdraw(entry)
+            self._withdrawn.append(entry)
+
+    def _no_room(self, what: str) -> CapacityExceeded:
+        leased, reserved = self._referenced_bytes, self._reservations.reserved_bytes
+        evictable = self._order.evictable_bytes
+        pinned = self.used_bytes - leased - reserved - evictable
+        return CapacityExceeded(
+            f"{what}: of {format_bytes(self.data_bytes)}, {format_bytes(leased)} are leased or "
+            f"being sent, {format_bytes(pinned)} hard-pinned, {format_bytes(reserved)} being written "
+            f"and {format_bytes(evictable)} evictable; release views, unpin, or give the peer more "
+            "--memory"
+        )
+
+    # --- small steps -------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosed("this peer's memory was closed: the peer is shutting down")
+
+    def _withdraw(self, entry: ObjectEntry) -> None:
+        """Nobody finds the entry any more."""
+        del self._entries[entry.digest]
+        self._table.withdraw(entry)
+        self._listing.remove(entry)
+        self._doom(entry)
+
+    def _doom(self, entry: ObjectEntry) -> None:
+        """LIVE -> DOOMED, and on to FREE when nothing refers to it."""
+        self._order.discard(entry)
+        entry.state = SlotState.DOOMED
+        if entry.references:
+            self._table.write_slot(entry)
+        else:
+            self._free(entry)
+
+    def _free(self, held: ObjectEntry | Reservation) -> None:
+        if isinstance(held, ObjectEntry):
+            held.state = SlotState.FREE
+        del self._held[held.slot]
+        self._table.free_slot(held.slot)
+        self._allocator.free(held.offset - self.geometry.data_offset)
+
+    # --- invariants --------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless everything agrees with everything; linear, for tests."""
+        self._check_extents()
+        leases = Counter(map(id, self._leases.entries()))
+        for number, held in self._held.items():
+            assert held.slot == number
+            if isinstance(held, ObjectEntry):
+                assert held.references >= leases[id(held)]
+                self._check_entry(held)
+        entries = [held for held in self._held.values() if isinstance(held, ObjectEntry)]
+        live = {entry.digest: entry.slot for entry in entries if entry.state is SlotState.LIVE}
+        assert live == {digest: entry.slot for digest, entry in self._entries.items()}
+        assert live == self._table.published()
+
+    def _check_extents(self) -> None:
+        """Extents cover the data area once, each belongs to something, and the sums are right."""
+        position = 0
+        taken = self._allocator.extents()
+        for start, size in sorted(taken + self._allocator.free_extents()):
+            assert start == position, "extents overlap or leave a hole"
+            position += size
+        assert position == self.data_bytes
+        base = self.geometry.data_offset
+        entries = [held for held in self._held.values() if isinstance(held, ObjectEntry)]
+        expected = [(entry.offset - base, entry.extent_bytes) for entry in entries]
+        expected += [(held.offset - base, held.capacity) for held in self._reservations]
+        assert sorted(expected) == taken
+        reserved = sum(held.capacity for held in self._reservations)
+        referenced = sum(entry.extent_bytes for entry in entries if entry.references)
+        evictable = sum(entry.extent_bytes for entry in entries if entry in self._order)
+        assert reserved == self._reservations.reserved_bytes
+        assert referenced == self._referenced_bytes
+        assert evictable == self._order.evictable_bytes
+
+    def _check_entry(self, entry: ObjectEntry) -> None:
+        """What is published of an entry says the same as the entry."""
+        assert entry.state is SlotState.LIVE or entry.references
+        assert (entry in self._order) == (rank_of(entry) is not None)
+        assert decode_slot(self.slot_bytes(entry)) == slot_of(entry)
+        trailer = decode_trailer(self.trailer_bytes(entry))
+        assert trailer is not None
+        assert trailer_matches(trailer, slot_of(entry))
+        assert (trailer.key, trailer.pin) == (entry.key, entry.pin)
+
+
+def _new_entry(
+    reservation: Reservation,
+    digest: bytes,
+    version: Version,
+    trailer: TrailerBody,
+    length: int,
+    trailer_length: int,
+    soft: bool,
+    now: float,
+) -> ObjectEntry:
+    pin = Pin(trailer.pin)
+    return ObjectEntry(
+        digest=digest,
+        version=version,
+        slot=reservation.slot,
+        offset=reservation.offset,
+        length=length,
+        trailer_length=trailer_length,
+        extent_bytes=extent_bytes(length, trailer_length),
+        namespace=trailer.namespace,
+        key=trailer.key,
+        expires_unix_ms=trailer.expires_unix_ms,
+        replicas=trailer.replicas,
+        pin=pin,
+        pin_until=now + SOFT_PIN_SECONDS if pin is Pin.SOFT else 0.0,
+        soft=soft,
+        dtype=trailer.dtype,
+        shape=trailer.shape,
+        last_access=now,
+    )

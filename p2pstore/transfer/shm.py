@@ -1,0 +1,186 @@
+"""Reading another peer of the same host straight from its memory segment.
+
+Whoever maps holds its own session with the owner: a connection to its local socket, which also
+tells when the owner is gone. Objects are copied without a lease and verified on the copy.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+from p2pstore.errors import BufferTooSmall, DeadlineExceeded, P2PStoreError
+from p2pstore.local.connection import LocalConnection
+from p2pstore.local.messages import Access
+from p2pstore.objects import DEFAULT_NAMESPACE
+from p2pstore.streams import Driver
+from p2pstore.transfer.layout import TrailerBody
+from p2pstore.transfer.reader import Copied, SegmentReader
+from p2pstore.transfer.transport import (
+    Destination,
+    Pulled,
+    PullFailed,
+    RemoteCopy,
+    checked_view,
+)
+from p2pstore.wire import Code
+
+MAX_TORN_READS: Final = 3
+"""Reads of one object that found it changing, before the owner is asked instead."""
+RETRY_CONNECT_SECONDS: Final = 10.0
+MAX_PEERS: Final = 64
+
+
+async def copy_in_pieces(
+    driver: Driver, reader: SegmentReader, digest: bytes, view: memoryview
+) -> Copied | None:
+    """`reader.copy_into`, after the first 4 MiB in pieces on a thread, and to be cancelled
+    between them."""
+    pieces = reader.copy_pieces(digest, view)
+
+    def step() -> tuple[bool, Copied | None]:
+        try:
+            next(pieces)
+        except StopIteration as stop:
+            return True, stop.value
+        return False, None
+
+    done, copied = step()
+    while not done:
+        done, copied = await driver.run_in_thread(step)
+    return copied
+
+
+def expired(trailer: TrailerBody) -> bool:
+    """Whether the object's time to live is over, though its owner did not collect it yet."""
+    return 0 < trailer.expires_unix_ms <= time.time() * 1000
+
+
+async def read_mapped(
+    driver: Driver, reader: SegmentReader, digest: bytes, destination: Destination
+) -> Copied | None:
+    """Copy an object out of a mapped segment into what `destination` prepares for it.
+
+    None when the segment does not have it, or it changed under every attempt. Raises what
+    `destination.prepare` raises.
+    """
+    for _ in range(MAX_TORN_READS):
+        found = reader.find(digest)
+        if found is None:
+            return None
+        slot, trailer = found
+        if expired(trailer):
+            return None
+        view = checked_view(destination, slot, trailer)
+        try:
+            copied = await copy_in_pieces(driver, reader, digest, view)
+        except BufferTooSmall:  # replaced meanwhile by a longer version
+            continue
+        if copied is not None and copied.slot == slot:
+            return copied
+    return None
+
+
+@dataclass(slots=True)
+class _MappedPeer:
+    """What is known of one socket path: an open session, or until when not to try it again."""
+
+    connection: LocalConnection | None = None
+    readers: list[SegmentReader] = field(default_factory=list)
+    retry_at: float = 0.0
+
+    def usable(self) -> bool:
+        return (
+            self.connection is not None
+            and all(reader.is_open() for reader in self.readers)
+            and not self.connection.peer_is_gone()
+        )
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+        self.connection = None
+        self.readers = []
+
+
+class ShmTransport:
+    """The `Transport` for peers of the same host. Keeps one session per peer; `close` ends them."""
+
+    name = "shm"
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._lock = driver.lock()
+        self._peers: dict[str, _MappedPeer] = {}
+
+    def offers(self, copy: RemoteCopy) -> bool:
+        """Whether the copy is on this host, and connecting there did not fail a moment ago."""
+        if not copy.same_host or not copy.socket:
+            return False
+        peer = self._peers.get(copy.socket)
+        return peer is None or peer.connection is not None or time.monotonic() >= peer.retry_at
+
+    def cost(self, copy: RemoteCopy) -> float:
+        """A tenth of a TCP connection."""
+        return 0.1
+
+    async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
+        """Copy the object out of the holder's segment. Raises `PullFailed`, which is always
+        retriable: what the mapping does not show, the holder may still have and say so over
+        TCP."""
+        peer = await self._session(copy)
+        for reader in peer.readers:
+            copied = await read_mapped(self._driver, reader, digest, destination)
+            if copied is not None:
+                return Pulled(copied.slot, copied.trailer, copied.length, self.name)
+        raise PullFailed(
+            Code.NO_SUCH_KEY, "the object is not in the holder's memory segment", retriable=True
+        )
+
+    async def _session(self, copy: RemoteCopy) -> _MappedPeer:
+        peer = self._peers.get(copy.socket)
+        if peer is not None and peer.usable():
+            return peer
+        async with self._lock:
+            peer = self._peers.setdefault(copy.socket, _MappedPeer())
+            if not peer.usable():
+                peer.close()
+                await self._open(peer, copy)
+            return peer
+
+    async def _open(self, peer: _MappedPeer, copy: RemoteCopy) -> None:
+        self._make_room(peer)
+        peer.retry_at = time.monotonic() + RETRY_CONNECT_SECONDS
+        try:
+            connection = await LocalConnection.open(
+                self._driver, copy.socket, namespace=DEFAULT_NAMESPACE, access=Access.READ
+            )
+        except (P2PStoreError, OSError) as error:
+            code = (
+                Code.DEADLINE_EXCEEDED if isinstance(error, DeadlineExceeded) else Code.UNAVAILABLE
+            )
+            raise PullFailed(code, str(error), retriable=True) from error
+        if connection.hello.peer_id != copy.peer_id:
+            connection.close()
+            raise PullFailed(
+                Code.UNAVAILABLE, f"another peer serves at {copy.socket} now", retriable=True
+            )
+        try:
+            peer.readers = [SegmentReader(view) for view in connection.segments]
+        except P2PStoreError as error:
+            connection.close()
+            raise PullFailed(Code.UNAVAILABLE, str(error), retriable=True) from error
+        peer.connection = connection
+
+    def _make_room(self, keep: _MappedPeer) -> None:
+        """Forget the peer that came first when there are too many."""
+        while len(self._peers) > MAX_PEERS:
+            path = next(path for path, peer in self._peers.items() if peer is not keep)
+            self._peers.pop(path).close()
+
+    def close(self) -> None:
+        """End all sessions. Views and copies made stay valid."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()

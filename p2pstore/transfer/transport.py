@@ -1,0 +1,204 @@
+"""What all transports have in common: a remote copy, where its bytes go, and the loop over holders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from p2pstore.errors import BufferTooSmall, NoSuchKey, P2PStoreError
+from p2pstore.objects import ZERO_VERSION, Version, chunk_count, format_bytes
+from p2pstore.transfer.failover import HolderReport, PullAttempts, PullFailed
+from p2pstore.transfer.layout import (
+    Slot,
+    SlotState,
+    TrailerBody,
+    decode_slot,
+    decode_trailer,
+    trailer_matches,
+)
+from p2pstore.transfer.tickets import GrantedTicket
+from p2pstore.wire import Code
+
+__all__ = [
+    "BufferDestination",
+    "Destination",
+    "PullFailed",
+    "PullReport",
+    "Pulled",
+    "RemoteCopy",
+    "RemotePeer",
+    "Transport",
+    "check_object",
+    "checked_view",
+    "pull_with_failover",
+    "unpack_sums",
+]
+
+
+class Destination(Protocol):
+    """Where pulled bytes go."""
+
+    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
+        """Exactly `slot.length` writable bytes. Asked once slot and trailer are verified, before any
+        payload byte moves; asked again when another holder is tried after a failure, perhaps for another
+        version. What the view holds is undefined until the pull returned, and after it failed.
+
+        Raises `NoSuchKey` for a version that is not wanted: the next holder is tried. `BufferTooSmall`,
+        `CapacityExceeded` and all other errors end the read.
+        """
+        ...
+
+
+class BufferDestination:
+    """A caller's writable buffer: the value goes to its beginning.
+
+    Raises `ValueError` for a buffer that is read-only or not contiguous.
+    """
+
+    def __init__(self, buffer: bytearray | memoryview) -> None:
+        view = memoryview(buffer)
+        if view.readonly or not view.c_contiguous:
+            raise ValueError("the buffer must be writable and contiguous")
+        self._view = view.cast("B") if view.nbytes else memoryview(bytearray())
+
+    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
+        if slot.length > len(self._view):
+            raise BufferTooSmall(
+                f"the object has {slot.length:,} bytes ({format_bytes(slot.length)}); "
+                f"the buffer has room for {len(self._view):,}",
+                slot.length,
+            )
+        return self._view[: slot.length]
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePeer:
+    """A peer to connect to: `data` are its data addresses (`host:port`, `[v6]:port`), best first.
+
+    Without `ticket` the connection pool asks its ticket source.
+    """
+
+    peer_id: bytes
+    data: tuple[str, ...] = ()
+    ticket: GrantedTicket | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCopy(RemotePeer):
+    """One copy of an object and how to get there. `member` is the holder's short name, `socket` the path
+    of its local socket (of use when `same_host`), `slot` a hint that is not trusted."""
+
+    member: int = 0
+    socket: str = ""
+    same_host: bool = False
+    slot: int = 0
+    version: Version = ZERO_VERSION
+    load_permille: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A delivered and verified object: `length` bytes lie in the destination."""
+
+    slot: Slot
+    trailer: TrailerBody
+    length: int
+    transport: str
+
+
+class Transport(Protocol):
+    """A way to read objects of other peers."""
+
+    @property
+    def name(self) -> str: ...
+
+    def offers(self, copy: RemoteCopy) -> bool:
+        """Whether it makes sense to try this transport for that copy."""
+        ...
+
+    def cost(self, copy: RemoteCopy) -> float:
+        """Cheaper transports are tried first. 1.0 is a TCP connection."""
+        ...
+
+    async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
+        """Read one object, verified. Raises `PullFailed`, or what `destination.prepare` raises.
+
+        After return, error or cancellation nothing writes to the destination.
+        """
+        ...
+
+
+def check_object(
+    slot_bytes: bytes, trailer_bytes: bytes, digest: bytes
+) -> tuple[Slot, TrailerBody]:
+    """Slot and trailer out of private copies, verified. Raises `PullFailed` (STALE) when they are not those of
+    a live object under `digest`."""
+    slot = decode_slot(slot_bytes)
+    if slot is None or slot.state is not SlotState.LIVE or slot.digest != digest:
+        raise PullFailed(Code.STALE, "the holder's slot is damaged or belongs to another object")
+    trailer = decode_trailer(trailer_bytes)
+    if (
+        trailer is None
+        or len(trailer_bytes) != slot.trailer_length
+        or not trailer_matches(trailer, slot)
+    ):
+        raise PullFailed(Code.STALE, "the holder's checksums do not belong to the object")
+    return slot, trailer
+
+
+def checked_view(destination: Destination, slot: Slot, trailer: TrailerBody) -> memoryview:
+    """The destination's view. Raises what `prepare` raises, but `PullFailed` for a version that is not
+    wanted, and `ValueError` when the destination does not keep to its contract."""
+    try:
+        view = destination.prepare(slot, trailer)
+    except NoSuchKey as error:
+        raise PullFailed(Code.NO_SUCH_KEY, str(error)) from error
+    if view.nbytes != slot.length or view.readonly:
+        raise ValueError(f"the destination gave {view.nbytes:,} bytes for {slot.length:,}")
+    return view
+
+
+def unpack_sums(sums: bytes, length: int) -> tuple[int, ...]:
+    """The chunk sums of a value of `length` bytes as numbers."""
+    return tuple(memoryview(sums).cast("Q")[: chunk_count(length)])
+
+
+@dataclass(frozen=True, slots=True)
+class PullReport:
+    """How a read over several holders ended: `pulled` from `copy`, or `error`. `failures` on the way are
+    worth telling the peer that named the holders."""
+
+    pulled: Pulled | None
+    copy: RemoteCopy | None
+    failures: tuple[HolderReport, ...]
+    error: P2PStoreError | None = None
+
+    def unwrap(self) -> Pulled:
+        """What was pulled. Raises the error."""
+        if self.pulled is None:
+            assert self.error is not None
+            raise self.error
+        return self.pulled
+
+
+async def pull_with_failover(
+    copies: Sequence[RemoteCopy],
+    transports: Sequence[Transport],
+    digest: bytes,
+    destination: Destination,
+) -> PullReport:
+    """Pull an object from the first of `copies` (best first) that delivers it.
+
+    The report's error is `NoSuchKey` when every holder said that it has no such object, else
+    `Unavailable`. Raises what `destination.prepare` raises: `BufferTooSmall`, `CapacityExceeded`.
+    """
+    attempts = PullAttempts(copies, transports)
+    while attempt := attempts.next():
+        try:
+            pulled = await transports[attempt.transport].pull(attempt.copy, digest, destination)
+        except PullFailed as failure:
+            attempts.failed(failure)
+        else:
+            return PullReport(pulled, attempt.copy, tuple(attempts.reports))
+    return PullReport(None, None, tuple(attempts.reports), attempts.error())

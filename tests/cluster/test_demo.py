@@ -1,0 +1,130 @@
+"""The demo, as a newcomer runs it: it works, and whatever happens to it, nothing of it remains."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from p2pstore.objects import MIB
+
+DEMO = [sys.executable, "-m", "mooncake_p2p", "demo"]
+DEMO_SECONDS = 90.0
+
+
+class Traces:
+    """What a demo leaves: processes marked by a variable in their environment, and files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._mark = f"P2P_DEMO_TEST={folder}"
+        name, _, value = self._mark.partition("=")
+        self.environment = {**os.environ, name: value, "TMPDIR": str(folder)}
+
+    def processes(self) -> list[int]:
+        """Ids of processes that descend from the demo, and the demo's own."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def files(self) -> list[Path]:
+        return list(self.folder.rglob("*"))
+
+
+@pytest.fixture
+def traces() -> Iterator[Traces]:
+    with tempfile.TemporaryDirectory(prefix="p2p-") as folder:
+        traces = Traces(Path(folder))
+        yield traces
+        for process_id in traces.processes():  # only when the test has failed
+            os.kill(process_id, signal.SIGKILL)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not become so in time"
+        time.sleep(0.02)
+
+
+def test_the_demo_works_and_cleans_up(traces: Traces) -> None:
+    result = subprocess.run(
+        [*DEMO, "--json", "--blocks", "4", "--memory", "64MiB"],
+        capture_output=True,
+        env=traces.environment,
+        timeout=DEMO_SECONDS,
+    )
+    assert result.returncode == 0, result.stderr.decode()
+    document = json.loads(result.stdout)
+    assert document["ok"] is True
+    assert document["object"] == {
+        "model": "LLaMA3-70B",
+        "token_bytes": 320 * 1024,
+        "bytes": 5 * MIB,
+    }
+    moved = [step["bytes"] for step in document["steps"]]
+    assert moved == [0, *[20 * MIB] * 4, 0, 20 * MIB]
+    assert all(step["seconds"] > 0 for step in document["steps"])
+    assert traces.processes() == []
+    assert traces.files() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("peers_running", [0, 1, 3])
+def test_an_interrupted_demo_leaves_nothing(
+    number: int, peers_running: int, traces: Traces
+) -> None:
+    demo = subprocess.Popen(
+        [*DEMO, "--blocks", "4", "--memory", "64MiB"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=traces.environment,
+    )
+    eventually(lambda: bool(traces.files()) and len(traces.processes()) > peers_running)
+    demo.send_signal(number)
+    assert demo.wait(20) == 128 + number
+    assert demo.stderr is not None
+    assert demo.stderr.read() == b""
+    demo.stderr.close()
+    assert traces.processes() == []
+    assert traces.files() == []
+
+
+def test_no_peer_outlives_a_demo_that_is_killed(traces: Traces) -> None:
+    demo = subprocess.Popen(
+        [*DEMO, "--blocks", "4", "--memory", "64MiB"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=traces.environment,
+    )
+    eventually(lambda: len(traces.processes()) > 1)
+    demo.kill()
+    demo.wait()
+    eventually(lambda: traces.processes() == [])
+
+
+def test_a_demo_that_fails_shows_the_log_and_cleans_up(traces: Traces) -> None:
+    result = subprocess.run(
+        [*DEMO, "--memory", "1000000TiB", "--json"],
+        capture_output=True,
+        env=traces.environment,
+        timeout=DEMO_SECONDS,
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith(b"error: start alpha")
+    assert b"last lines of alpha's log" in result.stderr
+    assert traces.processes() == []
+    assert traces.files() == []

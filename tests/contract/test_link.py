@@ -1,0 +1,289 @@
+"""What every link between peers must do. Add an implementation to `LINKS` and it is held to the same."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import trio
+import trio.testing
+
+from p2pstore.errors import CapacityExceeded
+from p2pstore.gossip.host import open_control_host
+from p2pstore.gossip.identity import Identity
+from p2pstore.gossip.link import Handler, Link, LinkError
+from p2pstore.gossip.messages import (
+    Ack,
+    ControlKind,
+    Delta,
+    Exchange,
+    ExchangeReply,
+    Leave,
+    Ping,
+    PingRequest,
+)
+from p2pstore.gossip.records import PeerId, SignedRecord
+from p2pstore.keyring import KeyRing
+from p2pstore.wire import Code, Empty, Message
+
+SECONDS = 10.0
+"""Longer than anything here takes."""
+
+
+@dataclass
+class Answerer:
+    """The other side's handler: each kind of request shows one behaviour."""
+
+    gate: trio.Event = field(default_factory=trio.Event)
+    held: int = 0
+    callers: set[PeerId] = field(default_factory=set)
+
+    async def __call__(self, peer_id: PeerId, kind: int, request: Message) -> Message:
+        self.callers.add(peer_id)
+        match request:
+            case Ping():
+                return Ack(request.incarnation + 1, request.claims)
+            case PingRequest():  # answered when the gate opens
+                self.held += 1
+                await self.gate.wait()
+                return Ack(request.timeout_ms, [])
+            case Exchange():  # as large as was sent
+                nothing = Delta([], [], [], [])
+                return ExchangeReply(nothing, request.digest[::-1], request.cluster_hash, b"")
+            case Leave():  # refuses on purpose
+                raise CapacityExceeded("no room")
+        raise RuntimeError("secret detail")
+
+
+@dataclass
+class Pair:
+    """One side asks, the other answers."""
+
+    link: Link
+    own_id: PeerId
+    peer_id: PeerId
+    addresses: list[str]
+    answerer: Answerer
+    lost: list[PeerId]
+    stop_peer: Callable[[], Awaitable[None]]
+    """Make the answering side go away without a word."""
+
+    async def ask(self, kind: int, request: Message, timeout: float = SECONDS) -> Message:
+        return await self.link.ask(self.peer_id, self.addresses, kind, request, timeout)
+
+    async def ping(self, number: int) -> None:
+        assert await self.ask(ControlKind.PING, Ping(number, [])) == Ack(number + 1, [])
+
+
+@asynccontextmanager
+async def control_hosts(answerer: Handler) -> AsyncIterator[Pair]:
+    """Two control hosts in this process, over loopback."""
+    lost: list[PeerId] = []
+    ours, theirs = Identity(b"\x01" * 32), Identity(b"\x02" * 32)
+    assert isinstance(answerer, Answerer)
+    async with (
+        open_control_host(
+            identity=ours,
+            listen=("127.0.0.1", 0),
+            ring=KeyRing([b"k" * 32]),
+            cluster="contract",
+            handler=answerer,
+            on_lost=lost.append,
+            software="asker",
+        ) as link,
+        open_control_host(
+            identity=theirs,
+            listen=("127.0.0.1", 0),
+            ring=KeyRing([b"k" * 32]),
+            cluster="contract",
+            handler=answerer,
+            on_lost=lambda _: None,
+            software="answerer",
+        ) as other,
+    ):
+
+        async def stop_peer() -> None:
+            other.close()
+
+        address = f"127.0.0.1:{other.listening[1]}"
+        yield Pair(link, ours.peer_id, theirs.peer_id, [address], answerer, lost, stop_peer)
+
+
+LINKS: dict[str, Callable[[Answerer], AbstractAsyncContextManager[Pair]]] = {
+    "control_host": control_hosts
+}
+
+
+@pytest.fixture(params=list(LINKS))
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    with trio.fail_after(60):
+        async with LINKS[request.param](Answerer()) as pair:
+            yield pair
+
+
+async def until(condition: Callable[[], object]) -> None:
+    with trio.fail_after(SECONDS):
+        while not condition():  # noqa: ASYNC110 - what is waited for is inside the link
+            await trio.sleep(0.005)
+
+
+async def test_an_answer_comes_back_and_the_asker_is_known(pair: Pair) -> None:
+    assert pair.link.connected() == []
+    await pair.ping(1)
+    await pair.ping(2)
+    assert pair.answerer.callers == {pair.own_id}
+    assert pair.link.connected() == [pair.peer_id]
+
+
+async def test_a_request_of_an_unknown_kind_is_unsupported(pair: Pair) -> None:
+    for kind in (999, ControlKind.HELLO, ControlKind.PROOF):
+        with pytest.raises(LinkError) as error:
+            await pair.ask(kind, Empty())
+        assert error.value.refused
+        assert error.value.code == Code.UNSUPPORTED
+    await pair.ping(1)
+
+
+async def test_a_handlers_own_errors_keep_their_code_and_others_are_hidden(pair: Pair) -> None:
+    with pytest.raises(LinkError, match="no room") as error:
+        await pair.ask(ControlKind.LEAVE, Leave(SignedRecord(b"", b"")))
+    assert error.value.code == Code.CAPACITY_EXCEEDED
+    with pytest.raises(LinkError) as error:
+        await pair.ask(ControlKind.DELTA, Delta([], [], [], []))
+    assert error.value.refused
+    assert error.value.code == Code.INTERNAL
+    assert "secret" not in str(error.value)
+    await pair.ping(1)
+
+
+async def test_concurrent_requests_get_their_own_answers(pair: Pair) -> None:
+    """Over twice what may be in flight on one stream; the first wave is held, and overtaken."""
+    answers: dict[int, Message] = {}
+
+    async def hold(number: int) -> None:
+        answers[number] = await pair.ask(ControlKind.PING_REQUEST, PingRequest(b"", number))
+
+    async with trio.open_nursery() as nursery:
+        for number in range(50):
+            nursery.start_soon(hold, number)
+        await until(lambda: pair.answerer.held == 50)
+        async with trio.open_nursery() as pings:
+            for number in range(100):
+                pings.start_soon(pair.ping, number)
+        assert not answers
+        pair.answerer.gate.set()
+    assert answers == {number: Ack(number, []) for number in range(50)}
+
+
+async def test_more_requests_than_may_be_in_flight_wait_their_turn(pair: Pair) -> None:
+    answers: list[Message] = []
+
+    async def hold(number: int) -> None:
+        answers.append(await pair.ask(ControlKind.PING_REQUEST, PingRequest(b"", number)))
+
+    async with trio.open_nursery() as nursery:
+        for number in range(150):
+            nursery.start_soon(hold, number)
+        await until(lambda: pair.answerer.held == 64)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert pair.answerer.held == 64
+        pair.answerer.gate.set()
+    assert len(answers) == 150
+
+
+@pytest.mark.parametrize("length_bytes", [0, 60 * 1024, 300_000, 4_000_000])
+async def test_large_bodies_arrive_whole(pair: Pair, length_bytes: int) -> None:
+    digest = bytes(range(250)) * (length_bytes // 250)
+    reply = await pair.ask(ControlKind.EXCHANGE, Exchange(digest, 7, b"", []))
+    assert isinstance(reply, ExchangeReply)
+    assert reply.digest == digest[::-1]
+    assert reply.cluster_hash == 7
+
+
+async def test_a_body_over_the_limit_is_refused_before_it_is_sent(pair: Pair) -> None:
+    with pytest.raises(ValueError, match="4 MiB"):
+        await pair.ask(ControlKind.EXCHANGE, Exchange(bytes(4 * 1024 * 1024), 0, b"", []))
+    await pair.ping(1)
+
+
+async def test_large_bodies_both_ways_at_once_do_not_lock_up(pair: Pair) -> None:
+    async def exchange(number: int) -> None:
+        digest = bytes([number]) * 1_000_000
+        reply = await pair.ask(ControlKind.EXCHANGE, Exchange(digest, number, b"", []))
+        assert isinstance(reply, ExchangeReply)
+        assert (reply.digest, reply.cluster_hash) == (digest, number)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(12):
+            nursery.start_soon(exchange, number)
+
+
+async def test_a_timeout_is_an_error_and_the_late_answer_harms_nothing(pair: Pair) -> None:
+    await pair.ping(0)
+    start = trio.current_time()
+    with pytest.raises(LinkError, match=r"0.1 s") as error:
+        await pair.ask(ControlKind.PING_REQUEST, PingRequest(b"", 1), timeout=0.1)
+    assert trio.current_time() - start < 2
+    assert not error.value.refused
+    assert error.value.code is None
+    pair.answerer.gate.set()
+    for number in range(5):
+        await pair.ping(number)
+
+
+async def test_a_cancelled_request_leaves_the_link_usable(pair: Pair) -> None:
+    """Cancelled at every stage: before the connection, during a large send, while waiting."""
+    large = Exchange(bytes(3_000_000), 1, b"", [])
+    for step in range(40):
+        with trio.move_on_after(0.0005 * step):
+            await pair.ask(ControlKind.EXCHANGE, large)
+    for number in range(3):
+        await pair.ping(number)
+
+
+async def test_a_peer_that_goes_away_fails_what_waits_and_is_reported(pair: Pair) -> None:
+    errors: list[LinkError] = []
+
+    async def hold() -> None:
+        try:
+            await pair.ask(ControlKind.PING_REQUEST, PingRequest(b"", 1))
+        except LinkError as error:
+            errors.append(error)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(hold)
+        await until(lambda: pair.answerer.held == 3)
+        await pair.stop_peer()
+    assert len(errors) == 3
+    assert not any(error.refused for error in errors)
+    await until(lambda: pair.lost == [pair.peer_id])
+    assert pair.link.connected() == []
+    with pytest.raises(LinkError):
+        await pair.ask(ControlKind.PING, Ping(1, []), timeout=2)
+
+
+async def test_disconnect_is_quiet_and_the_next_request_connects_again(pair: Pair) -> None:
+    await pair.ping(1)
+    await pair.link.disconnect(pair.peer_id)
+    await pair.link.disconnect(pair.peer_id)
+    assert pair.link.connected() == []
+    await pair.ping(2)
+    assert pair.lost == []
+
+
+async def test_a_peer_that_cannot_be_reached(pair: Pair) -> None:
+    stranger = Identity(b"\x07" * 32).peer_id
+    for addresses in (
+        [],
+        ["127.0.0.1:1"],
+        pair.addresses,
+        ["no-such-host.invalid:1"],
+        ["nonsense"],
+    ):
+        with pytest.raises(LinkError) as error:
+            await pair.link.ask(stranger, addresses, ControlKind.PING, Ping(1, []), 5)
+        assert not error.value.refused
+    await pair.ping(1)

@@ -1,0 +1,881 @@
+"""Clients, blocking and under trio, against a real local server with a real segment."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import pickle
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+import p2pstore
+from p2pstore import blocking
+from p2pstore.client.trio_client import Client
+from p2pstore.errors import (
+    AmbiguousLocalPeer,
+    BufferTooSmall,
+    CapacityExceeded,
+    ClientForked,
+    ConfigError,
+    DeadlineExceeded,
+    LeaseLimitExceeded,
+    NoLocalPeer,
+    NoSuchKey,
+    ObjectTooLarge,
+    StoreClosed,
+    Unavailable,
+)
+from p2pstore.local import messages as local
+from p2pstore.local import paths
+from p2pstore.local.connection import LocalConnection
+from p2pstore.local.messages import Access, LocalKind
+from p2pstore.local.server import MAX_CONNECTIONS, MAX_IN_FLIGHT
+from p2pstore.objects import MIB, key_digest
+from p2pstore.streams import BlockingDriver, run_blocking
+from p2pstore.wire import HEADER, PREFACE_LOCAL, Code, encode_frame
+from tests.contract.small_peer import PEER_ID, SmallPeer, small_peer
+
+
+class PlainStore:
+    """A blocking client with async methods that never suspend, so that one suite serves both."""
+
+    def __init__(self, client: blocking.BlockingClient) -> None:
+        self.client = client
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.client, name)
+        if not callable(method):
+            return method
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[SmallPeer]:
+    with small_peer(tmp_path / "peer.sock") as running:
+        yield running
+
+
+@pytest.fixture(params=["blocking", "trio"])
+async def store(request: pytest.FixtureRequest, peer: SmallPeer) -> AsyncIterator[Any]:
+    async with connected(request.param, peer) as opened:
+        yield opened
+
+
+def connected(kind: str, peer: SmallPeer, **settings: Any) -> Any:
+    """A client of either kind as an async context manager."""
+    if kind == "trio":
+        return p2pstore.connect(str(peer.path), **settings)
+    return Plain(blocking.connect(str(peer.path), **settings))
+
+
+class Plain:
+    def __init__(self, client: blocking.BlockingClient) -> None:
+        self.client = client
+
+    async def __aenter__(self) -> PlainStore:
+        return PlainStore(self.client)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.client.close()
+
+
+both = pytest.mark.parametrize("kind", ["blocking", "trio"])
+
+
+async def eventually(peer: SmallPeer, condition: Any) -> None:
+    """Wait, without stopping this test's own loop, until the peer sees it."""
+    await trio.to_thread.run_sync(peer.wait_until, condition)
+
+
+# --- what the store does -----------------------------------------------------------------------
+
+
+async def test_put_and_get(store: Any) -> None:
+    first = await store.put("k", b"value")
+    assert (first.key, first.status, first.copies, first.wanted) == ("k", "created", 1, 1)
+    assert first.location == "small"
+    assert await store.get("k") == b"value"
+    assert (await store.put("k", b"value")).status == "unchanged"
+    assert (await store.put("k", b"other")).status == "kept_existing"
+    assert await store.get("k") == b"value"
+    again = await store.put("k", b"other", overwrite=True)
+    assert again.status == "created"
+    assert again.version > first.version
+    assert await store.get("k") == b"other"
+    assert await store.remove("k")
+    assert not await store.remove("k")
+    with pytest.raises(NoSuchKey, match="'k'"):
+        await store.get("k")
+
+
+@pytest.mark.parametrize("length", [0, 1, 4095, 65_537, MIB, MIB + 1, 5 * MIB + 3])
+async def test_values_of_all_sizes(store: Any, length: int) -> None:
+    value = random.Random(length).randbytes(length)
+    await store.put("k", value)
+    assert await store.get("k") == value
+    buffer = bytearray(length + 8)
+    assert await store.get_into("k", buffer) == length
+    assert buffer[:length] == value
+    assert buffer[length:] == bytes(8)
+    view = await store.take_lease("k")
+    assert view.readonly
+    assert view == value
+
+
+async def test_keys_at_their_limits(store: Any) -> None:
+    for key in ("k", "k" * 1024, "\N{SNOWMAN}" * 341, "a/b c\n"):
+        await store.put(key, key.encode())
+        assert await store.get(key) == key.encode()
+    for key in ("", "k" * 1025, "\udc80"):
+        for call in (store.put(key, b"v"), store.get(key), store.contains(key)):
+            with pytest.raises(ValueError, match="key"):
+                await call
+    with pytest.raises(TypeError):
+        await store.get(7)
+
+
+async def test_values_that_cannot_be(store: Any, peer: SmallPeer) -> None:
+    for bad in (np.zeros((4, 4))[:, 1], memoryview(b"abcdef")[::2]):
+        with pytest.raises(ValueError, match="contiguous"):
+            await store.put("k", bad)
+        with pytest.raises(ValueError, match=r"contiguous|read-only"):
+            await store.get_into("k", bad)
+    for neither in ("text", 7, None, np.array([object()])):
+        with pytest.raises(TypeError):
+            await store.put("k", neither)
+    await store.put("k", b"value")
+    with pytest.raises(ValueError, match="read-only"):
+        await store.get_into("k", b"12345")
+    frozen = np.zeros(8, np.uint8)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        await store.get_into("k", frozen)
+    for bad_option in ({"replicas": 0}, {"ttl": 0}, {"pin": "firm"}):
+        with pytest.raises(ValueError):  # noqa: PT011 # each says something else
+            await store.put("k", b"v", **bad_option)
+    assert peer.used_bytes() == 4096
+
+
+async def test_a_buffer_that_is_too_small_is_left_alone(store: Any) -> None:
+    await store.put("k", bytes(range(100)))
+    buffer = bytearray(b"\xff" * 99)
+    with pytest.raises(BufferTooSmall) as caught:
+        await store.get_into("k", buffer)
+    assert caught.value.needed == 100
+    assert buffer == b"\xff" * 99
+
+
+async def test_what_does_not_fit(store: Any, peer: SmallPeer) -> None:
+    with pytest.raises(ObjectTooLarge):
+        await store.put("k", np.zeros(17 * MIB, np.uint8))
+    views = []
+    for number in range(3):
+        await store.put(f"k{number}", np.full(4 * MIB, number, np.uint8))
+        views.append(await store.take_lease(f"k{number}"))
+    with pytest.raises(CapacityExceeded):
+        await store.put("big", np.zeros(8 * MIB, np.uint8))
+    del views
+    assert (await store.put("big", np.zeros(8 * MIB, np.uint8))).status == "created"
+    await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
+
+
+async def test_batches(store: Any, peer: SmallPeer) -> None:
+    items = [(f"k{number}", bytes([number % 256]) * number) for number in range(1500)]
+    results = await store.put_many([*items, ("", b"x"), ("s", "text"), ("h", bytearray(17 * MIB))])
+    assert [each.value.status for each in results[:-3]] == ["created"] * 1500
+    assert [type(each.error) for each in results[-3:]] == [ValueError, ValueError, ObjectTooLarge]
+    buffers = [(key, bytearray(len(value))) for key, value in items]
+    extra: list[Any] = [("nope", bytearray(9)), ("k9", bytearray(1)), ("k9", b"123456789")]
+    got = await store.get_many_into([*buffers, *extra])
+    assert [each.value for each in got[:-3]] == list(range(1500))
+    assert [bytes(buffer) for _, buffer in buffers] == [value for _, value in items]
+    assert [type(each.error) for each in got[-3:]] == [NoSuchKey, BufferTooSmall, ValueError]
+    assert await store.contains_many(["k1", "nope", "k1499"]) == [True, False, True]
+    assert await store.match_prefix(["k1", "k2", "nope", "k3"]) == 2
+    removed = await store.remove_many(["k1", "nope", ""])
+    assert [each.value for each in removed] == [True, False, None]
+    assert await store.put_many([]) == await store.get_many_into([]) == []
+    assert peer.used_bytes() == 1499 * 4096
+
+
+async def test_tensors(store: Any) -> None:
+    for tensor in (
+        np.arange(24, dtype=np.float32).reshape(2, 3, 4),
+        np.array(7, ">i4"),
+        np.zeros((0, 3), np.int8),
+        np.array([True, False]),
+    ):
+        await store.put_tensor("t", tensor, overwrite=True)
+        got = await store.get_tensor("t")
+        assert got.dtype == tensor.dtype
+        assert got.shape == tensor.shape
+        assert np.array_equal(got, tensor)
+    await store.put("plain", b"1234")
+    with pytest.raises(p2pstore.P2PStoreError, match="not a tensor"):
+        await store.get_tensor("plain")
+
+
+async def test_the_rest_of_the_requests(store: Any, peer: SmallPeer) -> None:
+    await store.put("a", b"1", pin="soft", ttl=60)
+    await store.put("b", b"22")
+    page = await store.list_keys(limit=1)
+    assert [each.key for each in page.keys] == ["a"]
+    assert page.more
+    assert page.keys[0].expires_unix == pytest.approx(time.time() + 60, abs=10)
+    assert page.keys[0].pin == "soft"
+    page = await store.list_keys(after="a")
+    assert [(each.key, each.length, each.expires_unix) for each in page.keys] == [("b", 2, None)]
+    (where,) = await store.locate("a")
+    assert (where.peer, where.tier, where.pin, where.local) == ("small", "dram", "soft", True)
+    assert where.peer_id.startswith("12D3Koo")
+    await store.pin("b", "hard")
+    assert (await store.locate("b"))[0].pin == "hard"
+    await store.unpin("b")
+    with pytest.raises(NoSuchKey, match="nope"):
+        await store.pin("nope")
+    assert [each.name for each in await store.peers()] == ["small"]
+    assert await store.statistics() == {"peer": {"objects": 2}}
+    with pytest.raises(p2pstore.P2PStoreError, match="does not do LEAVE"):
+        await store.leave()
+    await store.flush()
+    assert not await store.contains("a")
+
+
+@both
+async def test_namespaces_are_apart(kind: str, peer: SmallPeer) -> None:
+    async with connected(kind, peer, namespace="a") as a, connected(kind, peer) as b:
+        await a.put("k", b"in a")
+        assert not await b.contains("k")
+        await b.put("k", b"in default")
+        assert (await a.get("k"), await b.get("k")) == (b"in a", b"in default")
+        assert [each.length for each in (await a.list_keys()).keys] == [4]
+        await b.remove("k")
+        assert await a.contains("k")
+    with pytest.raises(ValueError, match="namespace"):
+        connected(kind, peer, namespace="")
+
+
+async def test_a_value_that_expired_is_not_delivered(store: Any) -> None:
+    await store.put("k", b"value", ttl=0.05)
+    await trio.sleep(0.06)
+    for call in (store.get("k"), store.get_into("k", bytearray(5)), store.take_lease("k")):
+        with pytest.raises(NoSuchKey):
+            await call
+
+
+async def test_waiting_for_a_key(store: Any, peer: SmallPeer) -> None:
+    def put_soon() -> None:
+        peer.wait_until(lambda: LocalKind.PLAN in peer.backend.requests)
+        with blocking.connect(str(peer.path)) as other:
+            other.put("late", b"value")
+
+    thread = threading.Thread(target=put_soon)
+    thread.start()
+    assert await store.get("late", wait=5) == b"value"
+    await trio.to_thread.run_sync(thread.join)
+    started = time.monotonic()
+    with pytest.raises(NoSuchKey):
+        await store.get("never", wait=0.1)
+    assert 0.1 <= time.monotonic() - started < 3
+
+
+async def test_steady_puts_cost_one_request_each(store: Any, peer: SmallPeer) -> None:
+    for number in range(20):
+        await store.put(f"k{number:02}", bytes([number]) * 4096)
+    requests = [each for each in peer.backend.requests if each is not LocalKind.REPORT]
+    assert requests.count(LocalKind.COMMIT) == 20
+    assert requests.count(LocalKind.RESERVE) == 2
+    assert await store.get("k07") == b"\x07" * 4096
+    await store.put("other", b"another size")
+    await eventually(peer, lambda: LocalKind.ABORT in peer.backend.requests)
+    assert peer.used_bytes() == 20 * 8192 + 4096
+
+
+async def test_reads_from_the_mapping_ask_nobody_and_are_reported(
+    store: Any, peer: SmallPeer
+) -> None:
+    await store.put("k", b"value")
+    before = len(peer.backend.requests)
+    for _ in range(50):
+        assert await store.contains("k")
+        assert await store.get("k") == b"value"
+    assert set(peer.backend.requests[before:]) <= {LocalKind.REPORT}
+
+    def reported() -> list[local.AccessCount]:
+        return [access for report in peer.backend.reports for access in report.accesses]
+
+    await eventually(peer, lambda: sum(each.count for each in reported()) == 50)
+    assert {each.digest for each in reported()} == {key_digest("k")}
+    assert sum(each.bytes_read for each in reported()) == 250
+    assert len(peer.backend.reports) < 20
+
+
+# --- leases ------------------------------------------------------------------------------------
+
+
+async def test_a_lease_lasts_as_long_as_any_view(store: Any, peer: SmallPeer) -> None:
+    await store.put("k", b"0123456789" * 1000)
+    segment = peer.backend.segment
+    view = await store.take_lease("k")
+    part = np.frombuffer(view[10:20], np.uint8)
+    await store.remove("k")
+    del view
+    await trio.sleep(0.2)  # longer than releases are held back: the lease must still be there
+    assert peer.call(lambda: segment.leased_bytes) > 0
+    await store.put_many([(f"o{number}", bytes([number]) * MIB) for number in range(30)])
+    assert bytes(part) == b"0123456789"
+    del part
+    await eventually(peer, lambda: segment.leased_bytes == 0)
+
+
+async def test_a_view_outlives_its_block_but_not_for_ever(store: Any, peer: SmallPeer) -> None:
+    await store.put("k", b"value")
+    manager = store.lease("k")
+    if hasattr(manager, "__aenter__"):
+        async with manager as view:
+            assert view == b"value"
+    else:
+        with await manager as view:
+            assert view == b"value"
+    assert view == b"value"
+    assert peer.call(lambda: peer.backend.segment.leased_bytes) > 0
+    with pytest.raises(TypeError):
+        view[0] = 1
+    del view, manager
+    await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
+
+
+async def test_a_lease_that_ends_in_the_garbage_collector(store: Any, peer: SmallPeer) -> None:
+    await store.put("k", b"value")
+    loop: list[Any] = [await store.take_lease("k")]
+    loop.append(loop)
+    del loop
+    gc.collect()
+    await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
+
+
+async def test_one_lease_serves_many_views_of_a_version(store: Any, peer: SmallPeer) -> None:
+    await store.put("k", b"first")
+    views = [await store.take_lease("k") for _ in range(10)]
+    assert peer.backend.requests.count(LocalKind.LEASE) == 1
+    await store.put("k", b"other", overwrite=True)
+    newer = await store.take_lease("k")
+    assert (views[0], newer) == (b"first", b"other")
+    assert peer.backend.requests.count(LocalKind.LEASE) == 2
+    del views, newer
+    revived = await store.take_lease("k")
+    assert revived == b"other"
+    await trio.sleep(0.2)  # longer than what ended is kept: only the revived lease may stay
+    assert peer.call(lambda: peer.backend.segment.leased_bytes) == 4096
+    del revived
+    await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
+
+
+@both
+async def test_the_cap_on_leased_bytes(kind: str, tmp_path: Path) -> None:
+    with small_peer(tmp_path / "s", max_leased_bytes=2 * MIB) as peer:
+        async with connected(kind, peer) as store:
+            for number in range(3):
+                await store.put(f"k{number}", bytes(MIB))
+            views = [await store.take_lease("k0"), await store.take_lease("k1")]
+            with pytest.raises(LeaseLimitExceeded):
+                await store.take_lease("k2")
+            views.pop()
+            assert len(await store.take_lease("k2")) == MIB
+            del views
+
+
+@both
+async def test_views_stay_readable_after_the_client_and_the_peer(
+    kind: str, tmp_path: Path
+) -> None:
+    with small_peer(tmp_path / "s") as peer:
+        async with connected(kind, peer) as store:
+            await store.put("k", b"value" * 5000)
+            view = await store.take_lease("k")
+        await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
+        assert bytes(view) == b"value" * 5000
+        with pytest.raises(StoreClosed):
+            await store.get("k")
+    assert bytes(view) == b"value" * 5000
+
+
+# --- never wrong bytes, other holders -----------------------------------------------------------
+
+
+async def test_damaged_bytes_are_not_delivered(store: Any, peer: SmallPeer) -> None:
+    await store.put("k", bytes(3 * MIB))
+    entry = peer.call(lambda: peer.backend.segment.find(key_digest("k"), time.time()))
+    assert entry is not None
+    peer.backend.memory.view[entry.offset + 2 * MIB + 5] ^= 1
+    for call in (store.get("k"), store.get_into("k", bytearray(3 * MIB))):
+        with pytest.raises(Unavailable):
+            await call
+    peer.backend.memory.view[entry.offset + 2 * MIB + 5] ^= 1
+    assert await store.get("k") == bytes(3 * MIB)
+
+
+def holder(member: int, path: Path, peer_id: bytes = PEER_ID) -> local.Holder:
+    return local.Holder(
+        *(member, peer_id, "other", ["127.0.0.1:1"], str(path), True, 0, 1, 1, 7, 0),
+        *(b"claims", b"signature", b"secret"),
+    )
+
+
+async def test_reading_another_peer_of_this_host(
+    store: Any, peer: SmallPeer, tmp_path: Path
+) -> None:
+    value = random.Random(4).randbytes(5 * MIB)
+    with small_peer(tmp_path / "other.sock") as other:
+        with blocking.connect(str(other.path)) as writer:
+            writer.put("far", value)
+            writer.put("near", b"by")
+        for key in ("far", "near"):
+            plan = local.PlanItem([holder(11, tmp_path / "nobody"), holder(12, other.path)])
+            peer.backend.planned[key_digest(key)] = [plan, plan]
+        assert await store.get("far") == value
+        buffer = bytearray(2)
+        results = await store.get_many_into([("near", buffer)])
+        assert (results[0].value, buffer) == (2, b"by")
+        await store.contains("far")  # sends what is to be reported
+        await eventually(peer, lambda: any(each.failures for each in peer.backend.reports))
+        failures = [each for report in peer.backend.reports for each in report.failures]
+        assert {each.member for each in failures} == {11}
+        assert all(each.code == Code.UNAVAILABLE for each in failures)
+    peer.backend.planned[key_digest("far")] = [plan, plan]
+    with pytest.raises(Unavailable):  # the other peer is gone
+        await store.get("far")
+
+
+async def test_when_all_holders_fail(store: Any, peer: SmallPeer, tmp_path: Path) -> None:
+    digest = key_digest("k")
+    nobody = tmp_path / "nobody"
+    nothing = local.PlanItem([], error=local.ItemError(int(Code.NO_SUCH_KEY), "no holder"))
+    peer.backend.planned[digest] = [
+        local.PlanItem([holder(1, nobody), holder(2, nobody)]),
+        local.PlanItem([holder(3, nobody)]),
+    ]
+    with pytest.raises(Unavailable, match="1 known copies"):
+        await store.get("k")
+    assert peer.backend.excluded[-2:] == [[], [1, 2]]
+    peer.backend.planned[digest] = [local.PlanItem([holder(1, nobody)]), nothing]
+    with pytest.raises(Unavailable):  # not NoSuchKey: a copy may be there, where nobody gets to
+        await store.get("k")
+    wrong = holder(4, peer.path, peer_id=bytes(38))
+    peer.backend.planned[digest] = [local.PlanItem([wrong]), nothing]
+    with pytest.raises(Unavailable):
+        await store.get("k")
+
+
+# --- failures, cancellation, many at once -------------------------------------------------------
+
+
+@both
+async def test_slow_requests_hold_up_nobody(kind: str, peer: SmallPeer) -> None:
+    async with connected(kind, peer, timeout=10) as store:
+        await store.put("k", b"value")
+        peer.backend.gate = peer.call(trio.Event)
+        found: list[int] = []
+
+        async def slow() -> None:
+            if kind == "trio":
+                found.append(len(await store.locate("k")))
+            else:
+                where = await trio.to_thread.run_sync(store.client.locate, "k")
+                found.append(len(where))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                nursery.start_soon(slow)
+            await eventually(peer, lambda: peer.backend.requests.count(LocalKind.LOCATE) == 8)
+            with trio.fail_after(5):
+                assert [each.name for each in await store.peers()] == ["small"]
+            assert not found
+            peer.call(peer.backend.gate.set)
+        assert found == [1] * 8
+
+
+async def test_too_many_requests_in_flight_wait(peer: SmallPeer) -> None:
+    async with p2pstore.connect(str(peer.path), timeout=10) as store:
+        peer.backend.gate = peer.call(trio.Event)
+        async with trio.open_nursery() as nursery:
+            for _ in range(MAX_IN_FLIGHT + 5):
+                nursery.start_soon(store.locate, "k")
+            await eventually(
+                peer, lambda: peer.backend.requests.count(LocalKind.LOCATE) > MAX_IN_FLIGHT + 4
+            )
+            peer.call(peer.backend.gate.set)
+
+
+@both
+async def test_a_deadline_leaves_the_client_usable(kind: str, peer: SmallPeer) -> None:
+    async with connected(kind, peer, timeout=0.2) as store:
+        await store.put("k", b"value")
+        peer.backend.gate = peer.call(trio.Event)
+        with pytest.raises(DeadlineExceeded, match="LOCATE"):
+            await store.locate("k")
+        assert await store.get("k") == b"value"
+        peer.call(peer.backend.gate.set)
+        assert [each.name for each in await store.peers()] == ["small"]
+
+
+async def test_cancelled_at_any_point_nothing_leaks(peer: SmallPeer) -> None:
+    value = np.zeros(9 * MIB, np.uint8)
+    async with p2pstore.connect(str(peer.path)) as store:
+        await store.put("k", b"value")
+        rng = random.Random(3)
+        for number in range(60):
+            with trio.move_on_after(rng.uniform(0, 0.012)):
+                if number % 3:
+                    await store.put(f"x{number}", value, overwrite=True)
+                else:
+                    await store.take_lease("k")
+            await store.remove(f"x{number}")
+        await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
+        assert await store.get("k") == b"value"
+        await eventually(peer, lambda: peer.backend.segment.used_bytes == 4096)
+    assert peer.used_bytes() == 4096
+
+
+async def test_threads_share_one_client(peer: SmallPeer) -> None:
+    with blocking.connect(str(peer.path)) as client:
+        errors: list[BaseException] = []
+
+        def work(number: int) -> None:
+            rng = random.Random(number)
+            try:
+                for turn in range(40):
+                    key, value = f"{number}-{turn}", rng.randbytes(rng.choice([10, 5000]))
+                    assert client.put(key, value).status == "created"
+                    assert client.get(key) == value
+                    with client.lease(key) as view:
+                        assert view == value
+                    assert [each.peer for each in client.locate(key)] == ["small"]
+                    assert client.remove(key)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            await trio.to_thread.run_sync(thread.join)
+        assert errors == []
+        await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
+    await eventually(peer, lambda: peer.backend.segment.used_bytes == 0)
+    assert peer.used_bytes() == 0
+
+
+@both
+async def test_the_peer_stops_under_a_client(kind: str, tmp_path: Path) -> None:
+    with small_peer(tmp_path / "s") as peer:
+        async with connected(kind, peer) as store:
+            await store.put("k", b"value")
+            peer.backend.gate = peer.call(trio.Event)
+
+            async def waits() -> None:
+                with pytest.raises(StoreClosed):
+                    if kind == "trio":
+                        await store.locate("k")
+                    else:
+                        await trio.to_thread.run_sync(store.client.locate, "k")
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(waits)
+                nursery.start_soon(waits)
+                await eventually(
+                    peer, lambda: peer.backend.requests.count(LocalKind.LOCATE) == 2
+                )
+                await trio.to_thread.run_sync(peer.stop)
+            for call in (store.put("k", b"v"), store.get("k"), store.contains("k")):
+                with pytest.raises(StoreClosed):
+                    await call
+    assert not (tmp_path / "s").exists()
+
+
+CLIENT_THAT_DIES = """
+import sys, time
+from p2pstore import blocking
+from p2pstore.client.session import _put_options
+from p2pstore.client.values import source_view
+from p2pstore.streams import run_blocking
+client = blocking.connect(sys.argv[1])
+client.put("k", b"x" * 5000)
+views = [client.take_lease("k")]
+session = client._session
+item = session._reserve_item("half", source_view(bytes(3_000_000)), {})
+run_blocking(session._reserve([item, item]))
+for number in range(4):
+    client.put(f"s{number}", b"y" * 5000)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_client_that_is_killed_leaves_nothing_behind(peer: SmallPeer) -> None:
+    command = [sys.executable, "-c", CLIENT_THAT_DIES, str(peer.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            assert peer.used_bytes() > 6_000_000
+            assert peer.call(lambda: peer.backend.segment.leased_bytes) > 0
+        finally:
+            process.send_signal(signal.SIGKILL)
+    peer.wait_until(lambda: len(peer.backend.gone) == 1)
+    assert peer.used_bytes() == 5 * 8192
+    assert peer.call(lambda: peer.backend.segment.leased_bytes) == 0
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_must_connect_for_itself(peer: SmallPeer) -> None:
+    client = blocking.connect(str(peer.path))
+    client.put("k", b"value")
+    view = client.take_lease("k")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            for call in (client.contains, client.get, client.take_lease):
+                with pytest.raises(ClientForked):
+                    call("k")
+            client.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert client.get("k") == b"value"
+    assert client.locate("k")
+    # A child that lives on must not keep the parent's leases alive.
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        client.close()
+        peer.wait_until(lambda: len(peer.backend.gone) == 1)
+        assert peer.call(lambda: peer.backend.segment.leased_bytes) == 0
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert view == b"value"
+
+
+async def test_clients_pickle(peer: SmallPeer) -> None:
+    with blocking.connect(str(peer.path), namespace="n") as client:
+        client.put("k", b"value")
+        with pickle.loads(pickle.dumps(client)) as copy:
+            assert copy.get("k") == b"value"
+    async with p2pstore.connect(str(peer.path), namespace="n") as first:
+        async with pickle.loads(pickle.dumps(first)) as second:
+            assert isinstance(second, Client)
+            assert await second.get("k") == b"value"
+    unopened = pickle.loads(pickle.dumps(p2pstore.connect(str(peer.path), namespace="n")))
+    with pytest.raises(StoreClosed, match="not connected"):
+        await unopened.get("k")
+
+
+def test_a_dropped_client_ends_its_connection(peer: SmallPeer) -> None:
+    client = blocking.connect(str(peer.path))
+    client.put("k", b"value")
+    view = client.take_lease("k")
+    del client
+    gc.collect()
+    peer.wait_until(lambda: len(peer.backend.gone) == 1)
+    assert view == b"value"
+
+
+# --- the socket ---------------------------------------------------------------------------------
+
+
+def test_a_thousand_clients(peer: SmallPeer) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 4096:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    driver = BlockingDriver()
+
+    def connect() -> LocalConnection:
+        return run_blocking(
+            LocalConnection.open(driver, str(peer.path), namespace="n", access=Access.READ)
+        )
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(1000):
+            last = connect()
+            stack.callback(last.close)
+        reply = run_blocking(last.request(LocalKind.PEERS, local.Peers(), local.PeersReply))
+        assert [each.name for each in reply.items] == ["small"]
+        for _ in range(MAX_CONNECTIONS - 1000):
+            stack.callback(connect().close)
+        with pytest.raises(Unavailable, match="1,024"):
+            connect()
+    peer.wait_until(lambda: len(peer.backend.gone) == MAX_CONNECTIONS)
+    connect().close()
+
+
+HELLO = PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, local.Hello(1, 1, "n", 1, 1))
+GARBAGE = {
+    "noise": random.Random(1).randbytes(3000),
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "no hello": PREFACE_LOCAL + encode_frame(LocalKind.PEERS, 0, local.Peers()),
+    "hello that is none": PREFACE_LOCAL + HEADER.pack(1, 0, 0, 3, 0) + b"abc",
+    "long hello": PREFACE_LOCAL + HEADER.pack(1, 0, 0, 5000, 0) + bytes(5000),
+    "version": PREFACE_LOCAL + encode_frame(1, 0, local.Hello(99, 99, "n", 1, 1)),
+    "namespace": PREFACE_LOCAL + encode_frame(1, 0, local.Hello(1, 1, "", 1, 1)),
+    "access": PREFACE_LOCAL + encode_frame(1, 0, local.Hello(1, 1, "n", 9, 1)),
+    "second hello": HELLO + HELLO[8:],
+    "reply": HELLO + encode_frame(LocalKind.PEERS, 0, local.Peers(), flags=1),
+    "huge body": HELLO + HEADER.pack(25, 0, 0, 1 << 30, 0),
+    "bulk": HELLO + HEADER.pack(25, 0, 0, 0, 5),
+    "malformed": HELLO + HEADER.pack(25, 0, 1, 4, 0) + b"\xc1\xc1\xc1\xc1",
+    "half a hello": HELLO[:20],
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_costs_only_its_own_connection(
+    garbage: bytes, peer: SmallPeer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    with blocking.connect(str(peer.path)) as bystander:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(5)
+            stranger.connect(str(peer.path))
+            stranger.sendall(garbage)
+            stranger.shutdown(socket.SHUT_WR)
+            try:
+                while stranger.recv(65536):
+                    pass
+            except ConnectionResetError:
+                pass
+        bystander.put("k", b"value")
+        assert bystander.get("k") == b"value"
+    assert [record.name for record in caplog.records] == ["p2pstore.local"]
+    assert "\n" not in caplog.records[0].getMessage()
+
+
+def test_a_client_with_read_access_cannot_write(peer: SmallPeer) -> None:
+    connection = run_blocking(
+        LocalConnection.open(
+            BlockingDriver(), str(peer.path), namespace="n", access=Access.READ
+        )
+    )
+    try:
+        assert connection.segments[0].readonly
+        request = local.Reserve([local.ReserveItem(1, 100)])
+        with pytest.raises(ValueError, match="only to read"):
+            run_blocking(connection.request(LocalKind.RESERVE, request, local.Reserved))
+    finally:
+        connection.close()
+
+
+def test_an_unknown_request_is_unsupported(peer: SmallPeer) -> None:
+    with socket.socket(socket.AF_UNIX) as newer:
+        newer.settimeout(5)
+        newer.connect(str(peer.path))
+        newer.sendall(HELLO + encode_frame(999, 7, local.Peers()))
+        received = b""
+        while b"too old" not in received:
+            data, descriptors, _, _ = socket.recv_fds(newer, 65536, 4)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            assert data
+            received += data
+
+
+def test_a_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))
+    assert path.exists()
+    with small_peer(path) as peer:
+        assert path.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(BaseException, match="another peer already serves") as caught:
+            SmallPeer(path)
+        assert caught.group_contains(ConfigError) if isinstance(
+            caught.value, BaseExceptionGroup
+        ) else isinstance(caught.value, ConfigError)
+        with blocking.connect(str(peer.path)) as client:
+            client.put("k", b"v")
+    assert not path.exists()
+
+
+def test_connecting_to_nobody(tmp_path: Path) -> None:
+    with pytest.raises(NoLocalPeer, match="mooncake-p2p join"):
+        blocking.connect(str(tmp_path / "nobody"))
+    with pytest.raises(ConfigError, match="107"):
+        blocking.connect("/" + "x" * 107)
+
+
+def test_finding_the_local_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv(paths.SOCKET_VARIABLE, raising=False)
+    monkeypatch.setattr(paths, "SYSTEM_DIRECTORY", tmp_path / "none")
+    monkeypatch.setattr(paths.tempfile, "gettempdir", lambda: str(tmp_path))
+    with pytest.raises(NoLocalPeer, match="join"):
+        paths.find_socket()
+    first, second = paths.default_socket_path("a"), paths.default_socket_path("b")
+    assert first == tmp_path / "mooncake-p2p" / "a.sock"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(second))
+    with small_peer(first):
+        assert paths.find_socket() == first
+        with blocking.connect() as client:
+            assert client.socket_path == str(first)
+        with small_peer(second):
+            with pytest.raises(AmbiguousLocalPeer, match=r"a\.sock.*b\.sock"):
+                paths.find_socket()
+            assert paths.find_socket(second) == second
+            monkeypatch.setenv(paths.SOCKET_VARIABLE, str(first))
+            assert paths.find_socket() == first
+    with pytest.raises(NoLocalPeer):
+        blocking.connect()
+
+
+def test_a_directory_that_others_could_write_to_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(paths, "SYSTEM_DIRECTORY", tmp_path / "no" / "such")
+    monkeypatch.setattr(paths.tempfile, "gettempdir", lambda: str(tmp_path))
+    path = paths.default_socket_path("a")
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    path.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match="open to other users"):
+        paths.default_socket_path("a")
+
+
+def test_the_blocking_client_needs_no_event_loop() -> None:
+    code = (
+        "import sys, p2pstore; light = set(sys.modules); import p2pstore.blocking; "
+        "assert not {'numpy', 'msgspec', 'trio'} & light; "
+        "assert not {'trio', 'asyncio', 'libp2p', 'p2pstore.peer'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+async def test_it_satisfies_the_protocol(peer: SmallPeer) -> None:
+    async with p2pstore.connect(str(peer.path)) as client:
+        assert isinstance(client, p2pstore.ObjectStore)
+        for name in dir(client):
+            if not name.startswith("_") and callable(getattr(client, name)):
+                assert name in ("open", "close") or hasattr(blocking.BlockingClient, name), name

@@ -1,0 +1,1355 @@
+"""What every transport has to do, against real sockets and real memory.
+
+To add a transport: write a `Harness`, and add it to `HARNESSES`. Everything that takes the `harness`
+fixture then runs over it, under trio and with blocking sockets. Below that come the tests of TCP alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import mmap
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import pytest
+import trio
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from p2pstore.errors import (
+    AuthenticationFailed,
+    BufferTooSmall,
+    CapacityExceeded,
+    ConfigError,
+    DeadlineExceeded,
+    NoSuchKey,
+    P2PStoreError,
+    ProtocolError,
+    StoreClosed,
+    Unavailable,
+)
+from p2pstore.keyring import KeyRing
+from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.streams import BlockingDriver, BytesLike, ByteStream, Driver, run_blocking
+from p2pstore.transfer.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.data_server import (
+    DataServer,
+    OpenedObject,
+    ServerLimits,
+    listener_address,
+    open_data_listeners,
+)
+from p2pstore.transfer.layout import (
+    Slot,
+    SlotState,
+    TrailerBody,
+    encode_slot,
+    encode_trailer,
+    plan_geometry,
+)
+from p2pstore.transfer.messages import (
+    ClusterRecords,
+    DataKind,
+    Get,
+    GetItem,
+    Hello,
+    HelloReply,
+    Lookup,
+    ObjectReply,
+    Objects,
+    ObjectStatus,
+    Ping,
+    Pong,
+    Proof,
+    Push,
+    Replicate,
+    Replicated,
+    Snapshot,
+    SnapshotReply,
+)
+from p2pstore.transfer.segment import Segment
+from p2pstore.transfer.tickets import (
+    GrantedTicket,
+    Scope,
+    TicketClaims,
+    issue_ticket,
+    open_ticket,
+    prove,
+)
+from p2pstore.transfer.transport import (
+    BufferDestination,
+    Destination,
+    Pulled,
+    PullFailed,
+    RemoteCopy,
+    Transport,
+    pull_with_failover,
+)
+from p2pstore.trio_streams import TrioDriver, TrioStream
+from p2pstore.wire import (
+    HEADER,
+    HEADER_BYTES,
+    PREFACE_DATA,
+    REPLY,
+    Code,
+    Message,
+    decode_body,
+    encode_frame,
+)
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+RING = KeyRing([b"k" * 32])
+SEGMENT_BYTES = 24 * MIB
+_buffers: dict[int, memoryview] = {}
+
+
+class Identity:
+    """An ed25519 key pair; its peer id is the raw public key."""
+
+    def __init__(self, seed: int) -> None:
+        self._key = Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32)
+        self.peer_id = self._key.public_key().public_bytes_raw()
+
+    def sign(self, message: bytes) -> bytes:
+        return self._key.sign(message)
+
+
+class Verifier:
+    def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool:
+        try:
+            Ed25519PublicKey.from_public_bytes(peer_id).verify(signature, message)
+        except (InvalidSignature, ValueError):
+            return False
+        return True
+
+
+OWNER, READER = Identity(1), Identity(2)
+
+
+def grant(
+    scope: Scope = Scope.READ | Scope.PEER,
+    *,
+    ring: KeyRing = RING,
+    audience: bytes = OWNER.peer_id,
+    now: float | None = None,
+) -> GrantedTicket:
+    return issue_ticket(
+        signer=READER,
+        ring=ring,
+        audience=audience,
+        now_unix=time.time() if now is None else now,
+        ticket_id=bytes(16),
+        scope=scope,
+    )
+
+
+def segment_of(data_bytes: int) -> Segment:
+    """A fresh segment; the pages under it are used again and again."""
+    geometry = plan_geometry(data_bytes)
+    if data_bytes not in _buffers:
+        _buffers[data_bytes] = memoryview(mmap.mmap(-1, geometry.total_bytes))
+    return Segment(_buffers[data_bytes], segment_id=bytes(16), incarnation=7, geometry=geometry)
+
+
+def pattern(length: int, seed: int = 0) -> bytes:
+    return random.Random(seed * 1_000_003 + length).randbytes(length)
+
+
+def put(segment: Segment, key: str, value: bytes, clock: int = 1) -> bytes:
+    """An object in the segment; its digest."""
+    sums = chunk_sums(value)
+    trailer = TrailerBody("default", key, sums)
+    reservation = segment.reserve(
+        len(value), len(encode_trailer(trailer)), holder="test", now=time.time()
+    )
+    segment.reservation_view(reservation.number, "test")[: len(value)] = value
+    digest = key_digest(key)
+    segment.commit(
+        reservation.number,
+        holder="test",
+        digest=digest,
+        version=Version(clock, 1, root_checksum(len(value), sums)),
+        trailer=trailer,
+        length=len(value),
+        soft=False,
+        now=time.time(),
+    )
+    return digest
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait for a condition that other tasks or processes bring about."""
+    with trio.fail_after(seconds):
+        while not condition():  # noqa: ASYNC110  # processes set no events
+            await trio.sleep(0.002)
+
+
+# --- harnesses -------------------------------------------------------------------------------
+
+
+class Harness(Protocol):
+    """An owner with objects, and a way to read them. One per transport."""
+
+    segment: Segment
+
+    def transport(self, driver: Driver) -> Transport:
+        """A reader's end; the harness closes it."""
+        ...
+
+    def copy(self, digest: bytes) -> RemoteCopy:
+        """The owner's copy of an object."""
+        ...
+
+    def in_flight(self) -> int:
+        """Bytes that the owner holds for readers."""
+        ...
+
+
+class Backend:
+    """Objects of one segment, and answers to the other requests that show what was asked."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self.release = trio.Event()
+        self.waiting = 0
+        self.most_waiting = 0
+        self.pushes: list[tuple[bytes, Push]] = []
+
+    def open_objects(self, items: Sequence[GetItem]) -> list[OpenedObject | ObjectReply]:
+        return [self._open(item.digest) for item in items]
+
+    def _open(self, digest: bytes) -> OpenedObject | ObjectReply:
+        segment = self._segment
+        entry = segment.find(digest, time.time())
+        if entry is None:
+            return ObjectReply(ObjectStatus.NOT_FOUND, incarnation=7, sequence=42)
+        segment.acquire(entry)
+        return OpenedObject(
+            segment.slot_bytes(entry), segment.trailer_bytes(entry), segment.payload(entry), entry
+        )
+
+    def let_go(self, opened: OpenedObject) -> None:
+        self._segment.let_go(opened.handle)
+
+    async def handle(
+        self, kind: DataKind, message: Message, claims: TicketClaims
+    ) -> tuple[Message, Sequence[BytesLike]]:
+        match message:
+            case Ping():
+                return Pong(7, 42), ()
+            case Snapshot():
+                return SnapshotReply(message.member, 7, 42, 99), (b"a" * 34, memoryview(b"b" * 34))
+            case Push():
+                self.pushes.append((claims.issuer, message))
+                return Pong(0, 0), ()
+            case Replicate():
+                self.waiting += 1
+                self.most_waiting = max(self.most_waiting, self.waiting)
+                try:
+                    await self.release.wait()
+                finally:
+                    self.waiting -= 1
+                return Replicated(message.clock, message.writer), ()
+            case ClusterRecords():
+                raise RuntimeError("a bug of the other peer")
+            case Lookup():
+                raise CapacityExceeded("no room, for a test")
+        raise AssertionError(kind)
+
+
+class TcpHarness:
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.backend = Backend(segment)
+        self.address = ""
+        self.server: DataServer
+        self.stop = trio.CancelScope()
+        self._pools: list[DataPool] = []
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(
+        cls, segment: Segment, limits: ServerLimits | None = None
+    ) -> AsyncIterator[TcpHarness]:
+        harness = cls(segment)
+        (listener,) = await open_data_listeners(["127.0.0.1:0"])
+        harness.address = listener_address(listener)
+        harness.server = DataServer(
+            harness.backend,
+            ring=RING,
+            signer=OWNER,
+            verifier=Verifier(),
+            incarnation=7,
+            limits=limits,
+        )
+
+        async def serve() -> None:
+            with harness.stop:
+                await harness.server.serve([listener])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve)
+            yield harness
+            for pool in harness._pools:
+                pool.close()
+            harness.stop.cancel()
+        assert harness.server.connections == 0
+        assert harness.in_flight() == 0
+
+    def pool(self, driver: Driver, progress_seconds: float = 5.0) -> DataPool:
+        pool = DataPool(driver, progress_seconds=progress_seconds)
+        self._pools.append(pool)
+        return pool
+
+    def transport(self, driver: Driver) -> TcpTransport:
+        return TcpTransport(self.pool(driver))
+
+    def copy(self, digest: bytes = b"") -> RemoteCopy:
+        return RemoteCopy(OWNER.peer_id, (self.address,), grant(), member=1)
+
+    def in_flight(self) -> int:
+        return self.segment.leased_bytes
+
+
+HARNESSES: dict[str, Callable[[Segment], contextlib.AbstractAsyncContextManager[Harness]]] = {
+    "tcp": TcpHarness.open,
+}
+
+
+@pytest.fixture(params=sorted(HARNESSES))
+async def harness(request: pytest.FixtureRequest) -> AsyncIterator[Harness]:
+    async with HARNESSES[request.param](segment_of(SEGMENT_BYTES)) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def tcp() -> AsyncIterator[TcpHarness]:
+    async with TcpHarness.open(segment_of(SEGMENT_BYTES)) as opened:
+        yield opened
+
+
+@dataclass
+class Side:
+    """One way to drive a reader."""
+
+    name: str
+    driver: Driver
+
+    async def run(self, action: Callable[[], Awaitable[T]]) -> T:
+        if self.name == "trio":
+            return await action()
+        return await trio.to_thread.run_sync(lambda: run_blocking(action()))  # type: ignore[arg-type]  # it is a coroutine
+
+
+@pytest.fixture(params=["trio", "blocking"])
+def side(request: pytest.FixtureRequest) -> Side:
+    return Side(request.param, TrioDriver() if request.param == "trio" else BlockingDriver())
+
+
+class Unprepared:
+    """A destination that must not be asked."""
+
+    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
+        raise AssertionError("asked for room for an object that was not verified")
+
+
+# --- every transport -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "length", [0, 1, 4095, 4096, MIB - 1, MIB, MIB + 1, 5 * MIB], ids=lambda length: f"{length}B"
+)
+async def test_pull_delivers_exactly_the_value(harness: Harness, side: Side, length: int) -> None:
+    value = pattern(length)
+    digest = put(harness.segment, "key", value)
+    buffer = bytearray(b"\xaa") * (length + 10)
+    transport = harness.transport(side.driver)
+    pulled = await side.run(
+        lambda: transport.pull(harness.copy(digest), digest, BufferDestination(buffer))
+    )
+    assert buffer[:length] == value
+    assert buffer[length:] == b"\xaa" * 10
+    assert (pulled.length, pulled.slot.length) == (length, length)
+    assert (pulled.trailer.key, pulled.trailer.namespace) == ("key", "default")
+    assert pulled.transport == transport.name
+
+
+@pytest.mark.parametrize("name", sorted(HARNESSES))
+async def test_pull_of_several_parts(name: str, side: Side) -> None:
+    segment = segment_of(160 * MIB)
+    value = pattern(65 * MIB + 3)
+    digest = put(segment, "key", value)
+    buffer = bytearray(len(value))
+    async with HARNESSES[name](segment) as harness:
+        transport = harness.transport(side.driver)
+        await side.run(
+            lambda: transport.pull(harness.copy(digest), digest, BufferDestination(buffer))
+        )
+    assert buffer == value
+
+
+async def test_concurrent_pulls(harness: Harness) -> None:
+    values = [pattern(size, seed) for seed, size in enumerate([10, 5000, MIB + 7, 300_000] * 4)]
+    digests = [put(harness.segment, f"key {i}", value) for i, value in enumerate(values)]
+    transport = harness.transport(TrioDriver())
+    buffers = [bytearray(len(value)) for value in values]
+
+    async def pull(index: int) -> None:
+        digest = digests[index]
+        await transport.pull(harness.copy(digest), digest, BufferDestination(buffers[index]))
+
+    async with trio.open_nursery() as nursery:
+        for index in range(len(values)):
+            nursery.start_soon(pull, index)
+    assert buffers == values
+
+
+async def test_a_key_that_the_holder_lacks(harness: Harness, side: Side) -> None:
+    transport = harness.transport(side.driver)
+    digest = key_digest("absent")
+    with pytest.raises(PullFailed) as caught:
+        await side.run(lambda: transport.pull(harness.copy(digest), digest, Unprepared()))
+    assert caught.value.code is Code.NO_SUCH_KEY
+    assert not caught.value.retriable
+
+
+async def test_a_buffer_that_is_too_small_stays_untouched(harness: Harness, side: Side) -> None:
+    transport = harness.transport(side.driver)
+    for size in (1000, 3 * MIB):
+        value = pattern(size)
+        digest = put(harness.segment, f"key {size}", value)
+        buffer = bytearray(size - 1)
+        with pytest.raises(BufferTooSmall) as caught:
+            await side.run(
+                lambda digest=digest, buffer=buffer: transport.pull(  # type: ignore[misc]  # mypy: defaults of a lambda
+                    harness.copy(digest), digest, BufferDestination(buffer)
+                )
+            )
+        assert caught.value.needed == size
+        assert not any(buffer)
+        whole = bytearray(size)
+        await side.run(
+            lambda digest=digest, whole=whole: transport.pull(  # type: ignore[misc]  # mypy: defaults of a lambda
+                harness.copy(digest), digest, BufferDestination(whole)
+            )
+        )
+        assert whole == value
+
+
+@pytest.mark.parametrize("position", [0, MIB + 5, 3 * MIB - 1])
+async def test_a_flipped_byte_in_the_owners_memory_is_refused(
+    harness: Harness, side: Side, position: int
+) -> None:
+    digest = put(harness.segment, "key", pattern(3 * MIB))
+    entry = harness.segment.find(digest, time.time())
+    assert entry is not None
+    memory = _buffers[SEGMENT_BYTES]
+    memory[entry.offset + position] ^= 1
+    transport = harness.transport(side.driver)
+    buffer = bytearray(3 * MIB)
+
+    def pull() -> Awaitable[Pulled]:
+        return transport.pull(harness.copy(digest), digest, BufferDestination(buffer))
+
+    with pytest.raises(PullFailed) as caught:
+        await side.run(pull)
+    assert caught.value.code is Code.STALE
+    memory[entry.offset + position] ^= 1
+    await side.run(pull)
+    assert buffer == pattern(3 * MIB)
+
+
+@pytest.mark.parametrize("what", ["slot", "trailer"])
+async def test_a_damaged_slot_or_trailer_is_refused(
+    harness: Harness, side: Side, what: str
+) -> None:
+    digest = put(harness.segment, "key", pattern(5000))
+    entry = harness.segment.find(digest, time.time())
+    assert entry is not None
+    slot = harness.segment.geometry.slots_offset + 64 * entry.slot
+    position = slot + 20 if what == "slot" else entry.offset + 5000 + 30
+    _buffers[SEGMENT_BYTES][position] ^= 1
+    transport = harness.transport(side.driver)
+    with pytest.raises(PullFailed) as caught:
+        await side.run(lambda: transport.pull(harness.copy(digest), digest, Unprepared()))
+    assert caught.value.code in (Code.STALE, Code.NO_SUCH_KEY)
+
+
+async def test_a_destination_may_refuse_a_version(harness: Harness) -> None:
+    class Newer:
+        def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
+            raise NoSuchKey("too old")
+
+    class Full:
+        def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
+            raise CapacityExceeded("full")
+
+    digest = put(harness.segment, "key", pattern(5000))
+    transport = harness.transport(TrioDriver())
+    with pytest.raises(PullFailed) as caught:
+        await transport.pull(harness.copy(digest), digest, Newer())
+    assert caught.value.code is Code.NO_SUCH_KEY
+    report = await pull_with_failover([harness.copy(digest)], [transport], digest, Newer())
+    assert isinstance(report.error, NoSuchKey)
+    with pytest.raises(CapacityExceeded):
+        await pull_with_failover([harness.copy(digest)], [transport], digest, Full())
+
+
+async def test_memory_reused_under_the_reader_is_refused_or_exact(harness: Harness) -> None:
+    """The owner breaks its promise and overwrites what it is sending."""
+    value = pattern(16 * MIB)
+    digest = put(harness.segment, "key", value)
+    entry = harness.segment.find(digest, time.time())
+    assert entry is not None
+    transport = harness.transport(TrioDriver())
+    memory = _buffers[SEGMENT_BYTES]
+    outcomes = set()
+    rng = random.Random(5)
+    for _ in range(8):
+        buffer = bytearray(len(value))
+        done = trio.Event()
+
+        async def overwrite(done: trio.Event = done) -> None:
+            for _ in range(rng.randrange(20)):
+                await trio.lowlevel.checkpoint()
+            start = entry.offset + rng.randrange(15 * MIB)
+            kept = bytes(memory[start : start + 100])
+            memory[start : start + 100] = bytes(100)
+            await done.wait()
+            memory[start : start + 100] = kept
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(overwrite)
+            try:
+                await transport.pull(harness.copy(digest), digest, BufferDestination(buffer))
+                assert buffer == value
+                outcomes.add("exact")
+            except PullFailed as failure:
+                outcomes.add(failure.code.name)
+            finally:
+                done.set()
+    assert outcomes in ({"STALE"}, {"STALE", "exact"})
+
+
+class CancellingStream:
+    """Cancels its reader just before the given call of `send` or `receive_into`."""
+
+    def __init__(self, stream: ByteStream, count: Callable[[], None]) -> None:
+        self._stream = stream
+        self._count = count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def send(self, *parts: BytesLike) -> None:
+        self._count()
+        await self._stream.send(*parts)
+
+    async def receive_into(self, view: memoryview) -> int:
+        self._count()
+        return await self._stream.receive_into(view)
+
+
+class CancellingDriver(TrioDriver):
+    """Cancels `scope` before the call number `at`."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.calls = 0
+        self.scope = trio.CancelScope()
+
+    def _count(self) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            self.scope.cancel()
+
+    async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> Any:
+        self._count()
+        stream = await super().connect_tcp(host, port, timeout_seconds)
+        return CancellingStream(stream, self._count)
+
+    async def connect_unix(self, path: str, timeout_seconds: float) -> Any:
+        self._count()
+        stream = await super().connect_unix(path, timeout_seconds)
+        return CancellingStream(stream, self._count)
+
+
+async def test_a_reader_cancelled_at_each_checkpoint_leaves_nothing(harness: Harness) -> None:
+    value = pattern(2 * MIB + 5)
+    digest = put(harness.segment, "key", value)
+    for at in itertools.count(1):
+        driver = CancellingDriver()
+        driver.at = at
+        transport = harness.transport(driver)
+        buffer = bytearray(len(value))
+        delivered = False
+        with driver.scope:
+            await transport.pull(harness.copy(digest), digest, BufferDestination(buffer))
+            delivered = True
+        if delivered and driver.calls < at:
+            break
+        after = bytes(buffer)
+        await until(lambda: harness.in_flight() == 0)
+        assert bytes(buffer) == after, "something wrote to the buffer after cancellation"
+        driver.scope = trio.CancelScope()
+        driver.at = 0
+        await transport.pull(harness.copy(digest), digest, BufferDestination(buffer))
+        assert buffer == value
+    assert at > 4
+
+
+class StepCounter(trio.abc.Instrument):
+    """Cancels `scope` before the given step of any task whose name holds `part`."""
+
+    def __init__(self, part: str, at: int, scope: trio.CancelScope) -> None:
+        self.part, self.at, self.scope, self.steps = part, at, scope, 0
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if self.part in task.name:
+            self.steps += 1
+            if self.steps == self.at:
+                self.scope.cancel()
+
+
+async def test_an_owner_stopped_at_each_checkpoint_lets_everything_go() -> None:
+    segment = segment_of(SEGMENT_BYTES)
+    value = pattern(2 * MIB + 5)
+    digest = put(segment, "key", value)
+    delivered = False
+    outcomes = set()
+    at = 0
+    while not delivered:
+        at += 1
+        async with TcpHarness.open(segment) as harness:
+            counter = StepCounter("_run_connection", at, harness.stop)
+            trio.lowlevel.add_instrument(counter)
+            try:
+                buffer = bytearray(len(value))
+                await harness.transport(TrioDriver()).pull(
+                    harness.copy(digest), digest, BufferDestination(buffer)
+                )
+                delivered = counter.steps < at
+                assert buffer == value
+            except PullFailed as failure:
+                outcomes.add(failure.retriable)
+            finally:
+                trio.lowlevel.remove_instrument(counter)
+        assert segment.leased_bytes == 0
+    assert outcomes == {True}
+    assert at > 4
+
+
+# --- tcp: many at once, and other requests ---------------------------------------------------
+
+
+async def test_many_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
+    values = [pattern(size, seed) for seed, size in enumerate([0, 1, 4096, 40_000] * 300)]
+    digests = [put(tcp.segment, f"key {i}", value) for i, value in enumerate(values)]
+    pool = tcp.pool(side.driver)
+    buffers = [bytearray(len(value)) for value in values]
+    items: list[tuple[bytes, Destination]] = [
+        (digest, BufferDestination(buffer)) for digest, buffer in zip(digests, buffers, strict=True)
+    ]
+    items[5] = (key_digest("absent"), Unprepared())
+    items[7] = (digests[7], BufferDestination(bytearray(10)))
+    entry = tcp.segment.find(digests[11], time.time())
+    assert entry is not None
+    _buffers[SEGMENT_BYTES][entry.offset] ^= 1
+    results = await side.run(lambda: pool.pull_many(tcp.copy(), items))
+    failed = {
+        number: result for number, result in enumerate(results) if not isinstance(result, Pulled)
+    }
+    assert sorted(failed) == [5, 7, 11]
+    assert isinstance(failed[5], PullFailed)
+    assert (failed[5].code, failed[5].incarnation, failed[5].sequence) == (Code.NO_SUCH_KEY, 7, 42)
+    assert isinstance(failed[7], BufferTooSmall)
+    assert isinstance(failed[11], PullFailed)
+    assert failed[11].code is Code.STALE
+    for number, (buffer, value) in enumerate(zip(buffers, values, strict=True)):
+        if number not in failed:
+            assert buffer == value
+
+
+async def test_a_batch_larger_than_one_reply(side: Side) -> None:
+    segment = segment_of(SEGMENT_BYTES)
+    values = [pattern(3 * MIB, seed) for seed in range(5)]
+    digests = [put(segment, f"key {i}", value) for i, value in enumerate(values)]
+    async with TcpHarness.open(segment, ServerLimits(reply_bulk_bytes=4 * MIB)) as harness:
+        buffers = [bytearray(len(value)) for value in values]
+        pool = harness.pool(side.driver)
+        results = await side.run(
+            lambda: pool.pull_many(
+                harness.copy(),
+                [(d, BufferDestination(b)) for d, b in zip(digests, buffers, strict=True)],
+            )
+        )
+    assert all(isinstance(result, Pulled) for result in results)
+    assert buffers == values
+
+
+async def test_pull_many_of_nothing(tcp: TcpHarness, side: Side) -> None:
+    pool = tcp.pool(side.driver)
+    assert await side.run(lambda: pool.pull_many(tcp.copy(), [])) == []
+
+
+async def test_requests_and_their_failures(tcp: TcpHarness, side: Side) -> None:
+    pool = tcp.pool(side.driver)
+    peer = tcp.copy()
+
+    def ask(kind: DataKind, message: Message) -> Awaitable[Message]:
+        return side.run(lambda: pool.request(peer, kind, message))
+
+    assert await ask(DataKind.PING, Ping()) == Pong(7, 42)
+    with pytest.raises(CapacityExceeded, match="no room"):
+        await ask(DataKind.LOOKUP, Lookup(bytes(16)))
+    with caught_log(), pytest.raises(P2PStoreError, match="internal error"):
+        await ask(DataKind.CLUSTER_RECORDS, ClusterRecords([], []))
+    reply, bulk = await side.run(
+        lambda: pool.request_bulk(peer, DataKind.SNAPSHOT, Snapshot(3), 1000)
+    )
+    assert reply == SnapshotReply(3, 7, 42, 99)
+    assert bulk == b"a" * 34 + b"b" * 34
+    assert pool.open_connections == 1  # refusals do not cost the connection
+    with pytest.raises(ProtocolError, match="68 bytes"):
+        await side.run(lambda: pool.request_bulk(peer, DataKind.SNAPSHOT, Snapshot(3), 67))
+    await ask(DataKind.PUSH, Push(1, [1], b""))
+    assert tcp.backend.pushes == [(READER.peer_id, Push(1, [1], b""))]
+
+
+@contextlib.contextmanager
+def caught_log() -> Iterator[list[str]]:
+    """The data plane's log lines, kept out of the test's output."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    log = logging.getLogger("p2pstore.transfer")
+    handler = Keep()
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True
+
+
+async def test_a_slow_request_does_not_hold_up_the_others(tcp: TcpHarness) -> None:
+    stream = await authenticated(tcp.address)
+    replicate = Replicate(bytes(16), 5, 6, 7)
+    for number in range(70):
+        await stream.send(encode_frame(DataKind.REPLICATE, number, replicate))
+    await stream.send(encode_frame(DataKind.PING, 100, Ping()))
+    refused = [await read_frame(stream) for _ in range(7)]
+    assert {(kind, flags) for kind, flags, *_ in refused[:6]} == {(DataKind.REPLICATE, 3)}
+    assert tcp.backend.most_waiting == 64
+    assert refused[6][:3] == (DataKind.PING, 3, 100)  # 64 under way: BUSY for everything but GET
+    digest = put(tcp.segment, "key", b"value")
+    await stream.send(encode_frame(DataKind.GET, 101, Get([GetItem(digest)])))
+    assert (await read_frame(stream))[4] == b"value"
+    tcp.backend.release.set()
+    answered = {(await read_frame(stream))[2] for _ in range(64)}
+    assert answered == set(range(64))
+    stream.close()
+
+
+async def test_handlers_end_with_their_connection(tcp: TcpHarness) -> None:
+    stream = await authenticated(tcp.address)
+    await stream.send(encode_frame(DataKind.REPLICATE, 1, Replicate(bytes(16), 5, 6, 7)))
+    await until(lambda: tcp.backend.waiting == 1)
+    stream.close()
+    await until(lambda: tcp.backend.waiting == 0 and tcp.server.connections == 0)
+
+
+async def test_pipelined_gets_are_answered_in_order(tcp: TcpHarness) -> None:
+    values = [pattern(4096, seed) for seed in range(300)]
+    digests = [put(tcp.segment, f"key {i}", value) for i, value in enumerate(values)]
+    stream = await authenticated(tcp.address)
+    frames = [encode_frame(DataKind.GET, i, Get([GetItem(d)])) for i, d in enumerate(digests)]
+    await stream.send(b"".join(frames))
+    for number, value in enumerate(values):
+        kind, flags, request_id, body, bulk = await read_frame(stream)
+        assert (kind, flags, request_id, bulk) == (DataKind.GET, REPLY, number, value)
+        assert decode_body(Objects, body).items[0].status == ObjectStatus.OK
+    stream.close()
+
+
+async def test_ranges_of_chunks(tcp: TcpHarness) -> None:
+    value = pattern(3 * MIB + 9)
+    digest = put(tcp.segment, "key", value)
+    stream = await authenticated(tcp.address)
+    for first, count, expected in [
+        (1, 1, value[MIB : 2 * MIB]),
+        (2, 0, value[2 * MIB :]),
+        (3, 64, value[3 * MIB :]),
+        (0xFFFF_FFFF, 0, b""),
+        (-1, -1, value),
+    ]:
+        await stream.send(encode_frame(DataKind.GET, 1, Get([GetItem(digest, first, count)])))
+        *_, body, bulk = await read_frame(stream)
+        assert decode_body(Objects, body).items[0].status == ObjectStatus.OK
+        assert bulk == expected
+    stream.close()
+
+
+# --- tcp: strangers --------------------------------------------------------------------------
+
+
+async def connect(address: str) -> Any:
+    host, _, port = address.rpartition(":")
+    return await TrioDriver().connect_tcp(host, int(port), 5.0)
+
+
+async def authenticated(address: str, granted: GrantedTicket | None = None) -> Any:
+    """A raw stream after a good hello."""
+    stream = await connect(address)
+    granted = granted or grant()
+    nonce = os.urandom(32)
+    await stream.send(
+        PREFACE_DATA + encode_frame(DataKind.HELLO, 0, Hello(1, 1, granted.ticket, nonce))
+    )
+    *_, body, _ = await read_frame(stream)
+    reply = decode_body(HelloReply, body)
+    proof = Proof(prove(granted.secret, b"client", nonce, reply.nonce))
+    await stream.send(encode_frame(DataKind.PROOF, 0, proof))
+    return stream
+
+
+async def read_exactly(stream: Any, length: int) -> bytes:
+    data = bytearray(length)
+    position = 0
+    while position < length:
+        count = await stream.receive_into(memoryview(data)[position:])
+        if count == 0:
+            raise ConnectionResetError
+        position += count
+    return bytes(data)
+
+
+async def read_frame(stream: Any) -> tuple[int, int, int, bytes, bytes]:
+    kind, flags, request_id, body, bulk = HEADER.unpack(await read_exactly(stream, HEADER_BYTES))
+    return (
+        kind,
+        flags,
+        request_id,
+        await read_exactly(stream, body),
+        await read_exactly(stream, bulk),
+    )
+
+
+async def assert_closed(stream: Any) -> None:
+    """The other side ends the connection, perhaps after saying why."""
+    with trio.fail_after(5), contextlib.suppress(ConnectionError):
+        while await stream.receive_into(memoryview(bytearray(4096))):
+            pass
+    stream.close()
+
+
+REFUSED_TICKETS: dict[str, Callable[[], GrantedTicket]] = {
+    "for another peer": lambda: grant(audience=READER.peer_id),
+    "has expired": lambda: grant(now=time.time() - 200),
+    "lasts too long": lambda: grant(now=time.time() + 1000),
+    "does not hold": lambda: grant(ring=KeyRing([b"x" * 32])),
+    "not signed by": lambda: replace(
+        grant(), ticket=type(grant().ticket)(grant().ticket.claims, bytes(64))
+    ),
+    "malformed": lambda: replace(grant(), ticket=type(grant().ticket)(b"\xc1", bytes(64))),
+    "too long": lambda: replace(grant(), ticket=type(grant().ticket)(bytes(513), bytes(64))),
+}
+
+
+@pytest.mark.parametrize("reason", sorted(REFUSED_TICKETS))
+async def test_a_bad_ticket_is_refused_with_the_reason(
+    tcp: TcpHarness, side: Side, reason: str
+) -> None:
+    pool = tcp.pool(side.driver)
+    copy = replace(tcp.copy(), ticket=REFUSED_TICKETS[reason]())
+    with caught_log() as lines:
+        with pytest.raises(AuthenticationFailed, match=reason):
+            await side.run(lambda: pool.request(copy, DataKind.PING, Ping()))
+        with pytest.raises(PullFailed) as caught:
+            await side.run(lambda: pool.pull(copy, bytes(16), Unprepared()))
+        await until(lambda: tcp.server.connections == 0)
+    assert caught.value.code is Code.AUTHENTICATION_FAILED
+    assert len(lines) == 1  # both refusals within a second: one line
+    assert reason in lines[0]
+
+
+async def test_a_stolen_ticket_is_of_no_use_without_its_secret(tcp: TcpHarness, side: Side) -> None:
+    stolen = replace(grant(), secret=os.urandom(32))
+    pool = tcp.pool(side.driver)
+    with pytest.raises(
+        AuthenticationFailed, match="did not prove"
+    ):  # the thief trusts nobody either
+        await side.run(
+            lambda: pool.request(replace(tcp.copy(), ticket=stolen), DataKind.PING, Ping())
+        )
+    with caught_log() as lines:
+        stream = await authenticated(tcp.address, stolen)
+        await stream.send(encode_frame(DataKind.PING, 1, Ping()))
+        with contextlib.suppress(ConnectionError):
+            kind, flags, *_, body, _ = await read_frame(stream)
+            assert (kind, flags & 2) == (DataKind.PROOF, 2)
+            assert b"without its secret" in body
+        await assert_closed(stream)
+        await until(lambda: tcp.server.connections == 0)
+    assert len(lines) == 1
+
+
+async def test_scopes(tcp: TcpHarness, side: Side) -> None:
+    pool = tcp.pool(side.driver)
+    reader = replace(tcp.copy(), ticket=grant(Scope.READ))
+    digest = put(tcp.segment, "key", b"value")
+    buffer = bytearray(5)
+    await side.run(lambda: pool.pull(reader, digest, BufferDestination(buffer)))
+    assert buffer == b"value"
+    for kind, message in [
+        (DataKind.PUSH, Push(1, [], b"")),
+        (DataKind.REPLICATE, Replicate(digest, 1, 1, 5)),
+        (DataKind.SNAPSHOT, Snapshot(1)),
+        (DataKind.CLUSTER_RECORDS, ClusterRecords([], [])),
+    ]:
+        with pytest.raises(AuthenticationFailed, match="does not allow"):
+            await side.run(lambda k=kind, m=message: pool.request(reader, k, m))  # type: ignore[misc]  # mypy: defaults of a lambda
+    assert tcp.backend.pushes == []
+    assert (await side.run(lambda: pool.request(reader, DataKind.PING, Ping()))) == Pong(7, 42)
+
+
+GARBAGE = {
+    "text": b"GET / HTTP/1.1\r\n\r\n",
+    "huge body": HEADER.pack(DataKind.GET, 0, 1, 0xFFFF_FFFF, 0),
+    "huge bulk": HEADER.pack(DataKind.PING, 0, 1, 0, 0xFFFF_FFFF),
+    "bulk in a request": HEADER.pack(DataKind.PING, 0, 1, 0, 100) + bytes(100),
+    "second hello": encode_frame(DataKind.HELLO, 1, Ping()),
+    "reply": encode_frame(DataKind.PING, 1, Ping(), flags=REPLY),
+    "malformed body": HEADER.pack(DataKind.GET, 0, 1, 3, 0) + b"\xc1\xc1\xc1",
+    "no items": encode_frame(DataKind.GET, 1, Get([])),
+    "too many items": encode_frame(DataKind.GET, 1, Get([GetItem(bytes(16))] * 1025)),
+    "random": random.Random(3).randbytes(3000),
+}
+
+
+@pytest.mark.parametrize("stage", ["before the preface", "before the hello", "after the hello"])
+@pytest.mark.parametrize("name", sorted(GARBAGE))
+async def test_garbage_ends_its_connection_only(tcp: TcpHarness, stage: str, name: str) -> None:
+    good = await authenticated(tcp.address)
+    with caught_log() as lines:
+        if stage == "after the hello":
+            stream = await authenticated(tcp.address)
+        else:
+            stream = await connect(tcp.address)
+            if stage == "before the hello":
+                await stream.send(PREFACE_DATA)
+        await stream.send(GARBAGE[name])
+        await assert_closed(stream)
+        await until(lambda: tcp.server.connections == 1)
+    assert len(lines) == 1, lines
+    await good.send(encode_frame(DataKind.PING, 9, Ping()))
+    assert (await read_frame(good))[:3] == (DataKind.PING, REPLY, 9)
+    good.close()
+
+
+async def test_a_kind_from_the_future_is_unsupported_and_nothing_else_happens(
+    tcp: TcpHarness,
+) -> None:
+    stream = await authenticated(tcp.address)
+    await stream.send(HEADER.pack(999, 0, 1, 2, 0) + b"xx")
+    kind, flags, *_, body, _ = await read_frame(stream)
+    assert (kind, flags) == (999, 3)
+    assert b"unknown" in body
+    await stream.send(encode_frame(DataKind.PING, 2, Ping()))
+    assert (await read_frame(stream))[0] == DataKind.PING
+    stream.close()
+
+
+async def test_protocol_versions_that_do_not_meet(tcp: TcpHarness) -> None:
+    stream = await connect(tcp.address)
+    hello = Hello(7, 9, grant().ticket, bytes(32))
+    with caught_log():
+        await stream.send(PREFACE_DATA + encode_frame(DataKind.HELLO, 0, hello))
+        *_, body, _ = await read_frame(stream)
+        assert b"upgrade" in body
+        await assert_closed(stream)
+
+
+async def test_connections_are_limited() -> None:
+    limits = ServerLimits(connections=4, unproved_per_address=2, hello_seconds=0.15)
+    async with TcpHarness.open(segment_of(SEGMENT_BYTES), limits) as harness:
+        with caught_log() as lines:
+            silent = [await connect(harness.address) for _ in range(3)]
+            await assert_closed(silent[2])  # the third unproved one from this address
+            assert harness.server.connections == 2
+            for stream in silent[:2]:
+                await assert_closed(stream)  # no hello in time
+            await until(lambda: harness.server.connections == 0)
+            good = [await authenticated(harness.address) for _ in range(4)]
+            await until(lambda: harness.server.connections == 4)
+            await assert_closed(await connect(harness.address))
+            for stream in good:
+                stream.close()
+            await until(lambda: harness.server.connections == 0)
+        assert any("without a valid hello" in line for line in lines)
+        assert any("no hello within" in line for line in lines)
+        assert any("4 data connections are open" in line for line in lines)
+
+
+async def test_idle_connections_are_closed() -> None:
+    async with TcpHarness.open(
+        segment_of(SEGMENT_BYTES), ServerLimits(idle_seconds=0.05)
+    ) as harness:
+        stream = await authenticated(harness.address)
+        await assert_closed(stream)
+
+
+async def test_a_reader_that_does_not_read_is_cut() -> None:
+    segment = segment_of(SEGMENT_BYTES)
+    digest = put(segment, "key", pattern(16 * MIB))
+    async with TcpHarness.open(segment, ServerLimits(progress_seconds=0.1)) as harness:
+        with caught_log() as lines:
+            stream = await authenticated(harness.address)
+            await stream.send(encode_frame(DataKind.GET, 1, Get([GetItem(digest)])))
+            await until(lambda: segment.leased_bytes > 0)
+            await until(lambda: segment.leased_bytes == 0 and harness.server.connections == 0)
+            stream.close()
+        assert any("no progress" in line for line in lines)
+
+
+async def test_half_a_request_is_waited_for_only_so_long() -> None:
+    async with TcpHarness.open(
+        segment_of(SEGMENT_BYTES), ServerLimits(progress_seconds=0.1)
+    ) as harness:
+        with caught_log():
+            stream = await authenticated(harness.address)
+            await stream.send(encode_frame(DataKind.PING, 1, Ping())[:-1])
+            await assert_closed(stream)
+
+
+# --- tcp: holders that misbehave -------------------------------------------------------------
+
+Script = Callable[
+    [Any, Callable[[], Awaitable[tuple[int, int, int, bytes, bytes]]]], Awaitable[None]
+]
+
+
+@contextlib.asynccontextmanager
+async def scripted_owner(script: Script) -> AsyncIterator[RemoteCopy]:
+    """A peer that shakes hands as it should and then does what `script` says."""
+    (listener,) = await open_data_listeners(["127.0.0.1:0"])
+
+    async def serve_one(sock: socket.socket) -> None:
+        stream = TrioStream(sock)
+        with contextlib.closing(stream), contextlib.suppress(OSError):
+            assert await read_exactly(stream, 8) == PREFACE_DATA
+            *_, body, _ = await read_frame(stream)
+            hello = decode_body(Hello, body)
+            _, secret = open_ticket(
+                hello.ticket,
+                audience=OWNER.peer_id,
+                ring=RING,
+                verifier=Verifier(),
+                now_unix=time.time(),
+            )
+            proof = prove(secret, b"server", hello.nonce, bytes(32))
+            reply = HelloReply(1, bytes(32), proof, 7)
+            await stream.send(encode_frame(DataKind.HELLO, 0, reply, flags=REPLY))
+            await read_frame(stream)
+            await script(stream, lambda: read_frame(stream))
+
+    async def serve() -> None:
+        while True:
+            await trio.lowlevel.wait_readable(listener.fileno())
+            sock, _ = listener.accept()
+            nursery.start_soon(serve_one, sock)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve)
+        yield RemoteCopy(OWNER.peer_id, (listener_address(listener),), grant(), member=1)
+        nursery.cancel_scope.cancel()
+    listener.close()
+
+
+def object_reply(value: bytes, key: str = "key", **changes: Any) -> ObjectReply:
+    sums = chunk_sums(value)
+    trailer = encode_trailer(TrailerBody("default", key, sums))
+    slot = Slot(
+        SlotState.LIVE,
+        key_digest(key),
+        Version(1, 1, root_checksum(len(value), sums)),
+        1 << 20,
+        len(value),
+        len(trailer),
+    )
+    fields: dict[str, Any] = {"bulk_bytes": len(value), **changes}
+    return ObjectReply(ObjectStatus.OK, encode_slot(slot), trailer, **fields)
+
+
+VALUE = pattern(2 * MIB)
+
+
+def answer(*parts: Callable[[int], bytes], then: float = 0.0) -> Script:
+    async def script(stream: Any, read: Any) -> None:
+        while True:
+            _, _, request_id, _, _ = await read()
+            for part in parts:
+                await stream.send(part(request_id))
+            if then:
+                await trio.sleep(then)
+
+    return script
+
+
+def objects_frame(*replies: ObjectReply, bulk_length: int | None = None) -> Callable[[int], bytes]:
+    size = sum(reply.bulk_bytes for reply in replies) if bulk_length is None else bulk_length
+    return lambda request_id: encode_frame(
+        DataKind.GET, request_id, Objects(list(replies)), flags=REPLY, bulk_length=size
+    )
+
+
+MISBEHAVIOUR: dict[str, tuple[Script, set[Code]]] = {
+    "stops before the answer": (answer(then=30), {Code.DEADLINE_EXCEEDED}),
+    "stops in the middle": (
+        answer(objects_frame(object_reply(VALUE)), lambda _: VALUE[:MIB], then=30),
+        {Code.DEADLINE_EXCEEDED},
+    ),
+    "text": (answer(lambda _: b"HTTP/1.1 400 Bad Request\r\n\r\n"), {Code.MALFORMED}),
+    "huge body": (answer(lambda i: HEADER.pack(16, 1, i, 0xFFFF_FFFF, 0)), {Code.MALFORMED}),
+    "another id": (answer(lambda i: objects_frame(object_reply(VALUE))(i + 1)), {Code.MALFORMED}),
+    "malformed body": (answer(lambda i: HEADER.pack(16, 1, i, 1, 0) + b"\xc1"), {Code.MALFORMED}),
+    "no items": (answer(objects_frame()), {Code.MALFORMED}),
+    "two items": (answer(objects_frame(object_reply(b"a"), object_reply(b"b"))), {Code.MALFORMED}),
+    "bulk does not add up": (
+        answer(objects_frame(object_reply(VALUE), bulk_length=5)),
+        {Code.MALFORMED},
+    ),
+    "negative bulk": (
+        answer(objects_frame(object_reply(VALUE, bulk_bytes=-5), bulk_length=0)),
+        {Code.MALFORMED},
+    ),
+    "another range": (
+        answer(objects_frame(object_reply(VALUE, bulk_bytes=5)), lambda _: VALUE[:5]),
+        {Code.MALFORMED},
+    ),
+    "another object": (
+        answer(objects_frame(object_reply(VALUE, "other")), lambda _: VALUE),
+        {Code.STALE},
+    ),
+    "wrong bytes": (
+        answer(objects_frame(object_reply(VALUE)), lambda _: bytes(2 * MIB)),
+        {Code.STALE},
+    ),
+    "status from the future": (answer(objects_frame(ObjectReply(77))), {Code.UNSUPPORTED}),
+    "busy": (answer(objects_frame(ObjectReply(ObjectStatus.BUSY))), {Code.BUSY}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(MISBEHAVIOUR))
+async def test_a_holder_that_misbehaves_fails_the_pull_and_nothing_else(
+    side: Side, name: str
+) -> None:
+    script, codes = MISBEHAVIOUR[name]
+    good_segment = segment_of(SEGMENT_BYTES)
+    digest = put(good_segment, "key", VALUE)
+    async with scripted_owner(script) as bad, TcpHarness.open(good_segment) as good:
+        pool = good.pool(side.driver, progress_seconds=0.15)
+        buffer = bytearray(len(VALUE))
+        with pytest.raises(PullFailed) as caught:
+            await side.run(lambda: pool.pull(bad, digest, BufferDestination(buffer)))
+        assert caught.value.code in codes
+        if name not in ("busy", "status from the future"):
+            assert pool.open_connections == 0
+        copies = [bad, replace(good.copy(), peer_id=READER.peer_id, member=2)]
+        report = await side.run(
+            lambda: pull_with_failover(
+                copies, [TcpTransport(pool)], digest, BufferDestination(buffer)
+            )
+        )
+        assert report.unwrap().length == len(VALUE)
+        assert report.copy is not None
+        assert report.copy.member == 2
+        assert [(failure.member, failure.code) for failure in report.failures] == [
+            (1, caught.value.code)
+        ]
+        assert buffer == VALUE
+
+
+async def test_a_slow_answer_to_a_request_is_a_deadline(side: Side) -> None:
+    async with scripted_owner(answer(then=30)) as peer:
+        pool = DataPool(side.driver)
+        with pytest.raises(DeadlineExceeded):
+            await side.run(lambda: pool.request(peer, DataKind.PING, Ping(), 0.1))
+        assert pool.open_connections == 0
+        pool.close()
+
+
+async def test_an_impostor_without_the_cluster_key(side: Side) -> None:
+    async with scripted_owner(answer()) as peer:
+        pool = DataPool(side.driver)
+        other = replace(peer, ticket=replace(grant(), secret=bytes(32)))
+        with pytest.raises(AuthenticationFailed, match="did not prove"):
+            await side.run(lambda: pool.request(other, DataKind.PING, Ping()))
+        pool.close()
+
+
+# --- tcp: the pool ---------------------------------------------------------------------------
+
+
+async def test_a_restarted_peer_costs_a_silent_reconnect(side: Side) -> None:
+    segment = segment_of(SEGMENT_BYTES)
+    value = pattern(5000)
+    pool = DataPool(side.driver)
+    for _ in range(3):
+        digest = put(segment, "key", value)
+        async with TcpHarness.open(segment) as harness:
+            here = replace(harness.copy(), peer_id=OWNER.peer_id)
+            buffer = bytearray(len(value))
+            await side.run(lambda: pool.pull(here, digest, BufferDestination(buffer)))  # noqa: B023  # awaited at once
+            assert buffer == value
+            assert pool.open_connections == 1
+    pool.close()
+
+
+async def test_every_address_is_tried(tcp: TcpHarness, side: Side) -> None:
+    closed = socket.create_server(("127.0.0.1", 0))
+    nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+    closed.close()
+    pool = tcp.pool(side.driver)
+    peer = replace(tcp.copy(), data=(nobody, tcp.address))
+    assert await side.run(lambda: pool.request(peer, DataKind.PING, Ping())) == Pong(7, 42)
+    for alone in (
+        replace(peer, peer_id=b"x", data=(nobody,)),
+        replace(peer, peer_id=b"y", data=()),
+    ):
+        with pytest.raises(Unavailable):
+            await side.run(lambda alone=alone: pool.request(alone, DataKind.PING, Ping()))  # type: ignore[misc]  # mypy: defaults of a lambda
+        with pytest.raises(PullFailed) as caught:
+            await side.run(lambda alone=alone: pool.pull(alone, bytes(16), Unprepared()))  # type: ignore[misc]  # mypy: defaults of a lambda
+        assert caught.value.code is Code.UNAVAILABLE
+        assert caught.value.retriable
+
+
+async def test_connections_to_one_peer_are_limited_and_surplus_idle_ones_close(
+    tcp: TcpHarness,
+) -> None:
+    pool = DataPool(TrioDriver(), max_places=5, idle_per_peer=2)
+    peer = tcp.copy()
+
+    async def replicate() -> None:
+        await pool.request(peer, DataKind.REPLICATE, Replicate(bytes(16), 1, 1, 1))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(12):
+            nursery.start_soon(replicate)
+        await until(lambda: tcp.backend.waiting == 5)
+        assert tcp.server.connections == 5
+        tcp.backend.release.set()
+    assert tcp.backend.most_waiting == 5
+    assert pool.open_connections == 2
+    await until(lambda: tcp.server.connections == 2)
+    pool.close()
+    await until(lambda: tcp.server.connections == 0)
+    with pytest.raises(StoreClosed):
+        await pool.request(peer, DataKind.PING, Ping())
+
+
+async def test_closing_the_pool_fails_what_is_under_way(tcp: TcpHarness) -> None:
+    pool = DataPool(TrioDriver())
+    failed: list[BaseException] = []
+
+    async def replicate() -> None:
+        try:
+            await pool.request(tcp.copy(), DataKind.REPLICATE, Replicate(bytes(16), 1, 1, 1))
+        except P2PStoreError as error:
+            failed.append(error)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(replicate)
+        await until(lambda: tcp.backend.waiting == 1)
+        pool.close()
+    assert len(failed) == 1
+
+
+async def test_listeners_name_the_address_they_cannot_have() -> None:
+    (listener,) = await open_data_listeners(["[::1]:0"])
+    address = listener_address(listener)
+    assert address.startswith("[::1]:")
+    with pytest.raises(ConfigError, match=r"\[::1\]:\d+: is already in use"):
+        await open_data_listeners(["127.0.0.1:0", address])
+    listener.close()
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        await open_data_listeners(["nonsense"])
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0"):
+        await open_data_listeners(["192.0.2.1:0"])
+
+
+# --- tcp: a real process ---------------------------------------------------------------------
+
+
+def run_owner() -> None:
+    """A process that owns one object of 16 MiB and says where."""
+
+    async def main() -> None:
+        segment = segment_of(SEGMENT_BYTES)
+        put(segment, "key", pattern(16 * MIB))
+        async with TcpHarness.open(segment) as harness:
+            print(harness.address, flush=True)
+            await trio.sleep_forever()
+
+    trio.run(main)
+
+
+class KillingDestination(BufferDestination):
+    """Kills the owner when the first bytes are about to move."""
+
+    def __init__(self, buffer: bytearray, process: subprocess.Popen[str]) -> None:
+        super().__init__(buffer)
+        self._process = process
+
+    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        return super().prepare(slot, trailer)
+
+
+async def test_an_owner_killed_in_the_middle_fails_over(side: Side) -> None:
+    program = "from tests.contract.test_transport import run_owner; run_owner()"
+    with subprocess.Popen(  # noqa: ASYNC220  # starting it takes a moment
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = (await trio.to_thread.run_sync(process.stdout.readline)).strip()
+            segment = segment_of(SEGMENT_BYTES)
+            value = pattern(16 * MIB)
+            digest = put(segment, "key", value)
+            async with TcpHarness.open(segment) as second:
+                first = RemoteCopy(OWNER.peer_id, (address,), grant(), member=1)
+                other = replace(second.copy(), peer_id=READER.peer_id, member=2)
+                buffer = bytearray(len(value))
+                transport = second.transport(side.driver)
+                report = await side.run(
+                    lambda: pull_with_failover(
+                        [first, other],
+                        [transport],
+                        digest,
+                        KillingDestination(buffer, process),
+                    )
+                )
+                assert report.copy is other
+                assert [failure.code for failure in report.failures] == [Code.UNAVAILABLE]
+                assert buffer == value
+        finally:
+            process.kill()

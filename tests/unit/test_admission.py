@@ -1,0 +1,195 @@
+"""Admission without sockets: who is let in, who is not, and what each side is told; and the key ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pstore.errors import ConfigError
+from p2pstore.gossip.admission import AdmissionRefused, Listener, Opener
+from p2pstore.gossip.identity import Identity
+from p2pstore.gossip.messages import Proof, Welcome
+from p2pstore.keyring import KEYLESS, KeyRing, key_id_of, new_cluster_key, parse_cluster_keys
+from p2pstore.wire import Code
+
+ALICE, BOB, EVE = (Identity(bytes([number]) * 32).peer_id for number in (1, 2, 3))
+OLD, NEW, OTHER = (bytes([number]) * 32 for number in (11, 12, 13))
+
+
+def pair(
+    opener_keys: Sequence[bytes] = (NEW,),
+    listener_keys: Sequence[bytes] = (NEW,),
+    *,
+    opener_cluster: str = "prod",
+    listener_cluster: str = "prod",
+    listener_sees: bytes = ALICE,
+    opener_sees: bytes = BOB,
+) -> tuple[Opener, Listener]:
+    opener = Opener(
+        ring=KeyRing(opener_keys),
+        cluster=opener_cluster,
+        own_id=ALICE,
+        peer_id=opener_sees,
+        nonce=b"a" * 32,
+        software="p2pstore 1",
+    )
+    listener = Listener(
+        ring=KeyRing(listener_keys),
+        cluster=listener_cluster,
+        own_id=BOB,
+        peer_id=listener_sees,
+        nonce=b"b" * 32,
+        software="p2pstore 2",
+    )
+    return opener, listener
+
+
+def shake(opener: Opener, listener: Listener) -> None:
+    reply = listener.receive_hello(opener.hello())
+    opener.receive_welcome(listener.receive_proof(opener.receive_reply(reply)))
+
+
+@pytest.mark.parametrize(
+    ("opener_keys", "listener_keys"),
+    [([], []), ([NEW], [NEW]), ([NEW, OLD], [OLD]), ([OLD], [NEW, OLD]), ([OLD, NEW], [NEW, OLD])],
+)
+def test_a_common_key_admits_both(opener_keys: list[bytes], listener_keys: list[bytes]) -> None:
+    opener, listener = pair(opener_keys, listener_keys)
+    shake(opener, listener)
+    assert opener.admitted
+    assert listener.admitted
+    assert (opener.version, listener.version) == (1, 1)
+    assert (opener.their_software, listener.their_software) == ("p2pstore 2", "p2pstore 1")
+
+
+@pytest.mark.parametrize(
+    ("opener_keys", "listener_keys", "reason"),
+    [
+        ([OLD], [NEW], "different keys"),
+        ([NEW], [], "the opener has a cluster key, the listener has none"),
+        ([], [NEW], "the listener has a cluster key, the opener has none"),
+    ],
+)
+def test_without_a_common_key_nobody_is_admitted(
+    opener_keys: list[bytes], listener_keys: list[bytes], reason: str
+) -> None:
+    opener, listener = pair(opener_keys, listener_keys)
+    with pytest.raises(AdmissionRefused, match=reason) as refusal:
+        shake(opener, listener)
+    assert refusal.value.code == Code.AUTHENTICATION_FAILED
+    assert "--cluster-key-file" in str(refusal.value)
+    assert not listener.admitted
+    assert not opener.admitted
+
+
+def test_another_cluster_is_refused() -> None:
+    with pytest.raises(AdmissionRefused, match="'test' calls cluster 'prod'") as refusal:
+        shake(*pair(opener_cluster="test"))
+    assert refusal.value.code == Code.WRONG_CLUSTER
+
+
+def test_a_proof_is_for_these_two_peers_only() -> None:
+    """Eve relays Alice's messages to Bob: Noise tells Bob that it is Eve who speaks."""
+    with pytest.raises(AdmissionRefused, match="proof does not match"):
+        shake(*pair(listener_sees=EVE))
+    with pytest.raises(AdmissionRefused, match="proof does not match"):
+        shake(*pair(opener_sees=EVE))
+
+
+def test_versions_without_overlap_are_refused() -> None:
+    opener, listener = pair()
+    hello = msgspec.structs.replace(opener.hello(), min_version=7, max_version=9)
+    with pytest.raises(AdmissionRefused, match="upgrade the older") as refusal:
+        listener.receive_hello(hello)
+    assert refusal.value.code == Code.PROTOCOL_MISMATCH
+    reply = pair()[1].receive_hello(opener.hello())
+    with pytest.raises(AdmissionRefused, match="upgrade the older"):
+        opener.receive_reply(msgspec.structs.replace(reply, version=9))
+
+
+def test_a_newer_opener_is_spoken_to_in_the_common_version() -> None:
+    opener, listener = pair()
+    hello = msgspec.structs.replace(opener.hello(), max_version=9)
+    assert listener.receive_hello(hello).version == 1
+
+
+def test_a_proof_cannot_be_reflected() -> None:
+    opener, listener = pair()
+    reply = listener.receive_hello(opener.hello())
+    with pytest.raises(AdmissionRefused, match="does not match"):
+        listener.receive_proof(Proof(reply.key_id, reply.proof))
+    opener, listener = pair()
+    hello = msgspec.structs.replace(opener.hello(), nonce=listener.nonce)
+    with pytest.raises(AdmissionRefused, match="repeats"):
+        listener.receive_hello(hello)
+
+
+@given(st.integers(min_value=0, max_value=255))
+def test_a_flipped_bit_of_either_proof_is_refused(bit: int) -> None:
+    def flip(proof: bytes) -> bytes:
+        changed = bytearray(proof)
+        changed[bit // 8] ^= 1 << bit % 8
+        return bytes(changed)
+
+    opener, listener = pair()
+    reply = listener.receive_hello(opener.hello())
+    with pytest.raises(AdmissionRefused, match="does not match"):
+        opener.receive_reply(msgspec.structs.replace(reply, proof=flip(reply.proof)))
+    proof = opener.receive_reply(reply)
+    with pytest.raises(AdmissionRefused, match="does not match"):
+        listener.receive_proof(Proof(proof.key_id, flip(proof.proof)))
+    assert not listener.admitted
+
+
+def test_messages_out_of_order_and_of_wrong_shape_are_refused() -> None:
+    opener, listener = pair()
+    with pytest.raises(AdmissionRefused, match="before the hello"):
+        listener.receive_proof(Proof(key_id_of(NEW), bytes(32)))
+    with pytest.raises(AdmissionRefused, match="before the handshake"):
+        opener.receive_welcome(Welcome())
+    with pytest.raises(AdmissionRefused, match="nonce of 3 bytes"):
+        listener.receive_hello(msgspec.structs.replace(opener.hello(), nonce=b"abc"))
+    reply = listener.receive_hello(opener.hello())
+    with pytest.raises(AdmissionRefused, match="this side does not hold"):
+        opener.receive_reply(msgspec.structs.replace(reply, key_id=key_id_of(OTHER)))
+    with pytest.raises(ValueError, match="nonce is 32 bytes"):
+        Opener(ring=KeyRing(), cluster="c", own_id=ALICE, peer_id=BOB, nonce=b"", software="")
+
+
+# --- the key ring ----------------------------------------------------------------------------
+
+
+def test_a_key_file_is_read_with_comments_and_order() -> None:
+    first, second = new_cluster_key(), new_cluster_key()
+    assert first != second
+    ring = parse_cluster_keys(f"# ring\n\n{first}  # new\n {second.upper()}\n", "ring.key")
+    assert ring.keys == (bytes.fromhex(first), bytes.fromhex(second))
+    assert ring.first_id == key_id_of(ring.keys[0])
+    assert ring.ids == [key_id_of(key) for key in ring.keys]
+    assert [ring.find(key_id) for key_id in ring.ids] == list(ring.keys)
+    assert ring.find(key_id_of(OTHER)) is None
+    assert not ring.keyless
+    assert KeyRing().keyless
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "holds no key"),
+        ("# nothing\n", "holds no key"),
+        ("\nabcd\n", "line 2: not a cluster key"),
+        ("zz" * 32, "line 1: not a cluster key"),
+        (KEYLESS.hex(), "64 zeros"),
+        (f"{NEW.hex()}\n{NEW.hex()}\n", "line 2: this key stands in the file twice"),
+        ("\n".join(bytes([n] * 32).hex() for n in range(1, 18)), "at most 16"),
+    ],
+)
+def test_a_malformed_key_file_is_refused_without_showing_keys(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as error:
+        parse_cluster_keys(text, "ring.key")
+    assert "ring.key" in str(error.value)
+    assert not any(line and line in str(error.value) for line in text.split("\n") if len(line) > 4)

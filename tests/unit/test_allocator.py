@@ -1,0 +1,240 @@
+"""The allocator against a model (a set of intervals), and how full memory stays under churn."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from p2pstore.transfer.allocator import ExtentAllocator
+
+GRANULE = 16
+
+
+class AllocatorAgainstIntervals(RuleBasedStateMachine):
+    """`taken` maps offset -> size; everything else about the allocator follows from it."""
+
+    @initialize(granules=st.integers(1, 64))
+    def create(self, granules: int) -> None:
+        self.total = granules * GRANULE
+        self.allocator = ExtentAllocator(self.total, GRANULE)
+        self.taken: dict[int, int] = {}
+
+    def holes(self) -> list[tuple[int, int]]:
+        position, holes = 0, []
+        for start, size in [*sorted(self.taken.items()), (self.total, 0)]:
+            if start > position:
+                holes.append((position, start - position))
+            position = start + size
+        return holes
+
+    @rule(granules=st.integers(1, 20))
+    def allocate(self, granules: int) -> None:
+        size = granules * GRANULE
+        fitting = [hole for hole in self.holes() if hole[1] >= size]
+        offset = self.allocator.allocate(size)
+        if not fitting:
+            assert offset is None
+            return
+        best = min(length for _, length in fitting)
+        assert offset in [start for start, length in fitting if length == best]
+        assert offset is not None
+        self.taken[offset] = size
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        offset = data.draw(st.sampled_from(sorted(self.taken)))
+        assert self.allocator.size_of(offset) == self.taken.pop(offset)
+        self.allocator.free(offset)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def shrink(self, data: st.DataObject) -> None:
+        offset = data.draw(st.sampled_from(sorted(self.taken)))
+        kept = data.draw(st.integers(1, self.taken[offset] // GRANULE)) * GRANULE
+        self.allocator.shrink(offset, kept)
+        self.taken[offset] = kept
+
+    @rule(offset=st.integers(0, 70))
+    def free_nothing(self, offset: int) -> None:
+        if offset * GRANULE not in self.taken:
+            with pytest.raises(KeyError):
+                self.allocator.free(offset * GRANULE)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data(), granules=st.integers(1, 64))
+    def find_window(self, data: st.DataObject, granules: int) -> None:
+        barred = data.draw(st.sets(st.sampled_from(sorted(self.taken))))
+        costs = {offset: float(offset % 7 + 1) for offset in self.taken if offset not in barred}
+        size = granules * GRANULE
+        runs = self.runs_without(barred)
+        window = self.allocator.cheapest_window(size, sorted(costs), costs.get)
+        if not any(length >= size and used for length, used in runs):
+            assert window is None
+        else:
+            assert window is not None
+            assert not barred.intersection(window)
+            assert self.freed_by(window) >= size
+        stretches = list(self.allocator.stretches(size, barred.__contains__))
+        assert len(stretches) == sum(length >= size and used > 0 for length, used in runs)
+        for start in stretches:
+            assert self.allocator.cheapest_window(size, [start], costs.get) is not None
+
+    def runs_without(self, barred: set[int]) -> list[tuple[int, int]]:
+        """(bytes, extents) of each stretch between barred extents."""
+        runs, begin, used = [], 0, 0
+        for start, size in sorted(self.taken.items()):
+            if start in barred:
+                runs.append((start - begin, used))
+                begin, used = start + size, 0
+            else:
+                used += 1
+        return [*runs, (self.total - begin, used)]
+
+    def freed_by(self, window: list[int]) -> int:
+        """The hole around the window once it is evicted; 0 if that is not one piece."""
+        kept = {start: size for start, size in self.taken.items() if start not in window}
+        before, self.taken = self.taken, kept
+        holes = self.holes()
+        self.taken = before
+        around = [
+            length for start, length in holes if all(start <= at < start + length for at in window)
+        ]
+        return max(around, default=0)
+
+    @invariant()
+    def agrees(self) -> None:
+        allocator = self.allocator
+        holes = self.holes()
+        assert allocator.extents() == sorted(self.taken.items())
+        assert allocator.free_extents() == holes
+        assert allocator.used_bytes == sum(self.taken.values())
+        assert allocator.free_bytes == self.total - allocator.used_bytes
+        assert allocator.largest_free_bytes == max((length for _, length in holes), default=0)
+        assert len(allocator) == len(self.taken)
+
+
+TestAllocatorAgainstIntervals = AllocatorAgainstIntervals.TestCase
+TestAllocatorAgainstIntervals.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None
+)
+
+
+def test_equal_extents_are_reused_last_in_first_out() -> None:
+    allocator = ExtentAllocator(20 * GRANULE, GRANULE)
+    offsets = [allocator.allocate(GRANULE) for _ in range(20)]
+    freed = [offset for offset in offsets[1::2] if offset is not None]
+    random.Random(3).shuffle(freed)
+    for offset in freed:
+        allocator.free(offset)
+    assert [allocator.allocate(GRANULE) for _ in freed] == freed[::-1]
+
+
+@pytest.mark.parametrize("size", [0, -GRANULE, GRANULE + 1])
+def test_sizes_that_are_no_granules_are_refused(size: int) -> None:
+    allocator = ExtentAllocator(4 * GRANULE, GRANULE)
+    with pytest.raises(ValueError, match="granules"):
+        allocator.allocate(size)
+    with pytest.raises(ValueError, match="granules"):
+        ExtentAllocator(size, GRANULE)
+
+
+def test_an_extent_does_not_grow() -> None:
+    allocator = ExtentAllocator(4 * GRANULE, GRANULE)
+    offset = allocator.allocate(GRANULE)
+    assert offset is not None
+    with pytest.raises(ValueError, match="cannot grow"):
+        allocator.shrink(offset, 2 * GRANULE)
+
+
+def window(sizes: list[int], needed: int, candidates: list[int], costs: dict[int, float]) -> object:
+    """Windows in a full area of extents of `sizes` granules; extents are named by their number."""
+    allocator = ExtentAllocator(sum(sizes) * GRANULE, GRANULE)
+    offsets = [allocator.allocate(size * GRANULE) for size in sizes]
+    number = {offset: index for index, offset in enumerate(offsets)}
+    found = allocator.cheapest_window(
+        needed * GRANULE,
+        [offset for index in candidates if (offset := offsets[index]) is not None],
+        lambda offset: costs.get(number[offset]),
+    )
+    return None if found is None else sorted(number[offset] for offset in found)
+
+
+def test_a_window_grows_over_the_cheaper_side_first() -> None:
+    assert window([1, 1, 1], 2, [1], {0: 5, 1: 1, 2: 3}) == [1, 2]
+    assert window([1, 1, 1], 2, [1], {0: 3, 1: 1, 2: 5}) == [0, 1]
+
+
+def test_what_must_stay_stops_a_window() -> None:
+    assert window([1, 1, 1], 2, [1], {0: 5, 1: 1}) == [0, 1]
+    assert window([1, 1, 1], 3, [1], {0: 5, 1: 1}) is None
+    assert window([1, 1, 1], 1, [2], {0: 5, 1: 1}) is None
+
+
+def test_the_cheapest_of_several_windows_wins() -> None:
+    costs = {0: 1.0, 1: 9.0, 2: 9.0, 3: 2.0, 4: 2.0}
+    assert window([1, 1, 1, 1, 1], 2, [0, 3], costs) == [3, 4]
+    assert window([1, 1, 1, 1, 1], 2, [0], costs) == [0, 1]
+    costs = {0: 9.0, 1: 1.0, 3: 2.0, 4: 2.0}
+    assert window([1, 1, 1, 1, 1], 2, [1, 3], costs) == [3, 4]
+    assert window([1, 1, 1, 1, 1], 2, [1], costs) == [0, 1]
+
+
+Eviction = Callable[[ExtentAllocator, "OrderedDict[int, int]", int, int], list[int]]
+"""(allocator, when each extent was taken, now, size) -> extents to evict."""
+
+
+def cheapest_window(
+    allocator: ExtentAllocator, born: OrderedDict[int, int], now: int, size: int
+) -> list[int]:
+    oldest = list(islice(born, 8))
+    found = allocator.cheapest_window(
+        size, oldest, lambda at: allocator.size_of(at) / (now - born[at])
+    )
+    assert found is not None
+    return found
+
+
+def utilisation(evict: Eviction) -> float:
+    """Mean share of memory in use in a steady churn of extents of 1 to 256 granules."""
+    rng = random.Random(11)
+    allocator = ExtentAllocator(16384 * GRANULE, GRANULE)
+    born: OrderedDict[int, int] = OrderedDict()
+    used = []
+    for now in range(6000):
+        size = int(math.exp(rng.uniform(0, math.log(256)))) * GRANULE
+        while (offset := allocator.allocate(size)) is None:
+            for victim in evict(allocator, born, now, size):
+                allocator.free(victim)
+                del born[victim]
+        born[offset] = now
+        if now > 2000:
+            used.append(allocator.used_bytes / allocator.data_bytes)
+    return sum(used) / len(used)
+
+
+def test_memory_stays_full_under_a_mixed_load() -> None:
+    assert utilisation(cheapest_window) >= 0.97
+
+
+def test_evicting_one_by_one_does_not_keep_memory_full() -> None:
+    """What windows are for; and the measure can tell."""
+    rng = random.Random(5)
+    assert utilisation(lambda _, born, now, size: [rng.choice(list(born))]) < 0.9
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=12))
+def test_freeing_everything_leaves_one_extent(sizes: list[int]) -> None:
+    allocator = ExtentAllocator(96 * GRANULE, GRANULE)
+    offsets = [allocator.allocate(size * GRANULE) for size in sizes]
+    for offset in sorted((at for at in offsets if at is not None), key=lambda at: at % 7):
+        allocator.free(offset)
+    assert allocator.free_extents() == [(0, 96 * GRANULE)]

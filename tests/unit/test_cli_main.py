@@ -1,0 +1,188 @@
+"""The command's surface: what is listed, how fast it answers, how it ends."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from mooncake_p2p.errors import EXIT_CODES, CommandFailed, ExitCode, describe, exit_code
+from mooncake_p2p.main import COMMANDS, run
+from p2pstore import errors
+from p2pstore.config import PeerConfig
+
+HEAVY = ("numpy", "trio", "libp2p", "rich", "msgspec", "prometheus_client", "p2pstore.peer")
+
+
+def function_of(name: str) -> Any:
+    return getattr(import_module(f"mooncake_p2p.commands.{COMMANDS[name][0]}"), name)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["nonsense"], ["--nonsense"]])
+def test_answers_without_importing_what_is_heavy(arguments: list[str]) -> None:
+    script = (
+        "import sys; from mooncake_p2p.main import run; run(sys.argv[1:]);"
+        "import json; print(json.dumps(sorted(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, check=True, timeout=30
+    )
+    modules = json.loads(done.stdout.splitlines()[-1])
+    assert [module for module in HEAVY if module in modules] == []
+    assert [module for module in modules if module.startswith("mooncake_p2p.commands")] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_loads_nothing_heavy(name: str) -> None:
+    script = (
+        f"import sys; from mooncake_p2p.main import run; assert run([{name!r}, '--help']) == 0;"
+        "import json; print(json.dumps(sorted(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    modules = json.loads(done.stdout.splitlines()[-1])
+    assert [module for module in HEAVY if module in modules] == []
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, (_, summary) in COMMANDS.items():
+        assert f"  {name} " in shown
+        assert summary in " ".join(shown.split())
+    assert "Exit status: 0 done" in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_summary_is_how_the_command_describes_itself(name: str) -> None:
+    first_line = (inspect.getdoc(function_of(name)) or "").partition("\n")[0]
+    assert first_line.startswith(COMMANDS[name][1].rstrip("."))
+
+
+def test_join_has_an_option_for_every_setting() -> None:
+    options = set(inspect.signature(function_of("join")).parameters) - {"config"}
+    assert options == set(PeerConfig.__struct_fields__)
+
+
+def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == ExitCode.USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Commands:" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["putt"], "did you mean 'put'?"),
+        (["--wrong"], "no such option"),
+        (["put"], "missing argument 'KEY'"),
+        (["put", "k", "f", "extra"], "unexpected extra argument"),
+        (["put", "k", "--pin", "medium"], "--pin"),
+        (["put", "k", "--replicas", "0"], "--replicas"),
+        (["put", "k", "--ttl", "soon"], "--ttl: 'soon' is not a duration"),
+        (["put", "", "f"], "the key is empty"),
+        (["get", "k" * 1025], "1,025 bytes"),
+        (["get", "k", "--json"], "--json needs -o"),
+        (["ls", "--limit", "0"], "--limit"),
+        (["stats", "--timeout", "0"], "--timeout"),
+        (["stats", "--timeout", "nan"], "--timeout"),
+        (["leave", "--drain", "-1"], "--drain"),
+        (["demo", "--blocks", "100"], "--blocks: 100 blocks"),
+        (["demo", "--memory", "lots"], "--memory"),
+        (["join", "--transport", "pigeon"], "--transport"),
+        (["join", "--join-timeout", "x"], "--join-timeout"),
+    ],
+)
+def test_wrong_arguments_end_with_2_and_one_line(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == ExitCode.USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert complaint.lower() in captured.err.lower()
+
+
+def test_every_error_has_its_status() -> None:
+    statuses = {
+        kind.__name__: exit_code(kind("m", 1) if kind is errors.BufferTooSmall else kind("m"))
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.P2PStoreError)
+    }
+    special = {
+        "NoSuchKey": 3,
+        "NoLocalPeer": 4,
+        "AmbiguousLocalPeer": 4,
+        "StoreClosed": 4,
+        "DeadlineExceeded": 5,
+        "Unavailable": 6,
+        "ConfigError": 2,
+    }
+    assert {name: code for name, code in statuses.items() if code != 1} == special
+    assert exit_code(ValueError("bad")) == 2
+    assert exit_code(KeyboardInterrupt()) == 130
+    assert exit_code(OSError(5, "no")) == 1
+    assert exit_code(RuntimeError("bug")) == 1
+    assert exit_code(CommandFailed("m", ExitCode.USAGE)) == 2
+
+
+def test_no_row_of_the_table_is_hidden_by_an_earlier_one() -> None:
+    for position, (kind, code) in enumerate(EXIT_CODES):
+        assert not any(issubclass(kind, earlier) for earlier, _ in EXIT_CODES[:position]), code
+
+
+def test_descriptions_are_one_line_and_say_what_to_do() -> None:
+    assert describe(errors.NoSuchKey("no such key: k")) == "no such key: k"
+    assert describe(OSError(13, "Permission denied", "/x")) == "/x: Permission denied"
+    assert "free some space" in describe(OSError(28, "No space left on device"))
+    assert describe(errors.Unavailable("a\nb\n")) == "a b"
+    assert "--debug" in describe(RuntimeError("bug"))
+    assert describe(errors.StoreClosed()) == "StoreClosed"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "shown"),
+    [
+        (errors.Unavailable("both holders are gone"), 6, "error: both holders are gone\n"),
+        (RuntimeError("oops"), 1, "error: unexpected RuntimeError: oops; "),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_an_error_becomes_a_status_and_a_line(
+    error: BaseException,
+    status: int,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", fail)
+    assert run(["stats"]) == status
+    captured = capsys.readouterr()
+    assert captured.err.startswith(shown)
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_debug_shows_where(
+    how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("oops")
+
+    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", fail)
+    if how == "environment":
+        monkeypatch.setenv("MOONCAKE_P2P_DEBUG", "1")
+    assert run([*(["--debug"] if how == "option" else []), "stats"]) == 1
+    captured = capsys.readouterr()
+    assert "Traceback" in captured.err
+    assert captured.err.splitlines()[-1].startswith("error: unexpected RuntimeError")

@@ -1,0 +1,158 @@
+"""Durations, and what `join` makes of flags, environment and file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mooncake_p2p.main import run
+from mooncake_p2p.options import parse_duration, parse_timeout
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("0", 0.0),
+        ("90", 90.0),
+        ("1.5", 1.5),
+        (".5s", 0.5),
+        ("250ms", 0.25),
+        ("10m", 600.0),
+        (" 2 H ", 7200.0),
+        ("1d", 86400.0),
+    ],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text, "--ttl") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1w", "1 2", "nan", "inf", "1e3", "٣"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--ttl: .* is not a duration"):
+        parse_duration(text, "--ttl")
+
+
+@given(st.text(max_size=12) | st.from_regex(r"\d{1,5}(\.\d{0,3})?[smhdx]{0,2}", fullmatch=True))
+def test_any_text_is_a_duration_or_a_clear_error(text: str) -> None:
+    try:
+        seconds = parse_duration(text, "--ttl")
+    except ValueError as error:
+        message = str(error)
+        seconds = 0.0
+    else:
+        message = "--ttl: fine"
+    assert seconds >= 0
+    assert message.startswith("--ttl: ")
+
+
+@pytest.mark.parametrize("text", ["0", "0ms", "9" * 400])
+def test_a_timeout_is_positive_and_finite(text: str) -> None:
+    with pytest.raises(ValueError, match="--timeout"):
+        parse_timeout(text)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `run_peer` was called with; nothing is started."""
+    configs: list[Any] = []
+    peer = types.ModuleType("p2pstore.peer")
+    peer.run_peer = configs.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "p2pstore.peer", peer)
+    for name in [name for name in os.environ if name.startswith("MOONCAKE_P2P_")]:
+        monkeypatch.delenv(name)
+    return configs
+
+
+def test_join_without_options_uses_the_defaults(started: list[Any]) -> None:
+    assert run(["join"]) == 0
+    assert started[0].listen is None
+    assert started[0].insecure is False
+    assert started[0].checked().name
+
+
+def test_join_passes_every_option_on(started: list[Any]) -> None:
+    arguments = {
+        "name": "n",
+        "cluster": "c",
+        "listen": "127.0.0.1:0",
+        "advertise": "10.0.0.1",
+        "join-timeout": "2s",
+        "memory": "64MiB",
+        "max-objects": "100",
+        "max-leased": "25%",
+        "transport": "tcp",
+        "cluster-key-file": "key",
+        "state-dir": "state",
+        "socket": "s.sock",
+        "socket-mode": "0660",
+        "socket-group": "g",
+        "drain-timeout": "1m",
+        "log-level": "debug",
+        "log-format": "json",
+        "log-file": "log",
+    }
+    repeated = {
+        "data-listen": ["127.0.0.1:1", "127.0.0.1:2"],
+        "data-advertise": ["10.0.0.1:1", "10.0.0.1:2"],
+        "bootstrap": ["10.0.0.2:3", "[::1]:4"],
+    }
+    line = [part for name, value in arguments.items() for part in (f"--{name}", value)]
+    line += [part for name, values in repeated.items() for v in values for part in (f"--{name}", v)]
+    assert run(["join", *line, "--insecure"]) == 0
+    (config,) = started
+    for name, value in {**arguments, **repeated}.items():
+        if name not in ("join-timeout", "drain-timeout", "max-objects"):
+            assert getattr(config, name.replace("-", "_")) == value
+    assert (config.join_timeout, config.drain_timeout, config.max_objects) == (2.0, 60.0, 100)
+    assert config.insecure is True
+
+
+def test_flag_over_environment_over_file(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "peer.toml"
+    file.write_text('name = "file"\ncluster = "file"\nmemory = "1MiB"\nbootstrap = ["a:1"]\n')
+    monkeypatch.setenv("MOONCAKE_P2P_NAME", "environment")
+    monkeypatch.setenv("MOONCAKE_P2P_CLUSTER", "environment")
+    monkeypatch.setenv("MOONCAKE_P2P_BOOTSTRAP", "b:1, b:2")
+    assert run(["join", "--config", str(file), "--name", "flag"]) == 0
+    monkeypatch.setenv("MOONCAKE_P2P_CONFIG", str(file))
+    assert run(["join", "--name", "flag"]) == 0
+    assert started[0] == started[1]
+    assert (started[0].name, started[0].cluster, started[0].memory) == (
+        "flag",
+        "environment",
+        "1MiB",
+    )
+    assert started[0].bootstrap == ["b:1", "b:2"]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("colour = 1", "unknown key 'colour'"),
+        ("name = 3", "name"),
+        ("name = ", "not TOML"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_a_usage_error_that_names_it(
+    content: str | None,
+    complaint: str,
+    started: list[Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "peer.toml"
+    if content is not None:
+        file.write_text(content)
+    assert run(["join", "--config", str(file)]) == 2
+    assert complaint in capsys.readouterr().err
+    assert started == []

@@ -1,0 +1,107 @@
+"""What is printed, into a pipe and on a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from mooncake_p2p import output
+
+HEADERS = ("KEY", "SIZE")
+LONG_KEY = "model/" + "x" * 120
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch, stream: str, work: Callable[[], None]) -> str:
+    """What `work` writes to a terminal of 80 columns."""
+    primary, secondary = os.openpty()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(primary, "rb", buffering=0) as screen, os.fdopen(secondary, "w") as terminal:
+        monkeypatch.setattr(sys, stream, terminal)
+        work()
+        terminal.flush()
+        os.set_blocking(screen.fileno(), False)
+        shown = screen.read(1 << 20) or b""
+        monkeypatch.undo()
+    return shown.decode()
+
+
+def test_json_is_one_line_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_json({"key": "ключ\n", "n": [1]})
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1
+    assert json.loads(printed) == {"key": "ключ\n", "n": [1]}
+
+
+def test_json_survives_text_that_is_not_utf8(capsys: pytest.CaptureFixture[str]) -> None:
+    name = os.fsdecode(b"caf\xe9")  # a file name as Python reads it
+    output.print_json({"output": name})
+    assert json.loads(capsys.readouterr().out) == {"output": name}
+
+
+def test_a_row_is_one_line_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_table(HEADERS, [(LONG_KEY, "5.0 MiB"), ("k", "0 B")], right=("SIZE",))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[1].split() == [LONG_KEY, "5.0", "MiB"]
+    assert lines[2].endswith("  0 B")
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_a_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = on_terminal(
+        monkeypatch, "stdout", lambda: output.print_table(HEADERS, [(LONG_KEY, "5.0 MiB")])
+    )
+    lines = shown.replace("\x1b[1m", "").replace("\x1b[0m", "").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "".join(line.split()[0] for line in lines[1:]) == LONG_KEY
+
+
+def test_control_characters_of_strangers_are_shown_not_obeyed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output.print_table(HEADERS, [("a\x1b[2Jb\nc [red]d", "1")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith(r"a\x1b[2Jb\nc [red]d")
+    assert output.printable("schlüssel/文 1") == "schlüssel/文 1"
+
+
+def test_progress_is_silent_into_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "PROGRESS_AFTER_SECONDS", 0.0)
+    with output.progress("working", 10) as advance:
+        advance(10)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_shows_after_a_while_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quick() -> None:
+        with output.progress("working [x]", 10) as advance:
+            advance(10)
+
+    def slow() -> None:
+        monkeypatch.setattr(output, "PROGRESS_AFTER_SECONDS", 0.0)
+        bars: list[bool] = []
+        monkeypatch.setattr(output._Bar, "show", shown_before(output._Bar.show, bars))
+        with output.progress("working [x]", 1 << 20) as advance:
+            deadline = time.monotonic() + 10
+            while not bars and time.monotonic() < deadline:
+                time.sleep(0.01)
+            advance(1 << 20)
+
+    def shown_before(show: Callable[..., None], bars: list[bool]) -> Callable[..., None]:
+        def wrapped(bar: output._Bar) -> None:
+            show(bar)
+            bars.append(True)
+
+        return wrapped
+
+    assert on_terminal(monkeypatch, "stderr", quick) == ""
+    shown = on_terminal(monkeypatch, "stderr", slow)
+    assert "working [x]" in shown

@@ -1,0 +1,151 @@
+"""Messages of data connections: round trips, and nonsense that must end as `ProtocolError`."""
+
+from __future__ import annotations
+
+from typing import get_type_hints
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pstore.errors import ProtocolError
+from p2pstore.transfer.messages import (
+    READ_KINDS,
+    REPLIES,
+    REQUESTS,
+    DataKind,
+    GetItem,
+    Holding,
+    KeyInfo,
+    ObjectReply,
+    Ticket,
+)
+from p2pstore.wire import (
+    DATA_REQUEST_LIMITS,
+    ERROR,
+    HEADER,
+    REPLY,
+    Code,
+    Failure,
+    FrameBuffer,
+    Limits,
+    Message,
+    decode_body,
+    decode_header,
+    encode_body,
+    encode_failure,
+    encode_frame,
+)
+
+MESSAGE_TYPES = sorted(
+    {*REQUESTS.values(), *REPLIES.values(), Ticket, GetItem, ObjectReply, Holding, KeyInfo},
+    key=lambda each: each.__name__,
+)
+INTEGERS = st.integers(-(1 << 63), (1 << 64) - 1)
+
+
+def values_of(annotation: object) -> st.SearchStrategy[object]:
+    if annotation is int:
+        return INTEGERS
+    if annotation is bool:
+        return st.booleans()
+    if annotation is bytes:
+        return st.binary(max_size=64)
+    if annotation is str:
+        return st.text(max_size=20)
+    if isinstance(annotation, type) and issubclass(annotation, Message):
+        return messages(annotation)
+    (inner,) = annotation.__args__  # type: ignore[attr-defined]  # the rest are lists
+    return st.lists(values_of(inner), max_size=3)
+
+
+def messages(message_type: type[Message]) -> st.SearchStrategy[Message]:
+    hints = get_type_hints(message_type)
+    return st.builds(
+        message_type,
+        *[values_of(hints[name]) for name in message_type.__struct_fields__],
+    )
+
+
+@pytest.mark.parametrize("message_type", MESSAGE_TYPES, ids=lambda each: each.__name__)
+@given(data=st.data())
+def test_round_trip(message_type: type[Message], data: st.DataObject) -> None:
+    message = data.draw(messages(message_type))
+    assert decode_body(message_type, encode_body(message)) == message
+
+
+@pytest.mark.parametrize("message_type", MESSAGE_TYPES, ids=lambda each: each.__name__)
+@given(data=st.data())
+def test_fields_of_a_newer_version_are_ignored(
+    message_type: type[Message], data: st.DataObject
+) -> None:
+    message = data.draw(messages(message_type))
+    fields = msgspec.msgpack.decode(encode_body(message))
+    newer = msgspec.msgpack.encode([*fields, "new", {"and": 1}])
+    assert decode_body(message_type, newer) == message
+
+
+@pytest.mark.parametrize("message_type", MESSAGE_TYPES, ids=lambda each: each.__name__)
+@given(body=st.binary(max_size=200))
+def test_nonsense_is_a_protocol_error_or_a_message(
+    message_type: type[Message], body: bytes
+) -> None:
+    try:
+        decoded = decode_body(message_type, body)
+    except ProtocolError:
+        return
+    assert isinstance(decoded, message_type)
+
+
+def test_every_kind_has_request_and_reply() -> None:
+    assert set(REQUESTS) == set(DataKind)
+    assert set(REPLIES) == set(DataKind) - {DataKind.PROOF}
+    assert DataKind.GET in READ_KINDS
+    assert {DataKind.PUSH, DataKind.REPLICATE, DataKind.SNAPSHOT}.isdisjoint(READ_KINDS)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 0xFFFF), st.integers(0, 0xFFFF_FFFF), st.binary(max_size=40)),
+        max_size=8,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_frames_come_out_however_they_were_cut(
+    frames: list[tuple[int, int, bytes]], rng: object
+) -> None:
+    stream = b"".join(
+        encode_frame(kind, request_id, GetItem(body)) for kind, request_id, body in frames
+    )
+    buffer = FrameBuffer(DATA_REQUEST_LIMITS)
+    found = []
+    position = 0
+    while position < len(stream):
+        step = rng.randrange(1, 30)  # type: ignore[attr-defined]  # hypothesis' Random
+        buffer.feed(stream[position : position + step])
+        position += step
+        while (frame := buffer.next_frame()) is not None:
+            header, body = frame
+            found.append((header.kind, header.request_id, decode_body(GetItem, body).digest))
+    assert found == frames
+    assert buffer.pending_bytes == 0
+
+
+@given(st.integers(0, 0xFFFF_FFFF), st.integers(0, 0xFFFF_FFFF))
+def test_lengths_above_the_cap_are_refused_at_once(body: int, bulk: int) -> None:
+    packed = HEADER.pack(16, 0, 1, body, bulk)
+    limits = Limits(1000, 2000)
+    if body <= 1000 and bulk <= 2000:
+        assert decode_header(packed, limits).body_length == body
+        return
+    with pytest.raises(ProtocolError, match="are allowed"):
+        decode_header(packed, limits)
+
+
+def test_a_failure_is_cut_to_a_bearable_length() -> None:
+    frame = encode_failure(DataKind.GET, 5, Code.INTERNAL, "x" * 5000, 7)
+    header = decode_header(frame, DATA_REQUEST_LIMITS)
+    assert header.flags == REPLY | ERROR
+    failure = decode_body(Failure, frame[HEADER.size :])
+    assert (failure.code, len(failure.text), failure.detail) == (Code.INTERNAL, 1000, 7)

@@ -1,0 +1,172 @@
+"""Which holder is tried next, and what the caller hears at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pstore.errors import NoSuchKey, Unavailable
+from p2pstore.transfer.failover import (
+    MAX_ATTEMPTS,
+    PullAttempts,
+    PullFailed,
+    order_copies,
+)
+from p2pstore.transfer.transport import RemoteCopy
+from p2pstore.wire import Code
+
+
+class FakeTransport:
+    def __init__(self, name: str, cost: float, *, same_host_only: bool = False) -> None:
+        self.name = name
+        self._cost = cost
+        self._same_host_only = same_host_only
+
+    def offers(self, copy: RemoteCopy) -> bool:
+        return copy.same_host or not self._same_host_only
+
+    def cost(self, copy: RemoteCopy) -> float:
+        return self._cost
+
+
+TCP = FakeTransport("tcp", 1.0)
+SHM = FakeTransport("shm", 0.1, same_host_only=True)
+
+
+def copy(member: int, *, same_host: bool = False, load: int = 0) -> RemoteCopy:
+    return RemoteCopy(
+        bytes([member]), ("10.0.0.1:1",), member=member, same_host=same_host, load_permille=load
+    )
+
+
+def members(copies: list[RemoteCopy]) -> list[int]:
+    return [each.member for each in copies]
+
+
+def test_copies_on_this_host_come_first_then_cheap_ones() -> None:
+    copies = [copy(1), copy(2, same_host=True), copy(3), copy(4)]
+    for seed in range(20):
+        ordered = order_copies(
+            copies, Random(seed), frozenset({4}), cost=lambda each: float(each.member == 1)
+        )
+        assert members(ordered) == [2, 3, 1]
+
+
+def test_of_two_random_copies_the_less_loaded_goes_first() -> None:
+    copies = [copy(member, load=member * 100) for member in range(1, 6)]
+    first = Counter(order_copies(copies, Random(seed))[0].member for seed in range(3000))
+    # Of the 10 pairs, member 1 wins 4, member 2 wins 3, member 3 wins 2, member 4 wins 1.
+    for member, share in ((1, 0.4), (2, 0.3), (3, 0.2), (4, 0.1)):
+        assert abs(first[member] / 3000 - share) < 0.04
+    assert first[5] == 0
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 1000)), max_size=12),
+    st.integers(),
+)
+def test_ordering_loses_and_invents_nothing(
+    described: list[tuple[bool, int, int]], seed: int
+) -> None:
+    copies = [
+        copy(member, same_host=same_host, load=load)
+        for member, (same_host, _, load) in enumerate(described)
+    ]
+    costs = {member: float(cost) for member, (_, cost, _) in enumerate(described)}
+    ordered = order_copies(copies, Random(seed), cost=lambda each: costs[each.member])
+    assert sorted(members(ordered)) == list(range(len(copies)))
+    ranks = [(not each.same_host, costs[each.member]) for each in ordered]
+    assert ranks == sorted(ranks)
+
+
+def test_the_next_transport_is_tried_when_the_way_failed() -> None:
+    attempts = PullAttempts([copy(1, same_host=True), copy(2)], [TCP, SHM])
+    first = attempts.next()
+    assert first is not None
+    assert (first.copy.member, first.transport) == (1, 1)
+    attempts.failed(PullFailed(Code.UNAVAILABLE, "refused", retriable=True))
+    second = attempts.next()
+    assert second is not None
+    assert (second.copy.member, second.transport) == (1, 0)
+    assert attempts.reports == []  # the holder is not to blame yet
+    attempts.failed(PullFailed(Code.UNAVAILABLE, "refused as well", retriable=True))
+    third = attempts.next()
+    assert third is not None
+    assert (third.copy.member, third.transport) == (2, 0)
+    assert [(report.member, report.transport) for report in attempts.reports] == [(1, "tcp")]
+
+
+def test_a_holder_without_the_object_is_not_asked_twice() -> None:
+    attempts = PullAttempts([copy(1, same_host=True), copy(2)], [TCP, SHM])
+    attempts.next()
+    attempts.failed(PullFailed(Code.NO_SUCH_KEY, "gone", incarnation=3, sequence=9))
+    second = attempts.next()
+    assert second is not None
+    assert second.copy.member == 2
+    (report,) = attempts.reports
+    assert (report.member, report.code, report.incarnation, report.sequence) == (
+        1,
+        Code.NO_SUCH_KEY,
+        3,
+        9,
+    )
+    assert report.transport == "shm"
+
+
+def test_all_said_not_found() -> None:
+    attempts = PullAttempts([copy(1), copy(2)], [TCP])
+    while attempts.next():
+        attempts.failed(PullFailed(Code.NO_SUCH_KEY, "gone"))
+    assert isinstance(attempts.error(), NoSuchKey)
+
+
+def test_one_that_could_not_be_asked_makes_it_unavailable() -> None:
+    attempts = PullAttempts([copy(1), copy(2)], [TCP])
+    attempts.next()
+    attempts.failed(PullFailed(Code.NO_SUCH_KEY, "gone"))
+    attempts.next()
+    attempts.failed(PullFailed(Code.STALE, "chunk 3 arrived damaged"))
+    assert attempts.next() is None
+    error = attempts.error()
+    assert isinstance(error, Unavailable)
+    assert "chunk 3 arrived damaged (tcp)" in str(error)
+
+
+def test_no_copies_at_all_is_no_such_key() -> None:
+    attempts = PullAttempts([], [TCP])
+    assert attempts.next() is None
+    assert isinstance(attempts.error(), NoSuchKey)
+
+
+def test_a_copy_that_no_transport_reaches_is_unavailable() -> None:
+    attempts = PullAttempts([copy(1)], [SHM])
+    assert attempts.next() is None
+    assert isinstance(attempts.error(), Unavailable)
+    assert attempts.reports[0].code is Code.UNAVAILABLE
+
+
+@given(
+    st.lists(st.booleans(), max_size=25),
+    st.lists(st.tuples(st.sampled_from(list(Code)), st.booleans()), min_size=60, max_size=60),
+)
+def test_every_reachable_holder_is_asked_before_giving_up(
+    hosts: list[bool], outcomes: list[tuple[Code, bool]]
+) -> None:
+    copies = [copy(member, same_host=same_host) for member, same_host in enumerate(hosts)]
+    attempts = PullAttempts(copies, [TCP, SHM])
+    asked: list[tuple[int, int]] = []
+    for code, retriable in outcomes:
+        attempt = attempts.next()
+        if attempt is None:
+            break
+        asked.append((attempt.copy.member, attempt.transport))
+        attempts.failed(PullFailed(code, "no", retriable=retriable))
+    assert attempts.next() is None
+    assert len(set(asked)) == len(asked)
+    assert sorted({member for member, _ in asked}) == list(range(min(len(hosts), MAX_ATTEMPTS)))
+    assert [report.member for report in attempts.reports] == list(
+        range(min(len(hosts), MAX_ATTEMPTS))
+    )

@@ -1,0 +1,149 @@
+"""The exact bytes of data connections. A change here breaks peers of the version before."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pstore.keyring import KeyRing
+from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
+from p2pstore.transfer.layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
+from p2pstore.transfer.messages import (
+    DataKind,
+    Get,
+    GetItem,
+    Hello,
+    HelloReply,
+    Lookup,
+    ObjectReply,
+    Objects,
+    ObjectStatus,
+    Ping,
+    Pong,
+    Proof,
+    Push,
+    Replicate,
+    Ticket,
+)
+from p2pstore.transfer.tickets import Scope, issue_ticket, prove
+from p2pstore.wire import (
+    ERROR,
+    HEADER,
+    ONE_WAY,
+    PREFACE_DATA,
+    REPLY,
+    Code,
+    Message,
+    encode_failure,
+    encode_frame,
+)
+
+
+class Signer:
+    peer_id = b"issuer"
+
+    def sign(self, message: bytes) -> bytes:
+        return b"signed " + message[:24]
+
+
+VALUE = b"hello, world"
+DIGEST = key_digest("key")
+SUMS = chunk_sums(VALUE)
+TRAILER = encode_trailer(TrailerBody("default", "key", SUMS))
+SLOT = encode_slot(
+    Slot(
+        SlotState.LIVE,
+        DIGEST,
+        Version(5, 6, root_checksum(len(VALUE), SUMS)),
+        8192,
+        len(VALUE),
+        len(TRAILER),
+    )
+)
+TICKET = Ticket(b"claims", b"signature")
+
+FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
+    "hello": (DataKind.HELLO, 0, Hello(1, 1, TICKET, b"n" * 4, "sw"), 0, 0),
+    "hello reply": (DataKind.HELLO, 0, HelloReply(1, b"m" * 4, b"p" * 4, 9, "sw"), REPLY, 0),
+    "proof": (DataKind.PROOF, 0, Proof(b"p" * 4), 0, 0),
+    "get": (DataKind.GET, 1, Get([GetItem(DIGEST), GetItem(DIGEST, 64, 64, 7)]), 0, 0),
+    "get reply": (
+        DataKind.GET,
+        1,
+        Objects(
+            [
+                ObjectReply(ObjectStatus.OK, SLOT, TRAILER, len(VALUE)),
+                ObjectReply(ObjectStatus.NOT_FOUND, incarnation=7, sequence=42),
+                ObjectReply(ObjectStatus.BUSY, others=[3, 4]),
+            ]
+        ),
+        REPLY,
+        len(VALUE),
+    ),
+    "lookup": (DataKind.LOOKUP, 2, Lookup(DIGEST), 0, 0),
+    "push": (DataKind.PUSH, 3, Push(7, [42], b"op"), ONE_WAY, 0),
+    "replicate": (DataKind.REPLICATE, 4, Replicate(DIGEST, 5, 6, 12, True), 0, 0),
+    "ping": (DataKind.PING, 5, Ping(), 0, 0),
+    "pong": (DataKind.PING, 5, Pong(7, 42), REPLY, 0),
+}
+GOLDEN: dict[str, str] = {
+    "hello": (
+        "0100000000000000200000000000000095010192c406636c61696d73c4097369676e6174757265c4"
+        "046e6e6e6ea27377"
+    ),
+    "hello reply": "010001000000000012000000000000009501c4046d6d6d6dc4047070707009a27377",
+    "proof": "0200000000000000070000000000000091c40470707070",
+    "get": (
+        "10000000010000002e00000000000000919294c410dccec363d9fb256bb2d52a0704475a00000000"
+        "94c410dccec363d9fb256bb2d52a0704475a00404007"
+    ),
+    "get reply": (
+        "10000100010000008e0000000c00000091939700c440010206002c000000dccec363d9fb256bb2d5"
+        "2a0704475a00050000000000000000200000000000000c000000000000001806ac967fb02e6b6346"
+        "e0c162a80ab9c42c010000001c0000003c25e07f1b4ee9d998a764656661756c74a36b6579c4086c"
+        "003da7fbd52c30000100a0900c0000909701c400c40000072a909702c400c400000000920304"
+    ),
+    "lookup": "1100000002000000130000000000000091c410dccec363d9fb256bb2d52a0704475a00",
+    "push": "120004000300000008000000000000009307912ac4026f70",
+    "replicate": "1300000004000000170000000000000095c410dccec363d9fb256bb2d52a0704475a0005060cc3",
+    "ping": "1800000005000000010000000000000090",
+    "pong": "1800010005000000030000000000000092072a",
+}
+FAILURE = "10000300060000000900000000000000930ea56c6174657201"
+CLAIMS = (
+    "9701c404a3093ce5c406697373756572c40861756469656e6365cf000001a3185e24c0c410696969"
+    "6969696969696969696969696901"
+)
+SECRET = "a9efde98dcaec9ad8b69c852f3590255b70079a81a3f7b7af6b73c7a85c4c8b5"
+CLIENT_PROOF = "db87a78238d8f41fde0ca9ac55b8f104f661098a4c7147031844586b3baf892b"
+SERVER_PROOF = "46d40233654482bf22735cdec23b3a071cfee1a8569d6cad75cb3de0f41db921"
+
+
+@pytest.mark.parametrize("name", sorted(FRAMES))
+def test_frames(name: str) -> None:
+    kind, request_id, message, flags, bulk_length = FRAMES[name]
+    frame = encode_frame(kind, request_id, message, flags=flags, bulk_length=bulk_length)
+    assert frame.hex() == GOLDEN[name]
+
+
+def test_header_preface_and_failure() -> None:
+    assert PREFACE_DATA == b"P2PSTORD"
+    assert HEADER.size == 16
+    failure = encode_failure(DataKind.GET, 6, Code.BUSY, "later", 1)
+    assert failure.hex() == FAILURE
+    assert REPLY | ERROR == 3
+
+
+def test_ticket_secret_and_proof() -> None:
+    granted = issue_ticket(
+        signer=Signer(),
+        ring=KeyRing([b"k" * 32]),
+        audience=b"audience",
+        now_unix=1_800_000_000.0,
+        ticket_id=b"i" * 16,
+        scope=Scope.READ,
+    )
+    assert granted.ticket.claims.hex() == CLAIMS
+    assert granted.ticket.signature == b"signed p2pstore ticket claims 1"[:31]
+    assert granted.secret.hex() == SECRET
+    assert prove(granted.secret, b"client", b"c" * 32, b"s" * 32).hex() == CLIENT_PROOF
+    assert prove(granted.secret, b"server", b"c" * 32, b"s" * 32).hex() == SERVER_PROOF

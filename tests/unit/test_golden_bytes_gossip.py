@@ -1,0 +1,135 @@
+"""Formats that peers exchange and keep: these bytes never change. A new format gets a new number."""
+
+from __future__ import annotations
+
+from p2pstore.gossip.messages import Claim, DigestEntry, Status, pack_digest, unpack_digest
+from p2pstore.gossip.placement import weight
+from p2pstore.gossip.records import (
+    ClusterRecord,
+    ClusterRecordKind,
+    LocationRecord,
+    LogHead,
+    PeerRecord,
+    SegmentOffer,
+    Tier,
+    TransportOffer,
+    decode_location,
+    format_peer_id,
+    location_hash,
+    member_of,
+    peer_id_from_public_key,
+    sign_cluster_record,
+    sign_peer_record,
+)
+from p2pstore.objects import Version
+from p2pstore.wire import decode_body, encode_body
+
+PEER = peer_id_from_public_key(bytes(range(32)))
+LOCATION = LocationRecord(
+    bytes(range(16)),
+    Version(0x0102030405060708, 0x090A),
+    0x0B0C0D0E,
+    0x0F1011,
+    Tier.SSD,
+    True,
+    3,
+    2,
+)
+
+
+class RecordingSigner:
+    """Keeps what it was asked to sign."""
+
+    def __init__(self) -> None:
+        self.message = b""
+        self.peer_id = PEER
+
+    def sign(self, message: bytes) -> bytes:
+        self.message = message
+        return b"s" * 64
+
+
+def test_names() -> None:
+    assert format_peer_id(PEER) == "12D3KooW9pP4Seg3kZYhySpuVjn1RPdQBsUFZKiFxGMGQN5MeL6A"
+    assert member_of(PEER) == 0x53A79C3110A99FBD
+    assert weight(1, bytes(16)) == 0x15E0E6A489CC380E
+
+
+def test_location_record() -> None:
+    assert (
+        LOCATION.encode().hex()
+        == "000102030405060708090a0b0c0d0e0f08070605040302010a090e0d0c0b11100f55"
+    )
+    assert decode_location(LOCATION.encode()) == LOCATION
+    removed = LocationRecord(bytes(16), Version(1, 2), 3, 4, removed=True)
+    assert (
+        removed.encode().hex()
+        == "00000000000000000000000000000000010000000000000002000300000004000080"
+    )
+    assert location_hash(LOCATION.encode()) == 0xF0A346027F333712
+
+
+def test_digest_entry() -> None:
+    entry = DigestEntry(1, 2, 3, 4)
+    packed = pack_digest([entry])
+    assert packed.hex() == "01000000000000000200000000000000030000000400000000000000"
+    assert list(unpack_digest(packed)) == [entry]
+
+
+def test_claim() -> None:
+    claim = Claim(PEER, 1_700_000_000_000, int(Status.SUSPECT), 7)
+    assert encode_body(claim).hex() == (
+        "94c426002408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e"
+        "1fcf0000018bcfe568000107"
+    )
+    assert decode_body(Claim, encode_body(claim)) == claim
+
+
+def test_peer_record() -> None:
+    record = PeerRecord(
+        format=1,
+        peer_id=PEER,
+        cluster="default",
+        name="node",
+        incarnation=1_700_000_000_000,
+        sequence=2,
+        host_id=b"h",
+        control=["10.0.0.1:17946"],
+        data=["10.0.0.1:17947"],
+        socket="/s",
+        transports=[TransportOffer("tcp", b"p")],
+        segments=[SegmentOffer(b"seg", 4096)],
+        memory_capacity=3,
+        memory_used=4,
+        ssd_capacity=5,
+        ssd_used=6,
+        load_permille=7,
+        head=LogHead(8, 9, 10),
+        leaving=True,
+        software="x",
+        topology=b"t",
+    )
+    signer = RecordingSigner()
+    signed = sign_peer_record(record, signer)
+    assert signed.body.hex() == (
+        "dc001701c426002408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
+        "1c1d1e1fa764656661756c74a46e6f6465cf0000018bcfe5680002c4016891ae31302e302e302e31"
+        "3a313739343691ae31302e302e302e313a3137393437a22f739192a3746370c401709192c4037365"
+        "67cd100003040506079308090ac3a1780101c40174"
+    )
+    assert signer.message == b"p2pstore peer record 1\0" + signed.body
+    assert decode_body(PeerRecord, signed.body) == record
+
+
+def test_cluster_record() -> None:
+    record = ClusterRecord(
+        1, int(ClusterRecordKind.FLOOR), bytes(range(16)), 1 << 60, 7, PEER, 1, b"body"
+    )
+    signer = RecordingSigner()
+    signed = sign_cluster_record(record, signer)
+    assert signed.body.hex() == (
+        "980101c410000102030405060708090a0b0c0d0e0fcf100000000000000007c42600240801122000"
+        "0102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f01c404626f6479"
+    )
+    assert signer.message == b"p2pstore cluster record 1\0" + signed.body
+    assert decode_body(ClusterRecord, signed.body) == record

@@ -1,0 +1,685 @@
+"""Whole gossip machines against each other, in virtual time, over a network that loses and splits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.directory import DirectoryConfig
+from p2pstore.gossip.machine import Ask, Contact, Duplicate, FetchSnapshot, GossipConfig
+from p2pstore.gossip.membership import MembershipConfig
+from p2pstore.gossip.messages import (
+    Claim,
+    ControlKind,
+    Delta,
+    DigestEntry,
+    Exchange,
+    ExchangeReply,
+    Leave,
+    LogChunk,
+    Ping,
+    PingRequest,
+    Status,
+    pack_digest,
+)
+from p2pstore.gossip.placement import homes, rank, weight
+from p2pstore.gossip.records import (
+    ClusterRecord,
+    ClusterRecordKind,
+    LogHead,
+    PeerRecord,
+    SignedRecord,
+    member_of,
+    sign_cluster_record,
+    sign_peer_record,
+)
+from p2pstore.wire import Code, Failure, Message
+from tests.unit.gossip_network import (
+    FakeSigner,
+    Network,
+    Node,
+    address_of,
+    digest_of,
+    location,
+    peer_id_of,
+    peer_record,
+)
+
+
+def network(seed: int = 1, **config: object) -> Network:
+    return Network(seed, GossipConfig(**config))  # type: ignore[arg-type]  # fields by name
+
+
+def joined(count: int, seed: int = 1, **config: object) -> tuple[Network, list[Node]]:
+    """A cluster that has converged."""
+    net = network(seed, **config)
+    nodes = net.start_all(count)
+    assert net.run(10, net.converged)
+    return net, nodes
+
+
+def status(node: Node, other: Node) -> Status:
+    state = node.gossip.membership.get(other.peer_id)
+    assert state is not None
+    return state.status
+
+
+def floor(signer: FakeSigner, key: int, clock: int) -> tuple[ClusterRecord, SignedRecord]:
+    record = ClusterRecord(
+        1, int(ClusterRecordKind.FLOOR), digest_of(key), clock, 1, signer.peer_id
+    )
+    return record, sign_cluster_record(record, signer)
+
+
+# --- joining and spreading -------------------------------------------------------------------
+
+
+def test_peers_join_in_any_order() -> None:
+    net = network()
+    second = net.start(1)
+    net.run(3)
+    assert not second.gossip.joined
+    net.start(0)
+    assert net.run(5, net.converged)
+    assert second.gossip.joined
+    assert second.gossip.addresses_of(peer_id_of(0)) == [address_of(0)]
+    assert second.gossip.name_of(peer_id_of(0)) == "peer-0"
+
+
+def test_an_operation_is_known_to_all_within_half_a_second() -> None:
+    net, nodes = joined(20)
+    for trial in range(10):
+        node = nodes[trial]
+        node.hold(location(trial), net.now)
+        net.rest(node)
+        assert net.run(0.5, net.converged)
+        assert net.now < 100
+        net.run(2)
+    assert not net.refused
+
+
+def test_idle_gossip_is_one_probe_and_one_exchange_a_second() -> None:
+    net, nodes = joined(5)
+    net.run(10)
+    before = net.messages
+    net.run(20)
+    assert (net.messages - before) / 20 / len(nodes) == pytest.approx(2.0, abs=0.3)
+
+
+def test_idle_records_are_not_signed_again() -> None:
+    net, nodes = joined(3)
+    net.run(5)
+    signed = [node.signer.signed for node in nodes]
+    net.run(10)
+    assert [node.signer.signed for node in nodes] == signed
+
+
+def test_steady_writing_costs_a_bounded_number_of_messages_and_signatures() -> None:
+    net, nodes = joined(4)
+    before, signed = net.messages, nodes[0].signer.signed
+    for step in range(500):
+        nodes[0].hold(location(step), net.now)
+        net.rest(nodes[0])
+        net.run(0.01)
+    assert (net.messages - before) / 5 / len(nodes) <= 120
+    assert nodes[0].signer.signed - signed <= 5 * 5 + 2
+    assert net.run(1, net.converged)
+
+
+def test_home_peers_know_at_once() -> None:
+    net, nodes = joined(8)
+    writer = nodes[3]
+    for key in range(40):
+        writer.hold(location(key), net.now)
+    pushes = writer.gossip.pushes(net.now)
+    for key in range(40):
+        expected = set(writer.gossip.homes(digest_of(key))) - {writer.peer_id}
+        told = {p.peer_id for p in pushes if digest_of(key) in p.operations}
+        assert told == expected
+    assert len(writer.gossip.homes(digest_of(1))) == 3
+    assert all(len(p.operations) == 34 * len(p.sequences) for p in pushes)
+    writer.hold(location(99), net.now)
+    assert writer.gossip.pushes(net.now + 0.019) == []
+    assert writer.gossip.pushes(net.now + 0.0201) != []
+
+
+def test_rendezvous_moves_only_what_the_newcomer_wins() -> None:
+    rng = Random(1)
+    members = [rng.getrandbits(64) for _ in range(20)]
+    newcomer = rng.getrandbits(64)
+    shares = dict.fromkeys(members, 0)
+    for key in range(2000):
+        before, after = homes(digest_of(key), members), homes(digest_of(key), [*members, newcomer])
+        assert before == rank(digest_of(key), members)[:3]
+        assert set(after) - set(before) <= {newcomer}
+        shares[before[0]] += 1
+    assert min(shares.values()) > 60
+    assert weight(1, b"\0" * 16) != weight(2, b"\0" * 16)
+
+
+# --- faults ----------------------------------------------------------------------------------
+
+
+def test_a_crashed_peer_is_found_dead_and_its_locations_hidden_then_freed() -> None:
+    net, nodes = joined(4)
+    nodes[3].hold(location(1), net.now)
+    assert net.run(2, net.converged)
+    member = nodes[3].gossip.member
+    net.stop(3)
+    assert net.run(9, net.converged)
+    for node in nodes[:3]:
+        assert [(f.member, f.hidden) for f in node.gossip.directory.holders(digest_of(1))] == [
+            (member, True)
+        ]
+        assert nodes[3].peer_id not in node.gossip.rank(digest_of(1))
+    net.run(61)
+    assert nodes[0].gossip.directory.holders(digest_of(1)) == []
+    assert nodes[0].gossip.directory.record_count == 0
+
+
+def test_a_lost_connection_is_probed_at_once() -> None:
+    net, nodes = joined(2)
+    effects = nodes[0].gossip.connection_lost(nodes[1].peer_id, net.now)
+    assert [(e.kind, e.peer_id) for e in effects if isinstance(e, Ask)] == [
+        (ControlKind.PING, nodes[1].peer_id)
+    ]
+    assert nodes[0].gossip.connection_lost(nodes[1].peer_id, net.now) == []  # under way
+    assert nodes[0].gossip.connection_lost(peer_id_of(77), net.now) == []
+
+
+def test_a_split_heals_by_itself() -> None:
+    net, nodes = joined(6)
+    net.partition({0, 1, 2}, {3, 4, 5})
+    net.run(30)
+    assert len(nodes[0].gossip.membership.live()) == 3
+    for node in nodes:
+        node.hold(location(node.number), net.now)
+    net.heal()
+    assert net.run(10, net.converged)
+
+
+def test_the_wrongly_accused_refutes_without_voiding_its_log() -> None:
+    net, nodes = joined(3)
+    nodes[1].hold(location(1), net.now)
+    assert net.run(2, net.converged)
+    record = nodes[1].gossip.record(net.now)
+    lie = Claim(nodes[1].peer_id, nodes[1].gossip.incarnation, int(Status.DEAD), 5)
+    nodes[0].gossip.serve(
+        nodes[2].peer_id, ControlKind.PING, Ping(nodes[0].gossip.incarnation, [lie]), net.now
+    )
+    net.rest(nodes[0])
+    net.run(0.01)
+    assert status(nodes[0], nodes[1]) == Status.DEAD
+    assert net.run(3, lambda: status(nodes[0], nodes[1]) == Status.ALIVE and net.converged())
+    assert nodes[1].gossip.membership.own.incarnation == nodes[1].gossip.incarnation + 1
+    assert nodes[1].gossip.record(net.now) == record
+    assert net.snapshots == 0
+
+
+def test_a_forged_incarnation_is_outbid_when_its_victim_hears_of_it() -> None:
+    net, nodes = joined(3)
+    lie = Claim(nodes[1].peer_id, 1 << 50, int(Status.SUSPECT), 5)
+    nodes[0].gossip.serve(nodes[2].peer_id, ControlKind.PING, Ping(1, [lie]), net.now)
+    net.run(8)
+    assert net.converged()
+    assert status(nodes[0], nodes[1]) == Status.ALIVE
+    assert nodes[1].gossip.membership.own.incarnation == (1 << 50) + 1
+
+
+def test_a_restarted_peer_replaces_its_past() -> None:
+    net, nodes = joined(3)
+    nodes[2].hold(location(1), net.now)
+    assert net.run(2, net.converged)
+    net.stop(2)
+    again = net.start(2)
+    again.hold(location(2), net.now)
+    assert net.run(3, net.converged)
+    for node in nodes[:2]:
+        assert node.gossip.directory.holders(digest_of(1)) == []
+    assert not again.duplicate
+
+
+def test_a_peer_that_comes_back_after_its_death_is_alive_again() -> None:
+    net, nodes = joined(3)
+    net.partition({0, 1}, {2})
+    net.run(20)
+    assert status(nodes[0], nodes[2]) == Status.DEAD
+    nodes[2].hold(location(1), net.now)
+    net.heal()
+    assert net.run(10, net.converged)
+    assert [f.hidden for f in nodes[0].gossip.directory.holders(digest_of(1))] == [False]
+
+
+def test_leaving_is_known_at_once_and_not_undone() -> None:
+    net, nodes = joined(5)
+    leaver = nodes[4]
+    net.do(leaver, leaver.gossip.leave(net.now))
+    net.rest(leaver)
+    assert net.run(0.5, lambda: all(status(n, leaver) == Status.LEFT for n in nodes[:4]))
+    net.run(30)  # the process lingers, and answers
+    assert all(status(n, leaver) == Status.LEFT for n in nodes[:4])
+    net.stop(4)
+    assert net.converged()
+    net.start(4)
+    assert net.run(3, net.converged)
+
+
+def test_bootstrap_addresses_are_tried_ever_less_often_and_the_book_only_when_alone() -> None:
+    net = network()
+    node = net.start(1)
+    node.gossip.load_address_book([(peer_id_of(5), (address_of(5),))])
+    tried: list[tuple[float, tuple[str, ...]]] = []
+
+    def watch(effects: list[object]) -> None:
+        for effect in effects:
+            if isinstance(effect, Contact):
+                tried.append((net.now, effect.addresses))
+                node.gossip.contact_failed(effect.addresses, net.now)
+
+    while net.now < 300:
+        net.now = max(node.gossip.next_tick(net.now), net.now + 0.001)
+        watch(list(node.gossip.tick(net.now)))
+    for address in (address_of(0), address_of(5)):
+        times = [time for time, addresses in tried if addresses == (address,)]
+        gaps = [b - a for a, b in pairwise(times)]
+        assert 10 < len(times) < 25
+        assert 0.3 < gaps[0] < 0.9
+        assert 20 < gaps[-1] < 40
+    assert node.gossip.address_book() == [(peer_id_of(5), (address_of(5),))]
+
+
+def test_the_address_book_finds_the_cluster_again() -> None:
+    net, nodes = joined(3)
+    book = nodes[2].gossip.address_book()
+    assert dict(book) == {peer_id_of(n): (address_of(n),) for n in (0, 1)}
+    net.stop(2)
+    net.run(20)
+    again = net.start(2, bootstrap=None)
+    again.gossip.load_address_book(book)
+    assert net.run(3, net.converged)
+
+
+def test_a_twin_that_starts_later_goes() -> None:
+    net, nodes = joined(2, established_seconds=5.0)
+    net.run(10)
+    original = nodes[1].gossip
+    nodes[1].hold(location(1), net.now)
+    twin = Node(net, 1, 10_000_000)
+    twin.gossip.tick(net.now)
+    record = twin.gossip.record(net.now)
+    delta = Delta([record], [], [], [])
+    _, effects = original.serve(nodes[0].peer_id, ControlKind.DELTA, delta, net.now)
+    assert effects == []  # established: it makes itself higher
+    assert original.incarnation == 10_000_001
+    assert original.log.head.count == 1
+    delta = Delta([original.record(net.now)], [], [], [])
+    _, effects = twin.gossip.serve(nodes[0].peer_id, ControlKind.DELTA, delta, net.now)
+    assert [type(effect) for effect in effects] == [Duplicate]
+    assert net.run(5, lambda: nodes[0].knows(nodes[1]))
+    _, effects = original.serve(
+        nodes[0].peer_id,
+        ControlKind.DELTA,
+        Delta([Node(net, 1, 20_000_000).gossip.record(net.now)], [], [], []),
+        net.now,
+    )
+    assert [type(effect) for effect in effects] == [Duplicate]  # it defends itself once
+
+
+# --- behind the ring -------------------------------------------------------------------------
+
+SMALL_RING: dict[str, Any] = {"ring_limit": 4, "directory": DirectoryConfig(relay_limit=4)}
+
+
+def test_who_is_behind_the_ring_takes_a_snapshot() -> None:
+    net, nodes = joined(3, **SMALL_RING)
+    net.partition({0, 1}, {2})
+    for key in range(50):
+        nodes[0].hold(location(key), net.now)
+        if key % 3 == 0:
+            nodes[0].release(digest_of(key), net.now)
+    net.run(2)
+    net.heal()
+    assert net.run(10, net.converged)
+    assert net.snapshots > 0
+
+
+def test_a_snapshot_with_a_wrong_hash_is_refused_and_fetched_again() -> None:
+    net, nodes = joined(2, **SMALL_RING)
+    for key in range(50):
+        nodes[0].hold(location(key), net.now)
+    reader = nodes[1].gossip
+    fetch = None
+    record = nodes[0].gossip
+    while fetch is None:
+        net.now += 0.3
+        reader.serve(
+            nodes[0].peer_id,
+            ControlKind.DELTA,
+            Delta([record.record(net.now)], [], [], []),
+            net.now,
+        )
+        for effect in reader.tick(net.now):
+            fetch = effect if isinstance(effect, FetchSnapshot) else fetch
+    known = record.snapshot(fetch.member)
+    assert known is not None
+    head, packed = known
+    with pytest.raises(ProtocolError):
+        reader.snapshot_fetched(fetch.token, head, packed[:-34], net.now)
+    assert reader.directory.position(record.member)[1] == 0
+    assert net.run(10, net.converged)
+    assert net.snapshots == 1
+
+
+def test_a_lying_relay_costs_a_snapshot_from_the_owner() -> None:
+    net, nodes = joined(3)
+
+    def tamper(source: Node, target: Node, message: Message) -> Message:
+        if source.number != 1 or target.number != 2:
+            return message
+        if isinstance(message, ExchangeReply):
+            return msgspec.structs.replace(message, delta=forge(message.delta))
+        return forge(message) if isinstance(message, Delta) else message
+
+    def forge(delta: Delta) -> Delta:
+        logs = []
+        for chunk in delta.logs:
+            operations = bytearray(chunk.operations)
+            operations[0] ^= 1
+            logs.append(msgspec.structs.replace(chunk, operations=bytes(operations)))
+        return msgspec.structs.replace(delta, logs=logs)
+
+    net.tamper = tamper
+    # The owner talks to the reader only by snapshots and probes: all else comes through the liar.
+    blocked = {(0, 2), (2, 0)}
+    serve = net.serve
+
+    def only_relayed(
+        source: Node, target: Node, kind: ControlKind, request: Message
+    ) -> Message | None:
+        if (source.number, target.number) in blocked and kind != ControlKind.PING:
+            return None
+        return serve(source, target, kind, request)
+
+    net.serve = only_relayed  # type: ignore[method-assign]
+    nodes[0].hold(location(1), net.now)
+    net.rest(nodes[0])
+    assert net.run(30, net.converged)
+    assert net.snapshots > 0
+
+
+# --- cluster records -------------------------------------------------------------------------
+
+
+def test_floors_reach_everybody_even_those_that_were_away() -> None:
+    net, nodes = joined(6)
+    net.partition({0, 1, 2, 3, 4}, {5})
+    for key in range(150):
+        record, signed = floor(nodes[0].signer, key, key + 1)
+        assert nodes[0].gossip.offer_cluster_record(record, signed, net.now)
+    net.rest(nodes[0])
+    wanted = nodes[0].gossip.cluster_records.hash
+    assert net.run(5, lambda: all(n.gossip.cluster_records.hash == wanted for n in nodes[:5]))
+    assert len(nodes[4].gossip.take_cluster_records()) == 150
+    assert nodes[4].gossip.take_cluster_records() == []
+    nodes[5].gossip.offer_cluster_record(*floor(nodes[5].signer, 999, 5), net.now)
+    net.run(15)
+    net.heal()
+    assert net.run(
+        15,
+        lambda: (
+            len({n.gossip.cluster_records.hash for n in nodes}) == 1
+            and len(nodes[5].gossip.cluster_records) == 151
+        ),
+    )
+
+
+# --- nonsense --------------------------------------------------------------------------------
+
+
+def everything(node: Node) -> object:
+    """All that a request could have changed."""
+    gossip = node.gossip
+    return (
+        [replace(state, heard_at=0.0) for state in gossip.membership.states()],
+        gossip.directory.record_count,
+        [gossip.directory.snapshot(s.member) for s in gossip.membership.states()],
+        gossip.cluster_records.bucket_hashes,
+        gossip.incarnation,
+    )
+
+
+def forged(body: PeerRecord) -> SignedRecord:
+    return msgspec.structs.replace(
+        sign_peer_record(body, FakeSigner(body.peer_id)), signature=b"0" * 64
+    )
+
+
+def own(**fields: object) -> SignedRecord:
+    """A record that peer 1 really signed."""
+    return sign_peer_record(peer_record(1, **fields), FakeSigner(peer_id_of(1)))
+
+
+GOOD = own(incarnation=50_000)
+UNSIGNED_FLOOR = msgspec.structs.replace(floor(FakeSigner(peer_id_of(1)), 1, 1)[1], signature=b"")
+NONSENSE: list[tuple[ControlKind, Message]] = [
+    (ControlKind.PING, Ping(-1, [])),
+    (ControlKind.PING, Ping(1, [Claim(b"x", 1, 0, 0)])),
+    (ControlKind.PING, Ping(1, [Claim(peer_id_of(1), 9, 1, 0), Claim(peer_id_of(1), 9, 7, 0)])),
+    (ControlKind.PING, Ping(1, [Claim(peer_id_of(1), 9_000, 1, 0)] * 5000)),
+    (ControlKind.EXCHANGE, Exchange(b"x" * 27, 0, b"", [])),
+    (ControlKind.EXCHANGE, Exchange(b"", 0, b"x" * 511, [])),
+    (ControlKind.EXCHANGE, Exchange(b"", 0, b"", [Claim(peer_id_of(1), -9, 0, 0)])),
+    (ControlKind.DELTA, Delta([GOOD, forged(peer_record(1, incarnation=60_000))], [], [], [])),
+    (ControlKind.DELTA, Delta([GOOD, own(incarnation=60_000, cluster="other")], [], [], [])),
+    (ControlKind.DELTA, Delta([GOOD, own(incarnation=1 << 62)], [], [], [])),
+    (ControlKind.DELTA, Delta([GOOD, own(incarnation=60_000, sequence=1 << 32)], [], [], [])),
+    (ControlKind.DELTA, Delta([GOOD, own(incarnation=60_000, sequence=-1)], [], [], [])),
+    (
+        ControlKind.DELTA,
+        Delta([GOOD, own(incarnation=60_000, head=LogHead(-1, 0, 0))], [], [], []),
+    ),
+    (ControlKind.DELTA, Delta([GOOD, SignedRecord(b"\xc1", b"")], [], [], [])),
+    (ControlKind.DELTA, Delta([GOOD, SignedRecord(b"\x90", b"")], [], [], [])),
+    (ControlKind.DELTA, Delta([GOOD], [LogChunk(1, 1, 1, b"x" * 33)], [], [])),
+    (ControlKind.DELTA, Delta([GOOD], [LogChunk(1, 1, 0, b"")], [], [])),
+    (ControlKind.DELTA, Delta([GOOD], [], [SignedRecord(b"junk", b"")], [])),
+    (ControlKind.DELTA, Delta([GOOD], [], [UNSIGNED_FLOOR], [])),
+    (ControlKind.DELTA, Delta([GOOD] * 1025, [], [], [])),
+    (ControlKind.DELTA, Delta([GOOD], [], [], [Claim(peer_id_of(1), 1, 9, 0)])),
+    (ControlKind.LEAVE, Leave(own(incarnation=60_000))),
+    (
+        ControlKind.LEAVE,
+        Leave(sign_peer_record(peer_record(9, leaving=True), FakeSigner(peer_id_of(9)))),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "request_"), NONSENSE)
+def test_nonsense_is_refused_and_changes_nothing(kind: ControlKind, request_: Message) -> None:
+    net, nodes = joined(3)
+    nodes[0].hold(location(1), net.now)
+    before = everything(nodes[0])
+    with pytest.raises(ProtocolError):
+        nodes[0].gossip.serve(nodes[1].peer_id, kind, request_, net.now)
+    assert everything(nodes[0]) == before
+    assert net.run(5, net.converged)
+
+
+@pytest.mark.parametrize("kind_and_request", [p for p in NONSENSE if p[0] == ControlKind.DELTA])
+def test_nonsense_in_a_reply_is_refused_too(
+    kind_and_request: tuple[ControlKind, Message],
+) -> None:
+    net, nodes = joined(2)
+    delta = kind_and_request[1]
+    assert isinstance(delta, Delta)
+    ask = None
+    while ask is None:
+        net.now += 1.0
+        for effect in nodes[0].gossip.tick(net.now):
+            if isinstance(effect, Ask) and effect.kind == ControlKind.EXCHANGE:
+                ask = effect
+    before = everything(nodes[0])
+    with pytest.raises(ProtocolError):
+        nodes[0].gossip.answered(ask.token, ExchangeReply(delta, b"", 0, b""), net.now)
+    assert everything(nodes[0]) == before
+    assert nodes[0].gossip.answered(ask.token, None, net.now) == []  # answered once only
+
+
+def test_requests_of_a_later_version_are_declined() -> None:
+    _, nodes = joined(2)
+    reply, _ = nodes[0].gossip.serve(
+        nodes[1].peer_id, ControlKind.PING_REQUEST, PingRequest(b"", 1), 1.0
+    )
+    assert isinstance(reply, Failure)
+    assert reply.code == Code.UNSUPPORTED
+
+
+digest_entries = st.builds(
+    DigestEntry,
+    st.sampled_from([member_of(peer_id_of(n)) for n in range(4)]),
+    st.sampled_from([0, 1, 2000, 1 << 63, (1 << 64) - 1]),
+    st.sampled_from([0, 1, 5, (1 << 32) - 1]),
+    st.sampled_from([0, 1, 5, 1 << 63, (1 << 64) - 1]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(digest_entries, max_size=6), st.integers(), st.binary(max_size=3))
+def test_any_digest_is_answered(entries: list[DigestEntry], cluster_hash: int, junk: bytes) -> None:
+    net, nodes = joined(3)
+    nodes[0].hold(location(1), net.now)
+    request = Exchange(pack_digest(entries) + junk, cluster_hash, junk, [])
+    try:
+        nodes[0].gossip.serve(nodes[1].peer_id, ControlKind.EXCHANGE, request, net.now)
+    except ProtocolError:
+        assert junk
+    assert net.run(5, net.converged)
+
+
+# --- any schedule ----------------------------------------------------------------------------
+
+QUICK = MembershipConfig(probe_interval_seconds=0.3, probe_timeout_seconds=0.15)
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("hold"), st.integers(0, 2), st.integers(0, 5)),
+        st.tuples(st.just("release"), st.integers(0, 2), st.integers(0, 5)),
+        st.tuples(st.just("run"), st.integers(1, 40), st.just(0)),
+        st.tuples(st.just("split"), st.integers(0, 2), st.just(0)),
+        st.tuples(st.just("lossy"), st.integers(0, 6), st.just(0)),
+        st.tuples(st.just("heal"), st.just(0), st.just(0)),
+        st.tuples(st.just("restart"), st.integers(0, 2), st.just(0)),
+        st.tuples(st.just("floor"), st.integers(0, 2), st.integers(0, 5)),
+    ),
+    max_size=40,
+)
+
+
+def apply_action(net: Network, action: tuple[str, int, int], clock: int) -> None:
+    what, which, key = action
+    node = net.nodes.get(which)
+    if what == "run":
+        net.run(which / 10)
+    elif what == "split":
+        net.partition({which}, set(net.nodes) - {which})
+    elif what == "lossy":
+        net.loss = which / 10
+    elif what == "heal":
+        net.heal()
+    elif node is None:
+        return
+    elif what == "hold":
+        node.hold(location(key, clock), net.now)
+    elif what == "release" and digest_of(key) in node.held:
+        node.release(digest_of(key), net.now)
+    elif what == "floor":
+        node.gossip.offer_cluster_record(*floor(node.signer, key, clock), net.now)
+    elif what == "restart":
+        net.stop(which)
+        net.start(which, bootstrap=(which + 1) % len(net.nodes or [0, 0]))
+    if node is not None and what in ("hold", "release", "floor"):
+        net.rest(net.nodes[which])
+
+
+def single_writer(net: Network) -> None:
+    """No view is ever ahead of its owner, nor different from what the owner held there."""
+    for node in net.nodes.values():
+        for other in net.nodes.values():
+            if node is not other:
+                incarnation, sequence = node.gossip.directory.position(other.gossip.member)
+                assert (incarnation, sequence) <= (
+                    other.gossip.incarnation,
+                    other.gossip.log.sequence,
+                )
+                if sequence == other.gossip.log.sequence and (
+                    incarnation == other.gossip.incarnation
+                ):
+                    assert node.knows(other)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 3), st.integers(0, 1 << 30), actions)
+def test_after_any_schedule_all_agree_and_nothing_comes_back(
+    count: int, seed: int, schedule: list[tuple[str, int, int]]
+) -> None:
+    net = network(seed, membership=QUICK, ring_limit=8, directory=DirectoryConfig(relay_limit=8))
+    net.start_all(count)
+    for clock, action in enumerate(schedule, start=1):
+        apply_action(net, action, clock)
+        single_writer(net)
+    net.heal()
+
+    def agreed() -> bool:
+        hashes = {node.gossip.cluster_records.hash for node in net.nodes.values()}
+        return net.converged() and len(hashes) == 1
+
+    assert net.run(60, agreed)
+    net.run(3)
+    assert agreed()
+    assert not net.refused
+    assert not any(node.duplicate for node in net.nodes.values())
+    for key in range(6):
+        for node in net.nodes.values():
+            found = {f.member for f in node.gossip.directory.holders(digest_of(key))}
+            held = {
+                other.gossip.member
+                for other in net.nodes.values()
+                if other is not node and digest_of(key) in other.held
+            }
+            assert found == held
+
+
+@pytest.mark.parametrize("loss", [0.05, 0.2])
+def test_loss_alone_kills_nobody_for_long(loss: float) -> None:
+    net, nodes = joined(8)
+    net.loss = loss
+    wrong = 0
+    for second in range(60):
+        nodes[second % 8].hold(location(second), net.now)
+        net.rest(nodes[second % 8])
+        net.run(1)
+        wrong += sum(len(n.gossip.membership.live()) < 8 for n in nodes)
+    assert wrong <= (0 if loss < 0.1 else 8)
+    net.heal()
+    assert net.run(10, net.converged)
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    def trace() -> tuple[int, float]:
+        net = network(5)
+        net.start_all(5)
+        net.loss = 0.2
+        for step in range(20):
+            net.nodes[step % 5].hold(location(step), net.now)
+            net.run(0.3)
+        return net.messages, net.rng.random()
+
+    assert trace() == trace()

@@ -1,0 +1,126 @@
+"""A peer's own log: numbers, ring, set hash."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.log import LocationSet, OperationRing, OwnLog, unpack_set
+from p2pstore.gossip.records import LOCATION_BYTES, LogHead, iterate_locations, location_hash
+from p2pstore.objects import Version
+from tests.unit.gossip_network import digest_of, location
+
+steps = st.lists(
+    st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 3)),
+    max_size=60,
+)
+
+
+def play(log: OwnLog, choices: list[tuple[bool, int, int]]) -> None:
+    for add, key, clock in choices:
+        if add:
+            log.add(location(key, clock))
+        else:
+            log.remove(digest_of(key), Version(clock, 1))
+
+
+@given(steps)
+def test_operations_are_contiguous_and_add_up_to_the_head(
+    choices: list[tuple[bool, int, int]],
+) -> None:
+    log = OwnLog(1)
+    play(log, choices)
+    operations = log.since(0, 1 << 30)
+    assert operations is not None
+    assert len(operations) == log.sequence * LOCATION_BYTES
+    reader = LocationSet()
+    for start in range(0, len(operations), LOCATION_BYTES):
+        reader.apply(operations[start : start + LOCATION_BYTES])
+    assert LogHead(log.sequence, len(reader), reader.hash) == log.head
+    assert unpack_set(log.snapshot()).hash == log.head.set_hash
+
+
+@given(steps)
+def test_the_set_holds_the_last_version_of_each_key(choices: list[tuple[bool, int, int]]) -> None:
+    log, model = OwnLog(1), {}
+    play(log, choices)
+    for add, key, clock in choices:
+        if add:
+            model[key] = location(key, clock)
+        elif key in model and model[key].version.clock == clock:
+            del model[key]
+    assert set(iterate_locations(log.snapshot())) == set(model.values())
+    expected = 0
+    for record in model.values():
+        expected ^= location_hash(record.encode())
+    assert log.head.set_hash == expected
+
+
+def test_what_changes_nothing_takes_no_number() -> None:
+    log = OwnLog(1)
+    assert log.add(location(1)) == location(1).encode()
+    assert log.add(location(1)) is None
+    assert log.remove(digest_of(1), Version(9, 9)) is None
+    assert log.remove(digest_of(2), Version(1, 1)) is None
+    # The root of a version does not travel in records, so it does not count.
+    assert log.remove(digest_of(1), Version(1, 1, 77)) is not None
+    assert (log.sequence, log.head) == (2, LogHead(2, 0, 0))
+
+
+def test_behind_the_ring_there_is_nothing_to_have() -> None:
+    log = OwnLog(1, ring_limit=10)
+    for number in range(100):
+        log.add(location(number))
+    assert log.since(0, 1 << 20) is None
+    recent = log.since(90, 1 << 20)
+    assert recent is not None
+    assert [r.digest for r in iterate_locations(recent)] == [digest_of(n) for n in range(90, 100)]
+    assert log.since(100, 1 << 20) == b""
+    assert log.since(101, 1 << 20) is None
+
+
+@given(st.integers(1, 8), st.lists(st.integers(0, 30), max_size=30))
+def test_the_ring_keeps_at_least_its_limit_and_at_most_twice(limit: int, runs: list[int]) -> None:
+    ring, total = OperationRing(limit), 0
+    for run in runs:
+        ring.extend(bytes(LOCATION_BYTES * run))
+        total += run
+        kept = ring.last - ring.first + 1
+        assert ring.last == total
+        assert min(total, limit) <= kept <= 2 * limit
+
+
+@given(st.integers(0, 200))
+def test_a_limit_in_bytes_gives_whole_operations(limit_bytes: int) -> None:
+    log = OwnLog(1)
+    for number in range(4):
+        log.add(location(number))
+    operations = log.since(1, limit_bytes)
+    assert operations is not None
+    assert len(operations) == min(3, limit_bytes // LOCATION_BYTES) * LOCATION_BYTES
+
+
+def test_a_restarted_log_holds_the_same_from_one() -> None:
+    log = OwnLog(1)
+    play(log, [(True, 1, 1), (True, 2, 1), (False, 1, 1), (True, 3, 1)])
+    before = set(iterate_locations(log.snapshot()))
+    log.restart(5)
+    assert (log.incarnation, log.sequence, log.head.count) == (5, 2, 2)
+    operations = log.since(0, 1000)
+    assert operations is not None
+    assert set(iterate_locations(operations)) == before
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        location(1).encode()[:-1],
+        location(1).encode() * 2,
+        location(1).encode()[:-1] + b"\x80",
+    ],
+)
+def test_a_malformed_set_is_refused(packed: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_set(packed)

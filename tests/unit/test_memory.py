@@ -1,0 +1,201 @@
+"""Shared memory on the real kernel: sealed, mapped twice, refused where there is not enough."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from p2pstore.errors import ConfigError
+from p2pstore.objects import GIB, MIB
+from p2pstore.transfer.memory import (
+    available_memory,
+    create_memory,
+    map_read_only,
+    map_writable,
+    prefault,
+)
+
+
+def open_descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def mappings_of(name: str) -> int:
+    return Path("/proc/self/maps").read_text().count(f"/memfd:{name} ")
+
+
+def resident_bytes(descriptor: int) -> int:
+    return os.fstat(descriptor).st_blocks * 512
+
+
+def test_what_one_side_writes_the_other_reads() -> None:
+    memory = create_memory(3 * MIB + 1, "p2pstore-both")
+    assert len(memory.view) == 3 * MIB + 1
+    assert not any(memory.view)
+    descriptor = memory.read_only_descriptor()
+    reading = map_read_only(descriptor, memory.length)
+    writing = map_writable(memory.descriptor, memory.length)
+    memory.view[5] = 1
+    writing[-1] = 2
+    assert (reading[5], reading[-1]) == (1, 2)
+    assert reading.readonly
+    with pytest.raises(PermissionError):
+        map_writable(descriptor, memory.length)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(descriptor, b"x")
+    os.close(descriptor)
+    memory.close()
+    assert (reading[5], writing[-1]) == (1, 2)
+
+
+def test_memory_can_neither_shrink_nor_grow() -> None:
+    memory = create_memory(MIB, "p2pstore-sealed")
+    for length in (0, 2 * MIB):
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory.descriptor, length)
+    memory.close()
+
+
+def test_the_descriptor_is_not_inherited_and_not_reopened_by_others() -> None:
+    memory = create_memory(MIB, "p2pstore-private")
+    assert not os.get_inheritable(memory.descriptor)
+    assert os.fstat(memory.descriptor).st_mode & 0o777 == 0o600
+    memory.close()
+
+
+def test_closing_leaves_nothing_behind() -> None:
+    before = open_descriptors()
+    memory = create_memory(MIB, "p2pstore-closed")
+    memory.close()
+    memory.close()
+    assert open_descriptors() == before
+    assert mappings_of("p2pstore-closed") == 0
+    assert memory.descriptor == -1
+
+
+def test_a_view_in_use_keeps_the_mapping_until_it_is_dropped() -> None:
+    memory = create_memory(MIB, "p2pstore-viewed")
+    view = memory.view[10:20]
+    array = np.frombuffer(memory.view, np.uint8)
+    memory.close()
+    view[0] = 7
+    assert array[10] == 7
+    assert mappings_of("p2pstore-viewed") == 1
+    del view, array
+    gc.collect()
+    assert mappings_of("p2pstore-viewed") == 0
+
+
+def test_memory_that_could_shrink_or_is_too_short_is_not_mapped() -> None:
+    memory = create_memory(MIB, "p2pstore-short")
+    with pytest.raises(ConfigError, match="announced"):
+        map_read_only(memory.descriptor, MIB + mmap.PAGESIZE)
+    with pytest.raises(ConfigError, match="announced"):
+        map_read_only(memory.descriptor, 0)
+    memory.close()
+    unsealed = os.memfd_create("p2pstore-unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, MIB)
+    with pytest.raises(ConfigError, match="not sealed"):
+        map_read_only(unsealed, MIB)
+    os.close(unsealed)
+
+
+def test_a_file_is_not_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(MIB))
+    with path.open("rb") as file, pytest.raises(ConfigError, match="not sealed"):
+        map_read_only(file.fileno(), MIB)
+
+
+def test_prefault_provides_pages_and_changes_nothing() -> None:
+    memory = create_memory(10 * MIB + 5, "p2pstore-prefault", hugepages="never")
+    memory.view[7] = 7
+    assert resident_bytes(memory.descriptor) < MIB
+    pauses: list[None] = []
+    assert prefault(memory.view, lambda: False, lambda: pauses.append(None)) == 10 * MIB + 5
+    assert resident_bytes(memory.descriptor) >= 10 * MIB
+    assert len(pauses) == 3
+    assert memory.view[7] == 7
+    assert not any(memory.view[8:100])
+    memory.close()
+
+
+def test_prefault_stops_when_told() -> None:
+    memory = create_memory(16 * MIB, "p2pstore-stop", hugepages="never")
+    asked = iter([False, False, True])
+    assert prefault(memory.view, lambda: next(asked), lambda: None) == 8 * MIB
+    assert resident_bytes(memory.descriptor) <= 9 * MIB
+    memory.close()
+
+
+def test_prefault_on_a_kernel_without_populate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2pstore.transfer.memory._MADV_POPULATE_WRITE", 9999)
+    memory = create_memory(8 * MIB, "p2pstore-old-kernel", hugepages="never")
+    memory.view[0] = 3
+    assert prefault(memory.view, lambda: False, lambda: None) == 8 * MIB
+    assert resident_bytes(memory.descriptor) >= 8 * MIB
+    assert memory.view[0] == 3
+    memory.close()
+
+
+def test_more_than_there_is_names_the_figures() -> None:
+    before = open_descriptors()
+    with pytest.raises(ConfigError, match=r"1024\.0 TiB of memory .* GiB left: choose a smaller"):
+        create_memory(1024 * 1024 * GIB, "p2pstore-huge")
+    with pytest.raises(ConfigError, match="huge pages were required"):
+        create_memory(1024 * 1024 * GIB, "p2pstore-huge", hugepages="require")
+    assert open_descriptors() == before
+
+
+# --- how much there is -----------------------------------------------------------------------
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    write(tmp_path / "proc", meminfo="MemTotal: 9000000 kB\nMemAvailable: 8388608 kB\n")
+    write(tmp_path / "proc/self", cgroup="")
+    return tmp_path / "proc"
+
+
+def test_without_a_cgroup_the_host_is_the_limit(proc: Path, tmp_path: Path) -> None:
+    assert available_memory(proc, tmp_path / "none") == (8 * GIB, "this host")
+
+
+def test_the_tightest_cgroup_is_the_limit(proc: Path, tmp_path: Path) -> None:
+    """Version 2; page cache that can be dropped counts as available."""
+    groups = tmp_path / "cgroup"
+    write(proc / "self", cgroup="0::/pod/container\n")
+    write(groups / "pod", memory__max=f"{4 * GIB}\n", memory__current=f"{3 * GIB}\n")
+    write(groups / "pod", memory__stat=f"anon 5\ninactive_file {GIB}\n")
+    write(groups / "pod/container", memory__max="max\n", memory__current="5\n", memory__stat="")
+    assert available_memory(proc, groups) == (2 * GIB, "the cgroup (limit 4.0 GiB)")
+
+
+def test_cgroups_of_version_1(proc: Path, tmp_path: Path) -> None:
+    groups = tmp_path / "cgroup"
+    write(proc / "self", cgroup="3:cpu,cpuacct:/x\n2:memory:/docker/abc\n0::/\n")
+    write(
+        groups / "memory",
+        memory__limit_in_bytes=f"{2 * GIB}\n",
+        memory__usage_in_bytes=f"{GIB}\n",
+        memory__stat=f"total_inactive_file {GIB // 2}\n",
+    )
+    assert available_memory(proc, groups) == (3 * GIB // 2, "the cgroup (limit 2.0 GiB)")
+
+
+def test_a_cgroup_over_its_limit_has_nothing_left(proc: Path, tmp_path: Path) -> None:
+    groups = tmp_path / "cgroup"
+    write(proc / "self", cgroup="0::/\n")
+    write(groups, memory__max="100\n", memory__current="200\n", memory__stat="")
+    assert available_memory(proc, groups)[0] == 0

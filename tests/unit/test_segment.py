@@ -1,0 +1,658 @@
+"""The owner's side of a segment, against a dictionary: exact bytes or a miss, whatever happens."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
+from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
+from p2pstore.transfer.entries import ObjectEntry, Reservation
+from p2pstore.transfer.key_listing import KeyListing
+from p2pstore.transfer.layout import (
+    GRANULE_BYTES,
+    SegmentState,
+    SlotState,
+    TrailerBody,
+    decode_segment_header,
+    decode_slot,
+    decode_trailer,
+    encode_trailer,
+    extent_bytes,
+    plan_geometry,
+)
+from p2pstore.transfer.layout import Pin as PinKind
+from p2pstore.transfer.reader import SegmentReader
+from p2pstore.transfer.segment import MAX_RESERVATIONS_PER_HOLDER, SOFT_PIN_SECONDS, Segment
+
+NONE, SOFT, HARD = PinKind.NONE, PinKind.SOFT, PinKind.HARD
+NAMESPACE = "tests"
+ME = "the peer itself"
+
+
+def new_segment(granules: int, slots: int | None = None) -> tuple[Segment, bytearray]:
+    geometry = plan_geometry(granules * GRANULE_BYTES, slots)
+    buffer = bytearray(b"\xa5" * geometry.total_bytes)  # what was there before must not matter
+    segment = Segment(memoryview(buffer), segment_id=b"s" * 16, incarnation=3, geometry=geometry)
+    return segment, buffer
+
+
+def value_of(seed: int, length: int) -> bytes:
+    return random.Random(seed).randbytes(length)
+
+
+def trailer_for(value: bytes, key: str, pin: int = 0, expires_unix_ms: int = 0) -> TrailerBody:
+    return TrailerBody(NAMESPACE, key, chunk_sums(value), expires_unix_ms, 1, pin)
+
+
+def fill(segment: Segment, value: bytes, key: str, holder: object, now: float) -> Reservation:
+    room = len(encode_trailer(trailer_for(value, key)))
+    reservation = segment.reserve(len(value), room, holder=holder, now=now)
+    segment.reservation_view(reservation.number, holder)[: len(value)] = value
+    return reservation
+
+
+def put(
+    segment: Segment,
+    key: str,
+    value: bytes,
+    *,
+    clock: int = 1,
+    soft: bool = False,
+    pin: int = 0,
+    expires_unix_ms: int = 0,
+    now: float = 100.0,
+) -> ObjectEntry:
+    reservation = fill(segment, value, key, ME, now)
+    trailer = trailer_for(value, key, pin, expires_unix_ms)
+    return segment.commit(
+        reservation.number,
+        holder=ME,
+        digest=key_digest(key, NAMESPACE),
+        version=Version(clock, 1, root_checksum(len(value), trailer.sums)),
+        trailer=trailer,
+        length=len(value),
+        soft=soft,
+        now=now,
+    )
+
+
+@dataclass
+class Expected:
+    """What the model knows of a live object."""
+
+    value: bytes
+    entry: ObjectEntry
+    soft: bool
+    pin: PinKind
+    pin_until: float
+    expires_unix_ms: int
+
+
+KEYS = [f"key/{number}" for number in range(12)]
+HOLDERS = ["first", "second"]
+
+
+class SegmentAgainstDictionary(RuleBasedStateMachine):
+    """The model holds what can be found. What the segment reports as withdrawn leaves it, if it was
+    allowed to go; afterwards both must agree to the byte."""
+
+    @initialize(granules=st.integers(4, 24), slots=st.integers(2, 24))
+    def create(self, granules: int, slots: int) -> None:
+        self.segment, self.buffer = new_segment(granules, slots)
+        self.reader = SegmentReader(memoryview(self.buffer))
+        self.model: dict[str, Expected] = {}
+        self.reservations: dict[int, tuple[str, str, bytes]] = {}
+        self.leases: dict[int, tuple[str, ObjectEntry, bytes]] = {}
+        self.sending: list[tuple[ObjectEntry, bytes]] = []
+        self.now = 1000.0
+        self.clocks = itertools.count(10)
+        self.seeds = itertools.count()
+
+    # --- what the model derives
+
+    def referenced(self) -> list[ObjectEntry]:
+        return [entry for _, entry, _ in self.leases.values()] + [
+            entry for entry, _ in self.sending
+        ]
+
+    def collect(self, replaced: ObjectEntry | None = None) -> None:
+        """Take in what the segment withdrew by itself."""
+        for entry in self.segment.take_withdrawn():
+            if entry is replaced:
+                continue
+            expected = self.model.pop(entry.key)
+            assert expected.entry is entry
+            if not 0 < expected.expires_unix_ms <= self.now * 1000:
+                assert expected.pin is not HARD or 0 < expected.pin_until <= self.now
+                assert all(entry is not other for other in self.referenced())
+        for expected in self.model.values():
+            if 0 < expected.pin_until <= self.now and expected.entry.pin is NONE:
+                expected.pin, expected.pin_until = NONE, 0.0
+
+    def could_fit(self, size: int) -> bool:
+        """Whether evicting all that may go leaves `size` bytes in one piece."""
+        stays = [
+            (entry.offset, entry.extent_bytes)
+            for entry in [*self.referenced(), *(e.entry for e in self.model.values())]
+            if entry.references or entry.pin is HARD
+        ]
+        stays += [(kept.offset, kept.capacity) for kept in self.kept_reservations()]
+        position, widest = self.segment.geometry.data_offset, 0
+        for start, length in [*sorted(set(stays)), (self.segment.geometry.total_bytes, 0)]:
+            widest = max(widest, start - position)
+            position = start + length
+        return widest >= size
+
+    def kept_reservations(self) -> list[Reservation]:
+        return list(self.segment._reservations)
+
+    # --- rules
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        holder=st.sampled_from(HOLDERS),
+        length=st.one_of(st.integers(0, 20), st.integers(0, 9 * GRANULE_BYTES)),
+    )
+    def reserve(self, key: str, holder: str, length: int) -> None:
+        value = value_of(next(self.seeds), length)
+        room = len(encode_trailer(trailer_for(value, key)))
+        size = extent_bytes(length, room)
+        if size > self.segment.data_bytes:
+            with pytest.raises(ObjectTooLarge):
+                self.segment.reserve(length, room, holder=holder, now=self.now)
+            return
+        slots_left = self.segment.geometry.slots - len(self.segment._held)
+        try:
+            reservation = fill(self.segment, value, key, holder, self.now)
+        except CapacityExceeded:
+            self.collect()
+            evictable = [e for e in self.model.values() if e.entry in self.segment._order]
+            assert not self.could_fit(size) or (slots_left == 0 and not evictable)
+            return
+        self.collect()
+        assert reservation.capacity == size
+        self.reservations[reservation.number] = (holder, key, value)
+
+    @precondition(lambda self: self.reservations)
+    @rule(
+        data=st.data(),
+        old=st.booleans(),
+        soft=st.booleans(),
+        pin=st.sampled_from(PinKind),
+        ttl=st.none() | st.integers(1, 50),
+        shorter=st.floats(0, 1) | st.just(0.0),
+    )
+    def commit(
+        self,
+        data: st.DataObject,
+        old: bool,
+        soft: bool,
+        pin: PinKind,
+        ttl: int | None,
+        shorter: float,
+    ) -> None:
+        number = data.draw(st.sampled_from(sorted(self.reservations)))
+        holder, key, value = self.reservations.pop(number)
+        value = value[: len(value) - int(shorter * len(value))]
+        expires = int((self.now + ttl) * 1000) if ttl else 0
+        trailer = trailer_for(value, key, pin, expires)
+        version = Version(
+            1 if old else next(self.clocks), 1, root_checksum(len(value), trailer.sums)
+        )
+        before = self.model.get(key)
+        try:
+            entry = self.segment.commit(
+                number,
+                holder=holder,
+                digest=key_digest(key, NAMESPACE),
+                version=version,
+                trailer=trailer,
+                length=len(value),
+                soft=soft,
+                now=self.now,
+            )
+        except ValueError:  # the expiry made the trailer longer than what was reserved
+            assert expires
+            self.segment.abort(number, holder=holder)
+            return
+        expired = before is not None and 0 < before.expires_unix_ms <= self.now * 1000
+        if before is not None and before.entry.version >= version and not expired:
+            assert entry is before.entry
+            before.soft = before.soft and soft
+            assert self.segment.take_withdrawn() == []
+        else:
+            until = self.now + SOFT_PIN_SECONDS if pin is SOFT else 0.0
+            self.collect(replaced=before.entry if before else None)
+            self.model[key] = Expected(value, entry, soft, pin, until, expires)
+
+    @precondition(lambda self: self.reservations)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.reservations)))
+        holder, _, _ = self.reservations.pop(number)
+        with pytest.raises(ValueError, match="somebody else"):
+            self.segment.abort(number, holder="a stranger")
+        self.segment.abort(number, holder=holder)
+        with pytest.raises(ValueError, match="has ended"):
+            self.segment.abort(number, holder=holder)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), holder=st.sampled_from(HOLDERS))
+    def lease(self, data: st.DataObject, holder: str) -> None:
+        key = data.draw(st.sampled_from(sorted(self.model)))
+        expected = self.model[key]
+        number = self.segment.lease(expected.entry, holder=holder, now=self.now)
+        self.leases[number] = (holder, expected.entry, expected.value)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.leases)))
+        holder, _, _ = self.leases.pop(number)
+        self.segment.release(number, holder=holder)
+        with pytest.raises(ValueError, match="has ended"):
+            self.segment.release(number, holder=holder)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def begin_sending(self, data: st.DataObject) -> None:
+        expected = self.model[data.draw(st.sampled_from(sorted(self.model)))]
+        self.segment.acquire(expected.entry)
+        self.sending.append((expected.entry, expected.value))
+
+    @precondition(lambda self: self.sending)
+    @rule()
+    def end_sending(self) -> None:
+        entry, _ = self.sending.pop()
+        self.segment.let_go(entry)
+
+    @rule(key=st.sampled_from(KEYS))
+    def remove(self, key: str) -> None:
+        removed = self.segment.remove(key_digest(key, NAMESPACE))
+        expected = self.model.pop(key, None)
+        assert removed is (expected.entry if expected else None)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), pin=st.sampled_from(PinKind), seconds=st.none() | st.integers(1, 40))
+    def set_pin(self, data: st.DataObject, pin: PinKind, seconds: int | None) -> None:
+        expected = self.model[data.draw(st.sampled_from(sorted(self.model)))]
+        until = self.now + seconds if seconds else 0.0
+        self.segment.set_pin(expected.entry, pin, until)
+        expected.pin, expected.pin_until = pin, until if pin is not NONE else 0.0
+
+    @rule(key=st.sampled_from(KEYS), count=st.integers(1, 5))
+    def touch(self, key: str, count: int) -> None:
+        expected = self.model.get(key)
+        hits = expected.entry.hits if expected else 0
+        self.segment.touch(key_digest(key, NAMESPACE), count, self.now)
+        if expected:
+            assert (expected.entry.hits, expected.entry.last_access) == (hits + count, self.now)
+
+    @rule(seconds=st.floats(0, 30) | st.just(2000.0))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        gone = self.segment.expire(self.now)
+        due = {key for key, e in self.model.items() if 0 < e.expires_unix_ms / 1000 <= self.now}
+        assert {entry.key for entry in gone} == due
+        self.collect()
+        for expected in self.model.values():
+            assert not 0 < expected.entry.pin_until <= self.now
+
+    @rule(holder=st.sampled_from(HOLDERS))
+    def drop_holder(self, holder: str) -> None:
+        self.segment.drop_holder(holder)
+        self.leases = {n: lease for n, lease in self.leases.items() if lease[0] != holder}
+        self.reservations = {n: r for n, r in self.reservations.items() if r[0] != holder}
+
+    @rule(prefix=st.sampled_from(["", "key/", "key/1", "no"]), after=st.sampled_from(["", *KEYS]))
+    def list_keys(self, prefix: str, after: str) -> None:
+        wanted = [key for key in sorted(self.model) if key.startswith(prefix) and key > after]
+        page, more = self.segment.keys(NAMESPACE, prefix, after, 3)
+        assert ([entry.key for entry in page], more) == (wanted[:3], len(wanted) > 3)
+
+    # --- after every step
+
+    @invariant()
+    def agrees(self) -> None:
+        segment = self.segment
+        segment.check()
+        assert segment.take_withdrawn() == []
+        assert segment.object_count == len(self.model)
+        target = memoryview(bytearray(10 * GRANULE_BYTES))
+        for key in KEYS:
+            digest = key_digest(key, NAMESPACE)
+            expected = self.model.get(key)
+            copied = self.reader.copy_into(digest, target)
+            assert self.reader.contains(digest) == (expected is not None)
+            if expected is None:
+                assert segment.find(digest, self.now) is None
+                assert copied is None
+                continue
+            entry = expected.entry
+            expired = 0 < expected.expires_unix_ms / 1000 <= self.now
+            assert segment.find(digest, self.now) is (None if expired else entry)
+            assert segment.payload(entry) == expected.value
+            assert (entry.pin, entry.pin_until) == (expected.pin, expected.pin_until)
+            assert entry.soft == expected.soft
+            assert copied is not None
+            assert target[: copied.length] == expected.value
+            assert copied.trailer.pin == expected.pin
+
+    @invariant()
+    def what_is_held_stays(self) -> None:
+        for _, entry, value in self.leases.values():
+            assert self.segment.payload(entry) == value
+        for entry, value in self.sending:
+            assert self.segment.payload(entry) == value
+        for number, (holder, _, value) in self.reservations.items():
+            assert self.segment.reservation_view(number, holder) == value
+        for holder in HOLDERS:
+            leased = [entry.length for owner, entry, _ in self.leases.values() if owner == holder]
+            assert self.segment.leased_bytes_of(holder) == sum(leased)
+        held = {id(entry): entry.extent_bytes for entry in self.referenced()}
+        assert self.segment.leased_bytes == sum(held.values())
+
+
+TestSegmentAgainstDictionary = SegmentAgainstDictionary.TestCase
+TestSegmentAgainstDictionary.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None
+)
+
+
+# --- what is evicted first -------------------------------------------------------------------
+
+
+def one_granule(number: int) -> bytes:
+    return value_of(number, 3900)
+
+
+def test_soft_replicas_go_first_then_the_least_recently_used_and_soft_pins_last() -> None:
+    segment, _ = new_segment(5)
+    put(segment, "pinned", one_granule(0), pin=HARD, now=100)
+    put(segment, "soft pin", one_granule(1), pin=SOFT, now=101)
+    put(segment, "old", one_granule(2), now=102)
+    put(segment, "touched", one_granule(3), now=103)
+    put(segment, "replica", one_granule(4), soft=True, now=199)
+    segment.touch(key_digest("touched", NAMESPACE), 1, 198)
+    order = []
+    for number in range(4):
+        put(segment, f"new {number}", one_granule(5 + number), pin=HARD, now=200)
+        order += [entry.key for entry in segment.take_withdrawn()]
+    assert order == ["replica", "old", "touched", "soft pin"]
+    with pytest.raises(CapacityExceeded, match="hard-pinned"):
+        put(segment, "one more", one_granule(9), now=201)
+    segment.check()
+
+
+def test_a_lease_keeps_bytes_that_nobody_can_find_any_more() -> None:
+    segment, _ = new_segment(4)
+    value = one_granule(1)
+    entry = put(segment, "k", value)
+    lease = segment.lease(entry, holder="reader", now=100)
+    view = segment.payload(entry)
+    put(segment, "k", one_granule(2), clock=2)
+    assert segment.take_withdrawn() == [entry]
+    assert entry.state is SlotState.DOOMED
+    doomed = decode_slot(segment.slot_bytes(entry))
+    assert doomed is not None
+    assert doomed.state is SlotState.DOOMED
+    for number in range(20):
+        put(segment, f"other {number}", one_granule(number))
+    assert view == value
+    assert view.readonly
+    used = segment.used_bytes
+    segment.release(lease, holder="reader")
+    assert segment.used_bytes == used - GRANULE_BYTES
+    with pytest.raises(ValueError, match="freed"):
+        segment.acquire(entry)
+    segment.check()
+
+
+def test_capacity_errors_say_what_keeps_the_memory() -> None:
+    segment, _ = new_segment(4)
+    segment.lease(put(segment, "leased", one_granule(0)), holder="h", now=100)
+    put(segment, "pinned", one_granule(1), pin=HARD)
+    segment.reserve(5000, 100, holder="h", now=100)
+    with pytest.raises(CapacityExceeded) as caught:
+        put(segment, "k", one_granule(2))
+    for figure in ("4.0 KiB are leased", "4.0 KiB hard-pinned", "8.0 KiB being written"):
+        assert figure in str(caught.value)
+    with pytest.raises(ObjectTooLarge, match="--memory"):
+        segment.reserve(4 * GRANULE_BYTES, 100, holder="h", now=100)
+    segment.check()
+
+
+def test_room_is_found_where_no_candidate_is() -> None:
+    """The oldest objects lie one by one between pinned ones; the only wide stretch is the newest."""
+    segment, _ = new_segment(29)  # a slot per granule: one is left for the wide object
+    for number in range(10):
+        put(segment, f"hemmed in {number}", one_granule(number), now=100)
+        put(segment, f"pinned {number}", one_granule(number), pin=HARD, now=100)
+    for number in range(8):
+        put(segment, f"recent {number}", one_granule(number), now=500)
+    put(segment, "wide", value_of(1, 3 * GRANULE_BYTES - 200), now=501)
+    gone = [entry.key for entry in segment.take_withdrawn()]
+    assert len(gone) == 3
+    assert all(key.startswith("recent") for key in gone)
+    with pytest.raises(CapacityExceeded):
+        put(segment, "too wide", value_of(1, 10 * GRANULE_BYTES - 200), now=502)
+    segment.check()
+
+
+def test_full_slots_evict_one_object() -> None:
+    segment, _ = new_segment(64, slots=3)
+    for number in range(3):
+        put(segment, str(number), b"x", now=100 + number)
+    put(segment, "new", b"y", now=110)
+    assert [entry.key for entry in segment.take_withdrawn()] == ["0"]
+    for key in ("1", "2", "new"):
+        entry = segment.find(key_digest(key, NAMESPACE), 111)
+        assert entry is not None
+        segment.acquire(entry)
+    with pytest.raises(CapacityExceeded, match="3 object slots"):
+        put(segment, "too many", b"z", now=112)
+
+
+def test_reservations_of_one_holder_are_limited() -> None:
+    segment, _ = new_segment(MAX_RESERVATIONS_PER_HOLDER + 8, MAX_RESERVATIONS_PER_HOLDER + 8)
+    for _ in range(MAX_RESERVATIONS_PER_HOLDER):
+        segment.reserve(1, 100, holder="greedy", now=100)
+    with pytest.raises(CapacityExceeded, match="let some"):
+        segment.reserve(1, 100, holder="greedy", now=100)
+    segment.reserve(1, 100, holder="modest", now=100)
+    segment.drop_holder("greedy")
+    segment.check()
+    assert segment.used_bytes == GRANULE_BYTES
+
+
+# --- listing ---------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["put", "remove", "list"])), min_size=15)
+)
+def test_listings_follow_every_change(steps: list[tuple[int, str]]) -> None:
+    listing = KeyListing()
+    segment, _ = new_segment(4)
+    entries = [replace(put(segment, "k", b"", clock=1), key=f"k{number}") for number in range(3)]
+    there: set[int] = set()
+    for number, step in [*steps, (0, "list")]:
+        if step == "put":
+            listing.add(entries[number])
+            there.add(number)
+        elif step == "remove":
+            listing.remove(entries[number])
+            there.discard(number)
+        else:
+            page, more = listing.page(NAMESPACE, "k", "", 10)
+            assert (page, more) == ([entries[number] for number in sorted(there)], False)
+
+
+def test_a_wrong_key_text_from_elsewhere_does_not_confuse_the_listing() -> None:
+    """Two digests under one key text: only one is listed, and both can be removed."""
+    segment, _ = new_segment(16)
+    for number in range(2):
+        value = one_granule(number)
+        reservation = fill(segment, value, "same", ME, 100)
+        trailer = trailer_for(value, "same")
+        segment.commit(
+            reservation.number,
+            holder=ME,
+            digest=bytes([number]) * 16,
+            version=Version(1, 1, root_checksum(len(value), trailer.sums)),
+            trailer=trailer,
+            length=len(value),
+            soft=False,
+            now=100,
+        )
+    page, _ = segment.keys(NAMESPACE, "", "", 10)
+    assert [entry.digest for entry in page] == [bytes([1]) * 16]
+    for number in range(2):
+        assert segment.remove(bytes([number]) * 16) is not None
+    assert segment.keys(NAMESPACE, "", "", 10) == ([], False)
+    segment.check()
+
+
+# --- versions, pins, expiry ------------------------------------------------------------------
+
+
+def test_the_highest_version_wins_in_any_order() -> None:
+    for clocks in itertools.permutations([1, 2, 3]):
+        segment, _ = new_segment(16)
+        for clock in clocks:
+            put(segment, "k", one_granule(clock), clock=clock)
+        entry = segment.find(key_digest("k", NAMESPACE), 100)
+        assert entry is not None
+        assert segment.payload(entry) == one_granule(3)
+        assert segment.used_bytes == GRANULE_BYTES
+        segment.check()
+
+
+def test_a_newer_version_under_another_key_text_replaces_the_listing() -> None:
+    segment, _ = new_segment(8)
+    old = put(segment, "k", b"value")
+    reservation = fill(segment, b"other", "renamed", ME, 100)
+    trailer = trailer_for(b"other", "renamed")
+    new = segment.commit(
+        reservation.number,
+        holder=ME,
+        digest=old.digest,
+        version=Version(2, 1, root_checksum(5, trailer.sums)),
+        trailer=trailer,
+        length=5,
+        soft=False,
+        now=100,
+    )
+    assert segment.keys(NAMESPACE, "", "", 10) == ([new], False)
+    segment.check()
+
+
+def test_an_expired_version_does_not_stop_a_lower_one() -> None:
+    segment, _ = new_segment(8)
+    put(segment, "k", b"expired", clock=9, expires_unix_ms=150_000)
+    entry = put(segment, "k", b"lower", clock=3, now=150.0)
+    assert segment.find(entry.digest, 150.0) is entry
+    assert entry.version.clock == 3
+    segment.check()
+
+
+def test_a_soft_replica_becomes_an_ordinary_copy_when_it_is_put_again() -> None:
+    segment, _ = new_segment(8)
+    entry = put(segment, "k", b"value", soft=True)
+    assert put(segment, "k", b"value") is entry
+    assert not entry.soft
+    assert put(segment, "k", b"value", soft=True) is entry
+    assert not entry.soft
+    segment.check()
+
+
+def test_the_pin_is_in_the_trailer_that_others_copy() -> None:
+    segment, _ = new_segment(8)
+    entry = put(segment, "k", b"value")
+    segment.set_pin(entry, HARD, 0.0)
+    trailer = decode_trailer(segment.trailer_bytes(entry))
+    assert trailer == TrailerBody(NAMESPACE, "k", chunk_sums(b"value"), 0, 1, int(HARD))
+    segment.remove(entry.digest)
+    with pytest.raises(ValueError, match="withdrawn"):
+        segment.set_pin(entry, NONE, 0.0)
+
+
+def test_soft_pins_run_out() -> None:
+    segment, _ = new_segment(8)
+    entry = put(segment, "k", b"value", pin=SOFT, now=100)
+    assert segment.expire(100 + SOFT_PIN_SECONDS - 1) == []
+    assert entry.pin is SOFT
+    assert segment.expire(100 + SOFT_PIN_SECONDS) == []
+    assert entry.pin is NONE
+    segment.check()
+
+
+def test_timers_of_overwritten_objects_do_not_pile_up() -> None:
+    segment, _ = new_segment(8)
+    for clock in range(1, 6000):
+        put(segment, "k", b"value", clock=clock, expires_unix_ms=10**9)
+        segment.take_withdrawn()
+    assert len(segment._timers) < 1100
+    assert [entry.key for entry in segment.expire(10**6)] == ["k"]
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+def test_sums_that_do_not_match_the_root_are_refused_and_nothing_is_published() -> None:
+    segment, _ = new_segment(8)
+    reservation = fill(segment, b"value", "k", ME, 100)
+    digest = key_digest("k", NAMESPACE)
+    trailer = trailer_for(b"value", "k")
+
+    def commit(root: int, length: int, trailer: TrailerBody = trailer) -> ObjectEntry:
+        return segment.commit(
+            reservation.number,
+            holder=ME,
+            digest=digest,
+            version=Version(1, 1, root),
+            trailer=trailer,
+            length=length,
+            soft=False,
+            now=100,
+        )
+
+    with pytest.raises(ValueError, match="root checksum"):
+        commit(1, 5)
+    with pytest.raises(ValueError, match="exceed reservation"):
+        commit(root_checksum(6, trailer.sums), 6)
+    long_key = trailer_for(b"value", "k" * 5000)
+    with pytest.raises(ValueError, match="exceed reservation"):
+        commit(root_checksum(5, trailer.sums), 5, long_key)
+    assert segment.find(digest, 100) is None
+    assert commit(root_checksum(5, trailer.sums), 5).length == 5
+    segment.check()
+
+
+def test_a_closed_segment_says_so_and_lets_go() -> None:
+    segment, buffer = new_segment(8)
+    entry = put(segment, "k", b"value")
+    lease = segment.lease(entry, holder=ME, now=100)
+    segment.close()
+    segment.close()
+    assert decode_segment_header(bytes(buffer[:200])).state is SegmentState.CLOSED
+    with pytest.raises(StoreClosed):
+        segment.reserve(1, 1, holder=ME, now=100)
+    segment.release(lease, holder=ME)
+    segment.check()
+
+
+def test_the_checker_notices_damage() -> None:
+    segment, buffer = new_segment(8)
+    entry = put(segment, "k", b"value")
+    segment.check()
+    buffer[segment.geometry.slots_offset + entry.slot * 64 + 20] ^= 1
+    with pytest.raises(AssertionError):
+        segment.check()

@@ -1,0 +1,197 @@
+"""The state directory on a real file system: locking, atomic files, torn tails, newer formats, full disks."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pstore.errors import ConfigError
+from p2pstore.gossip.records import SignedRecord
+from p2pstore.keyring import new_cluster_key
+from p2pstore.statedir import StateDirectory, ephemeral, load_cluster_key_file
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def records(count: int) -> list[SignedRecord]:
+    return [
+        SignedRecord(b"body %d" % number * number, bytes([number]) * 64) for number in range(count)
+    ]
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "state"
+    with StateDirectory.open(path) as state:
+        peer_id = state.identity().peer_id
+        incarnation = state.next_incarnation(1000)
+        state.save_clock(77)
+        state.save_addresses(["10.0.0.1:17946", "[::1]:1"])
+        for record in records(3):
+            state.append_floor(record)
+    assert mode(path) == 0o700
+    assert mode(path / "identity.key") == 0o600
+    with StateDirectory.open(path) as state:
+        assert state.identity().peer_id == peer_id
+        assert incarnation == 1000
+        assert state.next_incarnation(500) == 1001, "the wall clock went back"
+        assert state.next_incarnation(5000) == 5000
+        assert state.clock == 77
+        assert state.load_addresses() == ["10.0.0.1:17946", "[::1]:1"]
+        assert state.load_floors() == records(3)
+        state.replace_floors(records(2))
+        assert state.load_floors() == records(2)
+        state.save_incarnation(9000)
+        state.save_incarnation(10)
+        state.save_clock(5)
+    with StateDirectory.open(path) as state:
+        assert state.next_incarnation(0) == 9001
+        assert state.clock == 77
+    assert not list(path.glob("*.new"))
+
+
+def test_an_empty_directory_holds_nothing(tmp_path: Path) -> None:
+    with StateDirectory.open(tmp_path) as state:
+        assert state.load_floors() == []
+        assert state.load_addresses() == []
+        assert state.clock == 0
+    assert ephemeral().peer_id != ephemeral().peer_id
+
+
+def test_a_second_process_is_told_who_has_it(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom p2pstore.statedir import StateDirectory\n"
+        "StateDirectory.open(sys.argv[1])\nprint('open', flush=True)\nsys.stdin.read()\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"open\n"
+        with pytest.raises(ConfigError, match=f"in use by process {other.pid}.*--state-dir"):
+            StateDirectory.open(tmp_path)
+        other.kill()
+        other.wait(10)
+        StateDirectory.open(tmp_path).close()  # the lock died with its process
+
+
+@pytest.mark.parametrize(
+    ("content", "permissions", "complaint"),
+    [
+        (f"p2pstore identity 1\n{'ab' * 32}\n", 0o640, "chmod 600"),
+        (f"p2pstore identity 1\n{'ab' * 32}\n", 0o604, "chmod 600"),
+        (f"p2pstore identity 2\n{'ab' * 32}\n", 0o600, "format 2, this program knows up to 1"),
+        (f"p2pstore identity 1\n{'ab' * 31}\n", 0o600, "is not an identity"),
+        ("p2pstore identity 1\nxyz\n", 0o600, "is not an identity"),
+        ("ab" * 32, 0o600, "is not an identity"),
+        ("", 0o600, "is not an identity"),
+        ("\N{SNOWMAN}", 0o600, "not a text file"),
+        ("x" * 70_000, 0o600, "too long"),
+    ],
+)
+def test_an_unfit_identity_is_refused_and_left_alone(
+    tmp_path: Path, content: str, permissions: int, complaint: str
+) -> None:
+    path = tmp_path / "identity.key"
+    path.write_text(content)
+    path.chmod(permissions)
+    with StateDirectory.open(tmp_path) as state:
+        with pytest.raises(ConfigError, match=complaint) as error:
+            state.identity()
+        assert str(path) in str(error.value)
+    assert path.read_text() == content
+    assert "abab" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("state.json", b'{"format":2,"new":true}', "format 2, this program knows up to 1: upgrade"),
+        ("state.json", b'{"format":1', "damaged"),
+        ("state.json", b'{"format":0}', "never existed"),
+        ("addresses.json", b'{"format":3}', "format 3, this program knows up to 1"),
+        ("addresses.json", b'{"format":1,"addresses":7}', "damaged"),
+        ("floors.bin", b"P2PSFLR\0\x02\0\0\0", "format 2, this program knows up to 1"),
+        ("floors.bin", b"something else!!", "not a file of floors"),
+    ],
+)
+def test_newer_and_foreign_files_are_refused_and_left_alone(
+    tmp_path: Path, name: str, content: bytes, complaint: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+
+    def use() -> None:
+        with StateDirectory.open(tmp_path) as state:
+            state.load_addresses()
+            state.load_floors()
+
+    with pytest.raises(ConfigError, match=complaint):
+        use()
+    assert (tmp_path / name).read_bytes() == content
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_torn_tail_costs_only_the_torn_record(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder, StateDirectory.open(folder) as state:
+        path = Path(folder) / "floors.bin"
+        ends = []
+        for record in records(4):
+            state.append_floor(record)
+            ends.append(path.stat().st_size)
+        cut = data.draw(st.integers(min_value=0, max_value=ends[-1]))
+        os.truncate(path, cut)
+        if data.draw(st.booleans()):  # a crash may leave zeros where the data should be
+            os.truncate(path, cut + 20)
+        whole = sum(end <= cut for end in ends)
+        if cut < 12 and path.stat().st_size >= 12:  # the header itself is gone: not a torn tail
+            return
+        assert state.load_floors() == records(whole)
+        state.append_floor(records(4)[3])
+        assert state.load_floors() == [*records(whole), records(4)[3]]
+
+
+def test_a_full_disk_is_said_and_harms_nothing(tmp_path: Path) -> None:
+    with StateDirectory.open(tmp_path) as state:
+        state.next_incarnation(10)
+        (tmp_path / "state.json.new").symlink_to("/dev/full")
+        with pytest.raises(
+            OSError, match=r"state.json cannot be written: No space.*free some space"
+        ):
+            state.next_incarnation(20)
+        assert not (tmp_path / "state.json.new").is_symlink()
+        assert state.next_incarnation(11) == 11, "the failed save did not count"
+    with StateDirectory.open(tmp_path) as state:
+        assert state.next_incarnation(0) == 12
+
+
+def test_a_path_that_cannot_be_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match=r"cannot be used.*--state-dir"):
+        StateDirectory.open(tmp_path / "file")
+
+
+def test_cluster_key_files(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.key"
+    with pytest.raises(ConfigError, match=r"does not exist.*keygen"):
+        load_cluster_key_file(path)
+    key = new_cluster_key()
+    path.write_text(key + "\n")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        load_cluster_key_file(path)
+    path.chmod(0o600)
+    assert load_cluster_key_file(path).keys == (bytes.fromhex(key),)
+    path.write_text("short\n")
+    with pytest.raises(ConfigError, match=r"cluster.key, line 1"):
+        load_cluster_key_file(path)
