@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from p2pstore.client.leases import LeaseBook
-from p2pstore.client.puts import GrantedAhead
+from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
 from p2pstore.local.connection import LocalConnection
 from p2pstore.local.messages import (
     Abort,
@@ -49,7 +49,8 @@ class PeerLink:
         self.timeout_seconds = timeout_seconds
         self.readers = [SegmentReader(view) for view in connection.segments]
         self.leases = LeaseBook()
-        self.ahead = GrantedAhead()
+        total_bytes = sum(len(view) for view in connection.segments)
+        self.ahead = GrantedAhead(min(AHEAD_MAX_BYTES, total_bytes // AHEAD_SHARE))
         self.on_busy: Callable[[], None] = lambda: None
         self._busy = False
         self._aborts: deque[int] = deque()

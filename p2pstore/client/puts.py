@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Final
@@ -15,8 +15,10 @@ from p2pstore.streams import Driver
 
 PIECE_BYTES: Final = 4 * MIB
 SMALL_COPY_BYTES: Final = 64 * 1024
-AHEAD_MAX_BYTES: Final = 4 * MIB
+AHEAD_MAX_BYTES: Final = MIB
 """Beyond this a round trip is little beside the copy, and the idle reservation much."""
+AHEAD_SHARE: Final = 256
+"""A reservation made ahead takes at most this fraction of the peer's memory."""
 MAX_AHEAD: Final = 4
 GROUP_ITEMS: Final = 1024
 GROUP_BYTES: Final = 64 * MIB
@@ -89,46 +91,56 @@ class GrantedAhead:
     """Reservations that came with earlier commits, for puts of the same size to come.
 
     One is asked for only when two puts in a row had that size; all are given back when the size
-    changes or no put came for a while.
+    changes or no put came for a while. To make them, the peer may have to evict: so they stay below
+    `max_bytes` each.
     """
 
-    def __init__(self) -> None:
-        self._ready: deque[Reservation] = deque()
-        self._size: tuple[int, int] | None = None
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._ready: list[tuple[ReserveItem, Reservation]] = []
+        self._last: ReserveItem | None = None
         self._used = False
 
     def take(self, item: ReserveItem) -> Reservation | None:
-        """A reservation for this put, if there is one. The caller then gives `outdated()` back."""
-        self._used = True
-        if (item.length, item.trailer_length) != self._size:
-            return None
-        try:
-            return self._ready.popleft()
-        except IndexError:
+        """A reservation for this put, if there is one. Otherwise `drop_others` is due."""
+        with self._lock:
+            self._used = True
+            for position, (size, reservation) in enumerate(self._ready):
+                if size == item:
+                    del self._ready[position]
+                    return reservation
             return None
 
     def wanted(self, item: ReserveItem) -> list[ReserveItem]:
         """What to ask for along with the commit of this put."""
-        size = (item.length, item.trailer_length)
-        repeated, self._size = size == self._size, size
-        if not repeated or item.length > AHEAD_MAX_BYTES or len(self._ready) >= MAX_AHEAD:
+        with self._lock:
+            repeated, self._last = item == self._last, item
+            if repeated and item.length <= self._max_bytes and len(self._ready) < MAX_AHEAD:
+                return [item]
             return []
-        return [item]
 
     def granted(self, item: ReserveItem, reservations: Sequence[Reservation]) -> list[int]:
         """Keep what was granted; returns the numbers to give back, because the size has changed."""
         good = [each for each in reservations if not each.error.code]
-        if (item.length, item.trailer_length) != self._size:
-            return [each.reservation for each in good]
-        self._ready += good
-        return []
+        with self._lock:
+            if item != self._last:
+                return [each.reservation for each in good]
+            self._ready += [(item, each) for each in good]
+            return []
+
+    def drop_others(self, item: ReserveItem) -> list[int]:
+        """Forget reservations of other sizes; returns the numbers to give back."""
+        with self._lock:
+            others = [each.reservation for size, each in self._ready if size != item]
+            self._ready = [(size, each) for size, each in self._ready if size == item]
+            return others
 
     def drop(self) -> list[int]:
         """Forget all; returns the numbers to give back."""
-        numbers = []
-        while self._ready:
-            numbers.append(self._ready.popleft().reservation)
-        return numbers
+        with self._lock:
+            dropped, self._ready = self._ready, []
+            return [each.reservation for _, each in dropped]
 
     def drop_unused(self) -> list[int]:
         """`drop` when no put came since the last call."""

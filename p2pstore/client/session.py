@@ -148,7 +148,7 @@ class ClientSession:
         reservation = link.ahead.take(item)
         if reservation is None:
             if link.ahead.held:
-                link.abort(link.ahead.drop())
+                link.abort(link.ahead.drop_others(item))
             reservation = (await self._reserve([item]))[0]
             if reservation.error.code == Code.CAPACITY_EXCEEDED and link.make_room():
                 reservation = (await self._reserve([item]))[0]

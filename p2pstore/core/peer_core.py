@@ -47,7 +47,7 @@ from p2pstore.gossip.records import (
     writer_of,
 )
 from p2pstore.local.messages import HolderFailure
-from p2pstore.objects import HybridClock, Version, namespace_digest
+from p2pstore.objects import HybridClock, Version, key_digest, namespace_digest
 from p2pstore.transfer.layout import GRANULE_BYTES, Pin, Slot, TrailerBody, round_up
 from p2pstore.transfer.messages import (
     ClusterRecords,
@@ -606,6 +606,8 @@ class CopyDestination:
         wanted = self._operation.minimum
         if not slot.version.covers(wanted):
             raise NoSuchKey("the holder has only an older version")
+        if key_digest(trailer.key, trailer.namespace) != slot.digest:
+            raise NoSuchKey("the holder has another key's object under this digest")
         core = self._core
         forbidden = core.gossip.cluster_records.forbids(
             slot.digest, namespace_digest(trailer.namespace), slot.version
@@ -621,11 +623,11 @@ class CopyDestination:
 
     def commit(self, now: float) -> ObjectEntry | None:
         """Publish what was received and verified. None when it was removed meanwhile."""
-        assert (
-            self._slot is not None and self._trailer is not None and self._reservation is not None
-        )
-        number, self._reservation = self._reservation, None
-        core, slot = self._core, self._slot
+        number, slot, trailer = self._reservation, self._slot, self._trailer
+        if number is None or slot is None or trailer is None:
+            raise RuntimeError("commit without prepare")
+        self._reservation = None
+        core = self._core
         existing = core.segment.find(slot.digest, core.unix(now))
         if existing is not None and existing.version.covers(slot.version):
             core.segment.abort(number, holder=self._holder)
@@ -637,7 +639,7 @@ class CopyDestination:
                 self._holder,
                 slot.digest,
                 slot.version,
-                self._trailer,
+                trailer,
                 slot.length,
                 self._operation.soft,
                 now,

@@ -15,8 +15,8 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Final, TypeVar
 
@@ -44,6 +44,7 @@ from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 from p2pstore.config import join_address
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
+from p2pstore.gossip.connection import Connection, Stream
 from p2pstore.gossip.identity import Identity
 from p2pstore.gossip.link import (
     ADMISSION_SECONDS,
@@ -55,6 +56,7 @@ from p2pstore.gossip.link import (
     printable,
 )
 from p2pstore.gossip.records import PeerId, format_peer_id, public_key_from_peer_id
+from p2pstore.gossip.refusals import Refusals, call_back
 from p2pstore.gossip.sockets import (
     Endpoint,
     GuardedSocket,
@@ -80,15 +82,6 @@ MAX_STREAMS_PER_CONNECTION: Final = 4
 _PROTOCOL: Final = TProtocol(CONTROL_PROTOCOL)
 _UPGRADE_BYTES: Final = 32 * 1024
 """What the other side may send before Noise and yamux are set up; they need about 500 bytes."""
-_STRANGER_STREAM_BYTES: Final = 32 * 1024
-"""What a stream may carry before it is admitted."""
-_STRANGER_BUFFER_BYTES: Final = 256 * 1024
-_BUFFER_BYTES: Final = 40 * 1024 * 1024
-"""Unread bytes of one connection: yamux announces windows of up to 16 MiB but does not enforce them."""
-_RESET_SECONDS: Final = 0.5
-_QUIET_SECONDS: Final = 60.0
-"""One line in the log per dropped stranger's host in this time."""
-_MAX_REMEMBERED_HOSTS: Final = 1024
 
 
 class _Forward(logging.Handler):
@@ -105,102 +98,6 @@ def _contain_logging() -> None:
     if not any(isinstance(handler, _Forward) for handler in library.handlers):
         library.addHandler(_Forward())
     library.propagate = False
-
-
-class _Stream:
-    """A yamux stream whose every failure is an `OSError`, with a cap on what a stranger may send."""
-
-    def __init__(self, stream: YamuxStream) -> None:
-        self._stream = stream
-        self._allowance_bytes: int | None = _STRANGER_STREAM_BYTES
-
-    def lift_allowance(self) -> None:
-        self._allowance_bytes = None
-
-    async def read(self, n: int | None = None) -> bytes:
-        try:
-            data = await self._stream.read(n)
-        except Exception as error:
-            raise ConnectionResetError(f"the stream ended ({type(error).__name__})") from None
-        if self._allowance_bytes is not None:
-            self._allowance_bytes -= len(data)
-            if self._allowance_bytes < 0:
-                raise ConnectionResetError("it sends more than a handshake needs")
-        return data
-
-    async def write(self, data: bytes) -> None:
-        try:
-            await self._stream.write(data)
-        except Exception as error:
-            raise ConnectionResetError(f"the stream broke ({type(error).__name__})") from None
-
-    async def close(self) -> None:
-        """Tell the other side that the stream is over, if that is possible at once."""
-        with trio.CancelScope(shield=True), trio.move_on_after(_RESET_SECONDS), suppress(Exception):
-            await self._stream.reset()
-
-
-class _Connection:
-    """One authenticated connection, running in its own nursery."""
-
-    def __init__(
-        self, peer_id: PeerId, address: str, muxed: Yamux, sock: GuardedSocket, *, incoming: bool
-    ) -> None:
-        self.peer_id = peer_id
-        self.incoming = incoming
-        self.address = address
-        self.muxed = muxed
-        self.asking: AskingStream | None = None
-        self.ever_admitted = False
-        self.opened_by_other = 0
-        self.ended = trio.Event()
-        self.nursery: trio.Nursery | None = None
-        self._sock = sock
-        self._admitted_streams = 0
-        self._used = trio.Event()
-        self._unused = trio.Event()
-        sock.lift_allowance(self._check_buffers)
-
-    @property
-    def admitted(self) -> bool:
-        return self._admitted_streams > 0
-
-    def abort(self) -> None:
-        """End the connection at once."""
-        self._sock.abort()
-        if self.nursery is not None:
-            self.nursery.cancel_scope.cancel()
-
-    @contextmanager
-    def using(self) -> Iterator[None]:
-        """An admitted stream exists inside."""
-        self.ever_admitted = True
-        self._admitted_streams += 1
-        if self._admitted_streams == 1:
-            self._used.set()
-            self._unused = trio.Event()
-        try:
-            yield
-        finally:
-            self._admitted_streams -= 1
-            if self._admitted_streams == 0:
-                self._unused.set()
-                self._used = trio.Event()
-
-    async def wait_useless(self) -> None:
-        """Return when there has been no admitted stream for 10 s."""
-        while True:
-            with trio.move_on_after(ADMISSION_SECONDS) as scope:
-                await self._used.wait()
-            if scope.cancelled_caught:
-                return
-            await self._unused.wait()
-
-    def _check_buffers(self) -> None:
-        unread = sum(map(len, self.muxed.stream_buffers.values()))
-        if unread > (_BUFFER_BYTES if self.admitted else _STRANGER_BUFFER_BYTES):
-            self._sock.abort()
-            raise ConnectionResetError(f"{unread:,} bytes that nobody reads")
 
 
 class ControlHost:
@@ -231,13 +128,12 @@ class ControlHost:
         self._cluster = cluster
         self._handler = handler
         self._on_lost = on_lost
-        self._on_refused = on_refused
+        self._refusals = Refusals(on_refused)
         self._software = software
-        self._connections: dict[PeerId, list[_Connection]] = {}
+        self._connections: dict[PeerId, list[Connection[Yamux]]] = {}
         self._opening: dict[PeerId, trio.Lock] = {}
         self._incoming = 0
         self._admitted_streams = 0
-        self._quiet_until: dict[str, float] = {}
         self._closing = False
         self._noise = NoiseTransport(
             create_new_key_pair(identity.seed), noise_privkey=X25519PrivateKey.new()
@@ -305,6 +201,7 @@ class ControlHost:
         if self._closing:
             return
         self._closing = True
+        self._refusals.silence()
         trio.lowlevel.notify_closing(self._listener)
         self._listener.close()
         for connections in list(self._connections.values()):
@@ -345,7 +242,7 @@ class ControlHost:
 
     async def _dial(
         self, peer_id: PeerId | None, addresses: Sequence[str], timeout_seconds: float
-    ) -> _Connection:
+    ) -> Connection[Yamux]:
         """A connection to `peer_id`, or to whoever listens there. Raises `LinkError`."""
         where = ", ".join(addresses) or "no address"
         try:
@@ -358,7 +255,7 @@ class ControlHost:
         except (OSError, ConfigError) as error:
             raise LinkError(f"cannot reach {where}: {error}") from None
 
-    async def _dial_endpoint(self, peer_id: PeerId | None, endpoint: Endpoint) -> _Connection:
+    async def _dial_endpoint(self, peer_id: PeerId | None, endpoint: Endpoint) -> Connection[Yamux]:
         try:
             sock = GuardedSocket(await connect(endpoint), _UPGRADE_BYTES)
         except OSError as error:
@@ -384,7 +281,7 @@ class ControlHost:
 
     async def _upgrade(
         self, sock: GuardedSocket, address: str, *, outgoing: bool, expected: PeerId | None = None
-    ) -> _Connection:
+    ) -> Connection[Yamux]:
         """Noise and yamux over a connected socket: afterwards the other side's identity is proved."""
         raw = RawConnection(sock, outgoing)  # type: ignore[arg-type] # has its four methods
         with trio.fail_after(ADMISSION_SECONDS):
@@ -398,16 +295,16 @@ class ControlHost:
             public_key_from_peer_id(peer_id)
             muxed = await self._muxers.new_conn(secured, ID(peer_id))
         assert isinstance(muxed, Yamux)
-        return _Connection(peer_id, address, muxed, sock, incoming=not outgoing)
+        return Connection(peer_id, address, muxed, sock, incoming=not outgoing)
 
-    async def _open_asking(self, connection: _Connection) -> AskingStream:
+    async def _open_asking(self, connection: Connection[Yamux]) -> AskingStream:
         """The stream for our requests on a connection. Raises `LinkError`."""
         who = f"{format_peer_id(connection.peer_id)} at {connection.address}"
         assert connection.nursery is not None
         try:
             stream: AskingStream = await connection.nursery.start(self._run_asking, connection)
         except AdmissionRefused as refusal:
-            self._say(connection.address, f"not admitted by {who}: {refusal}")
+            self._refusals.say(connection.address, f"not admitted by {who}: {refusal}")
             raise LinkError(f"{who}: {refusal}", refused=True, code=refusal.code) from None
         except Exception as error:  # RuntimeError when the connection ends meanwhile
             raise LinkError(f"no stream to {who}: {_reason(error)}") from None
@@ -415,16 +312,14 @@ class ControlHost:
 
     async def _run_asking(
         self,
-        connection: _Connection,
+        connection: Connection[Yamux],
         task_status: trio.TaskStatus[AskingStream] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         with trio.fail_after(ADMISSION_SECONDS):
-            stream = _Stream(await connection.muxed.open_stream())
+            stream = Stream(await connection.muxed.open_stream())
         try:
             with trio.fail_after(ADMISSION_SECONDS):
-                await MultiselectClient().select_one_of(
-                    [_PROTOCOL], MultiselectCommunicator(stream)
-                )  # type: ignore[arg-type] # reads and writes
+                await MultiselectClient().select_one_of([_PROTOCOL], _communicator(stream))
             asking = await open_asking_stream(stream, self._side(Opener, connection))
             stream.lift_allowance()
             with connection.using():
@@ -435,7 +330,7 @@ class ControlHost:
                 except OSError as error:
                     logger.debug("stream to %s: %s", connection.address, error)
                 except ProtocolError as error:
-                    self._refuse(connection.address, str(error))
+                    self._refusals.dropped(connection.address, str(error))
         finally:
             await stream.close()
 
@@ -452,13 +347,17 @@ class ControlHost:
                     await trio.lowlevel.wait_readable(self._listener)
                 continue
             except OSError as error:  # out of descriptors, or the connection is gone already
-                self._say("accept", f"cannot accept connections: {error}; check `ulimit -n`")
+                self._refusals.say(
+                    "accept", f"cannot accept connections: {error}; check `ulimit -n`"
+                )
                 await trio.sleep(0.1)
                 continue
             where = join_address(*address[:2])
             if self._strangers() >= MAX_STRANGERS:
                 sock.close()
-                self._refuse(where, f"{MAX_STRANGERS} connections wait to be admitted already")
+                self._refusals.dropped(
+                    where, f"{MAX_STRANGERS} connections wait to be admitted already"
+                )
                 continue
             self._incoming += 1
             self._nursery.start_soon(self._receive, sock, where)
@@ -474,7 +373,7 @@ class ControlHost:
             sock = GuardedSocket(accepted, _UPGRADE_BYTES)
             connection = await self._upgrade(sock, address, outgoing=False)
         except Exception as error:  # whatever the library makes of what a stranger sent
-            self._refuse(address, _reason(error))
+            self._refusals.dropped(address, _reason(error))
             return
         else:
             if (
@@ -489,7 +388,7 @@ class ControlHost:
 
     async def _run_connection(
         self,
-        connection: _Connection,
+        connection: Connection[Yamux],
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Everything that happens on a connection; ends, without an error, when it does."""
@@ -504,13 +403,13 @@ class ControlHost:
         except* OSError as group:  # the ordinary end
             logger.debug("connection with %s: %s", connection.address, _reason(group))
         except* Exception as group:
-            self._refuse(connection.address, _reason(group))
+            self._refusals.dropped(connection.address, _reason(group))
         finally:
             connection.abort()
             connection.ended.set()
             self._forget(connection)
 
-    def _forget(self, connection: _Connection) -> None:
+    def _forget(self, connection: Connection[Yamux]) -> None:
         connections = self._connections.get(connection.peer_id, [])
         with suppress(ValueError):
             connections.remove(connection)
@@ -518,21 +417,21 @@ class ControlHost:
             self._connections.pop(connection.peer_id, None)
         others = any(each.ever_admitted for each in connections)
         if connection.ever_admitted and not others and not self._closing:
-            self._call_back(partial(self._on_lost, connection.peer_id))
+            call_back(partial(self._on_lost, connection.peer_id))
 
-    async def _run_muxer(self, connection: _Connection) -> None:
+    async def _run_muxer(self, connection: Connection[Yamux]) -> None:
         try:
             await connection.muxed.start()
         finally:
             connection.abort()
 
-    async def _end_when_useless(self, connection: _Connection) -> None:
+    async def _end_when_useless(self, connection: Connection[Yamux]) -> None:
         await connection.wait_useless()
         who = format_peer_id(connection.peer_id)
-        self._refuse(connection.address, f"{who} opened no stream that was admitted")
+        self._refusals.dropped(connection.address, f"{who} opened no stream that was admitted")
         connection.abort()
 
-    async def _accept_streams(self, connection: _Connection) -> None:
+    async def _accept_streams(self, connection: Connection[Yamux]) -> None:
         assert connection.nursery is not None
         while True:
             try:
@@ -540,18 +439,18 @@ class ControlHost:
             except Exception:  # the connection ends; `_run_muxer` sees it too
                 return
             assert isinstance(accepted, YamuxStream)
-            stream = _Stream(accepted)
+            stream = Stream(accepted)
             if connection.opened_by_other >= MAX_STREAMS_PER_CONNECTION:
                 await stream.close()
                 continue
             connection.opened_by_other += 1
             connection.nursery.start_soon(self._serve_stream, connection, stream)
 
-    async def _serve_stream(self, connection: _Connection, stream: _Stream) -> None:
+    async def _serve_stream(self, connection: Connection[Yamux], stream: Stream) -> None:
         """Admit whoever opened this stream, then answer its requests."""
         try:
             with trio.fail_after(ADMISSION_SECONDS):
-                await Multiselect({_PROTOCOL: None}).negotiate(MultiselectCommunicator(stream))  # type: ignore[arg-type] # reads and writes
+                await Multiselect({_PROTOCOL: None}).negotiate(_communicator(stream))
             answering = await admit_stream(
                 stream,
                 self._side(Listener, connection),
@@ -567,18 +466,18 @@ class ControlHost:
                 self._admitted_streams -= 1
         except AdmissionRefused as refusal:
             who = format_peer_id(connection.peer_id)
-            self._refuse(connection.address, f"{who}: {refusal}")
+            self._refusals.dropped(connection.address, f"{who}: {refusal}")
         except OSError as error:
             logger.debug("stream from %s: %s", connection.address, error)
         except Exception as error:  # a ProtocolError, or what the library made of a bad negotiation
-            self._refuse(connection.address, _reason(error))
+            self._refusals.dropped(connection.address, _reason(error))
         finally:
             await stream.close()
             connection.opened_by_other -= 1
 
     # --- small things ------------------------------------------------------------------------
 
-    def _side(self, side: type[_S], connection: _Connection) -> _S:
+    def _side(self, side: type[_S], connection: Connection[Yamux]) -> _S:
         return side(
             ring=self._ring,
             cluster=self._cluster,
@@ -588,31 +487,9 @@ class ControlHost:
             software=self._software,
         )
 
-    def _refuse(self, address: str, reason: str) -> None:
-        """A connection or stream was dropped because of what the other side did."""
-        if self._closing:
-            return
-        self._say(address, f"dropped {address}: {reason}")
-        self._call_back(partial(self._on_refused, address, reason))
 
-    def _call_back(self, function: Callable[[], None]) -> None:
-        """A fault of the callback must not end the host."""
-        try:
-            function()
-        except Exception:
-            logger.exception("a callback of the control host failed")
-
-    def _say(self, address: str, line: str) -> None:
-        """One line, at most once a minute for one host."""
-        host = address.rpartition(":")[0]
-        now = trio.current_time()
-        if self._quiet_until.get(host, 0.0) > now:
-            logger.debug("%s", line)
-            return
-        if len(self._quiet_until) >= _MAX_REMEMBERED_HOSTS:
-            self._quiet_until.clear()
-        self._quiet_until[host] = now + _QUIET_SECONDS
-        logger.warning("%s", line)
+def _communicator(stream: Stream) -> MultiselectCommunicator:
+    return MultiselectCommunicator(stream)  # type: ignore[arg-type] # it needs read and write only
 
 
 def _reason(error: BaseException) -> str:

@@ -139,7 +139,8 @@ class LocalConnection:
         hello = Hello(
             MIN_PROTOCOL_VERSION, MAX_PROTOCOL_VERSION, namespace, access, os.getpid(), client
         )
-        await self._stream.send(PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, hello))
+        with contextlib.suppress(BrokenPipeError):  # refused: the reason can still be received
+            await self._stream.send(PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, hello))
         descriptors: list[int] = []
         try:
             while (frame := self._frames.next_frame()) is None:

@@ -306,7 +306,7 @@ class Node:
                 error = problem
             else:
                 self._reported.discard(effect.addresses)
-                if peer_id != self.core.peer_id:
+                if peer_id != self.core.peer_id and not self.contacted.is_set():
                     logger.info("joined through %s", address)
                     self.contacted.set()
                 self._take(
@@ -324,9 +324,10 @@ class Node:
         elif addresses not in self._reported:
             self._reported.add(addresses)
             logger.warning(
-                "%s cannot be joined: %s; trying again with growing pauses, serving alone meanwhile",
+                "%s cannot be joined: %s; trying again with growing pauses%s",
                 addresses[0],
                 error,
+                "" if self.core.live_peers() else ", serving alone meanwhile",
             )
 
     def _refused(self, address: str, error: LinkError) -> None:

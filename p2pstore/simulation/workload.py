@@ -80,8 +80,10 @@ class Workload:
         kernel.run_until(5.0 + scenario.seconds)
         self._heal()
         self._settle()
+        self._finish_operations()
         if not self.outcome.problems:
             self._check_final_reads()
+        self._finish_operations()
         self._check_nothing_leaks()
         self.outcome.trace_hash = kernel.trace_hash
         self.outcome.messages = self.network.messages
@@ -171,8 +173,16 @@ class Workload:
     def _problem(self, text: str) -> None:
         self.outcome.problems.append(f"{self.kernel.now:.3f} s: {text}")
 
+    def _finish_operations(self) -> None:
+        """Replication to peers that do not answer goes on for a while; it holds what it copies."""
+        self.kernel.run_until(
+            self.kernel.now + LAST_OPERATION_SECONDS,
+            stop=lambda: not any(
+                peer.core.operations_under_way for peer in self.cluster.running if peer.core
+            ),
+        )
+
     def _check_nothing_leaks(self) -> None:
-        self.kernel.run_until(self.kernel.now + LAST_OPERATION_SECONDS)
         for peer in self.cluster.running:
             assert peer.core is not None
             peer.core.segment.check()

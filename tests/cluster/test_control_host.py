@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,10 +28,12 @@ from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicat
 from libp2p.security.noise.transport import Transport as NoiseTransport
 
 from p2pstore.errors import ConfigError
+from p2pstore.gossip import connection as connection_module
 from p2pstore.gossip import host as host_module
 from p2pstore.gossip import link as link_module
 from p2pstore.gossip import sockets as sockets_module
 from p2pstore.gossip.admission import Opener
+from p2pstore.gossip.connection import Stream
 from p2pstore.gossip.host import ControlHost, open_control_host
 from p2pstore.gossip.identity import Identity
 from p2pstore.gossip.link import LinkError, open_asking_stream
@@ -58,6 +61,9 @@ class Seen:
         self.held += 1
         await self.gate.wait()
         return Ack(0, [])
+
+    def says(self, reason: str) -> bool:
+        return reason in self.reasons()
 
     def reasons(self) -> str:
         return "\n".join(reason for _, reason in self.refused)
@@ -138,7 +144,7 @@ Victim = tuple[ControlHost, Seen]
 
 @pytest.fixture
 def short_admission(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_module, link_module):
+    for module in (host_module, link_module, connection_module):
         monkeypatch.setattr(module, "ADMISSION_SECONDS", 0.5)
 
 
@@ -264,7 +270,7 @@ async def test_a_wrong_key_is_refused_and_both_sides_say_why(
             assert error.value.refused
             assert error.value.code == Code.AUTHENTICATION_FAILED
             assert "--cluster-key-file" in str(error.value)
-            await until(lambda reason=reason: reason in seen.reasons())
+            await until(partial(seen.says, reason))
             assert host.connected() == stranger.connected() == []
             with pytest.raises(LinkError):  # nor may the victim ask the stranger
                 await ping(host, peer_id(3), address_of(stranger))
@@ -310,7 +316,7 @@ class Attacker:
     @classmethod
     async def connect(cls, host: ControlHost, victim: ControlHost) -> Attacker:
         connection = await host._dial(None, [address_of(victim)], SECONDS)
-        stream = host_module._Stream(await connection.muxed.open_stream())
+        stream = Stream(await connection.muxed.open_stream())
         communicator = MultiselectCommunicator(stream)  # type: ignore[arg-type]
         await MultiselectClient().select_one_of([host_module._PROTOCOL], communicator)
         stream.lift_allowance()
@@ -371,7 +377,7 @@ async def test_streams_beyond_four_are_reset(victim: Victim) -> None:
     host, _ = victim
     async with opened(3) as hostile:
         connection = await hostile._dial(None, [address_of(host)], SECONDS)
-        streams = [host_module._Stream(await connection.muxed.open_stream()) for _ in range(30)]
+        streams = [Stream(await connection.muxed.open_stream()) for _ in range(30)]
         for stream in streams[10:]:
             await Attacker(connection, stream).expect_closed()
         assert all(each.opened_by_other <= 4 for each in host._connections[peer_id(3)])
@@ -382,7 +388,7 @@ async def test_unread_data_is_bounded(
     victim: Victim, monkeypatch: pytest.MonkeyPatch, admitted: bool
 ) -> None:
     """yamux does not enforce its own windows: a flood that nobody reads ends the connection."""
-    monkeypatch.setattr(host_module, "_BUFFER_BYTES", 1024 * 1024)
+    monkeypatch.setattr(connection_module, "_BUFFER_BYTES", 1024 * 1024)
     host, seen = victim
     async with opened(3) as hostile:
         attacker = await Attacker.connect(hostile, host)

@@ -199,22 +199,22 @@ async def test_what_does_not_fit(store: Any, peer: SmallPeer) -> None:
 
 
 async def test_batches(store: Any, peer: SmallPeer) -> None:
-    items = [(f"k{number}", bytes([number % 256]) * number) for number in range(1500)]
+    items = [(f"k{number}", bytes([number % 256]) * number) for number in range(1000)]
     results = await store.put_many([*items, ("", b"x"), ("s", "text"), ("h", bytearray(17 * MIB))])
-    assert [each.value.status for each in results[:-3]] == ["created"] * 1500
+    assert [each.value.status for each in results[:-3]] == ["created"] * 1000
     assert [type(each.error) for each in results[-3:]] == [ValueError, ValueError, ObjectTooLarge]
     buffers = [(key, bytearray(len(value))) for key, value in items]
     extra: list[Any] = [("nope", bytearray(9)), ("k9", bytearray(1)), ("k9", b"123456789")]
     got = await store.get_many_into([*buffers, *extra])
-    assert [each.value for each in got[:-3]] == list(range(1500))
+    assert [each.value for each in got[:-3]] == list(range(1000))
     assert [bytes(buffer) for _, buffer in buffers] == [value for _, value in items]
     assert [type(each.error) for each in got[-3:]] == [NoSuchKey, BufferTooSmall, ValueError]
-    assert await store.contains_many(["k1", "nope", "k1499"]) == [True, False, True]
+    assert await store.contains_many(["k1", "nope", "k999"]) == [True, False, True]
     assert await store.match_prefix(["k1", "k2", "nope", "k3"]) == 2
     removed = await store.remove_many(["k1", "nope", ""])
     assert [each.value for each in removed] == [True, False, None]
     assert await store.put_many([]) == await store.get_many_into([]) == []
-    assert peer.used_bytes() == 1499 * 4096
+    assert peer.used_bytes() == 999 * 4096
 
 
 async def test_tensors(store: Any) -> None:
@@ -405,9 +405,7 @@ async def test_the_cap_on_leased_bytes(kind: str, tmp_path: Path) -> None:
 
 
 @both
-async def test_views_stay_readable_after_the_client_and_the_peer(
-    kind: str, tmp_path: Path
-) -> None:
+async def test_views_stay_readable_after_the_client_and_the_peer(kind: str, tmp_path: Path) -> None:
     with small_peer(tmp_path / "s") as peer:
         async with connected(kind, peer) as store:
             await store.put("k", b"value" * 5000)
@@ -455,7 +453,7 @@ async def test_reading_another_peer_of_this_host(
         assert await store.get("far") == value
         buffer = bytearray(2)
         results = await store.get_many_into([("near", buffer)])
-        assert (results[0].value, buffer) == (2, b"by")
+        assert (results[0].value, bytes(buffer)) == (2, b"by")
         await store.contains("far")  # sends what is to be reported
         await eventually(peer, lambda: any(each.failures for each in peer.backend.reports))
         failures = [each for report in peer.backend.reports for each in report.failures]
@@ -592,19 +590,19 @@ async def test_the_peer_stops_under_a_client(kind: str, tmp_path: Path) -> None:
             await store.put("k", b"value")
             peer.backend.gate = peer.call(trio.Event)
 
+            async def locate() -> Any:
+                if kind == "trio":
+                    return await store.locate("k")
+                return await trio.to_thread.run_sync(store.client.locate, "k")
+
             async def waits() -> None:
                 with pytest.raises(StoreClosed):
-                    if kind == "trio":
-                        await store.locate("k")
-                    else:
-                        await trio.to_thread.run_sync(store.client.locate, "k")
+                    await locate()
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(waits)
                 nursery.start_soon(waits)
-                await eventually(
-                    peer, lambda: peer.backend.requests.count(LocalKind.LOCATE) == 2
-                )
+                await eventually(peer, lambda: peer.backend.requests.count(LocalKind.LOCATE) == 2)
                 await trio.to_thread.run_sync(peer.stop)
             for call in (store.put("k", b"v"), store.get("k"), store.contains("k")):
                 with pytest.raises(StoreClosed):
@@ -677,7 +675,7 @@ def test_a_forked_child_must_connect_for_itself(peer: SmallPeer) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert view == b"value"
+    assert bytes(view) == b"value"
 
 
 async def test_clients_pickle(peer: SmallPeer) -> None:
@@ -685,10 +683,12 @@ async def test_clients_pickle(peer: SmallPeer) -> None:
         client.put("k", b"value")
         with pickle.loads(pickle.dumps(client)) as copy:
             assert copy.get("k") == b"value"
-    async with p2pstore.connect(str(peer.path), namespace="n") as first:
-        async with pickle.loads(pickle.dumps(first)) as second:
-            assert isinstance(second, Client)
-            assert await second.get("k") == b"value"
+    async with (
+        p2pstore.connect(str(peer.path), namespace="n") as first,
+        pickle.loads(pickle.dumps(first)) as second,
+    ):
+        assert isinstance(second, Client)
+        assert await second.get("k") == b"value"
     unopened = pickle.loads(pickle.dumps(p2pstore.connect(str(peer.path), namespace="n")))
     with pytest.raises(StoreClosed, match="not connected"):
         await unopened.get("k")
@@ -701,7 +701,7 @@ def test_a_dropped_client_ends_its_connection(peer: SmallPeer) -> None:
     del client
     gc.collect()
     peer.wait_until(lambda: len(peer.backend.gone) == 1)
-    assert view == b"value"
+    assert bytes(view) == b"value"
 
 
 # --- the socket ---------------------------------------------------------------------------------
@@ -775,9 +775,7 @@ def test_garbage_costs_only_its_own_connection(
 
 def test_a_client_with_read_access_cannot_write(peer: SmallPeer) -> None:
     connection = run_blocking(
-        LocalConnection.open(
-            BlockingDriver(), str(peer.path), namespace="n", access=Access.READ
-        )
+        LocalConnection.open(BlockingDriver(), str(peer.path), namespace="n", access=Access.READ)
     )
     try:
         assert connection.segments[0].readonly
@@ -809,11 +807,9 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> Non
     assert path.exists()
     with small_peer(path) as peer:
         assert path.stat().st_mode & 0o777 == 0o600
-        with pytest.raises(BaseException, match="another peer already serves") as caught:
+        with pytest.raises(ExceptionGroup) as caught:
             SmallPeer(path)
-        assert caught.group_contains(ConfigError) if isinstance(
-            caught.value, BaseExceptionGroup
-        ) else isinstance(caught.value, ConfigError)
+        assert caught.group_contains(ConfigError, match="another peer already serves")
         with blocking.connect(str(peer.path)) as client:
             client.put("k", b"v")
     assert not path.exists()
@@ -830,7 +826,7 @@ def test_finding_the_local_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv(paths.SOCKET_VARIABLE, raising=False)
     monkeypatch.setattr(paths, "SYSTEM_DIRECTORY", tmp_path / "none")
-    monkeypatch.setattr(paths.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     with pytest.raises(NoLocalPeer, match="join"):
         paths.find_socket()
     first, second = paths.default_socket_path("a"), paths.default_socket_path("b")
@@ -856,7 +852,7 @@ def test_a_directory_that_others_could_write_to_is_not_trusted(
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(paths, "SYSTEM_DIRECTORY", tmp_path / "no" / "such")
-    monkeypatch.setattr(paths.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     path = paths.default_socket_path("a")
     assert path.parent.stat().st_mode & 0o777 == 0o700
     path.parent.chmod(0o777)

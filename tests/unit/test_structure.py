@@ -30,17 +30,21 @@ JOIN = "cli/mooncake_p2p/commands/join.py"
 
 PURE = (
     "p2pstore/core/*.py",
-    "p2pstore/gossip/membership.py",
-    "p2pstore/gossip/log.py",
-    "p2pstore/gossip/directory.py",
-    "p2pstore/gossip/records.py",
-    "p2pstore/gossip/messages.py",
-    "p2pstore/gossip/cluster_records.py",
-    "p2pstore/transfer/layout.py",
-    "p2pstore/transfer/allocator.py",
-    "p2pstore/transfer/segment.py",
-    "p2pstore/transfer/messages.py",
-    "p2pstore/transfer/tickets.py",
+    "p2pstore/simulation/*.py",
+    *(
+        f"p2pstore/gossip/{name}.py"
+        for name in (
+            *("admission", "anti_entropy", "cluster_records", "contacts", "directory", "log"),
+            *("machine", "membership", "messages", "placement", "records"),
+        )
+    ),
+    *(
+        f"p2pstore/transfer/{name}.py"
+        for name in (
+            *("allocator", "entries", "eviction", "expiry", "failover", "holdings", "key_index"),
+            *("key_listing", "layout", "messages", "object_table", "segment", "tickets"),
+        )
+    ),
     "p2pstore/objects.py",
     "p2pstore/wire.py",
     "p2pstore/local/messages.py",

@@ -1,0 +1,57 @@
+"""What the control host says about strangers that it dropped: one line a minute for one host. Shell."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import trio
+
+logger = logging.getLogger("p2pstore.host")
+
+QUIET_SECONDS: Final = 60.0
+"""After a line about one host the next ones are for DEBUG only."""
+MAX_REMEMBERED_HOSTS: Final = 1024
+
+
+class Refusals:
+    """Logs, at a bounded rate, and reports every refusal to a callback (a metric)."""
+
+    def __init__(self, on_refused: Callable[[str, str], None]) -> None:
+        """`on_refused(address, reason)` is called for every one."""
+        self._on_refused = on_refused
+        self._quiet_until: dict[str, float] = {}
+        self._silent = False
+
+    def silence(self) -> None:
+        """From now on connections end because this side closes them."""
+        self._silent = True
+
+    def dropped(self, address: str, reason: str) -> None:
+        """A connection or stream was dropped because of what the other side did."""
+        if self._silent:
+            return
+        self.say(address, f"dropped {address}: {reason}")
+        call_back(partial(self._on_refused, address, reason))
+
+    def say(self, address: str, line: str) -> None:
+        """One line about the host in `address` (`HOST:PORT`)."""
+        host = address.rpartition(":")[0]
+        now = trio.current_time()
+        if self._quiet_until.get(host, 0.0) > now:
+            logger.debug("%s", line)
+            return
+        if len(self._quiet_until) >= MAX_REMEMBERED_HOSTS:
+            self._quiet_until.clear()
+        self._quiet_until[host] = now + QUIET_SECONDS
+        logger.warning("%s", line)
+
+
+def call_back(function: Callable[[], None]) -> None:
+    """Call a function of the peer's; its faults must not end the host."""
+    try:
+        function()
+    except Exception:
+        logger.exception("a callback of the control host failed")

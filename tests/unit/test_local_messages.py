@@ -1,0 +1,136 @@
+"""Messages of the local socket survive the wire, and what is no message is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pstore import errors
+from p2pstore.errors import P2PStoreError, ProtocolError
+from p2pstore.local.messages import ONE_WAY_KINDS, REPLIES, REQUESTS, LocalKind
+from p2pstore.wire import (
+    LOCAL_LIMITS,
+    REPLY,
+    Code,
+    Failure,
+    FrameBuffer,
+    Message,
+    code_of,
+    decode_body,
+    encode_body,
+    encode_failure,
+    encode_frame,
+    error_of,
+)
+
+TYPES = sorted({*REQUESTS.values(), *REPLIES.values()}, key=lambda each: each.__name__)
+
+
+def messages() -> st.SearchStrategy[Message]:
+    """Any message of any kind, its fields from their annotations."""
+    st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
+    st.register_type_strategy(float, st.floats(allow_nan=False))
+    return st.one_of([st.from_type(each) for each in TYPES])
+
+
+@given(messages())
+def test_messages_survive_the_wire(message: Message) -> None:
+    assert decode_body(type(message), encode_body(message)) == message
+
+
+@given(st.lists(st.tuples(messages(), st.integers(0, 2**32 - 1)), max_size=5), st.data())
+def test_frames_are_cut_wherever_they_were_split(
+    sent: list[tuple[Message, int]], data: st.DataObject
+) -> None:
+    stream = b"".join(
+        encode_frame(number, request_id, message, flags=REPLY)
+        for number, (message, request_id) in enumerate(sent)
+    )
+    frames, received = FrameBuffer(LOCAL_LIMITS), []
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        frames.feed(stream[:size])
+        stream = stream[size:]
+        while (frame := frames.next_frame()) is not None:
+            received.append(frame)
+    assert frames.pending_bytes == 0
+    assert [
+        (header.kind, header.request_id, decode_body(type(sent[header.kind][0]), body))
+        for header, body in received
+    ] == [(number, each[1], each[0]) for number, each in enumerate(sent)]
+
+
+@given(st.sampled_from(TYPES), st.binary(max_size=64))
+def test_noise_is_a_protocol_error_or_a_message(kind: type[Message], noise: bytes) -> None:
+    try:
+        message = decode_body(kind, noise)
+    except ProtocolError:
+        return
+    assert isinstance(message, kind)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_fields_of_a_newer_version_are_ignored(kind: type[Message]) -> None:
+    @given(st.from_type(kind))
+    def check(message: Message) -> None:
+        body = encode_body(message)
+        newer = _longer_array(body)
+        assert decode_body(kind, newer) == message
+
+    check()
+
+
+def _longer_array(body: bytes) -> bytes:
+    """The same msgpack array with one more element."""
+    first = body[0]
+    if 0x90 <= first < 0x9F:
+        return bytes((first + 1,)) + body[1:] + b"\x2a"
+    if first == 0x9F:
+        return b"\xdc\x00\x10" + body[1:] + b"\x2a"
+    assert first == 0xDC
+    count = int.from_bytes(body[1:3], "big") + 1
+    return b"\xdc" + count.to_bytes(2, "big") + body[3:] + b"\x2a"
+
+
+def test_every_kind_has_its_messages() -> None:
+    assert set(REQUESTS) == set(LocalKind)
+    assert set(REPLIES) == set(LocalKind) - ONE_WAY_KINDS
+
+
+RAISED = [
+    errors.AuthenticationFailed("text"),
+    errors.BufferTooSmall("text", 77),
+    errors.CapacityExceeded("text"),
+    errors.DeadlineExceeded("text"),
+    errors.DuplicateIdentity("text"),
+    errors.LeaseLimitExceeded("text"),
+    errors.NoSuchKey("text"),
+    errors.ObjectTooLarge("text"),
+    errors.ProtocolError("text"),
+    errors.ProtocolMismatch("text"),
+    errors.StoreClosed("text"),
+    errors.Unavailable("text"),
+    ValueError("text"),
+]
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+def test_errors_arrive_as_what_they_were(error: Exception) -> None:
+    needed = getattr(error, "needed", 0)
+    frames = FrameBuffer(LOCAL_LIMITS)
+    frames.feed(encode_failure(16, 5, code_of(error), str(error), needed))
+    frame = frames.next_frame()
+    assert frame is not None
+    failure = decode_body(Failure, frame[1])
+    arrived = error_of(failure.code, failure.text, failure.detail)
+    assert (type(arrived), str(arrived)) == (type(error), "text")
+    assert getattr(arrived, "needed", 0) == needed
+
+
+def test_errors_that_were_not_meant() -> None:
+    assert code_of(ZeroDivisionError()) is Code.INTERNAL
+    assert code_of(UnicodeError("a kind of ValueError")) is Code.INVALID_ARGUMENT
+    assert type(error_of(Code.INTERNAL, "text")) is P2PStoreError
+    assert type(error_of(60_000, "from the future")) is P2PStoreError
+    assert type(error_of(Code.BUSY, "text")) is errors.Unavailable

@@ -1,0 +1,238 @@
+"""Values, destinations and tensors as bytes; and how a client decides what to reserve."""
+
+from __future__ import annotations
+
+import array
+import mmap
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pstore.client.puts import (
+    GROUP_BYTES,
+    GROUP_ITEMS,
+    GrantedAhead,
+    copy_and_sum,
+    fill,
+    groups,
+    trailer_bound,
+)
+from p2pstore.client.values import (
+    describe_tensor,
+    destination_view,
+    empty_tensor,
+    fits_tensor,
+    fresh_bytes,
+    source_view,
+)
+from p2pstore.errors import P2PStoreError
+from p2pstore.local.messages import ItemError, Reservation, ReserveItem
+from p2pstore.objects import MIB, chunk_count, chunk_sums
+from p2pstore.streams import BlockingDriver, run_blocking
+from p2pstore.transfer.layout import TrailerBody, encode_trailer
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"abcd",
+        bytearray(b"abcd"),
+        memoryview(b"xabcdx")[1:5],
+        array.array("I", [0x64636261]),
+        np.frombuffer(b"abcd", "<i2"),
+        np.frombuffer(b"abcd", np.uint8).reshape(2, 2),
+        np.array(0x64636261, "<i4"),
+        np.frombuffer(b"abcd", "S4"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_sources_are_their_bytes_in_place(value: Any) -> None:
+    view = source_view(value)
+    assert (bytes(view), view.format, view.ndim) == (b"abcd", "B", 1)
+
+
+def test_nothing_is_copied() -> None:
+    values = np.zeros((3, 4), np.float32)
+    destination_view(values)[:4] = np.float32(7).tobytes()
+    assert values[0, 0] == 7
+    times = np.zeros(2, "M8[s]")
+    destination_view(times)[:8] = (5).to_bytes(8, "little")
+    assert times[0] == np.datetime64(5, "s")
+    with mmap.mmap(-1, 4096) as mapping:
+        view = destination_view(mapping)
+        view[0] = 1
+        assert mapping[0] == 1
+        view.release()
+
+
+@pytest.mark.parametrize("value", [b"", bytearray(), np.zeros((0, 3)), np.zeros((3, 0), "M8[s]")])
+def test_empty_values(value: Any) -> None:
+    assert bytes(source_view(value)) == b""
+    assert len(destination_view(value)) == 0
+
+
+def test_what_is_not_contiguous_or_writable() -> None:
+    fortran = np.asfortranarray(np.zeros((2, 3)))
+    for bad in (np.zeros((3, 3)).T, np.zeros(6)[::2], memoryview(bytes(8))[::2], fortran):
+        with pytest.raises(ValueError, match="contiguous"):
+            source_view(bad)
+    for readonly in (b"x", memoryview(bytearray(1)).toreadonly()):
+        with pytest.raises(ValueError, match="read-only"):
+            destination_view(readonly)
+
+
+@pytest.mark.parametrize("value", ["text", 1, None, [1], object(), np.array([[], None], object)])
+def test_what_has_no_bytes(value: Any) -> None:
+    with pytest.raises(TypeError):
+        source_view(value)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float16", "bool", ">f8", "M8[ns]", "U5", "S3", "c16", "uint64", "V7"]
+)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0, 4), (2, 3, 4)])
+def test_numpy_tensors_keep_dtype_and_shape(dtype: str, shape: tuple[int, ...]) -> None:
+    tensor = np.zeros(shape, dtype)
+    name, stored = describe_tensor(tensor)
+    made = empty_tensor(name, stored, None)
+    assert (made.dtype, made.shape) == (tensor.dtype, shape)
+    assert fits_tensor(name, stored, tensor.nbytes)
+
+
+def test_plain_names_are_plain() -> None:
+    assert describe_tensor(np.zeros(2, "<f4")) == ("float32", (2,))
+    assert describe_tensor(np.zeros(2, ">f4")) == (">f4", (2,))
+
+
+def test_what_is_no_tensor() -> None:
+    for neither in (b"bytes", [1, 2], np.zeros(1, object), np.zeros(1, "i4,f4")):
+        with pytest.raises(TypeError):
+            describe_tensor(neither)
+    assert not fits_tensor("", (), 4)
+    assert not fits_tensor("float32", (3, -1), 4)
+    assert not fits_tensor("float32", (3,), 4)
+    assert not fits_tensor("float32", (0,), 4)
+    with pytest.raises(P2PStoreError, match="float99"):
+        empty_tensor("float99", (1,), "numpy")
+
+
+def test_torch_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    for name in ("float32", "bfloat16", "bool", "int64", "complex64", "float8_e4m3fn"):
+        tensor = torch.zeros((2, 3)).to(getattr(torch, name))
+        stored, shape = describe_tensor(tensor)
+        assert (stored, shape) == (f"torch.{name}", (2, 3))
+        made = empty_tensor(stored, shape, None)
+        assert (made.dtype, made.shape) == (tensor.dtype, tensor.shape)
+        destination_view(made)[:] = source_view(tensor)
+        assert torch.equal(made.view(torch.uint8), tensor.view(torch.uint8))
+    assert empty_tensor("torch.float32", (2,), "numpy").dtype == np.float32
+    for bad in (torch.zeros(2, 3).T, torch.zeros(2, device="meta"), torch.zeros(2).to_sparse()):
+        with pytest.raises(ValueError, match="call"):
+            source_view(bad)
+    assert len(source_view(torch.nn.Parameter(torch.zeros(3)))) == 12
+    assert len(source_view(torch.zeros(0, 3))) == 0
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 65_536, 65_537, 4 * MIB, 4 * MIB + 4097])
+def test_fresh_bytes(length: int) -> None:
+    content = random.Random(length).randbytes(length)
+    view, finish = fresh_bytes(length)
+    assert (len(view), view.readonly, view.format) == (length, False, "B")
+    view[:] = content
+    value = finish()
+    assert type(value) is bytes
+    assert value == content
+    assert hash(value) == hash(content)
+
+
+@given(st.integers(0, 3 * MIB), st.randoms(use_true_random=False))
+def test_sums_are_those_of_the_copy(length: int, rng: random.Random) -> None:
+    source = rng.randbytes(length)
+    target = bytearray(length)
+    assert copy_and_sum(memoryview(target), memoryview(source)) == chunk_sums(target)
+    assert target == source
+
+
+def test_large_values_are_filled_in_pieces() -> None:
+    source = random.Random(1).randbytes(9 * MIB + 5)
+    target = bytearray(len(source))
+    calls = 0
+
+    class Counting(BlockingDriver):
+        async def run_in_thread(self, function: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return function()
+
+    sums = run_blocking(fill(Counting(), memoryview(target), memoryview(source)))
+    assert (target, sums, calls) == (source, chunk_sums(source), 3)
+
+
+@given(
+    st.text(min_size=1, max_size=300),
+    st.integers(0, 2**32),
+    st.sampled_from(["", "torch.float8_e4m3fn"]),
+    st.lists(st.integers(0, 2**63 - 1), max_size=20),
+)
+def test_the_trailer_fits_its_bound(key: str, length: int, dtype: str, shape: list[int]) -> None:
+    trailer = TrailerBody(
+        "n" * 255, key, bytes(8 * chunk_count(length)), 2**53, 2**31, 2, dtype, tuple(shape)
+    )
+    bound = trailer_bound(key.encode(), b"n" * 255, length, dtype, len(shape))
+    assert len(encode_trailer(trailer)) <= bound
+    assert bound % 64 == 0
+
+
+@given(st.lists(st.integers(0, 3 * GROUP_BYTES), max_size=40), st.integers(1, 3000))
+def test_groups_cover_a_batch_within_their_limits(sizes: list[int], small: int) -> None:
+    sizes = sizes + [1] * small
+    cut = groups(sizes)
+    assert [index for group in cut for index in group] == list(range(len(sizes)))
+    for group in cut:
+        assert 1 <= len(group) <= GROUP_ITEMS
+        assert len(group) == 1 or sum(sizes[index] for index in group) <= GROUP_BYTES
+
+
+def reservation(number: int, code: int = 0) -> Reservation:
+    return Reservation(number, 0, 0, 0, ItemError(code))
+
+
+def test_reservations_ahead_follow_the_pattern_of_puts() -> None:
+    ahead = GrantedAhead(max_bytes=1000)
+    a, b = ReserveItem(100, 64), ReserveItem(200, 64)
+    assert ahead.wanted(a) == []
+    assert ahead.wanted(a) == [a]
+    assert ahead.granted(a, [reservation(1)]) == []
+    assert ahead.take(b) is None
+    taken = ahead.take(a)
+    assert taken is not None
+    assert taken.reservation == 1
+    assert ahead.take(a) is None
+    assert ahead.granted(a, [reservation(2), reservation(3, code=11)]) == []
+    assert ahead.held
+    assert ahead.drop_others(a) == []
+    assert ahead.drop_others(b) == [2]
+    assert ahead.wanted(b) == []
+    assert ahead.granted(a, [reservation(4)]) == [4]  # asked for before the size changed
+    assert not ahead.held
+
+
+def test_reservations_ahead_have_limits() -> None:
+    ahead = GrantedAhead(max_bytes=1000)
+    large, small = ReserveItem(1001, 64), ReserveItem(1000, 64)
+    assert ahead.wanted(large) == ahead.wanted(large) == []
+    assert ahead.wanted(small) == []
+    for number in range(4):
+        assert ahead.wanted(small) == [small]
+        assert ahead.granted(small, [reservation(number)]) == []
+    assert ahead.wanted(small) == []
+    assert ahead.drop_unused() == [0, 1, 2, 3]
+    ahead.granted(small, [reservation(9)])
+    ahead.take(large)  # a put came: what is there stays until the next look
+    assert ahead.drop_unused() == []
+    assert ahead.drop_unused() == [9]
