@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final, NoReturn
 import typer
 from typer.core import TyperGroup
 
+import p2pstore
 from mooncake_p2p.errors import ExitCode, describe, exit_code
 
 PROGRAM: Final = "mooncake-p2p"
@@ -70,9 +71,7 @@ class LazyGroup(TyperGroup):
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        print(f"{PROGRAM} {version('p2pstore')}")
+        print(f"{PROGRAM} {p2pstore.__version__}")
         raise typer.Exit
 
 

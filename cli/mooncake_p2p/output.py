@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
+from p2pstore.objects import format_bytes
+
 PROGRESS_AFTER_SECONDS: Final = 1.0
 PIPE_COLUMNS: Final = 10_000  # nothing is folded for a program that reads
 
@@ -29,6 +31,18 @@ def printable(text: str) -> str:
         letter if letter.isprintable() else letter.encode("unicode_escape").decode()
         for letter in text
     )
+
+
+def format_rate(length_bytes: int, seconds: float) -> str:
+    """Bytes per second in the unit that suits, such as `6.02 GB/s`."""
+    rate = length_bytes / max(seconds, 1e-9)
+    return f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.2f} MB/s"
+
+
+def format_transfer(length_bytes: int, seconds: float) -> str:
+    """How much was moved, how long it took and how fast that is."""
+    duration = f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return f"{format_bytes(length_bytes)} in {duration} ({format_rate(length_bytes, seconds)})"
 
 
 def short_id(peer_id: str) -> str:

@@ -1,9 +1,9 @@
 """Requests and replies over one multiplexed stream. Shell (trio), without libp2p.
 
-A stream belongs to the side that opened it: it asks through an `AskingStream`, the
-other side answers through an `AnsweringStream`. Both start with admission. Each stream has one writer task: who asks or answers hands over a whole frame and waits only
-for room, so a cancelled request never leaves half a frame behind, and one stuck write delays nobody for
-longer than `WRITE_SECONDS`, after which the stream ends.
+A stream belongs to the side that opened it: that side asks through an `AskingStream`, the other answers
+through an `AnsweringStream`. Both start with admission. Each stream has one writer task: who asks or answers
+hands over a whole frame and waits only for room, so a cancelled request never leaves half a frame behind,
+and one stuck write delays nobody for longer than `WRITE_SECONDS`, after which the stream ends.
 """
 
 from __future__ import annotations

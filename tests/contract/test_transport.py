@@ -756,7 +756,7 @@ async def test_a_slow_request_does_not_hold_up_the_others(tcp: TcpHarness) -> No
     await stream.send(encode_frame(DataKind.PING, 100, Ping()))
     refused = [await read_frame(stream) for _ in range(7)]
     assert {(kind, flags) for kind, flags, *_ in refused[:6]} == {(DataKind.REPLICATE, 3)}
-    assert tcp.backend.most_waiting == 64
+    await until(lambda: tcp.backend.most_waiting == 64)
     assert refused[6][:3] == (DataKind.PING, 3, 100)  # 64 under way: BUSY for everything but GET
     digest = put(tcp.segment, "key", b"value")
     await stream.send(encode_frame(DataKind.GET, 101, Get([GetItem(digest)])))
@@ -885,7 +885,7 @@ async def test_a_bad_ticket_is_refused_with_the_reason(
             await side.run(lambda: pool.pull(copy, bytes(16), Unprepared()))
         await until(lambda: tcp.server.connections == 0)
     assert caught.value.code is Code.AUTHENTICATION_FAILED
-    assert len(lines) == 1  # both refusals within a second: one line
+    assert 1 <= len(lines) <= 2  # one line, unless over a second lies between the refusals
     assert reason in lines[0]
 
 

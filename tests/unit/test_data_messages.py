@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
@@ -38,9 +38,10 @@ from p2pstore.wire import (
     encode_frame,
 )
 
-MESSAGE_TYPES = sorted(
-    {*REQUESTS.values(), *REPLIES.values(), Ticket, GetItem, ObjectReply, Holding, KeyInfo},
-    key=lambda each: each.__name__,
+MESSAGE_TYPES: list[type[Message]] = list(
+    dict.fromkeys(
+        [*REQUESTS.values(), *REPLIES.values(), Ticket, GetItem, ObjectReply, Holding, KeyInfo]
+    )
 )
 INTEGERS = st.integers(-(1 << 63), (1 << 64) - 1)
 
@@ -69,6 +70,7 @@ def messages(message_type: type[Message]) -> st.SearchStrategy[Message]:
 
 
 @pytest.mark.parametrize("message_type", MESSAGE_TYPES, ids=lambda each: each.__name__)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_round_trip(message_type: type[Message], data: st.DataObject) -> None:
     message = data.draw(messages(message_type))
@@ -76,6 +78,7 @@ def test_round_trip(message_type: type[Message], data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("message_type", MESSAGE_TYPES, ids=lambda each: each.__name__)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_fields_of_a_newer_version_are_ignored(
     message_type: type[Message], data: st.DataObject
@@ -87,6 +90,7 @@ def test_fields_of_a_newer_version_are_ignored(
 
 
 @pytest.mark.parametrize("message_type", MESSAGE_TYPES, ids=lambda each: each.__name__)
+@settings(max_examples=50)
 @given(body=st.binary(max_size=200))
 def test_nonsense_is_a_protocol_error_or_a_message(
     message_type: type[Message], body: bytes

@@ -683,3 +683,43 @@ def test_the_same_seed_gives_the_same_run() -> None:
         return net.messages, net.rng.random()
 
     assert trace() == trace()
+
+
+# --- what is said to whom --------------------------------------------------------------------
+
+
+def exchanges(node: Node, now: float) -> list[Ask]:
+    asks = [effect for effect in node.gossip.tick(now) if isinstance(effect, Ask)]
+    return [ask for ask in asks if ask.kind == ControlKind.EXCHANGE]
+
+
+def test_a_stranger_that_calls_is_asked_at_once_who_it_is() -> None:
+    net, nodes = joined(5)
+    nodes[0].gossip.serve(peer_id_of(77), ControlKind.PING, Ping(1, []), net.now)
+    assert nodes[0].gossip.next_tick(net.now) == net.now
+    assert [ask.peer_id for ask in exchanges(nodes[0], net.now)] == [peer_id_of(77)]
+    nodes[0].gossip.serve(peer_id_of(77), ControlKind.PING, Ping(1, []), net.now)
+    assert exchanges(nodes[0], net.now) == []  # one at a time
+
+
+def test_buckets_are_sent_to_those_whose_records_differed() -> None:
+    net, nodes = joined(2)
+    node, now = nodes[0], net.now + 5
+    for expected in (0, 512, 0):
+        (ask,) = exchanges(node, now)
+        assert isinstance(ask.request, Exchange)
+        assert len(ask.request.cluster_buckets) == expected
+        theirs = 1 if expected == 0 else node.gossip.cluster_records.hash
+        reply = ExchangeReply(Delta([], [], [], []), b"", theirs, b"")
+        node.gossip.answered(ask.token, reply, now)
+        now += 5
+
+
+def test_who_may_hold_a_member_dead_gets_its_record_but_not_its_log() -> None:
+    net, nodes = joined(3)
+    for node in nodes:
+        node.hold(location(node.number), net.now)
+    assert net.run(2, net.converged)
+    delta = nodes[0].gossip.knowledge.delta_for({}, 1 << 20, None)
+    assert len(delta.records) == 3
+    assert [chunk.member for chunk in delta.logs] == [nodes[0].gossip.member]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,3 +126,12 @@ def test_a_restarted_log_holds_the_same_from_one() -> None:
 def test_a_malformed_set_is_refused(packed: bytes) -> None:
     with pytest.raises(ProtocolError):
         unpack_set(packed)
+
+
+def test_a_withdrawal_of_another_version_takes_nothing_from_a_reader() -> None:
+    reader = LocationSet()
+    reader.apply(location(1, 2).encode())
+    reader.apply(replace(location(1, 1), removed=True).encode())
+    assert len(reader) == 1
+    reader.apply(replace(location(1, 2), removed=True).encode())
+    assert (len(reader), reader.hash) == (0, 0)

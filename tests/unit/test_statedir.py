@@ -25,7 +25,8 @@ def mode(path: Path) -> int:
 
 def records(count: int) -> list[SignedRecord]:
     return [
-        SignedRecord(b"body %d" % number * number, bytes([number]) * 64) for number in range(count)
+        SignedRecord(b"body %d" % number * number, bytes([number + 1]) * 64)
+        for number in range(count)
     ]
 
 

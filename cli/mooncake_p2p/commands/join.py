@@ -116,6 +116,9 @@ def join(
         if setting in given:
             given[setting] = parse_duration(given[setting], f"--{setting.replace('_', '-')}")
     from p2pstore.config import load_config
+
+    settings = load_config(toml_path, os.environ, given)
+    settings.checked()  # a mistake is told at once: a second before the peer's modules are loaded
     from p2pstore.peer import run_peer
 
-    run_peer(load_config(toml_path, os.environ, given))
+    run_peer(settings)

@@ -24,7 +24,7 @@ from mooncake_p2p.options import (
     parse_duration,
     parse_timeout,
 )
-from mooncake_p2p.output import print_json, printable, progress, remark
+from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark
 from p2pstore.errors import BufferTooSmall, ConfigError, NoSuchKey
 from p2pstore.objects import encode_key, format_bytes
 
@@ -114,7 +114,7 @@ def put(
     if not json:
         later = "" if result.copies >= result.wanted else ", more when there are peers with room"
         remark(
-            f"{result.status} {printable(key)}: {_rate(length_bytes, seconds)}, "
+            f"{result.status} {printable(key)}: {format_transfer(length_bytes, seconds)}, "
             f"copies {result.copies}/{result.wanted}{later}"
         )
 
@@ -165,7 +165,7 @@ def get(
             {"key": key, "bytes": length_bytes, "output": output, "seconds": round(seconds, 6)}
         )
     elif not to_stdout:
-        remark(f"got {printable(key)}: {_rate(length_bytes, seconds)}")
+        remark(f"got {printable(key)}: {format_transfer(length_bytes, seconds)}")
 
 
 Allocate = Callable[[int], AbstractContextManager[memoryview]]
@@ -270,9 +270,3 @@ def rm(
     if failed:
         return exit_code(next(iter(failed.values())))
     return ExitCode.DONE if removed else ExitCode.NO_SUCH_KEY
-
-
-def _rate(length_bytes: int, seconds: float) -> str:
-    duration = f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-    rate = f"{length_bytes / max(seconds, 1e-9) / 1e9:.2f} GB/s"
-    return f"{format_bytes(length_bytes)} in {duration} ({rate})"

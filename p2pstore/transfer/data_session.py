@@ -1,0 +1,325 @@
+"""One data connection after its hello: requests in, answers out. Under trio.
+
+All requests that have arrived are taken before anything is answered, and small answers leave
+together in one `sendmsg`: that is what makes many small reads cheap. GET is answered in order and
+inline; everything else in a task of its own, so that it holds nothing up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import trio
+
+from p2pstore.errors import P2PStoreError, ProtocolError
+from p2pstore.objects import CHUNK_BYTES, KIB, MIB, PART_BYTES
+from p2pstore.streams import BytesLike
+from p2pstore.transfer.messages import (
+    READ_KINDS,
+    REQUESTS,
+    DataKind,
+    Get,
+    GetItem,
+    ObjectReply,
+    Objects,
+    ObjectStatus,
+)
+from p2pstore.transfer.tickets import Scope, TicketClaims
+from p2pstore.trio_streams import TrioStream
+from p2pstore.wire import (
+    ONE_WAY,
+    REPLY,
+    Code,
+    FrameBuffer,
+    FrameHeader,
+    Message,
+    code_of,
+    decode_body,
+    encode_failure,
+    encode_frame,
+)
+
+logger = logging.getLogger("p2pstore.transfer")
+
+RECEIVE_BYTES: Final = 64 * KIB
+MAX_GET_ITEMS: Final = 1024
+MAX_REPLY_BODY_BYTES: Final = 3 * MIB
+"""Slots and trailers in one reply; the frame's cap is 4 MiB."""
+GATHER_BYTES: Final = 256 * KIB
+"""Answers to pipelined requests wait for each other until they have this many bytes."""
+GATHER_PARTS: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedObject:
+    """An object that stays where it is until the backend's `let_go`. `handle` is the backend's own."""
+
+    slot: bytes
+    trailer: bytes
+    payload: memoryview
+    handle: Any
+
+
+class DataBackend(Protocol):
+    """What the peer does behind its data connections."""
+
+    def open_objects(self, items: Sequence[GetItem]) -> Sequence[OpenedObject | ObjectReply]:
+        """Hold objects that are about to be sent, one result per item: an `ObjectReply` says why not.
+
+        Every `OpenedObject` is given back by `let_go`, whatever happens. Never blocks.
+        """
+        ...
+
+    def let_go(self, opened: OpenedObject) -> None:
+        """The end of `open_objects`."""
+        ...
+
+    async def handle(
+        self, kind: DataKind, message: Message, claims: TicketClaims
+    ) -> tuple[Message, Sequence[BytesLike]]:
+        """Answer any other request: the reply and its bulk. Its `P2PStoreError` or `ValueError` is sent
+        as a failure. Cancelled when the connection ends."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What strangers and slow readers may cost. Times in seconds."""
+
+    connections: int = 1024
+    unproved_per_address: int = 32
+    hello_seconds: float = 5.0
+    idle_seconds: float = 600.0
+    progress_seconds: float = 5.0
+    handlers_per_connection: int = 64
+    reply_bulk_bytes: int = PART_BYTES
+
+
+class Refused(Exception):
+    """The connection ends: `code` and `text` are sent, and one line is logged."""
+
+    def __init__(self, kind: int, request_id: int, code: Code, text: str) -> None:
+        super().__init__(text)
+        self.frame = encode_failure(kind, request_id, code, text)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What was served so far, for statistics."""
+
+    objects: int = 0
+    bytes: int = 0
+
+
+class DataSession:
+    """One authenticated connection: reads requests, answers GET in order and inline, the rest in tasks."""
+
+    def __init__(
+        self,
+        stream: TrioStream,
+        frames: FrameBuffer,
+        claims: TicketClaims,
+        *,
+        backend: DataBackend,
+        limits: ServerLimits,
+        traffic: Traffic,
+    ) -> None:
+        self._backend = backend
+        self._limits = limits
+        self._traffic = traffic
+        self._stream = stream
+        self._frames = frames
+        self._claims = claims
+        self._sending = trio.Lock()
+        self._ended_by: Exception | None = None
+        self._handlers = 0
+        self._held: list[OpenedObject] = []
+        self._parts: list[BytesLike] = []
+        self._gathered_bytes = 0
+
+    async def run(self) -> None:
+        """Serve until the other side closes. Raises `Refused`, `ProtocolError` and `OSError` bare."""
+        async with trio.open_nursery() as nursery:
+            try:
+                await self._serve_requests(nursery)
+            except (Refused, ProtocolError, OSError) as error:
+                self._ended_by = error
+            finally:
+                self._let_go_all()
+            nursery.cancel_scope.cancel()  # nobody is left to hear the answers
+        if self._ended_by is not None:
+            raise self._ended_by
+
+    async def _serve_requests(self, nursery: trio.Nursery) -> None:
+        buffer = memoryview(bytearray(RECEIVE_BYTES))
+        while True:
+            await self._answer_all(nursery)
+            count = await self._receive_request(buffer)
+            if count == 0:
+                return
+            self._frames.feed(buffer[:count])
+
+    async def _receive_request(self, buffer: memoryview) -> int:
+        """The next bytes; 0 when the other side closed, or was silent for too long between requests."""
+        if not self._frames.pending_bytes:
+            with trio.move_on_after(self._limits.idle_seconds) as idle:
+                await self._stream.wait_readable_forever()
+            if idle.cancelled_caught:
+                return 0
+        return await self._stream.receive_into(buffer)
+
+    async def _answer_all(self, nursery: trio.Nursery) -> None:
+        """Answer every request that has arrived whole."""
+        while (frame := self._frames.next_frame()) is not None:
+            header, body = frame
+            message = self._decode(header, body)
+            if message is None:
+                continue
+            if isinstance(message, Get):
+                self._gather_objects(header.request_id, message)
+                if self._gathered_bytes >= GATHER_BYTES or len(self._parts) >= GATHER_PARTS:
+                    await self._flush()
+            elif self._handlers >= self._limits.handlers_per_connection:
+                text = f"{self._handlers} requests of this connection are under way already"
+                self._gather(encode_failure(header.kind, header.request_id, Code.BUSY, text))
+            else:
+                self._handlers += 1
+                nursery.start_soon(self._handle, header, message, nursery.cancel_scope)
+        await self._flush()
+
+    def _decode(self, header: FrameHeader, body: bytes) -> Message | None:
+        """The request, or None when it was answered with a failure. Raises `Refused` for garbage."""
+        kind, request_id = header.kind, header.request_id
+        if kind in (DataKind.HELLO, DataKind.PROOF) or header.flags & REPLY:
+            raise ProtocolError(f"a frame of kind {kind}, flags {header.flags} is not a request")
+        message_type = REQUESTS.get(kind)
+        if message_type is None:
+            self._refuse(header, Code.UNSUPPORTED, f"kind {kind} is unknown to this version")
+            return None
+        wanted = Scope.READ if kind in READ_KINDS else Scope.PEER
+        if not self._claims.scope & wanted:
+            self._refuse(
+                header,
+                Code.AUTHENTICATION_FAILED,
+                f"the ticket does not allow {DataKind(kind).name}: it was issued for "
+                f"{'other peers' if self._claims.scope & Scope.PEER else 'reading'} only",
+            )
+            return None
+        try:
+            message: Message = decode_body(message_type, body)
+        except ProtocolError as error:
+            raise Refused(kind, request_id, Code.MALFORMED, str(error)) from error
+        if isinstance(message, Get) and not 0 < len(message.items) <= MAX_GET_ITEMS:
+            text = f"a GET has 1 to {MAX_GET_ITEMS:,} items, not {len(message.items):,}"
+            raise Refused(kind, request_id, Code.MALFORMED, text)
+        return message
+
+    def _refuse(self, header: FrameHeader, code: Code, text: str) -> None:
+        if not header.flags & ONE_WAY:
+            self._gather(encode_failure(header.kind, header.request_id, code, text))
+
+    # --- GET ---------------------------------------------------------------------------------
+
+    def _gather_objects(self, request_id: int, get: Get) -> None:
+        """Put the answer to a GET with those that are to be sent next; its objects are held from here on."""
+        replies: list[ObjectReply] = []
+        payloads: list[memoryview] = []
+        bulk_bytes = body_bytes = 0
+        opened = self._backend.open_objects(get.items)
+        self._held += [each for each in opened if isinstance(each, OpenedObject)]
+        for item, each in zip(get.items, opened, strict=True):
+            if isinstance(each, ObjectReply):
+                replies.append(each)
+                continue
+            payload = _range(each.payload, item)
+            body_bytes += len(each.trailer) + 128
+            if (
+                bulk_bytes + len(payload) > self._limits.reply_bulk_bytes
+                or body_bytes > MAX_REPLY_BODY_BYTES
+            ):
+                replies.append(ObjectReply(ObjectStatus.TOO_LARGE))
+                continue
+            bulk_bytes += len(payload)
+            replies.append(
+                ObjectReply(ObjectStatus.OK, each.slot, each.trailer, bulk_bytes=len(payload))
+            )
+            payloads.append(payload)
+        self._gather(
+            encode_frame(
+                DataKind.GET, request_id, Objects(replies), flags=REPLY, bulk_length=bulk_bytes
+            )
+        )
+        self._parts += payloads
+        self._gathered_bytes += bulk_bytes
+        self._traffic.objects += len(payloads)
+
+    def _gather(self, frame: bytes) -> None:
+        self._parts.append(frame)
+        self._gathered_bytes += len(frame)
+
+    async def _flush(self) -> None:
+        """Send what was gathered and give the objects back."""
+        if not self._parts:
+            return
+        try:
+            await self._send(*self._parts)
+            self._traffic.bytes += self._gathered_bytes
+        finally:
+            self._let_go_all()
+
+    async def _send(self, *parts: BytesLike) -> None:
+        """Send without another task's reply in between."""
+        try:
+            self._sending.acquire_nowait()  # `async with` would cost a turn of the event loop
+        except trio.WouldBlock:
+            await self._sending.acquire()
+        try:
+            await self._stream.send(*parts)
+        finally:
+            self._sending.release()
+
+    def _let_go_all(self) -> None:
+        held, self._held = self._held, []
+        self._parts = []
+        self._gathered_bytes = 0
+        for opened in held:
+            self._backend.let_go(opened)
+
+    # --- everything else ---------------------------------------------------------------------
+
+    async def _handle(
+        self, header: FrameHeader, message: Message, connection: trio.CancelScope
+    ) -> None:
+        """Answer one request in a task of its own."""
+        kind, request_id = DataKind(header.kind), header.request_id
+        bulk: Sequence[BytesLike] = ()
+        try:
+            reply, bulk = await self._backend.handle(kind, message, self._claims)
+            size = sum(len(part) for part in bulk)
+            frame = encode_frame(kind, request_id, reply, flags=REPLY, bulk_length=size)
+        except (P2PStoreError, ValueError) as error:
+            detail = getattr(error, "needed", 0)
+            frame = encode_failure(kind, request_id, code_of(error), str(error), detail)
+        except Exception as error:
+            logger.exception("a %s request failed by an internal error", kind.name)
+            text = f"internal error of the other peer ({type(error).__name__}): see its log"
+            frame = encode_failure(kind, request_id, Code.INTERNAL, text)
+        finally:
+            self._handlers -= 1
+        if not header.flags & ONE_WAY:
+            try:
+                await self._send(frame, *bulk)
+            except OSError as error:  # half a reply may have left: the connection is of no use now
+                self._ended_by = error
+                connection.cancel()
+
+
+def _range(payload: memoryview, item: GetItem) -> memoryview:
+    """The chunks asked for; nothing when they begin beyond the end (which asks for slot and trailer)."""
+    start = max(0, item.first_chunk) * CHUNK_BYTES
+    if item.chunk_count <= 0:
+        return payload[start:]
+    return payload[start : start + item.chunk_count * CHUNK_BYTES]
