@@ -115,13 +115,14 @@ def flatten_parts(parts: Sequence[BytesLike]) -> list[memoryview]:
 
 
 def gather(views: Sequence[memoryview], first: int) -> list[memoryview]:
-    """The views for the next `sendmsg`: at most 512, and at most 1 MiB in all (but at least one)."""
+    """The views for the next `sendmsg`: at most 512, and no further one after 1 MiB in all.
+
+    A header goes out with the first 1 MiB of its payload: alone it would cost the reader a wake-up.
+    """
     total = 0
     last = first
-    while last < len(views) and last - first < MAX_GATHER:
+    while last < len(views) and last - first < MAX_GATHER and total < SEND_PIECE_BYTES:
         total += len(views[last])
-        if total > SEND_PIECE_BYTES and last > first:
-            break
         last += 1
     return list(views[first:last])
 
@@ -165,7 +166,9 @@ def tune_tcp(sock: socket.socket) -> None:
 class BlockingStream:
     """A `ByteStream` on a blocking socket with a timeout."""
 
-    def __init__(self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
+    def __init__(
+        self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS
+    ) -> None:
         self._sock = sock
         self._timeout = progress_seconds
         sock.settimeout(progress_seconds)
@@ -262,7 +265,9 @@ class BlockingDriver:
         try:
             sock = socket.create_connection((host, port), timeout_seconds)
         except TimeoutError:
-            raise DeadlineExceeded(f"{host}:{port} did not answer within {timeout_seconds:g} s") from None
+            raise DeadlineExceeded(
+                f"{host}:{port} did not answer within {timeout_seconds:g} s"
+            ) from None
         tune_tcp(sock)
         return BlockingStream(sock)
 

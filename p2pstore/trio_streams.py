@@ -32,7 +32,9 @@ T = TypeVar("T")
 class TrioStream:
     """A `ByteStream` under trio. One task may send while another receives."""
 
-    def __init__(self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
+    def __init__(
+        self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS
+    ) -> None:
         sock.setblocking(False)
         self._sock = sock
         self.progress_seconds = progress_seconds
@@ -45,7 +47,9 @@ class TrioStream:
             except trio.ClosedResourceError:
                 raise ConnectionAbortedError("the connection was closed by this side") from None
         if scope.cancelled_caught:
-            raise DeadlineExceeded(f"the connection made no progress for {self.progress_seconds:g} s")
+            raise DeadlineExceeded(
+                f"the connection made no progress for {self.progress_seconds:g} s"
+            )
         self._unyielded_bytes = 0
 
     async def _yield_after(self, count: int) -> None:
@@ -70,13 +74,18 @@ class TrioStream:
             await self._yield_after(sent)
 
     async def receive_into(self, view: memoryview) -> int:
+        await trio.lowlevel.checkpoint_if_cancelled()
         while True:
             try:
                 count = self._sock.recv_into(view)
             except BlockingIOError:
                 await self._wait(trio.lowlevel.wait_readable)
                 continue
-            await self._yield_after(count)
+            # No cancellation from here on: what was taken off the socket would be lost.
+            self._unyielded_bytes += count
+            if self._unyielded_bytes >= SEND_PIECE_BYTES:
+                self._unyielded_bytes = 0
+                await trio.lowlevel.cancel_shielded_checkpoint()
             return count
 
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
@@ -172,12 +181,8 @@ class TrioDriver:
 async def _connect(sock: socket.socket, address: Any) -> None:
     """Connect a fresh socket without blocking. A full backlog of a Unix socket is waited out."""
     sock.setblocking(False)
-    while True:
-        code = sock.connect_ex(address)
-        if code == errno.EAGAIN:  # AF_UNIX only: the backlog is full
-            await trio.sleep(0.01)
-            continue
-        break
+    while (code := sock.connect_ex(address)) == errno.EAGAIN:  # AF_UNIX: the backlog is full
+        await trio.sleep(0.01)
     if code == errno.EINPROGRESS:
         await trio.lowlevel.wait_writable(sock)
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -75,6 +75,12 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _show_help(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        print(context.get_help())
+        raise typer.Exit
+
+
 def _options(
     version: Annotated[
         bool,
@@ -85,6 +91,10 @@ def _options(
         typer.Option(
             "--debug", envvar="MOONCAKE_P2P_DEBUG", help="Show the traceback of an error."
         ),
+    ] = False,
+    # typer's own loads pydantic (65 ms) even when it is not given.
+    help_wanted: Annotated[
+        bool, typer.Option("--help", callback=_show_help, is_eager=True, help="Show this message.")
     ] = False,
 ) -> None:
     """A pool of memory for KV cache and checkpoints, from peer to peer, with nobody in charge.
@@ -106,7 +116,7 @@ def build() -> Any:
             "5 deadline passed, 6 copies known but none reachable."
         ),
     )
-    app.callback()(_options)
+    app.callback(add_help_option=False)(_options)
     return typer.main.get_command(app)
 
 

@@ -126,6 +126,7 @@ class _Bar:
         from rich.progress import (
             BarColumn,
             DownloadColumn,
+            FileSizeColumn,
             Progress,
             TextColumn,
             TimeElapsedColumn,
@@ -133,8 +134,10 @@ class _Bar:
         )
 
         columns: list[Any] = [TextColumn("{task.description}", markup=False), BarColumn(None)]
-        if self._done or self._total is not None:
-            columns += [DownloadColumn(binary_units=True), TransferSpeedColumn()]
+        if self._total is not None:
+            columns += [DownloadColumn(), TransferSpeedColumn()]
+        elif self._done:
+            columns += [FileSizeColumn(), TransferSpeedColumn()]
         bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
         self._task = bar.add_task(printable(self._label), total=self._total, completed=self._done)
         bar.start()

@@ -68,6 +68,11 @@ def name_key(key: str, error: P2PStoreError | ValueError) -> P2PStoreError | Val
     return error
 
 
+def plain_error(error: Exception) -> P2PStoreError | ValueError:
+    """An error as the result of an item carries it."""
+    return error if isinstance(error, P2PStoreError | ValueError) else ValueError(str(error))
+
+
 def location(copy: Copy) -> Location:
     """One known copy."""
     return Location(

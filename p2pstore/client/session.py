@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 from p2pstore.client import answers
+from p2pstore.client.answers import plain_error
 from p2pstore.client.destinations import BytesDestination, TensorDestination
 from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
 from p2pstore.client.link import PeerLink
-from p2pstore.client.puts import fill, groups, trailer_bound
 from p2pstore.client.values import Framework, describe_tensor, destination_view, source_view
+from p2pstore.client.writing import Writer, put_options
 from p2pstore.errors import P2PStoreError, StoreClosed
 from p2pstore.local import messages as local
 from p2pstore.local.messages import Access, LocalKind
@@ -19,11 +20,8 @@ from p2pstore.local.paths import find_socket
 from p2pstore.objects import (
     DEFAULT_NAMESPACE,
     Version,
-    check_object_length,
     encode_key,
-    encode_namespace,
     key_hasher,
-    root_checksum,
 )
 from p2pstore.results import (
     Buffer,
@@ -41,8 +39,6 @@ from p2pstore.wire import Code, Empty, Message
 
 M = TypeVar("M", bound=Message)
 
-REPLICATE_BYTES_PER_SECOND: Final = 50e6
-"""A copy on another peer may take this long before a put stops waiting for it."""
 BATCH_KEYS: Final = 8192
 REMOVE_SECONDS: Final = 5.0
 """What removing and listing may take on top, as other peers are asked."""
@@ -71,7 +67,6 @@ class ClientSession:
         self._driver = driver
         self._wanted_socket = socket
         self._digest = key_hasher(namespace)
-        self._namespace_bytes = encode_namespace(namespace)
         self._open_link: PeerLink | None = None
         self._open_fetcher: Fetcher | None = None
 
@@ -111,6 +106,12 @@ class ClientSession:
         assert self._open_fetcher is not None
         return self._open_fetcher
 
+    @property
+    def _writer(self) -> Writer:
+        link = self._link
+        link.check()
+        return Writer(link, self.namespace)
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         socket = self._wanted_socket if self._open_link is None else self.socket_path
         return _restore, (type(self), socket, self.namespace, self.timeout)
@@ -131,163 +132,27 @@ class ClientSession:
         """Store a value under a key. `ttl` in seconds. With `replicas`, returns when so many copies
         exist or no more can be made. Raises `CapacityExceeded` or `ObjectTooLarge` before any byte
         is copied, `ValueError` for a value that is not contiguous."""
-        options = _put_options(replicas, pin, ttl, overwrite, durable)
-        return await self._put(key, source_view(value), options)
+        options = put_options(replicas, pin, ttl, overwrite, durable)
+        return await self._writer.put(key, source_view(value), options)
 
     async def put_tensor(
         self, key: str, tensor: Any, *, replicas: int = 1, overwrite: bool = False
     ) -> PutResult:
         """`put` for a numpy array or CPU torch tensor, with its dtype and shape."""
         dtype, shape = describe_tensor(tensor)
-        options = _put_options(replicas, "none", None, overwrite, False)
-        return await self._put(key, source_view(tensor), options | {"dtype": dtype, "shape": shape})
-
-    async def _put(self, key: str, source: memoryview, options: dict[str, Any]) -> PutResult:
-        link = self._link
-        item = self._reserve_item(key, source, options)
-        reservation = link.ahead.take(item)
-        if reservation is None:
-            if link.ahead.held:
-                link.abort(link.ahead.drop_others(item))
-            reservation = (await self._reserve([item]))[0]
-            if reservation.error.code == Code.CAPACITY_EXCEEDED and link.make_room():
-                reservation = (await self._reserve([item]))[0]
-            answers.raise_for(key, reservation.error)
-        try:
-            commit = await self._fill(key, source, reservation, options)
-            again = link.ahead.wanted(item)
-            reply = await self._commit([commit], again)
-        except BaseException:
-            link.abort([reservation.reservation])  # harmless when the commit got through
-            raise
-        self._keep(again, reply)
-        return answers.put_result(key, reply.items[0], link.connection.hello.name)
+        options = put_options(replicas, "none", None, overwrite, False)
+        return await self._writer.put(
+            key, source_view(tensor), options | {"dtype": dtype, "shape": shape}
+        )
 
     async def put_many(
         self, items: Sequence[tuple[str, Buffer]], *, replicas: int = 1, overwrite: bool = False
     ) -> list[ItemResult]:
         """Store many values in few requests; one result per item, in order. Never raises for one
         item that fails: its result carries the error."""
-        options = _put_options(replicas, "none", None, overwrite, False)
-        results: list[ItemResult] = [ItemResult(key) for key, _ in items]
-        sources: list[memoryview] = []
-        for index, (key, value) in enumerate(items):
-            try:
-                encode_key(key)
-                sources.append(source_view(value))
-                check_object_length(len(sources[-1]))
-            except (P2PStoreError, ValueError, TypeError) as error:
-                sources = [*sources[:index], memoryview(b"")]
-                results[index] = ItemResult(key, error=_plain(error))
-        for group in groups([len(source) for source in sources]):
-            good = [index for index in group if results[index].ok]
-            await self._put_group(items, sources, good, options, results)
-        return results
-
-    async def _put_group(
-        self,
-        items: Sequence[tuple[str, Buffer]],
-        sources: Sequence[memoryview],
-        indices: Sequence[int],
-        options: dict[str, Any],
-        results: list[ItemResult],
-    ) -> None:
-        if not indices:
-            return
-        reservations = await self._reserve(
-            [self._reserve_item(items[index][0], sources[index], options) for index in indices]
+        return await self._writer.put_many(
+            items, put_options(replicas, "none", None, overwrite, False)
         )
-        good = {
-            index: reservation
-            for index, reservation in zip(indices, reservations, strict=True)
-            if not reservation.error.code
-        }
-        for index, reservation in zip(indices, reservations, strict=True):
-            if index not in good:
-                key = items[index][0]
-                results[index] = ItemResult(key, error=answers.error_in(key, reservation.error))
-        if not good:
-            return
-        try:
-            commits = [
-                await self._fill(items[index][0], sources[index], reservation, options)
-                for index, reservation in good.items()
-            ]
-            reply = await self._commit(commits, [])
-        except BaseException:
-            self._link.abort(each.reservation for each in good.values())
-            raise
-        for index, outcome in zip(good, reply.items, strict=True):
-            key = items[index][0]
-            try:
-                result = answers.put_result(key, outcome, self._link.connection.hello.name)
-            except (P2PStoreError, ValueError) as error:
-                results[index] = ItemResult(key, error=error)
-            else:
-                results[index] = ItemResult(key, result)
-
-    def _reserve_item(
-        self, key: str, source: memoryview, options: dict[str, Any]
-    ) -> local.ReserveItem:
-        check_object_length(len(source))
-        return local.ReserveItem(
-            len(source),
-            trailer_bound(
-                encode_key(key),
-                self._namespace_bytes,
-                len(source),
-                options.get("dtype", ""),
-                len(options.get("shape", ())),
-            ),
-        )
-
-    async def _reserve(self, items: list[local.ReserveItem]) -> list[local.Reservation]:
-        reply = await self._link.request(
-            LocalKind.RESERVE,
-            local.Reserve(items),
-            local.Reserved,
-            on_late_reply=lambda late: self._link.abort(_granted(late.items)),
-        )
-        if len(reply.items) != len(items):
-            raise P2PStoreError("the local peer reserved room for another number of values")
-        return reply.items
-
-    async def _fill(
-        self, key: str, source: memoryview, reservation: local.Reservation, options: dict[str, Any]
-    ) -> local.CommitItem:
-        segment = self._link.connection.segments[reservation.segment]
-        target = segment[reservation.offset : reservation.offset + len(source)]
-        sums = await fill(self._driver, target, source)
-        return local.CommitItem(
-            reservation.reservation,
-            key,
-            len(source),
-            sums,
-            root_checksum(len(source), sums),
-            **options,
-        )
-
-    async def _commit(
-        self, items: list[local.CommitItem], again: list[local.ReserveItem]
-    ) -> local.Committed:
-        copied_elsewhere = sum(item.length * (item.replicas - 1) for item in items)
-        reply = await self._link.request(
-            LocalKind.COMMIT,
-            local.Commit(self.namespace, items, deadline_ms(self.timeout), again),
-            local.Committed,
-            extra_seconds=copied_elsewhere / REPLICATE_BYTES_PER_SECOND,
-            on_late_reply=lambda late: self._link.abort(_granted(late.again)),
-        )
-        if len(reply.items) != len(items):
-            raise P2PStoreError("the local peer answered for another number of puts")
-        return reply
-
-    def _keep(self, again: list[local.ReserveItem], reply: local.Committed) -> None:
-        if again:
-            unwanted = self._link.ahead.granted(again[0], reply.again)
-            if unwanted:
-                self._link.abort(unwanted)
-            self._link.stir()
 
     # --- get ---------------------------------------------------------------------------------
 
@@ -328,7 +193,7 @@ class ClientSession:
                 view = destination_view(buffer)
                 copied = await fetcher.read_here_into(digest, view)
             except (P2PStoreError, ValueError, TypeError) as error:
-                results[index] = ItemResult(key, error=_plain(error))
+                results[index] = ItemResult(key, error=plain_error(error))
                 continue
             if copied is None:
                 missing[index] = (digest, BufferDestination(view))
@@ -379,9 +244,11 @@ class ClientSession:
         shared = self._share_lease(digest)
         if shared is not None:
             return shared
-        grant = await self._lease(digest, wait)
+        grant = await self._lease(digest)
+        if grant.error.code == Code.NO_SUCH_KEY:
+            grant = await self._lease(digest, fetch=True, wait=wait)
         if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
-            grant = await self._lease(digest, wait)
+            grant = await self._lease(digest)
         answers.raise_for(key, grant.error)
         view = link.leases.view(
             grant.lease,
@@ -407,12 +274,16 @@ class ClientSession:
                         return shared
         return None
 
-    async def _lease(self, digest: bytes, wait: float) -> local.LeaseGrant:
+    async def _lease(
+        self, digest: bytes, *, fetch: bool = False, wait: float = 0.0
+    ) -> local.LeaseGrant:
+        """Ask for a lease. Only with `fetch` may the answer take its time: the object is
+        brought."""
         reply = await self._link.request(
             LocalKind.LEASE,
-            local.Lease(digest, True, round(wait * 1000), deadline_ms(self.timeout)),
+            local.Lease(digest, fetch, round(wait * 1000), deadline_ms(self.timeout)),
             local.Leased,
-            extra_seconds=wait + FETCH_SECONDS,
+            extra_seconds=wait + FETCH_SECONDS if fetch else 0.0,
             on_late_reply=self._fetcher.give_back,
         )
         return reply.items[0]
@@ -515,7 +386,7 @@ class ClientSession:
             try:
                 encode_key(key)
             except (ValueError, TypeError) as error:
-                results[index] = ItemResult(key, error=_plain(error))
+                results[index] = ItemResult(key, error=plain_error(error))
         for some in _batches([index for index in range(len(keys)) if index not in results]):
             request = local.Remove(
                 self.namespace, [keys[index] for index in some], deadline_ms(self.timeout)
@@ -570,33 +441,8 @@ _ListKeys = local.ListKeys  # `list_keys` has a parameter named `local`, as its 
 _Keys = local.Keys
 
 
-def _put_options(
-    replicas: int, pin: str, ttl: float | None, overwrite: bool, durable: bool
-) -> dict[str, Any]:
-    if replicas < 1:
-        raise ValueError(f"replicas must be at least 1, not {replicas}")
-    if ttl is not None and not ttl > 0:
-        raise ValueError(f"the time to live must be above 0 seconds, not {ttl}")
-    return {
-        "replicas": replicas,
-        "pin": answers.pin_number(pin),
-        "ttl_ms": 0 if ttl is None else max(1, round(ttl * 1000)),
-        "overwrite": overwrite,
-        "durable": durable,
-    }
-
-
-def _granted(reservations: Iterable[local.Reservation]) -> list[int]:
-    return [each.reservation for each in reservations if not each.error.code]
-
-
 def _batches(indices: Sequence[int]) -> list[Sequence[int]]:
     return [indices[at : at + BATCH_KEYS] for at in range(0, len(indices), BATCH_KEYS)]
-
-
-def _plain(error: Exception) -> P2PStoreError | ValueError:
-    """An error as a batch's result carries it."""
-    return error if isinstance(error, P2PStoreError | ValueError) else ValueError(str(error))
 
 
 def _restore(

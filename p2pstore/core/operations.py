@@ -501,7 +501,15 @@ class ReplicateOperation(Operation):
     def _proceed(self, now: float) -> None:
         entry = self._entry
         timeout = 5.0 + entry.length / REPLICATE_BYTES_PER_SECOND
-        request = Replicate(entry.digest, entry.version.clock, entry.version.writer, entry.length)
+        me = self.core.gossip.record(now)
+        request = Replicate(
+            entry.digest,
+            entry.version.clock,
+            entry.version.writer,
+            entry.length,
+            record_body=me.body,
+            record_signature=me.signature,
+        )
         while self._copies + len(self._pending) < self._wanted and self._candidates:
             target = self._candidates.pop(0)
             self._next_tag += 1

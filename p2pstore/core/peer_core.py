@@ -30,7 +30,7 @@ from p2pstore.core.operations import (
 from p2pstore.errors import NoSuchKey, ProtocolError, StoreClosed
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.messages import Status
+from p2pstore.gossip.messages import ControlKind, Delta, Status
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
     ClusterRecord,
@@ -87,7 +87,6 @@ class PeerCore:
         *,
         signer: Signer,
         verifier: Verifier,
-        incarnation: int,
         gossip: Gossip,
         segment: Segment,
         clock: HybridClock,
@@ -98,7 +97,6 @@ class PeerCore:
         self.verifier = verifier
         self.peer_id: PeerId = signer.peer_id
         self.member: Member = member_of(signer.peer_id)
-        self.incarnation = incarnation
         self.gossip = gossip
         self.segment = segment
         self.clock = clock
@@ -200,6 +198,11 @@ class PeerCore:
                     PUSH_TIMEOUT_SECONDS,
                 )
             )
+
+    @property
+    def incarnation(self) -> int:
+        """Of this peer's log. It may rise while running: see `Gossip.incarnation`."""
+        return self.gossip.incarnation
 
     @property
     def operations_under_way(self) -> int:
@@ -540,6 +543,9 @@ class PeerCore:
         self, sender: PeerId, request: Replicate, now: float
     ) -> Message | Operation:
         minimum = Version(request.clock, request.writer)
+        if request.record_body:
+            me = SignedRecord(request.record_body, request.record_signature)
+            self.gossip.serve(sender, ControlKind.DELTA, Delta([me], [], [], []), now)
         entry = self.segment.find(request.digest, self.unix(now))
         if entry is not None and minimum.covers(entry.version) and entry.version.covers(minimum):
             if entry.soft and not request.soft:

@@ -130,7 +130,9 @@ class DigestEntry(Message, frozen=True):
 def pack_digest(entries: Iterable[DigestEntry]) -> bytes:
     """28 bytes an entry."""
     return b"".join(
-        _DIGEST_ENTRY.pack(entry.member, entry.incarnation, entry.record_sequence, entry.log_sequence)
+        _DIGEST_ENTRY.pack(
+            entry.member, entry.incarnation, entry.record_sequence, entry.log_sequence
+        )
         for entry in entries
     )
 

@@ -178,7 +178,9 @@ def decode_location(packed: bytes | memoryview, offset: int = 0) -> LocationReco
 def iterate_locations(packed: bytes | memoryview) -> Iterator[LocationRecord]:
     """All records of a packed run. Raises `ProtocolError` when it is not a whole number of them."""
     if len(packed) % LOCATION_BYTES:
-        raise ProtocolError(f"a run of location records has {len(packed)} bytes, not a multiple of 34")
+        raise ProtocolError(
+            f"a run of location records has {len(packed)} bytes, not a multiple of 34"
+        )
     for offset in range(0, len(packed), LOCATION_BYTES):
         yield decode_location(packed, offset)
 

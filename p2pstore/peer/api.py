@@ -24,12 +24,12 @@ from p2pstore.gossip.identity import Ed25519Verifier
 from p2pstore.gossip.machine import Gossip, GossipConfig
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
+    ClusterRecord,
     LogHead,
     PeerRecord,
     SegmentOffer,
     TransportOffer,
     format_peer_id,
-    open_cluster_record,
 )
 from p2pstore.keyring import KeyRing
 from p2pstore.local.paths import answers, default_socket_path
@@ -59,6 +59,7 @@ from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.shm import ShmTransport
 from p2pstore.transfer.transport import Transport
 from p2pstore.trio_streams import TrioDriver
+from p2pstore.wire import decode_body
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -188,6 +189,7 @@ async def _start(
         incarnation=incarnation,
         geometry=plan_geometry(config.memory_bytes, config.max_objects),
     )
+    stack.callback(segment.detach)
     stack.callback(segment.close)
     clock = HybridClock(state.clock if state is not None else 0)
     offer = PeerRecord(
@@ -224,7 +226,6 @@ async def _start(
     core = PeerCore(
         signer=identity,
         verifier=verifier,
-        incarnation=incarnation,
         gossip=gossip,
         segment=segment,
         clock=clock,
@@ -234,9 +235,11 @@ async def _start(
     if state is not None:
         for address in state.load_addresses():
             gossip.contacts.add((address,), bootstrap=False)
+        # Signatures were checked when these came in; the receivers of a gossiped record check them again.
         gossip.cluster_records.load(
-            (open_cluster_record(signed, verifier), signed) for signed in state.load_floors()
+            (decode_body(ClusterRecord, signed.body), signed) for signed in state.load_floors()
         )
+        state.replace_floors(gossip.cluster_records.dump())
     node = Node(config=config, core=core, host_id=offer.host_id, state=state, rng=rng)
     office = TicketOffice(identity, ring)
     await _open_transports(stack, node, office)

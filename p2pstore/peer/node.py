@@ -31,6 +31,7 @@ from p2pstore.errors import (
     NoSuchKey,
     P2PStoreError,
     ProtocolError,
+    ProtocolMismatch,
     StoreClosed,
     Unavailable,
 )
@@ -38,18 +39,24 @@ from p2pstore.gossip.host import ControlHost
 from p2pstore.gossip.link import LinkError
 from p2pstore.gossip.machine import Ask, Contact, Duplicate, FetchSnapshot, SnapshotHead
 from p2pstore.gossip.machine import Effect as GossipEffect
-from p2pstore.gossip.messages import ControlKind
+from p2pstore.gossip.membership import MemberChange
+from p2pstore.gossip.messages import ControlKind, Status
 from p2pstore.gossip.records import PeerId, PeerRecord, SignedRecord, format_peer_id
 from p2pstore.statedir import StateDirectory
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.messages import DataKind, Snapshot, SnapshotReply
 from p2pstore.transfer.transport import RemoteCopy, RemotePeer, Transport, pull_with_failover
-from p2pstore.wire import Failure, Message, code_of
+from p2pstore.wire import Code, Failure, Message, code_of
 
 logger = logging.getLogger("p2pstore.peer")
 
 MAX_EFFECTS_UNDER_WAY: Final = 512
+ADMISSION_CODES: Final = (
+    Code.AUTHENTICATION_FAILED,
+    Code.WRONG_CLUSTER,
+    Code.PROTOCOL_MISMATCH,
+)
 DRAIN_CHECKPOINTS: Final = 3
 """Scheduler turns between a timer and its verdict: after a stall of the process, what has arrived
 meanwhile is handled before anybody is declared silent."""
@@ -89,6 +96,7 @@ class Node:
         self._wake = trio.Event()
         self._tick_due = float("inf")
         self._reported: set[tuple[str, ...]] = set()
+        self._refused_by: set[PeerId] = set()
         self._unsaved: list[SignedRecord] = []
         self._save_now = trio.Event()
 
@@ -118,8 +126,9 @@ class Node:
             self._tick_due = self.core.next_tick(self.now)
             with trio.move_on_after(max(0.0, self._tick_due - self.now)):
                 await self._wake.wait()
-            if self.now < self.core.next_tick(self.now):
-                continue
+            now = self.now
+            if now < self.core.next_tick(now):
+                continue  # woken early: something made an earlier tick due
             for _ in range(DRAIN_CHECKPOINTS):
                 await trio.lowlevel.checkpoint()
             self.core.unix_offset_seconds = time.time() - self.now
@@ -129,11 +138,23 @@ class Node:
     def process(self) -> None:
         """Carry out what the core has decided. Call it after everything that touches the core."""
         self.core.gossip_arrived(self.now)
+        for change in self.core.gossip.take_changes():
+            self._member_changed(change)
         self.core.flush_pushes(self.now)
         for effect in self.core.take_effects():
             self._execute(effect)
         if self.core.next_tick(self.now) < self._tick_due:
             self._wake.set()
+
+    def _member_changed(self, change: MemberChange) -> None:
+        logger.info(
+            "peer %s is %s",
+            self.core.name_of(change.peer_id),
+            change.new.name.lower(),
+            extra={"peer_id": format_peer_id(change.peer_id)},
+        )
+        if change.new > Status.SUSPECT:
+            self._nursery.start_soon(self.host.disconnect, change.peer_id)
 
     def _execute(self, effect: object) -> None:
         if isinstance(effect, OperationFinished):
@@ -165,9 +186,9 @@ class Node:
 
     async def complete(self, operation: Operation) -> Any:
         """Wait for an operation and return its result, or raise it. Cancellation cancels the operation."""
+        self.process()
         if not operation.done:
             event = self._waiting.setdefault(operation.number, trio.Event())
-            self.process()
             try:
                 await event.wait()
             except trio.Cancelled:
@@ -254,7 +275,13 @@ class Node:
                 effect.peer_id, addresses, effect.kind, effect.request, effect.timeout_seconds
             )
         except LinkError as error:
+            if error.code in ADMISSION_CODES:
+                self._refused(effect.peer_id, addresses, error)
             logger.debug("control request to %s failed: %s", format_peer_id(effect.peer_id), error)
+        else:
+            if not self.contacted.is_set():
+                logger.info("joined through %s", ", ".join(addresses))
+                self.contacted.set()
         self._take(lambda: self.core.gossip.answered(effect.token, reply, self.now))
 
     def _take(self, step: Callable[[], Sequence[GossipEffect]]) -> None:
@@ -306,9 +333,6 @@ class Node:
                 error = problem
             else:
                 self._reported.discard(effect.addresses)
-                if peer_id != self.core.peer_id and not self.contacted.is_set():
-                    logger.info("joined through %s", address)
-                    self.contacted.set()
                 self._take(
                     lambda peer_id=peer_id: self.core.gossip.contacted(  # type: ignore[misc]  # bound now
                         peer_id, effect.addresses, self.now
@@ -319,9 +343,7 @@ class Node:
         self._take(lambda: self.core.gossip.contact_failed(effect.addresses, self.now))
 
     def _not_contacted(self, addresses: tuple[str, ...], error: LinkError | None) -> None:
-        if error is not None and error.refused and not self.contacted.is_set():
-            self._refused(addresses[0], error)
-        elif addresses not in self._reported:
+        if addresses not in self._reported:
             self._reported.add(addresses)
             logger.warning(
                 "%s cannot be joined: %s; trying again with growing pauses%s",
@@ -330,10 +352,23 @@ class Node:
                 "" if self.core.live_peers() else ", serving alone meanwhile",
             )
 
-    def _refused(self, address: str, error: LinkError) -> None:
-        """The cluster does not want this peer: it ends rather than serve a cluster of its own unnoticed."""
-        self.failure = AuthenticationFailed(f"{address} refused this peer: {error}")
-        self.leave_requested.set()
+    def _refused(self, peer_id: PeerId, addresses: Sequence[str], error: LinkError) -> None:
+        """A peer does not admit this one. When that is the first answer of all, this peer ends rather
+        than serve a cluster of its own unnoticed."""
+        where = ", ".join(addresses)
+        if self.contacted.is_set():
+            if peer_id not in self._refused_by:
+                self._refused_by.add(peer_id)
+                logger.warning("%s refused this peer: %s", where, error)
+        elif self.failure is None:
+            logger.error("%s refused this peer: %s", where, error)
+            kind = (
+                AuthenticationFailed
+                if error.code is not Code.PROTOCOL_MISMATCH
+                else ProtocolMismatch
+            )
+            self.failure = kind(f"{where} refused this peer: {error}")
+            self.leave_requested.set()
 
     # --- state -------------------------------------------------------------------------------
 
@@ -353,6 +388,7 @@ class Node:
         try:
             for record in records:
                 self.state.append_floor(record)
+            self.state.save_incarnation(self.core.incarnation)
             self.state.save_clock(self.core.clock.latest)
             self.state.save_addresses(
                 [address for _, book in self.core.gossip.address_book() for address in book]
@@ -365,6 +401,7 @@ class Node:
     async def leave(self) -> None:
         """Tell the others, take no new work, keep what must survive."""
         self.core.closing = True
+        self.process()
         asks = [effect for effect in self.core.gossip.leave(self.now) if isinstance(effect, Ask)]
         with trio.move_on_after(1.0, shield=True):
             async with trio.open_nursery() as nursery:

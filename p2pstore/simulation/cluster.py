@@ -150,7 +150,6 @@ class SimulatedPeer:
         self.core = PeerCore(
             signer=self.signer,
             verifier=verifier,
-            incarnation=state.incarnation,
             gossip=gossip,
             segment=segment,
             clock=clock,
@@ -187,6 +186,7 @@ class SimulatedPeer:
         """Lose everything but the state directory."""
         if self.core is not None:
             self.persistent.clock = self.core.clock.latest
+            self.persistent.incarnation = self.core.incarnation
             self.persistent.addresses = [
                 (peer_id, list(book)) for peer_id, book in self.core.gossip.address_book()
             ]

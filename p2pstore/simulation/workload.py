@@ -177,8 +177,10 @@ class Workload:
         """Replication to peers that do not answer goes on for a while; it holds what it copies."""
         self.kernel.run_until(
             self.kernel.now + LAST_OPERATION_SECONDS,
-            stop=lambda: not any(
-                peer.core.operations_under_way for peer in self.cluster.running if peer.core
+            stop=lambda: (
+                not any(
+                    peer.core.operations_under_way for peer in self.cluster.running if peer.core
+                )
             ),
         )
 

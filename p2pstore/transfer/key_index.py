@@ -50,6 +50,10 @@ class KeyIndex:
         start = hole * INDEX_ENTRY_BYTES
         self._section[start : start + INDEX_ENTRY_BYTES] = _UNUSED
 
+    def detach(self) -> None:
+        """Let go of the memory."""
+        self._section = memoryview(b"")
+
     def _find(self, digest: bytes) -> int | None:
         position = index_home(digest, self._entries)
         while (there := self._digests[position]) is not None:

@@ -137,7 +137,9 @@ def decode_segment_header(data: bytes | memoryview) -> SegmentHeader:
     if magic != SEGMENT_MAGIC or checksum != _header_checksum(packed):
         raise ProtocolError("this is not a p2pstore memory segment, or its header is damaged")
     if fmt != SEGMENT_FORMAT:
-        raise ProtocolError(f"segment format {fmt} is not supported; this version reads {SEGMENT_FORMAT}")
+        raise ProtocolError(
+            f"segment format {fmt} is not supported; this version reads {SEGMENT_FORMAT}"
+        )
     try:
         return SegmentHeader(segment_id, incarnation, Geometry(*numbers), SegmentState(state))
     except ValueError:
@@ -225,13 +227,23 @@ def decode_slot(packed: bytes) -> Slot | None:
     """The slot in a private 64-byte copy, or None when it is torn, damaged or of another format."""
     if len(packed) != SLOT_BYTES:
         return None
-    fmt, state, writer, trailer_length, flags, digest, clock, offset, length, root, checksum = _SLOT.unpack(
-        packed
+    fmt, state, writer, trailer_length, flags, digest, clock, offset, length, root, checksum = (
+        _SLOT.unpack(packed)
     )
-    if fmt != SLOT_FORMAT or checksum != xxhash.xxh3_64_intdigest(packed[:-8]) or state > SlotState.DOOMED:
+    if (
+        fmt != SLOT_FORMAT
+        or checksum != xxhash.xxh3_64_intdigest(packed[:-8])
+        or state > SlotState.DOOMED
+    ):
         return None
     return Slot(
-        SlotState(state), digest, Version(clock, writer, root), offset, length, trailer_length, flags
+        SlotState(state),
+        digest,
+        Version(clock, writer, root),
+        offset,
+        length,
+        trailer_length,
+        flags,
     )
 
 
@@ -271,9 +283,13 @@ _TRAILER_PREFIX: Final = struct.Struct("<HHIQ")
 def encode_trailer(trailer: TrailerBody) -> bytes:
     """Prefix and body. Raises `ValueError` above 64 KiB (a tensor with an absurd shape)."""
     body = msgspec.msgpack.encode(trailer)
-    packed = _TRAILER_PREFIX.pack(TRAILER_FORMAT, 0, len(body), xxhash.xxh3_64_intdigest(body)) + body
+    packed = (
+        _TRAILER_PREFIX.pack(TRAILER_FORMAT, 0, len(body), xxhash.xxh3_64_intdigest(body)) + body
+    )
     if len(packed) > MAX_TRAILER_BYTES:
-        raise ValueError(f"the object's metadata needs {len(packed):,} bytes; at most 65,535 are allowed")
+        raise ValueError(
+            f"the object's metadata needs {len(packed):,} bytes; at most 65,535 are allowed"
+        )
     return packed
 
 
@@ -283,7 +299,11 @@ def decode_trailer(packed: bytes | memoryview) -> TrailerBody | None:
         return None
     fmt, _, body_length, checksum = _TRAILER_PREFIX.unpack_from(packed)
     body = bytes(packed[_TRAILER_PREFIX.size : _TRAILER_PREFIX.size + body_length])
-    if fmt != TRAILER_FORMAT or len(body) != body_length or checksum != xxhash.xxh3_64_intdigest(body):
+    if (
+        fmt != TRAILER_FORMAT
+        or len(body) != body_length
+        or checksum != xxhash.xxh3_64_intdigest(body)
+    ):
         return None
     try:
         return decode_body(TrailerBody, body)

@@ -130,13 +130,18 @@ class Push(Message, frozen=True):
 
 
 class Replicate(Message, frozen=True):
-    """Fetch this object from me and keep a copy of at least this version."""
+    """Fetch this object from me and keep a copy of at least this version.
+
+    The sender's signed peer record comes along: a fresh peer may ask before gossip has told of it.
+    """
 
     digest: bytes
     clock: int
     writer: int
     length: int
     soft: bool = False
+    record_body: bytes = b""
+    record_signature: bytes = b""
 
 
 class Replicated(Message, frozen=True):

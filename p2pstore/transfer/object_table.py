@@ -122,6 +122,11 @@ class ObjectTable:
         """Mark the segment as one that nobody keeps any more."""
         self._write(SEGMENT_STATE_OFFSET, int(SegmentState.CLOSED).to_bytes(4, "little"))
 
+    def detach(self) -> None:
+        """Let go of the buffer."""
+        self._buffer = memoryview(b"")
+        self._index.detach()
+
     def _slot_offset(self, number: int) -> int:
         return self.geometry.slots_offset + number * SLOT_BYTES
 

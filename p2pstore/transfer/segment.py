@@ -343,6 +343,12 @@ class Segment:
             self._closed = True
             self._table.close()
 
+    def detach(self) -> None:
+        """Let go of the buffer, after which nothing but figures may be asked. What refers to this segment
+        then no longer keeps the memory."""
+        self._buffer = memoryview(b"")
+        self._table.detach()
+
     # --- making room -------------------------------------------------------------------------
 
     def _take_slot(self, now: float) -> int:

@@ -84,7 +84,7 @@ async def read_mapped(
 
 @dataclass(slots=True)
 class _MappedPeer:
-    """What is known of one socket path: an open session, or until when not to try it again."""
+    """What is known of one peer at one path: an open session, or when to try it again."""
 
     connection: LocalConnection | None = None
     readers: list[SegmentReader] = field(default_factory=list)
@@ -112,13 +112,13 @@ class ShmTransport:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._lock = driver.lock()
-        self._peers: dict[str, _MappedPeer] = {}
+        self._peers: dict[tuple[str, bytes], _MappedPeer] = {}
 
     def offers(self, copy: RemoteCopy) -> bool:
         """Whether the copy is on this host, and connecting there did not fail a moment ago."""
         if not copy.same_host or not copy.socket:
             return False
-        peer = self._peers.get(copy.socket)
+        peer = self._peers.get((copy.socket, copy.peer_id))
         return peer is None or peer.connection is not None or time.monotonic() >= peer.retry_at
 
     def cost(self, copy: RemoteCopy) -> float:
@@ -139,11 +139,11 @@ class ShmTransport:
         )
 
     async def _session(self, copy: RemoteCopy) -> _MappedPeer:
-        peer = self._peers.get(copy.socket)
+        peer = self._peers.get((copy.socket, copy.peer_id))
         if peer is not None and peer.usable():
             return peer
         async with self._lock:
-            peer = self._peers.setdefault(copy.socket, _MappedPeer())
+            peer = self._peers.setdefault((copy.socket, copy.peer_id), _MappedPeer())
             if not peer.usable():
                 peer.close()
                 await self._open(peer, copy)
@@ -176,8 +176,8 @@ class ShmTransport:
     def _make_room(self, keep: _MappedPeer) -> None:
         """Forget the peer that came first when there are too many."""
         while len(self._peers) > MAX_PEERS:
-            path = next(path for path, peer in self._peers.items() if peer is not keep)
-            self._peers.pop(path).close()
+            oldest = next(name for name, peer in self._peers.items() if peer is not keep)
+            self._peers.pop(oldest).close()
 
     def close(self) -> None:
         """End all sessions. Views and copies made stay valid."""

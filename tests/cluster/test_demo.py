@@ -82,23 +82,50 @@ def test_the_demo_works_and_cleans_up(traces: Traces) -> None:
     assert traces.files() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("peers_running", [0, 1, 3])
-def test_an_interrupted_demo_leaves_nothing(
-    number: int, peers_running: int, traces: Traces
-) -> None:
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        (signal.SIGINT, "one process"),
+        (signal.SIGTERM, "two processes"),
+        (signal.SIGHUP, "four processes"),
+        (signal.SIGTERM, "get them on beta"),  # and now replicas are being put
+        (signal.SIGINT, "kill -9 gamma"),  # and now it is being started again
+    ],
+)
+def test_an_interrupted_demo_leaves_nothing(number: int, moment: str, traces: Traces) -> None:
     demo = subprocess.Popen(
         [*DEMO, "--blocks", "4", "--memory", "64MiB"],
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=traces.environment,
     )
-    eventually(lambda: bool(traces.files()) and len(traces.processes()) > peers_running)
+    assert demo.stdout is not None
+    assert demo.stderr is not None
+    count, _, unit = moment.partition(" ")
+    if unit.startswith("process"):
+        wanted = ["one", "two", "three", "four"].index(count) + 1
+        eventually(lambda: bool(traces.files()) and len(traces.processes()) >= wanted)
+    else:
+        assert any(moment in line.decode() for line in demo.stdout)
     demo.send_signal(number)
-    assert demo.wait(20) == 128 + number
+    _, complaint = demo.communicate(timeout=20)
+    assert demo.returncode == 128 + number
+    assert complaint == b""
+    assert traces.processes() == []
+    assert traces.files() == []
+
+
+def test_a_demo_that_nobody_watches_any_more_ends(traces: Traces) -> None:
+    demo = subprocess.Popen(
+        DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=traces.environment
+    )
+    assert demo.stdout is not None
+    assert demo.stdout.readline().startswith(b"Three peers")
+    demo.stdout.close()
     assert demo.stderr is not None
     assert demo.stderr.read() == b""
     demo.stderr.close()
+    assert demo.wait(10) == 1
     assert traces.processes() == []
     assert traces.files() == []
 

@@ -278,7 +278,7 @@ class SmallPeer:
         limit = max_leased_bytes if max_leased_bytes is not None else 1 << 62
         self.backend = SmallBackend(memory_bytes, limit)
         self.failure: BaseException | None = None
-        self._token: trio.lowlevel.TrioToken | None = None
+        self.token: trio.lowlevel.TrioToken | None = None
         self._scope = trio.CancelScope()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="small-peer")
@@ -294,7 +294,7 @@ class SmallPeer:
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     await nursery.start(serve_local, self.path, self.backend)
-                    self._token = trio.lowlevel.current_trio_token()
+                    self.token = trio.lowlevel.current_trio_token()
                     self._ready.set()
 
         try:
@@ -306,7 +306,7 @@ class SmallPeer:
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the peer's thread; for callers in a trio loop of their own too."""
-        assert self._token is not None
+        assert self.token is not None
         outcome: Future[T] = Future()
 
         def run() -> None:
@@ -315,7 +315,7 @@ class SmallPeer:
             except BaseException as error:
                 outcome.set_exception(error)
 
-        self._token.run_sync_soon(run)
+        self.token.run_sync_soon(run)
         return outcome.result(10)
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:

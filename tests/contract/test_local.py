@@ -47,6 +47,7 @@ from p2pstore.local.messages import Access, LocalKind
 from p2pstore.local.server import MAX_CONNECTIONS, MAX_IN_FLIGHT
 from p2pstore.objects import MIB, key_digest
 from p2pstore.streams import BlockingDriver, run_blocking
+from p2pstore.trio_streams import TrioStream
 from p2pstore.wire import HEADER, PREFACE_LOCAL, Code, encode_frame
 from tests.contract.small_peer import PEER_ID, SmallPeer, small_peer
 
@@ -446,10 +447,15 @@ async def test_reading_another_peer_of_this_host(
     with small_peer(tmp_path / "other.sock") as other:
         with blocking.connect(str(other.path)) as writer:
             writer.put("far", value)
+            writer.put("forged", b"not by whom it was said to be")
             writer.put("near", b"by")
         for key in ("far", "near"):
             plan = local.PlanItem([holder(11, tmp_path / "nobody"), holder(12, other.path)])
             peer.backend.planned[key_digest(key)] = [plan, plan]
+        forged = local.PlanItem([holder(13, other.path, peer_id=bytes(38))])
+        peer.backend.planned[key_digest("forged")] = [forged, forged]
+        with pytest.raises(Unavailable):
+            await store.get("forged")
         assert await store.get("far") == value
         buffer = bytearray(2)
         results = await store.get_many_into([("near", buffer)])
@@ -457,7 +463,7 @@ async def test_reading_another_peer_of_this_host(
         await store.contains("far")  # sends what is to be reported
         await eventually(peer, lambda: any(each.failures for each in peer.backend.reports))
         failures = [each for report in peer.backend.reports for each in report.failures]
-        assert {each.member for each in failures} == {11}
+        assert {each.member for each in failures} == {11, 13}
         assert all(each.code == Code.UNAVAILABLE for each in failures)
     peer.backend.planned[key_digest("far")] = [plan, plan]
     with pytest.raises(Unavailable):  # the other peer is gone
@@ -477,10 +483,6 @@ async def test_when_all_holders_fail(store: Any, peer: SmallPeer, tmp_path: Path
     assert peer.backend.excluded[-2:] == [[], [1, 2]]
     peer.backend.planned[digest] = [local.PlanItem([holder(1, nobody)]), nothing]
     with pytest.raises(Unavailable):  # not NoSuchKey: a copy may be there, where nobody gets to
-        await store.get("k")
-    wrong = holder(4, peer.path, peer_id=bytes(38))
-    peer.backend.planned[digest] = [local.PlanItem([wrong]), nothing]
-    with pytest.raises(Unavailable):
         await store.get("k")
 
 
@@ -536,6 +538,24 @@ async def test_a_deadline_leaves_the_client_usable(kind: str, peer: SmallPeer) -
         assert [each.name for each in await store.peers()] == ["small"]
 
 
+async def test_a_cancelled_receive_loses_no_bytes() -> None:
+    """On a connection that many share, they may be the answer to somebody else."""
+    ours, theirs = socket.socketpair()
+    stream = TrioStream(ours)
+    received = bytearray(8)
+    try:
+        theirs.sendall(b"answer")
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await stream.receive_into(memoryview(received))
+        assert scope.cancelled_caught
+        assert await stream.receive_into(memoryview(received)) == 6
+        assert received[:6] == b"answer"
+    finally:
+        stream.close()
+        theirs.close()
+
+
 async def test_cancelled_at_any_point_nothing_leaks(peer: SmallPeer) -> None:
     value = np.zeros(9 * MIB, np.uint8)
     async with p2pstore.connect(str(peer.path)) as store:
@@ -552,6 +572,62 @@ async def test_cancelled_at_any_point_nothing_leaks(peer: SmallPeer) -> None:
         assert await store.get("k") == b"value"
         await eventually(peer, lambda: peer.backend.segment.used_bytes == 4096)
     assert peer.used_bytes() == 4096
+
+
+@contextlib.contextmanager
+def deaf(peer: SmallPeer) -> Iterator[None]:
+    """The peer's loop stands still for the length of the block."""
+    wake, stands = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        stands.set()
+        wake.wait(10)
+
+    assert peer.token is not None
+    peer.token.run_sync_soon(stand)
+    assert stands.wait(10)
+    try:
+        yield
+    finally:
+        wake.set()
+
+
+@both
+@pytest.mark.parametrize("what", ["lease", "reserve", "commit"])
+async def test_what_is_granted_too_late_is_given_back(
+    kind: str, what: str, peer: SmallPeer
+) -> None:
+    async with connected(kind, peer, timeout=0.1) as store:
+        await store.put("k", b"value")
+        if what == "commit":  # the next one asks for a reservation ahead
+            await store.put("s1", bytes(4096))
+            await store.put("s2", bytes(4096))
+        peer.backend.requests.clear()
+        call = store.take_lease("k") if what == "lease" else store.put("s3", bytes(4096))
+        with deaf(peer), pytest.raises(DeadlineExceeded):
+            await call
+        await eventually(peer, lambda: LocalKind[what.upper()] in peer.backend.requests)
+        segment = peer.backend.segment
+        await eventually(peer, lambda: segment.leased_bytes == 0)
+        kept = 4096 + (3 * 8192 if what == "commit" else 0)
+        await eventually(peer, lambda: segment.used_bytes == kept)
+
+
+async def test_whoever_is_left_waiting_receives_next(peer: SmallPeer) -> None:
+    """The thread that receives for others leaves with its own answer; theirs come later."""
+    with blocking.connect(str(peer.path), timeout=30) as client:
+        gates = [peer.call(trio.Event), peer.call(trio.Event)]
+        threads = []
+        for number, gate in enumerate(gates):
+            peer.backend.gate = gate
+            thread = threading.Thread(target=client.locate, args=("k",), daemon=True)
+            thread.start()
+            threads.append(thread)
+            await eventually(peer, lambda wanted=number + 1: len(peer.backend.requests) == wanted)
+        for gate, thread in zip(gates, threads, strict=True):
+            peer.call(gate.set)
+            await trio.to_thread.run_sync(thread.join, 5)
+            assert not thread.is_alive()
 
 
 async def test_threads_share_one_client(peer: SmallPeer) -> None:
@@ -611,35 +687,45 @@ async def test_the_peer_stops_under_a_client(kind: str, tmp_path: Path) -> None:
 
 
 CLIENT_THAT_DIES = """
-import sys, time
+import os, sys, time
 from p2pstore import blocking
-from p2pstore.client.session import _put_options
-from p2pstore.client.values import source_view
+from p2pstore.local.messages import ReserveItem
 from p2pstore.streams import run_blocking
 client = blocking.connect(sys.argv[1])
 client.put("k", b"x" * 5000)
-views = [client.take_lease("k")]
-session = client._session
-item = session._reserve_item("half", source_view(bytes(3_000_000)), {})
-run_blocking(session._reserve([item, item]))
+view = client.take_lease("k")
+run_blocking(client._session._writer._reserve([ReserveItem(3_000_000, 1000)] * 2))
 for number in range(4):
     client.put(f"s{number}", b"y" * 5000)
-print("ready", flush=True)
+child = os.fork() if sys.argv[2] == "fork" else 0
+if child == 0 and sys.argv[2] == "fork":
+    time.sleep(60)
+    os._exit(0)
+print("ready", child, flush=True)
 time.sleep(60)
 """
 
 
-def test_a_client_that_is_killed_leaves_nothing_behind(peer: SmallPeer) -> None:
-    command = [sys.executable, "-c", CLIENT_THAT_DIES, str(peer.path)]
+@pytest.mark.parametrize("fork", ["alone", "fork"])
+def test_a_client_that_is_killed_leaves_nothing_behind(fork: str, peer: SmallPeer) -> None:
+    """Not even when a child that it forked lives on, with the socket it inherited."""
+    command = [sys.executable, "-W", "ignore", "-c", CLIENT_THAT_DIES, str(peer.path), fork]
+    child = 0
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
+            word, number = process.stdout.readline().split()
+            child = int(number)
+            assert word == b"ready"
             assert peer.used_bytes() > 6_000_000
             assert peer.call(lambda: peer.backend.segment.leased_bytes) > 0
+            process.kill()
+            process.wait()
+            peer.wait_until(lambda: len(peer.backend.gone) == 1)
         finally:
-            process.send_signal(signal.SIGKILL)
-    peer.wait_until(lambda: len(peer.backend.gone) == 1)
+            process.kill()
+            if child:
+                os.kill(child, signal.SIGKILL)
     assert peer.used_bytes() == 5 * 8192
     assert peer.call(lambda: peer.backend.segment.leased_bytes) == 0
 
@@ -663,18 +749,7 @@ def test_a_forked_child_must_connect_for_itself(peer: SmallPeer) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert client.get("k") == b"value"
     assert client.locate("k")
-    # A child that lives on must not keep the parent's leases alive.
-    child = os.fork()
-    if child == 0:
-        time.sleep(30)
-        os._exit(0)
-    try:
-        client.close()
-        peer.wait_until(lambda: len(peer.backend.gone) == 1)
-        assert peer.call(lambda: peer.backend.segment.leased_bytes) == 0
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    client.close()
     assert bytes(view) == b"value"
 
 

@@ -699,6 +699,19 @@ async def test_a_batch_larger_than_one_reply(side: Side) -> None:
     assert buffers == values
 
 
+async def test_what_does_not_fit_into_a_reply_is_said_to_be_too_large() -> None:
+    segment = segment_of(SEGMENT_BYTES)
+    digests = [put(segment, f"key {i}", pattern(3 * MIB, i)) for i in range(2)]
+    async with TcpHarness.open(segment, ServerLimits(reply_bulk_bytes=4 * MIB)) as harness:
+        stream = await authenticated(harness.address)
+        await stream.send(encode_frame(DataKind.GET, 1, Get([GetItem(d) for d in digests])))
+        *_, body, bulk = await read_frame(stream)
+        statuses = [item.status for item in decode_body(Objects, body).items]
+        assert statuses == [ObjectStatus.OK, ObjectStatus.TOO_LARGE]
+        assert bulk == pattern(3 * MIB, 0)
+        stream.close()
+
+
 async def test_pull_many_of_nothing(tcp: TcpHarness, side: Side) -> None:
     pool = tcp.pool(side.driver)
     assert await side.run(lambda: pool.pull_many(tcp.copy(), [])) == []
@@ -935,6 +948,7 @@ GARBAGE = {
     "huge bulk": HEADER.pack(DataKind.PING, 0, 1, 0, 0xFFFF_FFFF),
     "bulk in a request": HEADER.pack(DataKind.PING, 0, 1, 0, 100) + bytes(100),
     "second hello": encode_frame(DataKind.HELLO, 1, Ping()),
+    "short nonce": encode_frame(DataKind.HELLO, 1, Hello(1, 1, grant().ticket, b"short")),
     "reply": encode_frame(DataKind.PING, 1, Ping(), flags=REPLY),
     "malformed body": HEADER.pack(DataKind.GET, 0, 1, 3, 0) + b"\xc1\xc1\xc1",
     "no items": encode_frame(DataKind.GET, 1, Get([])),

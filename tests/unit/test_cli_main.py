@@ -16,7 +16,16 @@ from mooncake_p2p.main import COMMANDS, run
 from p2pstore import errors
 from p2pstore.config import PeerConfig
 
-HEAVY = ("numpy", "trio", "libp2p", "rich", "msgspec", "prometheus_client", "p2pstore.peer")
+HEAVY = (
+    "pydantic",
+    "numpy",
+    "trio",
+    "libp2p",
+    "rich",
+    "msgspec",
+    "prometheus_client",
+    "p2pstore.peer",
+)
 
 
 def function_of(name: str) -> Any:

@@ -34,8 +34,9 @@ PURE = (
     *(
         f"p2pstore/gossip/{name}.py"
         for name in (
-            *("admission", "anti_entropy", "cluster_records", "contacts", "directory", "log"),
-            *("machine", "membership", "messages", "placement", "records"),
+            *("admission", "anti_entropy", "catch_up", "cluster_records", "contacts", "directory"),
+            *("effects", "fresh_news", "log", "machine", "membership", "messages", "placement"),
+            "records",
         )
     ),
     *(

@@ -38,7 +38,7 @@ def stats(socket: Socket = None, timeout: Timeout = DEFAULT_TIMEOUT, json: Json 
             ("memory", _share(peer["memory_used_bytes"], peer["memory_capacity_bytes"])),
             ("objects", f"{peer['objects']:,}"),
             ("leased", format_bytes(leased) if leased else "nothing"),
-            ("knows", f"{peer['known_locations']:,} locations"),
+            ("knows", f"{peer['known_locations']:,} copies elsewhere"),
             ("up", _duration(peer["uptime_seconds"])),
             ("software", peer["software"]),
         ],

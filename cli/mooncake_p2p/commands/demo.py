@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.errors import CommandFailed, describe, exit_code
+from mooncake_p2p.errors import CommandFailed, ExitCode, describe
 from mooncake_p2p.interrupts import Interrupts
 from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
 from mooncake_p2p.options import Json
-from mooncake_p2p.output import print_json, print_table, remark
+from mooncake_p2p.output import print_json, print_table, remark, short_id
 from p2pstore.objects import KIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -72,18 +72,20 @@ def demo(
         try:
             with interrupts.allowed():
                 _play(cluster, show, blocks, memory)
+        except BrokenPipeError:
+            raise  # nobody reads any more
         except Exception as error:
             _show_failure(cluster, show, error)
             if json:
                 print_json({"ok": False, "error": describe(error), **show.document()})
-            return exit_code(error) if isinstance(error, BrokenPipeError) else 1
+            return ExitCode.FAILED
         finally:
             cluster.close()
     if json:
         print_json({"ok": True, **show.document()})
     else:
         show.table()
-    return 0
+    return ExitCode.DONE
 
 
 class _Show:
@@ -207,7 +209,7 @@ def _play(cluster: LocalCluster, show: _Show, block_count: int, memory: str) -> 
             on_gamma = connect(gamma)
             for client in (on_alpha, on_beta, on_gamma):
                 wait_until(lambda client=client: _alive(client) == 3, "all three see each other")  # type: ignore[misc]
-            step.note = f"the same peer id as before: {peer_id}"
+            step.note = f"with the same peer id as before, {short_id(peer_id)}"
 
         with show.step("get the first blocks on gamma") as step:
             _get_and_compare(step, on_gamma, prompt)
@@ -253,6 +255,7 @@ def _alive(client: BlockingClient) -> int:
 def _show_failure(cluster: LocalCluster, show: _Show, error: Exception) -> None:
     remark(f"error: {show.current}: {describe(error)}")
     for peer in cluster.peers:
-        remark(f"--- last lines of {peer.name}'s log")
-        for line in peer.last_log_lines(LOG_LINES_SHOWN):
-            remark(f"    {line}")
+        if lines := peer.last_log_lines(LOG_LINES_SHOWN):
+            remark(f"last lines of {peer.name}'s log:")
+            for line in lines:
+                remark(f"    {line}")

@@ -1,0 +1,442 @@
+"""Several real peers in one trio loop: what the API promises, and what must not bring a peer down."""
+
+import gc
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+import p2pstore
+from p2pstore import PeerConfig, errors
+from p2pstore.keyring import new_cluster_key
+from p2pstore.peer import Peer, open_peer
+
+MIB = 1024 * 1024
+
+
+async def until(condition: Callable[[], object], seconds: float = 15.0) -> None:
+    with trio.fail_after(seconds):
+        while not condition():
+            await trio.sleep(0.01)
+
+
+def config(folder: Path, name: str, *bootstrap: Peer | str, **settings: object) -> PeerConfig:
+    addresses = [each if isinstance(each, str) else each.control for each in bootstrap]
+    defaults: dict[str, object] = {
+        "name": name,
+        "memory": "32MiB",
+        "listen": "127.0.0.1:0",
+        "socket": str(folder / f"{name}.sock"),
+        "bootstrap": addresses,
+    }
+    return PeerConfig(**{**defaults, **settings})  # type: ignore[arg-type]  # settings of every type
+
+
+@asynccontextmanager
+async def cluster(folder: Path, count: int = 3, **settings: object) -> AsyncIterator[list[Peer]]:
+    """`count` peers that know each other."""
+    async with trio.open_nursery() as nursery:
+        peers: list[Peer] = []
+        done = trio.Event()
+
+        async def run(number: int) -> None:
+            bootstrap = peers[:1] if number else []
+            async with open_peer(config(folder, f"p{number}", *bootstrap, **settings)) as peer:
+                peers.append(peer)
+                await done.wait()
+
+        for number in range(count):
+            nursery.start_soon(run, number)
+            await until(lambda number=number: len(peers) > number)  # type: ignore[misc]  # bound now
+        await until(lambda: all(len(p.node.core.live_peers()) == count - 1 for p in peers))
+        try:
+            yield peers
+        finally:
+            done.set()
+
+
+async def test_what_one_puts_the_others_get(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as (a, b, c):
+        for size in (0, 1, 4096, MIB - 1, MIB + 1, 5 * MIB):
+            value = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
+            result = await a.put(f"k{size}", value)
+            assert (result.status, result.copies, result.wanted) == ("created", 1, 1)
+            assert await b.get(f"k{size}", wait=5) == value
+            into = bytearray(size + 10)
+            assert await c.get_into(f"k{size}", into, wait=5) == size
+            assert into[:size] == value
+            async with b.lease(f"k{size}", wait=5) as view:
+                assert view == value
+                assert view.readonly
+
+
+async def test_statuses_and_overwrite(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 2) as (a, b):
+        assert (await a.put("k", b"one")).status == "created"
+        assert (await a.put("k", b"one")).status == "unchanged"
+        assert (await a.put("k", b"two")).status == "kept_existing"
+        await until(lambda: b.contains_nowait("k"))
+        assert (await b.put("k", b"two")).status == "kept_existing"
+        assert (await b.put("k", b"one")).status == "unchanged"
+        assert (await b.put("k", b"two", overwrite=True)).status == "created"
+        with trio.fail_after(5):
+            while await a.get("k") != b"two":
+                await trio.sleep(0.01)
+        locations = await a.locate("k")
+        assert {place.peer for place in locations} == {"p1"}
+
+
+async def test_concurrent_first_puts_end_as_one_version(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as peers:
+        async with trio.open_nursery() as nursery:
+            for number, peer in enumerate(peers):
+                nursery.start_soon(peer.put, "k", b"value %d" % number)
+        with trio.fail_after(10):
+            while len({await peer.get("k", wait=1) for peer in peers}) > 1:
+                await trio.sleep(0.02)
+
+
+async def test_replicas_survive_their_first_holder(tmp_path: Path) -> None:
+    value = os.urandom(3 * MIB)
+    async with trio.open_nursery() as nursery:
+        async with cluster(tmp_path, 2) as (a, b):
+            stopped = trio.Event()
+
+            async def short_life() -> None:
+                async with open_peer(config(tmp_path, "short", a)) as peer:
+                    await until(lambda: len(peer.node.core.live_peers()) == 2)
+                    result = await peer.put("k", value, replicas=3)
+                    assert (result.copies, result.wanted) == (3, 3)
+                    few = await peer.put("more", b"x", replicas=9)
+                    assert (few.copies, few.wanted) == (3, 9)
+                stopped.set()
+
+            nursery.start_soon(short_life)
+            with trio.fail_after(20):
+                await stopped.wait()
+            assert await a.get("k") == value
+            assert await b.get("k") == value
+
+
+async def test_removed_stays_removed(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as (a, b, c):
+        await a.put("k", b"value" * 1000, replicas=3)
+        assert await b.remove("k") is True
+        for peer in (a, b, c):
+            with pytest.raises(errors.NoSuchKey):
+                await peer.get("k")
+            assert await peer.contains("k") is False
+        assert await b.remove("k") is False
+        assert (await c.put("k", b"again")).status == "created"
+        assert await a.get("k", wait=5) == b"again"
+
+
+async def test_floors_outlive_a_restart(tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    async with open_peer(config(tmp_path, "a", state_dir=state)) as peer:
+        await peer.put("k", b"value")
+        await peer.remove("k")
+        first = peer.peer_id
+    async with open_peer(config(tmp_path, "a", state_dir=state)) as peer:
+        assert peer.peer_id == first
+        assert len(peer.node.core.gossip.cluster_records) == 1
+
+
+async def test_wait_for_a_key_that_is_on_its_way(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as (a, b, _):
+        results = []
+
+        async def waiting() -> None:
+            results.append(await b.get("late", wait=10))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(10):
+                nursery.start_soon(waiting)
+            await trio.sleep(0.05)
+            await a.put("late", b"here")
+        assert results == [b"here"] * 10
+
+
+async def test_batches_report_each_item(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 2) as (a, b):
+        puts = await a.put_many([("x", b"1" * 5000), ("y", b"2" * 70_000), ("", b"3")])
+        assert [item.ok for item in puts] == [True, True, False]
+        assert isinstance(puts[2].error, ValueError)
+        await until(lambda: b.match_prefix_nowait(["x", "y", "z"]) == 2)
+        buffers = [bytearray(5000), bytearray(10), bytearray(10)]
+        got = await b.get_many_into([("x", buffers[0]), ("y", buffers[1]), ("z", buffers[2])])
+        assert got[0].value == 5000
+        assert buffers[0] == b"1" * 5000
+        assert isinstance(got[1].error, errors.BufferTooSmall)
+        assert got[1].error.needed == 70_000
+        assert isinstance(got[2].error, errors.NoSuchKey)
+        assert await b.contains_many(["x", "z"]) == [True, False]
+        assert await b.match_prefix(["x", "y", "z"]) == 2
+
+
+async def test_tensors_keep_dtype_and_shape(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 2) as (a, b):
+        array = np.arange(24, dtype=np.float16).reshape(2, 3, 4)
+        await a.put_tensor("t", array)
+        await until(lambda: b.contains_nowait("t"))
+        back = await b.get_tensor("t")
+        assert back.dtype == array.dtype
+        assert np.array_equal(back, array)
+
+
+async def test_a_full_memory_says_so(tmp_path: Path) -> None:
+    async with open_peer(config(tmp_path, "a", memory="8MiB", max_leased="100%")) as peer:
+        with pytest.raises(errors.ObjectTooLarge):
+            await peer.put("huge", bytes(9 * MIB))
+        await peer.put("a", bytes(4 * MIB - 8192))
+        await peer.put("b", bytes(4 * MIB - 8192))
+        async with peer.lease("a"), peer.lease("b"):
+            with pytest.raises(errors.CapacityExceeded):
+                await peer.put("c", bytes(MIB))
+        await peer.put("c", bytes(MIB))
+
+
+async def test_errors_of_the_block_come_out_as_themselves(tmp_path: Path) -> None:
+    with pytest.raises(errors.NoSuchKey, match="missing"):
+        async with open_peer(config(tmp_path, "a")) as peer:
+            await peer.get("missing")
+
+
+@pytest.mark.parametrize("key", ["", "x" * 1025, "\ud800"])
+async def test_bad_keys(tmp_path: Path, key: str) -> None:
+    async with open_peer(config(tmp_path, "a")) as peer:
+        with pytest.raises(ValueError, match="key"):
+            await peer.put(key, b"value")
+        with pytest.raises(ValueError, match="key"):
+            await peer.get(key)
+
+
+def open_files() -> int:
+    gc.collect()  # a mapping goes with the last object that refers to it
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def test_nothing_is_left_open(tmp_path: Path) -> None:
+    async def once() -> int:
+        async with open_peer(config(tmp_path, "a")) as peer:
+            await peer.put("k", b"v")
+        return open_files()
+
+    first = await once()
+    later = [await once() for _ in range(3)]
+    assert max(later) <= first
+    assert not (tmp_path / "a.sock").exists()
+
+
+async def test_a_cancelled_peer_closes_everything(tmp_path: Path) -> None:
+    before = open_files()
+    for seconds in (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.2):
+        with trio.move_on_after(seconds):
+            async with open_peer(config(tmp_path, "a")) as peer:
+                await peer.put("k", bytes(3 * MIB))
+                await trio.sleep_forever()
+    assert open_files() <= before
+    assert not (tmp_path / "a.sock").exists()
+
+
+# --- joining ---------------------------------------------------------------------------------
+
+
+def key_file(folder: Path, name: str) -> str:
+    path = folder / name
+    path.touch(0o600)
+    path.write_text(new_cluster_key() + "\n")
+    return str(path)
+
+
+async def test_the_wrong_cluster_key_is_refused_and_said_on_both_sides(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    right, wrong = key_file(tmp_path, "right"), key_file(tmp_path, "wrong")
+    async with open_peer(config(tmp_path, "a", cluster_key_file=right)) as a:
+        with pytest.raises(errors.AuthenticationFailed, match="cluster key"):
+            async with open_peer(config(tmp_path, "b", a, cluster_key_file=wrong)) as b:
+                with trio.fail_after(15):
+                    await b.node.leave_requested.wait()
+        assert not a.node.core.live_peers()
+    said = [record.getMessage() for record in caplog.records if "key" in record.getMessage()]
+    assert any("refused this peer" in line for line in said), said
+    assert any("refused this peer" not in line for line in said), said
+
+
+async def test_the_right_cluster_key_joins(tmp_path: Path) -> None:
+    key = key_file(tmp_path, "key")
+    async with cluster(tmp_path, 2, cluster_key_file=key) as (a, b):
+        await a.put("k", bytes(2 * MIB))
+        assert await b.get("k", wait=5) == bytes(2 * MIB)
+
+
+async def test_another_cluster_is_refused(tmp_path: Path) -> None:
+    async with open_peer(config(tmp_path, "a", cluster="one")) as a:
+        with pytest.raises(errors.AuthenticationFailed):
+            async with open_peer(config(tmp_path, "b", a, cluster="two")) as b:
+                with trio.fail_after(15):
+                    await b.node.leave_requested.wait()
+
+
+async def test_a_dead_bootstrap_address_is_retried_and_the_peer_serves_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    async with open_peer(config(tmp_path, "b", f"127.0.0.1:{port}")) as b:
+        await b.put("k", b"alone")
+        assert await b.get("k") == b"alone"
+        await until(lambda: any("cannot be joined" in r.getMessage() for r in caplog.records))
+        async with open_peer(config(tmp_path, "a", listen=f"127.0.0.1:{port}")) as a:
+            await until(lambda: len(a.node.core.live_peers()) == 1, 30)
+            assert await a.get("k", wait=5) == b"alone"
+
+
+async def test_a_copied_identity_is_found_out(tmp_path: Path) -> None:
+    async with open_peer(config(tmp_path, "first", state_dir=str(tmp_path / "one"))) as first:
+        shutil.copytree(tmp_path / "one", tmp_path / "two")
+        async with open_peer(config(tmp_path, "other", first)) as other:
+            await until(lambda: len(other.node.core.live_peers()) == 1)
+            with pytest.raises(errors.DuplicateIdentity):
+                twin = config(tmp_path, "twin", other, state_dir=str(tmp_path / "two"))
+                async with open_peer(twin) as peer:
+                    with trio.fail_after(60):
+                        await peer.node.leave_requested.wait()
+
+
+async def test_places_that_are_taken(tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    async with open_peer(config(tmp_path, "a", state_dir=state)) as a:
+        for settings, words in (
+            ({"state_dir": state}, "in use"),
+            ({"listen": a.control}, "in use"),
+            ({"data_listen": [a.data[0]]}, "in use"),
+            ({"socket": a.socket}, "socket"),
+        ):
+            with pytest.raises(errors.ConfigError, match=words):
+                async with open_peer(config(tmp_path, "b", **settings)):
+                    pass
+        await a.put("k", b"still here")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"memory": "lots"}, "memory"),
+        ({"memory": "1KiB"}, "memory"),
+        ({"listen": "0.0.0.0:0"}, "cluster key"),
+        ({"listen": "127.0.0.1"}, "HOST:PORT"),
+        ({"bootstrap": ["nonsense"]}, "bootstrap"),
+        ({"cluster_key_file": "does-not-exist"}, "does-not-exist"),
+        ({"transport": "rdma"}, "rdma"),
+        ({"name": "a/b"}, "name"),
+    ],
+)
+async def test_bad_settings_are_named(tmp_path: Path, settings: dict, words: str) -> None:
+    with pytest.raises(errors.ConfigError, match=words):
+        async with open_peer(config(tmp_path, **{"name": "a", **settings})):
+            pass
+
+
+# --- strangers and broken clients ------------------------------------------------------------
+
+
+def garbage(kind: int) -> bytes:
+    return (
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(100_000),
+        b"\xff" * 100_000,
+        b"P2PSTORD" + b"\xff" * 64,
+        b"P2PSTORL" + b"\xff" * 64,
+        b"",
+    )[kind]
+
+
+async def test_garbage_costs_a_connection_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def attack(family: int, address: object) -> None:
+        for kind in range(6):
+            with socket.socket(family) as stranger:
+                stranger.settimeout(2)
+                stranger.connect(address)  # type: ignore[arg-type]  # of either family
+                try:
+                    stranger.sendall(garbage(kind))
+                    stranger.shutdown(socket.SHUT_WR)
+                    while stranger.recv(4096):
+                        pass
+                except OSError:
+                    continue
+
+    async with open_peer(config(tmp_path, "a")) as peer:
+        await peer.put("k", b"value")
+        for address in (peer.control, peer.data[0]):
+            host, port = address.rsplit(":", 1)
+            await trio.to_thread.run_sync(attack, socket.AF_INET, (host, int(port)))
+        await trio.to_thread.run_sync(attack, socket.AF_UNIX, peer.socket)
+        assert await peer.get("k") == b"value"
+        async with open_peer(config(tmp_path, "b", peer)) as other:
+            assert await other.get("k", wait=10) == b"value"
+    assert any(record.name.startswith("p2pstore.") for record in caplog.records)
+
+
+CLIENT = """
+import sys, numpy as np
+from p2pstore import blocking
+from p2pstore.local.messages import LocalKind, Reserve, Reserved, ReserveItem
+from p2pstore.streams import run_blocking
+client = blocking.connect(sys.argv[1])
+lease = client.lease("k")
+view = lease.__enter__()
+link = client._session._link
+items = [ReserveItem(3_000_000, 1000)] * 3
+reply = run_blocking(link.request(LocalKind.RESERVE, Reserve(items), Reserved))
+print(len(view), len(reply.items), flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_a_client_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    async with open_peer(config(tmp_path, "a")) as peer:
+        await peer.put("k", bytes(2 * MIB))
+        segment = peer.node.core.segment
+        used, leased = segment.used_bytes, segment.leased_bytes
+        process = subprocess.Popen(
+            [sys.executable, "-c", CLIENT, peer.socket],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        try:
+            assert process.stdout is not None
+            line = await trio.to_thread.run_sync(process.stdout.readline)
+            assert line.split() == [b"%d" % (2 * MIB), b"3"]
+            assert segment.used_bytes > used
+            assert segment.leased_bytes > leased
+        finally:
+            process.send_signal(signal.SIGKILL)
+            await trio.to_thread.run_sync(process.communicate)
+        await until(lambda: (segment.used_bytes, segment.leased_bytes) == (used, leased))
+        segment.check()
+
+
+async def test_it_is_an_object_store(tmp_path: Path) -> None:
+    async with open_peer(config(tmp_path, "a")) as peer:
+        assert isinstance(peer, p2pstore.ObjectStore)
+        async with p2pstore.connect(peer.socket) as client:
+            assert isinstance(client, p2pstore.ObjectStore)
+            await client.put("k", b"v")
+            assert [key.key for key in (await peer.list_keys()).keys] == ["k"]
+            assert [info.name for info in await client.peers()] == ["a"]
+            document = await client.statistics()
+            assert document["peer"]["objects"] == 1
+            assert document["cluster"]["peers"] == 1
