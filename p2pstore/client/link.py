@@ -78,6 +78,7 @@ class PeerLink:
         """End the session. Views that callers still hold stay readable; their leases have ended, so
         the peer may reuse the memory for something else."""
         self.connection.close()
+        self.readers.clear()
 
     def check(self) -> None:
         """Raises `StoreClosed` once the peer is gone, `ClientForked` in a forked child. Costs a

@@ -127,8 +127,9 @@ class GossipConfig:
     """How long a dead member's locations are kept, hidden."""
     leave_fanout: int = 8
     leave_timeout_seconds: float = 1.0
-    established_seconds: float = 30.0
-    """A peer that has run this long defends its identity once; a younger one gives way."""
+    defence_margin: int = 16
+    """A record of this peer's identity whose incarnation (ms of its start) is less than this above its
+    own is an older process defending itself: this one gives way."""
 
 
 @dataclass(slots=True)
@@ -185,7 +186,6 @@ class Gossip:
         self._asked: dict[int, _Asked] = {}
         self._offer_changed = True
         self._signed_at = -math.inf
-        self._started_at: float | None = None
         self._defended = False
         self._duplicate: PeerRecord | None = None
 
@@ -211,7 +211,7 @@ class Gossip:
 
     @property
     def incarnation(self) -> int:
-        """Of this peer's log and record. Normally that of the start; see `established_seconds`."""
+        """Of this peer's log and record. Normally that of the start; see `defence_margin`."""
         return self.log.incarnation
 
     @property
@@ -441,8 +441,6 @@ class Gossip:
 
     def tick(self, now: float) -> list[Effect]:
         """Do what is due, after all that arrived was fed in. Timeouts are judged here only."""
-        if self._started_at is None:
-            self._started_at = now
         if self.leaving:
             return []
         self.membership.tick(now)
@@ -559,12 +557,12 @@ class Gossip:
         twice.
 
         Records of a past life are lower and never get here. The newer process is to go, but at
-        first it sees lower records only. So the older one, once established, makes itself higher:
-        then the newer one sees that somebody alive signs with its key. Each defends itself once, so
-        one of them goes.
+        first it sees lower records only. So the older one makes itself just higher: then the newer
+        one sees that somebody alive signs with its key. Each defends itself once, so one of them
+        goes.
         """
-        started_at = now if self._started_at is None else self._started_at
-        if self._defended or now < started_at + self.config.established_seconds:
+        defended = record.incarnation < self.incarnation + self.config.defence_margin
+        if self._defended or defended:
             self._duplicate = record
             return
         if record.incarnation + 1 >= MAX_INCARNATION:

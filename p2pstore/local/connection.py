@@ -359,9 +359,10 @@ class LocalConnection:
         return StoreClosed(self._closed_because)
 
     def close(self) -> None:
-        """End the connection, its leases and reservations. The mappings stay readable."""
+        """End the connection, its leases and reservations. Views of the mappings stay readable."""
         if os.getpid() == self._process_id:
             self._end("the client is closed")
+        self.segments.clear()
 
     def let_go_after_fork(self) -> None:
         """In a forked child: give up the socket, or the parent's leases would outlive it."""

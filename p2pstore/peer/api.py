@@ -132,8 +132,9 @@ async def open_peer(
 ) -> AsyncIterator[Peer]:
     """Run a peer while the `async with` block lasts. Leaving it, the peer says goodbye to the others.
 
-    Raises `ConfigError` for settings that cannot work, `DuplicateIdentity` at the end when another live
-    peer turned out to have the same identity.
+    Raises `ConfigError` for settings that cannot work. When the cluster refuses this peer
+    (`AuthenticationFailed`, `ProtocolMismatch`) or another live peer turns out to have its identity
+    (`DuplicateIdentity`), the block is cancelled and the error raised.
     """
     checked = (config or PeerConfig()).checked()
     async with AsyncExitStack() as stack:
@@ -148,7 +149,9 @@ async def open_peer(
         stack.callback(memory.close)
         peer = await _start(stack, checked, state, memory, namespace)
         try:
-            yield peer
+            with trio.CancelScope() as scope:
+                peer.node.on_failure = scope.cancel
+                yield peer
         finally:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_SECONDS):
                 await peer.node.leave()

@@ -52,6 +52,19 @@ MAX_REPLICAS: Final = 64
 FETCH_ROUNDS: Final = 3
 HOLDERS_PER_PLAN: Final = 8
 
+_WITH_EFFECTS: Final = frozenset(
+    {
+        LocalKind.RESERVE,
+        LocalKind.COMMIT,
+        LocalKind.PLAN,
+        LocalKind.REPORT,
+        LocalKind.PIN,
+        LocalKind.FLUSH,
+        LocalKind.PREFETCH,
+    }
+)
+"""Requests answered at once that give the shell something to do; what is awaited sees to it itself."""
+
 Answer = Message | None | Awaitable[Message | None]
 
 
@@ -119,7 +132,10 @@ class PeerLocalBackend:
         if kind not in (LocalKind.STATISTICS, LocalKind.PEERS, LocalKind.RELEASE, LocalKind.ABORT):
             self._node.check_open()
         answer: Answer = self._handlers[kind](client, message)
-        self._node.process()
+        if (
+            kind in _WITH_EFFECTS
+        ):  # a leased view costs a round trip; the rest of it should be small
+            self._node.process()
         return answer
 
     def client_gone(self, client: LocalClient) -> None:

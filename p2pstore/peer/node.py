@@ -87,6 +87,7 @@ class Node:
         self.drain_seconds = config.drain_timeout
         self.contacted = trio.Event()
         self.failure: P2PStoreError | None = None
+        self.on_failure: Callable[[], None] = lambda: None
         self.host: ControlHost
         self.pool: DataPool
         self.transports: Sequence[Transport] = ()
@@ -176,13 +177,21 @@ class Node:
                 self._unsaved.append(effect.signed)
                 self._save_now.set()
         elif isinstance(effect, Duplicate):
-            self.failure = DuplicateIdentity(
-                "another live peer uses this peer's identity: its state directory was copied. Give this "
-                "peer a --state-dir of its own"
+            self.fail(
+                DuplicateIdentity(
+                    "another live peer uses this peer's identity: its state directory was copied. Give "
+                    "this peer a --state-dir of its own"
+                )
             )
-            self.leave_requested.set()
         else:
             raise TypeError(f"unknown effect {effect!r}")
+
+    def fail(self, error: P2PStoreError) -> None:
+        """This peer cannot go on: `open_peer` ends its block and raises the error."""
+        if self.failure is None:
+            self.failure = error
+            logger.error("%s", error)
+            self.on_failure()
 
     async def complete(self, operation: Operation) -> Any:
         """Wait for an operation and return its result, or raise it. Cancellation cancels the operation."""
@@ -276,7 +285,7 @@ class Node:
             )
         except LinkError as error:
             if error.code in ADMISSION_CODES:
-                self._refused(effect.peer_id, addresses, error)
+                self._refused(effect.peer_id, error)
             logger.debug("control request to %s failed: %s", format_peer_id(effect.peer_id), error)
         else:
             if not self.contacted.is_set():
@@ -352,23 +361,15 @@ class Node:
                 "" if self.core.live_peers() else ", serving alone meanwhile",
             )
 
-    def _refused(self, peer_id: PeerId, addresses: Sequence[str], error: LinkError) -> None:
+    def _refused(self, peer_id: PeerId, error: LinkError) -> None:
         """A peer does not admit this one. When that is the first answer of all, this peer ends rather
         than serve a cluster of its own unnoticed."""
-        where = ", ".join(addresses)
-        if self.contacted.is_set():
-            if peer_id not in self._refused_by:
-                self._refused_by.add(peer_id)
-                logger.warning("%s refused this peer: %s", where, error)
-        elif self.failure is None:
-            logger.error("%s refused this peer: %s", where, error)
-            kind = (
-                AuthenticationFailed
-                if error.code is not Code.PROTOCOL_MISMATCH
-                else ProtocolMismatch
-            )
-            self.failure = kind(f"{where} refused this peer: {error}")
-            self.leave_requested.set()
+        if not self.contacted.is_set():
+            refused = error.code is not Code.PROTOCOL_MISMATCH
+            self.fail((AuthenticationFailed if refused else ProtocolMismatch)(str(error)))
+        elif peer_id not in self._refused_by:
+            self._refused_by.add(peer_id)
+            logger.warning("refused: %s", error)
 
     # --- state -------------------------------------------------------------------------------
 

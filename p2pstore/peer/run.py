@@ -78,22 +78,10 @@ async def _serve(config: PeerConfig) -> None:
     async with open_peer(config) as peer:
         if config.bootstrap:
             with trio.move_on_after(config.join_timeout):
-                await _first_of(peer.node.contacted, peer.node.leave_requested)
-        if peer.node.failure is None:
-            _say_ready(peer)
-            await peer.node.leave_requested.wait()
-            logger.info("leaving")
-
-
-async def _first_of(*events: trio.Event) -> None:
-    async with trio.open_nursery() as nursery:
-
-        async def wait(event: trio.Event) -> None:
-            await event.wait()
-            nursery.cancel_scope.cancel()
-
-        for event in events:
-            nursery.start_soon(wait, event)
+                await peer.node.contacted.wait()
+        _say_ready(peer)
+        await peer.node.leave_requested.wait()
+        logger.info("leaving")
 
 
 def _say_ready(peer: Peer) -> None:

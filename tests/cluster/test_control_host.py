@@ -101,7 +101,7 @@ async def ping(host: ControlHost, target: PeerId, address: str, timeout: float =
 
 async def until(condition: Callable[[], object], seconds: float = SECONDS) -> None:
     with trio.fail_after(seconds):
-        while not condition():  # noqa: ASYNC110 - what is waited for is inside the host
+        while not condition():
             await trio.sleep(0.005)
 
 

@@ -171,7 +171,7 @@ class SmallBackend:
 
     async def _plan_later(self, message: local.Plan) -> Message:
         with trio.move_on_after(message.wait_ms / 1000):
-            while any(  # noqa: ASYNC110 # a small peer; the real one is told
+            while any(  # a small peer; the real one is told
                 self.segment.find(each, time.time()) is None for each in split(message.digests)
             ):
                 await trio.sleep(0.005)

@@ -125,7 +125,7 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
 
 async def until(condition: Callable[[], object]) -> None:
     with trio.fail_after(SECONDS):
-        while not condition():  # noqa: ASYNC110 - what is waited for is inside the link
+        while not condition():
             await trio.sleep(0.005)
 
 

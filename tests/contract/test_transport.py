@@ -192,7 +192,7 @@ def put(segment: Segment, key: str, value: bytes, clock: int = 1) -> bytes:
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     """Wait for a condition that other tasks or processes bring about."""
     with trio.fail_after(seconds):
-        while not condition():  # noqa: ASYNC110  # processes set no events
+        while not condition():  # processes set no events
             await trio.sleep(0.002)
 
 
@@ -1340,7 +1340,7 @@ class KillingDestination(BufferDestination):
 
 async def test_an_owner_killed_in_the_middle_fails_over(side: Side) -> None:
     program = "from tests.contract.test_transport import run_owner; run_owner()"
-    with subprocess.Popen(  # noqa: ASYNC220  # starting it takes a moment
+    with subprocess.Popen(  # starting it takes a moment
         [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
