@@ -430,6 +430,7 @@ class PutOperation(Operation):
             return
         if spec.overwrite:
             self.core.write_floor(self.digest, Version(version.clock - 1, 0xFFFF), now)
+        self.core.gossip.directory.touch(self.digest)  # a newer version may be known by now
         self._end = PutEnd(status, 1, spec.replicas, version)
         self._replicate(entry, now)
 

@@ -639,6 +639,7 @@ class CopyDestination:
             core.segment.abort(number, holder=self._holder)
             return existing
         core.clock.observe(slot.version.clock, core.unix(now))
+        core.gossip.directory.touch(slot.digest)  # a newer version may be known by now
         try:
             return core.publish(
                 number,

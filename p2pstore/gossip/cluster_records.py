@@ -45,12 +45,13 @@ def name_of(record: ClusterRecord) -> RecordName:
     return record.kind, record.scope, record.name
 
 
-def rank_of(record: ClusterRecord) -> tuple[int, int, bytes]:
+def rank_of(record: ClusterRecord) -> tuple[int, int, bytes, bytes]:
     """Of two records about the same, the one with the higher rank stays.
 
-    The body breaks the tie of equal versions, so that all peers keep the same one.
+    Body and signer break the tie of equal versions (two peers may write one floor at the same moment), so
+    that all peers keep the same record.
     """
-    return record.clock, record.writer, record.body
+    return record.clock, record.writer, record.body, record.signer
 
 
 class ClusterRecords:

@@ -263,10 +263,15 @@ class Directory:
             view.hidden = True
 
     def show(self, member: Member) -> None:
-        """The member is alive after all."""
+        """The member is back: its locations count again, and touch what is watched."""
         view = self._views.get(member)
         if view is not None:
             view.hidden = False
+            self._touched |= self._watched & view.set.records.keys()
+
+    def touch(self, digest: bytes) -> None:
+        """Have a watched digest looked at, though nothing new was heard of it."""
+        self._touched.add(digest)
 
     def forget(self, member: Member) -> None:
         """Free everything that is known of the member's locations; `hide` and incarnation stay."""
