@@ -20,19 +20,28 @@ def sole_cause(error: BaseException) -> BaseException:
 
 @asynccontextmanager
 async def open_background_nursery() -> AsyncIterator[trio.Nursery]:
-    """A nursery whose tasks are cancelled at the end of the block.
+    """A nursery for what serves an `async with` block; its tasks are cancelled when the block has ended.
 
-    What the block or a task raises comes out as itself, not inside an exception group: who writes
-    `except NoSuchKey` around the block must catch it.
+    Cancellation from outside reaches the block alone: its last words (a peer's farewell, a connection's
+    orderly end) still have the background running. What the block or a task raises comes out as itself,
+    not inside an exception group: who writes `except NoSuchKey` around the block must catch it.
     """
     try:
-        async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as outer:
+            background: trio.Nursery = await outer.start(_run_shielded)
             try:
-                yield nursery
+                yield background
             finally:
-                nursery.cancel_scope.cancel()
+                background.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         cause = sole_cause(group)
         if cause is group:
             raise
         raise cause from None
+
+
+async def _run_shielded(*, task_status: trio.TaskStatus[trio.Nursery]) -> None:
+    with trio.CancelScope(shield=True):
+        async with trio.open_nursery() as nursery:
+            task_status.started(nursery)
+            await trio.sleep_forever()

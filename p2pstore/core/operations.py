@@ -7,6 +7,7 @@ finishes. They know nothing of sockets and time; a simulator and the real peer r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -54,6 +55,8 @@ WAIT_FIRST_RETRY_SECONDS: Final = 0.05
 WAIT_LAST_RETRY_SECONDS: Final = 0.5
 LOCAL_CHECK_SECONDS: Final = 0.05
 REMOVE_TIMEOUT_SECONDS: Final = 2.0
+FLOORS_PER_PUSH: Final = 64
+"""Signature checks that the receiver makes at a time: about 5 ms."""
 LIST_TIMEOUT_SECONDS: Final = 2.0
 REPLICATE_BYTES_PER_SECOND: Final = 50e6
 """A target that copies slower than this is given up for the next candidate."""
@@ -390,11 +393,11 @@ class PutOperation(Operation):
         elif slot.version.root == self.spec.root and slot.length == self.spec.length:
             self._commit(slot.version, PutStatus.UNCHANGED, soft=True, now=now)
         else:
-            self.core.segment.abort(self.spec.reservation, holder=self.spec.holder)
+            self._give_room_back()
             self.finish(PutEnd(PutStatus.KEPT_EXISTING, 1, self.spec.replicas, slot.version), now)
 
     def _keep(self, existing: ObjectEntry, now: float) -> None:
-        self.core.segment.abort(self.spec.reservation, holder=self.spec.holder)
+        self._give_room_back()
         same = existing.version.root == self.spec.root and existing.length == self.spec.length
         status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
         self._end = PutEnd(status, 1, self.spec.replicas, existing.version)
@@ -448,14 +451,18 @@ class PutOperation(Operation):
         count = copies if isinstance(copies, int) else 1
         self.finish(PutEnd(self._end.status, count, self._end.wanted, self._end.version), now)
 
+    def _give_room_back(self) -> None:
+        with suppress(ValueError):  # its holder may have gone meanwhile, and taken it along
+            self.core.segment.abort(self.spec.reservation, holder=self.spec.holder)
+
     def _give_up(self, error: Exception, now: float) -> None:
-        self.core.segment.abort(self.spec.reservation, holder=self.spec.holder)
+        self._give_room_back()
         self.finish(error, now)
 
     def cancel(self, now: float) -> None:
         """A put that was published stays; one that was not leaves nothing."""
         if not self.done and self._end is None:
-            self.core.segment.abort(self.spec.reservation, holder=self.spec.holder)
+            self._give_room_back()
         super().cancel(now)
 
 
@@ -567,7 +574,12 @@ class RemoveOperation(Operation):
             )
             for peer_id in concerned - {self.core.peer_id}:
                 targets.setdefault(peer_id, []).append(signed)
-        for tag, (peer_id, records) in enumerate(targets.items()):
+        pieces = [
+            (peer_id, records[start : start + FLOORS_PER_PUSH])
+            for peer_id, records in targets.items()
+            for start in range(0, len(records), FLOORS_PER_PUSH)
+        ]
+        for tag, (peer_id, records) in enumerate(pieces):
             self._pending.add(tag)
             self.core.push_cluster_records(
                 self.number, tag, peer_id, records, REMOVE_TIMEOUT_SECONDS

@@ -27,7 +27,7 @@ from p2pstore.core.operations import (
     check_holding_record,
     split_digests,
 )
-from p2pstore.errors import NoSuchKey, ProtocolError, StoreClosed
+from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.messages import ControlKind, Delta, Status
@@ -47,8 +47,15 @@ from p2pstore.gossip.records import (
     writer_of,
 )
 from p2pstore.local.messages import HolderFailure
-from p2pstore.objects import HybridClock, Version, key_digest, namespace_digest
-from p2pstore.transfer.layout import GRANULE_BYTES, Pin, Slot, TrailerBody, round_up
+from p2pstore.objects import DIGEST_BYTES, HybridClock, Version, key_digest, namespace_digest
+from p2pstore.transfer.layout import (
+    GRANULE_BYTES,
+    Pin,
+    Slot,
+    TrailerBody,
+    encode_trailer,
+    round_up,
+)
 from p2pstore.transfer.messages import (
     ClusterRecords,
     DataKind,
@@ -130,8 +137,6 @@ class PeerCore:
 
     def start(self, operation: Operation, now: float) -> Operation:
         """Begin an operation; it may be done when this returns."""
-        if self.closing:
-            raise StoreClosed("this peer is leaving and takes no new work")
         operation.number = self._next_operation
         self._next_operation += 1
         self._operations[operation.number] = operation
@@ -467,10 +472,14 @@ class PeerCore:
             self.announce(entry, now)
 
     def fetch(self, digest: bytes, now: float, **options: Any) -> Operation:
-        """Bring an absent object here; callers that want the same one share one fetch."""
+        """Bring an absent object here; callers that want the same one share one fetch.
+
+        The copy is a firm one as soon as one of them wants it so.
+        """
         running = self._fetches.get(digest)
         if running is not None:
             running.shared_by += 1
+            running.soft &= options.get("soft", True)
             return running
         operation = FetchOperation(self, digest, **options)
         self._fetches[digest] = operation
@@ -498,9 +507,11 @@ class PeerCore:
         if isinstance(request, Replicate):
             return self._serve_replicate(sender, request, now)
         if isinstance(request, ClusterRecords):
+            if len(request.bodies) != len(request.signatures):
+                raise ProtocolError("cluster records have not one signature each")
             records = [
                 SignedRecord(body, signature)
-                for body, signature in zip(request.bodies, request.signatures, strict=False)
+                for body, signature in zip(request.bodies, request.signatures, strict=True)
             ]
             self.learn_cluster_records(records, now)
             return Empty()
@@ -542,10 +553,15 @@ class PeerCore:
     def _serve_replicate(
         self, sender: PeerId, request: Replicate, now: float
     ) -> Message | Operation:
+        if len(request.digest) != DIGEST_BYTES or request.length < 0:
+            raise ProtocolError("a request to replicate that names no object")
         minimum = Version(request.clock, request.writer)
         if request.record_body:
             me = SignedRecord(request.record_body, request.record_signature)
-            self.gossip.serve(sender, ControlKind.DELTA, Delta([me], [], [], []), now)
+            _, effects = self.gossip.serve(
+                sender, ControlKind.DELTA, Delta([me], [], [], []), now
+            )
+            self._effects += effects
         entry = self.segment.find(request.digest, self.unix(now))
         if entry is not None and minimum.covers(entry.version) and entry.version.covers(minimum):
             if entry.soft and not request.soft:
@@ -612,7 +628,13 @@ class CopyDestination:
         wanted = self._operation.minimum
         if not slot.version.covers(wanted):
             raise NoSuchKey("the holder has only an older version")
-        if key_digest(trailer.key, trailer.namespace) != slot.digest:
+        try:
+            digest = key_digest(trailer.key, trailer.namespace)
+            # Written anew here, the trailer has fields that an older holder's version did not know.
+            trailer_length = max(slot.trailer_length, len(encode_trailer(trailer)))
+        except ValueError as error:
+            raise NoSuchKey(f"the holder's object makes no sense: {error}") from error
+        if digest != slot.digest:
             raise NoSuchKey("the holder has another key's object under this digest")
         core = self._core
         forbidden = core.gossip.cluster_records.forbids(
@@ -621,7 +643,7 @@ class CopyDestination:
         if forbidden:
             raise NoSuchKey("the object was removed, or replaced by a newer version")
         reservation = core.segment.reserve(
-            slot.length, slot.trailer_length, holder=self._holder, now=core.unix(self._now)
+            slot.length, trailer_length, holder=self._holder, now=core.unix(self._now)
         )
         core.announce_withdrawn(self._now)
         self._reservation, self._slot, self._trailer = reservation.number, slot, trailer

@@ -20,6 +20,8 @@ from p2pstore.gossip.log import OwnLog, check_run
 from p2pstore.gossip.membership import MAX_INCARNATION, Membership, MemberState, check_claim
 from p2pstore.gossip.messages import (
     CLUSTER_BUCKETS,
+    MAX_CLAIMS,
+    MAX_RECORDS,
     Claim,
     Delta,
     DigestEntry,
@@ -30,20 +32,19 @@ from p2pstore.gossip.messages import (
 from p2pstore.gossip.records import (
     ClusterRecord,
     Member,
+    NewerFormat,
     PeerId,
     PeerRecord,
     SignedRecord,
     Verifier,
     open_cluster_record,
     open_peer_record,
+    read_cluster_record,
+    read_peer_record,
 )
-from p2pstore.wire import decode_body
 
-MAX_RECORDS: Final = 1024
-"""A delta with more peer records, or cluster records, is refused."""
 SEND_RECORDS: Final = 64
 """At most this many of each are sent in one delta: each costs its receiver a signature check."""
-MAX_CLAIMS: Final = 1024
 MAX_SEQUENCE: Final = 1 << 62
 MAX_RECORD_SEQUENCE: Final = (1 << 32) - 1
 _BUCKETS: Final = struct.Struct(f"<{CLUSTER_BUCKETS}Q")
@@ -206,7 +207,11 @@ class Knowledge:
         records = [pair for signed in delta.records if (pair := self.check_record(signed))]
         cluster_records = []
         for signed in delta.cluster_records:
-            if self.cluster_records.wants(decode_body(ClusterRecord, signed.body)):
+            try:
+                wanted = self.cluster_records.wants(read_cluster_record(signed))
+            except NewerFormat:
+                continue
+            if wanted:
                 record = open_cluster_record(signed, self.verifier)
                 if not self.accepts_clock(record.clock, now):
                     raise ProtocolError("a cluster record from the future: check the hosts' clocks")
@@ -214,12 +219,16 @@ class Knowledge:
         return CheckedDelta(records, list(delta.logs), cluster_records, list(delta.claims))
 
     def check_record(self, signed: SignedRecord) -> tuple[PeerRecord, SignedRecord] | None:
-        """A peer record that is right and newer than the one known; None for a known one.
+        """A peer record that is right and newer than the one known; None for a known one, and for one
+        of a format that is not.
 
         Raises `ProtocolError`. What is known is recognised first: signatures are the expensive
         part.
         """
-        record = decode_body(PeerRecord, signed.body)
+        try:
+            record = read_peer_record(signed)
+        except NewerFormat:
+            return None
         state = self.membership.get(record.peer_id)
         if state is not None and state.record is not None:
             known = state.record

@@ -66,6 +66,7 @@ from p2pstore.gossip.sockets import (
     resolve,
 )
 from p2pstore.keyring import KeyRing
+from p2pstore.nursery import open_background_nursery
 from p2pstore.wire import CONTROL_PROTOCOL, Message
 
 logger = logging.getLogger("p2pstore.host")
@@ -530,7 +531,6 @@ async def open_control_host(
     """
     _contain_logging()
     listener = await listen_tcp(*listen)
-    failure: BaseException | None = None
     host = ControlHost(
         listener=listener,
         identity=identity,
@@ -541,13 +541,9 @@ async def open_control_host(
         on_refused=on_refused,
         software=software,
     )
-    async with trio.open_nursery() as nursery:
+    async with open_background_nursery() as nursery:
         try:
             await nursery.start(host.run)
             yield host
-        except (Exception, KeyboardInterrupt) as error:  # kept out of the nursery's group
-            failure = error
         finally:
             host.close()
-    if failure is not None:
-        raise failure

@@ -112,7 +112,7 @@ class GossipConfig:
     exchange_seconds: float = 0.067
     idle_exchange_seconds: float = 1.0
     exchange_timeout_seconds: float = 5.0
-    delta_bytes: int = 1024 * 1024
+    delta_bytes: int = 160 * 1024
     eager_fanout: int = 3
     eager_seconds: float = 0.05
     """Shortest time between two eager messages to the same number of members."""

@@ -180,6 +180,8 @@ class Membership:
     def observe_claims(self, claims: Iterable[Claim], now: float) -> None:
         """Take in what others claim (see `check_claim`); refute what they claim of this peer."""
         for claim in claims:
+            if claim.status > Status.LEFT:
+                continue  # a newer version's
             if claim.peer_id == self.me:
                 self._refute(claim)
                 continue
@@ -406,7 +408,7 @@ class Membership:
 def check_claim(claim: Claim) -> None:
     """Raise `ProtocolError` for a claim that makes no sense."""
     public_key_from_peer_id(claim.peer_id)
-    if not 0 <= claim.status <= Status.LEFT:
+    if claim.status < 0:
         raise ProtocolError(f"a claim of status {claim.status}")
     if not 0 <= claim.incarnation < MAX_INCARNATION:
         raise ProtocolError(f"a claim about incarnation {claim.incarnation}")

@@ -17,7 +17,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
-from typing import Final
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.records import SignedRecord
@@ -67,7 +69,8 @@ class Welcome(Message, frozen=True):
 
 
 class Status(IntEnum):
-    """What is claimed of a member. A higher incarnation overrides; within one the higher status does."""
+    """What is claimed of a member. A higher incarnation overrides; within one the higher status does.
+    Claims of a status that is not known here are passed over."""
 
     ALIVE = 0
     SUSPECT = 1
@@ -84,16 +87,22 @@ class Claim(Message, frozen=True):
     by: int
 
 
+MAX_CLAIMS: Final = 1024
+"""In one message; checked, like all caps on lists here, before anything is done per element."""
+
+Claims = Annotated[list[Claim], Meta(max_length=MAX_CLAIMS)]
+
+
 class Ping(Message, frozen=True):
     """Are you there? `incarnation` is what the sender knows of the receiver; claims ride along."""
 
     incarnation: int
-    claims: list[Claim]
+    claims: Claims
 
 
 class Ack(Message, frozen=True):
     incarnation: int
-    claims: list[Claim]
+    claims: Claims
 
 
 class PingRequest(Message, frozen=True):
@@ -154,13 +163,20 @@ class LogChunk(Message, frozen=True):
     operations: bytes
 
 
+MAX_RECORDS: Final = 1024
+"""Peer records, or cluster records, in one delta."""
+MAX_LOG_CHUNKS: Final = 16_384
+
+SignedRecords = Annotated[list[SignedRecord], Meta(max_length=MAX_RECORDS)]
+
+
 class Delta(Message, frozen=True):
     """What the receiver lacks: peer records, then log operations, then cluster records."""
 
-    records: list[SignedRecord]
-    logs: list[LogChunk]
-    cluster_records: list[SignedRecord]
-    claims: list[Claim]
+    records: SignedRecords
+    logs: Annotated[list[LogChunk], Meta(max_length=MAX_LOG_CHUNKS)]
+    cluster_records: SignedRecords
+    claims: Claims
 
 
 class Exchange(Message, frozen=True):
@@ -170,7 +186,7 @@ class Exchange(Message, frozen=True):
     digest: bytes
     cluster_hash: int
     cluster_buckets: bytes
-    claims: list[Claim]
+    claims: Claims
 
 
 class ExchangeReply(Message, frozen=True):

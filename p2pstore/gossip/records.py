@@ -19,6 +19,7 @@ import xxhash
 
 from p2pstore.errors import ProtocolError
 from p2pstore.objects import Version
+from p2pstore.objects import format_peer_id as format_peer_id
 from p2pstore.wire import Message, decode_body, encode_body
 
 # --- who -------------------------------------------------------------------------------------
@@ -58,28 +59,6 @@ def public_key_from_peer_id(peer_id: PeerId) -> bytes:
     if len(peer_id) != len(ED25519_PREFIX) + 32 or not peer_id.startswith(ED25519_PREFIX):
         raise ProtocolError("a peer id that holds no ed25519 key")
     return peer_id[len(ED25519_PREFIX) :]
-
-
-_BASE58: Final = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-
-
-def format_peer_id(peer_id: PeerId) -> str:
-    """Base58 as libp2p prints it (`12D3KooW...`)."""
-    number = int.from_bytes(peer_id, "big")
-    digits = ""
-    while number:
-        number, digit = divmod(number, 58)
-        digits = _BASE58[digit] + digits
-    return "1" * (len(peer_id) - len(peer_id.lstrip(b"\0"))) + digits
-
-
-def parse_peer_id(text: str) -> PeerId:
-    """The inverse of `format_peer_id`. Raises `ValueError`."""
-    number = 0
-    for letter in text:
-        number = number * 58 + _BASE58.index(letter)
-    zeros = len(text) - len(text.lstrip("1"))
-    return bytes(zeros) + number.to_bytes((number.bit_length() + 7) // 8, "big")
 
 
 class Signer(Protocol):
@@ -286,6 +265,39 @@ class ClusterRecord(Message, frozen=True):
         return Version(self.clock, self.writer)
 
 
+class NewerFormat(ProtocolError):
+    """A record of a format that this version does not know. It is left alone: no reason to refuse
+    whoever passed it on, nor what came with it."""
+
+
+def read_peer_record(signed: SignedRecord) -> PeerRecord:
+    """Decode without checking the signature. Raises `NewerFormat`, and `ProtocolError` when it is too
+    long or malformed."""
+    if len(signed.body) > MAX_RECORD_BYTES:
+        raise ProtocolError(f"a peer record of {len(signed.body):,} bytes")
+    _check_format(signed.body, PEER_RECORD_FORMAT)
+    return decode_body(PeerRecord, signed.body)
+
+
+def read_cluster_record(signed: SignedRecord) -> ClusterRecord:
+    """Decode without checking the signature. Raises `NewerFormat`, and `ProtocolError` when it is too
+    long or malformed."""
+    if len(signed.body) > MAX_RECORD_BYTES:
+        raise ProtocolError(f"a cluster record of {len(signed.body):,} bytes")
+    _check_format(signed.body, CLUSTER_RECORD_FORMAT)
+    return decode_body(ClusterRecord, signed.body)
+
+
+class _FormatOnly(Message, frozen=True):
+    format: int
+
+
+def _check_format(body: bytes, known: int) -> None:
+    number = decode_body(_FormatOnly, body).format
+    if number > known:
+        raise NewerFormat(f"a record of format {number}; this version knows up to {known}")
+
+
 def sign_peer_record(record: PeerRecord, signer: Signer) -> SignedRecord:
     """The record as it travels."""
     body = encode_body(record)
@@ -293,10 +305,8 @@ def sign_peer_record(record: PeerRecord, signer: Signer) -> SignedRecord:
 
 
 def open_peer_record(signed: SignedRecord, verifier: Verifier) -> PeerRecord:
-    """Check and decode. Raises `ProtocolError` when it is too long, malformed or not signed by its peer."""
-    if len(signed.body) > MAX_RECORD_BYTES:
-        raise ProtocolError(f"a peer record of {len(signed.body):,} bytes")
-    record = decode_body(PeerRecord, signed.body)
+    """`read_peer_record` and check the signature. Raises `ProtocolError` when its peer did not sign it."""
+    record = read_peer_record(signed)
     public_key_from_peer_id(record.peer_id)
     if not verifier.verify(record.peer_id, _PEER_CONTEXT + signed.body, signed.signature):
         raise ProtocolError(f"a peer record that {format_peer_id(record.peer_id)} did not sign")
@@ -310,10 +320,9 @@ def sign_cluster_record(record: ClusterRecord, signer: Signer) -> SignedRecord:
 
 
 def open_cluster_record(signed: SignedRecord, verifier: Verifier) -> ClusterRecord:
-    """Check and decode. Raises `ProtocolError` when it is too long, malformed or not signed by its signer."""
-    if len(signed.body) > MAX_RECORD_BYTES:
-        raise ProtocolError(f"a cluster record of {len(signed.body):,} bytes")
-    record = decode_body(ClusterRecord, signed.body)
+    """`read_cluster_record` and check the signature. Raises `ProtocolError` when its signer did not
+    sign it."""
+    record = read_cluster_record(signed)
     public_key_from_peer_id(record.signer)
     if not verifier.verify(record.signer, _CLUSTER_CONTEXT + signed.body, signed.signature):
         raise ProtocolError("a cluster record with a wrong signature")

@@ -49,6 +49,7 @@ from p2pstore.wire import (
     decode_body,
     encode_frame,
     error_of,
+    negotiate_version,
 )
 
 M = TypeVar("M", bound=Message)
@@ -152,6 +153,7 @@ class LocalConnection:
                     raise ProtocolError("the peer passed more descriptors than it has segments")
                 self._frames.feed(self._receive_buffer[:count])
             self.hello = _reply_in(frame, LocalKind.HELLO, HelloReply)
+            negotiate_version(self.hello.version, self.hello.version)
             if len(descriptors) != len(self.hello.segments):
                 raise ProtocolError("the peer did not pass one descriptor per segment")
             map_segment = map_writable if access == Access.WRITE else map_read_only

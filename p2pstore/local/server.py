@@ -341,7 +341,10 @@ class _Connection:
             raise ProtocolError(f"it sent a frame of kind {header.kind} that is no request")
         if request_type is None:
             text = f"this peer does not know requests of kind {header.kind}: it is too old"
-            answered.append(encode_failure(header.kind, header.request_id, Code.UNSUPPORTED, text))
+            if not header.flags & ONE_WAY:
+                answered.append(
+                    encode_failure(header.kind, header.request_id, Code.UNSUPPORTED, text)
+                )
             return
         message = decode_body(request_type, body)
         try:

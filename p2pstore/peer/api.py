@@ -63,7 +63,6 @@ from p2pstore.wire import decode_body
 
 logger = logging.getLogger("p2pstore.peer")
 
-CLOSE_SECONDS = 2.0
 PREFAULT_PAUSE_SECONDS = 0.001
 MAX_LOCAL_PEERS = 64
 
@@ -151,9 +150,11 @@ async def open_peer(
         try:
             with trio.CancelScope() as scope:
                 peer.node.on_failure = scope.cancel
+                if peer.node.failure is not None:  # it was quicker than the start
+                    scope.cancel()
                 yield peer
         finally:
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_SECONDS):
+            with trio.CancelScope(shield=True):
                 await peer.node.leave()
     if peer.node.failure is not None:
         raise peer.node.failure

@@ -60,6 +60,7 @@ ADMISSION_CODES: Final = (
 DRAIN_CHECKPOINTS: Final = 3
 """Scheduler turns between a timer and its verdict: after a stall of the process, what has arrived
 meanwhile is handled before anybody is declared silent."""
+FAREWELL_SECONDS: Final = 1.0
 SAVE_INTERVAL_SECONDS: Final = 10.0
 CONTACT_TIMEOUT_SECONDS: Final = 10.0
 MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
@@ -100,6 +101,7 @@ class Node:
         self._refused_by: set[PeerId] = set()
         self._unsaved: list[SignedRecord] = []
         self._save_now = trio.Event()
+        self._drained = trio.Event()
 
     @property
     def now(self) -> float:
@@ -146,6 +148,8 @@ class Node:
             self._execute(effect)
         if self.core.next_tick(self.now) < self._tick_due:
             self._wake.set()
+        if self.core.closing and not self.core.operations_under_way:
+            self._drained.set()
 
     def _member_changed(self, change: MemberChange) -> None:
         logger.info(
@@ -216,14 +220,16 @@ class Node:
         return RemotePeer(peer_id, tuple(record.data) if record is not None else ())
 
     def remote_copy(self, copy: KnownCopy) -> RemoteCopy:
-        """How to read one copy."""
+        """How to read one copy; a strict transport leaves the other ways out, for clients as well."""
         record = self._record_of(copy.peer_id)
+        strict = self.config.transport
+        by_socket = record is not None and record.host_id == self.host_id and strict != "tcp"
         return RemoteCopy(
             peer_id=copy.peer_id,
-            data=tuple(record.data) if record is not None else (),
+            data=tuple(record.data) if record is not None and strict != "shm" else (),
             member=copy.member,
-            socket=record.socket if record is not None else "",
-            same_host=record is not None and record.host_id == self.host_id,
+            socket=record.socket if record is not None and by_socket else "",
+            same_host=by_socket,
             slot=copy.record.slot,
             version=copy.record.version,
             load_permille=record.load_permille if record is not None else 0,
@@ -265,7 +271,7 @@ class Node:
             if report.pulled is not None:
                 delivered = True
                 destination.commit(self.now)
-        except P2PStoreError as problem:
+        except (P2PStoreError, ValueError) as problem:
             error = problem
         finally:
             destination.abort()
@@ -400,11 +406,15 @@ class Node:
     # --- leaving -----------------------------------------------------------------------------
 
     async def leave(self) -> None:
-        """Tell the others, take no new work, keep what must survive."""
+        """Take no new work, finish what is under way (at most `drain_seconds`), tell the others, keep
+        what must survive."""
         self.core.closing = True
         self.process()
+        with trio.move_on_after(self.drain_seconds):
+            if self.core.operations_under_way:
+                await self._drained.wait()
         asks = [effect for effect in self.core.gossip.leave(self.now) if isinstance(effect, Ask)]
-        with trio.move_on_after(1.0, shield=True):
+        with trio.move_on_after(FAREWELL_SECONDS):
             async with trio.open_nursery() as nursery:
                 for ask in asks:
                     nursery.start_soon(self._ask_control, ask)

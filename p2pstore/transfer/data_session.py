@@ -45,7 +45,6 @@ from p2pstore.wire import (
 logger = logging.getLogger("p2pstore.transfer")
 
 RECEIVE_BYTES: Final = 64 * KIB
-MAX_GET_ITEMS: Final = 1024
 MAX_REPLY_BODY_BYTES: Final = 3 * MIB
 """Slots and trailers in one reply; the frame's cap is 4 MiB."""
 GATHER_BYTES: Final = 256 * KIB
@@ -212,9 +211,6 @@ class DataSession:
             message: Message = decode_body(message_type, body)
         except ProtocolError as error:
             raise Refused(kind, request_id, Code.MALFORMED, str(error)) from error
-        if isinstance(message, Get) and not 0 < len(message.items) <= MAX_GET_ITEMS:
-            text = f"a GET has 1 to {MAX_GET_ITEMS:,} items, not {len(message.items):,}"
-            raise Refused(kind, request_id, Code.MALFORMED, text)
         return message
 
     def _refuse(self, header: FrameHeader, code: Code, text: str) -> None:

@@ -15,7 +15,9 @@ its proof; a wrong proof closes the connection. Replies to GET and SNAPSHOT carr
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 from p2pstore.wire import Empty, Message
 
@@ -70,10 +72,14 @@ class GetItem(Message, frozen=True):
     slot: int = 0
 
 
+MAX_GET_ITEMS: Final = 1024
+"""Like all caps on lists here, checked before anything is done per element."""
+
+
 class Get(Message, frozen=True):
     """Objects, or chunks of them; the reply's bulk is their bytes one after the other."""
 
-    items: list[GetItem]
+    items: Annotated[list[GetItem], Meta(min_length=1, max_length=MAX_GET_ITEMS)]
 
 
 class ObjectStatus(IntEnum):
@@ -121,11 +127,16 @@ class Locations(Message, frozen=True):
     items: list[list[Holding]]
 
 
+MAX_PUSHED_OPERATIONS: Final = 32_768
+MAX_PUSHED_RECORDS: Final = 256
+"""Each costs the receiver a signature check."""
+
+
 class Push(Message, frozen=True):
     """Fresh operations of the sender's log whose keys have their home here: sequences and records."""
 
     incarnation: int
-    sequences: list[int]
+    sequences: Annotated[list[int], Meta(max_length=MAX_PUSHED_OPERATIONS)]
     operations: bytes
 
 
@@ -169,8 +180,8 @@ class SnapshotReply(Message, frozen=True):
 class ClusterRecords(Message, frozen=True):
     """Packed signed cluster records, pushed to those whom they concern at once."""
 
-    bodies: list[bytes]
-    signatures: list[bytes]
+    bodies: Annotated[list[bytes], Meta(max_length=MAX_PUSHED_RECORDS)]
+    signatures: Annotated[list[bytes], Meta(max_length=MAX_PUSHED_RECORDS)]
 
 
 class ListKeys(Message, frozen=True):

@@ -498,7 +498,7 @@ def _new_entry(
     soft: bool,
     now: float,
 ) -> ObjectEntry:
-    pin = Pin(trailer.pin)
+    pin = Pin(max(Pin.NONE, min(trailer.pin, Pin.HARD)))  # a newer version's counts as hard
     return ObjectEntry(
         digest=digest,
         version=version,

@@ -443,3 +443,16 @@ async def test_it_is_an_object_store(tmp_path: Path) -> None:
             document = await client.statistics()
             assert document["peer"]["objects"] == 1
             assert document["cluster"]["peers"] == 1
+
+
+async def test_a_cancelled_peer_says_goodbye(tmp_path: Path) -> None:
+    async with open_peer(config(tmp_path, "stays")) as stays:
+        with trio.CancelScope() as scope:
+            async with open_peer(config(tmp_path, "goes", stays)) as goes:
+                await until(lambda: len(stays.node.core.live_peers()) == 1)
+                gone = goes.node.core.peer_id
+                scope.cancel()
+                await trio.sleep_forever()
+        state = stays.node.core.gossip.membership.get(gone)
+        assert state is not None
+        assert state.status.name == "LEFT"

@@ -220,7 +220,6 @@ def test_the_dead_are_forgotten_after_a_day_and_the_oldest_when_room_is_short() 
     "wrong",
     [
         Claim(b"short", 1, 0, 1),
-        Claim(peer_id_of(1), 1, 4, 1),
         Claim(peer_id_of(1), 1, -1, 1),
         Claim(peer_id_of(1), -1, 0, 1),
         Claim(peer_id_of(1), MAX_INCARNATION, 0, 1),

@@ -1,0 +1,397 @@
+"""A `PeerCore` driven by hand: effects come out, answers are fed in, and nothing else exists. For tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, TypeVar
+
+from p2pstore.core.effects import AskPeer, OperationFinished, PullFailure, PullObject, PullOutcome
+from p2pstore.core.operations import Operation, PutOperation, PutSpec
+from p2pstore.core.peer_core import PeerCore
+from p2pstore.gossip.machine import Gossip, GossipConfig
+from p2pstore.gossip.messages import Claim, ControlKind, Delta, Ping, Status
+from p2pstore.gossip.records import (
+    CLUSTER_RECORD_FORMAT,
+    PEER_RECORD_FORMAT,
+    ClusterRecord,
+    ClusterRecordKind,
+    LocationRecord,
+    LogHead,
+    Member,
+    PeerId,
+    PeerRecord,
+    SignedRecord,
+    member_of,
+    sign_cluster_record,
+    sign_peer_record,
+    writer_of,
+)
+from p2pstore.objects import (
+    HybridClock,
+    Version,
+    chunk_sums,
+    clock_from_unix_seconds,
+    key_digest,
+    root_checksum,
+)
+from p2pstore.simulation.cluster import SimulatedSigner, SimulatedVerifier
+from p2pstore.transfer.layout import (
+    Slot,
+    SlotState,
+    TrailerBody,
+    encode_slot,
+    encode_trailer,
+    plan_geometry,
+)
+from p2pstore.transfer.messages import (
+    REQUESTS,
+    ClusterRecords,
+    DataKind,
+    Objects,
+    ObjectReply,
+    ObjectStatus,
+    Push,
+)
+from p2pstore.transfer.segment import ObjectEntry, Segment
+from p2pstore.wire import Code, Message, decode_body, encode_body
+
+NAMESPACE = "unit"
+UNIX = 1_800_000_000.0
+OTHER_INCARNATION = 7
+HOLDER = "client"
+
+EffectType = TypeVar("EffectType")
+
+
+def digest_of(key: str) -> bytes:
+    return key_digest(key, NAMESPACE)
+
+
+def clock_at(seconds: float) -> int:
+    """A version's clock for a time in seconds since the test began."""
+    return clock_from_unix_seconds(UNIX + seconds)
+
+
+@dataclass
+class Other:
+    """Another member, of which there is only what the core hears of it."""
+
+    signer: SimulatedSigner
+    sequence: int = 0
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self.signer.peer_id
+
+    @property
+    def member(self) -> Member:
+        return member_of(self.signer.peer_id)
+
+
+@dataclass(frozen=True)
+class RemoteObject:
+    """An object as another peer would serve it."""
+
+    value: bytes
+    slot: Slot
+    trailer: TrailerBody
+
+    @property
+    def version(self) -> Version:
+        return self.slot.version
+
+    @property
+    def reply(self) -> Objects:
+        """The answer to a GET of slot and trailer."""
+        return Objects(
+            [ObjectReply(ObjectStatus.OK, encode_slot(self.slot), encode_trailer(self.trailer))]
+        )
+
+
+def remote_object(
+    key: str, value: bytes, clock: int | None = None, writer: int = 9, **trailer: Any
+) -> RemoteObject:
+    sums = chunk_sums(value)
+    body = TrailerBody(NAMESPACE, key, sums, **trailer)
+    version = Version(
+        clock_at(-60.0) if clock is None else clock, writer, root_checksum(len(value), sums)
+    )
+    slot = Slot(
+        SlotState.LIVE, digest_of(key), version, 4096, len(value), len(encode_trailer(body))
+    )
+    return RemoteObject(value, slot, body)
+
+
+NOT_FOUND = Objects([ObjectReply(ObjectStatus.NOT_FOUND, incarnation=OTHER_INCARNATION, sequence=99)])
+
+
+class Harness:
+    """One core over a bytearray, `others` members that are alive, and the time in `now`."""
+
+    def __init__(self, others: int = 0, memory_bytes: int = 256 * 1024) -> None:
+        self.now = 100.0
+        self.signer = SimulatedSigner(0)
+        geometry = plan_geometry(memory_bytes)
+        self.memory = memoryview(bytearray(geometry.total_bytes))
+        self.segment = Segment(
+            self.memory, segment_id=bytes(16), incarnation=1, geometry=geometry
+        )
+        verifier, clock = SimulatedVerifier(), HybridClock()
+        self.unix_offset = UNIX - self.now
+        self.gossip = Gossip(
+            self.signer,
+            verifier,
+            1,
+            lambda: describe(self.signer, 0),
+            GossipConfig(cluster="unit"),
+            Random(1),
+            accepts_clock=lambda stamp, at: clock.observe(stamp, at + self.unix_offset),
+        )
+        self.core = PeerCore(
+            signer=self.signer,
+            verifier=verifier,
+            gossip=self.gossip,
+            segment=self.segment,
+            clock=clock,
+            rng=Random(2),
+            unix_offset_seconds=self.unix_offset,
+        )
+        self._effects: list[object] = []
+        self.gossip.record(self.now)
+        self.others = [self.join(number) for number in range(1, others + 1)]
+
+    # --- others ------------------------------------------------------------------------------
+
+    def join(self, number: int) -> Other:
+        """Make a member known, alive."""
+        other = Other(SimulatedSigner(number))
+        self.gossip.serve(
+            other.peer_id,
+            ControlKind.DELTA,
+            Delta([peer_record(other.signer)], [], [], []),
+            self.now,
+        )
+        return other
+
+    def die(self, other: Other) -> None:
+        """The others say that it is dead."""
+        claim = Claim(other.peer_id, OTHER_INCARNATION, int(Status.DEAD), 1)
+        self.gossip.serve(self.others[-1].peer_id, ControlKind.PING, Ping(1, [claim]), self.now)
+
+    def other(self, peer_id: PeerId) -> Other:
+        """The member with this id."""
+        return next(other for other in self.others if other.peer_id == peer_id)
+
+    def location(self, thing: RemoteObject, *, soft: bool = False, removed: bool = False) -> bytes:
+        """The packed location record of a remote object."""
+        version = Version(thing.version.clock, thing.version.writer)
+        return LocationRecord(
+            thing.slot.digest, version, 5, 1, soft=soft, removed=removed
+        ).encode()
+
+    def push(self, other: Other, thing: RemoteObject, **flags: bool) -> None:
+        """The other announces (or with `removed` withdraws) a copy."""
+        other.sequence += 1
+        self.serve(
+            other,
+            DataKind.PUSH,
+            Push(OTHER_INCARNATION, [other.sequence], self.location(thing, **flags)),
+        )
+
+    def hold(self, other: Other, key: str, value: bytes, **options: Any) -> RemoteObject:
+        """The other holds and announces an object."""
+        thing = remote_object(key, value, **options)
+        self.push(other, thing)
+        return thing
+
+    def serve(self, sender: Other, kind: int, request: Message) -> Any:
+        """Another peer's request, through the codec."""
+        decoded = decode_body(REQUESTS[kind], encode_body(request))
+        return self.core.serve(sender.peer_id, kind, decoded, self.now)
+
+    def floor_from(
+        self, other: Other, name: bytes, version: Version, scope: int = 0
+    ) -> SignedRecord:
+        """A floor that the other wrote."""
+        record = ClusterRecord(
+            CLUSTER_RECORD_FORMAT,
+            int(ClusterRecordKind.FLOOR),
+            name,
+            version.clock,
+            version.writer,
+            other.peer_id,
+            scope,
+        )
+        return sign_cluster_record(record, other.signer)
+
+    def learn_floor(self, other: Other, name: bytes, version: Version, scope: int = 0) -> None:
+        """The other pushes a floor of its own to this peer."""
+        signed = self.floor_from(other, name, version, scope)
+        self.serve(
+            other, DataKind.CLUSTER_RECORDS, ClusterRecords([signed.body], [signed.signature])
+        )
+
+    # --- this peer ---------------------------------------------------------------------------
+
+    def reserve(self, key: str, value: bytes) -> int:
+        """A filled reservation's number."""
+        trailer = len(encode_trailer(TrailerBody(NAMESPACE, key, chunk_sums(value)))) + 32
+        reservation = self.segment.reserve(
+            len(value), trailer, holder=HOLDER, now=self.core.unix(self.now)
+        )
+        self.core.announce_withdrawn(self.now)
+        self.segment.reservation_view(reservation.number, holder=HOLDER)[:] = value
+        return reservation.number
+
+    def spec(self, key: str, value: bytes, **options: Any) -> PutSpec:
+        sums = chunk_sums(value)
+        spec = PutSpec(
+            holder=HOLDER,
+            reservation=self.reserve(key, value),
+            namespace=NAMESPACE,
+            key=key,
+            length=len(value),
+            sums=sums,
+            root=root_checksum(len(value), sums),
+        )
+        return replace(spec, **options)
+
+    def put(self, key: str, value: bytes, **options: Any) -> PutOperation:
+        """Start a put."""
+        operation = PutOperation(self.core, self.spec(key, value, **options))
+        self.start(operation)
+        return operation
+
+    def stored(self, key: str, value: bytes, **options: Any) -> ObjectEntry:
+        """Put what nobody else holds."""
+        operation = self.put(key, value, **options)
+        assert operation.done, operation
+        entry = self.find(key)
+        assert entry is not None, operation.result
+        self.forget_effects()
+        return entry
+
+    def find(self, key: str) -> ObjectEntry | None:
+        return self.segment.find(digest_of(key), self.core.unix(self.now))
+
+    def value(self, key: str) -> bytes | None:
+        entry = self.find(key)
+        return None if entry is None else bytes(self.segment.payload(entry))
+
+    def announced(self, key: str) -> LocationRecord | None:
+        """What this peer's log says of a key now."""
+        packed = self.gossip.log.snapshot()
+        from p2pstore.gossip.records import iterate_locations
+
+        wanted = digest_of(key)
+        return next((r for r in iterate_locations(packed) if r.digest == wanted), None)
+
+    @property
+    def writer(self) -> int:
+        return writer_of(self.signer.peer_id)
+
+    # --- driving -----------------------------------------------------------------------------
+
+    def start(self, operation: Operation) -> Operation:
+        return self.core.start(operation, self.now)
+
+    def pass_time(self, seconds: float) -> None:
+        """Advance in the steps that the core asks for."""
+        until = self.now + seconds
+        while True:
+            due = self.core.next_tick(self.now)
+            if due > until:
+                break
+            self.now = max(due, self.now + 1e-6)
+            self.core.tick(self.now)
+            self.core.gossip_arrived(self.now)
+        self.now = until
+
+    def effects(self, kind: type[EffectType]) -> list[EffectType]:
+        """Take the effects of one type; the others stay for later."""
+        self._effects += self.core.take_effects()
+        taken = [effect for effect in self._effects if isinstance(effect, kind)]
+        self._effects = [effect for effect in self._effects if not isinstance(effect, kind)]
+        return taken
+
+    def forget_effects(self) -> None:
+        self.core.take_effects()
+        self._effects.clear()
+
+    def asks(self, kind: int) -> list[AskPeer]:
+        """Take the requests of one kind, having gone through the codec."""
+        asks = self.effects(AskPeer)
+        self._effects += [ask for ask in asks if ask.kind != kind]
+        return [
+            replace(ask, request=decode_body(REQUESTS[kind], encode_body(ask.request)))
+            for ask in asks
+            if ask.kind == kind
+        ]
+
+    def answer(self, ask: AskPeer, reply: Any) -> None:
+        self.core.answered(ask.operation, ask.tag, reply, self.now)
+
+    def pull_wanted(self) -> PullObject:
+        """The one pull that is wanted now."""
+        (pull,) = self.effects(PullObject)
+        return pull
+
+    def deliver(
+        self, pull: PullObject, thing: RemoteObject, *failures: PullFailure
+    ) -> ObjectEntry | None:
+        """Carry out a pull: the object arrives, after these failures of others."""
+        destination = self.core.copy_destination(pull.operation, self.now)
+        destination.prepare(thing.slot, thing.trailer)[:] = thing.value
+        entry = destination.commit(self.now)
+        self.core.pulled(
+            pull.operation, PullOutcome(entry is not None, tuple(failures)), self.now
+        )
+        return entry
+
+    def fail(self, pull: PullObject, *codes: Code, error: Exception | None = None) -> None:
+        """Every copy of a pull failed, with these codes in turn."""
+        failures = tuple(
+            PullFailure(copy.member, int(code), "", OTHER_INCARNATION, 1000)
+            for copy, code in zip(pull.copies, codes, strict=True)
+        )
+        self.core.pulled(pull.operation, PullOutcome(False, failures, error), self.now)
+
+    def finished(self) -> set[int]:
+        """Numbers of the operations that were reported as finished since the last call."""
+        return {effect.operation for effect in self.effects(OperationFinished)}
+
+    def check_idle(self) -> None:
+        """Nothing is under way, reserved or held."""
+        assert self.core.operations_under_way == 0
+        assert self.segment.leased_bytes == 0
+        live = sum(entry.extent_bytes for entry in self.segment.entries())
+        assert self.segment.used_bytes == live, "a reservation was left behind"
+        self.segment.check()
+
+
+def describe(signer: SimulatedSigner, incarnation: int, sequence: int = 1) -> PeerRecord:
+    return PeerRecord(
+        format=PEER_RECORD_FORMAT,
+        peer_id=signer.peer_id,
+        cluster="unit",
+        name=f"peer-{signer.peer_id[-32]}",
+        incarnation=incarnation,
+        sequence=sequence,
+        host_id=bytes(16),
+        control=["sim:1"],
+        data=["sim:1"],
+        socket="",
+        transports=[],
+        segments=[],
+        memory_capacity=1,
+        memory_used=0,
+        ssd_capacity=0,
+        ssd_used=0,
+        load_permille=0,
+        head=LogHead(),
+    )
+
+
+def peer_record(signer: SimulatedSigner, incarnation: int = OTHER_INCARNATION) -> SignedRecord:
+    return sign_peer_record(describe(signer, incarnation), signer)

@@ -1,0 +1,329 @@
+"""Looking up: what is known here first, else the home peers, once per batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pstore.core.effects import AskPeer
+from p2pstore.core.operations import LOOKUP_TIMEOUT_SECONDS, LookupOperation, split_digests
+from p2pstore.gossip.machine import Ask
+from p2pstore.objects import Version
+from p2pstore.transfer.messages import DataKind, Holding, Locations
+from p2pstore.wire import Code, Failure
+from tests.unit.core_harness import (
+    OTHER_INCARNATION,
+    Harness,
+    Other,
+    RemoteObject,
+    clock_at,
+    digest_of,
+    remote_object,
+)
+
+
+def look(world: Harness, *keys: str, **options: object) -> LookupOperation:
+    operation = LookupOperation(world.core, [digest_of(key) for key in keys], **options)  # type: ignore[arg-type]  # by name
+    world.start(operation)
+    return operation
+
+
+def told(world: Harness, other: Other, thing: RemoteObject) -> Holding:
+    """What a home peer says of a copy at `other`."""
+    return Holding(other.member, OTHER_INCARNATION, 1, world.location(thing))
+
+
+def nothing(ask: AskPeer) -> Locations:
+    return Locations([[] for _ in split_digests(ask.request.digests)])
+
+
+def answer_all(world: Harness, asks: list[AskPeer]) -> None:
+    for ask in asks:
+        world.answer(ask, nothing(ask))
+
+
+def test_what_is_known_here_needs_no_question() -> None:
+    world = Harness(others=4)
+    world.stored("mine", b"1")
+    world.hold(world.others[0], "theirs", b"2")
+    operation = look(world, "mine", "theirs")
+    assert operation.done
+    mine, theirs = operation.result
+    assert [(copy.local, copy.reachable) for copy in mine] == [(True, True)]
+    assert [(copy.member, copy.local) for copy in theirs] == [(world.others[0].member, False)]
+    assert not world.effects(AskPeer)
+    world.check_idle()
+
+
+def test_each_home_is_asked_once_for_all_its_keys() -> None:
+    world = Harness(others=5)
+    keys = [f"k{number}" for number in range(40)]
+    operation = look(world, *keys)
+    asks = world.asks(DataKind.LOOKUP)
+    assert len({ask.peer_id for ask in asks}) == len(asks) <= 5
+    for key in keys:
+        asked = {ask.peer_id for ask in asks if digest_of(key) in split_digests(ask.request.digests)}
+        assert asked == set(world.core.homes(digest_of(key)))
+        assert world.core.peer_id not in asked
+    assert all(ask.timeout_seconds == LOOKUP_TIMEOUT_SECONDS for ask in asks)
+    answer_all(world, asks)
+    assert operation.result == [[] for _ in keys]
+    assert not world.asks(DataKind.LOOKUP), "without waiting nobody is asked twice"
+    world.check_idle()
+
+
+def test_only_what_is_missing_is_asked_for() -> None:
+    world = Harness(others=3)
+    world.stored("mine", b"1")
+    look(world, "mine", "absent")
+    for ask in world.asks(DataKind.LOOKUP):
+        assert split_digests(ask.request.digests) == [digest_of("absent")]
+
+
+def test_it_ends_as_soon_as_every_key_was_found() -> None:
+    world = Harness(others=5)
+    operation = look(world, "k")
+    first, *others = world.asks(DataKind.LOOKUP)
+    assert len(others) == 2
+    thing = remote_object("k", b"1")
+    holder = world.others[0]
+    world.answer(first, Locations([[told(world, holder, thing)]]))
+    assert operation.done
+    ((copy,),) = operation.result
+    assert (copy.peer_id, copy.record.version.clock) == (holder.peer_id, thing.version.clock)
+    answer_all(world, others)  # late, and harmless
+    world.check_idle()
+
+
+def test_one_key_found_does_not_end_a_batch() -> None:
+    world = Harness(others=1)
+    operation = look(world, "a", "b")
+    (ask,) = world.asks(DataKind.LOOKUP)
+    digests = split_digests(ask.request.digests)
+    thing = remote_object("a", b"1")
+    reply = [
+        [told(world, world.others[0], thing)] if digest == digest_of("a") else []
+        for digest in digests
+    ]
+    world.answer(ask, Locations(reply))
+    assert [len(copies) for copies in operation.result] == [1, 0]
+
+
+def test_it_waits_for_the_other_homes_while_a_key_is_missing() -> None:
+    world = Harness(others=3)
+    operation = look(world, "k")
+    asks = world.asks(DataKind.LOOKUP)
+    answer_all(world, asks[:-1])
+    assert not operation.done
+    answer_all(world, asks[-1:])
+    assert operation.done
+
+
+def test_without_asking_homes_it_answers_at_once() -> None:
+    world = Harness(others=3)
+    assert look(world, "k", ask_homes=False).result == [[]]
+    assert not world.effects(AskPeer)
+
+
+def test_a_home_that_does_not_answer_is_avoided_and_probed() -> None:
+    world = Harness(others=3)
+    operation = look(world, "k")
+    asks = world.asks(DataKind.LOOKUP)
+    world.answer(asks[0], None)
+    assert [probe.peer_id for probe in world.effects(Ask)] == [asks[0].peer_id]
+    answer_all(world, asks[1:])
+    assert operation.result == [[]]
+    thing = world.hold(world.other(asks[0].peer_id), "k", b"1")
+    world.push(world.other(asks[1].peer_id), thing)
+    copies = world.core.known_copies(digest_of("k"), world.now)
+    assert [copy.peer_id for copy in copies] == [asks[1].peer_id, asks[0].peer_id]
+
+
+def test_a_home_that_refuses_is_not_taken_for_dead() -> None:
+    world = Harness(others=1)
+    operation = look(world, "k")
+    (ask,) = world.asks(DataKind.LOOKUP)
+    world.answer(ask, Failure(int(Code.BUSY), "later"))
+    assert operation.result == [[]]
+    assert not world.effects(Ask)
+
+
+def test_excluded_members_are_neither_asked_nor_found() -> None:
+    world = Harness(others=3)
+    excluded, other = world.others[0], world.others[1]
+    world.hold(excluded, "k", b"1")
+    operation = look(world, "k", exclude=frozenset({excluded.member}))
+    asks = world.asks(DataKind.LOOKUP)
+    assert {ask.peer_id for ask in asks} == {o.peer_id for o in world.others} - {excluded.peer_id}
+    thing = remote_object("k", b"1")
+    world.answer(asks[0], Locations([[told(world, other, thing)]]))
+    assert [[copy.peer_id for copy in copies] for copies in operation.result] == [[other.peer_id]]
+
+
+def test_unreachable_copies_are_told_apart_from_absent_keys() -> None:
+    world = Harness(others=3)
+    world.hold(world.others[0], "held by the dead", b"1")
+    world.die(world.others[0])
+    operation = look(world, "held by the dead", "absent")
+    asks = world.asks(DataKind.LOOKUP)
+    assert asks, "a copy that cannot be reached does not answer the question"
+    answer_all(world, asks)
+    dead, absent = operation.result
+    assert [copy.reachable for copy in dead] == [False]
+    assert absent == []
+
+
+def test_the_newest_version_comes_first_then_the_reachable_then_the_local() -> None:
+    world = Harness(others=4)
+    old = remote_object("k", b"1", clock=clock_at(-50.0))
+    new = remote_object("k", b"2", clock=clock_at(-40.0))
+    for other, thing in zip(world.others, (old, new, new, old), strict=True):
+        world.push(other, thing)
+    world.die(world.others[1])
+    copies = look(world, "k").result[0]
+    assert [(copy.record.version.clock, copy.reachable) for copy in copies] == [
+        (new.version.clock, True),
+        (new.version.clock, False),
+        (old.version.clock, True),
+        (old.version.clock, True),
+    ]
+    mine = world.put("k", b"1")
+    (ask,) = world.asks(DataKind.GET)
+    world.answer(ask, new.reply)
+    assert mine.done
+    operation = world.core.fetch(digest_of("k"), world.now)
+    world.deliver(world.pull_wanted(), new)
+    assert operation.done
+    assert look(world, "k").result[0][0].local
+
+
+def test_of_versions_with_one_clock_the_higher_writer_comes_first() -> None:
+    world = Harness(others=2)
+    world.hold(world.others[0], "k", b"1", clock=clock_at(-5.0), writer=3)
+    world.hold(world.others[1], "k", b"2", clock=clock_at(-5.0), writer=4)
+    assert [copy.record.version.writer for copy in look(world, "k").result[0]] == [4, 3]
+
+
+def test_versions_below_a_floor_are_not_found() -> None:
+    world = Harness(others=2)
+    thing = world.hold(world.others[0], "k", b"1")
+    world.learn_floor(world.others[1], digest_of("k"), thing.version)
+    operation = look(world, "k")
+    for ask in world.asks(DataKind.LOOKUP):
+        world.answer(ask, Locations([[told(world, world.others[0], thing)]]))
+    assert operation.result == [[]]
+
+
+# --- what answers may not do -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nonsense", ["short", "other key", "removed", "myself", "too many"])
+def test_nonsense_in_an_answer_is_left_out(nonsense: str) -> None:
+    world = Harness(others=1)
+    operation = look(world, "k")
+    (ask,) = world.asks(DataKind.LOOKUP)
+    thing, other = remote_object("k", b"1"), world.others[0]
+    holding = told(world, other, thing)
+    replies = {
+        "short": [[Holding(other.member, 1, 1, holding.record[:-1])]],
+        "other key": [[told(world, other, remote_object("x", b"1"))]],
+        "removed": [[Holding(other.member, 1, 1, world.location(thing, removed=True))]],
+        "myself": [[Holding(world.core.member, 1, 1, holding.record)]],
+        "too many": [[], [holding]],
+    }
+    world.answer(ask, Locations(replies[nonsense]))
+    assert operation.result == [[]]
+
+
+def test_a_thousand_holders_in_one_answer_are_cut() -> None:
+    world = Harness(others=1)
+    operation = look(world, "k")
+    (ask,) = world.asks(DataKind.LOOKUP)
+    record = world.location(remote_object("k", b"1"))
+    world.answer(ask, Locations([[Holding(1000 + n, 1, 1, record) for n in range(1000)]]))
+    assert operation.done
+    assert len(world.gossip.directory.holders(digest_of("k"))) == 64
+
+
+# --- waiting ---------------------------------------------------------------------------------
+
+
+def asked_during(world: Harness, seconds: float) -> list[float]:
+    """Answer every question with nothing, and note when it came."""
+    begin, times = world.now, []
+    while world.now < begin + seconds:
+        asks = world.asks(DataKind.LOOKUP)
+        times += [world.now - begin] * bool(asks)
+        answer_all(world, asks)
+        world.pass_time(0.01)
+    return times
+
+
+def test_waiting_asks_again_with_growing_pauses_until_its_time_is_over() -> None:
+    world = Harness(others=1)
+    operation = look(world, "k", wait_seconds=3.0)
+    times = asked_during(world, 2.9)
+    assert not operation.done
+    pauses = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    assert pauses[0] == pytest.approx(0.05, abs=0.06)
+    assert all(0.4 <= pause <= 0.6 for pause in pauses[5:]), pauses
+    assert 7 <= len(times) <= 12
+    asked_during(world, 0.2)
+    assert operation.result == [[]]
+    world.check_idle()
+
+
+def test_waiting_notices_what_gossip_brings() -> None:
+    world = Harness(others=1)
+    operation = look(world, "k", wait_seconds=3.0)
+    asked_during(world, 0.5)
+    world.hold(world.others[0], "k", b"1")
+    world.pass_time(0.06)
+    assert operation.done
+    assert len(operation.result[0]) == 1
+
+
+def test_waiting_does_not_ask_while_an_answer_is_out() -> None:
+    world = Harness(others=1)
+    operation = look(world, "k", wait_seconds=0.5)
+    (ask,) = world.asks(DataKind.LOOKUP)
+    world.pass_time(0.9)
+    assert not world.asks(DataKind.LOOKUP)
+    assert not operation.done, "its answer may still come: the request has a time limit of its own"
+    world.answer(ask, None)
+    assert operation.done
+
+
+def test_waiting_wakes_the_shell_in_time() -> None:
+    world = Harness(others=1)
+    operation = look(world, "k", wait_seconds=0.02)
+    answer_all(world, world.asks(DataKind.LOOKUP))
+    assert world.core.next_tick(world.now) <= world.now + 0.02
+    world.pass_time(0.021)
+    assert operation.done
+    assert operation.wake_at == float("inf")
+
+
+def test_cancelling_ends_it() -> None:
+    world = Harness(others=1)
+    operation = look(world, "k", wait_seconds=3.0)
+    world.core.cancel(operation, world.now)
+    assert operation.done
+    assert world.finished() == {operation.number}
+    answer_all(world, world.asks(DataKind.LOOKUP))
+    world.pass_time(3.0)
+    world.check_idle()
+
+
+def test_a_location_of_a_stranger_is_not_a_copy() -> None:
+    world = Harness(others=1)
+    stranger = Other(world.signer)
+    stranger.signer = type(world.signer)(77)
+    world.hold(stranger, "k", b"1")
+    assert world.core.known_copies(digest_of("k"), world.now) == []
+    world.others.append(world.join(77))
+    assert len(world.core.known_copies(digest_of("k"), world.now)) == 1
+
+
+def test_versions_compare_without_roots() -> None:
+    assert Version(5, 1, 9).covers(Version(5, 1, 3))
+    assert not Version(5, 1, 9).covers(Version(5, 2, 3))

@@ -1,0 +1,424 @@
+"""Puts, row by row of ARCHITECTURE's table: what exists decides, here or elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from p2pstore.core.operations import SLOT_ONLY, PutEnd, PutOperation
+from p2pstore.errors import DeadlineExceeded, NoSuchKey, ProtocolError
+from p2pstore.gossip.machine import Ask
+from p2pstore.local.messages import PutStatus
+from p2pstore.objects import Version
+from p2pstore.transfer.layout import Pin
+from p2pstore.transfer.messages import DataKind, Get, ObjectReply, Objects, ObjectStatus, Replicated
+from p2pstore.wire import Code, Failure
+from tests.unit.core_harness import (
+    HOLDER,
+    NOT_FOUND,
+    Harness,
+    Other,
+    clock_at,
+    digest_of,
+    remote_object,
+)
+
+
+def end_of(operation: PutOperation) -> PutEnd:
+    assert operation.done
+    assert isinstance(operation.result, PutEnd), operation.result
+    return operation.result
+
+
+# --- unknown ---------------------------------------------------------------------------------
+
+
+def test_an_unknown_key_is_created_and_announced() -> None:
+    world = Harness(others=4)
+    operation = world.put("k", b"value", dtype="float32", shape=(5,))
+    version = Version(clock_at(0.0), world.writer, operation.spec.root)
+    assert end_of(operation) == PutEnd(PutStatus.CREATED, 1, 1, version)
+    entry = world.find("k")
+    assert entry is not None
+    assert (entry.version, entry.soft, entry.dtype, entry.shape) == (version, False, "float32", (5,))
+    assert world.value("k") == b"value"
+    record = world.announced("k")
+    assert record is not None
+    assert record.version == Version(version.clock, version.writer)
+    assert world.finished() == {operation.number}
+    world.core.flush_pushes(world.now)
+    assert {ask.peer_id for ask in world.asks(DataKind.PUSH)} == set(
+        world.core.homes(digest_of("k"))
+    )
+    world.check_idle()
+
+
+def test_a_time_to_live_counts_from_the_put_in_wall_clock_time() -> None:
+    world = Harness()
+    entry = world.stored("k", b"value", ttl_seconds=30.0)
+    assert entry.expires_unix_ms == int((world.core.unix(world.now) + 30.0) * 1000)
+    world.pass_time(29.0)
+    assert world.value("k") == b"value"
+    world.pass_time(2.5)
+    assert world.value("k") is None
+    assert world.announced("k") is None, "an expired object is withdrawn"
+    assert world.core.counters["objects_withdrawn"] == 1
+    world.check_idle()
+
+
+def test_without_a_time_to_live_an_object_stays() -> None:
+    world = Harness()
+    assert world.stored("k", b"value").expires_unix_ms == 0
+
+
+@pytest.mark.parametrize("change", [{"root": 1}, {"sums": b"12345678"}, {"length": 4}])
+def test_sums_that_do_not_give_the_root_are_refused(change: dict[str, Any]) -> None:
+    world = Harness()
+    operation = world.put("k", b"value", **change)
+    assert isinstance(operation.result, ProtocolError)
+    assert world.find("k") is None
+    world.check_idle()
+
+
+def test_a_trailer_that_outgrew_its_reservation_is_an_error_and_frees_it() -> None:
+    world = Harness()
+    operation = world.put("k", b"value", shape=tuple(range(4000)))
+    assert isinstance(operation.result, ValueError)
+    world.check_idle()
+
+
+def test_a_reservation_that_is_not_there_is_an_error_and_leaves_nothing() -> None:
+    world = Harness()
+    spec = world.spec("k", b"value")
+    operation = PutOperation(world.core, replace(spec, reservation=spec.reservation + 1))
+    world.start(operation)
+    assert isinstance(operation.result, ValueError)
+    world.segment.abort(spec.reservation, holder=HOLDER)
+    world.check_idle()
+
+
+def test_each_version_is_above_all_seen() -> None:
+    world = Harness(others=1)
+    first = world.stored("a", b"1").version
+    second = world.stored("b", b"2").version
+    assert first.clock < second.clock
+    world.learn_floor(world.others[0], digest_of("x"), Version(clock_at(9.0), 1))
+    assert world.stored("c", b"3").version.clock == clock_at(9.0) + 1
+
+
+# --- here ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_same_bytes_again_are_unchanged(overwrite: bool) -> None:
+    world = Harness()
+    entry = world.stored("k", b"value")
+    sequence = world.gossip.log.sequence
+    operation = world.put("k", b"value", overwrite=overwrite)
+    assert end_of(operation) == PutEnd(PutStatus.UNCHANGED, 1, 1, entry.version)
+    assert world.find("k") is entry
+    assert world.gossip.log.sequence == sequence, "nothing changed, so nothing is announced"
+    assert not len(world.gossip.cluster_records)
+    world.check_idle()
+
+
+def test_other_bytes_keep_what_exists() -> None:
+    world = Harness(others=2)
+    entry = world.stored("k", b"value", pin=1)
+    operation = world.put("k", b"other", pin=2, replicas=2)
+    assert end_of(operation) == PutEnd(PutStatus.KEPT_EXISTING, 1, 2, entry.version)
+    assert world.value("k") == b"value"
+    assert (entry.pin, entry.replicas) == (1, 1), "care for other bytes is not taken over"
+    assert not world.asks(DataKind.REPLICATE)
+    world.check_idle()
+
+
+def test_overwriting_makes_a_new_version_and_a_floor_below_it() -> None:
+    world = Harness(others=1)
+    old = world.stored("k", b"value")
+    operation = world.put("k", b"other", overwrite=True)
+    end = end_of(operation)
+    assert end.status == PutStatus.CREATED
+    assert end.version > old.version
+    assert world.value("k") == b"other"
+    records = world.gossip.cluster_records
+    floor = records.floor_for(digest_of("k"))
+    assert floor == Version(end.version.clock - 1, 0xFFFF)
+    assert records.forbids(digest_of("k"), None, old.version)
+    assert not records.forbids(digest_of("k"), None, end.version)
+    announced = world.announced("k")
+    assert announced is not None
+    assert announced.version == Version(end.version.clock, end.version.writer)
+    world.check_idle()
+
+
+def test_overwriting_what_is_elsewhere_asks_nobody() -> None:
+    world = Harness(others=2)
+    remote = world.hold(world.others[0], "k", b"value")
+    operation = world.put("k", b"other", overwrite=True)
+    end = end_of(operation)
+    assert (end.status, end.version > remote.version) == (PutStatus.CREATED, True)
+    assert [copy.local for copy in world.core.known_copies(digest_of("k"), world.now)] == [True]
+
+
+def test_a_firmer_pin_and_more_replicas_are_taken_over() -> None:
+    world = Harness()
+    entry = world.stored("k", b"value", pin=1, replicas=1)
+    sequence = world.gossip.log.sequence
+    world.put("k", b"value", pin=2)
+    assert entry.pin is Pin.HARD
+    world.put("k", b"value", replicas=3)
+    assert (entry.pin, entry.replicas) == (Pin.HARD, 3)
+    record = world.announced("k")
+    assert record is not None
+    assert (record.pin, record.replicas) == (2, 3)
+    assert world.gossip.log.sequence == sequence + 2
+    world.check_idle()
+
+
+def test_a_looser_pin_and_fewer_replicas_are_not() -> None:
+    world = Harness()
+    entry = world.stored("k", b"value", pin=2, replicas=3)
+    world.put("k", b"value", pin=0, replicas=1)
+    assert (entry.pin, entry.replicas) == (Pin.HARD, 3)
+
+
+def test_putting_what_is_here_as_a_soft_copy_makes_it_firm() -> None:
+    world = Harness(others=1)
+    remote = world.hold(world.others[0], "k", b"value")
+    operation = world.core.fetch(digest_of("k"), world.now)
+    world.deliver(world.pull_wanted(), remote)
+    assert operation.result.soft
+    assert end_of(world.put("k", b"value")).status == PutStatus.UNCHANGED
+    assert not operation.result.soft
+    record = world.announced("k")
+    assert record is not None
+    assert not record.soft
+
+
+def test_an_expired_object_counts_for_nothing() -> None:
+    world = Harness()
+    world.stored("k", b"value", ttl_seconds=5.0)
+    world.now += 6.0  # and nobody has collected it yet
+    assert end_of(world.put("k", b"other")).status == PutStatus.CREATED
+    assert world.value("k") == b"other"
+
+
+# --- elsewhere -------------------------------------------------------------------------------
+
+
+def compare(world: Harness, key: str, value: bytes, **options: Any) -> tuple[PutOperation, Any]:
+    """Start a put that asks a holder for its slot; the put and the question."""
+    operation = world.put(key, value, **options)
+    assert not operation.done
+    (ask,) = world.asks(DataKind.GET)
+    return operation, ask
+
+
+def test_a_holder_is_asked_for_its_slot_only() -> None:
+    world = Harness(others=2)
+    world.hold(world.others[0], "k", b"value")
+    operation, ask = compare(world, "k", b"value")
+    assert ask.peer_id == world.others[0].peer_id
+    assert isinstance(ask.request, Get)
+    (item,) = ask.request.items
+    assert (item.digest, item.first_chunk, item.slot) == (digest_of("k"), SLOT_ONLY, 5)
+    assert world.find("k") is None, "nothing is published before the answer"
+
+
+def test_the_same_root_elsewhere_makes_a_soft_additional_copy_of_that_version() -> None:
+    world = Harness(others=2)
+    remote = world.hold(world.others[0], "k", b"value")
+    operation, ask = compare(world, "k", b"value")
+    world.answer(ask, remote.reply)
+    assert end_of(operation) == PutEnd(PutStatus.UNCHANGED, 1, 1, remote.version)
+    entry = world.find("k")
+    assert entry is not None
+    assert (entry.version, entry.soft) == (remote.version, True)
+    record = world.announced("k")
+    assert record is not None
+    assert record.soft
+    world.check_idle()
+
+
+def test_another_root_elsewhere_keeps_what_exists() -> None:
+    world = Harness(others=2)
+    remote = world.hold(world.others[0], "k", b"value")
+    operation, ask = compare(world, "k", b"other", replicas=2)
+    world.answer(ask, remote.reply)
+    assert end_of(operation) == PutEnd(PutStatus.KEPT_EXISTING, 1, 2, remote.version)
+    assert world.find("k") is None
+    assert world.announced("k") is None
+    world.check_idle()
+
+
+def test_a_slot_of_another_key_is_no_answer() -> None:
+    world = Harness(others=1)
+    world.hold(world.others[0], "k", b"value")
+    operation, ask = compare(world, "k", b"value")
+    world.answer(ask, remote_object("other key", b"value").reply)
+    assert end_of(operation).status == PutStatus.CREATED
+    assert world.core.counters["holder_failures"] == 1
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        None,
+        Failure(int(Code.BUSY), "later"),
+        Objects([]),
+        Objects([ObjectReply(ObjectStatus.OK, b"torn", b"")]),
+        Objects([ObjectReply(ObjectStatus.BUSY)]),
+    ],
+    ids=["silent", "failure", "empty", "torn", "busy"],
+)
+def test_holders_that_do_not_tell_are_asked_in_turn_and_then_the_key_is_new(reply: Any) -> None:
+    world = Harness(others=4)
+    for other in world.others:
+        world.hold(other, "k", b"value")
+    operation, ask = compare(world, "k", b"other")
+    asked = [ask.peer_id]
+    for _ in range(2):
+        world.answer(ask, reply)
+        (ask,) = world.asks(DataKind.GET)
+        asked.append(ask.peer_id)
+    world.answer(ask, reply)
+    assert end_of(operation).status == PutStatus.CREATED
+    assert len(set(asked)) == 3, "three holders, each once"
+    assert world.core.counters["holder_failures"] == 3
+    world.check_idle()
+
+
+def test_a_silent_holder_is_avoided_and_probed() -> None:
+    world = Harness(others=2)
+    first = world.hold(world.others[0], "k", b"value")
+    world.push(world.others[1], first)
+    _, ask = compare(world, "k", b"value")
+    world.answer(ask, None)
+    copies = world.core.known_copies(digest_of("k"), world.now)
+    assert copies[-1].peer_id == ask.peer_id, "its copy comes last now"
+    assert world.core.known_copies(digest_of("k"), world.now + 3.1)[0].peer_id == ask.peer_id
+    assert [probe.peer_id for probe in world.effects(Ask)] == [ask.peer_id]
+
+
+def test_a_holder_without_the_key_is_believed_until_its_log_moves_on() -> None:
+    world = Harness(others=1)
+    remote = world.hold(world.others[0], "k", b"value")
+    operation, ask = compare(world, "k", b"other")
+    world.answer(ask, NOT_FOUND)
+    assert end_of(operation).status == PutStatus.CREATED
+    assert all(copy.local for copy in world.core.known_copies(digest_of("k"), world.now))
+    world.others[0].sequence = 99
+    world.push(world.others[0], remote)
+    assert len(world.core.known_copies(digest_of("k"), world.now)) == 2
+
+
+def test_only_unreachable_holders_make_the_key_new() -> None:
+    world = Harness(others=2)
+    world.hold(world.others[0], "k", b"value")
+    world.die(world.others[0])
+    operation = world.put("k", b"other")
+    assert end_of(operation).status == PutStatus.CREATED
+    assert not world.asks(DataKind.GET)
+
+
+# --- ends ------------------------------------------------------------------------------------
+
+
+def test_a_put_that_is_cancelled_while_it_compares_leaves_nothing() -> None:
+    world = Harness(others=1)
+    remote = world.hold(world.others[0], "k", b"value")
+    operation, ask = compare(world, "k", b"value")
+    world.core.cancel(operation, world.now)
+    assert isinstance(operation.result, DeadlineExceeded)
+    world.check_idle()
+    world.answer(ask, remote.reply)  # too late
+    assert world.find("k") is None
+    world.check_idle()
+
+
+def test_a_put_that_is_cancelled_while_it_replicates_stays() -> None:
+    world = Harness(others=2)
+    operation = world.put("k", b"value", replicas=2)
+    (ask,) = world.asks(DataKind.REPLICATE)
+    world.core.cancel(operation, world.now)
+    assert world.value("k") == b"value"
+    world.answer(ask, Replicated(operation.spec.root, 0))
+    world.check_idle()
+
+
+@pytest.mark.parametrize("reply", ["same", "other", "silent"])
+def test_a_client_that_goes_while_a_holder_is_asked_harms_nobody(reply: str) -> None:
+    world = Harness(others=1)
+    remote = world.hold(world.others[0], "k", b"value" if reply == "same" else b"other")
+    operation, ask = compare(world, "k", b"value")
+    world.segment.drop_holder(HOLDER)
+    world.answer(ask, None if reply == "silent" else remote.reply)
+    assert operation.done
+    assert world.find("k") is None
+    world.check_idle()
+
+
+def test_cancelling_after_the_client_went_harms_nobody() -> None:
+    world = Harness(others=1)
+    world.hold(world.others[0], "k", b"value")
+    operation, _ = compare(world, "k", b"value")
+    world.segment.drop_holder(HOLDER)
+    world.core.cancel(operation, world.now)
+    assert isinstance(operation.result, DeadlineExceeded)
+    world.check_idle()
+
+
+def test_a_put_below_a_floor_that_arrived_meanwhile_is_refused() -> None:
+    world = Harness(others=1)
+    remote = world.hold(world.others[0], "k", b"value")
+    operation, ask = compare(world, "k", b"value")
+    world.learn_floor(world.others[0], digest_of("k"), remote.version)
+    world.answer(ask, remote.reply)
+    assert isinstance(operation.result, NoSuchKey)
+    world.check_idle()
+
+
+# --- two at once -----------------------------------------------------------------------------
+
+
+def concurrent_puts(world: Harness, other: Other, later: bool) -> bool:
+    """Put `k` here, then hear of a first put of it elsewhere; whether this peer kept its own."""
+    mine = world.stored("k", b"mine").version
+    clock = mine.clock + (1 if later else -1)
+    world.push(other, remote_object("k", b"theirs", clock=clock))
+    world.core.gossip_arrived(world.now)
+    return world.find("k") is not None
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_of_two_concurrent_first_puts_the_higher_version_stays(later: bool) -> None:
+    world = Harness(others=2)
+    assert concurrent_puts(world, world.others[0], later) is not later
+    (record,) = [world.announced("k")]
+    assert (record is None) is later, "what was dropped is withdrawn"
+    newest = world.core.known_copies(digest_of("k"), world.now)[0]
+    assert newest.local is not later
+    world.check_idle()
+
+
+def test_a_newer_version_that_cannot_be_reached_drops_nothing() -> None:
+    world = Harness(others=2)
+    world.hold(world.others[0], "k", b"theirs", clock=clock_at(5.0))
+    world.die(world.others[0])
+    assert end_of(world.put("k", b"mine")).status == PutStatus.CREATED
+    world.core.gossip_arrived(world.now)
+    assert world.value("k") == b"mine"
+
+
+def test_a_newer_version_known_before_the_put_drops_the_older_at_once() -> None:
+    """The holder did not answer the question, so the put went ahead; its location is known all the same."""
+    world = Harness(others=2)
+    world.hold(world.others[0], "k", b"theirs", clock=clock_at(5.0))
+    operation, ask = compare(world, "k", b"mine")
+    world.answer(ask, Failure(int(Code.BUSY), "later"))
+    assert end_of(operation).status == PutStatus.CREATED
+    world.core.gossip_arrived(world.now)
+    assert world.find("k") is None
