@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args, get_origin
 
 import msgspec
 
 from p2pstore.errors import ConfigError
-from p2pstore.objects import GIB, MIB, encode_namespace, parse_bytes
+from p2pstore.objects import GIB, MIB, encode_namespace, parse_bytes, parse_duration
 
 DEFAULT_CONTROL_PORT: Final = 17946
 ENVIRONMENT_PREFIX: Final = "MOONCAKE_P2P_"
 MINIMUM_MEMORY_BYTES: Final = 1 * MIB
+MAX_NAME_BYTES: Final = 64
+
+_PORT: Final = re.compile(r"[0-9]{1,5}")
 
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
 
@@ -56,10 +60,11 @@ class PeerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def checked(self) -> PeerConfig:
         """A copy with defaults filled in. Raises `ConfigError` naming the setting that is wrong."""
+        _convert(msgspec.structs.asdict(self), {}, strict=True)
         name = self.name or socket.gethostname() or "peer"
-        if len(name.encode()) > 64 or any(ord(letter) < 32 or letter == "/" for letter in name):
+        if not _is_file_name(name):
             raise ConfigError(
-                f"name: {name!r} must be 1 to 64 bytes without '/' and control characters"
+                f"name: {name!r} must be 1 to 64 bytes without '/' and control characters, and not . or .."
             )
         try:
             encode_namespace(self.cluster)
@@ -73,15 +78,20 @@ class PeerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         ):
             for address in addresses:
                 split_address(address, setting)
+        for address in self.bootstrap:
+            if split_address(address, "bootstrap")[1] == 0:
+                raise ConfigError(
+                    f"bootstrap: {address} has port 0; write the port of a running peer"
+                )
         if self.advertise is not None:
             split_address(self.advertise, "advertise", default_port=0)
         memory = self.memory_bytes
         if memory < MINIMUM_MEMORY_BYTES:
             raise ConfigError(f"memory: {self.memory!r} is too little; give at least 1MiB")
+        if self.max_objects is not None and self.max_objects < 1:
+            raise ConfigError(f"max_objects: {self.max_objects} must be at least 1")
         if self.transport == "rdma":
             raise ConfigError("transport: this version has no rdma yet; use auto, shm or tcp")
-        if self.transport not in ("auto", "shm", "tcp"):
-            raise ConfigError(f"transport: {self.transport!r} is not one of auto, shm, rdma, tcp")
         for setting in ("join_timeout", "drain_timeout"):
             value = getattr(self, setting)
             if not 0 <= value <= 86_400:
@@ -119,7 +129,10 @@ class PeerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                     f"max_leased: {self.max_leased!r} must be above 0% and at most 100%"
                 )
             return int(memory * percent / 100)
-        return parse_bytes(self.max_leased, "max_leased")
+        size = parse_bytes(self.max_leased, "max_leased")
+        if not size:
+            raise ConfigError(f"max_leased: {self.max_leased!r} must be above 0 bytes")
+        return size
 
     def socket_mode_bits(self) -> int:
         """The local socket's permission bits."""
@@ -132,6 +145,16 @@ class PeerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 f"socket_mode: {self.socket_mode!r} is not an octal mode such as 0600"
             )
         return mode
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether a name can be shown, and be part of the names of the state directory and the socket."""
+    return (
+        name.isprintable()  # False also for what cannot be encoded
+        and len(name.encode()) <= MAX_NAME_BYTES
+        and "/" not in name
+        and name not in (".", "..")
+    )
 
 
 def usable_memory_bytes() -> int:
@@ -163,7 +186,7 @@ def split_address(address: str, setting: str, default_port: int | None = None) -
         raise ConfigError(
             f"{setting}: write an IPv6 address in brackets, such as [::1]:17946, not {address!r}"
         )
-    if not host or not port_text.isdigit() or int(port_text) > 65535:
+    if not host or not _PORT.fullmatch(port_text) or int(port_text) > 65535:
         raise ConfigError(f"{setting}: {address!r} is not HOST:PORT, such as 10.0.0.1:17946")
     return host, int(port_text)
 
@@ -192,6 +215,7 @@ def is_wildcard(host: str) -> bool:
 
 
 _LIST_SETTINGS: Final = frozenset({"data_listen", "data_advertise", "bootstrap"})
+_DURATION_SETTINGS: Final = frozenset({"join_timeout", "drain_timeout"})
 
 
 def load_config(
@@ -199,20 +223,49 @@ def load_config(
 ) -> PeerConfig:
     """Flags over environment (`MOONCAKE_P2P_*`) over the TOML file over defaults.
 
-    `flags` holds only what was given. Raises `ConfigError` naming the source and the key.
+    `flags` holds only what was given. Durations may be text such as `500ms`. Raises `ConfigError`
+    naming the source and the key.
     """
     settings: dict[str, Any] = {}
+    origins: dict[str, str] = {}
     if toml_path:
         settings.update(_read_toml(toml_path))
+        origins.update({name: f"{toml_path}: {name}" for name in settings})
     for field in msgspec.structs.fields(PeerConfig):
-        text = environment.get(ENVIRONMENT_PREFIX + field.name.upper())
+        variable = ENVIRONMENT_PREFIX + field.name.upper()
+        text = environment.get(variable)
         if text is not None:
             settings[field.name] = _from_text(field.name, text)
-    settings.update({key: value for key, value in flags.items() if value is not None})
+            origins[field.name] = variable
+    for name, value in flags.items():
+        if value is not None:
+            settings[name] = value
+            origins[name] = "--" + name.replace("_", "-")
+    for name in _DURATION_SETTINGS & settings.keys():
+        if isinstance(settings[name], str):
+            try:
+                settings[name] = parse_duration(settings[name], origins[name])
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+    return _convert(settings, origins, strict=False)
+
+
+_VALIDATION_ERROR: Final = re.compile(r"(?P<problem>.*) - at `\$\.(?P<name>\w+).*`")
+
+
+def _convert(settings: dict[str, Any], origins: Mapping[str, str], *, strict: bool) -> PeerConfig:
+    """Settings of the right types. Raises `ConfigError` naming the setting as its origin spells it."""
     try:
-        return msgspec.convert(settings, PeerConfig, strict=False)
+        return msgspec.convert(settings, PeerConfig, strict=strict)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"setting {error}") from None
+        parts = _VALIDATION_ERROR.fullmatch(str(error))
+        if parts is None:
+            raise ConfigError(str(error)) from None
+        name, problem = parts["name"], parts["problem"]
+    kinds = {field.name: field.type for field in msgspec.structs.fields(PeerConfig)}
+    if get_origin(kinds[name]) is Literal:
+        problem = f"not one of {', '.join(get_args(kinds[name]))}"
+    raise ConfigError(f"{origins.get(name, name)}: {settings[name]!r}: {problem.lower()}")
 
 
 def _read_toml(path: str) -> dict[str, Any]:

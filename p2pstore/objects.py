@@ -7,6 +7,7 @@ Everything here is part of formats that peers exchange; ARCHITECTURE.md lists th
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -145,9 +146,13 @@ class HybridClock:
         self.latest = max(self.latest + 1, clock_from_unix_seconds(unix_seconds))
         return self.latest
 
+    def accepts(self, clock: int, unix_seconds: float) -> bool:
+        """Whether a stamp from elsewhere is at most 10 s in the future."""
+        return clock <= clock_from_unix_seconds(unix_seconds + MAX_CLOCK_SKEW_SECONDS)
+
     def observe(self, clock: int, unix_seconds: float) -> bool:
         """Take in a stamp from elsewhere. False, and no effect, when it is over 10 s in the future."""
-        if clock > clock_from_unix_seconds(unix_seconds + MAX_CLOCK_SKEW_SECONDS):
+        if not self.accepts(clock, unix_seconds):
             return False
         self.latest = max(self.latest, clock)
         return True
@@ -241,6 +246,21 @@ def parse_bytes(text: str | int, setting: str = "size") -> int:
     if size < 0:
         raise ConfigError(f"{setting}: {text!r} is negative")
     return int(size)
+
+
+_UNIT_SECONDS: Final = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", re.ASCII)
+
+
+def parse_duration(text: str, setting: str) -> float:
+    """Seconds from `90`, `250ms`, `10m`, `2h` or `1d`. Raises `ValueError` naming the setting."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    unit = match and _UNIT_SECONDS.get(match[2])
+    if not match or unit is None:
+        raise ValueError(
+            f"{setting}: {text!r} is not a duration; write seconds, or 250ms, 10m, 2h, 1d"
+        )
+    return float(match[1]) * unit
 
 
 def format_bytes(count: float) -> str:

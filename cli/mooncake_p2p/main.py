@@ -39,6 +39,14 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 """Command -> (module that holds the function of that name, summary for the list of commands)."""
 
 
+PLAINER: Final = (
+    ("Value error, ", ""),
+    ("Input should be greater than or equal to", "must be at least"),
+    ("Input should be less than or equal to", "must be at most"),
+)
+"""How typer's validation says things, and how people do."""
+
+
 class LazyCommands(Mapping[str, Any]):
     """The commands by name; looking one up imports its module."""
 
@@ -156,6 +164,8 @@ def _report(error: BaseException) -> int:
     if hasattr(error, "format_message"):  # what typer found wrong with the arguments
         context = getattr(error, "ctx", None)
         text = " ".join(error.format_message().split())
+        for jargon, plain in PLAINER:
+            text = text.replace(jargon, plain)
         hint = f" (see `{context.command_path} --help`)" if context is not None else ""
         print(f"error: {text[:1].lower()}{text[1:].rstrip('.')}{hint}", file=sys.stderr)
         return ExitCode.USAGE

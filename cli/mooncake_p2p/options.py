@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
+
+from p2pstore.objects import parse_duration
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
@@ -39,20 +40,6 @@ Timeout = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-
-_UNIT_SECONDS: Final = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", re.ASCII)
-
-
-def parse_duration(text: str, option: str) -> float:
-    """Seconds from `90`, `250ms`, `10m`, `2h` or `1d`. Raises `ValueError` naming the option."""
-    match = _DURATION.fullmatch(text.strip().lower())
-    unit = match and _UNIT_SECONDS.get(match[2])
-    if not match or unit is None:
-        raise ValueError(
-            f"{option}: {text!r} is not a duration; write seconds, or 250ms, 10m, 2h, 1d"
-        )
-    return float(match[1]) * unit
 
 
 def parse_timeout(text: str, option: str = "--timeout") -> float:

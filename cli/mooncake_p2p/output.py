@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
-from p2pstore.objects import format_bytes
+from p2pstore.objects import MIB, format_bytes
 
 PROGRESS_AFTER_SECONDS: Final = 1.0
 PIPE_COLUMNS: Final = 10_000  # nothing is folded for a program that reads
@@ -40,9 +40,10 @@ def format_rate(length_bytes: int, seconds: float) -> str:
 
 
 def format_transfer(length_bytes: int, seconds: float) -> str:
-    """How much was moved, how long it took and how fast that is."""
+    """How much was moved, how long it took and, where the size tells that, how fast."""
     duration = f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-    return f"{format_bytes(length_bytes)} in {duration} ({format_rate(length_bytes, seconds)})"
+    rate = f" ({format_rate(length_bytes, seconds)})" if length_bytes >= MIB else ""
+    return f"{format_bytes(length_bytes)} in {duration}{rate}"
 
 
 def short_id(peer_id: str) -> str:

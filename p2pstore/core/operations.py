@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.effects import (
@@ -195,6 +196,7 @@ class LookupOperation(Operation):
             self.finish([self._best(digest, now) for digest in self.digests], now)
         elif now < self._wait_until:
             self.wake_at = min(now + LOCAL_CHECK_SECONDS, self._wait_until)
+            self.core.set_alarm(self)
         else:
             self.wake_at = float("inf")
 
@@ -387,7 +389,11 @@ class PutOperation(Operation):
             and reply.items[0].status == ObjectStatus.OK
         ):
             slot = decode_slot(reply.items[0].slot)
-        if slot is None or slot.digest != self.digest:
+        if (
+            slot is None
+            or slot.digest != self.digest
+            or not self.core.clock.observe(slot.version.clock, self.core.unix(now))
+        ):
             self.core.holder_silent(self.digest, copy, reply, now)
             self._compare(now)
         elif slot.version.root == self.spec.root and slot.length == self.spec.length:
@@ -625,7 +631,7 @@ class ListOperation(Operation):
 
     def answered(self, tag: int, reply: Reply, now: float) -> None:
         peer_id = self._pending.pop(tag)
-        if isinstance(reply, Keys):
+        if isinstance(reply, Keys) and is_page_of(reply, self._request):
             self._answers.append((peer_id, reply))
         else:
             self._silent.append(peer_id)
@@ -637,6 +643,19 @@ class ListOperation(Operation):
                 merge_pages(self._request.limit, self._answers, self._silent, self.core.name_of),
                 now,
             )
+
+
+def is_page_of(page: Keys, request: ListKeys) -> bool:
+    """Whether a page is what was asked for: keys in order, each once, after `after`, with the prefix.
+
+    Anything else could send a client that pages through the keys in circles.
+    """
+    keys = [item.key for item in page.items]
+    return (
+        all(earlier < later for earlier, later in pairwise([request.after, *keys]))
+        and all(key.startswith(request.prefix) for key in keys)
+        and (bool(keys) or not page.more)
+    )
 
 
 def merge_pages(

@@ -7,6 +7,7 @@ ended by an `OperationFinished` effect. Time is monotonic seconds; `unix(now)` i
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from random import Random
@@ -113,6 +114,7 @@ class PeerCore:
         self.closing = False
         self._effects: list[Effect | GossipEffect] = []
         self._operations: dict[int, Operation] = {}
+        self._alarms: list[tuple[float, int]] = []
         self._fetches: dict[bytes, FetchOperation] = {}
         self._avoid_until: dict[Member, float] = {}
         self._next_operation = 1
@@ -160,6 +162,12 @@ class PeerCore:
                 return
         operation.cancel(now)
 
+    def abandon(self, operation: int, now: float) -> None:
+        """The shell could not carry out an effect of this operation, by an error of its own."""
+        machine = self._operations.get(operation)
+        if machine is not None:
+            machine.cancel(now)
+
     def answered(self, operation: int, tag: int, reply: Reply, now: float) -> None:
         """The outcome of an `AskPeer`: its reply, a `Failure`, or None when nothing came in time."""
         machine = self._operations.get(operation)
@@ -182,13 +190,27 @@ class PeerCore:
             self.segment.expire(self.unix(now))
             self.announce_withdrawn(now)
             self._avoid_until = {m: until for m, until in self._avoid_until.items() if until > now}
-        for operation in [op for op in self._operations.values() if op.wake_at <= now]:
-            operation.wake(now)
+        while self._next_alarm() <= now:
+            _, number = heapq.heappop(self._alarms)
+            self._operations[number].wake(now)
 
     def next_tick(self, now: float) -> float:
         """When `tick` has something to do next."""
-        wake = min((op.wake_at for op in self._operations.values()), default=float("inf"))
-        return min(self.gossip.next_tick(now), self._next_expire, wake)
+        return min(self.gossip.next_tick(now), self._next_expire, self._next_alarm())
+
+    def set_alarm(self, operation: Operation) -> None:
+        """Wake the operation at its `wake_at` (called by the operation itself)."""
+        heapq.heappush(self._alarms, (operation.wake_at, operation.number))
+
+    def _next_alarm(self) -> float:
+        """When the next operation wants to be woken. Alarms that no longer hold are dropped."""
+        while self._alarms:
+            wake_at, number = self._alarms[0]
+            operation = self._operations.get(number)
+            if operation is not None and operation.wake_at == wake_at:
+                return wake_at
+            heapq.heappop(self._alarms)
+        return float("inf")
 
     def flush_pushes(self, now: float) -> None:
         """Send this peer's fresh locations to the home peers of their keys, when a batch is due."""
@@ -235,7 +257,8 @@ class PeerCore:
         """All copies this peer knows of, newest version first, then reachable ones first,
         and those whose connection just failed last.
 
-        Versions that a floor forbids are left out.
+        Versions that a floor forbids are left out, and those from over 10 s in the future: this peer
+        could write none above them that others would take.
         """
         copies = []
         entry = self.segment.find(digest, self.unix(now))
@@ -244,7 +267,10 @@ class PeerCore:
                 KnownCopy(self.member, self.peer_id, location_of(entry), reachable=True, local=True)
             )
         for holding in self.gossip.directory.holders(digest):
-            if self.gossip.cluster_records.forbids(digest, None, holding.record.version):
+            version = holding.record.version
+            if self.gossip.cluster_records.forbids(digest, None, version):
+                continue
+            if not self.clock.accepts(version.clock, self.unix(now)):
                 continue
             state = self.gossip.membership.resolve(holding.member)
             if state is None:
@@ -558,9 +584,7 @@ class PeerCore:
         minimum = Version(request.clock, request.writer)
         if request.record_body:
             me = SignedRecord(request.record_body, request.record_signature)
-            _, effects = self.gossip.serve(
-                sender, ControlKind.DELTA, Delta([me], [], [], []), now
-            )
+            _, effects = self.gossip.serve(sender, ControlKind.DELTA, Delta([me], [], [], []), now)
             self._effects += effects
         entry = self.segment.find(request.digest, self.unix(now))
         if entry is not None and minimum.covers(entry.version) and entry.version.covers(minimum):
@@ -637,6 +661,10 @@ class CopyDestination:
         if digest != slot.digest:
             raise NoSuchKey("the holder has another key's object under this digest")
         core = self._core
+        if not core.clock.observe(slot.version.clock, core.unix(self._now)):
+            raise NoSuchKey(
+                "the holder's version is from over 10 s in the future: check the clocks"
+            )
         forbidden = core.gossip.cluster_records.forbids(
             slot.digest, namespace_digest(trailer.namespace), slot.version
         )
@@ -660,7 +688,6 @@ class CopyDestination:
         if existing is not None and existing.version.covers(slot.version):
             core.segment.abort(number, holder=self._holder)
             return existing
-        core.clock.observe(slot.version.clock, core.unix(now))
         core.gossip.directory.touch(slot.digest)  # a newer version may be known by now
         try:
             return core.publish(

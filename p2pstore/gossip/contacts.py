@@ -50,6 +50,15 @@ class Contacts:
         if key and key not in self._contacts and len(self._contacts) < MAX_CONTACTS:
             self._contacts[key] = _Contact(bootstrap, peer_id, -math.inf)
 
+    def remove(self, addresses: Sequence[str]) -> None:
+        """Never try these addresses again: they are this peer's own."""
+        self._contacts.pop(tuple(addresses), None)
+
+    @property
+    def has_bootstrap(self) -> bool:
+        """Whether there is a bootstrap address to try."""
+        return any(contact.bootstrap for contact in self._contacts.values())
+
     def due(self, now: float, is_live: Callable[[PeerId], bool], alone: bool) -> list[Addresses]:
         """Whom to contact now; each is answered by `succeeded` or `failed`."""
         chosen: list[Addresses] = []

@@ -51,6 +51,7 @@ from p2pstore.gossip.link import (
     AskingStream,
     Handler,
     LinkError,
+    OwnAddress,
     admit_stream,
     open_asking_stream,
     printable,
@@ -253,7 +254,7 @@ class ControlHost:
                 return await first_success(attempts, (LinkError,))
         except trio.TooSlowError:
             raise LinkError(f"{where} did not answer within {timeout_seconds:g} s") from None
-        except (OSError, ConfigError) as error:
+        except (OSError, ConfigError, ValueError) as error:  # ValueError: a name that cannot be one
             raise LinkError(f"cannot reach {where}: {error}") from None
 
     async def _dial_endpoint(self, peer_id: PeerId | None, endpoint: Endpoint) -> Connection[Yamux]:
@@ -264,7 +265,7 @@ class ControlHost:
         try:
             connection = await self._upgrade(sock, str(endpoint), outgoing=True, expected=peer_id)
             if connection.peer_id == self._identity.peer_id:
-                raise LinkError(f"{endpoint} is this peer itself")
+                raise OwnAddress(f"{endpoint} is this peer itself")
             await self._nursery.start(self._run_connection, connection)
             return connection
         except LinkError:

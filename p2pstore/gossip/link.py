@@ -76,6 +76,10 @@ class LinkError(Exception):
         self.code = code
 
 
+class OwnAddress(LinkError):
+    """The address is this peer's own."""
+
+
 class Link(Protocol):
     """What a peer uses to reach others: the control host, or the simulator's network."""
 

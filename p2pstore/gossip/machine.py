@@ -95,6 +95,8 @@ __all__ = [
 ]
 
 MAX_IN_FLIGHT_EXCHANGES: Final = 3
+MAX_PUSHED_AT_ONCE: Final = 8192
+"""Operations in one batch of home pushes; the rest goes with the next."""
 HOUSEKEEPING_SECONDS: Final = 0.25
 LOST_ANSWER_SECONDS: Final = 120.0
 """An effect that was not answered for this long is taken as failed."""
@@ -257,7 +259,8 @@ class Gossip:
         if not self._to_push or now < self._pushed_at + self.config.push_seconds:
             return []
         self._pushed_at = now
-        fresh, self._to_push = self._to_push, []
+        fresh = self._to_push[:MAX_PUSHED_AT_ONCE]
+        del self._to_push[:MAX_PUSHED_AT_ONCE]
         pushes = []
         for member, (sequences, operations) in batch_by_home(fresh, self._members()).items():
             state = self.membership.resolve(member)

@@ -49,6 +49,7 @@ from p2pstore.wire import Code, Empty, Message, code_of
 MAX_BATCH: Final = 16_384
 MAX_WAIT_SECONDS: Final = 24 * 3600.0
 MAX_REPLICAS: Final = 64
+MAX_TTL_MS: Final = 100 * 365 * 86_400_000
 FETCH_ROUNDS: Final = 3
 HOLDERS_PER_PLAN: Final = 8
 
@@ -187,8 +188,13 @@ class PeerLocalBackend:
         try:
             if not 1 <= item.replicas <= MAX_REPLICAS:
                 raise ValueError(f"replicas must be 1 to {MAX_REPLICAS}, not {item.replicas}")
-            if item.pin not in (0, 1, 2) or item.ttl_ms < 0:
+            if item.pin not in (0, 1, 2) or not 0 <= item.ttl_ms <= MAX_TTL_MS:
                 raise ValueError("pin or ttl out of range")
+            if item.durable:
+                raise ValueError("durable: this peer has no SSD tier to keep the object on")
+            if item.length < 0:
+                raise ValueError(f"a value of {item.length:,} bytes")
+            check_object_length(item.length)
             operation = PutOperation(
                 self._core,
                 PutSpec(

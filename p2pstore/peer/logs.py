@@ -19,13 +19,22 @@ def _extra_fields(record: logging.LogRecord) -> dict[str, object]:
     return {key: value for key, value in vars(record).items() if key not in _STANDARD_FIELDS}
 
 
+def _one_line(text: str) -> str:
+    """Text with control characters made visible: names of strangers must not pass for other lines."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
 class TextFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.123Z INFO  gossip: message key=value`."""
 
     def format(self, record: logging.LogRecord) -> str:
         part = record.name.removeprefix(LOGGER_NAME + ".")
         fields = "".join(f" {key}={value}" for key, value in _extra_fields(record).items())
-        line = f"{_timestamp(record)} {record.levelname:<7} {part}: {record.getMessage()}{fields}"
+        text = _one_line(f"{part}: {record.getMessage()}{fields}")
+        line = f"{_timestamp(record)} {record.levelname:<7} {text}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
@@ -68,6 +77,7 @@ def configure_logs(config: PeerConfig) -> None:
     logger = logging.getLogger(LOGGER_NAME)
     for old in list(logger.handlers):
         logger.removeHandler(old)
+        old.close()
     logger.addHandler(handler)
     logger.setLevel(config.log_level.upper())
     logger.propagate = False

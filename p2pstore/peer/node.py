@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 from typing import Any, Final
 
@@ -36,7 +37,7 @@ from p2pstore.errors import (
     Unavailable,
 )
 from p2pstore.gossip.host import ControlHost
-from p2pstore.gossip.link import LinkError
+from p2pstore.gossip.link import LinkError, OwnAddress
 from p2pstore.gossip.machine import Ask, Contact, Duplicate, FetchSnapshot, SnapshotHead
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.membership import MemberChange
@@ -87,6 +88,7 @@ class Node:
         self.leave_requested = trio.Event()
         self.drain_seconds = config.drain_timeout
         self.contacted = trio.Event()
+        self.settled = trio.Event()  # joined, or there is nobody to join
         self.failure: P2PStoreError | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self.host: ControlHost
@@ -99,8 +101,9 @@ class Node:
         self._tick_due = float("inf")
         self._reported: set[tuple[str, ...]] = set()
         self._refused_by: set[PeerId] = set()
-        self._unsaved: list[SignedRecord] = []
+        self._unsaved: deque[SignedRecord] = deque()
         self._save_now = trio.Event()
+        self._saving = trio.Lock()
         self._drained = trio.Event()
 
     @property
@@ -167,15 +170,15 @@ class Node:
             if event is not None:
                 event.set()
         elif isinstance(effect, AskPeer):
-            self._nursery.start_soon(self._ask_peer, effect)
+            self._nursery.start_soon(self._carry_out, self._ask_peer, effect)
         elif isinstance(effect, Ask):
-            self._nursery.start_soon(self._ask_control, effect)
+            self._nursery.start_soon(self._carry_out, self._ask_control, effect)
         elif isinstance(effect, PullObject):
-            self._nursery.start_soon(self._pull, effect)
+            self._nursery.start_soon(self._carry_out, self._pull, effect)
         elif isinstance(effect, FetchSnapshot):
-            self._nursery.start_soon(self._fetch_snapshot, effect)
+            self._nursery.start_soon(self._carry_out, self._fetch_snapshot, effect)
         elif isinstance(effect, Contact):
-            self._nursery.start_soon(self._contact, effect)
+            self._nursery.start_soon(self._carry_out, self._contact, effect)
         elif isinstance(effect, SaveClusterRecord):
             if self.state is not None:
                 self._unsaved.append(effect.signed)
@@ -189,6 +192,15 @@ class Node:
             )
         else:
             raise TypeError(f"unknown effect {effect!r}")
+
+    async def _carry_out(self, run: Callable[[Any], Awaitable[None]], effect: Any) -> None:
+        """An error of this program in one effect ends its operation, not the peer with all it holds."""
+        try:
+            await run(effect)
+        except Exception:
+            logger.exception("%s failed by an internal error", type(effect).__name__)
+            self.core.abandon(getattr(effect, "operation", 0), self.now)
+            self.process()
 
     def fail(self, error: P2PStoreError) -> None:
         """This peer cannot go on: `open_peer` ends its block and raises the error."""
@@ -247,7 +259,7 @@ class Node:
                     reply = await self.pool.request(
                         self.remote_peer(effect.peer_id), DataKind(effect.kind), effect.request
                     )
-                except (P2PStoreError, OSError) as error:
+                except (P2PStoreError, OSError, ValueError) as error:
                     reply = refusal(error)
                     logger.debug("request %s to a peer failed: %s", effect.kind, error)
         if effect.operation:
@@ -295,8 +307,9 @@ class Node:
             logger.debug("control request to %s failed: %s", format_peer_id(effect.peer_id), error)
         else:
             if not self.contacted.is_set():
-                logger.info("joined through %s", ", ".join(addresses))
+                logger.info("joined through %s", self.core.name_of(effect.peer_id))
                 self.contacted.set()
+                self.settled.set()
         self._take(lambda: self.core.gossip.answered(effect.token, reply, self.now))
 
     def _take(self, step: Callable[[], Sequence[GossipEffect]]) -> None:
@@ -334,7 +347,7 @@ class Node:
                 if isinstance(reply, SnapshotReply):
                     head = SnapshotHead(reply.incarnation, reply.sequence, reply.set_hash)
                     packed = bytes(bulk)
-            except (P2PStoreError, OSError) as error:
+            except (P2PStoreError, OSError, ValueError) as error:
                 logger.debug("snapshot failed: %s", error)
         self._take(lambda: self.core.gossip.snapshot_fetched(effect.token, head, packed, self.now))
 
@@ -344,6 +357,12 @@ class Node:
         for address in effect.addresses:
             try:
                 peer_id = await self.host.discover(address, CONTACT_TIMEOUT_SECONDS)
+            except OwnAddress:
+                # The first peer of a cluster may name itself: nobody else is there to wait for.
+                self.core.gossip.contacts.remove(effect.addresses)
+                if not self.core.gossip.contacts.has_bootstrap:
+                    self.settled.set()
+                return
             except LinkError as problem:
                 error = problem
             else:
@@ -385,21 +404,23 @@ class Node:
             with trio.move_on_after(SAVE_INTERVAL_SECONDS):
                 await self._save_now.wait()
             self._save_now = trio.Event()
-            await trio.to_thread.run_sync(self.save_state)
+            await self.save_state()
 
-    def save_state(self) -> None:
-        """Write floors, clock and address book to the state directory. A thread may call it."""
-        if self.state is None:
-            return
-        records, self._unsaved = self._unsaved, []
+    async def save_state(self) -> None:
+        """Write floors, clock and address book to the state directory, in a thread: disks take long."""
+        if self.state is not None:
+            addresses = [each for _, book in self.core.gossip.address_book() for each in book]
+            async with self._saving:
+                await trio.to_thread.run_sync(self._write_state, self.state, addresses)
+
+    def _write_state(self, state: StateDirectory, addresses: list[str]) -> None:
         try:
-            for record in records:
-                self.state.append_floor(record)
-            self.state.save_incarnation(self.core.incarnation)
-            self.state.save_clock(self.core.clock.latest)
-            self.state.save_addresses(
-                [address for _, book in self.core.gossip.address_book() for address in book]
-            )
+            while self._unsaved:
+                state.append_floor(self._unsaved[0])
+                self._unsaved.popleft()  # only now: what the disk did not take is tried again
+            state.save_incarnation(self.core.incarnation)
+            state.save_clock(self.core.clock.latest)
+            state.save_addresses(addresses)
         except (OSError, ConfigError) as error:
             logger.warning("the state directory cannot be written: %s", error)
 
@@ -418,7 +439,7 @@ class Node:
             async with trio.open_nursery() as nursery:
                 for ask in asks:
                     nursery.start_soon(self._ask_control, ask)
-        self.save_state()
+        await self.save_state()
 
     def check_open(self) -> None:
         """Raise `StoreClosed` when this peer is leaving."""

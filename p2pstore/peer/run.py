@@ -78,7 +78,7 @@ async def _serve(config: PeerConfig) -> None:
     async with open_peer(config) as peer:
         if config.bootstrap:
             with trio.move_on_after(config.join_timeout):
-                await peer.node.contacted.wait()
+                await peer.node.settled.wait()
         _say_ready(peer)
         await peer.node.leave_requested.wait()
         logger.info("leaving")

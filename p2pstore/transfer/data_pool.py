@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 from p2pstore.config import split_address
 from p2pstore.errors import (
     AuthenticationFailed,
+    ConfigError,
     DeadlineExceeded,
     ProtocolError,
     ProtocolMismatch,
@@ -283,7 +284,7 @@ class DataPool:
             except (AuthenticationFailed, ProtocolMismatch, ProtocolError) as error:
                 refusal = refusal or error
                 reasons.append(f"{address}: {error}")
-            except (OSError, DeadlineExceeded) as error:
+            except (OSError, DeadlineExceeded, ConfigError, ValueError) as error:  # also: no address
                 reasons.append(f"{address}: {str(error) or type(error).__name__}")
         if refusal is not None:
             raise refusal

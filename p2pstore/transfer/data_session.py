@@ -211,6 +211,8 @@ class DataSession:
             message: Message = decode_body(message_type, body)
         except ProtocolError as error:
             raise Refused(kind, request_id, Code.MALFORMED, str(error)) from error
+        if isinstance(message, Get) and not message.items:
+            raise Refused(kind, request_id, Code.MALFORMED, "a GET without items")
         return message
 
     def _refuse(self, header: FrameHeader, code: Code, text: str) -> None:

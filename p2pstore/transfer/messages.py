@@ -79,7 +79,7 @@ MAX_GET_ITEMS: Final = 1024
 class Get(Message, frozen=True):
     """Objects, or chunks of them; the reply's bulk is their bytes one after the other."""
 
-    items: Annotated[list[GetItem], Meta(min_length=1, max_length=MAX_GET_ITEMS)]
+    items: Annotated[list[GetItem], Meta(max_length=MAX_GET_ITEMS)]
 
 
 class ObjectStatus(IntEnum):

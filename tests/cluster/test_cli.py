@@ -332,9 +332,36 @@ def test_a_signal_ends_a_peer_cleanly(number: int, machine: Machine) -> None:
     assert "Traceback" not in peer.log.read_text()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_ended_by_a_signal_has_left(number: int, machine: Machine) -> None:
+    stays = machine.join("stays")
+    goes = machine.join("goes", "--bootstrap", stays.ready["control"])
+    eventually(lambda: stays.alive() == goes.alive() == 2)
+    assert goes.stop(number) == 0
+    statuses = {member.name: member.status for member in stays.client.peers(everyone=True)}
+    assert statuses == {"stays": "alive", "goes": "left"}
+
+
+def test_a_full_disk_leaves_no_file(pair: tuple[Peer, Peer]) -> None:
+    first, _ = pair
+    first.client.put("fits not", bytes(MIB))
+    full = first.machine.folder / "full"
+    result = subprocess.run(
+        ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *COMMAND, "get", "fits not", "-o", full],
+        capture_output=True,
+        timeout=COMMAND_SECONDS,
+        env={**first.machine.environment, "MOONCAKE_P2P_SOCKET": first.ready["socket"]},
+    )
+    assert "no room for 1,048,576 bytes" in failed(result, 1)
+    assert not full.exists()
+    assert not list(first.machine.folder.glob(".*.part"))
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
+        (["--name", ".."], "name"),
+        (["--max-objects", "0"], "max_objects"),
         (["--memory", "lots"], "memory"),
         (["--bootstrap", "nowhere"], "bootstrap"),
         (["--listen", "0.0.0.0:0"], "--insecure"),

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any, TypeVar
 
 from p2pstore.core.effects import AskPeer, OperationFinished, PullFailure, PullObject, PullOutcome
-from p2pstore.core.operations import Operation, PutOperation, PutSpec
+from p2pstore.core.operations import Operation, PutOperation, PutSpec, split_digests
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.machine import Gossip, GossipConfig
 from p2pstore.gossip.messages import Claim, ControlKind, Delta, Ping, Status
@@ -22,6 +22,7 @@ from p2pstore.gossip.records import (
     PeerId,
     PeerRecord,
     SignedRecord,
+    iterate_locations,
     member_of,
     sign_cluster_record,
     sign_peer_record,
@@ -48,8 +49,9 @@ from p2pstore.transfer.messages import (
     REQUESTS,
     ClusterRecords,
     DataKind,
-    Objects,
+    Lookup,
     ObjectReply,
+    Objects,
     ObjectStatus,
     Push,
 )
@@ -123,7 +125,9 @@ def remote_object(
     return RemoteObject(value, slot, body)
 
 
-NOT_FOUND = Objects([ObjectReply(ObjectStatus.NOT_FOUND, incarnation=OTHER_INCARNATION, sequence=99)])
+NOT_FOUND = Objects(
+    [ObjectReply(ObjectStatus.NOT_FOUND, incarnation=OTHER_INCARNATION, sequence=99)]
+)
 
 
 class Harness:
@@ -134,9 +138,7 @@ class Harness:
         self.signer = SimulatedSigner(0)
         geometry = plan_geometry(memory_bytes)
         self.memory = memoryview(bytearray(geometry.total_bytes))
-        self.segment = Segment(
-            self.memory, segment_id=bytes(16), incarnation=1, geometry=geometry
-        )
+        self.segment = Segment(self.memory, segment_id=bytes(16), incarnation=1, geometry=geometry)
         verifier, clock = SimulatedVerifier(), HybridClock()
         self.unix_offset = UNIX - self.now
         self.gossip = Gossip(
@@ -186,9 +188,7 @@ class Harness:
     def location(self, thing: RemoteObject, *, soft: bool = False, removed: bool = False) -> bytes:
         """The packed location record of a remote object."""
         version = Version(thing.version.clock, thing.version.writer)
-        return LocationRecord(
-            thing.slot.digest, version, 5, 1, soft=soft, removed=removed
-        ).encode()
+        return LocationRecord(thing.slot.digest, version, 5, 1, soft=soft, removed=removed).encode()
 
     def push(self, other: Other, thing: RemoteObject, **flags: bool) -> None:
         """The other announces (or with `removed` withdraws) a copy."""
@@ -281,11 +281,10 @@ class Harness:
 
     def announced(self, key: str) -> LocationRecord | None:
         """What this peer's log says of a key now."""
-        packed = self.gossip.log.snapshot()
-        from p2pstore.gossip.records import iterate_locations
-
-        wanted = digest_of(key)
-        return next((r for r in iterate_locations(packed) if r.digest == wanted), None)
+        for record in iterate_locations(self.gossip.log.snapshot()):
+            if record.digest == digest_of(key):
+                return record
+        return None
 
     @property
     def writer(self) -> int:
@@ -344,9 +343,7 @@ class Harness:
         destination = self.core.copy_destination(pull.operation, self.now)
         destination.prepare(thing.slot, thing.trailer)[:] = thing.value
         entry = destination.commit(self.now)
-        self.core.pulled(
-            pull.operation, PullOutcome(entry is not None, tuple(failures)), self.now
-        )
+        self.core.pulled(pull.operation, PullOutcome(entry is not None, tuple(failures)), self.now)
         return entry
 
     def fail(self, pull: PullObject, *codes: Code, error: Exception | None = None) -> None:
@@ -368,6 +365,12 @@ class Harness:
         live = sum(entry.extent_bytes for entry in self.segment.entries())
         assert self.segment.used_bytes == live, "a reservation was left behind"
         self.segment.check()
+
+
+def digests_asked(ask: AskPeer) -> list[bytes]:
+    """The digests of a lookup."""
+    assert isinstance(ask.request, Lookup)
+    return split_digests(ask.request.digests)
 
 
 def describe(signer: SimulatedSigner, incarnation: int, sequence: int = 1) -> PeerRecord:

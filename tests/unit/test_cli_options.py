@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import types
 from pathlib import Path
@@ -13,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake_p2p.main import run
-from mooncake_p2p.options import parse_duration, parse_timeout
+from mooncake_p2p.options import parse_timeout
+from p2pstore.objects import parse_duration
 
 
 @pytest.mark.parametrize(
@@ -132,6 +134,24 @@ def test_flag_over_environment_over_file(
         "1MiB",
     )
     assert started[0].bootstrap == ["b:1", "b:2"]
+
+
+def test_the_socket_of_another_peer_in_the_environment_is_explained(
+    started: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "other.sock"
+    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", str(path))
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        assert run(["join"]) == 2
+        assert "MOONCAKE_P2P_SOCKET" in capsys.readouterr().err
+        assert run(["join", "--socket", str(tmp_path / "own.sock")]) == 0
+    assert run(["join"]) == 0  # nobody listens there any more
+    assert [config.socket for config in started] == [str(tmp_path / "own.sock"), str(path)]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from mooncake_p2p import output
+from mooncake_p2p.output import format_transfer
+from p2pstore.objects import MIB
 
 HEADERS = ("KEY", "SIZE")
 LONG_KEY = "model/" + "x" * 120
@@ -69,6 +71,12 @@ def test_control_characters_of_strangers_are_shown_not_obeyed(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith(r"a\x1b[2Jb\nc [red]d")
     assert output.printable("schlüssel/文 1") == "schlüssel/文 1"
+
+
+def test_a_rate_is_told_where_the_size_tells_one() -> None:
+    assert format_transfer(300_000_000, 0.1) == "286.1 MiB in 100.0 ms (3.00 GB/s)"
+    assert format_transfer(2 * MIB, 2.0) == "2.0 MiB in 2.00 s (1.05 MB/s)"
+    assert format_transfer(3, 0.001) == "3 B in 1.0 ms"
 
 
 def test_progress_is_silent_into_a_pipe(

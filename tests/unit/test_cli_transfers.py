@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import os
 import threading
@@ -165,6 +166,14 @@ def test_room_is_certain_before_anything_moves(tmp_path: Path) -> None:
         destination.resize(1 << 60)
     destination.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("length", [0, 1, 3 * MIB])
+def test_memory_can_be_filled_and_outlives_its_maker(length: int) -> None:
+    view = transfers.memory_for(length)[:length]
+    gc.collect()
+    view[:] = b"x" * length
+    assert view == b"x" * length
 
 
 def test_devices_are_streams_and_files_are_not(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from p2pstore.core.effects import AskPeer
-from p2pstore.core.operations import LOOKUP_TIMEOUT_SECONDS, LookupOperation, split_digests
+from p2pstore.core.operations import LOOKUP_TIMEOUT_SECONDS, LookupOperation
 from p2pstore.gossip.machine import Ask
 from p2pstore.objects import Version
 from p2pstore.transfer.messages import DataKind, Holding, Locations
@@ -17,6 +19,7 @@ from tests.unit.core_harness import (
     RemoteObject,
     clock_at,
     digest_of,
+    digests_asked,
     remote_object,
 )
 
@@ -33,7 +36,7 @@ def told(world: Harness, other: Other, thing: RemoteObject) -> Holding:
 
 
 def nothing(ask: AskPeer) -> Locations:
-    return Locations([[] for _ in split_digests(ask.request.digests)])
+    return Locations([[] for _ in digests_asked(ask)])
 
 
 def answer_all(world: Harness, asks: list[AskPeer]) -> None:
@@ -61,7 +64,7 @@ def test_each_home_is_asked_once_for_all_its_keys() -> None:
     asks = world.asks(DataKind.LOOKUP)
     assert len({ask.peer_id for ask in asks}) == len(asks) <= 5
     for key in keys:
-        asked = {ask.peer_id for ask in asks if digest_of(key) in split_digests(ask.request.digests)}
+        asked = {ask.peer_id for ask in asks if digest_of(key) in digests_asked(ask)}
         assert asked == set(world.core.homes(digest_of(key)))
         assert world.core.peer_id not in asked
     assert all(ask.timeout_seconds == LOOKUP_TIMEOUT_SECONDS for ask in asks)
@@ -76,7 +79,7 @@ def test_only_what_is_missing_is_asked_for() -> None:
     world.stored("mine", b"1")
     look(world, "mine", "absent")
     for ask in world.asks(DataKind.LOOKUP):
-        assert split_digests(ask.request.digests) == [digest_of("absent")]
+        assert digests_asked(ask) == [digest_of("absent")]
 
 
 def test_it_ends_as_soon_as_every_key_was_found() -> None:
@@ -98,7 +101,7 @@ def test_one_key_found_does_not_end_a_batch() -> None:
     world = Harness(others=1)
     operation = look(world, "a", "b")
     (ask,) = world.asks(DataKind.LOOKUP)
-    digests = split_digests(ask.request.digests)
+    digests = digests_asked(ask)
     thing = remote_object("a", b"1")
     reply = [
         [told(world, world.others[0], thing)] if digest == digest_of("a") else []
@@ -153,7 +156,8 @@ def test_excluded_members_are_neither_asked_nor_found() -> None:
     world.hold(excluded, "k", b"1")
     operation = look(world, "k", exclude=frozenset({excluded.member}))
     asks = world.asks(DataKind.LOOKUP)
-    assert {ask.peer_id for ask in asks} == {o.peer_id for o in world.others} - {excluded.peer_id}
+    homes = set(world.core.homes(digest_of("k")))
+    assert {ask.peer_id for ask in asks} == homes - {excluded.peer_id} != homes
     thing = remote_object("k", b"1")
     world.answer(asks[0], Locations([[told(world, other, thing)]]))
     assert [[copy.peer_id for copy in copies] for copies in operation.result] == [[other.peer_id]]
@@ -165,7 +169,8 @@ def test_unreachable_copies_are_told_apart_from_absent_keys() -> None:
     world.die(world.others[0])
     operation = look(world, "held by the dead", "absent")
     asks = world.asks(DataKind.LOOKUP)
-    assert asks, "a copy that cannot be reached does not answer the question"
+    dead_key = digest_of("held by the dead")
+    assert dead_key in digests_asked(asks[0]), "a copy that cannot be reached is no answer"
     answer_all(world, asks)
     dead, absent = operation.result
     assert [copy.reachable for copy in dead] == [False]
@@ -213,6 +218,14 @@ def test_versions_below_a_floor_are_not_found() -> None:
     assert operation.result == [[]]
 
 
+@pytest.mark.parametrize(("ahead_seconds", "found"), [(9.9, 1), (10.1, 0)])
+def test_versions_from_the_future_are_not_found(ahead_seconds: float, found: int) -> None:
+    world = Harness(others=1)
+    world.hold(world.others[0], "k", b"1", clock=clock_at(ahead_seconds))
+    assert len(world.core.known_copies(digest_of("k"), world.now)) == found
+    assert len(world.core.known_copies(digest_of("k"), world.now + 1.0)) == 1, "until their time"
+
+
 # --- what answers may not do -----------------------------------------------------------------
 
 
@@ -232,6 +245,21 @@ def test_nonsense_in_an_answer_is_left_out(nonsense: str) -> None:
     }
     world.answer(ask, Locations(replies[nonsense]))
     assert operation.result == [[]]
+
+
+def test_an_answer_cannot_take_back_what_a_holder_itself_said() -> None:
+    world = Harness(others=2)
+    operation = look(world, "k", "absent")
+    ask, *_ = world.asks(DataKind.LOOKUP)
+    thing = world.hold(world.others[0], "k", b"1")
+    gone = world.location(thing, removed=True)
+    reply = [
+        [Holding(world.others[0].member, OTHER_INCARNATION, 99, gone)] * (digest == digest_of("k"))
+        for digest in digests_asked(ask)
+    ]
+    world.answer(ask, Locations(reply))
+    assert not operation.done
+    assert len(world.core.known_copies(digest_of("k"), world.now)) == 1
 
 
 def test_a_thousand_holders_in_one_answer_are_cut() -> None:
@@ -263,7 +291,7 @@ def test_waiting_asks_again_with_growing_pauses_until_its_time_is_over() -> None
     operation = look(world, "k", wait_seconds=3.0)
     times = asked_during(world, 2.9)
     assert not operation.done
-    pauses = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    pauses = [later - earlier for earlier, later in pairwise(times)]
     assert pauses[0] == pytest.approx(0.05, abs=0.06)
     assert all(0.4 <= pause <= 0.6 for pause in pauses[5:]), pauses
     assert 7 <= len(times) <= 12

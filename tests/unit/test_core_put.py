@@ -42,7 +42,12 @@ def test_an_unknown_key_is_created_and_announced() -> None:
     assert end_of(operation) == PutEnd(PutStatus.CREATED, 1, 1, version)
     entry = world.find("k")
     assert entry is not None
-    assert (entry.version, entry.soft, entry.dtype, entry.shape) == (version, False, "float32", (5,))
+    assert (entry.version, entry.soft, entry.dtype, entry.shape) == (
+        version,
+        False,
+        "float32",
+        (5,),
+    )
     assert world.value("k") == b"value"
     record = world.announced("k")
     assert record is not None
@@ -220,7 +225,7 @@ def compare(world: Harness, key: str, value: bytes, **options: Any) -> tuple[Put
 def test_a_holder_is_asked_for_its_slot_only() -> None:
     world = Harness(others=2)
     world.hold(world.others[0], "k", b"value")
-    operation, ask = compare(world, "k", b"value")
+    _, ask = compare(world, "k", b"value")
     assert ask.peer_id == world.others[0].peer_id
     assert isinstance(ask.request, Get)
     (item,) = ask.request.items
@@ -252,6 +257,15 @@ def test_another_root_elsewhere_keeps_what_exists() -> None:
     assert world.find("k") is None
     assert world.announced("k") is None
     world.check_idle()
+
+
+def test_a_slot_from_the_future_is_no_answer() -> None:
+    world = Harness(others=1)
+    world.hold(world.others[0], "k", b"value")
+    operation, ask = compare(world, "k", b"value")
+    world.answer(ask, remote_object("k", b"value", clock=clock_at(60.0)).reply)
+    assert end_of(operation).status == PutStatus.CREATED
+    assert world.core.clock.latest < clock_at(1.0)
 
 
 def test_a_slot_of_another_key_is_no_answer() -> None:
@@ -336,6 +350,16 @@ def test_a_put_that_is_cancelled_while_it_compares_leaves_nothing() -> None:
     world.check_idle()
     world.answer(ask, remote.reply)  # too late
     assert world.find("k") is None
+    world.check_idle()
+
+
+def test_a_put_whose_question_the_shell_could_not_carry_out_ends() -> None:
+    world = Harness(others=1)
+    world.hold(world.others[0], "k", b"value")
+    operation, ask = compare(world, "k", b"value")
+    world.core.abandon(ask.operation, world.now)
+    assert isinstance(operation.result, DeadlineExceeded)
+    world.core.abandon(ask.operation, world.now)
     world.check_idle()
 
 

@@ -472,7 +472,7 @@ UNSIGNED_FLOOR = msgspec.structs.replace(floor(FakeSigner(peer_id_of(1)), 1, 1)[
 NONSENSE: list[tuple[ControlKind, Message]] = [
     (ControlKind.PING, Ping(-1, [])),
     (ControlKind.PING, Ping(1, [Claim(b"x", 1, 0, 0)])),
-    (ControlKind.PING, Ping(1, [Claim(peer_id_of(1), 9, 1, 0), Claim(peer_id_of(1), 9, 7, 0)])),
+    (ControlKind.PING, Ping(1, [Claim(peer_id_of(1), 9, 1, 0), Claim(peer_id_of(1), 9, -1, 0)])),
     (ControlKind.PING, Ping(1, [Claim(peer_id_of(1), 9_000, 1, 0)] * 5000)),
     (ControlKind.EXCHANGE, Exchange(b"x" * 27, 0, b"", [])),
     (ControlKind.EXCHANGE, Exchange(b"", 0, b"x" * 511, [])),
@@ -493,7 +493,7 @@ NONSENSE: list[tuple[ControlKind, Message]] = [
     (ControlKind.DELTA, Delta([GOOD], [], [SignedRecord(b"junk", b"")], [])),
     (ControlKind.DELTA, Delta([GOOD], [], [UNSIGNED_FLOOR], [])),
     (ControlKind.DELTA, Delta([GOOD] * 1025, [], [], [])),
-    (ControlKind.DELTA, Delta([GOOD], [], [], [Claim(peer_id_of(1), 1, 9, 0)])),
+    (ControlKind.DELTA, Delta([GOOD], [], [], [Claim(peer_id_of(1), 1, -1, 0)])),
     (ControlKind.LEAVE, Leave(own(incarnation=60_000))),
     (
         ControlKind.LEAVE,

@@ -14,10 +14,9 @@ from mooncake_p2p.options import (
     Socket,
     Timeout,
     connected,
-    parse_duration,
 )
 from mooncake_p2p.output import print_json, print_table, printable, progress, remark, short_id
-from p2pstore.objects import format_bytes
+from p2pstore.objects import format_bytes, parse_duration
 
 LABEL_COLUMNS: Final = 12
 

@@ -55,7 +55,7 @@ def demo(
     ] = 16,
     json: Json = False,
 ) -> int:
-    """Watch three peers on this machine do the real thing, in about half a minute.
+    """Watch three peers on this machine do the real thing, in a few seconds.
 
     Three processes on loopback form a cluster. Blocks of KV cache are put on one and read on
     another; a peer is killed with kill -9 and what it held is still there; it comes back. Then

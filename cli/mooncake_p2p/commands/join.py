@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from mooncake_p2p.options import parse_duration
-
 
 class Transport(StrEnum):
     auto = "auto"
@@ -112,12 +110,16 @@ def join(
     """
     given = {key: value for key, value in locals().items() if value is not None}
     toml_path = given.pop("config", None) or os.environ.get("MOONCAKE_P2P_CONFIG")
-    for setting in ("join_timeout", "drain_timeout"):
-        if setting in given:
-            given[setting] = parse_duration(given[setting], f"--{setting.replace('_', '-')}")
     from p2pstore.config import load_config
+    from p2pstore.errors import ConfigError
+    from p2pstore.local.paths import answers
 
     settings = load_config(toml_path, os.environ, given)
+    if socket is None and settings.socket and answers(settings.socket):
+        raise ConfigError(
+            f"another peer already serves local clients at {settings.socket}, which MOONCAKE_P2P_SOCKET or "
+            "the file of --config names: unset it, or give this peer a --socket of its own"
+        )
     settings.checked()  # a mistake is told at once: a second before the peer's modules are loaded
     from p2pstore.peer import run_peer
 

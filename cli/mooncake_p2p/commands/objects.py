@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -21,12 +20,11 @@ from mooncake_p2p.options import (
     Socket,
     Timeout,
     connected,
-    parse_duration,
     parse_timeout,
 )
 from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark
 from p2pstore.errors import BufferTooSmall, ConfigError, NoSuchKey
-from p2pstore.objects import encode_key, format_bytes
+from p2pstore.objects import encode_key, format_bytes, parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -158,7 +156,7 @@ def get(
         destination = _file(output)
     with destination as sink, connected(socket, namespace, timeout) as client:
         begin = time.perf_counter()
-        length_bytes = sink(lambda memory: _fetch(client, key, memory, wait_seconds))
+        length_bytes = sink(lambda: _fetch(client, key, wait_seconds))
         seconds = time.perf_counter() - begin
     if json:
         print_json(
@@ -168,47 +166,35 @@ def get(
         remark(f"got {printable(key)}: {format_transfer(length_bytes, seconds)}")
 
 
-Allocate = Callable[[int], AbstractContextManager[memoryview]]
-Fetch = Callable[[Allocate], int]
+Fetch = Callable[[], memoryview]
 _Sink = Callable[[Fetch], int]
-"""Somewhere for a value: lends its memory to a fetch and keeps what came. Returns the length."""
+"""Somewhere for a value: fetches it, whole and verified, and then writes it. Returns the length."""
 
 
 @contextmanager
 def _file(path: str) -> Iterator[_Sink]:
-    """The value is fetched into the mapped file itself."""
+    """A file that appears when it is complete. It is written, not mapped: the faults of a mapped new
+    file take five times as long as the copy."""
     with closing(transfers.Destination(path)) as destination:
 
-        def allocate(length: int) -> AbstractContextManager[memoryview]:
-            destination.resize(length)
-            protection = mmap.PROT_READ | mmap.PROT_WRITE
-            return transfers.mapped(destination.descriptor, length, protection)
-
         def sink(fetch: Fetch) -> int:
-            length = fetch(allocate)
-            destination.resize(length)
+            value = fetch()
+            destination.resize(len(value))
+            with progress("writing", len(value)) as advance:
+                transfers.write_all(destination.descriptor, value, advance)
             destination.commit()
-            return length
+            return len(value)
 
         yield sink
 
 
 @contextmanager
 def _stream(descriptor: int) -> Iterator[_Sink]:
-    """The value is fetched into memory and, once all of it is verified, written in pieces."""
-
     def sink(fetch: Fetch) -> int:
-        kept: list[memoryview] = []
-
-        @contextmanager
-        def allocate(length: int) -> Iterator[memoryview]:
-            kept[:] = [memoryview(mmap.mmap(-1, length) if length else b"")]
-            yield kept[0]
-
-        length = fetch(allocate)
-        with progress("writing", length) as advance:
-            transfers.write_all(descriptor, kept[0][:length], advance)
-        return length
+        value = fetch()
+        with progress("writing", len(value)) as advance:
+            transfers.write_all(descriptor, value, advance)
+        return len(value)
 
     yield sink
 
@@ -219,14 +205,14 @@ def _special_file(path: str) -> Iterator[_Sink]:
         yield sink
 
 
-def _fetch(client: BlockingClient, key: str, allocate: Allocate, wait_seconds: float) -> int:
-    """Get the value into memory of the right size; returns its length."""
+def _fetch(client: BlockingClient, key: str, wait_seconds: float) -> memoryview:
+    """Get the value into memory of the right size."""
     length = 0  # the first answer says how long it is
     for _ in range(LENGTH_CHANGES):
-        label = f"getting {format_bytes(length)}" if length else "looking"
-        with allocate(length) as buffer, progress(label):
+        value = transfers.memory_for(length)
+        with progress(f"getting {format_bytes(length)}" if length else "looking"):
             try:
-                return client.get_into(key, buffer, wait=wait_seconds)
+                return value[: client.get_into(key, value, wait=wait_seconds)]
             except BufferTooSmall as error:
                 length = error.needed
     raise CommandFailed(f"{printable(key)} keeps being replaced by longer values; try again")

@@ -1,0 +1,108 @@
+"""Which addresses a peer listens on and tells others."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import pytest
+
+from p2pstore.config import DEFAULT_CONTROL_PORT, PeerConfig
+from p2pstore.errors import ConfigError
+from p2pstore.peer import addresses
+from p2pstore.peer.addresses import (
+    advertised,
+    control_listen_address,
+    data_listen_addresses,
+    own_addresses,
+    route_source,
+)
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The addresses of this machine's interfaces, to be chosen."""
+    found: set[str] = set()
+    monkeypatch.setattr(addresses, "own_addresses", lambda: found)
+    return found
+
+
+def test_a_taken_default_port_is_no_obstacle() -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            other.bind(("127.0.0.1", DEFAULT_CONTROL_PORT))
+            other.listen()
+        except OSError:
+            pass  # taken already
+        assert control_listen_address(PeerConfig()) == ("127.0.0.1", 0)
+    assert control_listen_address(PeerConfig(listen="[::1]:5")) == ("::1", 5)
+
+
+def test_data_goes_where_control_is() -> None:
+    assert data_listen_addresses(PeerConfig(), "::1") == ["[::1]:0"]
+    assert data_listen_addresses(PeerConfig(data_listen=["10.0.0.1:2"]), "::1") == ["10.0.0.1:2"]
+
+
+def test_listeners_are_advertised_as_they_are_unless_said_otherwise() -> None:
+    listening = [("127.0.0.1", 5), ("::1", 6)]
+    assert advertised(listening, [], [], "advertise") == ["127.0.0.1:5", "[::1]:6"]
+    assert advertised(listening, ["a", "b:9"], [], "advertise") == ["a:5", "b:9"]
+
+
+def test_a_wildcard_is_the_source_of_the_route_to_a_bootstrap_peer() -> None:
+    bootstrap = ["127.0.0.2:1", "nowhere.invalid:1"]
+    assert advertised([("0.0.0.0", 5)], [], bootstrap, "advertise") == ["127.0.0.1:5"]
+    assert route_source(["localhost:1"], "advertise") == "127.0.0.1"  # whatever IPv6 says
+
+
+def test_a_bootstrap_peer_that_is_this_machine_does_not_tell_its_address(own: set[str]) -> None:
+    """Debian resolves a machine's own name to 127.0.1.1: no address for others."""
+    own.update({"10.0.0.7", "fd00::7"})
+    resolve = socket.getaddrinfo
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            socket, "getaddrinfo", lambda host, *rest, **more: resolve("127.0.1.1", *rest, **more)
+        )
+        assert route_source(["node1:1"], "advertise") == "10.0.0.7"
+
+
+def test_the_only_address_needs_no_bootstrap_peer(own: set[str]) -> None:
+    own.update({"10.0.0.7", "fd00::7"})
+    assert route_source([], "advertise") == "10.0.0.7"
+    with pytest.raises(ConfigError, match=r"--advertise \(candidates: 10.0.0.7, fd00::7\)"):
+        route_source([], "advertise", "::")
+
+
+def test_several_addresses_must_be_told_apart(own: set[str]) -> None:
+    with pytest.raises(ConfigError, match="none found"):
+        route_source([], "data_advertise")
+    own.update({"10.0.0.7", "192.168.0.7"})
+    with pytest.raises(
+        ConfigError, match=r"--data-advertise \(candidates: 10.0.0.7, 192.168.0.7\)"
+    ):
+        route_source([], "data_advertise")
+
+
+def test_own_addresses_can_be_bound() -> None:
+    for address in own_addresses():
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"bootstrap": ["10.0.0.1:1"]}, True),
+        ({"bootstrap": ["127.0.0.1:1"]}, False),
+        ({"bootstrap": ["10.0.0.1:1"], "advertise": "10.0.0.2"}, False),
+        ({"bootstrap": ["10.0.0.1:1"], "listen": "10.0.0.2:1"}, False),
+        ({}, False),
+    ],
+)
+def test_a_peer_on_loopback_that_joins_another_machine_is_warned(
+    settings: dict, warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("p2pstore"), "propagate", True)
+    control_listen_address(PeerConfig(**settings))
+    assert ("loopback only" in caplog.text) is warned

@@ -1,0 +1,383 @@
+"""Removing: floors above the newest version, told to whom they concern; and what floors then forbid."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pstore.core.effects import AskPeer, SaveClusterRecord
+from p2pstore.core.operations import RemoveOperation
+from p2pstore.core.peer_core import SCOPE_NAMESPACE
+from p2pstore.errors import NoSuchKey, ProtocolError
+from p2pstore.gossip.messages import ControlKind, Delta
+from p2pstore.gossip.records import SignedRecord, open_cluster_record
+from p2pstore.local.messages import PutStatus
+from p2pstore.objects import Version, namespace_digest
+from p2pstore.simulation.cluster import SimulatedVerifier
+from p2pstore.transfer.messages import ClusterRecords, DataKind, Holding, Locations, Replicate
+from p2pstore.wire import Empty
+from tests.unit.core_harness import (
+    NAMESPACE,
+    Harness,
+    clock_at,
+    digest_of,
+    digests_asked,
+    remote_object,
+)
+
+
+def remove(world: Harness, *keys: str) -> RemoveOperation:
+    operation = RemoveOperation(world.core, NAMESPACE, list(keys))
+    world.start(operation)
+    return operation
+
+
+def answer_lookups(world: Harness) -> None:
+    for ask in world.asks(DataKind.LOOKUP):
+        world.answer(ask, Locations([[] for _ in digests_asked(ask)]))
+
+
+def floors_in(ask: AskPeer) -> dict[bytes, Version]:
+    """The floors in a push."""
+    request = ask.request
+    assert isinstance(request, ClusterRecords)
+    records = [
+        open_cluster_record(SignedRecord(body, signature), SimulatedVerifier())
+        for body, signature in zip(request.bodies, request.signatures, strict=True)
+    ]
+    return {record.name: record.version for record in records}
+
+
+def finish_pushes(world: Harness) -> list[AskPeer]:
+    asks = world.asks(DataKind.CLUSTER_RECORDS)
+    for ask in asks:
+        world.answer(ask, Empty())
+    return asks
+
+
+def test_removing_writes_a_floor_above_the_newest_version_and_drops_the_copy_here() -> None:
+    world = Harness()
+    entry = world.stored("k", b"value")
+    assert remove(world, "k").result == [True]
+    floor = world.gossip.cluster_records.floor_for(digest_of("k"))
+    assert floor.covers(entry.version)
+    assert floor.clock > entry.version.clock
+    assert floor.writer == world.writer
+    assert world.find("k") is None
+    assert world.announced("k") is None
+    assert [effect.signed for effect in world.effects(SaveClusterRecord)], "it must survive"
+    assert world.core.counters["objects_removed"] == 1
+    world.check_idle()
+
+
+@pytest.mark.parametrize("ahead_seconds", [-60.0, 9.0])
+def test_the_floor_is_above_the_newest_of_all_known_copies(ahead_seconds: float) -> None:
+    world = Harness(others=3)
+    world.hold(world.others[0], "k", b"old", clock=clock_at(-70.0))
+    newest = world.hold(world.others[1], "k", b"new", clock=clock_at(ahead_seconds), writer=0xFFFF)
+    remove(world, "k")
+    floor = world.gossip.cluster_records.floor_for(digest_of("k"))
+    assert floor.clock > newest.version.clock
+    assert world.core.known_copies(digest_of("k"), world.now) == []
+
+
+def test_holders_and_homes_are_told_at_once_and_others_are_not() -> None:
+    world = Harness(others=8)
+    homes = set(world.core.homes(digest_of("k")))
+    holders = [other for other in world.others if other.peer_id not in homes][:2]
+    thing = world.hold(holders[0], "k", b"value")
+    world.push(holders[1], thing)
+    world.die(holders[1])
+    operation = remove(world, "k")
+    asks = world.asks(DataKind.CLUSTER_RECORDS)
+    concerned = homes | {holders[0].peer_id}
+    assert {ask.peer_id for ask in asks} == concerned
+    assert len(asks) == len(concerned)
+    floor = world.gossip.cluster_records.floor_for(digest_of("k"))
+    assert all(floors_in(ask) == {digest_of("k"): floor} for ask in asks)
+    for ask in asks[:-1]:
+        world.answer(ask, Empty())
+    assert not operation.done
+    world.answer(asks[-1], None)  # it will hear by gossip
+    assert operation.result == [True]
+    world.check_idle()
+
+
+def test_each_key_s_floor_goes_to_its_own_peers_in_one_message_each() -> None:
+    world = Harness(others=6)
+    keys = [f"k{number}" for number in range(10)]
+    for key in keys:
+        world.stored(key, b"value")
+    operation = remove(world, *keys)
+    asks = finish_pushes(world)
+    assert len({ask.peer_id for ask in asks}) == len(asks)
+    for key in keys:
+        told = {ask.peer_id for ask in asks if digest_of(key) in floors_in(ask)}
+        assert told == set(world.core.homes(digest_of(key)))
+    assert operation.result == [True] * 10
+    assert world.segment.object_count == 0
+
+
+def test_the_result_tells_which_existed_and_what_did_not_gets_no_floor() -> None:
+    world = Harness(others=2)
+    world.stored("here", b"1")
+    world.hold(world.others[0], "there", b"2")
+    world.hold(world.others[1], "held by the dead", b"3")
+    world.others.reverse()
+    world.die(world.others[0])
+    operation = remove(world, "absent", "here", "there", "held by the dead")
+    answer_lookups(world)
+    finish_pushes(world)
+    assert operation.result == [False, True, True, True]
+    records = world.gossip.cluster_records
+    assert not records.floor_for(digest_of("absent")).clock
+    assert records.floor_for(digest_of("held by the dead")).clock, "it must not come back with it"
+
+
+def test_a_copy_that_only_a_home_knows_is_removed_too() -> None:
+    world = Harness(others=3)
+    operation = remove(world, "k")
+    thing = remote_object("k", b"value")
+    first, *_ = world.asks(DataKind.LOOKUP)
+
+    holder = world.others[0]
+    world.answer(first, Locations([[Holding(holder.member, 7, 1, world.location(thing))]]))
+    assert holder.peer_id in {ask.peer_id for ask in finish_pushes(world)}
+    assert operation.result == [True]
+
+
+def test_removing_nothing_ends_at_once() -> None:
+    world = Harness(others=2)
+    assert remove(world).result == []
+
+
+def test_cancelling_leaves_what_was_written() -> None:
+    world = Harness(others=3)
+    world.stored("k", b"value")
+    operation = remove(world, "k")
+    world.core.cancel(operation, world.now)
+    assert operation.done
+    assert world.find("k") is None
+    finish_pushes(world)
+    world.check_idle()
+
+
+def test_cancelling_while_it_looks_up_writes_nothing() -> None:
+    world = Harness(others=3)
+    operation = remove(world, "k")
+    world.core.cancel(operation, world.now)
+    world.hold(world.others[0], "k", b"value")
+    answer_lookups(world)
+    assert not len(world.gossip.cluster_records)
+    assert not world.asks(DataKind.CLUSTER_RECORDS)
+    world.check_idle()
+
+
+def test_a_later_put_is_above_the_floor() -> None:
+    world = Harness(others=1)
+    world.stored("k", b"value")
+    remove(world, "k")
+    operation = world.put("k", b"value")
+    assert operation.result.status == PutStatus.CREATED
+    assert world.value("k") == b"value"
+    floor = world.gossip.cluster_records.floor_for(digest_of("k"))
+    assert not floor.covers(operation.result.version)
+
+
+# --- what a floor forbids --------------------------------------------------------------------
+
+
+def test_a_floor_from_elsewhere_drops_what_it_covers() -> None:
+    world = Harness(others=1)
+    entry = world.stored("k", b"value")
+    other = world.stored("other", b"value")
+    world.learn_floor(world.others[0], digest_of("k"), entry.version)
+    assert world.find("k") is None
+    assert world.announced("k") is None
+    assert world.find("other") is other
+    assert len(world.effects(SaveClusterRecord)) == 1
+
+
+def test_a_floor_below_a_version_leaves_it() -> None:
+    world = Harness(others=1)
+    entry = world.stored("k", b"value")
+    version = entry.version
+    world.learn_floor(world.others[0], digest_of("k"), Version(version.clock - 1, 0xFFFF))
+    world.learn_floor(world.others[0], digest_of("k"), Version(version.clock, version.writer - 1))
+    assert world.find("k") is entry
+
+
+def test_a_floor_by_gossip_does_the_same() -> None:
+    world = Harness(others=1)
+    entry = world.stored("k", b"value")
+    signed = world.floor_from(world.others[0], digest_of("k"), entry.version)
+    world.gossip.serve(
+        world.others[0].peer_id, ControlKind.DELTA, Delta([], [], [signed], []), world.now
+    )
+    world.core.gossip_arrived(world.now)
+    assert world.find("k") is None
+    assert [effect.signed for effect in world.effects(SaveClusterRecord)] == [signed]
+
+
+def test_a_lower_floor_after_a_higher_one_changes_nothing() -> None:
+    world = Harness(others=1)
+    entry = world.stored("k", b"value")
+    world.learn_floor(world.others[0], digest_of("k"), entry.version)
+    world.forget_effects()
+    world.learn_floor(world.others[0], digest_of("k"), Version(entry.version.clock - 5, 1))
+    assert not world.effects(SaveClusterRecord)
+    assert world.gossip.cluster_records.floor_for(digest_of("k")) == Version(
+        entry.version.clock, entry.version.writer
+    )
+
+
+def test_a_floor_raises_the_clock_of_whoever_hears_of_it() -> None:
+    world = Harness(others=1)
+    world.learn_floor(world.others[0], digest_of("k"), Version(clock_at(9.0), 1))
+    operation = world.put("k", b"value")
+    assert operation.result.status == PutStatus.CREATED
+    assert operation.result.version.clock > clock_at(9.0)
+
+
+def test_a_floor_from_the_future_is_refused() -> None:
+    world = Harness(others=1)
+    entry = world.stored("k", b"value")
+    latest = world.core.clock.latest
+    with pytest.raises(ProtocolError, match="clocks"):
+        world.learn_floor(world.others[0], digest_of("k"), Version(clock_at(10.5), 1))
+    assert world.find("k") is entry
+    assert world.core.clock.latest == latest
+    assert not len(world.gossip.cluster_records)
+
+
+def test_a_copy_from_the_future_does_not_spoil_this_peer_s_clock() -> None:
+    world = Harness(others=2)
+    world.hold(world.others[0], "k", b"value", clock=clock_at(3600.0))
+    operation = remove(world, "k")
+    answer_lookups(world)
+    finish_pushes(world)
+    assert operation.result == [False]
+    assert world.stored("other", b"1").version.clock < clock_at(1.0)
+
+
+def test_a_floor_with_a_wrong_signature_is_refused() -> None:
+    world = Harness(others=1)
+    entry = world.stored("k", b"value")
+    signed = world.floor_from(world.others[0], digest_of("k"), entry.version)
+    with pytest.raises(ProtocolError, match="signature"):
+        world.serve(
+            world.others[0],
+            DataKind.CLUSTER_RECORDS,
+            ClusterRecords([signed.body], [bytes(64)]),
+        )
+    assert world.find("k") is entry
+
+
+def test_a_removed_version_is_refused_by_a_pull_a_replica_and_a_push() -> None:
+    world = Harness(others=2)
+    thing = world.hold(world.others[0], "k", b"value")
+    world.learn_floor(world.others[1], digest_of("k"), thing.version)
+    version = thing.version
+    operation = world.serve(
+        world.others[0],
+        DataKind.REPLICATE,
+        Replicate(digest_of("k"), version.clock, version.writer, 5),
+    )
+    pull = world.pull_wanted()
+    destination = world.core.copy_destination(pull.operation, world.now)
+    with pytest.raises(NoSuchKey):
+        destination.prepare(thing.slot, thing.trailer)
+    world.core.cancel(operation, world.now)
+    world.push(world.others[0], thing)
+    assert world.core.known_copies(digest_of("k"), world.now) == []
+    world.check_idle()
+
+
+# --- namespaces ------------------------------------------------------------------------------
+
+
+def test_a_namespace_s_floor_drops_all_its_keys_and_no_others() -> None:
+    world = Harness(others=1)
+    for key in ("a", "b"):
+        world.stored(key, b"value")
+    elsewhere = world.put("a", b"value", namespace="elsewhere")
+    floor = world.core.version_above(Version(0, 0), world.now)
+    later = world.stored("later", b"value")
+    world.learn_floor(world.others[0], namespace_digest(NAMESPACE), floor, SCOPE_NAMESPACE)
+    assert [entry.digest for entry in world.segment.entries()] == [
+        elsewhere.digest,
+        later.digest,
+    ]
+    assert world.announced("a") is None
+    world.check_idle()
+
+
+def test_a_namespace_s_floor_refuses_older_arrivals() -> None:
+    world = Harness(others=1)
+    thing = world.hold(world.others[0], "k", b"value")
+    world.learn_floor(world.others[0], namespace_digest(NAMESPACE), thing.version, SCOPE_NAMESPACE)
+    world.core.fetch(digest_of("k"), world.now)
+    pull = world.pull_wanted()
+    destination = world.core.copy_destination(pull.operation, world.now)
+    with pytest.raises(NoSuchKey):
+        destination.prepare(thing.slot, thing.trailer)
+
+
+def test_flushing_writes_a_floor_above_everything_seen() -> None:
+    world = Harness(others=1)
+    world.stored("a", b"value")
+    floor = world.core.version_above(Version(0, 0), world.now)
+    world.core.write_floor(namespace_digest(NAMESPACE), floor, world.now, SCOPE_NAMESPACE)
+    assert world.segment.object_count == 0
+    assert world.put("a", b"value").result.status == PutStatus.CREATED
+    assert world.segment.object_count == 1
+
+
+# --- newer versions of what is here ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("later", "writer_above"), [(1, -1), (0, 1)], ids=["clock", "writer"])
+def test_a_newer_version_elsewhere_drops_the_older_one_here(later: int, writer_above: int) -> None:
+    world = Harness(others=1)
+    entry = world.stored("k", b"value")
+    clock, writer = entry.version.clock + later, entry.version.writer + writer_above
+    world.hold(world.others[0], "k", b"newer", clock=clock, writer=writer)
+    assert world.find("k") is entry
+    world.core.gossip_arrived(world.now)
+    assert world.find("k") is None
+    assert world.announced("k") is None
+
+
+def test_an_equal_or_older_version_elsewhere_drops_nothing() -> None:
+    world = Harness(others=2)
+    entry = world.stored("k", b"value")
+    clock, writer = entry.version.clock, entry.version.writer
+    world.hold(world.others[0], "k", b"older", clock=clock, writer=writer - 1)
+    world.hold(world.others[1], "k", b"value", clock=clock, writer=writer)
+    world.core.gossip_arrived(world.now)
+    assert world.find("k") is entry
+
+
+# --- what is evicted -------------------------------------------------------------------------
+
+
+def test_an_evicted_object_is_withdrawn_before_its_memory_is_written() -> None:
+    world = Harness(memory_bytes=64 * 1024)
+    world.stored("k", bytes(50_000))
+    reservation = world.segment.reserve(50_000, 100, holder="x", now=world.core.unix(world.now))
+    world.core.announce_withdrawn(world.now)
+    assert world.announced("k") is None
+    assert world.core.counters["objects_withdrawn"] == 1
+    world.segment.abort(reservation.number, holder="x")
+    world.core.announce_withdrawn(world.now)
+    assert world.core.counters["objects_withdrawn"] == 1
+    world.check_idle()
+
+
+def test_a_withdrawal_of_an_old_version_leaves_the_new_one_announced() -> None:
+    world = Harness()
+    world.stored("k", b"old")
+    new = world.put("k", b"new", overwrite=True).result.version
+    record = world.announced("k")
+    assert record is not None
+    assert record.version == Version(new.clock, new.writer)
+    assert not world.segment.take_withdrawn(), "announced with the put, not some time later"
