@@ -28,7 +28,8 @@ async def open_background_nursery() -> AsyncIterator[trio.Nursery]:
     """
     try:
         async with trio.open_nursery() as outer:
-            background: trio.Nursery = await outer.start(_run_shielded)
+            with trio.CancelScope(shield=True):  # else a task that nobody can cancel stays behind
+                background: trio.Nursery = await outer.start(_run_shielded)
             try:
                 yield background
             finally:

@@ -13,6 +13,8 @@ from collections.abc import Hashable, Sequence
 from random import Random
 from typing import Any, Final
 
+from p2pstore.core.copy_destination import CopyDestination
+from p2pstore.core.describe import location_of
 from p2pstore.core.effects import (
     AskPeer,
     Effect,
@@ -22,21 +24,18 @@ from p2pstore.core.effects import (
     Reply,
     SaveClusterRecord,
 )
-from p2pstore.core.operations import (
-    FetchOperation,
-    Operation,
-    check_holding_record,
-    split_digests,
-)
+from p2pstore.core.fetch import FetchOperation
+from p2pstore.core.lookup import check_holding_record
+from p2pstore.core.operation import Operation
+from p2pstore.core.serving import serve
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.messages import ControlKind, Delta, Status
+from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
     ClusterRecord,
     ClusterRecordKind,
-    LocationRecord,
     Member,
     PeerId,
     SignedRecord,
@@ -48,41 +47,26 @@ from p2pstore.gossip.records import (
     writer_of,
 )
 from p2pstore.local.messages import HolderFailure
-from p2pstore.objects import DIGEST_BYTES, HybridClock, Version, key_digest, namespace_digest
+from p2pstore.objects import HybridClock, Version, namespace_digest
 from p2pstore.transfer.layout import (
-    GRANULE_BYTES,
     Pin,
-    Slot,
     TrailerBody,
-    encode_trailer,
-    round_up,
 )
 from p2pstore.transfer.messages import (
     ClusterRecords,
     DataKind,
-    Holding,
-    KeyInfo,
-    Keys,
-    ListKeys,
     Locations,
-    Lookup,
     Objects,
     ObjectStatus,
-    Ping,
-    Pong,
     Push,
-    Replicate,
-    Replicated,
 )
 from p2pstore.transfer.segment import ObjectEntry, Segment
-from p2pstore.wire import Code, Empty, Failure, Message
+from p2pstore.wire import Code, Message
 
 AVOID_SECONDS: Final = 3.0
 """How long a peer whose connection failed is asked last."""
 EXPIRE_INTERVAL_SECONDS: Final = 1.0
 PUSH_TIMEOUT_SECONDS: Final = 2.0
-MAX_LOOKUP_DIGESTS: Final = 16_384
-MAX_LIST_LIMIT: Final = 10_000
 SCOPE_KEY: Final = 0
 SCOPE_NAMESPACE: Final = 1
 
@@ -234,6 +218,10 @@ class PeerCore:
     @property
     def operations_under_way(self) -> int:
         return len(self._operations)
+
+    def serve(self, sender: PeerId, kind: int, request: Message, now: float) -> Message | Operation:
+        """Answer another peer's data request: see `p2pstore.core.serving`."""
+        return serve(self, sender, kind, request, now)
 
     # --- what is known -----------------------------------------------------------------------
 
@@ -517,223 +505,3 @@ class PeerCore:
         if not isinstance(machine, FetchOperation):
             raise NoSuchKey("nobody waits for this object any more")
         return CopyDestination(self, machine, now)
-
-    # --- serving other peers -----------------------------------------------------------------
-
-    def serve(self, sender: PeerId, kind: int, request: Message, now: float) -> Message | Operation:
-        """Answer another peer's data request: a reply, or an operation whose result gives the reply
-        (`replicated_reply`). Raises `ProtocolError` for nonsense."""
-        if isinstance(request, Lookup):
-            return self._serve_lookup(request, now)
-        if isinstance(request, Push):
-            self.gossip.directory.early(
-                member_of(sender), request.incarnation, request.sequences, request.operations, now
-            )
-            return Empty()
-        if isinstance(request, Replicate):
-            return self._serve_replicate(sender, request, now)
-        if isinstance(request, ClusterRecords):
-            if len(request.bodies) != len(request.signatures):
-                raise ProtocolError("cluster records have not one signature each")
-            records = [
-                SignedRecord(body, signature)
-                for body, signature in zip(request.bodies, request.signatures, strict=True)
-            ]
-            self.learn_cluster_records(records, now)
-            return Empty()
-        if isinstance(request, ListKeys):
-            return self.list_local(request, now)
-        if isinstance(request, Ping):
-            return Pong(self.incarnation, self.gossip.log.sequence)
-        return Failure(int(Code.UNSUPPORTED), f"this peer does not answer requests of kind {kind}")
-
-    def _serve_lookup(self, request: Lookup, now: float) -> Locations:
-        digests = split_digests(request.digests)
-        if len(digests) > MAX_LOOKUP_DIGESTS:
-            raise ProtocolError(
-                f"a lookup of {len(digests):,} keys; at most {MAX_LOOKUP_DIGESTS:,}"
-            )
-        return Locations([self._holdings(digest, now) for digest in digests])
-
-    def _holdings(self, digest: bytes, now: float) -> list[Holding]:
-        holdings = []
-        entry = self.segment.find(digest, self.unix(now))
-        if entry is not None:
-            holdings.append(
-                Holding(
-                    self.member,
-                    self.incarnation,
-                    self.gossip.log.sequence,
-                    location_of(entry).encode(),
-                )
-            )
-        for known in self.gossip.directory.holders(digest):
-            if not known.hidden and not self.gossip.cluster_records.forbids(
-                digest, None, known.record.version
-            ):
-                holdings.append(
-                    Holding(known.member, known.incarnation, known.sequence, known.record.encode())
-                )
-        return holdings[:64]
-
-    def _serve_replicate(
-        self, sender: PeerId, request: Replicate, now: float
-    ) -> Message | Operation:
-        if len(request.digest) != DIGEST_BYTES or request.length < 0:
-            raise ProtocolError("a request to replicate that names no object")
-        minimum = Version(request.clock, request.writer)
-        if request.record_body:
-            me = SignedRecord(request.record_body, request.record_signature)
-            _, effects = self.gossip.serve(sender, ControlKind.DELTA, Delta([me], [], [], []), now)
-            self._effects += effects
-        entry = self.segment.find(request.digest, self.unix(now))
-        if entry is not None and minimum.covers(entry.version) and entry.version.covers(minimum):
-            if entry.soft and not request.soft:
-                self.strengthen(entry, entry.pin, entry.replicas, now)
-            return Replicated(entry.version.clock, entry.version.writer)
-        if entry is not None and entry.version.covers(minimum):
-            return Replicated(entry.version.clock, entry.version.writer)
-        if request.length > self.segment.data_bytes:
-            return Failure(
-                int(Code.CAPACITY_EXCEEDED), "the object is larger than this peer's memory"
-            )
-        record = LocationRecord(
-            request.digest,
-            minimum,
-            0,
-            min(round_up(request.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF),
-        )
-        source = KnownCopy(member_of(sender), sender, record, reachable=True)
-        operation = FetchOperation(
-            self, request.digest, soft=request.soft, source=source, minimum=minimum
-        )
-        return self.start(operation, now)
-
-    def replicated_reply(self, operation: Operation) -> Message:
-        """The answer to REPLICATE once its fetch has finished."""
-        result = operation.result
-        if isinstance(result, ObjectEntry):
-            return Replicated(result.version.clock, result.version.writer)
-        return Failure(int(Code.CAPACITY_EXCEEDED), str(result))
-
-    def list_local(self, request: ListKeys, now: float) -> Keys:
-        """One page of the keys held here."""
-        limit = max(1, min(request.limit, MAX_LIST_LIMIT))
-        found: list[ObjectEntry] = []
-        after, more = request.after, True
-        while more and len(found) < limit:
-            page, more = self.segment.keys(
-                request.namespace, request.prefix, after, limit - len(found)
-            )
-            found += [entry for entry in page if entry.pin or not request.pinned]
-            after = page[-1].key if page else after
-        return Keys([key_info(entry) for entry in found], more)
-
-
-class CopyDestination:
-    """Receives a copy into the peer's memory: a reservation that becomes an object, or nothing.
-
-    Satisfies `p2pstore.transfer.transport.Destination`. A holder may be tried after another failed:
-    `prepare` starts over.
-    """
-
-    def __init__(self, core: PeerCore, operation: FetchOperation, now: float) -> None:
-        self._core = core
-        self._operation = operation
-        self._now = now
-        self._holder = ("fetch", operation.number)
-        self._reservation: int | None = None
-        self._slot: Slot | None = None
-        self._trailer: TrailerBody | None = None
-
-    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
-        """Room for the payload. Raises `CapacityExceeded`, or `NoSuchKey` for a version that is too old."""
-        self.abort()
-        wanted = self._operation.minimum
-        if not slot.version.covers(wanted):
-            raise NoSuchKey("the holder has only an older version")
-        try:
-            digest = key_digest(trailer.key, trailer.namespace)
-            # Written anew here, the trailer has fields that an older holder's version did not know.
-            trailer_length = max(slot.trailer_length, len(encode_trailer(trailer)))
-        except ValueError as error:
-            raise NoSuchKey(f"the holder's object makes no sense: {error}") from error
-        if digest != slot.digest:
-            raise NoSuchKey("the holder has another key's object under this digest")
-        core = self._core
-        if not core.clock.observe(slot.version.clock, core.unix(self._now)):
-            raise NoSuchKey(
-                "the holder's version is from over 10 s in the future: check the clocks"
-            )
-        forbidden = core.gossip.cluster_records.forbids(
-            slot.digest, namespace_digest(trailer.namespace), slot.version
-        )
-        if forbidden:
-            raise NoSuchKey("the object was removed, or replaced by a newer version")
-        reservation = core.segment.reserve(
-            slot.length, trailer_length, holder=self._holder, now=core.unix(self._now)
-        )
-        core.announce_withdrawn(self._now)
-        self._reservation, self._slot, self._trailer = reservation.number, slot, trailer
-        return core.segment.reservation_view(reservation.number, holder=self._holder)
-
-    def commit(self, now: float) -> ObjectEntry | None:
-        """Publish what was received and verified. None when it was removed meanwhile."""
-        number, slot, trailer = self._reservation, self._slot, self._trailer
-        if number is None or slot is None or trailer is None:
-            raise RuntimeError("commit without prepare")
-        self._reservation = None
-        core = self._core
-        existing = core.segment.find(slot.digest, core.unix(now))
-        if existing is not None and existing.version.covers(slot.version):
-            core.segment.abort(number, holder=self._holder)
-            return existing
-        core.gossip.directory.touch(slot.digest)  # a newer version may be known by now
-        try:
-            return core.publish(
-                number,
-                self._holder,
-                slot.digest,
-                slot.version,
-                trailer,
-                slot.length,
-                self._operation.soft,
-                now,
-            )
-        except NoSuchKey:
-            core.segment.abort(number, holder=self._holder)
-            return None
-
-    def abort(self) -> None:
-        """Give the room back."""
-        if self._reservation is not None:
-            self._core.segment.abort(self._reservation, holder=self._holder)
-            self._reservation = None
-
-
-def location_of(entry: ObjectEntry) -> LocationRecord:
-    """What the peer announces of an object it holds."""
-    return LocationRecord(
-        entry.digest,
-        Version(entry.version.clock, entry.version.writer),
-        entry.slot,
-        round_up(entry.length, GRANULE_BYTES) // GRANULE_BYTES,
-        soft=entry.soft,
-        replicas=entry.replicas,
-        pin=entry.pin,
-    )
-
-
-def key_info(entry: ObjectEntry) -> KeyInfo:
-    """An object as `ls` shows it."""
-    return KeyInfo(
-        entry.key,
-        entry.length,
-        entry.version.clock,
-        entry.version.writer,
-        0,
-        entry.pin,
-        entry.soft,
-        entry.expires_unix_ms,
-        entry.references > 0,
-    )

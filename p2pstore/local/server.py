@@ -36,6 +36,7 @@ from p2pstore.objects import encode_namespace
 from p2pstore.trio_streams import TrioStream
 from p2pstore.wire import (
     ERROR,
+    HEADER_BYTES,
     HELLO_LIMITS,
     LOCAL_LIMITS,
     ONE_WAY,
@@ -403,7 +404,10 @@ def _answer(header: FrameHeader, answer: Message | Exception | None) -> list[byt
         return [_failure(header, answer)]
     if answer is None:
         answer = Empty()
-    return [encode_frame(header.kind, header.request_id, answer, flags=REPLY)]
+    frame = encode_frame(header.kind, header.request_id, answer, flags=REPLY)
+    if len(frame) - HEADER_BYTES > LOCAL_LIMITS.body_bytes:
+        return [_failure(header, ValueError(f"the answer has {len(frame):,} bytes: ask for less"))]
+    return [frame]
 
 
 def _failure(header: FrameHeader, error: Exception) -> bytes:

@@ -6,7 +6,8 @@ import contextlib
 import json
 from collections.abc import Sequence
 
-from p2pstore.core.operations import Operation
+from p2pstore.core.operation import Operation
+from p2pstore.core.serving import replicated_reply
 from p2pstore.errors import P2PStoreError
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import peer_document
@@ -87,7 +88,7 @@ class PeerDataBackend:
             if not answer.done:
                 with contextlib.suppress(P2PStoreError):  # the reply says why
                     await self._node.complete(answer)
-            answer = self._core.replicated_reply(answer)
+            answer = replicated_reply(answer)
         if isinstance(answer, Failure):
             raise error_of(answer.code, answer.text, answer.detail)
         return answer, ()

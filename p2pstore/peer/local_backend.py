@@ -11,19 +11,13 @@ import trio
 
 import p2pstore
 from p2pstore.core.effects import KnownCopy
-from p2pstore.core.operations import (
-    ListedPage,
-    ListOperation,
-    LookupOperation,
-    Operation,
-    PutEnd,
-    PutOperation,
-    PutSpec,
-    RemoveOperation,
-    ReplicateOperation,
-    split_digests,
-)
+from p2pstore.core.listing import ListedPage, ListOperation
+from p2pstore.core.lookup import LookupOperation, split_digests
+from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import SCOPE_NAMESPACE
+from p2pstore.core.put import PutEnd, PutOperation, PutSpec
+from p2pstore.core.remove import RemoveOperation
+from p2pstore.core.replicate import ReplicateOperation
 from p2pstore.errors import (
     DeadlineExceeded,
     LeaseLimitExceeded,

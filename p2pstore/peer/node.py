@@ -22,7 +22,7 @@ from p2pstore.core.effects import (
     Reply,
     SaveClusterRecord,
 )
-from p2pstore.core.operations import Operation
+from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import (
     AuthenticationFailed,
@@ -63,6 +63,8 @@ DRAIN_CHECKPOINTS: Final = 3
 meanwhile is handled before anybody is declared silent."""
 FAREWELL_SECONDS: Final = 1.0
 SAVE_INTERVAL_SECONDS: Final = 10.0
+MAX_UNSAVED: Final = 100_000
+"""Floors that wait for a disk that takes none. Beyond it, only the other peers remember."""
 CONTACT_TIMEOUT_SECONDS: Final = 10.0
 MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
 
@@ -101,7 +103,7 @@ class Node:
         self._tick_due = float("inf")
         self._reported: set[tuple[str, ...]] = set()
         self._refused_by: set[PeerId] = set()
-        self._unsaved: deque[SignedRecord] = deque()
+        self._unsaved: deque[SignedRecord] = deque(maxlen=MAX_UNSAVED)
         self._save_now = trio.Event()
         self._saving = trio.Lock()
         self._drained = trio.Event()
@@ -416,8 +418,12 @@ class Node:
     def _write_state(self, state: StateDirectory, addresses: list[str]) -> None:
         try:
             while self._unsaved:
-                state.append_floor(self._unsaved[0])
-                self._unsaved.popleft()  # only now: what the disk did not take is tried again
+                record = self._unsaved.popleft()
+                try:
+                    state.append_floor(record)
+                except OSError:
+                    self._unsaved.appendleft(record)  # tried again when the disk has room
+                    raise
             state.save_incarnation(self.core.incarnation)
             state.save_clock(self.core.clock.latest)
             state.save_addresses(addresses)

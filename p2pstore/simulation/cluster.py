@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
+from p2pstore.core.copy_destination import CopyDestination
 from p2pstore.core.effects import (
     AskPeer,
     OperationFinished,
@@ -23,8 +24,11 @@ from p2pstore.core.effects import (
     Reply,
     SaveClusterRecord,
 )
-from p2pstore.core.operations import Operation, PutOperation, PutSpec, RemoveOperation
-from p2pstore.core.peer_core import CopyDestination, PeerCore
+from p2pstore.core.operation import Operation
+from p2pstore.core.peer_core import PeerCore
+from p2pstore.core.put import PutOperation, PutSpec
+from p2pstore.core.remove import RemoveOperation
+from p2pstore.core.serving import replicated_reply
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.gossip import messages as control
 from p2pstore.gossip.machine import (
@@ -324,8 +328,8 @@ class SimulatedPeer:
             reply(Failure(int(Code.MALFORMED), str(error)))
             return
         if isinstance(answer, Operation):
-            operation, core = answer, self.core
-            self.when_done(operation, lambda: reply(core.replicated_reply(operation)))
+            operation = answer
+            self.when_done(operation, lambda: reply(replicated_reply(operation)))
         else:
             reply(answer)
 

@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Final
 
-from p2pstore.core.operations import PutEnd
+from p2pstore.core.put import PutEnd
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import key_digest

@@ -284,7 +284,12 @@ class DataPool:
             except (AuthenticationFailed, ProtocolMismatch, ProtocolError) as error:
                 refusal = refusal or error
                 reasons.append(f"{address}: {error}")
-            except (OSError, DeadlineExceeded, ConfigError, ValueError) as error:  # also: no address
+            except (
+                OSError,
+                DeadlineExceeded,
+                ConfigError,
+                ValueError,
+            ) as error:  # also: no address
                 reasons.append(f"{address}: {str(error) or type(error).__name__}")
         if refusal is not None:
             raise refusal

@@ -30,6 +30,8 @@ from p2pstore.transfer.messages import (
 from p2pstore.transfer.tickets import Scope, TicketClaims
 from p2pstore.trio_streams import TrioStream
 from p2pstore.wire import (
+    DATA_REPLY_LIMITS,
+    HEADER_BYTES,
     ONE_WAY,
     REPLY,
     Code,
@@ -298,6 +300,8 @@ class DataSession:
             reply, bulk = await self._backend.handle(kind, message, self._claims)
             size = sum(len(part) for part in bulk)
             frame = encode_frame(kind, request_id, reply, flags=REPLY, bulk_length=size)
+            if len(frame) - HEADER_BYTES > DATA_REPLY_LIMITS.body_bytes:
+                raise ValueError(f"the answer has {len(frame):,} bytes: ask for less")
         except (P2PStoreError, ValueError) as error:
             detail = getattr(error, "needed", 0)
             frame = encode_failure(kind, request_id, code_of(error), str(error), detail)

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
-import struct
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 
+import p2pstore
 from p2pstore import errors
 from p2pstore.client.trio_client import Client
 from p2pstore.gossip.identity import Identity
-from p2pstore.gossip.records import LocationRecord, PeerId, member_of
+from p2pstore.gossip.records import LocationRecord, SignedRecord, member_of
 from p2pstore.keyring import KeyRing
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
-from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
+from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
 from p2pstore.peer.tickets import TicketOffice
+from p2pstore.statedir import StateDirectory
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.messages import (
     ClusterRecords,
@@ -42,7 +48,7 @@ from p2pstore.transfer.tickets import Scope
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.trio_streams import TrioDriver
 from p2pstore.wire import Empty, Message
-from tests.cluster.test_open_peer import MIB, cluster, config, until
+from tests.cluster.test_open_peer import cluster, config, until
 
 HUGE = 2**64 - 1
 
@@ -61,14 +67,19 @@ async def still_well(*peers: Peer) -> None:
         core.segment.check()
 
 
-def request(client: Client, kind: LocalKind, message: Message, reply: type[Any]) -> Any:
+def request(
+    client: Client, kind: LocalKind, message: Message, reply: type[Any], extra_seconds: float = 0.0
+) -> Any:
     """Any request over a client's own connection."""
-    return client._link.request(kind, message, reply)
+    return client._link.request(kind, message, reply, extra_seconds=extra_seconds)
 
 
 async def reserve(client: Client, length: int, count: int = 1) -> list[local.Reservation]:
     items = [local.ReserveItem(length, 4096)] * count
-    return (await request(client, LocalKind.RESERVE, local.Reserve(items), local.Reserved)).items
+    reply: local.Reserved = await request(
+        client, LocalKind.RESERVE, local.Reserve(items), local.Reserved
+    )
+    return reply.items
 
 
 def commit_item(reservation: int, key: str, value: bytes, **fields: Any) -> local.CommitItem:
@@ -125,8 +136,6 @@ async def test_a_commit_of_nonsense_leaves_no_operation(
 
 @asynccontextmanager
 async def open_second_client(peer: Peer) -> AsyncIterator[Client]:
-    import p2pstore
-
     async with p2pstore.connect(peer.socket) as client:
         yield client
 
@@ -144,6 +153,11 @@ async def test_a_client_goes_while_its_puts_are_compared_elsewhere(tmp_path: Pat
             return await request_of(*arguments)
 
         b.node.pool.request = slow_request  # type: ignore[method-assign, assignment]
+
+        async def put(client: Client, commit: local.Commit) -> None:
+            with suppress(errors.P2PStoreError, ValueError):
+                await request(client, LocalKind.COMMIT, commit, local.Committed)
+
         for way in ("close", "abort"):
             async with open_second_client(b) as client:
                 rooms = await reserve(client, 5, 8)
@@ -151,19 +165,8 @@ async def test_a_client_goes_while_its_puts_are_compared_elsewhere(tmp_path: Pat
                     commit_item(room.reservation, f"k{n}", b"value") for n, room in enumerate(rooms)
                 ]
                 async with trio.open_nursery() as nursery:
-
-                    async def put() -> None:
-                        try:
-                            await request(
-                                client,
-                                LocalKind.COMMIT,
-                                local.Commit("default", items),
-                                local.Committed,
-                            )
-                        except (errors.P2PStoreError, ValueError):
-                            pass
-
-                    nursery.start_soon(put)
+                    commit = local.Commit("default", items)
+                    nursery.start_soon(put, client, commit)
                     await until(lambda: b.node.core.operations_under_way > 0, 2)
                     if way == "abort":
                         await request(
@@ -252,10 +255,8 @@ async def test_a_clock_from_the_far_future_is_not_taken_over(tmp_path: Path) -> 
         incarnation = b.node.core.incarnation
 
         async with stranger() as ask:
-            try:
+            with suppress(errors.P2PStoreError):
                 await ask(a, DataKind.PUSH, Push(incarnation, [10_000], far))
-            except errors.P2PStoreError:
-                pass
         b.node.core.serve = lambda sender, kind, request, now: (  # type: ignore[method-assign]
             Locations([[Holding(member, incarnation, 10_000, far)]])
             if isinstance(request, Lookup)
@@ -297,7 +298,7 @@ async def test_a_peer_that_answers_nonsense(tmp_path: Path, lie: Message | Excep
                 raise lie
             return lie
 
-        c.node.core.serve = b.node.core.serve = serve  # type: ignore[method-assign]
+        c.node.core.serve = b.node.core.serve = serve  # type: ignore[method-assign, assignment]
         with trio.fail_after(20):
             await a.put("other", b"value", replicas=3)
             for key in ("none", "k"):
@@ -313,7 +314,8 @@ async def test_a_peer_that_answers_nonsense(tmp_path: Path, lie: Message | Excep
 
 
 @pytest.mark.parametrize(
-    "address", ["", "x", "host:99999", "a..b:1", "\0:1", "x" * 300 + ":1", "1.2.3.4:²", "[::1:5", ":"]
+    "address",
+    ["", "x", "host:99999", "a..b:1", "\0:1", "x" * 300 + ":1", "1.2.3.4:²", "[::1:5", ":"],
 )
 async def test_addresses_that_are_none(tmp_path: Path, address: str) -> None:
     """They come with another peer's record; a copy elsewhere is still read."""
@@ -321,8 +323,6 @@ async def test_addresses_that_are_none(tmp_path: Path, address: str) -> None:
         describe = b.node.core.gossip._describe
 
         def lie() -> Any:
-            import msgspec
-
             return msgspec.structs.replace(
                 describe(), data=[address], control=[address], socket="\0" + address
             )
@@ -343,3 +343,156 @@ async def test_addresses_that_are_none(tmp_path: Path, address: str) -> None:
                 await a.get("there")
             await a.remove("there")
         await still_well(a, c)
+
+
+# --- batches, cancellation, disks ------------------------------------------------------------
+
+
+async def test_a_huge_batch_of_absent_keys_does_not_stop_the_peer(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 2) as (a, b):
+        longest = 0.0
+
+        async def others() -> None:
+            nonlocal longest
+            while True:
+                begin = trio.current_time()
+                await a.statistics()
+                longest = max(longest, trio.current_time() - begin)
+                await trio.sleep(0.01)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(others)
+            lease = local.Lease(os.urandom(16 * 8192))
+            with trio.fail_after(30):
+                leased = await request(a, LocalKind.LEASE, lease, local.Leased, 30)
+            nursery.cancel_scope.cancel()
+        assert all(grant.error.code for grant in leased.items)
+        assert longest < 4
+        await still_well(a, b)
+
+
+async def test_cancelled_anywhere(tmp_path: Path) -> None:
+    """Every operation, ended at a random moment: nothing stays reserved, leased or under way."""
+    rng = Random(7)
+    sizes = (0, 10, 5000, MIB + 1, 3 * MIB)
+    values = {f"k{number}": rng.randbytes(size) for number, size in enumerate(sizes)}
+
+    async def once(peer: Peer, key: str, number: int) -> None:
+        match rng.randrange(7):
+            case 0:
+                await peer.put(f"new{number}", values[key], replicas=rng.randint(1, 3))
+            case 1:
+                await peer.put(key, values[key])
+            case 2:
+                assert await peer.get(key, wait=1) == values[key]
+            case 3:
+                into = bytearray(4 * MIB)
+                count = await peer.get_into(key, into, wait=1)
+                assert into[:count] == values[key]
+            case 4:
+                async with peer.lease(key, wait=1) as view:
+                    assert view == values[key]
+                    await trio.sleep(rng.random() * 0.002)
+            case 5:
+                await peer.remove(f"new{rng.randrange(number + 1)}")
+            case 6:
+                await peer.put_many([(f"many{number}/{each}", b"x" * 999) for each in range(20)])
+
+    async with cluster(tmp_path, 3, memory="256MiB") as peers:
+        for key, value in values.items():
+            await rng.choice(peers).put(key, value, pin="hard")
+
+        async def some(first: int) -> None:
+            for number in range(first, first + 125):
+                longest = rng.choice((0, 0.0005, 0.002, 0.01, 0.05)) * rng.random()
+                with trio.move_on_after(longest), suppress(errors.NoSuchKey, errors.Unavailable):
+                    await once(rng.choice(peers), rng.choice(list(values)), number)
+
+        async with trio.open_nursery() as nursery:
+            for task in range(4):
+                nursery.start_soon(some, 125 * task)
+        await still_well(*peers)
+        for peer in peers:
+            segment = peer.node.core.segment
+            await until(lambda segment=segment: not segment.leased_bytes)  # type: ignore[misc]  # bound now
+            for key, value in values.items():
+                assert await peer.get(key, wait=2) == value
+
+
+async def test_a_full_disk_loses_no_floor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = str(tmp_path / "state")
+    append = StateDirectory.append_floor
+    full = True
+
+    def append_floor(self: StateDirectory, record: SignedRecord) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "the disk is full")
+        append(self, record)
+
+    monkeypatch.setattr(StateDirectory, "append_floor", append_floor)
+    async with open_peer(config(tmp_path, "a", state_dir=state)) as peer:
+        for number in range(3):
+            await peer.put(f"k{number}", b"value")
+            await peer.remove(f"k{number}")
+            await until(lambda number=number: caplog.text.count("disk is full") > number)  # type: ignore[misc]  # bound now
+        full = False
+    with StateDirectory.open(state) as directory:
+        assert len(directory.load_floors()) == 3
+
+
+async def test_an_error_of_the_program_ends_an_operation_and_not_the_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(tmp_path, 2) as (a, b):
+        await b.put("k", b"value")
+        await until(lambda: a.contains_nowait("k"))
+
+        async def broken(*_: object) -> None:
+            raise RuntimeError("a mistake")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(a.node.pool, "request", broken)
+            with trio.fail_after(5):
+                for ask in (partial(a.put, "k", b"value"), partial(a.locate, "nothing")):
+                    with pytest.raises(errors.P2PStoreError):
+                        await ask()
+        assert "a mistake" in caplog.text
+        await still_well(a, b)
+
+
+async def test_leaving_while_others_talk_is_quiet(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(tmp_path, 4) as peers:
+        for number, peer in enumerate(peers):
+            await peer.put(f"k{number}", b"value", replicas=3)
+    loud = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert loud == []
+
+
+async def test_long_keys_are_listed_in_pages_that_a_frame_holds(tmp_path: Path) -> None:
+    keys = ["L" * 1000 + f"{number:05}" for number in range(5000)]
+    async with cluster(tmp_path, 2, memory="128MiB") as (a, b):
+        await a.put_many([(key, b"") for key in keys])
+        for peer in (a, b):
+            found: list[str] = []
+            more = True
+            while more:
+                page = await peer.list_keys("L", after=found[-1] if found else "", limit=10_000)
+                assert not page.silent_peers
+                found += [entry.key for entry in page.keys]
+                more = page.more
+            assert found == keys
+
+
+async def test_an_answer_that_no_frame_holds_is_refused(tmp_path: Path) -> None:
+    """The connection, with its leases, goes on."""
+    async with cluster(tmp_path, 2, memory="64MiB") as (a, b):
+        await a.put("k", b"value")
+        await until(lambda: b.contains_nowait("k"))
+        plan = local.Plan(key_digest("k") * 16_384)
+        with pytest.raises(ValueError, match="ask for less"):
+            await request(b, LocalKind.PLAN, plan, local.Planned, 5)
+        await still_well(a, b)

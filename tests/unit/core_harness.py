@@ -7,8 +7,10 @@ from random import Random
 from typing import Any, TypeVar
 
 from p2pstore.core.effects import AskPeer, OperationFinished, PullFailure, PullObject, PullOutcome
-from p2pstore.core.operations import Operation, PutOperation, PutSpec, split_digests
+from p2pstore.core.lookup import split_digests
+from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
+from p2pstore.core.put import PutOperation, PutSpec
 from p2pstore.gossip.machine import Gossip, GossipConfig
 from p2pstore.gossip.messages import Claim, ControlKind, Delta, Ping, Status
 from p2pstore.gossip.records import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from p2pstore.core.effects import AskPeer, KnownCopy, PullFailure, PullObject, PullOutcome
-from p2pstore.core.operations import FetchOperation, Operation
+from p2pstore.core.fetch import FetchOperation
+from p2pstore.core.operation import Operation
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded, NoSuchKey, Unavailable
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import decode_location

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.core.operations import ListedPage, ListOperation, merge_pages
+from p2pstore.core.listing import ListedPage, ListOperation, merge_pages
 from p2pstore.gossip.records import PeerId
 from p2pstore.transfer.messages import DataKind, KeyInfo, Keys, ListKeys
 from p2pstore.wire import Code, Failure

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from p2pstore.core.effects import AskPeer
-from p2pstore.core.operations import LOOKUP_TIMEOUT_SECONDS, LookupOperation
+from p2pstore.core.lookup import LOOKUP_TIMEOUT_SECONDS, LookupOperation
 from p2pstore.gossip.machine import Ask
 from p2pstore.objects import Version
 from p2pstore.transfer.messages import DataKind, Holding, Locations

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from p2pstore.core.operations import SLOT_ONLY, PutEnd, PutOperation
+from p2pstore.core.put import SLOT_ONLY, PutEnd, PutOperation
 from p2pstore.errors import DeadlineExceeded, NoSuchKey, ProtocolError
 from p2pstore.gossip.machine import Ask
 from p2pstore.local.messages import PutStatus

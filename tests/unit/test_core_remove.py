@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from p2pstore.core.effects import AskPeer, SaveClusterRecord
-from p2pstore.core.operations import RemoveOperation
 from p2pstore.core.peer_core import SCOPE_NAMESPACE
+from p2pstore.core.remove import RemoveOperation
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.messages import ControlKind, Delta
 from p2pstore.gossip.records import SignedRecord, open_cluster_record

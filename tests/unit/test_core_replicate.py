@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from p2pstore.core.effects import AskPeer
-from p2pstore.core.operations import PutEnd, ReplicateOperation
+from p2pstore.core.put import PutEnd
+from p2pstore.core.replicate import ReplicateOperation
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import SignedRecord, open_peer_record

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from p2pstore.core.effects import AskPeer
-from p2pstore.core.operations import FetchOperation
-from p2pstore.core.peer_core import MAX_LOOKUP_DIGESTS
+from p2pstore.core.fetch import FetchOperation
+from p2pstore.core.serving import MAX_HOLDINGS, MAX_LOOKUP_DIGESTS, replicated_reply
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.machine import Duplicate
 from p2pstore.gossip.records import decode_location
@@ -75,12 +75,12 @@ def test_a_lookup_tells_of_no_copy_of_the_dead_and_none_that_a_floor_forbids() -
     assert look_up(world, "held by the dead", "removed") == [[], []]
 
 
-def test_a_lookup_names_at_most_64_holders() -> None:
+def test_a_lookup_names_a_few_holders() -> None:
     world = Harness(others=1)
     thing = remote_object("k", b"1")
     for number in range(100, 200):
         world.push(Other(SimulatedSigner(number)), thing)
-    assert len(look_up(world, "k")[0]) == 64
+    assert len(look_up(world, "k")[0]) == MAX_HOLDINGS
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_replica_is_pulled_from_whoever_asks_and_is_firm() -> None:
     entry = world.deliver(pull, thing)
     assert entry is not None
     assert not entry.soft
-    reply = world.core.replicated_reply(operation)
+    reply = replicated_reply(operation)
     assert reply == Replicated(thing.version.clock, thing.version.writer)
     assert not world.asks(DataKind.LOOKUP)
     world.check_idle()
@@ -206,7 +206,7 @@ def test_a_replica_that_failed_is_a_failure() -> None:
     operation = asked(world, remote_object("k", b"value"))
     assert isinstance(operation, FetchOperation)
     world.fail(world.pull_wanted(), Code.NO_SUCH_KEY)
-    reply = world.core.replicated_reply(operation)
+    reply = replicated_reply(operation)
     assert isinstance(reply, Failure)
     assert isinstance(operation.result, NoSuchKey)
     world.check_idle()

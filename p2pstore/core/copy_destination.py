@@ -1,0 +1,99 @@
+"""Where a copy pulled from another peer goes: into this peer's memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from p2pstore.core.fetch import FetchOperation
+from p2pstore.errors import NoSuchKey
+from p2pstore.objects import key_digest, namespace_digest
+from p2pstore.transfer.layout import (
+    Slot,
+    TrailerBody,
+    encode_trailer,
+)
+from p2pstore.transfer.segment import ObjectEntry
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+
+class CopyDestination:
+    """Receives a copy into the peer's memory: a reservation that becomes an object, or nothing.
+
+    Satisfies `p2pstore.transfer.transport.Destination`. A holder may be tried after another failed:
+    `prepare` starts over.
+    """
+
+    def __init__(self, core: PeerCore, operation: FetchOperation, now: float) -> None:
+        self._core = core
+        self._operation = operation
+        self._now = now
+        self._holder = ("fetch", operation.number)
+        self._reservation: int | None = None
+        self._slot: Slot | None = None
+        self._trailer: TrailerBody | None = None
+
+    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
+        """Room for the payload. Raises `CapacityExceeded`, or `NoSuchKey` for a version that is too old."""
+        self.abort()
+        wanted = self._operation.minimum
+        if not slot.version.covers(wanted):
+            raise NoSuchKey("the holder has only an older version")
+        try:
+            digest = key_digest(trailer.key, trailer.namespace)
+            # Written anew here, the trailer has fields that an older holder's version did not know.
+            trailer_length = max(slot.trailer_length, len(encode_trailer(trailer)))
+        except ValueError as error:
+            raise NoSuchKey(f"the holder's object makes no sense: {error}") from error
+        if digest != slot.digest:
+            raise NoSuchKey("the holder has another key's object under this digest")
+        core = self._core
+        if not core.clock.observe(slot.version.clock, core.unix(self._now)):
+            raise NoSuchKey(
+                "the holder's version is from over 10 s in the future: check the clocks"
+            )
+        forbidden = core.gossip.cluster_records.forbids(
+            slot.digest, namespace_digest(trailer.namespace), slot.version
+        )
+        if forbidden:
+            raise NoSuchKey("the object was removed, or replaced by a newer version")
+        reservation = core.segment.reserve(
+            slot.length, trailer_length, holder=self._holder, now=core.unix(self._now)
+        )
+        core.announce_withdrawn(self._now)
+        self._reservation, self._slot, self._trailer = reservation.number, slot, trailer
+        return core.segment.reservation_view(reservation.number, holder=self._holder)
+
+    def commit(self, now: float) -> ObjectEntry | None:
+        """Publish what was received and verified. None when it was removed meanwhile."""
+        number, slot, trailer = self._reservation, self._slot, self._trailer
+        if number is None or slot is None or trailer is None:
+            raise RuntimeError("commit without prepare")
+        self._reservation = None
+        core = self._core
+        existing = core.segment.find(slot.digest, core.unix(now))
+        if existing is not None and existing.version.covers(slot.version):
+            core.segment.abort(number, holder=self._holder)
+            return existing
+        core.gossip.directory.touch(slot.digest)  # a newer version may be known by now
+        try:
+            return core.publish(
+                number,
+                self._holder,
+                slot.digest,
+                slot.version,
+                trailer,
+                slot.length,
+                self._operation.soft,
+                now,
+            )
+        except NoSuchKey:
+            core.segment.abort(number, holder=self._holder)
+            return None
+
+    def abort(self) -> None:
+        """Give the room back."""
+        if self._reservation is not None:
+            self._core.segment.abort(self._reservation, holder=self._holder)
+            self._reservation = None

@@ -1,0 +1,124 @@
+"""Bringing an object into this peer's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from p2pstore.core.effects import (
+    KnownCopy,
+    PullObject,
+    PullOutcome,
+)
+from p2pstore.core.lookup import LookupOperation
+from p2pstore.core.operation import Operation
+from p2pstore.errors import (
+    NoSuchKey,
+    Unavailable,
+)
+from p2pstore.objects import ZERO_VERSION, Version
+from p2pstore.wire import Code
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+
+class FetchOperation(Operation):
+    """Bring one object into this peer's memory. The result is its `ObjectEntry`.
+
+    Many callers that want one absent object share one fetch (`PeerCore.fetch`). With `source`, only that
+    peer is asked, and `minimum` is the version it promised.
+    """
+
+    def __init__(
+        self,
+        core: PeerCore,
+        digest: bytes,
+        *,
+        soft: bool = True,
+        wait_seconds: float = 0.0,
+        progress_seconds: float = 5.0,
+        source: KnownCopy | None = None,
+        minimum: Version = ZERO_VERSION,
+        on_finish: Callable[[Any, float], None] | None = None,
+    ) -> None:
+        super().__init__(core, on_finish)
+        self.digest = digest
+        self.soft = soft
+        self.minimum = minimum
+        self.shared_by = 1
+        self._wait_seconds = wait_seconds
+        self._progress_seconds = progress_seconds
+        self._source = source
+        self._failed: set[int] = set()
+        self._rounds = 0
+        self._all_said_gone = True
+
+    def start(self, now: float) -> None:
+        if self._source is not None:
+            self._pull([self._source])
+            return
+        self._look(now)
+
+    def _look(self, now: float) -> None:
+        self._rounds += 1
+        self.core.start(
+            LookupOperation(
+                self.core,
+                [self.digest],
+                wait_seconds=self._wait_seconds if self._rounds == 1 else 0.0,
+                exclude=frozenset(self._failed),
+                on_finish=self._found,
+            ),
+            now,
+        )
+
+    def _found(self, result: Any, now: float) -> None:
+        if self.done:
+            return
+        if isinstance(result, Exception):
+            self.finish(result, now)
+            return
+        entry = self.core.segment.find(self.digest, self.core.unix(now))
+        if entry is not None:
+            self.finish(entry, now)
+            return
+        copies = [copy for copy in result[0] if not copy.local]
+        usable = [copy for copy in copies if copy.reachable]
+        if usable:
+            self._pull(usable)
+        elif copies or not self._all_said_gone:
+            self.finish(unavailable(len(copies) + len(self._failed)), now)
+        else:
+            self.finish(NoSuchKey("no live peer holds this key"), now)
+
+    def _pull(self, copies: Sequence[KnownCopy]) -> None:
+        self.core.emit(PullObject(self.number, self.digest, tuple(copies), self._progress_seconds))
+
+    def pulled(self, outcome: PullOutcome, now: float) -> None:
+        for failure in outcome.failures:
+            self._failed.add(failure.member)
+            self._all_said_gone &= failure.code == Code.NO_SUCH_KEY
+            self.core.holder_failed(self.digest, failure, now)
+        entry = self.core.segment.find(self.digest, self.core.unix(now))
+        if outcome.delivered and entry is not None:
+            self.finish(entry, now)
+        elif outcome.error is not None:
+            self.finish(outcome.error, now)
+        elif outcome.delivered:
+            self.finish(NoSuchKey("the object was removed while it was being fetched"), now)
+        elif self._source is None and self._rounds < 2:
+            self._look(now)
+        elif self._all_said_gone:
+            self.finish(NoSuchKey("no live peer holds this key any more"), now)
+        else:
+            self.finish(unavailable(len(self._failed)), now)
+
+
+def unavailable(copies: int) -> Unavailable:
+    """The error for copies that nobody can reach."""
+    noun = "copy is" if copies == 1 else "copies are"
+    return Unavailable(
+        f"{copies} {noun} known, but no holder can be reached: try again when its peer is back "
+        "(`mooncake-p2p locate` names it)"
+    )

@@ -1,0 +1,74 @@
+"""What all operations have in common.
+
+An operation takes more than one step: look up, fetch, put, replicate, remove, list. Each is a small state
+machine owned by `PeerCore`: `start`, then `answered`, `pulled` and `wake` until it finishes. They know
+nothing of sockets and time; a simulator and the real peer run the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from p2pstore.core.effects import (
+    AskPeer,
+    OperationFinished,
+    PullOutcome,
+    Reply,
+)
+from p2pstore.errors import (
+    DeadlineExceeded,
+)
+from p2pstore.gossip.records import PeerId
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+
+class Operation:
+    """Base of all operations. `result` is set when `done`; an exception as result means it failed."""
+
+    def __init__(
+        self, core: PeerCore, on_finish: Callable[[Any, float], None] | None = None
+    ) -> None:
+        self.core = core
+        self.number = 0
+        self.done = False
+        self.result: Any = None
+        self.wake_at = float("inf")
+        self._on_finish = on_finish
+
+    def start(self, now: float) -> None:
+        """Begin; may finish at once."""
+        raise NotImplementedError  # every operation defines it
+
+    def answered(self, tag: int, reply: Reply, now: float) -> None:
+        """The answer to the `AskPeer` with this tag."""
+
+    def pulled(self, outcome: PullOutcome, now: float) -> None:
+        """The end of this operation's `PullObject`."""
+
+    def wake(self, now: float) -> None:
+        """`wake_at` has come."""
+
+    def cancel(self, now: float) -> None:
+        """Nobody waits any more; give back what is held."""
+        if not self.done:
+            self.finish(DeadlineExceeded("the operation was cancelled"), now)
+
+    def finish(self, result: Any, now: float) -> None:
+        """Set the result, once."""
+        if self.done:
+            return
+        self.done = True
+        self.result = result
+        self.wake_at = float("inf")
+        self.core.retire(self)
+        if self._on_finish is not None:
+            self._on_finish(result, now)
+        self.core.emit(OperationFinished(self.number))
+
+    def ask(
+        self, tag: int, peer_id: PeerId, kind: int, request: Any, timeout_seconds: float
+    ) -> None:
+        self.core.emit(AskPeer(self.number, tag, peer_id, kind, request, timeout_seconds))

@@ -1,0 +1,201 @@
+"""Publishing what a client wrote."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core.effects import (
+    KnownCopy,
+    Reply,
+)
+from p2pstore.core.operation import Operation
+from p2pstore.core.replicate import ReplicateOperation
+from p2pstore.errors import (
+    P2PStoreError,
+    ProtocolError,
+)
+from p2pstore.local.messages import PutStatus
+from p2pstore.objects import Version, key_digest, root_checksum
+from p2pstore.transfer.layout import TrailerBody, decode_slot
+from p2pstore.transfer.messages import (
+    DataKind,
+    Get,
+    GetItem,
+    Objects,
+    ObjectStatus,
+)
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+    from p2pstore.transfer.segment import ObjectEntry
+
+COMPARE_TIMEOUT_SECONDS: Final = 1.0
+SLOT_ONLY: Final = 0xFFFF_FFFF
+"""A first chunk beyond every object: the answer is slot and trailer without payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutSpec:
+    """A put whose bytes are in a reservation."""
+
+    holder: Any
+    reservation: int
+    namespace: str
+    key: str
+    length: int
+    sums: bytes
+    root: int
+    replicas: int = 1
+    pin: int = 0
+    ttl_seconds: float = 0.0
+    overwrite: bool = False
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    deadline_seconds: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PutEnd:
+    """What a put did. `copies` count this peer's own."""
+
+    status: PutStatus
+    copies: int
+    wanted: int
+    version: Version
+
+
+class PutOperation(Operation):
+    """Publish a reservation as an object, unless the key exists; then make the other copies.
+
+    A key held only elsewhere is compared by asking a holder for its slot: equal roots make this copy an
+    additional one of the existing version, other bytes keep what exists.
+    """
+
+    def __init__(self, core: PeerCore, spec: PutSpec) -> None:
+        super().__init__(core)
+        self.spec = spec
+        self.digest = key_digest(spec.key, spec.namespace)
+        self._comparing: list[KnownCopy] = []
+        self._end: PutEnd | None = None
+
+    def start(self, now: float) -> None:
+        spec = self.spec
+        if root_checksum(spec.length, spec.sums) != spec.root:
+            self._give_up(
+                ProtocolError("the chunk sums of a put do not give its root checksum"), now
+            )
+            return
+        existing = self.core.segment.find(self.digest, self.core.unix(now))
+        if existing is not None and (existing.version.root == spec.root or not spec.overwrite):
+            self._keep(existing, now)
+        elif spec.overwrite:
+            self._create(now)
+        else:
+            self._comparing = [
+                copy
+                for copy in self.core.known_copies(self.digest, now)
+                if copy.reachable and not copy.local
+            ][:3]
+            self._compare(now)
+
+    def _compare(self, now: float) -> None:
+        if not self._comparing:
+            self._create(now)
+            return
+        get = Get(
+            [GetItem(self.digest, first_chunk=SLOT_ONLY, slot=self._comparing[0].record.slot)]
+        )
+        self.ask(0, self._comparing[0].peer_id, DataKind.GET, get, COMPARE_TIMEOUT_SECONDS)
+
+    def answered(self, tag: int, reply: Reply, now: float) -> None:
+        copy = self._comparing.pop(0)
+        slot = None
+        if (
+            isinstance(reply, Objects)
+            and len(reply.items) == 1
+            and reply.items[0].status == ObjectStatus.OK
+        ):
+            slot = decode_slot(reply.items[0].slot)
+        if (
+            slot is None
+            or slot.digest != self.digest
+            or not self.core.clock.observe(slot.version.clock, self.core.unix(now))
+        ):
+            self.core.holder_silent(self.digest, copy, reply, now)
+            self._compare(now)
+        elif slot.version.root == self.spec.root and slot.length == self.spec.length:
+            self._commit(slot.version, PutStatus.UNCHANGED, soft=True, now=now)
+        else:
+            self._give_room_back()
+            self.finish(PutEnd(PutStatus.KEPT_EXISTING, 1, self.spec.replicas, slot.version), now)
+
+    def _keep(self, existing: ObjectEntry, now: float) -> None:
+        self._give_room_back()
+        same = existing.version.root == self.spec.root and existing.length == self.spec.length
+        status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
+        self._end = PutEnd(status, 1, self.spec.replicas, existing.version)
+        if same:
+            self.core.strengthen(existing, self.spec.pin, self.spec.replicas, now)
+            self._replicate(existing, now)
+        else:
+            self.finish(self._end, now)
+
+    def _create(self, now: float) -> None:
+        version = self.core.new_version(self.spec.root, now)
+        self._commit(version, PutStatus.CREATED, soft=False, now=now)
+
+    def _commit(self, version: Version, status: PutStatus, *, soft: bool, now: float) -> None:
+        spec = self.spec
+        unix = self.core.unix(now)
+        trailer = TrailerBody(
+            spec.namespace,
+            spec.key,
+            spec.sums,
+            expires_unix_ms=int((unix + spec.ttl_seconds) * 1000) if spec.ttl_seconds else 0,
+            replicas=spec.replicas,
+            pin=spec.pin,
+            dtype=spec.dtype,
+            shape=spec.shape,
+        )
+        try:
+            entry = self.core.publish(
+                spec.reservation, spec.holder, self.digest, version, trailer, spec.length, soft, now
+            )
+        except (P2PStoreError, ValueError) as error:
+            self._give_up(error, now)
+            return
+        if spec.overwrite:
+            self.core.write_floor(self.digest, Version(version.clock - 1, 0xFFFF), now)
+        self.core.gossip.directory.touch(self.digest)  # a newer version may be known by now
+        self._end = PutEnd(status, 1, spec.replicas, version)
+        self._replicate(entry, now)
+
+    def _replicate(self, entry: ObjectEntry, now: float) -> None:
+        if self.spec.replicas <= 1:
+            self.finish(self._end, now)
+            return
+        self.core.start(
+            ReplicateOperation(self.core, entry, self.spec.replicas, on_finish=self._replicated),
+            now,
+        )
+
+    def _replicated(self, copies: Any, now: float) -> None:
+        assert self._end is not None
+        count = copies if isinstance(copies, int) else 1
+        self.finish(PutEnd(self._end.status, count, self._end.wanted, self._end.version), now)
+
+    def _give_room_back(self) -> None:
+        with suppress(ValueError):  # its holder may have gone meanwhile, and taken it along
+            self.core.segment.abort(self.spec.reservation, holder=self.spec.holder)
+
+    def _give_up(self, error: Exception, now: float) -> None:
+        self._give_room_back()
+        self.finish(error, now)
+
+    def cancel(self, now: float) -> None:
+        """A put that was published stays; one that was not leaves nothing."""
+        if not self.done and self._end is None:
+            self._give_room_back()
+        super().cancel(now)

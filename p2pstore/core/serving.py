@@ -1,0 +1,161 @@
+"""Answering other peers' requests on data connections."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from p2pstore.core.describe import key_info, location_of
+from p2pstore.core.effects import (
+    KnownCopy,
+)
+from p2pstore.core.fetch import FetchOperation
+from p2pstore.core.lookup import split_digests
+from p2pstore.core.operation import Operation
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.messages import ControlKind, Delta
+from p2pstore.gossip.records import (
+    LocationRecord,
+    PeerId,
+    SignedRecord,
+    member_of,
+)
+from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.transfer.layout import (
+    GRANULE_BYTES,
+    round_up,
+)
+from p2pstore.transfer.messages import (
+    ClusterRecords,
+    Holding,
+    Keys,
+    ListKeys,
+    Locations,
+    Lookup,
+    Ping,
+    Pong,
+    Push,
+    Replicate,
+    Replicated,
+)
+from p2pstore.transfer.segment import ObjectEntry
+from p2pstore.wire import Code, Empty, Failure, Message
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+MAX_LOOKUP_DIGESTS: Final = 4_096
+MAX_HOLDINGS: Final = 8
+"""Holders named per key: a reply of 4,096 keys stays under 3 MiB."""
+MAX_LIST_LIMIT: Final = 2_000
+"""Keys in one page: of 1 KiB each they stay under 3 MiB."""
+
+
+def serve(
+    core: PeerCore, sender: PeerId, kind: int, request: Message, now: float
+) -> Message | Operation:
+    """Answer another peer's data request: a reply, or an operation whose result gives the reply
+    (`replicated_reply`). Raises `ProtocolError` for nonsense."""
+    if isinstance(request, Lookup):
+        return _serve_lookup(core, request, now)
+    if isinstance(request, Push):
+        core.gossip.directory.early(
+            member_of(sender), request.incarnation, request.sequences, request.operations, now
+        )
+        return Empty()
+    if isinstance(request, Replicate):
+        return _serve_replicate(core, sender, request, now)
+    if isinstance(request, ClusterRecords):
+        if len(request.bodies) != len(request.signatures):
+            raise ProtocolError("cluster records have not one signature each")
+        records = [
+            SignedRecord(body, signature)
+            for body, signature in zip(request.bodies, request.signatures, strict=True)
+        ]
+        core.learn_cluster_records(records, now)
+        return Empty()
+    if isinstance(request, ListKeys):
+        return list_local(core, request, now)
+    if isinstance(request, Ping):
+        return Pong(core.incarnation, core.gossip.log.sequence)
+    return Failure(int(Code.UNSUPPORTED), f"this peer does not answer requests of kind {kind}")
+
+
+def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations:
+    digests = split_digests(request.digests)
+    if len(digests) > MAX_LOOKUP_DIGESTS:
+        raise ProtocolError(f"a lookup of {len(digests):,} keys; at most {MAX_LOOKUP_DIGESTS:,}")
+    return Locations([_holdings(core, digest, now) for digest in digests])
+
+
+def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
+    holdings = []
+    entry = core.segment.find(digest, core.unix(now))
+    if entry is not None:
+        holdings.append(
+            Holding(
+                core.member,
+                core.incarnation,
+                core.gossip.log.sequence,
+                location_of(entry).encode(),
+            )
+        )
+    for known in core.gossip.directory.holders(digest):
+        if not known.hidden and not core.gossip.cluster_records.forbids(
+            digest, None, known.record.version
+        ):
+            holdings.append(
+                Holding(known.member, known.incarnation, known.sequence, known.record.encode())
+            )
+    return holdings[:MAX_HOLDINGS]
+
+
+def _serve_replicate(
+    core: PeerCore, sender: PeerId, request: Replicate, now: float
+) -> Message | Operation:
+    if len(request.digest) != DIGEST_BYTES or request.length < 0:
+        raise ProtocolError("a request to replicate that names no object")
+    minimum = Version(request.clock, request.writer)
+    if request.record_body:
+        me = SignedRecord(request.record_body, request.record_signature)
+        _, effects = core.gossip.serve(sender, ControlKind.DELTA, Delta([me], [], [], []), now)
+        core._effects += effects
+    entry = core.segment.find(request.digest, core.unix(now))
+    if entry is not None and minimum.covers(entry.version) and entry.version.covers(minimum):
+        if entry.soft and not request.soft:
+            core.strengthen(entry, entry.pin, entry.replicas, now)
+        return Replicated(entry.version.clock, entry.version.writer)
+    if entry is not None and entry.version.covers(minimum):
+        return Replicated(entry.version.clock, entry.version.writer)
+    if request.length > core.segment.data_bytes:
+        return Failure(int(Code.CAPACITY_EXCEEDED), "the object is larger than this peer's memory")
+    record = LocationRecord(
+        request.digest,
+        minimum,
+        0,
+        min(round_up(request.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF),
+    )
+    source = KnownCopy(member_of(sender), sender, record, reachable=True)
+    operation = FetchOperation(
+        core, request.digest, soft=request.soft, source=source, minimum=minimum
+    )
+    return core.start(operation, now)
+
+
+def replicated_reply(operation: Operation) -> Message:
+    """The answer to REPLICATE once its fetch has finished."""
+    result = operation.result
+    if isinstance(result, ObjectEntry):
+        return Replicated(result.version.clock, result.version.writer)
+    return Failure(int(Code.CAPACITY_EXCEEDED), str(result))
+
+
+def list_local(core: PeerCore, request: ListKeys, now: float) -> Keys:
+    """One page of the keys held here."""
+    limit = max(1, min(request.limit, MAX_LIST_LIMIT))
+    found: list[ObjectEntry] = []
+    after, more = request.after, True
+    while more and len(found) < limit:
+        page, more = core.segment.keys(request.namespace, request.prefix, after, limit - len(found))
+        found += [entry for entry in page if entry.pin or not request.pinned]
+        after = page[-1].key if page else after
+    return Keys([key_info(entry) for entry in found], more)
