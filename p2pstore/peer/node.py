@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -225,6 +226,11 @@ class Node:
         if isinstance(operation.result, Exception):
             raise operation.result
         return operation.result
+
+    async def settle(self, operation: Operation) -> None:
+        """Wait for an operation whose result or error is looked at later."""
+        with contextlib.suppress(P2PStoreError, ValueError):
+            await self.complete(operation)
 
     # --- other peers -------------------------------------------------------------------------
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -48,6 +52,8 @@ from p2pstore.transfer.tickets import Scope
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.trio_streams import TrioDriver
 from p2pstore.wire import Empty, Message
+from tests.cluster.test_cli import Peer as Process
+from tests.cluster.test_cli import eventually, new_machine
 from tests.cluster.test_open_peer import cluster, config, until
 
 HUGE = 2**64 - 1
@@ -496,3 +502,87 @@ async def test_an_answer_that_no_frame_holds_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="ask for less"):
             await request(b, LocalKind.PLAN, plan, local.Planned, 5)
         await still_well(a, b)
+
+
+# --- processes that die or stop --------------------------------------------------------------
+
+
+PUT_AND_HOLD = """
+import random, sys
+from p2pstore import blocking
+client = blocking.connect(sys.argv[1])
+for number in range(10**9):
+    key = f"{sys.argv[2]}/{number}"
+    client.put(key, random.randbytes(random.choice((10, 70_000, 2_000_000))), replicas=3)
+    client.lease(key).__enter__()
+"""
+
+
+@pytest.mark.slow
+def test_peers_and_clients_killed_at_any_moment() -> None:
+    """While joining, in puts, leases and replication: who stays serves, and keeps nothing of the dead."""
+    rng = Random(3)
+    with new_machine() as machine:
+        first = machine.join("first")
+        bootstrap = ["--bootstrap", first.ready["control"]]
+        second = machine.join("second", *bootstrap)
+        value = rng.randbytes(2 * MIB)
+        for number in range(12):
+            victim = Process(machine, "victim", *bootstrap)
+            if number % 3 == 0:
+                time.sleep(rng.random())
+            else:
+                victim.wait_until_ready()
+                client = subprocess.Popen(
+                    [sys.executable, "-c", PUT_AND_HOLD, victim.ready["socket"], str(number)],
+                    stderr=subprocess.DEVNULL,
+                )
+                time.sleep(0.3 + 0.5 * rng.random())
+                if number % 3 == 2:
+                    client.kill()
+                    client.wait()
+            victim.stop(signal.SIGKILL)
+            if number % 3 == 1:
+                client.kill()
+                client.wait()
+            for peer, other in ((first, second), (second, first)):
+                begin = time.monotonic()
+                peer.client.statistics()
+                assert time.monotonic() - begin < 1
+                peer.client.put(f"round/{number}/{peer.name}", value, replicas=2)
+                assert other.client.get(f"round/{number}/{peer.name}", wait=5) == value
+        for peer in (first, second):
+            eventually(lambda peer=peer: peer.client.statistics()["peer"]["leased_bytes"] == 0)  # type: ignore[misc]  # bound now
+            assert "Traceback" not in peer.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [3, 12])
+def test_a_stopped_peer_holds_nobody_up_and_comes_back(seconds: float) -> None:
+    with new_machine() as machine:
+        first = machine.join("first")
+        bootstrap = ["--bootstrap", first.ready["control"]]
+        second, third = (machine.join(name, *bootstrap) for name in ("second", "third"))
+        peers = (first, second, third)
+        eventually(lambda: all(peer.alive() == 3 for peer in peers))
+        second.client.put("alone", b"alone")
+        third.client.put("both", b"both", replicas=3)
+        eventually(lambda: first.client.contains("alone"))
+        second.process.send_signal(signal.SIGSTOP)
+        try:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                begin = time.monotonic()
+                with suppress(errors.NoSuchKey, errors.Unavailable, errors.DeadlineExceeded):
+                    first.client.get("alone")
+                assert first.client.get("both") == b"both"
+                first.client.put(f"new/{begin}", b"value", replicas=2)
+                assert time.monotonic() - begin < 15
+        finally:
+            second.process.send_signal(signal.SIGCONT)
+        eventually(lambda: all(peer.alive() == 3 for peer in peers))
+        assert first.client.get("alone", wait=5) == b"alone"
+        second.client.put("after", b"after")
+        assert third.client.get("after", wait=5) == b"after"
+        for peer in peers:
+            assert "Traceback" not in peer.log.read_text()

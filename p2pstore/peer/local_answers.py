@@ -1,0 +1,95 @@
+"""The core's results as the local socket's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Any, Final
+
+from p2pstore.core.put import PutEnd
+from p2pstore.errors import (
+    DeadlineExceeded,
+    ProtocolError,
+)
+from p2pstore.gossip.records import PeerRecord
+from p2pstore.local import messages as local
+from p2pstore.local.server import LocalClient
+from p2pstore.transfer.segment import ObjectEntry
+from p2pstore.wire import Code, Message, code_of
+
+MAX_BATCH: Final = 16_384
+
+Answer = Message | None | Awaitable[Message | None]
+"""At once, or something to await."""
+
+
+def check_batch(items: Sequence[Any]) -> Sequence[Any]:
+    """Raise `ProtocolError` for a batch that is too long; else return it."""
+    if len(items) > MAX_BATCH:
+        raise ProtocolError(f"a batch of {len(items):,} items; at most {MAX_BATCH:,} are allowed")
+    return items
+
+
+def require_write(client: LocalClient) -> None:
+    """Raise `ProtocolError` for a client that connected for reading only."""
+    if client.access is not local.Access.WRITE:
+        raise ProtocolError("this client connected for reading only")
+
+
+def item_error(error: Exception) -> local.ItemError:
+    """An error as one item of a batch carries it."""
+    return local.ItemError(int(code_of(error)), str(error), getattr(error, "needed", 0))
+
+
+def no_such_key() -> local.ItemError:
+    return local.ItemError(int(Code.NO_SUCH_KEY), "no live peer holds this key")
+
+
+def failed_put(error: Exception) -> local.PutOutcome:
+    return local.PutOutcome(0, 0, 0, 0, 0, item_error(error))
+
+
+def put_outcome(result: Any) -> local.PutOutcome:
+    """A put's end as it travels."""
+    if isinstance(result, PutEnd):
+        return local.PutOutcome(
+            int(result.status),
+            result.copies,
+            result.wanted,
+            result.version.clock,
+            result.version.writer,
+        )
+    return failed_put(result if isinstance(result, Exception) else DeadlineExceeded("cancelled"))
+
+
+def lease_grant(number: int, entry: ObjectEntry) -> local.LeaseGrant:
+    """Where the client finds the object."""
+    return local.LeaseGrant(
+        number,
+        0,
+        entry.offset,
+        entry.length,
+        entry.trailer_length,
+        entry.version.clock,
+        entry.version.writer,
+        entry.version.root,
+    )
+
+
+def peer_entry(
+    record: PeerRecord, status: str, *, me: bool, heard_seconds_ago: float
+) -> local.PeerEntry:
+    """A member as clients see it."""
+    return local.PeerEntry(
+        record.peer_id,
+        record.name,
+        status,
+        record.incarnation,
+        list(record.control),
+        list(record.data),
+        record.memory_capacity,
+        record.memory_used,
+        record.head.count,
+        me,
+        record.software,
+        round(heard_seconds_ago, 3),
+    )

@@ -1,0 +1,184 @@
+"""Reads of local clients: leases of what is here, plans for what is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import trio
+
+from p2pstore.core.effects import KnownCopy
+from p2pstore.core.lookup import LookupOperation, split_digests
+from p2pstore.errors import (
+    LeaseLimitExceeded,
+    NoSuchKey,
+)
+from p2pstore.local import messages as local
+from p2pstore.local.server import LocalClient
+from p2pstore.objects import format_bytes
+from p2pstore.peer.local_answers import (
+    MAX_BATCH,
+    Answer,
+    check_batch,
+    item_error,
+    lease_grant,
+    no_such_key,
+)
+from p2pstore.peer.node import Node
+from p2pstore.peer.tickets import TicketOffice
+from p2pstore.wire import Code
+
+MAX_WAIT_SECONDS: Final = 24 * 3600.0
+FETCH_ROUNDS: Final = 3
+HOLDERS_PER_PLAN: Final = 8
+
+
+class LocalGets:
+    """LEASE, RELEASE, PLAN and REPORT."""
+
+    def __init__(self, node: Node, office: TicketOffice, max_leased_bytes: int) -> None:
+        self._node = node
+        self._core = node.core
+        self._segment = node.core.segment
+        self._office = office
+        self._max_leased_bytes = max_leased_bytes
+
+    def lease(self, client: LocalClient, message: local.Lease) -> Answer:
+        """Hold objects in place; what is elsewhere is fetched first."""
+        digests = check_batch(split_digests(message.digests))
+        grants = [self._lease_here(client, digest) for digest in digests]
+        if all(grant is not None for grant in grants):
+            return local.Leased([grant for grant in grants if grant is not None])
+        if not message.fetch and not message.wait_ms:
+            missing = local.LeaseGrant(0, 0, 0, 0, 0, error=no_such_key())
+            return local.Leased([grant or missing for grant in grants])
+        return self._lease_later(client, message, digests, grants)
+
+    def _lease_here(self, client: LocalClient, digest: bytes) -> local.LeaseGrant | None:
+        entry = self._segment.find(digest, self._core.unix(self._node.now))
+        if entry is None:
+            return None
+        held = self._segment.leased_bytes_of(client.holder)
+        if held + entry.length > self._max_leased_bytes:
+            error = LeaseLimitExceeded(
+                f"this client holds {format_bytes(held)} leased and may hold "
+                f"{format_bytes(self._max_leased_bytes)}: let go of views, or raise the peer's max_leased"
+            )
+            return local.LeaseGrant(0, 0, 0, entry.length, 0, error=item_error(error))
+        number = self._segment.lease(
+            entry, holder=client.holder, now=self._core.unix(self._node.now)
+        )
+        return lease_grant(number, entry)
+
+    async def _lease_later(
+        self,
+        client: LocalClient,
+        message: local.Lease,
+        digests: Sequence[bytes],
+        grants: list[local.LeaseGrant | None],
+    ) -> local.Leased:
+        async def bring(position: int) -> None:
+            grants[position] = await self._fetch_and_lease(client, digests[position], message)
+
+        async with trio.open_nursery() as nursery:
+            for position, grant in enumerate(grants):
+                if grant is None:
+                    nursery.start_soon(bring, position)
+        return local.Leased([grant for grant in grants if grant is not None])
+
+    async def _fetch_and_lease(
+        self, client: LocalClient, digest: bytes, message: local.Lease
+    ) -> local.LeaseGrant:
+        error: Exception = NoSuchKey("no live peer holds this key")
+        wait_seconds = min(message.wait_ms / 1000, MAX_WAIT_SECONDS)
+        for _ in range(FETCH_ROUNDS):  # what was just fetched may be evicted before it is leased
+            operation = self._core.fetch(
+                digest,
+                self._node.now,
+                wait_seconds=wait_seconds,
+                progress_seconds=message.deadline_ms / 1000,
+            )
+            await self._node.settle(operation)
+            grant = self._lease_here(client, digest)
+            if grant is not None:
+                return grant
+            if isinstance(operation.result, Exception):
+                error = operation.result
+                break
+        return local.LeaseGrant(0, 0, 0, 0, 0, error=item_error(error))
+
+    def release(self, client: LocalClient, message: local.Release) -> None:
+        """End leases."""
+        for lease in message.leases:
+            self._segment.release(lease, holder=client.holder)
+
+    def plan(self, client: LocalClient, message: local.Plan) -> Answer:
+        """Where objects can be read, asking the keys' home peers where this one does not know."""
+        digests = check_batch(split_digests(message.digests))
+        operation = LookupOperation(
+            self._core,
+            digests,
+            wait_seconds=min(message.wait_ms / 1000, MAX_WAIT_SECONDS),
+            exclude=frozenset(message.exclude),
+        )
+        self._core.start(operation, self._node.now)
+        if operation.done:
+            return self._planned(operation)
+        return self._plan_later(operation)
+
+    async def _plan_later(self, operation: LookupOperation) -> local.Planned:
+        await self._node.complete(operation)
+        return self._planned(operation)
+
+    def _planned(self, operation: LookupOperation) -> local.Planned:
+        return local.Planned([self._plan_item(copies) for copies in operation.result])
+
+    def _plan_item(self, copies: Sequence[KnownCopy]) -> local.PlanItem:
+        reachable = [copy for copy in copies if copy.reachable]
+        unreachable = len(copies) - len(reachable)
+        if any(copy.local for copy in reachable):
+            return local.PlanItem([], local=True, known_unreachable=unreachable)
+        holders = [self._holder(copy) for copy in reachable[:HOLDERS_PER_PLAN]]
+        error = local.OK
+        if not holders:
+            error = (
+                local.ItemError(
+                    int(Code.UNAVAILABLE),
+                    f"{unreachable} known copies, but no holder can be reached now",
+                    unreachable,
+                )
+                if unreachable
+                else no_such_key()
+            )
+        return local.PlanItem(holders, known_unreachable=unreachable, error=error)
+
+    def _holder(self, copy: KnownCopy) -> local.Holder:
+        remote = self._node.remote_copy(copy)
+        granted = self._office.for_clients(copy.peer_id)
+        return local.Holder(
+            copy.member,
+            copy.peer_id,
+            self._core.name_of(copy.peer_id),
+            list(remote.data),
+            remote.socket,
+            remote.same_host,
+            copy.record.slot,
+            copy.record.size_units,
+            copy.record.version.clock,
+            copy.record.version.writer,
+            int(copy.record.tier),
+            granted.ticket.claims,
+            granted.ticket.signature,
+            granted.secret,
+        )
+
+    def report(self, client: LocalClient, message: local.Report) -> None:
+        """Take in reads that this peer did not see, and holders that failed."""
+        for access in message.accesses[:MAX_BATCH]:
+            self._segment.touch(
+                access.digest, max(0, access.count), self._core.unix(self._node.now)
+            )
+            self._core.counters["client_reads"] += max(0, access.count)
+            self._core.counters["client_read_bytes"] += max(0, access.bytes_read)
+        for failure in message.failures[:MAX_BATCH]:
+            self._core.client_reported(failure, self._node.now)
