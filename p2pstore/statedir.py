@@ -75,6 +75,8 @@ class StateDirectory:
         self.path = path
         self._lock = lock
         self._state = self._load_state()
+        self.floors_in_file = 0
+        """Records in `floors.bin`, superseded ones among them."""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> StateDirectory:
@@ -189,10 +191,13 @@ class StateDirectory:
         if end < len(data):
             logger.warning("%s: cut off %d bytes of a torn record", path, len(data) - end)
             _truncate(path, end)
+        self.floors_in_file = len(records)
         return records
 
-    def append_floor(self, record: SignedRecord) -> None:
-        """Add one record; it is on the disk when this returns."""
+    def append_floors(self, records: Sequence[SignedRecord]) -> None:
+        """Add records; they are on the disk when this returns, or none of them is when it raises."""
+        if not records:
+            return
         path = self.path / "floors.bin"
         if not path.exists():
             _replace(path, _floors_header())
@@ -200,7 +205,7 @@ class StateDirectory:
             with path.open("r+b") as file:
                 start = file.seek(0, os.SEEK_END)
                 try:
-                    file.write(_frame(record))
+                    file.write(b"".join(map(_frame, records)))
                     file.flush()
                     os.fsync(file.fileno())
                 except OSError:
@@ -209,10 +214,12 @@ class StateDirectory:
                     raise
         except OSError as error:
             _fail(path, "written", error)
+        self.floors_in_file += len(records)
 
     def replace_floors(self, records: Sequence[SignedRecord]) -> None:
         """Keep these records and no others: what compaction left."""
         _replace(self.path / "floors.bin", _floors_header() + b"".join(map(_frame, records)))
+        self.floors_in_file = len(records)
 
 
 def is_in_use(path: str | os.PathLike[str]) -> bool:

@@ -9,6 +9,7 @@ import logging
 import socket
 import struct
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,7 @@ SIOCGIFADDR: Final = 0x8915
 _INTERFACE_REQUEST: Final = struct.Struct("16s H 2x 4s 16x")  # ifreq with a sockaddr_in
 
 
+@cache
 def host_identity() -> bytes:
     """16 bytes that processes of one running machine share: a hash of the kernel's boot id."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

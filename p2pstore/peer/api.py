@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-import msgspec
 import trio
 
 import p2pstore
@@ -146,7 +146,7 @@ async def open_peer(
             plan_geometry(checked.memory_bytes, checked.max_objects).total_bytes, "p2pstore"
         )
         stack.callback(memory.close)
-        peer = await _start(stack, checked, state, memory, namespace)
+        peer = await _Assembly(stack, checked, state, memory).start(namespace)
         try:
             with trio.CancelScope() as scope:
                 peer.node.on_failure = scope.cancel
@@ -160,159 +160,195 @@ async def open_peer(
         raise peer.node.failure
 
 
-async def _start(
-    stack: AsyncExitStack,
-    config: PeerConfig,
-    state: StateDirectory | None,
-    memory: SharedMemory,
-    namespace: str,
-) -> Peer:
-    """Put the parts together; each is closed by the stack, the last one first."""
-    identity = state.identity() if state is not None else ephemeral()
-    ring = load_cluster_key_file(config.cluster_key_file) if config.cluster_key_file else KeyRing()
-    verifier = Ed25519Verifier()
-    rng = Random(os.urandom(16))
-    unix_ms = int(time.time() * 1000)
-    incarnation = state.next_incarnation(unix_ms) if state is not None else unix_ms
-    socket_path = local_socket_path(config)
+class _Assembly:
+    """Puts the parts of a peer together; each is closed by the stack, the last one first."""
 
-    listen_host, listen_port = control_listen_address(config)
-    data_listeners = await open_data_listeners(data_listen_addresses(config, listen_host))
-    for listener in data_listeners:
-        stack.callback(listener.close)
-    data_addresses = advertised(
-        [listener.getsockname()[:2] for listener in data_listeners],
-        config.data_advertise,
-        config.bootstrap,
-        "data_advertise",
-    )
+    def __init__(
+        self,
+        stack: AsyncExitStack,
+        config: PeerConfig,
+        state: StateDirectory | None,
+        memory: SharedMemory,
+    ) -> None:
+        self.stack = stack
+        self.config = config
+        self.state = state
+        self.memory = memory
+        self.identity = state.identity() if state is not None else ephemeral()
+        key_file = config.cluster_key_file
+        self.ring = load_cluster_key_file(key_file) if key_file else KeyRing()
+        self.verifier = Ed25519Verifier()
+        self.rng = Random(os.urandom(16))
+        unix_ms = int(time.time() * 1000)
+        self.incarnation = state.next_incarnation(unix_ms) if state is not None else unix_ms
+        self.socket_path = local_socket_path(config)
+        self.control: list[str] = []
+        self.data: list[str] = []
 
-    segment = Segment(
-        memory.view,
-        segment_id=os.urandom(16),
-        incarnation=incarnation,
-        geometry=plan_geometry(config.memory_bytes, config.max_objects),
-    )
-    stack.callback(segment.detach)
-    stack.callback(segment.close)
-    clock = HybridClock(state.clock if state is not None else 0)
-    offer = PeerRecord(
-        format=PEER_RECORD_FORMAT,
-        peer_id=identity.peer_id,
-        cluster=config.cluster,
-        name=config.name,
-        incarnation=incarnation,
-        sequence=0,
-        host_id=host_identity(),
-        control=[],
-        data=data_addresses,
-        socket=str(socket_path),
-        transports=[TransportOffer("tcp"), TransportOffer("shm")],
-        segments=[SegmentOffer(segment.segment_id, segment.data_bytes)],
-        memory_capacity=segment.data_bytes,
-        memory_used=0,
-        ssd_capacity=0,
-        ssd_used=0,
-        load_permille=0,
-        head=LogHead(),
-        software=p2pstore.__version__,
-    )
-    control: list[str] = []
-    gossip = Gossip(
-        identity,
-        verifier,
-        incarnation,
-        lambda: msgspec.structs.replace(offer, control=control, memory_used=segment.used_bytes),
-        GossipConfig(cluster=config.cluster),
-        rng,
-        accepts_clock=lambda stamp, now: clock.observe(stamp, core.unix(now)),
-    )
-    core = PeerCore(
-        signer=identity,
-        verifier=verifier,
-        gossip=gossip,
-        segment=segment,
-        clock=clock,
-        rng=rng,
-        unix_offset_seconds=time.time() - time.monotonic(),
-    )
-    if state is not None:
+    async def start(self, namespace: str) -> Peer:
+        """The running peer."""
+        config = self.config
+        listen = control_listen_address(config)
+        listeners = await self._listen_for_data(listen[0])
+        core = self._make_core(self._make_segment())
+        if self.state is not None:
+            self._restore(core.gossip, self.state)
+        node = Node(
+            config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng
+        )
+        office = TicketOffice(self.identity, self.ring)
+        self._open_transports(node, office)
+        await self._open_control(node, listen)
+        core.gossip.add_bootstrap(config.bootstrap)
+        await self._serve(node, office, listeners)
+        client = await self.stack.enter_async_context(
+            open_client(Peer, str(self.socket_path), namespace)
+        )
+        client._node = node
+        client.control, client.data = self.control[0], self.data
+        client.socket = str(self.socket_path)
+        return client
+
+    async def _listen_for_data(self, control_host: str) -> list[socket.socket]:
+        config = self.config
+        listeners = await open_data_listeners(data_listen_addresses(config, control_host))
+        for listener in listeners:
+            self.stack.callback(listener.close)
+        self.data = advertised(
+            [listener.getsockname()[:2] for listener in listeners],
+            config.data_advertise,
+            config.bootstrap,
+            "data_advertise",
+        )
+        return listeners
+
+    def _make_segment(self) -> Segment:
+        segment = Segment(
+            self.memory.view,
+            segment_id=os.urandom(16),
+            incarnation=self.incarnation,
+            geometry=plan_geometry(self.config.memory_bytes, self.config.max_objects),
+        )
+        self.stack.callback(segment.detach)
+        self.stack.callback(segment.close)
+        return segment
+
+    def _make_core(self, segment: Segment) -> PeerCore:
+        clock = HybridClock(self.state.clock if self.state is not None else 0)
+        gossip = Gossip(
+            self.identity,
+            self.verifier,
+            self.incarnation,
+            lambda: self._describe(segment),
+            GossipConfig(cluster=self.config.cluster),
+            self.rng,
+            accepts_clock=lambda stamp, now: clock.observe(stamp, core.unix(now)),
+        )
+        core = PeerCore(
+            signer=self.identity,
+            verifier=self.verifier,
+            gossip=gossip,
+            segment=segment,
+            clock=clock,
+            rng=self.rng,
+            unix_offset_seconds=time.time() - time.monotonic(),
+        )
+        return core
+
+    def _describe(self, segment: Segment) -> PeerRecord:
+        """What this peer offers now; gossip fills in sequence and head, and signs."""
+        return PeerRecord(
+            format=PEER_RECORD_FORMAT,
+            peer_id=self.identity.peer_id,
+            cluster=self.config.cluster,
+            name=self.config.name,
+            incarnation=self.incarnation,
+            sequence=0,
+            host_id=host_identity(),
+            control=self.control,
+            data=self.data,
+            socket=str(self.socket_path),
+            transports=[TransportOffer("tcp"), TransportOffer("shm")],
+            segments=[SegmentOffer(segment.segment_id, segment.data_bytes)],
+            memory_capacity=segment.data_bytes,
+            memory_used=segment.used_bytes,
+            ssd_capacity=0,
+            ssd_used=0,
+            load_permille=0,
+            head=LogHead(),
+            software=p2pstore.__version__,
+        )
+
+    def _restore(self, gossip: Gossip, state: StateDirectory) -> None:
         for address in state.load_addresses():
             gossip.contacts.add((address,), bootstrap=False)
-        # Signatures were checked when these came in; the receivers of a gossiped record check them again.
+        # Signatures were checked when these came in; who is told of one checks it again.
         gossip.cluster_records.load(
             (decode_body(ClusterRecord, signed.body), signed) for signed in state.load_floors()
         )
         state.replace_floors(gossip.cluster_records.dump())
-    node = Node(config=config, core=core, host_id=offer.host_id, state=state, rng=rng)
-    office = TicketOffice(identity, ring)
-    await _open_transports(stack, node, office)
 
-    host = await stack.enter_async_context(
-        open_control_host(
-            identity=identity,
-            listen=(listen_host, listen_port),
-            ring=ring,
-            cluster=config.cluster,
-            handler=node.serve_control,
-            on_lost=node.control_lost,
-            software=p2pstore.__version__,
+    def _open_transports(self, node: Node, office: TicketOffice) -> None:
+        driver = TrioDriver()
+        node.pool = DataPool(driver, office.for_peers)
+        self.stack.callback(node.pool.close)
+        transports: list[Transport] = []
+        if self.config.transport in ("auto", "shm"):
+            shm = ShmTransport(driver)
+            self.stack.callback(shm.close)
+            transports.append(shm)
+        if self.config.transport in ("auto", "tcp"):
+            transports.append(TcpTransport(node.pool))
+        node.transports = transports
+
+    async def _open_control(self, node: Node, listen: tuple[str, int]) -> None:
+        config = self.config
+        node.host = await self.stack.enter_async_context(
+            open_control_host(
+                identity=self.identity,
+                listen=listen,
+                ring=self.ring,
+                cluster=config.cluster,
+                handler=node.serve_control,
+                on_lost=node.control_lost,
+                software=p2pstore.__version__,
+            )
         )
-    )
-    node.host = host
-    control += advertised(
-        [host.listening],
-        [config.advertise] if config.advertise else [],
-        config.bootstrap,
-        "advertise",
-    )
-    gossip.add_bootstrap(config.bootstrap)
+        self.control = advertised(
+            [node.host.listening],
+            [config.advertise] if config.advertise else [],
+            config.bootstrap,
+            "advertise",
+        )
 
-    nursery = await stack.enter_async_context(open_background_nursery())
-    await nursery.start(node.run)
-    backend = PeerLocalBackend(node, memory, office, config.max_leased_bytes(config.memory_bytes))
-    stack.callback(backend.close)
-    nursery.start_soon(
-        partial(
+    async def _serve(
+        self, node: Node, office: TicketOffice, listeners: Sequence[socket.socket]
+    ) -> None:
+        config = self.config
+        nursery = await self.stack.enter_async_context(open_background_nursery())
+        await nursery.start(node.run)
+        max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
+        backend = PeerLocalBackend(node, self.memory, office, max_leased_bytes)
+        self.stack.callback(backend.close)
+        data_server = partial(
             serve_data,
-            data_listeners,
+            listeners,
             PeerDataBackend(node),
-            ring=ring,
-            signer=identity,
-            verifier=verifier,
-            incarnation=incarnation,
+            ring=self.ring,
+            signer=self.identity,
+            verifier=self.verifier,
+            incarnation=self.incarnation,
         )
-    )
-    await nursery.start(
-        partial(
+        local_server = partial(
             serve_local,
-            socket_path,
+            self.socket_path,
             backend,
             mode=config.socket_mode_bits(),
             group=config.socket_group,
         )
-    )
-    nursery.start_soon(_prefault, memory)
-
-    client = await stack.enter_async_context(open_client(Peer, str(socket_path), namespace))
-    client._node = node
-    client.control, client.data, client.socket = control[0], data_addresses, str(socket_path)
-    return client
-
-
-async def _open_transports(stack: AsyncExitStack, node: Node, office: TicketOffice) -> None:
-    driver = TrioDriver()
-    pool = DataPool(driver, office.for_peers)
-    stack.callback(pool.close)
-    node.pool = pool
-    transports: list[Transport] = []
-    if node.config.transport in ("auto", "shm"):
-        shm = ShmTransport(driver)
-        stack.callback(shm.close)
-        transports.append(shm)
-    if node.config.transport in ("auto", "tcp"):
-        transports.append(TcpTransport(pool))
-    node.transports = transports
+        nursery.start_soon(data_server)
+        await nursery.start(local_server)
+        nursery.start_soon(_prefault, self.memory)
 
 
 async def _prefault(memory: SharedMemory) -> None:

@@ -63,6 +63,8 @@ DRAIN_CHECKPOINTS: Final = 3
 """Scheduler turns between a timer and its verdict: after a stall of the process, what has arrived
 meanwhile is handled before anybody is declared silent."""
 FAREWELL_SECONDS: Final = 1.0
+FLOORS_SLACK: Final = 1000
+"""Superseded floors in the file before it is written anew."""
 SAVE_INTERVAL_SECONDS: Final = 10.0
 MAX_UNSAVED: Final = 100_000
 """Floors that wait for a disk that takes none. Beyond it, only the other peers remember."""
@@ -417,19 +419,23 @@ class Node:
     async def save_state(self) -> None:
         """Write floors, clock and address book to the state directory, in a thread: disks take long."""
         if self.state is not None:
-            addresses = [each for _, book in self.core.gossip.address_book() for each in book]
             async with self._saving:
-                await trio.to_thread.run_sync(self._write_state, self.state, addresses)
+                addresses = [each for _, book in self.core.gossip.address_book() for each in book]
+                kept = self.core.gossip.cluster_records
+                crowded = self.state.floors_in_file > 2 * len(kept) + FLOORS_SLACK
+                all_floors = kept.dump() if crowded else None
+                await trio.to_thread.run_sync(self._write_state, self.state, addresses, all_floors)
 
-    def _write_state(self, state: StateDirectory, addresses: list[str]) -> None:
+    def _write_state(
+        self, state: StateDirectory, addresses: list[str], all_floors: list[SignedRecord] | None
+    ) -> None:
         try:
-            while self._unsaved:
-                record = self._unsaved.popleft()
-                try:
-                    state.append_floor(record)
-                except OSError:
-                    self._unsaved.appendleft(record)  # tried again when the disk has room
-                    raise
+            fresh = list(self._unsaved)
+            state.append_floors(fresh)
+            for _ in fresh:  # only now: what could not be written is tried again
+                self._unsaved.popleft()
+            if all_floors is not None:
+                state.replace_floors([*all_floors, *fresh])
             state.save_incarnation(self.core.incarnation)
             state.save_clock(self.core.clock.latest)
             state.save_addresses(addresses)

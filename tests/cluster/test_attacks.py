@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -429,15 +429,15 @@ async def test_a_full_disk_loses_no_floor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = str(tmp_path / "state")
-    append = StateDirectory.append_floor
+    append = StateDirectory.append_floors
     full = True
 
-    def append_floor(self: StateDirectory, record: SignedRecord) -> None:
-        if full:
+    def append_floors(self: StateDirectory, records: Sequence[SignedRecord]) -> None:
+        if full and records:
             raise OSError(errno.ENOSPC, "the disk is full")
-        append(self, record)
+        append(self, records)
 
-    monkeypatch.setattr(StateDirectory, "append_floor", append_floor)
+    monkeypatch.setattr(StateDirectory, "append_floors", append_floors)
     async with open_peer(config(tmp_path, "a", state_dir=state)) as peer:
         for number in range(3):
             await peer.put(f"k{number}", b"value")

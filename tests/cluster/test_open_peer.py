@@ -18,7 +18,7 @@ import trio
 import p2pstore
 from p2pstore import PeerConfig, errors
 from p2pstore.keyring import new_cluster_key
-from p2pstore.peer import Peer, open_peer
+from p2pstore.peer import Peer, node, open_peer
 
 MIB = 1024 * 1024
 
@@ -456,3 +456,19 @@ async def test_a_cancelled_peer_says_goodbye(tmp_path: Path) -> None:
         state = stays.node.core.gossip.membership.get(gone)
         assert state is not None
         assert state.status.name == "LEFT"
+
+
+async def test_superseded_floors_do_not_fill_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "FLOORS_SLACK", 3)
+    state = str(tmp_path / "state")
+    async with open_peer(config(tmp_path, "a", state_dir=state)) as peer:
+        directory = peer.node.state
+        assert directory is not None
+        for number in range(12):
+            await peer.put("k", b"value %d" % number)
+            await peer.remove("k")
+            await peer.node.save_state()
+            assert directory.floors_in_file <= 2 * 1 + 3 + 2
+        assert len(directory.load_floors()) < 12

@@ -334,7 +334,7 @@ def test_cluster_records_come_back_from_the_disk_as_they_were_signed(tmp_path: P
     record = ClusterRecord(1, 1, b"name", 5, 6, identity.peer_id)
     signed = signed_by_a_newer_version(identity, record, CLUSTER_CONTEXT)
     with StateDirectory.open(tmp_path) as state:
-        state.append_floor(signed)
+        state.append_floors([signed])
         state.replace_floors(state.load_floors())
         (loaded,) = state.load_floors()
     assert open_cluster_record(loaded, Ed25519Verifier()) == record

@@ -38,7 +38,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         state.save_clock(77)
         state.save_addresses(["10.0.0.1:17946", "[::1]:1"])
         for record in records(3):
-            state.append_floor(record)
+            state.append_floors([record])
     assert mode(path) == 0o700
     assert mode(path / "identity.key") == 0o600
     with StateDirectory.open(path) as state:
@@ -148,7 +148,7 @@ def test_a_torn_tail_costs_only_the_torn_record(data: st.DataObject) -> None:
         path = Path(folder) / "floors.bin"
         ends = []
         for record in records(4):
-            state.append_floor(record)
+            state.append_floors([record])
             ends.append(path.stat().st_size)
         cut = data.draw(st.integers(min_value=0, max_value=ends[-1]))
         os.truncate(path, cut)
@@ -158,7 +158,7 @@ def test_a_torn_tail_costs_only_the_torn_record(data: st.DataObject) -> None:
         if cut < 12 and path.stat().st_size >= 12:  # the header itself is gone: not a torn tail
             return
         assert state.load_floors() == records(whole)
-        state.append_floor(records(4)[3])
+        state.append_floors([records(4)[3]])
         assert state.load_floors() == [*records(whole), records(4)[3]]
 
 
