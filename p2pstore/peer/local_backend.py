@@ -141,12 +141,12 @@ class PeerLocalBackend:
         return any(copy.reachable for copy in self._core.known_copies(digest, self._now))
 
     def _contains(self, client: LocalClient, message: local.Contains) -> local.ContainsReply:
-        digests = split_digests(message.digests)
+        digests = check_batch(split_digests(message.digests))
         return local.ContainsReply(bytes(self._known(digest) for digest in digests))
 
     def _match_prefix(self, client: LocalClient, message: local.MatchPrefix) -> local.MatchedPrefix:
         length = 0
-        for digest in split_digests(message.digests):
+        for digest in check_batch(split_digests(message.digests)):
             if not self._known(digest):
                 break
             length += 1
