@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +16,7 @@ import numpy as np
 from p2pstore.objects import Version
 from p2pstore.transfer.layout import Slot
 
+KEEP_COUNT: Final = 256
 KEEP_SECONDS: Final = 0.05
 """A lease whose views are gone is kept so long: to be told with others, or to be used again."""
 
@@ -85,18 +88,29 @@ class LeaseBook:
         lease.whole = weakref.ref(whole, lambda _: ended.append(number))
         return memoryview(whole)  # type: ignore[arg-type] # an array is a buffer
 
+    def covers(self, digest: bytes) -> bool:
+        """Whether some lease, live or not given back yet, is of this object."""
+        return digest in self._by_digest
+
     def give_back(self, number: int) -> None:
         """End a lease of which no view was made."""
         self._ended.append(number)
 
     def take_ended(self, *, everything: bool) -> list[int]:
-        """Leases to give back, each once: those that ended 50 ms ago, or all that ended."""
+        """Leases to give back, each once: those that ended 50 ms ago, or all that ended.
+
+        Who leases one object after another gives them back many at a time.
+        """
         if not self._ended and not self._kept:
             return []
         with self._lock:
             self._keep_ended()
-            until = time.monotonic() - KEEP_SECONDS
-            due = [number for number, since in self._kept.items() if everything or since <= until]
+            now = time.monotonic()
+            oldest = next(iter(self._kept.values()))
+            if not everything and len(self._kept) < KEEP_COUNT and now - oldest < 2 * KEEP_SECONDS:
+                return []
+            until = math.inf if everything else now - KEEP_SECONDS
+            due = list(takewhile(lambda number: self._kept[number] <= until, self._kept))
             for number in due:
                 del self._kept[number]
                 lease = self._leases.pop(number, None)

@@ -263,7 +263,7 @@ class ClientSession:
         """A view under a lease that this client has already."""
         link = self._link
         link.check()
-        if link.leases.outstanding:
+        if link.leases.covers(digest):
             for reader in link.readers:
                 found = reader.find(digest)
                 if found is not None and not expired(found[1]):
