@@ -348,16 +348,33 @@ class ClientSession:
         local: bool = False,
         pinned: bool = False,
     ) -> KeyPage:
-        """A page of this namespace's keys in order, of all peers or of the local one."""
+        """A page of this namespace's keys in order, of all peers or of the local one.
+
+        The peer answers in pages of at most 2,000 keys; this one is made of as many as it takes.
+        """
         if limit < 1:
             raise ValueError(f"the limit must be at least 1, not {limit}")
-        request = _ListKeys(
-            self.namespace, prefix, after, limit, local, pinned, deadline_ms(self.timeout)
-        )
-        reply = await self._link.request(
-            LocalKind.LIST, request, _Keys, extra_seconds=REMOVE_SECONDS
-        )
-        return answers.key_page(reply)
+        whole = KeyPage([], True)
+        while whole.more and len(whole.keys) < limit:
+            request = _ListKeys(
+                self.namespace,
+                prefix,
+                whole.keys[-1].key if whole.keys else after,
+                limit - len(whole.keys),
+                local,
+                pinned,
+                deadline_ms(self.timeout),
+            )
+            reply = await self._link.request(
+                LocalKind.LIST, request, _Keys, extra_seconds=REMOVE_SECONDS
+            )
+            page = answers.key_page(reply)
+            whole = KeyPage(
+                whole.keys + page.keys,
+                page.more and bool(page.keys),
+                sorted({*whole.silent_peers, *page.silent_peers}),
+            )
+        return whole
 
     async def peers(self, *, everyone: bool = False) -> list[PeerInfo]:
         """The members of the cluster; with `everyone` also those that are gone."""

@@ -17,6 +17,7 @@ import trio
 
 import p2pstore
 from p2pstore import PeerConfig, errors
+from p2pstore.core import listing, serving
 from p2pstore.keyring import new_cluster_key
 from p2pstore.peer import Peer, node, open_peer
 
@@ -430,6 +431,23 @@ async def test_a_client_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
             await trio.to_thread.run_sync(process.communicate)
         await until(lambda: (segment.used_bytes, segment.leased_bytes) == (used, leased))
         segment.check()
+
+
+async def test_a_listing_longer_than_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "MAX_LIST_LIMIT", 3)
+    monkeypatch.setattr(listing, "MAX_LIST_LIMIT", 3)
+    keys = [f"key-{number:02}" for number in range(20)]
+    async with cluster(tmp_path, 2) as (a, b):
+        for number, key in enumerate(keys):
+            await (a, b)[number % 2].put(key, b"value")
+        page = await a.list_keys("key-")
+        assert [each.key for each in page.keys] == keys
+        assert not page.more
+        page = await b.list_keys("key-", limit=10, after="key-04")
+        assert [each.key for each in page.keys] == keys[5:15]
+        assert page.more
 
 
 async def test_it_is_an_object_store(tmp_path: Path) -> None:
