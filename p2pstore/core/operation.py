@@ -7,6 +7,7 @@ nothing of sockets and time; a simulator and the real peer run the same ones.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 
-class Operation:
+class Operation(ABC):
     """Base of all operations. `result` is set when `done`; an exception as result means it failed."""
 
     def __init__(
@@ -38,17 +39,17 @@ class Operation:
         self.wake_at = float("inf")
         self._on_finish = on_finish
 
+    @abstractmethod
     def start(self, now: float) -> None:
         """Begin; may finish at once."""
-        raise NotImplementedError  # every operation defines it
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
+    def answered(self, tag: int, reply: Reply, now: float) -> None:  # noqa: B027 - not every operation waits for it
         """The answer to the `AskPeer` with this tag."""
 
-    def pulled(self, outcome: PullOutcome, now: float) -> None:
+    def pulled(self, outcome: PullOutcome, now: float) -> None:  # noqa: B027 - not every operation waits for it
         """The end of this operation's `PullObject`."""
 
-    def wake(self, now: float) -> None:
+    def wake(self, now: float) -> None:  # noqa: B027 - not every operation waits for it
         """`wake_at` has come."""
 
     def cancel(self, now: float) -> None:

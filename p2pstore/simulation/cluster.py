@@ -8,19 +8,15 @@ verification stands between it and a wrong byte.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
-from p2pstore.core.copy_destination import CopyDestination
 from p2pstore.core.effects import (
     AskPeer,
     OperationFinished,
-    PullFailure,
     PullObject,
-    PullOutcome,
     Reply,
     SaveClusterRecord,
 )
@@ -47,18 +43,16 @@ from p2pstore.gossip.records import (
     SignedRecord,
     TransportOffer,
     open_cluster_record,
-    peer_id_from_public_key,
 )
 from p2pstore.objects import MIB, HybridClock, chunk_sums, root_checksum
 from p2pstore.simulation.kernel import FaultyNetwork, Kernel
+from p2pstore.simulation.pull import SimulatedPull
+from p2pstore.simulation.signer import SimulatedSigner, SimulatedVerifier
 from p2pstore.transfer import messages as data
 from p2pstore.transfer.layout import (
     TrailerBody,
-    decode_slot,
-    decode_trailer,
     encode_trailer,
     plan_geometry,
-    trailer_matches,
 )
 from p2pstore.transfer.segment import ObjectEntry, Segment
 from p2pstore.wire import Code, Failure, Message, decode_body, encode_body
@@ -66,29 +60,6 @@ from p2pstore.wire import Code, Failure, Message, decode_body, encode_body
 UNIX_START: Final = 1_800_000_000.0
 NAMESPACE: Final = "sim"
 PULL_SECONDS: Final = 0.002
-PULL_TIMEOUT_SECONDS: Final = 1.0
-
-
-class SimulatedSigner:
-    """Signatures that are cheap to make and check: a keyed hash with a key that everybody knows."""
-
-    def __init__(self, number: int) -> None:
-        self.peer_id: PeerId = peer_id_from_public_key(number.to_bytes(32, "little"))
-
-    def sign(self, message: bytes) -> bytes:
-        return simulated_signature(self.peer_id, message)
-
-
-def simulated_signature(peer_id: PeerId, message: bytes) -> bytes:
-    """64 bytes that depend on signer and message."""
-    return hashlib.blake2b(message, key=peer_id, digest_size=64).digest()
-
-
-class SimulatedVerifier:
-    """Checks what `SimulatedSigner` signed."""
-
-    def verify(self, peer_id: PeerId, message: bytes, signature: bytes) -> bool:
-        return signature == simulated_signature(peer_id, message)
 
 
 @dataclass(slots=True)
@@ -470,141 +441,6 @@ class SimulatedPeer:
         self.core.start(operation, self.cluster.kernel.now)
         self.settle()
         return operation
-
-
-class SimulatedPull:
-    """One `PullObject`: tries its copies in order, reading each holder's memory without a lock."""
-
-    def __init__(self, peer: SimulatedPeer, effect: PullObject) -> None:
-        self.peer = peer
-        self.effect = effect
-        self.life = peer.life
-        self.failures: list[PullFailure] = []
-        self.copies = list(effect.copies)
-        self.attempt = 0
-        self.destination: CopyDestination | None = None
-        self.error: Exception | None = None
-
-    @property
-    def _alive(self) -> bool:
-        return self.life == self.peer.life and self.peer.core is not None
-
-    def start(self) -> None:
-        """Begin with the first copy."""
-        assert self.peer.core is not None
-        try:
-            self.destination = self.peer.core.copy_destination(
-                self.effect.operation, self.peer.cluster.kernel.now
-            )
-        except NoSuchKey:
-            return
-        self._next()
-
-    def _next(self) -> None:
-        if not self.copies or self.error is not None:
-            self._end(delivered=False)
-            return
-        copy = self.copies.pop(0)
-        self.attempt += 1
-        attempt, cluster = self.attempt, self.peer.cluster
-
-        def failed(code: int, incarnation: int = 0, sequence: int = 0) -> None:
-            if self._alive and attempt == self.attempt:
-                self.attempt += 1
-                self.failures.append(PullFailure(copy.member, code, "", incarnation, sequence))
-                self._next()
-                self.peer.settle()
-
-        def read_first() -> None:
-            holder = cluster.by_peer_id[copy.peer_id]
-            core = holder.core
-            if core is None or not self._alive or attempt != self.attempt:
-                return
-            entry = core.segment.find(self.effect.digest, core.unix(cluster.kernel.now))
-            if entry is None:
-                log = core.gossip.log.sequence
-                cluster.network.send(
-                    holder.number,
-                    self.peer.number,
-                    64,
-                    lambda: failed(int(Code.NO_SUCH_KEY), core.incarnation, log),
-                )
-                return
-            slot_bytes, trailer_bytes = (
-                core.segment.slot_bytes(entry),
-                core.segment.trailer_bytes(entry),
-            )
-            half = entry.length // 2
-            memory = holder.memory[entry.offset : entry.offset + entry.length]
-            first = bytes(memory[:half])
-            life = holder.life
-
-            def read_second() -> None:
-                if holder.life != life:
-                    return  # the process is gone and its memory with it
-                second = bytes(memory[half:])
-                cluster.network.send(
-                    holder.number,
-                    self.peer.number,
-                    len(memory),
-                    lambda: self._deliver(
-                        attempt, slot_bytes, trailer_bytes, first + second, failed
-                    ),
-                )
-
-            cluster.kernel.after(cluster.pull_seconds, read_second)
-
-        holder = cluster.by_peer_id[copy.peer_id]
-        cluster.network.send(self.peer.number, holder.number, 64, read_first)
-        cluster.kernel.after(PULL_TIMEOUT_SECONDS, lambda: failed(int(Code.DEADLINE_EXCEEDED)))
-
-    def _deliver(
-        self,
-        attempt: int,
-        slot_bytes: bytes,
-        trailer_bytes: bytes,
-        payload: bytes,
-        failed: Callable[[int], None],
-    ) -> None:
-        if not self._alive or attempt != self.attempt:
-            return
-        slot, trailer = decode_slot(slot_bytes), decode_trailer(trailer_bytes)
-        if (
-            slot is None
-            or trailer is None
-            or slot.digest != self.effect.digest
-            or not trailer_matches(trailer, slot)
-            or chunk_sums(payload) != trailer.sums
-        ):
-            self.peer.cluster.refused_copies += 1
-            failed(int(Code.STALE))
-            return
-        assert self.destination is not None
-        try:
-            self.destination.prepare(slot, trailer)[: len(payload)] = payload
-        except NoSuchKey:
-            failed(int(Code.STALE))
-            return
-        except P2PStoreError as error:
-            self.error = error
-            self._end(delivered=False)
-            self.peer.settle()
-            return
-        self.attempt += 1
-        delivered = self.destination.commit(self.peer.cluster.kernel.now) is not None
-        self._end(delivered=delivered)
-        self.peer.settle()
-
-    def _end(self, *, delivered: bool) -> None:
-        assert self.peer.core is not None
-        assert self.destination is not None
-        if not delivered:
-            self.destination.abort()
-        self.peer.core.pulled(
-            self.effect.operation,
-            PullOutcome(delivered, tuple(self.failures), self.error),
-            self.peer.cluster.kernel.now,
-        )
 
 
 class SimulatedCluster:

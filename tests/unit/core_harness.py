@@ -38,7 +38,7 @@ from p2pstore.objects import (
     key_digest,
     root_checksum,
 )
-from p2pstore.simulation.cluster import SimulatedSigner, SimulatedVerifier
+from p2pstore.simulation.signer import SimulatedSigner, SimulatedVerifier
 from p2pstore.transfer.layout import (
     Slot,
     SlotState,

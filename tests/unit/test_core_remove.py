@@ -12,7 +12,7 @@ from p2pstore.gossip.messages import ControlKind, Delta
 from p2pstore.gossip.records import SignedRecord, open_cluster_record
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import Version, namespace_digest
-from p2pstore.simulation.cluster import SimulatedVerifier
+from p2pstore.simulation.signer import SimulatedVerifier
 from p2pstore.transfer.messages import ClusterRecords, DataKind, Holding, Locations, Replicate
 from p2pstore.wire import Empty
 from tests.unit.core_harness import (

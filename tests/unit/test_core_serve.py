@@ -11,7 +11,7 @@ from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.machine import Duplicate
 from p2pstore.gossip.records import decode_location
 from p2pstore.objects import Version
-from p2pstore.simulation.cluster import SimulatedSigner
+from p2pstore.simulation.signer import SimulatedSigner
 from p2pstore.transfer.layout import Pin
 from p2pstore.transfer.messages import (
     ClusterRecords,
