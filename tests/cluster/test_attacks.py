@@ -474,7 +474,12 @@ async def test_leaving_while_others_talk_is_quiet(
     async with cluster(tmp_path, 4) as peers:
         for number, peer in enumerate(peers):
             await peer.put(f"k{number}", b"value", replicas=3)
-    loud = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    loud = [
+        record.getMessage()
+        for record in caplog.records
+        # What libp2p says reaches an operator at DEBUG only; the fixture listens before that.
+        if record.levelno >= logging.ERROR and record.name.startswith("p2pstore.")
+    ]
     assert loud == []
 
 
