@@ -9,6 +9,7 @@ from p2pstore.client.answers import error_in, name_key
 from p2pstore.client.link import PeerLink
 from p2pstore.errors import P2PStoreError, Unavailable
 from p2pstore.local.messages import (
+    OWN_COPY,
     Holder,
     HolderFailure,
     Lease,
@@ -32,7 +33,9 @@ from p2pstore.transfer.transport import (
     Transport,
     pull_with_failover,
 )
+from p2pstore.wire import Code
 
+LEASED_READS: Final = 4
 PLANS: Final = 2
 """How often the local peer is asked for holders: again after all that it named have failed."""
 PLAN_DIGESTS: Final = 4096
@@ -113,9 +116,12 @@ class Fetcher:
         error: P2PStoreError | ValueError | None = None
         for attempt in range(PLANS):
             if plan.local:
-                copied = await self._read_under_lease(digest, destination)
+                copied, leased = await self._read_under_lease(digest, destination)
                 if copied is not None:
                     return copied
+                if leased:  # nothing could change it meanwhile: its bytes are spoilt
+                    failed.append(OWN_COPY)
+                    self._link.note_failures([HolderFailure(digest, OWN_COPY, int(Code.STALE))])
             elif plan.error.code:
                 planned = error_in(key, plan.error)
                 # That no other holder is known says nothing of those that could not be reached.
@@ -154,15 +160,22 @@ class Fetcher:
         """Many objects from one holder, over one connection; per item what came, or why not."""
         return list(await self._pool.pull_many(remote_copy(holder), items))
 
-    async def _read_under_lease(self, digest: bytes, destination: Destination) -> Copied | None:
-        """A copy that nothing can change meanwhile, for objects that keep moving in the segment."""
+    async def _read_under_lease(
+        self, digest: bytes, destination: Destination
+    ) -> tuple[Copied | None, bool]:
+        """A copy that nothing can change meanwhile, for objects that keep moving in the segment; and
+        whether there was a lease."""
         reply = await self._link.request(
             LocalKind.LEASE, Lease(digest, fetch=False), Leased, on_late_reply=self.give_back
         )
         try:
             if any(grant.error.code for grant in reply.items):
-                return None
-            return await self.read_here(digest, destination)
+                return None, False
+            for _ in range(LEASED_READS):  # the index may move under a reader, the object cannot
+                copied = await self.read_here(digest, destination)
+                if copied is not None:
+                    return copied, True
+            return None, True
         finally:
             self.give_back(reply)
 

@@ -421,6 +421,12 @@ class PeerCore:
         self.segment.remove(entry.digest)
         self.counters["objects_removed"] += 1
 
+    def drop_spoilt(self, entry: ObjectEntry, now: float) -> None:
+        """Withdraw an object whose bytes no longer give its root; other holders serve it."""
+        self.counters["objects_spoilt"] += 1
+        if self.segment.find(entry.digest, self.unix(now)) is entry:
+            self._withdraw(entry, now)
+
     def _namespace_digest(self, namespace: str) -> bytes:
         digest = self._namespaces.get(namespace)
         if digest is None:

@@ -193,9 +193,13 @@ class Release(Message, frozen=True):
     leases: list[int]
 
 
+OWN_COPY: Final = 0
+"""Stands for the answering peer itself where holders are named by their short names."""
+
+
 class Plan(Message, frozen=True):
     """Where can these objects be read? With `wait_ms`, waits that long for the first holder.
-    `exclude` are holders (short names) that just failed for the client."""
+    `exclude` are holders (short names, or OWN_COPY) that just failed for the client."""
 
     digests: bytes
     wait_ms: int = 0
@@ -242,7 +246,8 @@ class AccessCount(Message, frozen=True):
 
 
 class HolderFailure(Message, frozen=True):
-    """A holder that did not deliver. `code` is a `wire.Code` or `NO_SUCH_KEY` with how far its log was."""
+    """A holder (or OWN_COPY) that did not deliver. `code` is a `wire.Code`, or `NO_SUCH_KEY` with how far
+    its log was."""
 
     digest: bytes
     member: int

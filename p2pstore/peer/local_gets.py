@@ -119,7 +119,10 @@ class LocalGets:
             self._core,
             digests,
             wait_seconds=min(message.wait_ms / 1000, MAX_WAIT_SECONDS),
-            exclude=frozenset(message.exclude),
+            exclude=frozenset(
+                self._core.member if member == local.OWN_COPY else member
+                for member in message.exclude
+            ),
         )
         self._core.start(operation, self._node.now)
         if operation.done:
@@ -181,4 +184,7 @@ class LocalGets:
             self._core.counters["client_reads"] += max(0, access.count)
             self._core.counters["client_read_bytes"] += max(0, access.bytes_read)
         for failure in message.failures[:MAX_BATCH]:
-            self._core.client_reported(failure, self._node.now)
+            if failure.member == local.OWN_COPY:
+                self._node.doubt_own_copy(failure.digest)
+            else:
+                self._core.client_reported(failure, self._node.now)

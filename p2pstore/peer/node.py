@@ -44,6 +44,7 @@ from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.membership import MemberChange
 from p2pstore.gossip.messages import ControlKind, Status
 from p2pstore.gossip.records import PeerId, PeerRecord, SignedRecord, format_peer_id
+from p2pstore.objects import chunk_sums, root_checksum
 from p2pstore.statedir import StateDirectory
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.failover import HolderReport
@@ -106,6 +107,7 @@ class Node:
         self._tick_due = float("inf")
         self._reported: set[tuple[str, ...]] = set()
         self._refused_by: set[PeerId] = set()
+        self._doubted: set[bytes] = set()
         self._unsaved: deque[SignedRecord] = deque(maxlen=MAX_UNSAVED)
         self._save_now = trio.Event()
         self._saving = trio.Lock()
@@ -233,6 +235,28 @@ class Node:
         """Wait for an operation whose result or error is looked at later."""
         with contextlib.suppress(P2PStoreError, ValueError):
             await self.complete(operation)
+
+    def doubt_own_copy(self, digest: bytes) -> None:
+        """A client found this peer's own copy spoilt: check it, and withdraw it if that is so."""
+        if digest not in self._doubted:
+            self._doubted.add(digest)
+            self._nursery.start_soon(self._check_own_copy, digest)
+
+    async def _check_own_copy(self, digest: bytes) -> None:
+        segment = self.core.segment
+        entry = segment.find(digest, self.core.unix(self.now))
+        if entry is not None:
+            segment.acquire(entry)
+            try:
+                async with self._limiter:
+                    found = await trio.to_thread.run_sync(chunk_sums, segment.payload(entry))
+                if root_checksum(entry.length, found) != entry.version.root:
+                    logger.error("the bytes of %r are spoilt in this peer's memory", entry.key)
+                    self.core.drop_spoilt(entry, self.now)
+            finally:
+                segment.let_go(entry)
+        self._doubted.discard(digest)
+        self.process()
 
     # --- other peers -------------------------------------------------------------------------
 

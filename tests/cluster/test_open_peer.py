@@ -127,6 +127,19 @@ async def test_replicas_survive_their_first_holder(tmp_path: Path) -> None:
         assert await b.get("k") == value
 
 
+async def test_a_spoilt_copy_is_dropped_and_read_from_another_holder(tmp_path: Path) -> None:
+    value = os.urandom(3 * MIB)
+    async with cluster(tmp_path, 2) as (a, b):
+        await a.put("k", value, replicas=2)
+        (entry,) = a.node.core.segment.entries()
+        a.node.core.segment._buffer[entry.offset + 2 * MIB] ^= 1
+        assert await a.get("k") == value
+        await until(lambda: not a.node.core.segment.object_count)
+        assert a.node.core.counters["objects_spoilt"] == 1
+        a.node.core.segment.check()
+        assert {place.peer for place in await b.locate("k")} == {"p1"}
+
+
 async def test_removed_stays_removed(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (a, b, c):
         await a.put("k", b"value" * 1000, replicas=3)
