@@ -94,16 +94,6 @@ class Driver(Protocol):
         ...
 
 
-async def receive_exactly(stream: ByteStream, view: memoryview) -> None:
-    """Fill `view`. Raises `ConnectionResetError` when the other side closes before."""
-    position = 0
-    while position < len(view):
-        count = await stream.receive_into(view[position:])
-        if count == 0:
-            raise ConnectionResetError("the other side closed the connection")
-        position += count
-
-
 def flatten_parts(parts: Sequence[BytesLike]) -> list[memoryview]:
     """Byte views of at most 1 MiB each, empty parts left out."""
     views: list[memoryview] = []

@@ -271,7 +271,7 @@ class PeerCore:
                 -copy.record.version.writer,
                 not copy.local,
                 not copy.reachable,
-                self._avoid_until.get(copy.member, 0.0) > now,
+                self.is_avoided(copy.member, now),
             )
         )
         return copies
@@ -284,6 +284,10 @@ class PeerCore:
                     self.gossip.directory.early(
                         holding.member, holding.incarnation, [holding.sequence], holding.record, now
                     )
+
+    def is_avoided(self, member: Member, now: float) -> bool:
+        """Whether a connection to the member failed a moment ago."""
+        return self._avoid_until.get(member, 0.0) > now
 
     def peer_failed(self, peer_id: PeerId, now: float) -> None:
         """A connection to the peer failed or it did not answer: avoid it for a while, and probe it."""

@@ -53,7 +53,6 @@ class PutSpec:
     overwrite: bool = False
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    deadline_seconds: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)

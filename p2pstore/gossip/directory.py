@@ -142,8 +142,6 @@ class Directory:
             view.head = head
         return self._agrees(member, view)
 
-    check_head = observe_head
-
     def position(self, member: Member) -> Position:
         """Where the view stands; (0, 0) without one."""
         view = self._views.get(member)

@@ -30,7 +30,6 @@ PeerId = bytes
 Member = int
 """A peer's short name in digests and records: the first 8 bytes of BLAKE2b of its peer id."""
 
-MAX_PEER_ID_BYTES: Final = 64
 ED25519_PREFIX: Final = bytes.fromhex("002408011220")
 """Multihash and protobuf header before the 32 public key bytes of an ed25519 peer id."""
 
@@ -85,7 +84,6 @@ _LOCATION: Final = struct.Struct("<16sQHI3sB")
 LOCATION_BYTES: Final = _LOCATION.size
 assert LOCATION_BYTES == 34
 
-SIZE_UNIT_BYTES: Final = 4096
 _REMOVED: Final = 0x80
 
 

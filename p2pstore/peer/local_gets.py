@@ -141,7 +141,8 @@ class LocalGets:
         unreachable = len(copies) - len(reachable)
         if any(copy.local for copy in reachable):
             return local.PlanItem([], local=True, known_unreachable=unreachable)
-        holders = [self._holder(copy) for copy in reachable[:HOLDERS_PER_PLAN]]
+        ordered = self._node.reading_order(reachable)
+        holders = [self._holder(copy) for copy in ordered[:HOLDERS_PER_PLAN]]
         error = local.OK
         if not holders:
             error = (

@@ -95,7 +95,6 @@ class LocalPuts:
                     overwrite=item.overwrite,
                     dtype=item.dtype,
                     shape=item.shape,
-                    deadline_seconds=message.deadline_ms / 1000,
                 ),
             )
             return self._core.start(operation, self._node.now)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import groupby
 from random import Random
 from typing import Any, Final
 
@@ -47,7 +48,7 @@ from p2pstore.gossip.records import PeerId, PeerRecord, SignedRecord, format_pee
 from p2pstore.objects import chunk_sums, root_checksum
 from p2pstore.statedir import StateDirectory
 from p2pstore.transfer.data_pool import DataPool
-from p2pstore.transfer.failover import HolderReport
+from p2pstore.transfer.failover import HolderReport, order_copies
 from p2pstore.transfer.messages import DataKind, Snapshot, SnapshotReply
 from p2pstore.transfer.transport import RemoteCopy, RemotePeer, Transport, pull_with_failover
 from p2pstore.wire import Code, Failure, Message, code_of
@@ -281,6 +282,18 @@ class Node:
             load_permille=record.load_permille if record is not None else 0,
         )
 
+    def reading_order(self, copies: Sequence[KnownCopy]) -> list[KnownCopy]:
+        """Copies in the order to try them: as the core has them by version and by what failed just now;
+        among equals this host first, then at random, so that readers do not all go to one holder."""
+        now, ordered = self.now, []
+        for _, group in groupby(
+            copies, lambda copy: (copy.record.version, self.core.is_avoided(copy.member, now))
+        ):
+            equals = {copy.member: copy for copy in group}
+            remote = [self.remote_copy(copy) for copy in equals.values()]
+            ordered += [equals[copy.member] for copy in order_copies(remote, self.rng)]
+        return ordered
+
     def _record_of(self, peer_id: PeerId) -> PeerRecord | None:
         state = self.core.gossip.membership.get(peer_id)
         return state.record if state is not None else None
@@ -311,7 +324,7 @@ class Node:
         error: Exception | None = None
         delivered = False
         try:
-            copies = [self.remote_copy(copy) for copy in effect.copies]
+            copies = [self.remote_copy(copy) for copy in self.reading_order(effect.copies)]
             report = await pull_with_failover(copies, self.transports, effect.digest, destination)
             failures = report.failures
             if report.pulled is not None:

@@ -185,6 +185,10 @@ class Workload:
         )
 
     def _check_nothing_leaks(self) -> None:
+        if self.cluster.protocol_errors:
+            self._problem(
+                f"peers took {self.cluster.protocol_errors} messages of others for nonsense"
+            )
         for peer in self.cluster.running:
             assert peer.core is not None
             peer.core.segment.check()

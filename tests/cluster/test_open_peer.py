@@ -19,6 +19,7 @@ import p2pstore
 from p2pstore import PeerConfig, errors
 from p2pstore.core import listing, serving
 from p2pstore.keyring import new_cluster_key
+from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, node, open_peer
 
 MIB = 1024 * 1024
@@ -137,7 +138,24 @@ async def test_a_spoilt_copy_is_dropped_and_read_from_another_holder(tmp_path: P
         await until(lambda: not a.node.core.segment.object_count)
         assert a.node.core.counters["objects_spoilt"] == 1
         a.node.core.segment.check()
-        assert {place.peer for place in await b.locate("k")} == {"p1"}
+        await until(lambda: {place.peer for place in b.locate_nowait("k")} == {"p1"})
+
+
+async def test_readers_spread_over_the_holders(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 3) as peers:
+        result = await peers[0].put("k", b"value", replicas=2)
+        assert result.copies == 2
+        (reader,) = (peer for peer in peers if not peer.node.core.segment.object_count)
+        core = reader.node.core
+        digest = key_digest("k")
+        await until(lambda: len(core.known_copies(digest, reader.node.now)) == 2)
+        copies = core.known_copies(digest, reader.node.now)
+        firsts = {reader.node.reading_order(copies)[0].member for _ in range(100)}
+        assert firsts == {copy.member for copy in copies}
+        core.peer_failed(copies[0].peer_id, reader.node.now)
+        copies = core.known_copies(digest, reader.node.now)
+        firsts = {reader.node.reading_order(copies)[0].member for _ in range(100)}
+        assert firsts == {copies[0].member}
 
 
 async def test_removed_stays_removed(tmp_path: Path) -> None:

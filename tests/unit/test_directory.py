@@ -100,8 +100,8 @@ def test_a_head_that_comes_later_is_checked_too() -> None:
     directory = Directory()
     directory.observe_head(A, 1, LogHead())
     feed(directory, log)
-    assert directory.check_head(A, 1, log.head)
-    assert not directory.check_head(A, 1, LogHead(3, 3, log.head.set_hash ^ 1))
+    assert directory.observe_head(A, 1, log.head)
+    assert not directory.observe_head(A, 1, LogHead(3, 3, log.head.set_hash ^ 1))
     assert directory.diverged(A)
 
 
@@ -247,7 +247,7 @@ def test_a_reader_by_steps_equals_a_reader_by_snapshot(
             log.remove(digest_of(key), Version(clock, 1))
         if log.sequence > before:
             assert feed(by_steps, log, log.sequence).outcome is Outcome.APPLIED
-    assert by_steps.check_head(A, 1, log.head)
+    assert by_steps.observe_head(A, 1, log.head)
     if log.sequence:
         by_snapshot.observe_head(A, 1, log.head)
         assert by_snapshot.install_snapshot(A, 1, log.sequence, log.head.set_hash, log.snapshot())
