@@ -1,7 +1,7 @@
 """A masterless object store for LLM inference: KV cache and checkpoints, from peer to peer.
 
 Names are imported when they are first used: a client does not pay for the peer (nor for trio,
-when it uses `p2pstore.blocking`).
+when it uses `p2pstore.blocking` or `p2pstore.aio`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from p2pstore import aio as aio
     from p2pstore import blocking as blocking
+    from p2pstore.client.aio_client import AioClient as AioClient
+    from p2pstore.client.blocking_client import BlockingClient as BlockingClient
+    from p2pstore.client.registered import RegisteredBuffer as RegisteredBuffer
     from p2pstore.client.trio_client import Client as Client
     from p2pstore.client.trio_client import connect as connect
     from p2pstore.config import PeerConfig as PeerConfig
@@ -40,10 +44,15 @@ if TYPE_CHECKING:
     from p2pstore.results import ObjectStore as ObjectStore
     from p2pstore.results import PeerInfo as PeerInfo
     from p2pstore.results import PutResult as PutResult
+    from p2pstore.transfer.trace import FetchTrace as FetchTrace
 
 __version__ = "0.1.0"
 
+_MODULES = ("aio", "blocking")
 _NAMES_IN = {
+    "p2pstore.client.aio_client": ("AioClient",),
+    "p2pstore.client.blocking_client": ("BlockingClient",),
+    "p2pstore.client.registered": ("RegisteredBuffer",),
     "p2pstore.client.trio_client": ("Client", "connect"),
     "p2pstore.config": ("PeerConfig",),
     "p2pstore.errors": (
@@ -57,15 +66,16 @@ _NAMES_IN = {
         *("ItemResult", "KeyPage", "ListedKey", "Location", "ObjectStore", "PeerInfo"),
         "PutResult",
     ),
+    "p2pstore.transfer.trace": ("FetchTrace",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
 
-__all__ = ["__version__", "blocking", *_MODULE_OF]
+__all__ = ["__version__", *_MODULES, *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "blocking":
-        return importlib.import_module("p2pstore.blocking")
+    if name in _MODULES:
+        return importlib.import_module(f"p2pstore.{name}")
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'p2pstore' has no attribute {name!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from p2pstore.client.blocking_client import BlockingClient
 from p2pstore.objects import DEFAULT_NAMESPACE
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS
@@ -10,7 +12,7 @@ __all__ = ["BlockingClient", "connect"]
 
 
 def connect(
-    socket: str | None = None,
+    socket: str | os.PathLike[str] | None = None,
     *,
     namespace: str = DEFAULT_NAMESPACE,
     timeout: float = DEFAULT_PROGRESS_SECONDS,

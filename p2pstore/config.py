@@ -1,4 +1,4 @@
-"""The peer's settings: typed, checked, from flags, environment and a TOML file."""
+"""The peer's settings, typed and checked; `p2pstore.settings` says where they come from."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import ipaddress
 import os
 import re
 import socket
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal, get_args, get_origin
 
 import msgspec
 
 from p2pstore.errors import ConfigError
-from p2pstore.objects import GIB, MIB, encode_namespace, parse_bytes, parse_duration
+from p2pstore.objects import GIB, MIB, encode_namespace, parse_bytes
 
 DEFAULT_CONTROL_PORT: Final = 17946
 ENVIRONMENT_PREFIX: Final = "MOONCAKE_P2P_"
 MINIMUM_MEMORY_BYTES: Final = 1 * MIB
+LEAST_MEMORY_BYTES: Final = 64 * MIB
+MOST_MEMORY_BYTES: Final = 4 * GIB
+"""Between these two lies what is offered when nobody says how much."""
 MAX_NAME_BYTES: Final = 64
+
+NOT_SPELLED: Final[Mapping[str, str]] = MappingProxyType({})
 
 _PORT: Final = re.compile(r"[0-9]{1,5}")
 
@@ -30,14 +35,18 @@ class PeerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Settings of one peer. Field names are the command line's option names with underscores.
 
     Sizes are bytes or text such as `4GiB`; addresses are `HOST:PORT` (`[v6]:PORT`), port 0 means any
-    free one. `listen` unset: port 17946 on loopback, or any free one when that is taken. `state_dir`
-    unset: a new identity that is forgotten at the end. `memory` unset: an eighth of what this process
-    may use, at most 4 GiB.
+    free one. `interface` (its name, or a CIDR that holds one address of this machine) is where the peer
+    listens unless `listen` says otherwise. Neither given: with a cluster key (or `insecure`), the address
+    that leads to a bootstrap peer; else loopback. The port is then 17946, or any free one when that is
+    taken. `state_dir` unset: a new identity that is forgotten at the end. `memory` unset: an eighth of what
+    this process may use, at most 4 GiB; 0: none, for a peer that only lets clients of its host use the
+    others.
     """
 
     name: str = ""
     cluster: str = "default"
     listen: str | None = None
+    interface: str | None = None
     data_listen: list[str] = []
     advertise: str | None = None
     data_advertise: list[str] = []
@@ -47,104 +56,131 @@ class PeerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_objects: int | None = None
     transport: TransportName = "auto"
     cluster_key_file: str | None = None
+    allow_file: str | None = None
     insecure: bool = False
     state_dir: str | None = None
     socket: str | None = None
-    socket_mode: str = "0600"
+    socket_mode: str | None = None
     socket_group: str | None = None
     max_leased: str | int = "50%"
     drain_timeout: float = 10.0
+    slow_operation: float = 0.1
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     log_file: str | None = None
 
-    def checked(self) -> PeerConfig:
-        """A copy with defaults filled in. Raises `ConfigError` naming the setting that is wrong."""
-        _convert(msgspec.structs.asdict(self), {}, strict=True)
-        name = self.name or socket.gethostname() or "peer"
-        if not _is_file_name(name):
-            raise ConfigError(
-                f"name: {name!r} must be 1 to 64 bytes without '/' and control characters, and not . or .."
-            )
+    def checked(self, spelled: Mapping[str, str] = NOT_SPELLED) -> PeerConfig:
+        """A copy with defaults filled in. Raises `ConfigError` naming the setting that is wrong: as
+        `spelled` has it (setting -> how its author wrote it), else by its name."""
+        check_types(msgspec.structs.asdict(self), spelled, strict=True)
+        says = {field: spelled.get(field, field) for field in self.__struct_fields__}
+        name = name_or_host(self.name, says["name"])
         try:
             encode_namespace(self.cluster)
         except ValueError as error:
-            raise ConfigError(f"cluster: {error}") from None
-        for setting, addresses in (
-            ("listen", [self.listen] if self.listen else []),
-            ("data_listen", self.data_listen),
-            ("bootstrap", self.bootstrap),
-            ("data_advertise", self.data_advertise),
-        ):
-            for address in addresses:
-                split_address(address, setting)
-        for address in self.bootstrap:
-            if split_address(address, "bootstrap")[1] == 0:
-                raise ConfigError(
-                    f"bootstrap: {address} has port 0; write the port of a running peer"
-                )
-        if self.advertise is not None:
-            split_address(self.advertise, "advertise", default_port=0)
-        memory = self.memory_bytes
-        if memory < MINIMUM_MEMORY_BYTES:
-            raise ConfigError(f"memory: {self.memory!r} is too little; give at least 1MiB")
+            raise ConfigError(f"{says['cluster']}: {error}") from None
+        self._check_addresses(says)
+        memory = self._memory_bytes(says["memory"])
+        if 0 != memory < MINIMUM_MEMORY_BYTES:
+            raise ConfigError(
+                f"{says['memory']}: {self.memory!r} is too little; give at least 1MiB, or 0 for a peer that "
+                "offers none"
+            )
         if self.max_objects is not None and self.max_objects < 1:
-            raise ConfigError(f"max_objects: {self.max_objects} must be at least 1")
+            raise ConfigError(f"{says['max_objects']}: {self.max_objects} must be at least 1")
         if self.transport == "rdma":
-            raise ConfigError("transport: this version has no rdma yet; use auto, shm or tcp")
+            raise ConfigError(
+                f"{says['transport']}: this version has no rdma yet; use auto, shm or tcp"
+            )
         for setting in ("join_timeout", "drain_timeout"):
             value = getattr(self, setting)
             if not 0 <= value <= 86_400:
-                raise ConfigError(f"{setting}: {value!r} must be 0 to 86400 seconds")
-        self.socket_mode_bits()
-        self.max_leased_bytes(memory)
-        if not self.cluster_key_file and not self.insecure:
-            wide = [("listen", self.listen)] if self.listen else []
-            wide += [("data_listen", address) for address in self.data_listen]
-            for setting, address in wide:
-                if not is_loopback(split_address(address, setting)[0]):
-                    raise ConfigError(
-                        f"{setting}: {address} is reachable by others, but there is no cluster key. Make one "
-                        "with `mooncake-p2p keygen FILE` and pass --cluster-key-file on every peer, or say "
-                        "--insecure if the network keeps strangers out"
-                    )
+                raise ConfigError(f"{says[setting]}: {value!r} must be 0 to 86400 seconds")
+        self.socket_mode_bits(says["socket_mode"])
+        self.max_leased_bytes(memory, says["max_leased"])
         return msgspec.structs.replace(self, name=name, memory=memory)
+
+    def _check_addresses(self, says: Mapping[str, str]) -> None:
+        listening = [("listen", self.listen)] if self.listen is not None else []
+        listening += [("data_listen", address) for address in self.data_listen]
+        for setting, address in listening:
+            host, _ = split_address(address, says[setting])
+            _refuse_link_local(host, says[setting])
+            if not is_loopback(host):
+                self.refuse_without_key(f"{says[setting]}: {address}")
+        for address in self.bootstrap:
+            host, port = split_address(address, says["bootstrap"])
+            if port == 0:
+                raise ConfigError(
+                    f"{says['bootstrap']}: {address} has port 0; write the port of a running peer"
+                )
+            _refuse_link_local(host, says["bootstrap"])
+            _refuse_wildcard(host, says["bootstrap"])
+        told = [("advertise", self.advertise)] if self.advertise is not None else []
+        told += [("data_advertise", address) for address in self.data_advertise]
+        for setting, address in told:
+            host, _ = split_address(address, says[setting], default_port=0)
+            _refuse_link_local(host, says[setting])
+            _refuse_wildcard(host, says[setting])
+
+    def refuse_without_key(self, what: str) -> None:
+        """Raise `ConfigError` when strangers could reach `what` and nothing would keep them out."""
+        if not self.cluster_key_file and not self.insecure:
+            raise ConfigError(
+                f"{what} is reachable by others, but there is no cluster key. Make one with `mooncake-p2p "
+                "keygen FILE` and pass --cluster-key-file on every peer, or say --insecure if the network "
+                "keeps strangers out"
+            )
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory to offer."""
-        if self.memory is None:
-            return min(4 * GIB, max(64 * MIB, usable_memory_bytes() // 8))
-        return parse_bytes(self.memory, "memory")
+        return self._memory_bytes("memory")
 
-    def max_leased_bytes(self, memory: int) -> int:
+    def _memory_bytes(self, spelled: str) -> int:
+        if self.memory is None:
+            return min(MOST_MEMORY_BYTES, max(LEAST_MEMORY_BYTES, usable_memory_bytes() // 8))
+        return parse_bytes(self.memory, spelled)
+
+    def max_leased_bytes(self, memory: int, spelled: str = "max_leased") -> int:
         """Bytes that one client may hold leased at once."""
         if isinstance(self.max_leased, str) and self.max_leased.endswith("%"):
             try:
                 percent = float(self.max_leased[:-1])
             except ValueError:
-                raise ConfigError(f"max_leased: {self.max_leased!r} is not a percentage") from None
+                raise ConfigError(f"{spelled}: {self.max_leased!r} is not a percentage") from None
             if not 0 < percent <= 100:
                 raise ConfigError(
-                    f"max_leased: {self.max_leased!r} must be above 0% and at most 100%"
+                    f"{spelled}: {self.max_leased!r} must be above 0% and at most 100%"
                 )
             return int(memory * percent / 100)
-        size = parse_bytes(self.max_leased, "max_leased")
+        size = parse_bytes(self.max_leased, spelled)
         if not size:
-            raise ConfigError(f"max_leased: {self.max_leased!r} must be above 0 bytes")
+            raise ConfigError(f"{spelled}: {self.max_leased!r} must be above 0 bytes")
         return size
 
-    def socket_mode_bits(self) -> int:
-        """The local socket's permission bits."""
+    def socket_mode_bits(self, spelled: str = "socket_mode") -> int:
+        """The local socket's permission bits: unless told otherwise this user alone, or the group as well
+        when one was named."""
+        if self.socket_mode is None:
+            return 0o660 if self.socket_group else 0o600
         try:
             mode = int(self.socket_mode, 8)
         except ValueError:
             mode = -1
         if not 0 <= mode <= 0o777:
-            raise ConfigError(
-                f"socket_mode: {self.socket_mode!r} is not an octal mode such as 0600"
-            )
+            raise ConfigError(f"{spelled}: {self.socket_mode!r} is not an octal mode such as 0600")
         return mode
+
+
+def name_or_host(name: str, spelled: str) -> str:
+    """A peer's name: this host's when it has none. Raises `ConfigError` when it cannot name files."""
+    name = name or socket.gethostname() or "peer"
+    if not _is_file_name(name):
+        raise ConfigError(
+            f"{spelled}: {name!r} must be 1 to 64 bytes without '/' and control characters, and not . or .."
+        )
+    return name
 
 
 def _is_file_name(name: str) -> bool:
@@ -158,19 +194,34 @@ def _is_file_name(name: str) -> bool:
 
 
 def usable_memory_bytes() -> int:
-    """What this process may use: the smaller of the host's memory and its cgroup's limit."""
+    """What this process may use: the smallest of the host's memory and the limits of its cgroups."""
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit_file in (
-        "/sys/fs/cgroup/memory.max",
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-    ):
+    limits = []
+    for limit_file in _memory_limit_files():
         try:
-            text = Path(limit_file).read_text().strip()
+            text = limit_file.read_text().strip()
         except OSError:
             continue
-        if text.isdigit():
-            return min(host, int(text))
-    return host
+        if text.isdigit():  # not "max"
+            limits.append(int(text))
+    return min([host, *limits])
+
+
+def _memory_limit_files() -> Iterator[Path]:
+    """Of this process's cgroup and of all above it (version 2), and of a container of version 1."""
+    yield Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    root = Path("/sys/fs/cgroup")
+    yield root / "memory.max"
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        if line.startswith("0::/"):
+            group = root / line.removeprefix("0::/")
+            for folder in (group, *group.parents):
+                if root in folder.parents:
+                    yield folder / "memory.max"
 
 
 def split_address(address: str, setting: str, default_port: int | None = None) -> tuple[str, int]:
@@ -214,84 +265,61 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
-_LIST_SETTINGS: Final = frozenset({"data_listen", "data_advertise", "bootstrap"})
-_DURATION_SETTINGS: Final = frozenset({"join_timeout", "drain_timeout"})
+def _refuse_link_local(host: str, setting: str) -> None:
+    """A link-local IPv6 address means another interface on every machine."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return
+    if address.version == 6 and address.is_link_local:
+        raise ConfigError(
+            f"{setting}: {host} is a link-local address, which other machines cannot use as it is: give a "
+            "global (or unique local, fd..) address of the interface"
+        )
 
 
-def load_config(
-    toml_path: str | None, environment: Mapping[str, str], flags: Mapping[str, Any]
+def _refuse_wildcard(host: str, setting: str) -> None:
+    if is_wildcard(host):
+        raise ConfigError(f"{setting}: {host} is no address that one can connect to")
+
+
+def check_types(
+    settings: Mapping[str, Any], spelled: Mapping[str, str], *, strict: bool
 ) -> PeerConfig:
-    """Flags over environment (`MOONCAKE_P2P_*`) over the TOML file over defaults.
-
-    `flags` holds only what was given. Durations may be text such as `500ms`. Raises `ConfigError`
-    naming the source and the key.
-    """
-    settings: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    if toml_path:
-        settings.update(_read_toml(toml_path))
-        origins.update({name: f"{toml_path}: {name}" for name in settings})
-    for field in msgspec.structs.fields(PeerConfig):
-        variable = ENVIRONMENT_PREFIX + field.name.upper()
-        text = environment.get(variable)
-        if text is not None:
-            settings[field.name] = _from_text(field.name, text)
-            origins[field.name] = variable
-    for name, value in flags.items():
-        if value is not None:
-            settings[name] = value
-            origins[name] = "--" + name.replace("_", "-")
-    for name in _DURATION_SETTINGS & settings.keys():
-        if isinstance(settings[name], str):
-            try:
-                settings[name] = parse_duration(settings[name], origins[name])
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
-    return _convert(settings, origins, strict=False)
-
-
-_VALIDATION_ERROR: Final = re.compile(r"(?P<problem>.*) - at `\$\.(?P<name>\w+).*`")
-
-
-def _convert(settings: dict[str, Any], origins: Mapping[str, str], *, strict: bool) -> PeerConfig:
-    """Settings of the right types. Raises `ConfigError` naming the setting as its origin spells it."""
+    """Settings of the right types. Raises `ConfigError` naming the setting, the value and what is allowed."""
     try:
         return msgspec.convert(settings, PeerConfig, strict=strict)
     except msgspec.ValidationError as error:
         parts = _VALIDATION_ERROR.fullmatch(str(error))
         if parts is None:
             raise ConfigError(str(error)) from None
-        name, problem = parts["name"], parts["problem"]
+    name, index = parts["name"], parts["index"]
+    value = settings[name]
+    where = spelled.get(name, name)
+    if index:
+        where, value = f"{where}[{index}]", value[int(index)]
     kinds = {field.name: field.type for field in msgspec.structs.fields(PeerConfig)}
     if get_origin(kinds[name]) is Literal:
-        problem = f"not one of {', '.join(get_args(kinds[name]))}"
-    raise ConfigError(f"{origins.get(name, name)}: {settings[name]!r}: {problem.lower()}")
+        raise ConfigError(f"{where}: {value!r} is not one of {', '.join(get_args(kinds[name]))}")
+    raise ConfigError(f"{where}: {value!r} must be {_wanted(parts['problem'])}")
 
 
-def _read_toml(path: str) -> dict[str, Any]:
-    try:
-        with Path(path).open("rb") as file:
-            loaded = tomllib.load(file)
-    except OSError as error:
-        raise ConfigError(
-            f"the configuration file {path} cannot be read: {error.strerror}"
-        ) from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the configuration file {path} is not TOML: {error}") from None
-    known = {field.name for field in msgspec.structs.fields(PeerConfig)}
-    unknown = sorted(set(loaded) - known)
-    if unknown:
-        raise ConfigError(
-            f"{path}: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}"
-        )
-    return loaded
+_VALIDATION_ERROR: Final = re.compile(
+    r"(?P<problem>.*) - at `\$\.(?P<name>\w+)(?:\[(?P<index>\d+)\])?`"
+)
+_KINDS: Final = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+}
 
 
-def _from_text(name: str, text: str) -> Any:
-    if name in _LIST_SETTINGS:
-        return [part.strip() for part in text.split(",") if part.strip()]
-    if name == "insecure":
-        if text.lower() not in ("1", "0", "true", "false", "yes", "no"):
-            raise ConfigError(f"{ENVIRONMENT_PREFIX}INSECURE: {text!r} is not 1 or 0")
-        return text.lower() in ("1", "true", "yes")
-    return text
+def _wanted(problem: str) -> str:
+    """What msgspec expected (``Expected `int | str`, got `float` ``), in plain words."""
+    expected = re.match(r"Expected `([^`]*)`", problem)
+    if expected is None:
+        return f"right: {problem.lower()}"
+    kinds = [kind for kind in expected[1].split(" | ") if kind != "null"]
+    return " or ".join(_KINDS.get(kind, kind) for kind in kinds)

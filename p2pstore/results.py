@@ -5,14 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, runtime_checkable
 
 from p2pstore.errors import P2PStoreError
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    from p2pstore.client.registered import RegisteredBuffer
+    from p2pstore.transfer.trace import FetchTrace, Progress
+
+    T_co = TypeVar("T_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    T_co = TypeVar("T_co", covariant=True)
+
 PutStatusName = Literal["created", "unchanged", "kept_existing"]
 PinName = Literal["none", "soft", "hard"]
+Framework = Literal["numpy", "torch"]
+"""Which library a tensor comes back in."""
 Buffer = Any
-"""Anything with the buffer protocol (contiguous), or a CPU torch tensor."""
+"""Anything with the buffer protocol (contiguous), a CPU torch tensor, or a `RegisteredBuffer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +61,23 @@ class PutResult:
 
 
 @dataclass(frozen=True, slots=True)
-class ItemResult:
+class ItemResult(Generic[T_co]):
     """One item of a batch: `value` when it worked, `error` when it did not (and then no value)."""
 
     key: str
-    value: Any = None
+    value: T_co | None = None
     error: P2PStoreError | ValueError | None = None
 
     @property
     def ok(self) -> bool:
         return self.error is None
 
-    def unwrap(self) -> Any:
+    def unwrap(self) -> T_co:
         """The value; raises the error."""
         if self.error is not None:
             raise self.error
-        return self.value
+        value: T_co = self.value  # type: ignore[assignment] # there is one where there is no error
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +118,24 @@ class PeerInfo:
     me: bool
     software: str
     heard_seconds_ago: float
+    round_trip_seconds: float | None = None
+    """Of a ping; None where none was answered yet."""
+    transports: dict[str, dict[str, int]] = field(default_factory=dict)
+    """What this peer and its clients read from it by which transport: objects, bytes, failures."""
 
 
 @runtime_checkable
 class ObjectStore(Protocol):
-    """What `Peer` and `Client` both offer, all of it async (`blocking` has the same names, plain).
+    """What `Peer`, `Client` (trio) and `AioClient` (asyncio) offer, all of it async but `register`.
 
-    Keys are `str`, namespaces are the store's. Deadlines are seconds without progress (default 5).
+    `BlockingClient` has the same methods, plain. Keys are `str`, 1 to 1,024 bytes of UTF-8, in the
+    store's namespace. Deadlines are seconds without progress (default 5). Every method may raise
+    `StoreClosed` once the peer is gone, `DeadlineExceeded`, `ClientForked` in a forked child, and
+    `TypeError` or `ValueError` for an argument that cannot be, before anything is sent. After return,
+    error or cancellation nothing writes to a caller's buffer any more.
     """
+
+    # --- put ---------------------------------------------------------------------------------
 
     async def put(
         self,
@@ -121,35 +146,85 @@ class ObjectStore(Protocol):
         pin: PinName = "none",
         ttl: float | None = None,
         overwrite: bool = False,
+        durable: bool = False,
+        progress: Progress | None = None,
     ) -> PutResult:
         """Store a value; with `replicas`, returns when so many copies exist. `ttl` in seconds. Raises
-        `CapacityExceeded`, `ObjectTooLarge`, and `ValueError` for a value that is not contiguous."""
+        `CapacityExceeded` and `ObjectTooLarge` before any byte is copied, and `ValueError` for a value
+        that is not contiguous. `durable` is refused with `ValueError`: there is no SSD tier yet.
+        `progress` is called with the bytes copied so far and the bytes in all."""
+        ...
+
+    async def put_tensor(
+        self,
+        key: str,
+        tensor: Any,
+        *,
+        replicas: int = 1,
+        pin: PinName = "none",
+        ttl: float | None = None,
+        overwrite: bool = False,
+        durable: bool = False,
+    ) -> PutResult:
+        """`put` for a numpy array or CPU torch tensor, with its dtype and shape. Raises `ValueError` for
+        one that is not contiguous, not in this host's memory, or not of plain numbers or text."""
         ...
 
     async def put_many(
-        self, items: Sequence[tuple[str, Buffer]], *, replicas: int = 1, overwrite: bool = False
-    ) -> list[ItemResult]:
+        self,
+        items: Sequence[tuple[str, Buffer]],
+        *,
+        replicas: int = 1,
+        pin: PinName = "none",
+        ttl: float | None = None,
+        overwrite: bool = False,
+        durable: bool = False,
+    ) -> list[ItemResult[PutResult]]:
         """`put` for many; one result per item, in order. Never raises for one item."""
         ...
+
+    # --- get ---------------------------------------------------------------------------------
 
     async def get(self, key: str, *, wait: float = 0.0) -> bytes:
         """The value. `wait` seconds for a key that may still be on its way. Raises `NoSuchKey`, or
         `Unavailable` when copies are known and none can be reached."""
         ...
 
-    async def get_into(self, key: str, buffer: Buffer, *, wait: float = 0.0) -> int:
+    async def get_into(
+        self,
+        key: str,
+        buffer: Buffer,
+        *,
+        wait: float = 0.0,
+        progress: Progress | None = None,
+        trace: FetchTrace | None = None,
+    ) -> int:
         """Write the value to the beginning of `buffer`; returns its length in bytes. Raises as `get`, and
-        `BufferTooSmall`."""
+        `BufferTooSmall`. `progress` is called with the bytes done and the bytes in all; `trace` is
+        filled with where the value came from and what took how long."""
         ...
 
-    async def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult]:
-        """`get_into` for many; one result per item, in order. Never raises for one item."""
+    async def get_tensor(
+        self, key: str, *, wait: float = 0.0, framework: Framework | None = None
+    ) -> Any:
+        """The tensor that was put by `put_tensor`, as numpy or torch as it was put, or as `framework`
+        says. Raises as `get`, and `P2PStoreError` for what is no tensor, or cannot be made here."""
+        ...
+
+    async def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult[int]]:
+        """`get_into` for many; one result per item (the length), in order. Never raises for one item."""
         ...
 
     def lease(self, key: str, *, wait: float = 0.0) -> AbstractAsyncContextManager[memoryview]:
         """A read-only view of the value in the peer's memory, which stays in place until the last view is
         collected. Raises as `get`, and `LeaseLimitExceeded`."""
         ...
+
+    def register(self, buffer: Buffer) -> RegisteredBuffer:
+        """Prepare memory for many puts from it and gets into it; see `RegisteredBuffer`."""
+        ...
+
+    # --- asking ------------------------------------------------------------------------------
 
     async def contains(self, key: str) -> bool:
         """Whether some live peer is known to hold the key. May lag behind by a moment."""
@@ -160,31 +235,61 @@ class ObjectStore(Protocol):
         ...
 
     async def locate(self, key: str) -> list[Location]:
-        """The known copies."""
+        """The known copies; none for a key that nobody has."""
         ...
 
     async def match_prefix(self, keys: Sequence[str]) -> int:
         """How many of these keys, from the first on, some live peer is known to hold."""
         ...
 
-    async def remove(self, key: str) -> bool:
-        """Remove the object everywhere. Whether any copy was known."""
-        ...
-
-    async def remove_many(self, keys: Sequence[str]) -> list[ItemResult]:
-        """`remove` for many keys; one result per key, in order."""
-        ...
-
     async def list_keys(
-        self, prefix: str = "", *, after: str = "", limit: int = 1000, local: bool = False
+        self,
+        prefix: str = "",
+        *,
+        after: str = "",
+        limit: int = 1000,
+        local: bool = False,
+        pinned: bool = False,
     ) -> KeyPage:
-        """A page of the namespace's keys in order, of all peers or of the local one."""
+        """A page of the namespace's keys in order, of all peers or of the local one, of all keys or of the
+        pinned ones."""
         ...
 
     async def peers(self, *, everyone: bool = False) -> list[PeerInfo]:
         """The members of the cluster; with `everyone` also those that are gone."""
         ...
 
-    async def statistics(self) -> dict[str, Any]:
-        """What the peer and the cluster count: `{"peer": {...}, "cluster": {...}}`."""
+    async def statistics(self, *, cluster: bool = True) -> dict[str, Any]:
+        """What the peer and (with `cluster`) the cluster count: `{"peer": {...}, "cluster": {...}}`."""
+        ...
+
+    # --- changing ----------------------------------------------------------------------------
+
+    async def remove(self, key: str) -> bool:
+        """Remove the object everywhere. Whether any copy was known."""
+        ...
+
+    async def remove_many(self, keys: Sequence[str]) -> list[ItemResult[bool]]:
+        """`remove` for many keys; one result per key, in order."""
+        ...
+
+    async def pin(self, key: str, pin: PinName = "soft", *, ttl: float | None = None) -> None:
+        """Keep the local copy: a soft pin (30 minutes unless `ttl` says otherwise) is evicted last, a hard
+        one not at all. Raises `NoSuchKey`."""
+        ...
+
+    async def unpin(self, key: str) -> None:
+        """Undo `pin`. Raises `NoSuchKey`."""
+        ...
+
+    async def prefetch(self, keys: Sequence[str]) -> None:
+        """Have the peer bring these objects into local memory; does not wait for them."""
+        ...
+
+    async def replicate(self, key: str, copies: int) -> PutResult:
+        """Have `copies` copies of the object, as far as there are peers. Raises `NoSuchKey`."""
+        ...
+
+    async def flush(self) -> None:
+        """Remove everything in this namespace, everywhere."""
         ...

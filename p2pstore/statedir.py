@@ -2,9 +2,12 @@
 
     lock            taken by the running peer; holds its process id
     identity.key    "p2pstore identity 1" and the 32-byte ed25519 seed in hexadecimal; mode 0600
-    state.json      {"format": 1, "incarnation": ..., "clock": ...}
+    state.json      {"format": 1, "incarnation": ..., "clock": ..., "floors_seen": {...}, "floors_horizon": {...}}:
+                    the last two by writer (`gossip.floor_stamps`)
     addresses.json  {"format": 1, "addresses": [...]}: where other peers were last seen
     floors.bin      signed floor records, appended, one checksum each
+    invite          the invite that the peer joined by, without keys; mode 0600
+    cluster.key     the keys of that invite, as a key file; mode 0600
 
 Whole files are replaced atomically (temporary file, fsync, rename, fsync of the directory). A torn tail of
 `floors.bin`, left by a crash, is cut off. A format newer than this program is refused, never overwritten.
@@ -28,8 +31,10 @@ import msgspec
 import xxhash
 
 from p2pstore.errors import ConfigError, ProtocolError
+from p2pstore.gossip.floor_stamps import Stamps, stamps_as_text, stamps_from_text
 from p2pstore.gossip.identity import SEED_BYTES, Identity
 from p2pstore.gossip.records import MAX_RECORD_BYTES, SignedRecord
+from p2pstore.invite import Invite, format_invite
 from p2pstore.keyring import KeyRing, parse_cluster_keys
 from p2pstore.wire import decode_body, encode_body
 
@@ -52,6 +57,8 @@ class _State(msgspec.Struct):
     format: int
     incarnation: int
     clock: int
+    floors_seen: dict[str, int] = {}
+    floors_horizon: dict[str, int] = {}
 
 
 class _Addresses(msgspec.Struct):
@@ -61,6 +68,10 @@ class _Addresses(msgspec.Struct):
 
 class _FormatOnly(msgspec.Struct):
     format: int
+
+
+class StateDirectoryInUse(ConfigError):
+    """Another process holds the state directory."""
 
 
 class StateDirectory:
@@ -122,6 +133,15 @@ class StateDirectory:
             return Identity(seed)
         return Identity(_parse_identity(path, text))
 
+    # --- invite ------------------------------------------------------------------------------
+
+    def save_invite(self, invite: Invite) -> None:
+        """Keep what the peer joined by; keys go to a file of their own, which may change later."""
+        if invite.keys:
+            _replace(kept_cluster_key(self.path), invite.key_file().encode())
+        line = format_invite(msgspec.structs.replace(invite, keys=()))
+        _replace(self.path / "invite", f"{line}\n".encode())
+
     # --- incarnation and clock ---------------------------------------------------------------
 
     @property
@@ -131,25 +151,55 @@ class StateDirectory:
 
     def next_incarnation(self, now_unix_ms: int) -> int:
         """An incarnation above all earlier ones, saved before it is returned."""
-        self._save_state(max(self._state.incarnation + 1, now_unix_ms), self._state.clock)
+        self._save_incarnation(incarnation=max(self._state.incarnation + 1, now_unix_ms))
         return self._state.incarnation
 
     def save_incarnation(self, incarnation: int) -> None:
         """Keep an incarnation that was raised while running, to refute a suspicion."""
         if incarnation > self._state.incarnation:
-            self._save_state(incarnation, self._state.clock)
+            self._save_incarnation(incarnation=incarnation)
 
-    def save_clock(self, clock: int) -> None:
-        """Keep the hybrid clock's reading."""
-        if clock > self._state.clock:
-            self._save_state(self._state.incarnation, clock)
+    @property
+    def floors_seen(self) -> Stamps:
+        """Up to where floors had been seen when this was last saved."""
+        return stamps_from_text(self._state.floors_seen)
+
+    @property
+    def floors_horizon(self) -> Stamps:
+        """Up to where floors were dropped when this was last saved."""
+        return stamps_from_text(self._state.floors_horizon)
+
+    def save_clock(
+        self, clock: int, floors_seen: Stamps | None = None, floors_horizon: Stamps | None = None
+    ) -> None:
+        """Keep the hybrid clock's reading, and up to where floors were seen and dropped (None: as before).
+
+        The floors that were seen must be in `floors.bin` before, and those that were dropped may be taken
+        out of it only afterwards.
+        """
+        changed = msgspec.structs.replace(self._state, clock=max(clock, self._state.clock))
+        if floors_seen is not None:
+            changed.floors_seen = stamps_as_text(floors_seen)
+        if floors_horizon is not None:
+            changed.floors_horizon = stamps_as_text(floors_horizon)
+        if changed != self._state:
+            self._write_state(changed)
 
     def _load_state(self) -> _State:
-        state = _load_json(self.path / "state.json", _State)
-        return state if state is not None else _State(FORMAT, 0, 0)
+        path = self.path / "state.json"
+        state = _load_json(path, _State)
+        if state is None:
+            return _State(FORMAT, 0, 0)
+        try:
+            stamps_from_text(state.floors_seen | state.floors_horizon)
+        except ValueError as error:
+            raise _damaged(path, error) from None
+        return state
 
-    def _save_state(self, incarnation: int, clock: int) -> None:
-        state = _State(FORMAT, incarnation, clock)
+    def _save_incarnation(self, incarnation: int) -> None:
+        self._write_state(msgspec.structs.replace(self._state, incarnation=incarnation))
+
+    def _write_state(self, state: _State) -> None:
         _replace(self.path / "state.json", msgspec.json.encode(state) + b"\n")
         self._state = state
 
@@ -237,6 +287,19 @@ def is_in_use(path: str | os.PathLike[str]) -> bool:
     return False
 
 
+def kept_invite(path: str | os.PathLike[str]) -> str | None:
+    """The line of the invite that the peer of this state directory joined by. Raises `ConfigError`."""
+    try:
+        return _read_private(Path(path) / "invite", "is how this peer joined", _MAX_KEY_FILE_BYTES)
+    except FileNotFoundError:
+        return None
+
+
+def kept_cluster_key(path: str | os.PathLike[str]) -> Path:
+    """Where the keys of that invite are, if it came with any."""
+    return Path(path) / "cluster.key"
+
+
 def ephemeral() -> Identity:
     """A new identity that is kept nowhere: for a peer without a state directory."""
     return Identity(secrets.token_bytes(SEED_BYTES))
@@ -265,7 +328,7 @@ def _take_lock(directory: Path, lock: int) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        raise ConfigError(
+        raise StateDirectoryInUse(
             f"the state directory {directory} is in use by process {owner}: stop that peer, or give "
             "this one another directory with --state-dir"
         ) from None
@@ -385,9 +448,13 @@ def _load_json(path: Path, kind: type[T]) -> T | None:
         _check_format(path, msgspec.json.decode(data, type=_FormatOnly).format)
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} is damaged ({error}): move it away; the peer then starts without what it held"
-        ) from None
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{path} is damaged ({error}): move it away; the peer then starts without what it held"
+    )
 
 
 def _floors_header() -> bytes:

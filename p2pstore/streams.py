@@ -1,9 +1,10 @@
 """Byte streams and the blocking driver.
 
 Protocol code (data connections, the local socket, the clients) is written once as coroutines over two
-small interfaces, `ByteStream` and `Driver`. `p2pstore.trio_streams` drives it under trio. The driver here
-uses plain blocking sockets: its coroutines never suspend, so `run_blocking` runs them to the end in the
-calling thread, without an event loop and without a thread hop (a hop costs 140-500 us).
+small interfaces, `ByteStream` and `Driver`. `p2pstore.trio_streams` drives it under trio,
+`p2pstore.asyncio_streams` under asyncio. The driver here uses plain blocking sockets: its coroutines
+never suspend, so `run_blocking` runs them to the end in the calling thread, without an event loop and
+without a thread hop (a hop costs 140-500 us).
 
 A deadline counts time without progress, not total time.
 """
@@ -14,9 +15,10 @@ import array
 import contextlib
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
@@ -30,6 +32,7 @@ MAX_GATHER: Final = 512
 """Buffers in one `sendmsg`; the kernel allows 1,024."""
 DEFAULT_PROGRESS_SECONDS: Final = 5.0
 MAX_PASSED_DESCRIPTORS: Final = 16
+_TIMEVAL: Final = struct.Struct("@ll")
 
 
 class ByteStream(Protocol):
@@ -40,6 +43,11 @@ class ByteStream(Protocol):
 
     async def send(self, *parts: BytesLike) -> None:
         """Send all parts, in order."""
+        ...
+
+    async def send_whole(self, *parts: BytesLike) -> None:
+        """`send`, but never a part of it: a cancellation takes effect when everything was sent, and
+        whatever else interrupts it closes the stream. For frames on a connection that many share."""
         ...
 
     async def receive_into(self, view: memoryview) -> int:
@@ -87,10 +95,6 @@ class Driver(Protocol):
 
     def event(self) -> Event:
         """A new event, for one waiter."""
-        ...
-
-    def shield(self) -> AbstractContextManager[Any]:
-        """No cancellation inside: for a send that must not stop in the middle of a frame."""
         ...
 
 
@@ -160,8 +164,8 @@ class BlockingStream:
         self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS
     ) -> None:
         self._sock = sock
-        self._timeout = progress_seconds
-        sock.settimeout(progress_seconds)
+        sock.settimeout(None)
+        self._set_timeout(progress_seconds)
 
     @property
     def progress_seconds(self) -> float:
@@ -169,9 +173,16 @@ class BlockingStream:
 
     @progress_seconds.setter
     def progress_seconds(self, seconds: float) -> None:
-        if seconds != self._timeout:
-            self._timeout = seconds
-            self._sock.settimeout(seconds)
+        if abs(seconds - self._timeout) > 0.01 * self._timeout:
+            self._set_timeout(seconds)
+
+    def _set_timeout(self, seconds: float) -> None:
+        """Have the kernel keep the time: Python's own timeout polls before every call."""
+        self._timeout = seconds
+        microseconds = max(1000, round(seconds * 1e6))
+        interval = _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
 
     def _stalled(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the connection made no progress for {self._timeout:g} s")
@@ -185,13 +196,20 @@ class BlockingStream:
             first = 0
             while first < len(views):
                 first = advance(views, first, self._sock.sendmsg(gather(views, first)))
-        except TimeoutError:
+        except BlockingIOError:
             raise self._stalled() from None
+
+    async def send_whole(self, *parts: BytesLike) -> None:
+        try:
+            await self.send(*parts)
+        except BaseException:
+            self.close()
+            raise
 
     async def receive_into(self, view: memoryview) -> int:
         try:
             return self._sock.recv_into(view)
-        except TimeoutError:
+        except BlockingIOError:
             raise self._stalled() from None
 
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
@@ -199,7 +217,7 @@ class BlockingStream:
             count, ancillary, flags, _ = self._sock.recvmsg_into(
                 [view], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )
-        except TimeoutError:
+        except BlockingIOError:
             raise self._stalled() from None
         return count, check_descriptors(ancillary, flags)
 
@@ -285,9 +303,6 @@ class BlockingDriver:
 
     def event(self) -> Event:
         return _BlockingEvent()
-
-    def shield(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -7,7 +7,7 @@ import errno
 import os
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import trio
@@ -72,6 +72,14 @@ class TrioStream:
                 continue
             first = advance(views, first, sent)
             await self._yield_after(sent)
+
+    async def send_whole(self, *parts: BytesLike) -> None:
+        try:
+            with trio.CancelScope(shield=True):
+                await self.send(*parts)
+        except BaseException:
+            self.close()
+            raise
 
     async def receive_into(self, view: memoryview) -> int:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -173,9 +181,6 @@ class TrioDriver:
 
     def event(self) -> Event:
         return _TrioEvent()
-
-    def shield(self) -> AbstractContextManager[Any]:
-        return trio.CancelScope(shield=True)
 
 
 async def _connect(sock: socket.socket, address: Any) -> None:

@@ -71,7 +71,7 @@ class PeerProcess:
         """Wait for the line `ready {...}`. Raises `CommandFailed` when it does not come."""
         assert self._process is not None
         assert self._process.stdout is not None
-        line = _read_line(self._process.stdout, time.monotonic() + READY_SECONDS)
+        line = read_line(self._process.stdout, time.monotonic() + READY_SECONDS)
         if not line.startswith(b"ready "):
             status = self._process.poll()
             ended = "" if status is None else f" (it ended with status {status})"
@@ -160,7 +160,7 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = READY_
         time.sleep(POLL_SECONDS)
 
 
-def _read_line(pipe: IO[bytes], deadline: float) -> bytes:
+def read_line(pipe: IO[bytes], deadline: float) -> bytes:
     """The next line, or what came of it until the deadline or the end."""
     line = b""
     while not line.endswith(b"\n"):

@@ -16,7 +16,28 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT: Final = "5"
 
-Key = Annotated[str, typer.Argument(metavar="KEY", help="Name of the object.", show_default=False)]
+
+def complete_key(context: typer.Context, incomplete: str) -> list[str]:
+    """Keys for the Tab key."""
+    from mooncake_p2p.completion import keys_beginning
+
+    return keys_beginning(
+        incomplete, context.params.get("socket"), context.params.get("namespace") or "default"
+    )
+
+
+Key = Annotated[
+    str,
+    typer.Argument(
+        metavar="KEY", help="Name of the object.", show_default=False, autocompletion=complete_key
+    ),
+]
+Keys = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="KEY", help="Names of the objects.", show_default=False, autocompletion=complete_key
+    ),
+]
 
 Socket = Annotated[
     str | None,
@@ -39,6 +60,7 @@ Timeout = Annotated[
         help="Give up after so long without progress.",
     ),
 ]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask whether you are sure.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+from mooncake_p2p.errors import CommandFailed, ExitCode
 from p2pstore.objects import MIB, format_bytes
 
 PROGRESS_AFTER_SECONDS: Final = 1.0
+RATE_AFTER_SECONDS: Final = 0.2
 PIPE_COLUMNS: Final = 10_000  # nothing is folded for a program that reads
 
 
@@ -23,6 +26,17 @@ def print_json(document: Any) -> None:
 def remark(text: str) -> None:
     """One line on stderr."""
     print(text, file=sys.stderr)
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Go on only with --yes, or when somebody at the terminal says so. Raises `CommandFailed`."""
+    if yes:
+        return
+    if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise CommandFailed(f"{question} Nobody is here to ask: add --yes", ExitCode.USAGE)
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise CommandFailed("nothing was removed")
 
 
 def printable(text: str) -> str:
@@ -88,67 +102,103 @@ def print_table(
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
-class Advance(Protocol):
-    """Says that so many more bytes are done."""
-
-    def __call__(self, count: int, /) -> None: ...
-
-
 @contextmanager
-def progress(label: str, total_bytes: int | None = None) -> Iterator[Advance]:
+def progress(label: str, total_bytes: int | None = None) -> Iterator[ProgressBar]:
     """A progress bar on stderr for what takes over a second; nothing when stderr is no terminal.
 
     Without a total, and as long as nothing advances, it only shows that work goes on, since when.
     """
-    if not sys.stderr.isatty():
-        yield lambda count: None
+    bar = ProgressBar(label, total_bytes, shown=sys.stderr.isatty())
+    if not bar.shown:
+        yield bar
         return
-    bar = _Bar(label, total_bytes)
     timer = threading.Timer(PROGRESS_AFTER_SECONDS, bar.show)
     timer.daemon = True
     timer.start()
     try:
-        yield bar.advance
+        yield bar
     finally:
         timer.cancel()
         timer.join()
         bar.hide()
 
 
-class _Bar:
-    def __init__(self, label: str, total_bytes: int | None) -> None:
+class ProgressBar:
+    """What `progress` gives its body: tell it how far the work is. `shown` says whether anybody looks."""
+
+    def __init__(self, label: str, total_bytes: int | None, *, shown: bool) -> None:
+        self.shown = shown
         self._label = label
         self._total = total_bytes
         self._done = 0
+        self._since = time.monotonic()
+        self._lock = threading.Lock()
         self._bar: Any = None
+
+    def advance(self, count: int) -> None:
+        """So many more bytes are done."""
+        self.at(self._done + count, self._total)
+
+    def at(self, done_bytes: int, total_bytes: int | None) -> None:
+        """So many bytes are done of so many; going back means that the work starts over."""
+        if not self.shown:
+            return
+        with self._lock:
+            if not self._done or done_bytes < self._done:
+                self._since = time.monotonic()
+            self._done, self._total = done_bytes, total_bytes
+            if self._bar is not None:
+                self._update()
+
+    def relabel(self, label: str) -> None:
+        """The work goes on with something else."""
+        with self._lock:
+            self._label = label
+            if self._bar is not None:
+                self._update()
+
+    def _update(self) -> None:
+        facts = format_progress(self._done, self._total, time.monotonic() - self._since)
+        self._bar.update(
+            self._task,
+            description=printable(self._label),
+            total=self._total,
+            completed=self._done,
+            facts=facts,
+        )
 
     def show(self) -> None:
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            FileSizeColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TransferSpeedColumn,
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(None),
+            TextColumn("{task.fields[facts]}", markup=False),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
         )
-
-        columns: list[Any] = [TextColumn("{task.description}", markup=False), BarColumn(None)]
-        if self._total is not None:
-            columns += [DownloadColumn(), TransferSpeedColumn()]
-        elif self._done:
-            columns += [FileSizeColumn(), TransferSpeedColumn()]
-        bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
-        self._task = bar.add_task(printable(self._label), total=self._total, completed=self._done)
+        with self._lock:
+            self._task = bar.add_task("", total=self._total, facts="")
+            bar.tasks[0].start_time = bar.get_time() - PROGRESS_AFTER_SECONDS
+            self._bar = bar
+            self._update()
         bar.start()
-        self._bar = bar
-
-    def advance(self, count: int) -> None:
-        self._done += count
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._done)
 
     def hide(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def format_progress(done_bytes: int, total_bytes: int | None, seconds: float) -> str:
+    """How far, how fast and how much longer: `1.2 GiB of 4.0 GiB, 812.00 MB/s, 4 s left`."""
+    if not done_bytes:
+        return ""
+    if total_bytes is None:
+        return f"{format_bytes(done_bytes)}, {format_rate(done_bytes, seconds)}"
+    text = f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}"
+    if done_bytes >= total_bytes or seconds < RATE_AFTER_SECONDS:
+        return text
+    left_seconds = (total_bytes - done_bytes) * seconds / done_bytes
+    return f"{text}, {format_rate(done_bytes, seconds)}, {left_seconds:.0f} s left"

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
-import secrets
 import select
 import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
 from mooncake_p2p.errors import CommandFailed, ExitCode
-from mooncake_p2p.output import Advance, progress
+from mooncake_p2p.output import progress
 from p2pstore.objects import MAX_OBJECT_BYTES, MIB, check_object_length
 
 PIECE_BYTES: Final = MIB
 
-Fill = Callable[[int, Callable[[int], memoryview]], int]
+SMALL_PAGES_BYTES: Final = 2 * MIB
+
+Advance = Callable[[int], None]
+"""Says that so many more bytes are done."""
 
 
 @contextmanager
@@ -63,8 +63,8 @@ def value_of(descriptor: int) -> Iterator[memoryview]:
             yield view[start:]
         return
     with tempfile.TemporaryFile(prefix="mooncake-p2p-") as spool:
-        with progress("reading") as advance:
-            length = _spool(descriptor, spool.fileno(), advance)
+        with progress("reading") as bar:
+            length = _spool(descriptor, spool.fileno(), bar.advance)
         with mapped(spool.fileno(), length, mmap.PROT_READ) as view:
             yield view
 
@@ -95,13 +95,15 @@ def _read(descriptor: int) -> bytes:
 
 
 def memory_for(length: int) -> memoryview:
-    """`length` bytes of new memory in large pages where the kernel has them: a quarter of the time
-    of filling small ones. Freed with the last view."""
+    """`length` bytes of new memory, of which only what is written to costs anything. Behind the first
+    2 MiB in large pages where the kernel has them: a quarter of the time of filling small ones.
+    Freed with the last view."""
     if not length:
         return memoryview(bytearray())
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    if length > SMALL_PAGES_BYTES:
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE, SMALL_PAGES_BYTES)
     return memoryview(memory)
 
 
@@ -133,56 +135,6 @@ def write_all(descriptor: int, view: memoryview, advance: Advance = lambda count
             continue
         position += count
         advance(count)
-
-
-class Destination:
-    """A new file beside `path` that takes its name only when complete.
-
-    Until `commit`, `path` is untouched, and `close` without it leaves nothing. A path that exists
-    and is no regular file (a FIFO, /dev/null) has no such choice: see `is_stream`.
-    """
-
-    def __init__(self, path: str) -> None:
-        """Raises `OSError` when a file cannot be made there, before any byte moves."""
-        self.path = Path(os.path.realpath(path))  # a symbolic link stays; what it names is replaced
-        if self.path.is_dir():
-            raise CommandFailed(f"{path}: is a directory; name a file in it")
-        self._part = self.path.with_name(f".mooncake-p2p-{secrets.token_hex(8)}.part")
-        try:
-            self.descriptor = os.open(
-                self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
-            )
-        except OSError as error:
-            raise CommandFailed(f"cannot write {path}: {error.strerror}") from error
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.fchmod(self.descriptor, stat.S_IMODE(self.path.stat().st_mode))
-        except BaseException:
-            self.close()
-            raise
-
-    def resize(self, length: int) -> None:
-        """Make the file `length` bytes long and its room on the disk certain."""
-        try:
-            os.ftruncate(self.descriptor, length)
-            if length:
-                os.posix_fallocate(self.descriptor, 0, length)
-        except OSError as error:
-            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
-                return
-            raise CommandFailed(
-                f"no room for {length:,} bytes at {self.path}: {error.strerror}"
-            ) from error
-
-    def commit(self) -> None:
-        """Give the file its name, replacing what had it."""
-        os.rename(self._part, self.path)
-
-    def close(self) -> None:
-        """Let go of the file; without `commit` it is gone."""
-        os.close(self.descriptor)
-        with contextlib.suppress(FileNotFoundError):
-            self._part.unlink()
 
 
 def is_stream(path: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from p2pstore.client.arguments import PIN_NAMES
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.local.messages import Copy, ItemError, Keys, PeersReply, PutOutcome
 from p2pstore.objects import format_peer_id
@@ -18,21 +19,18 @@ from p2pstore.results import (
 )
 from p2pstore.wire import error_of
 
-PIN_NAMES: Final[tuple[PinName, ...]] = ("none", "soft", "hard")
 STATUS_NAMES: Final[tuple[PutStatusName, ...]] = ("created", "unchanged", "kept_existing")
 TIER_NAMES: Final = ("dram", "ssd", "both")
-
-
-def pin_number(name: str) -> int:
-    """The number of a pin on the wire. Raises `ValueError`."""
-    if name not in PIN_NAMES:
-        raise ValueError(f"a pin is none, soft or hard, not {name!r}")
-    return PIN_NAMES.index(name)
 
 
 def pin_name(number: int) -> PinName:
     """The name of a pin; one that a newer peer invented counts as hard."""
     return PIN_NAMES[min(number, len(PIN_NAMES) - 1)]
+
+
+def tier_name(number: int) -> str:
+    """The name of a tier; one that a newer peer invented counts as both."""
+    return TIER_NAMES[number] if 0 <= number < len(TIER_NAMES) else "both"
 
 
 def put_result(key: str, outcome: PutOutcome, peer_name: str) -> PutResult:
@@ -78,7 +76,7 @@ def location(copy: Copy) -> Location:
     return Location(
         peer_id=format_peer_id(copy.peer_id),
         peer=copy.name,
-        tier=TIER_NAMES[copy.tier] if copy.tier < len(TIER_NAMES) else "both",
+        tier=tier_name(copy.tier),
         size_hint=copy.length_hint,
         version=(copy.clock, copy.writer),
         soft=copy.soft,
@@ -124,6 +122,13 @@ def peer_infos(reply: PeersReply) -> list[PeerInfo]:
             me=entry.me,
             software=entry.software,
             heard_seconds_ago=entry.heard_seconds_ago,
+            round_trip_seconds=(
+                entry.round_trip_seconds if entry.round_trip_seconds >= 0 else None
+            ),
+            transports={
+                use.name: {"objects": use.objects, "bytes": use.bytes, "failures": use.failures}
+                for use in entry.transports
+            },
         )
         for entry in reply.items
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -10,12 +11,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from p2pstore.client.link import TIDY_SECONDS, PeerLink
+from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.session import ClientSession
-from p2pstore.client.values import Framework
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE
 from p2pstore.results import (
     Buffer,
+    Framework,
     ItemResult,
     KeyPage,
     Location,
@@ -24,10 +26,13 @@ from p2pstore.results import (
     PutResult,
 )
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, BlockingDriver, run_blocking
+from p2pstore.transfer.trace import FetchTrace, Progress
 
 
 class BlockingClient:
     """A connected client of the local peer; the methods are those of `p2pstore.ObjectStore`, plain.
+
+    Their documentation is that of the `ClientSession` methods of the same names.
 
     Any number of threads may use it at once. Close it, or use it as a context manager. Pickles as
     its socket path and namespace, and connects again where it is unpickled.
@@ -36,7 +41,7 @@ class BlockingClient:
     def __init__(
         self,
         *,
-        socket: str | None = None,
+        socket: str | os.PathLike[str] | None = None,
         namespace: str = DEFAULT_NAMESPACE,
         timeout: float = DEFAULT_PROGRESS_SECONDS,
     ) -> None:
@@ -88,8 +93,8 @@ class BlockingClient:
         ttl: float | None = None,
         overwrite: bool = False,
         durable: bool = False,
+        progress: Progress | None = None,
     ) -> PutResult:
-        """See `ClientSession.put`; so for all methods below."""
         return run_blocking(
             self._session.put(
                 key,
@@ -99,31 +104,69 @@ class BlockingClient:
                 ttl=ttl,
                 overwrite=overwrite,
                 durable=durable,
+                progress=progress,
             )
         )
 
     def put_tensor(
-        self, key: str, tensor: Any, *, replicas: int = 1, overwrite: bool = False
+        self,
+        key: str,
+        tensor: Any,
+        *,
+        replicas: int = 1,
+        pin: PinName = "none",
+        ttl: float | None = None,
+        overwrite: bool = False,
+        durable: bool = False,
     ) -> PutResult:
         return run_blocking(
-            self._session.put_tensor(key, tensor, replicas=replicas, overwrite=overwrite)
+            self._session.put_tensor(
+                key,
+                tensor,
+                replicas=replicas,
+                pin=pin,
+                ttl=ttl,
+                overwrite=overwrite,
+                durable=durable,
+            )
         )
 
     def put_many(
-        self, items: Sequence[tuple[str, Buffer]], *, replicas: int = 1, overwrite: bool = False
-    ) -> list[ItemResult]:
-        return run_blocking(self._session.put_many(items, replicas=replicas, overwrite=overwrite))
+        self,
+        items: Sequence[tuple[str, Buffer]],
+        *,
+        replicas: int = 1,
+        pin: PinName = "none",
+        ttl: float | None = None,
+        overwrite: bool = False,
+        durable: bool = False,
+    ) -> list[ItemResult[PutResult]]:
+        return run_blocking(
+            self._session.put_many(
+                items, replicas=replicas, pin=pin, ttl=ttl, overwrite=overwrite, durable=durable
+            )
+        )
 
     def get(self, key: str, *, wait: float = 0.0) -> bytes:
         return run_blocking(self._session.get(key, wait=wait))
 
-    def get_into(self, key: str, buffer: Buffer, *, wait: float = 0.0) -> int:
-        return run_blocking(self._session.get_into(key, buffer, wait=wait))
+    def get_into(
+        self,
+        key: str,
+        buffer: Buffer,
+        *,
+        wait: float = 0.0,
+        progress: Progress | None = None,
+        trace: FetchTrace | None = None,
+    ) -> int:
+        return run_blocking(
+            self._session.get_into(key, buffer, wait=wait, progress=progress, trace=trace)
+        )
 
     def get_tensor(self, key: str, *, wait: float = 0.0, framework: Framework | None = None) -> Any:
         return run_blocking(self._session.get_tensor(key, wait=wait, framework=framework))
 
-    def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult]:
+    def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult[int]]:
         return run_blocking(self._session.get_many_into(items))
 
     @contextmanager
@@ -138,6 +181,9 @@ class BlockingClient:
 
     def take_lease(self, key: str, *, wait: float = 0.0) -> memoryview:
         return run_blocking(self._session.take_lease(key, wait=wait))
+
+    def register(self, buffer: Buffer) -> RegisteredBuffer:
+        return self._session.register(buffer)
 
     def contains(self, key: str) -> bool:
         return run_blocking(self._session.contains(key))
@@ -154,7 +200,7 @@ class BlockingClient:
     def remove(self, key: str) -> bool:
         return run_blocking(self._session.remove(key))
 
-    def remove_many(self, keys: Sequence[str]) -> list[ItemResult]:
+    def remove_many(self, keys: Sequence[str]) -> list[ItemResult[bool]]:
         return run_blocking(self._session.remove_many(keys))
 
     def list_keys(
@@ -193,6 +239,11 @@ class BlockingClient:
 
     def leave(self, *, drain: float = 0.0) -> None:
         run_blocking(self._session.leave(drain=drain))
+
+
+for _name, _method in vars(BlockingClient).items():
+    if not _name.startswith("_") and callable(_method) and not _method.__doc__:
+        _method.__doc__ = getattr(ClientSession, _name).__doc__
 
 
 class _Janitor:

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from p2pstore.client.values import (
-    Framework,
     destination_view,
     empty_tensor,
-    fits_tensor,
     fresh_bytes,
 )
 from p2pstore.errors import P2PStoreError
+from p2pstore.results import Framework
 from p2pstore.transfer.layout import Slot, TrailerBody
 
 
@@ -35,15 +34,10 @@ class TensorDestination:
         self._framework = framework
 
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
-        if not fits_tensor(trailer.dtype, trailer.shape, slot.length):
+        if not trailer.dtype:
             raise P2PStoreError(
                 f"{trailer.key!r} is not a tensor: it was put as plain bytes; use get or get_into"
             )
-        self.tensor = empty_tensor(trailer.dtype, trailer.shape, self._framework)
-        view = destination_view(self.tensor)
-        if len(view) != slot.length:
-            raise P2PStoreError(
-                f"{trailer.key!r} has {slot.length:,} bytes, a tensor of {trailer.dtype} and shape "
-                f"{trailer.shape} needs {len(view):,}"
-            )
-        return view
+        shape = tuple(trailer.shape)
+        self.tensor = empty_tensor(trailer.dtype, shape, slot.length, self._framework)
+        return destination_view(self.tensor)

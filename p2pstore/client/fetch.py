@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Final
 
-from p2pstore.client.answers import error_in, name_key
+from p2pstore.client.answers import error_in, name_key, tier_name
 from p2pstore.client.link import PeerLink
-from p2pstore.errors import P2PStoreError, Unavailable
+from p2pstore.errors import NoSuchKey, P2PStoreError, Unavailable
 from p2pstore.local.messages import (
     OWN_COPY,
     Holder,
@@ -19,7 +20,7 @@ from p2pstore.local.messages import (
     PlanItem,
     Planned,
 )
-from p2pstore.objects import Version
+from p2pstore.objects import Version, namespace_digest
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.messages import Ticket
 from p2pstore.transfer.reader import Copied
@@ -32,6 +33,7 @@ from p2pstore.transfer.transport import (
     RemoteCopy,
     Transport,
     pull_with_failover,
+    watch_of,
 )
 from p2pstore.wire import Code
 
@@ -39,6 +41,9 @@ LEASED_READS: Final = 4
 PLANS: Final = 2
 """How often the local peer is asked for holders: again after all that it named have failed."""
 PLAN_DIGESTS: Final = 4096
+FIRST_PAUSE_SECONDS: Final = 0.05
+LAST_PAUSE_SECONDS: Final = 0.5
+"""Between two plans for a key that is waited for and that no named holder delivered."""
 FETCH_SECONDS: Final = 60.0
 """How long the peer may take to bring an object here. It watches over the progress itself."""
 
@@ -46,8 +51,9 @@ FETCH_SECONDS: Final = 60.0
 class Fetcher:
     """Reads objects for one client. Delivers only bytes that were verified."""
 
-    def __init__(self, link: PeerLink) -> None:
+    def __init__(self, link: PeerLink, namespace: str) -> None:
         self._link = link
+        self._namespace = namespace_digest(namespace)
         self._shm = ShmTransport(link.driver)
         self._pool = DataPool(link.driver, progress_seconds=link.timeout_seconds)
         self._transports: list[Transport] = [self._shm, TcpTransport(self._pool)]
@@ -60,13 +66,53 @@ class Fetcher:
     async def fetch(
         self, key: str, digest: bytes, destination: Destination, wait_seconds: float = 0.0
     ) -> Copied | Pulled:
-        """Bring the object to the destination. Raises `NoSuchKey`, `Unavailable`, what the
-        destination raises, `DeadlineExceeded`, `StoreClosed`."""
+        """Bring the object to the destination. Raises, when it is still so after `wait_seconds`,
+        `NoSuchKey` or `Unavailable`; at once what the destination raises, `DeadlineExceeded`,
+        `StoreClosed`."""
+        wait_until = time.monotonic() + wait_seconds
+        pause_seconds = FIRST_PAUSE_SECONDS
+        while True:
+            copied = await self._read_here_watched(digest, destination)
+            if copied is not None:
+                return copied
+            left_seconds = max(0.0, wait_until - time.monotonic())
+            plan = await self._plan_watched(digest, destination, left_seconds)
+            try:
+                return await self.fetch_planned(key, digest, destination, plan)
+            except (NoSuchKey, Unavailable):  # whoever had it has just dropped it, or died
+                left_seconds = wait_until - time.monotonic()
+                if left_seconds <= 0:
+                    raise
+            await self._link.driver.sleep(min(pause_seconds, left_seconds))
+            pause_seconds = min(2 * pause_seconds, LAST_PAUSE_SECONDS)
+
+    async def _read_here_watched(self, digest: bytes, destination: Destination) -> Copied | None:
+        watch = watch_of(destination)
+        if watch is None:
+            return await self.read_here(digest, destination)
+        began = watch.clock()
         copied = await self.read_here(digest, destination)
         if copied is not None:
-            return copied
-        plan = (await self.plan([digest], wait_seconds))[0]
-        return await self.fetch_planned(key, digest, destination, plan)
+            watch.was_here(self._link.connection.hello.name, copied.length, watch.clock() - began)
+        return copied
+
+    async def _plan_watched(
+        self,
+        digest: bytes,
+        destination: Destination,
+        wait_seconds: float = 0.0,
+        exclude: Sequence[int] = (),
+    ) -> PlanItem:
+        watch = watch_of(destination)
+        began = 0.0 if watch is None else watch.clock()
+        planned = await self._plan([digest], wait_seconds, exclude)
+        plan = planned.items[0]
+        if watch is not None:
+            holders = {each.member: (each.name, tier_name(each.tier)) for each in plan.holders}
+            watch.looked_up(
+                watch.clock() - began, holders, plan.known_unreachable, planned.homes_asked
+            )
+        return plan
 
     async def read_here(self, digest: bytes, destination: Destination) -> Copied | None:
         """A verified copy out of the local peer's segment, or None when it has none."""
@@ -91,7 +137,14 @@ class Fetcher:
         self, digests: Sequence[bytes], wait_seconds: float = 0.0, exclude: Sequence[int] = ()
     ) -> list[PlanItem]:
         """Where these objects can be read, one item each."""
+        return (await self._plan(digests, wait_seconds, exclude)).items
+
+    async def _plan(
+        self, digests: Sequence[bytes], wait_seconds: float, exclude: Sequence[int]
+    ) -> Planned:
+        """All items, and how many home peers were asked at most by one request."""
         items: list[PlanItem] = []
+        homes_asked = 0
         for start in range(0, len(digests), PLAN_DIGESTS):
             some = digests[start : start + PLAN_DIGESTS]
             request = Plan(
@@ -99,6 +152,7 @@ class Fetcher:
                 round(wait_seconds * 1000),
                 deadline_ms(self._link.timeout_seconds),
                 list(exclude),
+                self._namespace,
             )
             reply = await self._link.request(
                 LocalKind.PLAN, request, Planned, extra_seconds=wait_seconds
@@ -106,7 +160,8 @@ class Fetcher:
             if len(reply.items) != len(some):
                 raise P2PStoreError("the local peer answered for another number of keys")
             items += reply.items
-        return items
+            homes_asked = max(homes_asked, reply.homes_asked)
+        return Planned(items, homes_asked)
 
     async def fetch_planned(
         self, key: str, digest: bytes, destination: Destination, plan: PlanItem
@@ -134,14 +189,16 @@ class Fetcher:
                 assert report.error is not None
                 error = name_key(key, report.error)
             if attempt + 1 < PLANS:
-                plan = (await self.plan([digest], exclude=failed))[0]
+                plan = await self._plan_watched(digest, destination, exclude=failed)
         raise error or Unavailable(f"{key!r} changed or moved while it was read: try again")
 
     async def _pull(
         self, digest: bytes, destination: Destination, holders: Sequence[Holder]
     ) -> PullReport:
         copies = [remote_copy(holder) for holder in holders]
+        began = time.monotonic()
         report = await pull_with_failover(copies, self._transports, digest, destination)
+        self._link.note_pull(digest, report, time.monotonic() - began)
         self.report(digest, report)
         return report
 
@@ -158,7 +215,18 @@ class Fetcher:
         self, holder: Holder, items: Sequence[tuple[bytes, Destination]]
     ) -> list[Pulled | Exception]:
         """Many objects from one holder, over one connection; per item what came, or why not."""
-        return list(await self._pool.pull_many(remote_copy(holder), items))
+        outcomes: list[Pulled | Exception] = list(
+            await self._pool.pull_many(remote_copy(holder), items)
+        )
+        pulled = [each for each in outcomes if isinstance(each, Pulled)]
+        self._link.note_pulls(
+            holder.member,
+            TcpTransport.name,
+            objects=len(pulled),
+            length_bytes=sum(each.length for each in pulled),
+            failures=len(outcomes) - len(pulled),
+        )
+        return outcomes
 
     async def _read_under_lease(
         self, digest: bytes, destination: Destination
@@ -172,7 +240,7 @@ class Fetcher:
             if any(grant.error.code for grant in reply.items):
                 return None, False
             for _ in range(LEASED_READS):  # the index may move under a reader, the object cannot
-                copied = await self.read_here(digest, destination)
+                copied = await self._read_here_watched(digest, destination)
                 if copied is not None:
                     return copied, True
             return None, True

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from p2pstore.client.leases import LeaseBook
+from p2pstore.client.pull_ledger import PullLedger
 from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
 from p2pstore.local.connection import LocalConnection
 from p2pstore.local.messages import (
@@ -23,6 +24,7 @@ from p2pstore.local.messages import (
 )
 from p2pstore.streams import Driver
 from p2pstore.transfer.reader import SegmentReader
+from p2pstore.transfer.transport import PullReport
 from p2pstore.wire import ONE_WAY, Message, encode_frame
 
 M = TypeVar("M", bound=Message)
@@ -57,6 +59,7 @@ class PeerLink:
         self._give_all_back = False
         self._reads: dict[bytes, list[int]] = {}
         self._failures: deque[HolderFailure] = deque(maxlen=MAX_REPORTED_FAILURES)
+        self._pulls = PullLedger()
         self._reported_at = 0.0
         self._ahead_checked_at = 0.0
         self._alive_at = 0.0
@@ -77,6 +80,8 @@ class PeerLink:
     def close(self) -> None:
         """End the session. Views that callers still hold stay readable; their leases have ended, so
         the peer may reuse the memory for something else."""
+        if self._reads or self._pulls or self._failures:
+            self.connection.say_last(_one_way(LocalKind.REPORT, self._take_report()))
         self.connection.close()
         self.readers.clear()
 
@@ -138,6 +143,20 @@ class PeerLink:
             self._reads[digest] = [1, length]
             self.stir()
 
+    def note_pull(self, digest: bytes, report: PullReport, seconds: float) -> None:
+        """An object was read from its holders, or was not."""
+        self._pulls.pulled(digest, report, seconds)
+        self.stir()
+
+    def note_pulls(
+        self, member: int, transport: str, *, objects: int, length_bytes: int, failures: int
+    ) -> None:
+        """A batch was read from one holder."""
+        self._pulls.count(
+            member, transport, objects=objects, length_bytes=length_bytes, failures=failures
+        )
+        self.stir()
+
     def note_failures(self, failures: Sequence[HolderFailure]) -> None:
         """Holders that did not deliver, told before anything else is asked."""
         self._failures.extend(failures)
@@ -152,7 +171,7 @@ class PeerLink:
             )
         while self._aborts:  # each alone: one that has ended already must not hold up others
             frames.append(_one_way(LocalKind.ABORT, Abort([self._aborts.popleft()])))
-        if self._failures or self._reads:
+        if self._failures or self._reads or self._pulls:
             now = time.monotonic()
             if self._failures or now - self._reported_at >= REPORT_SECONDS:
                 self._reported_at = now
@@ -170,6 +189,7 @@ class PeerLink:
                 for digest, (count, length) in list(reads.items())
             ],
             failures,
+            *self._pulls.take(),
         )
 
     # --- tidying up --------------------------------------------------------------------------
@@ -187,6 +207,7 @@ class PeerLink:
             or self._aborts
             or self._reads
             or self._failures
+            or self._pulls
             or self.ahead.held
             or self.connection.awaits_late_replies
         )

@@ -12,6 +12,7 @@ import numpy as np
 from p2pstore.local.messages import Reservation, ReserveItem
 from p2pstore.objects import MIB, chunk_bounds, chunk_count, chunk_sum
 from p2pstore.streams import Driver
+from p2pstore.transfer.trace import Progress
 
 PIECE_BYTES: Final = 4 * MIB
 SMALL_COPY_BYTES: Final = 64 * 1024
@@ -58,9 +59,11 @@ def copy_and_sum(target: memoryview, source: memoryview) -> bytes:
     return np.array(sums, "<u8").tobytes()
 
 
-async def fill(driver: Driver, target: memoryview, source: memoryview) -> bytes:
+async def fill(
+    driver: Driver, target: memoryview, source: memoryview, progress: Progress | None = None
+) -> bytes:
     """`copy_and_sum`; what is over 4 MiB goes in pieces of that on a thread, and can be cancelled
-    between them: after that nothing writes to `target` any more."""
+    between them: after that nothing writes to `target` any more. `progress` hears of each piece."""
     if len(source) <= PIECE_BYTES:
         return copy_and_sum(target, source)
     sums = []
@@ -68,6 +71,8 @@ async def fill(driver: Driver, target: memoryview, source: memoryview) -> bytes:
         end = min(start + PIECE_BYTES, len(source))
         copy = partial(copy_and_sum, target[start:end], source[start:end])
         sums.append(await driver.run_in_thread(copy))
+        if progress is not None:
+            progress(end, len(source))
     return b"".join(sums)
 
 

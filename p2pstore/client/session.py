@@ -1,30 +1,41 @@
-"""Everything a client does, written once for both drivers."""
+"""Everything a client does, written once for all drivers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
-from p2pstore.client import answers
+import numpy as np
+from numpy.typing import NDArray
+
+from p2pstore.client import answers, arguments
 from p2pstore.client.answers import plain_error
 from p2pstore.client.destinations import BytesDestination, TensorDestination
 from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
 from p2pstore.client.link import PeerLink
-from p2pstore.client.values import Framework, describe_tensor, destination_view, source_view
+from p2pstore.client.registered import RegisteredBuffer
+from p2pstore.client.values import describe_tensor, destination_view, source_view
 from p2pstore.client.writing import Writer, put_options
-from p2pstore.errors import P2PStoreError, StoreClosed
+from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError, StoreClosed
 from p2pstore.local import messages as local
 from p2pstore.local.messages import Access, LocalKind
 from p2pstore.local.paths import find_socket
 from p2pstore.objects import (
     DEFAULT_NAMESPACE,
+    DIGEST_BYTES,
     Version,
+    batch_key_hasher,
     encode_key,
     key_hasher,
 )
 from p2pstore.results import (
     Buffer,
+    Framework,
     ItemResult,
     KeyPage,
     Location,
@@ -34,12 +45,15 @@ from p2pstore.results import (
 )
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver
 from p2pstore.transfer.shm import expired
+from p2pstore.transfer.trace import FetchTrace, Progress, ReadWatch
 from p2pstore.transfer.transport import BufferDestination, Destination
 from p2pstore.wire import Code, Empty, Message
 
 M = TypeVar("M", bound=Message)
 
 BATCH_KEYS: Final = 8192
+CONTAINS_KEYS: Final = 4096
+"""Keys asked about at once: the peer looks them up within the 5 ms that its loop may be held."""
 REMOVE_SECONDS: Final = 5.0
 """What removing and listing may take on top, as other peers are asked."""
 
@@ -56,19 +70,20 @@ class ClientSession:
         self,
         driver: Driver,
         *,
-        socket: str | None = None,
+        socket: str | os.PathLike[str] | None = None,
         namespace: str = DEFAULT_NAMESPACE,
         timeout: float = DEFAULT_PROGRESS_SECONDS,
     ) -> None:
-        if not timeout > 0:
-            raise ValueError(f"the timeout must be above 0 seconds, not {timeout}")
-        self.namespace = namespace
-        self.timeout = timeout
+        self.namespace = arguments.text("namespace", namespace)
+        self.timeout = arguments.seconds("timeout", timeout, above_zero=True)
         self._driver = driver
-        self._wanted_socket = socket
+        self._wanted_socket = None if socket is None else os.fspath(socket)
         self._digest = key_hasher(namespace)
+        self._digests = batch_key_hasher(namespace)
         self._open_link: PeerLink | None = None
         self._open_fetcher: Fetcher | None = None
+        self._open_writer: Writer | None = None
+        self._registered: weakref.WeakSet[RegisteredBuffer] = weakref.WeakSet()
 
     async def open(self) -> None:
         """Connect. Raises `NoLocalPeer`, `AmbiguousLocalPeer`, `ProtocolMismatch`."""
@@ -80,14 +95,25 @@ class ClientSession:
             access=Access.WRITE,
             timeout_seconds=self.timeout,
         )
-        self._open_fetcher = Fetcher(self._open_link)
+        self._open_fetcher = Fetcher(self._open_link, self.namespace)
+        self._open_writer = Writer(self._open_link, self.namespace)
 
     def close(self) -> None:
-        """Disconnect; may be called twice. What was reserved or leased ends with it."""
-        if self._open_link is not None:
-            self._open_link.close()
+        """Disconnect; may be called twice. What was reserved, leased or registered ends with it.
+
+        In a forked child it only lets go: what is open belongs to the parent, which goes on using it.
+        """
+        for registered in list(self._registered):
+            registered.close()
+        if self._open_link is None:
+            return
+        self._open_link.close()
+        if self._open_link.connection.is_inherited:
+            return
         if self._open_fetcher is not None:
             self._open_fetcher.close()
+        if self._open_writer is not None:
+            self._open_writer.close()
 
     @property
     def socket_path(self) -> str:
@@ -108,9 +134,9 @@ class ClientSession:
 
     @property
     def _writer(self) -> Writer:
-        link = self._link
-        link.check()
-        return Writer(link, self.namespace)
+        self._link.check()
+        assert self._open_writer is not None
+        return self._open_writer
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         socket = self._wanted_socket if self._open_link is None else self.socket_path
@@ -128,46 +154,80 @@ class ClientSession:
         ttl: float | None = None,
         overwrite: bool = False,
         durable: bool = False,
+        progress: Progress | None = None,
     ) -> PutResult:
         """Store a value under a key. `ttl` in seconds. With `replicas`, returns when so many copies
-        exist or no more can be made. Raises `CapacityExceeded` or `ObjectTooLarge` before any byte
-        is copied, `ValueError` for a value that is not contiguous."""
+        exist or no more can be made. On another peer when the local one has no room: the result's
+        `location` says where. Raises `CapacityExceeded` when no peer has room, and `ObjectTooLarge`
+        above 4 GiB, before any byte is copied; `ValueError` for a value that is not contiguous.
+        `progress` is called with the bytes copied so far and the bytes in all; the replicas are made
+        after that."""
         options = put_options(replicas, pin, ttl, overwrite, durable)
-        return await self._writer.put(key, source_view(value), options)
+        return await self._writer.put(key, source_view(value), options, progress)
 
     async def put_tensor(
-        self, key: str, tensor: Any, *, replicas: int = 1, overwrite: bool = False
+        self,
+        key: str,
+        tensor: Any,
+        *,
+        replicas: int = 1,
+        pin: PinName = "none",
+        ttl: float | None = None,
+        overwrite: bool = False,
+        durable: bool = False,
     ) -> PutResult:
         """`put` for a numpy array or CPU torch tensor, with its dtype and shape."""
         dtype, shape = describe_tensor(tensor)
-        options = put_options(replicas, "none", None, overwrite, False)
+        options = put_options(replicas, pin, ttl, overwrite, durable)
         return await self._writer.put(
             key, source_view(tensor), options | {"dtype": dtype, "shape": shape}
         )
 
     async def put_many(
-        self, items: Sequence[tuple[str, Buffer]], *, replicas: int = 1, overwrite: bool = False
-    ) -> list[ItemResult]:
+        self,
+        items: Sequence[tuple[str, Buffer]],
+        *,
+        replicas: int = 1,
+        pin: PinName = "none",
+        ttl: float | None = None,
+        overwrite: bool = False,
+        durable: bool = False,
+    ) -> list[ItemResult[PutResult]]:
         """Store many values in few requests; one result per item, in order. Never raises for one
         item that fails: its result carries the error."""
-        return await self._writer.put_many(
-            items, put_options(replicas, "none", None, overwrite, False)
-        )
+        options = put_options(replicas, pin, ttl, overwrite, durable)
+        return await self._writer.put_many(arguments.item_list(items), options)
 
     # --- get ---------------------------------------------------------------------------------
 
     async def get(self, key: str, *, wait: float = 0.0) -> bytes:
         """The value. `wait` seconds for a key that may still be on its way. Raises `NoSuchKey`, or
         `Unavailable` when copies are known and none can be reached."""
-        destination = BytesDestination()
+        destination, wait = BytesDestination(), arguments.seconds("wait", wait)
         await self._fetcher.fetch(key, self._digest(key), destination, wait)
         return destination.value()
 
-    async def get_into(self, key: str, buffer: Buffer, *, wait: float = 0.0) -> int:
+    async def get_into(
+        self,
+        key: str,
+        buffer: Buffer,
+        *,
+        wait: float = 0.0,
+        progress: Progress | None = None,
+        trace: FetchTrace | None = None,
+    ) -> int:
         """Write the value to the beginning of `buffer` and return its length in bytes. Raises
         `BufferTooSmall`, whose `needed` says how long the value is, before any byte is written.
-        After any other error the buffer may hold anything."""
+        After any other error the buffer may hold anything.
+
+        `progress` is called with the bytes done and the bytes in all while they arrive; `trace` is
+        filled with where the value came from and what took how long."""
         view, digest, fetcher = destination_view(buffer), self._digest(key), self._fetcher
+        wait = arguments.seconds("wait", wait)
+        if progress is not None or trace is not None:
+            watch = ReadWatch(time.perf_counter, progress, trace)
+            watched = BufferDestination(view, watch)
+            return (await fetcher.fetch(key, digest, watched, wait)).length
         copied = await fetcher.read_here_into(digest, view)
         if copied is not None:
             return copied.length
@@ -176,16 +236,18 @@ class ClientSession:
     async def get_tensor(
         self, key: str, *, wait: float = 0.0, framework: Framework | None = None
     ) -> Any:
-        """The tensor as it was put: numpy or torch, unless `framework` asks for one of them."""
-        destination = TensorDestination(framework)
+        """The tensor as it was put: numpy or torch, unless `framework` asks for one of them. Raises as
+        `get`, and `P2PStoreError` for what was put by `put`, or cannot be had in that framework."""
+        destination = TensorDestination(arguments.framework(framework))
+        wait = arguments.seconds("wait", wait)
         await self._fetcher.fetch(key, self._digest(key), destination, wait)
         return destination.tensor
 
-    async def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult]:
+    async def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult[int]]:
         """`get_into` for many keys; one result (the length, or the error) per item, in order. Never
         raises for one item that fails."""
-        fetcher = self._fetcher
-        results: list[ItemResult] = [ItemResult(key) for key, _ in items]
+        fetcher, items = self._fetcher, arguments.item_list(items)
+        results: list[ItemResult[int]] = [ItemResult(key) for key, _ in items]
         missing: dict[int, tuple[bytes, Destination]] = {}
         for index, (key, buffer) in enumerate(items):
             try:
@@ -207,7 +269,7 @@ class ClientSession:
         self,
         fetcher: Fetcher,
         missing: dict[int, tuple[bytes, Destination]],
-        results: list[ItemResult],
+        results: list[ItemResult[int]],
     ) -> None:
         """One plan for all; then per holder one batch; what fails there is tried alone."""
         plans = dict(
@@ -240,7 +302,7 @@ class ClientSession:
         The memory is not reused until the last view derived from it is collected or this client is
         closed. Raises `LeaseLimitExceeded` when this client holds too much already.
         """
-        digest, link = self._digest(key), self._link
+        digest, link, wait = self._digest(key), self._link, arguments.seconds("wait", wait)
         shared = self._share_lease(digest)
         if shared is not None:
             return shared
@@ -258,6 +320,25 @@ class ClientSession:
         )
         link.stir()
         return view
+
+    @asynccontextmanager
+    async def lease(self, key: str, *, wait: float = 0.0) -> AsyncIterator[memoryview]:
+        """`take_lease` as a context manager. A view that is still in use after the block, or
+        anything made from it, keeps its lease."""
+        view = await self.take_lease(key, wait=wait)
+        try:
+            yield view
+        finally:
+            del view
+
+    def register(self, buffer: Buffer) -> RegisteredBuffer:
+        """Prepare memory for many puts from it and gets into it; see `RegisteredBuffer`. For memory that
+        was never touched it takes about a second per GiB: do it at the start, or in a thread. Raises
+        `ValueError` for memory that is read-only or not contiguous."""
+        self._link.check()
+        registered = RegisteredBuffer(destination_view(buffer))
+        self._registered.add(registered)
+        return registered
 
     def _share_lease(self, digest: bytes) -> memoryview | None:
         """A view under a lease that this client has already."""
@@ -295,37 +376,52 @@ class ClientSession:
         digest = self._digest(key)
         if self._is_here(digest):
             return True
-        return (await self._contains([digest]))[0]
+        return await self._contains([digest]) == b"\1"
 
     async def contains_many(self, keys: Sequence[str]) -> list[bool]:
-        """`contains` for many keys, in at most one request per 8,192."""
-        digests = [self._digest(key) for key in keys]
-        present = [self._is_here(digest) for digest in digests]
-        absent = [index for index, here in enumerate(present) if not here]
-        for some in _batches(absent):
-            found = await self._contains([digests[index] for index in some])
-            for index, there in zip(some, found, strict=True):
-                present[index] = there
+        """`contains` for many keys, in at most one request per 4,096."""
+        keys = arguments.key_list(keys)
+        self._link.check()
+        present: list[bool] = []
+        for start in range(0, len(keys), CONTAINS_KEYS):
+            digests = self._digests(keys[start : start + CONTAINS_KEYS])
+            here = self._are_here(b"".join(digests))
+            absent = np.flatnonzero(~here)
+            if len(absent):
+                known = await self._contains([digests[index] for index in absent])
+                here[absent] = np.frombuffer(known, dtype=np.uint8) == 1
+            present += here.tolist()
         return present
+
+    def _are_here(self, packed_digests: bytes) -> NDArray[np.bool_]:
+        """`_is_here` of many."""
+        link = self._link
+        link.check()
+        here = np.zeros(len(packed_digests) // DIGEST_BYTES, dtype=np.bool_)
+        for reader in link.readers:
+            here |= reader.contains_many(packed_digests)
+        return here
 
     def _is_here(self, digest: bytes) -> bool:
         link = self._link
         link.check()
         return any(reader.contains(digest) for reader in link.readers)
 
-    async def _contains(self, digests: Sequence[bytes]) -> list[bool]:
+    async def _contains(self, digests: Sequence[bytes]) -> bytes:
+        """A byte per digest, as the peer answers."""
         request = local.Contains(b"".join(digests))
         reply = await self._link.request(LocalKind.CONTAINS, request, local.ContainsReply)
-        return [byte == 1 for byte in reply.present]
+        if len(reply.present) != len(digests):
+            raise ProtocolError(f"{len(reply.present)} answers about {len(digests)} keys")
+        return reply.present
 
     async def match_prefix(self, keys: Sequence[str]) -> int:
         """How many of these keys, from the first on, some live peer is known to hold."""
-        digests = [self._digest(key) for key in keys]
-        length = 0
-        while length < len(digests) and self._is_here(digests[length]):
-            length += 1
+        digests = self._digests(arguments.key_list(keys))
+        absent = np.flatnonzero(~self._are_here(b"".join(digests)))
+        length = int(absent[0]) if len(absent) else len(digests)
         while length < len(digests):
-            some = digests[length : length + BATCH_KEYS]
+            some = digests[length : length + CONTAINS_KEYS]
             request = local.MatchPrefix(b"".join(some))
             reply = await self._link.request(LocalKind.MATCH_PREFIX, request, local.MatchedPrefix)
             length += reply.length
@@ -352,8 +448,9 @@ class ClientSession:
 
         The peer answers in pages of at most 2,000 keys; this one is made of as many as it takes.
         """
-        if limit < 1:
-            raise ValueError(f"the limit must be at least 1, not {limit}")
+        prefix, after = arguments.text("prefix", prefix), arguments.text("after", after)
+        limit = arguments.whole_number("limit", limit)
+        local, pinned = arguments.flag("local", local), arguments.flag("pinned", pinned)
         whole = KeyPage([], True)
         while whole.more and len(whole.keys) < limit:
             request = _ListKeys(
@@ -378,14 +475,14 @@ class ClientSession:
 
     async def peers(self, *, everyone: bool = False) -> list[PeerInfo]:
         """The members of the cluster; with `everyone` also those that are gone."""
-        reply = await self._link.request(LocalKind.PEERS, local.Peers(everyone), local.PeersReply)
+        request = local.Peers(arguments.flag("everyone", everyone))
+        reply = await self._link.request(LocalKind.PEERS, request, local.PeersReply)
         return answers.peer_infos(reply)
 
     async def statistics(self, *, cluster: bool = True) -> dict[str, Any]:
         """What the peer counts: `{"peer": {...}, "cluster": {...}}`."""
-        reply = await self._link.request(
-            LocalKind.STATISTICS, local.Statistics(cluster), local.StatisticsReply
-        )
+        request = local.Statistics(arguments.flag("cluster", cluster))
+        reply = await self._link.request(LocalKind.STATISTICS, request, local.StatisticsReply)
         document: dict[str, Any] = json.loads(reply.document)
         return document
 
@@ -393,12 +490,14 @@ class ClientSession:
 
     async def remove(self, key: str) -> bool:
         """Remove the object everywhere. Whether any copy of it was known."""
-        removed: bool = (await self.remove_many([key]))[0].unwrap()
-        return removed
+        encode_key(key)
+        return (await self.remove_many([key]))[0].unwrap()
 
-    async def remove_many(self, keys: Sequence[str]) -> list[ItemResult]:
+    async def remove_many(self, keys: Sequence[str]) -> list[ItemResult[bool]]:
         """`remove` for many keys; one result per key, in order."""
-        results: dict[int, ItemResult] = {}
+        keys = arguments.key_list(keys)
+        self._link.check()
+        results: dict[int, ItemResult[bool]] = {}
         for index, key in enumerate(keys):
             try:
                 encode_key(key)
@@ -419,7 +518,7 @@ class ClientSession:
         """Keep the local copy: a soft pin (30 minutes unless `ttl` says otherwise) is evicted
         last, a hard one not at all. Raises `NoSuchKey`."""
         request = local.SetPin(
-            self._digest(key), answers.pin_number(pin), 0 if ttl is None else round(ttl * 1000)
+            self._digest(key), arguments.pin_number(pin), arguments.milliseconds("ttl", ttl)
         )
         reply = await self._link.request(LocalKind.PIN, request, local.Done)
         for error in reply.items:
@@ -431,27 +530,36 @@ class ClientSession:
 
     async def replicate(self, key: str, copies: int) -> PutResult:
         """Have `copies` copies of the object, as far as there are peers. Raises `NoSuchKey`."""
+        copies = arguments.whole_number("copies", copies)
         request = local.Replicate(self._digest(key), copies, deadline_ms(self.timeout))
-        outcome = await self._link.request(
-            LocalKind.REPLICATE, request, local.PutOutcome, extra_seconds=FETCH_SECONDS
-        )
+        try:
+            outcome = await self._link.request(
+                LocalKind.REPLICATE, request, local.PutOutcome, extra_seconds=FETCH_SECONDS
+            )
+        except NoSuchKey as error:
+            raise answers.name_key(key, error) from None
         return answers.put_result(key, outcome, self._link.connection.hello.name)
 
     async def prefetch(self, keys: Sequence[str]) -> None:
         """Have the peer bring these objects into local memory; does not wait for them."""
-        for some in _batches(list(range(len(keys)))):
-            request = local.Prefetch(b"".join(self._digest(keys[index]) for index in some))
+        digests = self._digests(arguments.key_list(keys))
+        self._link.check()
+        for start in range(0, len(digests), BATCH_KEYS):
+            request = local.Prefetch(b"".join(digests[start : start + BATCH_KEYS]))
             await self._link.request(LocalKind.PREFETCH, request, Empty)
 
     async def flush(self) -> None:
         """Remove everything in this namespace, everywhere."""
-        request = local.Flush(self.namespace)
-        await self._link.request(LocalKind.FLUSH, request, Empty, extra_seconds=REMOVE_SECONDS)
+        request = local.Flush(self.namespace, deadline_ms(self.timeout))
+        await self._link.request(
+            LocalKind.FLUSH, request, local.Flushed, extra_seconds=REMOVE_SECONDS
+        )
 
     async def leave(self, *, drain: float = 0.0) -> None:
         """Ask the peer to leave the cluster, after up to `drain` seconds for what it alone
         holds."""
-        await self._link.request(LocalKind.LEAVE, local.Leave(drain), Empty)
+        request = local.Leave(arguments.seconds("drain", drain))
+        await self._link.request(LocalKind.LEAVE, request, Empty)
 
 
 _ListKeys = local.ListKeys  # `list_keys` has a parameter named `local`, as its users call it

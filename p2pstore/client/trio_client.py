@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import trio
 
 from p2pstore.client.link import TIDY_SECONDS, PeerLink
 from p2pstore.client.session import ClientSession
-from p2pstore.errors import DeadlineExceeded, StoreClosed
+from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS
 from p2pstore.trio_streams import TrioDriver
@@ -29,22 +30,16 @@ class Client(ClientSession):
     def __init__(
         self,
         *,
-        socket: str | None = None,
+        socket: str | os.PathLike[str] | None = None,
         namespace: str = DEFAULT_NAMESPACE,
         timeout: float = DEFAULT_PROGRESS_SECONDS,
     ) -> None:
         super().__init__(TrioDriver(), socket=socket, namespace=namespace, timeout=timeout)
         self._running: AbstractAsyncContextManager[None] | None = None
 
-    @asynccontextmanager
-    async def lease(self, key: str, *, wait: float = 0.0) -> AsyncIterator[memoryview]:
-        """`take_lease` as a context manager. A view that is still in use after the block, or
-        anything made from it, keeps its lease."""
-        view = await self.take_lease(key, wait=wait)
-        try:
-            yield view
-        finally:
-            del view
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        restore, (_, *rest) = super().__reduce__()
+        return restore, (Client, *rest)  # a peer in this process comes back as a client of it
 
     async def __aenter__(self) -> Self:
         running = self._run()
@@ -87,12 +82,12 @@ async def _keep_tidy(link: PeerLink) -> None:
                 await link.tidy()
             stirred = trio.Event()
             link.rest()
-    except (StoreClosed, DeadlineExceeded):
+    except P2PStoreError:
         return  # who uses the client next is told
 
 
 def connect(
-    socket: str | None = None,
+    socket: str | os.PathLike[str] | None = None,
     *,
     namespace: str = DEFAULT_NAMESPACE,
     timeout: float = DEFAULT_PROGRESS_SECONDS,

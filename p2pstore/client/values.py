@@ -11,11 +11,13 @@ import math
 import mmap
 import sys
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
+from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.errors import P2PStoreError
+from p2pstore.results import Framework
 
 TORCH_PREFIX: Final = "torch."
 """How the stored dtype of a torch tensor begins: `torch.bfloat16`. numpy's are `float32`, `>i4`."""
@@ -23,14 +25,14 @@ TORCH_PREFIX: Final = "torch."
 HUGE_PAGES_FROM_BYTES: Final = 4 * 1024 * 1024
 SMALL_BYTES: Final = 64 * 1024
 
-Framework = Literal["numpy", "torch"]
-
 
 def source_view(value: Any) -> memoryview:
     """The bytes of `value` in place. Raises `ValueError` when they are not contiguous or not in
     this host's memory, and `TypeError` for what has no bytes of its own."""
     if type(value) is bytes:
         return memoryview(value)
+    if type(value) is RegisteredBuffer:
+        return value.view
     if _is_torch_tensor(value):
         return _tensor_bytes(value)
     if isinstance(value, np.ndarray):
@@ -62,61 +64,83 @@ def destination_view(buffer: Any) -> memoryview:
 
 def describe_tensor(tensor: Any) -> tuple[str, tuple[int, ...]]:
     """The dtype's name and the shape that are stored with a tensor. Raises `TypeError` for what is
-    none, or for elements that are not plain numbers or text."""
+    none, `ValueError` for elements that are not plain numbers or text."""
     if _is_torch_tensor(tensor):
         return str(tensor.dtype), tuple(tensor.shape)
     if not isinstance(tensor, np.ndarray):
         raise TypeError(f"a tensor is a numpy array or a torch tensor, not {type(tensor).__name__}")
     dtype = tensor.dtype
-    if dtype.hasobject or dtype.names is not None:
-        raise TypeError(f"arrays of {dtype} cannot be stored: their elements are not plain numbers")
+    if dtype.hasobject or dtype.names is not None or not dtype.itemsize:
+        raise ValueError(
+            f"an array of {dtype} cannot be stored as a tensor: its elements are not plain numbers "
+            "or text; store its fields as arrays of their own"
+        )
     return _dtype_name(dtype), tensor.shape
 
 
-def empty_tensor(dtype: str, shape: tuple[int, ...], framework: Framework | None) -> Any:
-    """Memory for a tensor as it was stored: `torch.*` comes back as torch, the rest as numpy.
+def empty_tensor(
+    dtype: str, shape: tuple[int, ...], length: int, framework: Framework | None
+) -> Any:
+    """Memory for a tensor that was stored as `length` bytes: `torch.*` comes back as torch, the rest
+    as numpy.
 
-    `framework` asks for the other one. Raises `P2PStoreError` when this process cannot make it.
+    `framework` asks for the other one. Raises `P2PStoreError` when this process cannot make it, or
+    when dtype and shape do not make `length` bytes; nothing was allocated then.
     """
     wants_torch = framework == "torch" if framework else dtype.startswith(TORCH_PREFIX)
     name = dtype.removeprefix(TORCH_PREFIX)
+    kind = _torch_dtype(dtype, name) if wants_torch else _numpy_dtype(name)
+    if min(shape, default=0) < 0 or math.prod(shape) * kind.itemsize != length:
+        raise P2PStoreError(
+            f"a tensor of {dtype} and shape {shape} does not have the {length:,} bytes that were "
+            "stored: whoever put it described it wrongly; read it with get"
+        )
     if not wants_torch:
-        return np.empty(shape, _numpy_dtype(name))
+        return np.empty(shape, kind)
+    import torch
+
+    return torch.empty(shape, dtype=kind)
+
+
+def _torch_dtype(dtype: str, name: str) -> Any:
     try:
         import torch
     except ImportError as error:
         raise P2PStoreError(
-            f"the value is a torch tensor ({dtype}) and torch is not installed: "
+            f"the value is to come back as a torch tensor ({dtype}) and torch is not installed: "
             'install it, or pass framework="numpy"'
         ) from error
     kind = getattr(torch, name, None)
     if not isinstance(kind, torch.dtype):
         raise P2PStoreError(f'torch has no dtype {name!r}: pass framework="numpy"')
-    return torch.empty(shape, dtype=kind)
-
-
-def fits_tensor(dtype: str, shape: tuple[int, ...], length: int) -> bool:
-    """Whether a value of `length` bytes can be a tensor of this shape at all."""
-    count = math.prod(shape)
-    return (
-        bool(dtype)
-        and min(shape, default=0) >= 0
-        and (length % count == 0 if count else not length)
-    )
+    return kind
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
+    """numpy's dtype of that name, or that of ml_dtypes (bfloat16, float8...). Never one whose elements
+    are Python objects: what was stored is not trusted so far."""
     try:
-        return np.dtype(name)
-    except TypeError:
-        pass
+        dtype = np.dtype(name)
+    except (TypeError, ValueError, SyntaxError):
+        dtype = _ml_dtype(name)
+    if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
+        raise P2PStoreError(f"{name!r} is no dtype of plain numbers or text: read it with get")
+    return dtype
+
+
+def _ml_dtype(name: str) -> np.dtype[Any]:
     try:
-        import ml_dtypes  # type: ignore[import-not-found, unused-ignore] # optional
+        import ml_dtypes
     except ImportError as error:
         raise P2PStoreError(
             f'numpy has no dtype {name!r}: install ml_dtypes, or pass framework="torch"'
         ) from error
-    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    kind = getattr(ml_dtypes, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, np.generic):
+        raise P2PStoreError(
+            f'neither numpy nor ml_dtypes has a dtype {name!r}: pass framework="torch"'
+        )
+    dtype: np.dtype[Any] = np.dtype(kind)
     return dtype
 
 
@@ -150,7 +174,12 @@ def _tensor_bytes(tensor: Any) -> memoryview:
         raise ValueError("the tensor is a lazy view: call .resolve_conj().resolve_neg() first")
     if tensor.numel() == 0:
         return memoryview(b"")
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    try:
+        return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    except (RuntimeError, TypeError) as error:  # quantized, fake and wrapped tensors
+        raise ValueError(
+            f"the tensor has no plain memory of its own ({error}): pass an ordinary dense tensor"
+        ) from error
 
 
 def _array_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -1,24 +1,30 @@
-"""Putting objects: reserve, copy into the mapped segment, commit."""
+"""Putting objects: reserve, copy into the mapped segment, commit; elsewhere what has no room here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from p2pstore.client import answers
+from p2pstore.client import answers, arguments
+from p2pstore.client.elsewhere import ElsewhereWriter
 from p2pstore.client.fetch import deadline_ms
 from p2pstore.client.link import PeerLink
 from p2pstore.client.puts import fill, groups, trailer_bound
 from p2pstore.client.values import source_view
-from p2pstore.errors import P2PStoreError
+from p2pstore.errors import CapacityExceeded, ObjectTooLarge, P2PStoreError
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
 from p2pstore.objects import check_object_length, encode_key, encode_namespace, root_checksum
 from p2pstore.results import Buffer, ItemResult, PutResult
+from p2pstore.transfer.trace import Progress
 from p2pstore.wire import Code
 
 REPLICATE_BYTES_PER_SECOND: Final = 50e6
 """A copy on another peer may take this long before a put stops waiting for it."""
+
+_NO_MEMORY: Final = local.ItemError(
+    int(Code.CAPACITY_EXCEEDED), "the local peer offers no memory: it was started with memory 0"
+)
 
 PutOptions = dict[str, Any]
 """Fields of a `CommitItem` that are the caller's choice."""
@@ -27,17 +33,14 @@ PutOptions = dict[str, Any]
 def put_options(
     replicas: int, pin: str, ttl: float | None, overwrite: bool, durable: bool
 ) -> PutOptions:
-    """The options of one put, checked. `ttl` in seconds. Raises `ValueError`."""
-    if replicas < 1:
-        raise ValueError(f"replicas must be at least 1, not {replicas}")
-    if ttl is not None and not ttl > 0:
-        raise ValueError(f"the time to live must be above 0 seconds, not {ttl}")
+    """The options of one put, checked. `ttl` in seconds. Raises `TypeError` or `ValueError`."""
+    if arguments.flag("durable", durable):
+        raise ValueError("durable=True needs an SSD tier, which this version does not have yet")
     return {
-        "replicas": replicas,
-        "pin": answers.pin_number(pin),
-        "ttl_ms": 0 if ttl is None else max(1, round(ttl * 1000)),
-        "overwrite": overwrite,
-        "durable": durable,
+        "replicas": arguments.whole_number("replicas", replicas),
+        "pin": arguments.pin_number(pin),
+        "ttl_ms": arguments.milliseconds("ttl", ttl),
+        "overwrite": arguments.flag("overwrite", overwrite),
     }
 
 
@@ -48,21 +51,31 @@ class Writer:
     def __init__(self, link: PeerLink, namespace: str) -> None:
         self._link = link
         self._namespace = namespace
+        self._elsewhere = ElsewhereWriter(link, namespace)
+        self._peer_has_memory = any(reader.geometry.data_bytes for reader in link.readers)
 
-    async def put(self, key: str, source: memoryview, options: PutOptions) -> PutResult:
-        """Store one value: one round trip when the room was reserved by an earlier put."""
+    def close(self) -> None:
+        """Close the connections to other peers."""
+        self._elsewhere.close()
+
+    async def put(
+        self,
+        key: str,
+        source: memoryview,
+        options: PutOptions,
+        progress: Progress | None = None,
+    ) -> PutResult:
+        """Store one value: one round trip when the room was reserved by an earlier put. On another peer
+        when the local one has no room."""
         link = self._link
         item = self._reserve_item(key, source, options)
-        reservation = link.ahead.take(item)
-        if reservation is None:
-            if link.ahead.held:
-                link.abort(link.ahead.drop_others(item))
-            reservation = (await self._reserve([item]))[0]
-            if reservation.error.code == Code.CAPACITY_EXCEEDED and link.make_room():
-                reservation = (await self._reserve([item]))[0]
-            answers.raise_for(key, reservation.error)
         try:
-            commit = await self._fill(key, source, reservation, options)
+            reservation = await self._room_for(key, item)
+        except (CapacityExceeded, ObjectTooLarge) as refusal:
+            seconds = _replication_seconds(len(source), options["replicas"])
+            return await self._elsewhere.put(key, source, options, refusal, seconds, progress)
+        try:
+            commit = await self._fill(key, source, reservation, options, progress)
             again = link.ahead.wanted(item)
             reply = await self._commit([commit], again)
             self._keep(again, reply)
@@ -70,6 +83,20 @@ class Writer:
         except BaseException:
             link.abort([reservation.reservation])  # harmless when the commit got through
             raise
+
+    async def _room_for(self, key: str, item: local.ReserveItem) -> local.Reservation:
+        """Room in the local peer's memory. Raises `CapacityExceeded` or `ObjectTooLarge`."""
+        link = self._link
+        reservation = link.ahead.take(item)
+        if reservation is not None:
+            return reservation
+        if link.ahead.held:
+            link.abort(link.ahead.drop_others(item))
+        reservation = (await self._reserve([item]))[0]
+        if reservation.error.code == Code.CAPACITY_EXCEEDED and link.make_room():
+            reservation = (await self._reserve([item]))[0]
+        answers.raise_for(key, reservation.error)
+        return reservation
 
     async def put_many(
         self, items: Sequence[tuple[str, Buffer]], options: PutOptions
@@ -95,20 +122,41 @@ class Writer:
     async def _put_group(
         self, sources: dict[int, memoryview], options: PutOptions, results: list[ItemResult]
     ) -> None:
-        """Put what one pair of requests can; `results` has the keys and gets the results."""
+        """Put what one pair of requests can, then the others one by one: what the group reserved may have
+        been in their way. `results` has the keys and gets the results."""
         keys = {index: results[index].key for index in sources}
         reserved = await self._reserve(
             [self._reserve_item(keys[index], sources[index], options) for index in sources]
         )
         reservations: dict[int, local.Reservation] = {}
+        alone: list[int] = []
         for index, reservation in zip(sources, reserved, strict=True):
-            if reservation.error.code:
+            if reservation.error.code in (Code.CAPACITY_EXCEEDED, Code.OBJECT_TOO_LARGE):
+                alone.append(index)
+            elif reservation.error.code:
                 error = answers.error_in(keys[index], reservation.error)
                 results[index] = ItemResult(keys[index], error=error)
             else:
                 reservations[index] = reservation
-        if not reservations:
-            return
+        if reservations:
+            await self._put_reserved(sources, reservations, options, results)
+        for index in alone:
+            try:
+                result = await self.put(keys[index], sources[index], options)
+            except (P2PStoreError, ValueError) as problem:
+                results[index] = ItemResult(keys[index], error=problem)
+            else:
+                results[index] = ItemResult(keys[index], result)
+
+    async def _put_reserved(
+        self,
+        sources: dict[int, memoryview],
+        reservations: dict[int, local.Reservation],
+        options: PutOptions,
+        results: list[ItemResult],
+    ) -> None:
+        """Fill what was reserved, and commit it as one."""
+        keys = {index: results[index].key for index in reservations}
         try:
             commits = [
                 await self._fill(keys[index], sources[index], reservation, options)
@@ -141,6 +189,8 @@ class Writer:
         )
 
     async def _reserve(self, items: list[local.ReserveItem]) -> list[local.Reservation]:
+        if not self._peer_has_memory:  # its mapping tells, so it need not be asked
+            return [local.Reservation(0, 0, 0, 0, _NO_MEMORY)] * len(items)
         reply = await self._link.request(
             LocalKind.RESERVE,
             local.Reserve(items),
@@ -152,23 +202,27 @@ class Writer:
         return reply.items
 
     async def _fill(
-        self, key: str, source: memoryview, reservation: local.Reservation, options: PutOptions
+        self,
+        key: str,
+        source: memoryview,
+        reservation: local.Reservation,
+        options: PutOptions,
+        progress: Progress | None = None,
     ) -> local.CommitItem:
         segment = self._link.connection.segments[reservation.segment]
         target = segment[reservation.offset : reservation.offset + len(source)]
-        sums = await fill(self._link.driver, target, source)
+        sums = await fill(self._link.driver, target, source, progress)
         root = root_checksum(len(source), sums)
         return local.CommitItem(reservation.reservation, key, len(source), sums, root, **options)
 
     async def _commit(
         self, items: list[local.CommitItem], again: list[local.ReserveItem]
     ) -> local.Committed:
-        copied_elsewhere = sum(item.length * (item.replicas - 1) for item in items)
         reply = await self._link.request(
             LocalKind.COMMIT,
             local.Commit(self._namespace, items, deadline_ms(self._link.timeout_seconds), again),
             local.Committed,
-            extra_seconds=copied_elsewhere / REPLICATE_BYTES_PER_SECOND,
+            extra_seconds=sum(_replication_seconds(item.length, item.replicas) for item in items),
             on_late_reply=lambda late: self._link.abort(_numbers(late.again)),
         )
         if len(reply.items) != len(items):
@@ -178,6 +232,11 @@ class Writer:
     def _keep(self, again: list[local.ReserveItem], reply: local.Committed) -> None:
         if again:
             self._link.abort(self._link.ahead.granted(again[0], reply.again))
+
+
+def _replication_seconds(length: int, replicas: int) -> float:
+    """What making the copies may take."""
+    return length * (replicas - 1) / REPLICATE_BYTES_PER_SECOND
 
 
 def _numbers(reservations: Iterable[local.Reservation]) -> list[int]:

@@ -76,6 +76,9 @@ class CopyDestination:
         if existing is not None and existing.version.covers(slot.version):
             core.segment.abort(number, holder=self._holder)
             return existing
+        if core.floors.distrusts(self._operation, slot.version):
+            core.segment.abort(number, holder=self._holder)
+            return None
         core.gossip.directory.touch(slot.digest)  # a newer version may be known by now
         try:
             return core.publish(

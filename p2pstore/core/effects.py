@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from p2pstore.core.cold_return import ColdSorted
 from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord
 from p2pstore.wire import Failure, Message
 
@@ -82,6 +83,6 @@ class PullOutcome:
     """Set when this peer itself could not take the object (no room), not a holder's fault."""
 
 
-Effect = AskPeer | PullObject | SaveClusterRecord | OperationFinished
+Effect = AskPeer | PullObject | SaveClusterRecord | ColdSorted | OperationFinished
 Reply = Message | Failure | None
 """An answer, a refusal, or nothing at all within the time."""

@@ -51,6 +51,7 @@ class FetchOperation(Operation):
         self._progress_seconds = progress_seconds
         self._source = source
         self._failed: set[int] = set()
+        self._lookup: LookupOperation | None = None
         self._rounds = 0
         self._all_said_gone = True
 
@@ -62,16 +63,19 @@ class FetchOperation(Operation):
 
     def _look(self, now: float) -> None:
         self._rounds += 1
-        self.core.start(
-            LookupOperation(
-                self.core,
-                [self.digest],
-                wait_seconds=self._wait_seconds if self._rounds == 1 else 0.0,
-                exclude=frozenset(self._failed),
-                on_finish=self._found,
-            ),
-            now,
+        self._lookup = LookupOperation(
+            self.core,
+            [self.digest],
+            wait_seconds=self._wait_seconds if self._rounds == 1 else 0.0,
+            exclude=frozenset(self._failed),
+            on_finish=self._found,
         )
+        self.core.start(self._lookup, now)
+
+    def cancel(self, now: float) -> None:
+        super().cancel(now)
+        if self._lookup is not None:  # it may wait for hours
+            self._lookup.cancel(now)
 
     def _found(self, result: Any, now: float) -> None:
         if self.done:

@@ -26,16 +26,18 @@ if TYPE_CHECKING:
 
 LOOKUP_TIMEOUT_SECONDS: Final = 1.0
 WAIT_FIRST_RETRY_SECONDS: Final = 0.05
-WAIT_LAST_RETRY_SECONDS: Final = 0.5
-LOCAL_CHECK_SECONDS: Final = 0.05
+WAIT_LAST_RETRY_SECONDS: Final = 2.0
+"""Who waits hears by gossip as well: homes are asked again for what gossip has not brought."""
 DIGESTS_PER_LOOKUP: Final = 4_096
 
 
 class LookupOperation(Operation):
     """Find copies of keys: in what this peer knows, else by asking the keys' home peers once.
 
-    The result is a list, per digest, of `KnownCopy` (best first). `wait_seconds` repeats until every key
-    was found or the time is over. `exclude` are members that just failed for the caller.
+    The result is a list, per digest, of `KnownCopy` (best first). With `wait_seconds` it goes on until every
+    key was found or the time is over: it looks again at any news of a missing key, and now and then
+    asks the homes again. `exclude` are members that just failed for the caller. `namespace` is the digest
+    of the namespace of all keys, where it is known: what a flush has removed is left out.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class LookupOperation(Operation):
         *,
         wait_seconds: float = 0.0,
         exclude: frozenset[int] = frozenset(),
+        namespace: bytes | None = None,
         ask_homes: bool = True,
         on_finish: Callable[[Any, float], None] | None = None,
     ) -> None:
@@ -52,32 +55,52 @@ class LookupOperation(Operation):
         self.digests = list(digests)
         self._wait_seconds = wait_seconds
         self._exclude = exclude
+        self._namespace = namespace
         self._ask_homes = ask_homes
         self._pending: set[int] = set()
         self._asked: dict[int, tuple[PeerId, list[bytes]]] = {}
         self._retry_seconds = WAIT_FIRST_RETRY_SECONDS
         self._ask_again_at = float("inf")
         self._wait_until = 0.0
+        self._missed: dict[bytes, None] = {}
+        """Keys not found yet, in order."""
 
     def start(self, now: float) -> None:
         self._wait_until = now + self._wait_seconds
+        self._missed = dict.fromkeys(
+            digest for digest in self.digests if not self._usable(digest, now)
+        )
+        if self._missed and self._wait_seconds > 0:
+            self.core.await_keys(self, list(self._missed))
         self._ask(now)
 
-    def _missing(self, now: float) -> list[bytes]:
-        return [digest for digest in self.digests if not self._usable(digest, now)]
+    def finish(self, result: Any, now: float) -> None:
+        self.core.await_no_more(self, self.digests)
+        super().finish(result, now)
+
+    def heard_of(self, digest: bytes, now: float) -> None:
+        if digest in self._missed and self._usable(digest, now):
+            del self._missed[digest]
+            if not self._missed:
+                self._settle(now)
+
+    @property
+    def homes_asked(self) -> int:
+        """How many peers were asked for holders."""
+        return len({home for home, _ in self._asked.values()})
 
     def _usable(self, digest: bytes, now: float) -> list[KnownCopy]:
         return [
             copy
-            for copy in self.core.known_copies(digest, now)
+            for copy in self.core.known_copies(digest, now, self._namespace)
             if copy.reachable and copy.member not in self._exclude
         ]
 
     def _ask(self, now: float) -> None:
-        missing = self._missing(now)
+        self._look_again(now)
         by_home: dict[PeerId, list[bytes]] = {}
         if self._ask_homes:
-            for digest in missing:
+            for digest in self._missed:
                 for home in self.core.homes(digest):
                     if member_of(home) not in self._exclude:
                         by_home.setdefault(home, []).append(digest)
@@ -110,18 +133,25 @@ class LookupOperation(Operation):
     def _settle(self, now: float) -> None:
         if self.done:
             return
-        missing = self._missing(now)
-        if not missing or (not self._pending and now >= self._wait_until):
+        self._look_again(now)
+        if not self._missed or (not self._pending and now >= self._wait_until):
             self.finish([self._best(digest, now) for digest in self.digests], now)
         elif now < self._wait_until:
-            self.wake_at = min(now + LOCAL_CHECK_SECONDS, self._wait_until)
+            next_ask = float("inf") if self._pending else self._ask_again_at
+            self.wake_at = min(next_ask, self._wait_until)
             self.core.set_alarm(self)
         else:
             self.wake_at = float("inf")
 
+    def _look_again(self, now: float) -> None:
+        for digest in [digest for digest in self._missed if self._usable(digest, now)]:
+            del self._missed[digest]
+
     def _best(self, digest: bytes, now: float) -> list[KnownCopy]:
         return [
-            copy for copy in self.core.known_copies(digest, now) if copy.member not in self._exclude
+            copy
+            for copy in self.core.known_copies(digest, now, self._namespace)
+            if copy.member not in self._exclude
         ]
 
 

@@ -52,6 +52,9 @@ class Operation(ABC):
     def wake(self, now: float) -> None:  # noqa: B027 - not every operation waits for it
         """`wake_at` has come."""
 
+    def heard_of(self, digest: bytes, now: float) -> None:  # noqa: B027 - not every operation waits for it
+        """There is news of a key that this operation awaits: see `PeerCore.await_keys`."""
+
     def cancel(self, now: float) -> None:
         """Nobody waits any more; give back what is held."""
         if not self.done:

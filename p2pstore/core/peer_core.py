@@ -22,28 +22,22 @@ from p2pstore.core.effects import (
     PullFailure,
     PullOutcome,
     Reply,
-    SaveClusterRecord,
 )
 from p2pstore.core.fetch import FetchOperation
+from p2pstore.core.floors import Floors
 from p2pstore.core.lookup import check_holding_record
 from p2pstore.core.operation import Operation
 from p2pstore.core.serving import serve
-from p2pstore.errors import NoSuchKey, ProtocolError
+from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import (
-    CLUSTER_RECORD_FORMAT,
-    ClusterRecord,
-    ClusterRecordKind,
     Member,
     PeerId,
-    SignedRecord,
     Signer,
     Verifier,
     member_of,
-    open_cluster_record,
-    sign_cluster_record,
     writer_of,
 )
 from p2pstore.local.messages import HolderFailure
@@ -53,7 +47,6 @@ from p2pstore.transfer.layout import (
     TrailerBody,
 )
 from p2pstore.transfer.messages import (
-    ClusterRecords,
     DataKind,
     Locations,
     Objects,
@@ -67,8 +60,6 @@ AVOID_SECONDS: Final = 3.0
 """How long a peer whose connection failed is asked last."""
 EXPIRE_INTERVAL_SECONDS: Final = 1.0
 PUSH_TIMEOUT_SECONDS: Final = 2.0
-SCOPE_KEY: Final = 0
-SCOPE_NAMESPACE: Final = 1
 
 
 class PeerCore:
@@ -101,10 +92,12 @@ class PeerCore:
         self._alarms: list[tuple[float, int]] = []
         self._fetches: dict[bytes, FetchOperation] = {}
         self._avoid_until: dict[Member, float] = {}
-        self._next_operation = 1
+        self.next_operation = 1
         self._next_expire = 0.0
         self._namespaces: dict[str, bytes] = {}
-        gossip.directory.watch(segment.digests())
+        self._awaited: dict[bytes, set[int]] = {}
+        self.floors = Floors(self)
+        gossip.directory.watch(segment.digests(), self._awaited.keys())
 
     # --- driving -----------------------------------------------------------------------------
 
@@ -123,8 +116,8 @@ class PeerCore:
 
     def start(self, operation: Operation, now: float) -> Operation:
         """Begin an operation; it may be done when this returns."""
-        operation.number = self._next_operation
-        self._next_operation += 1
+        operation.number = self.next_operation
+        self.next_operation += 1
         self._operations[operation.number] = operation
         operation.start(now)
         return operation
@@ -137,6 +130,25 @@ class PeerCore:
             and self._fetches.get(operation.digest) is operation
         ):
             del self._fetches[operation.digest]
+
+    def await_keys(self, operation: Operation, digests: Sequence[bytes]) -> None:
+        """Call the operation's `heard_of` whenever there is news of one of these keys."""
+        for digest in digests:
+            self._awaited.setdefault(digest, set()).add(operation.number)
+
+    def await_no_more(self, operation: Operation, digests: Sequence[bytes]) -> None:
+        """Undo `await_keys`."""
+        for digest in digests:
+            numbers = self._awaited.get(digest, set())
+            numbers.discard(operation.number)
+            if not numbers:
+                self._awaited.pop(digest, None)
+
+    def _tell_waiting(self, digest: bytes, now: float) -> None:
+        for number in sorted(self._awaited.get(digest, ())):
+            operation = self._operations.get(number)
+            if operation is not None:
+                operation.heard_of(digest, now)
 
     def cancel(self, operation: Operation, now: float) -> None:
         """Whoever waited for the operation does not any more. A shared fetch goes on for the others."""
@@ -169,6 +181,7 @@ class PeerCore:
         for effect in self.gossip.tick(now):
             self._effects.append(effect)
         self.flush_pushes(now)
+        self.floors.tick(now)
         if now >= self._next_expire:
             self._next_expire = now + EXPIRE_INTERVAL_SECONDS
             self.segment.expire(self.unix(now))
@@ -180,7 +193,12 @@ class PeerCore:
 
     def next_tick(self, now: float) -> float:
         """When `tick` has something to do next."""
-        return min(self.gossip.next_tick(now), self._next_expire, self._next_alarm())
+        return min(
+            self.gossip.next_tick(now),
+            self._next_expire,
+            self._next_alarm(),
+            self.floors.next_tick(now),
+        )
 
     def set_alarm(self, operation: Operation) -> None:
         """Wake the operation at its `wake_at` (called by the operation itself)."""
@@ -241,11 +259,14 @@ class PeerCore:
         """A peer's name, or the end of its id where the name is not known."""
         return self.gossip.name_of(peer_id)
 
-    def known_copies(self, digest: bytes, now: float) -> list[KnownCopy]:
+    def known_copies(
+        self, digest: bytes, now: float, namespace: bytes | None = None
+    ) -> list[KnownCopy]:
         """All copies this peer knows of, newest version first, then reachable ones first,
         and those whose connection just failed last.
 
-        Versions that a floor forbids are left out, and those from over 10 s in the future: this peer
+        Versions that a floor forbids (the floor of the namespace, too, when its digest is given) are left
+        out, those whose holder may have missed a floor, and those from over 10 s in the future: this peer
         could write none above them that others would take.
         """
         copies = []
@@ -256,7 +277,9 @@ class PeerCore:
             )
         for holding in self.gossip.directory.holders(digest):
             version = holding.record.version
-            if self.gossip.cluster_records.forbids(digest, None, version):
+            if self.gossip.cluster_records.forbids(digest, namespace, version):
+                continue
+            if self.gossip.doubts(holding.member, version, now):
                 continue
             if not self.clock.accepts(version.clock, self.unix(now)):
                 continue
@@ -281,6 +304,7 @@ class PeerCore:
         for digest, holdings in zip(digests, reply.items, strict=False):
             for holding in holdings[:64]:
                 if holding.member != self.member and check_holding_record(holding.record, digest):
+                    self.gossip.floors.heard_of(holding.record, now)
                     self.gossip.directory.early(
                         holding.member, holding.incarnation, [holding.sequence], holding.record, now
                     )
@@ -340,96 +364,42 @@ class PeerCore:
         self.clock.latest = max(self.clock.latest, other.clock)
         return self.new_version(0, now)
 
-    def write_floor(
-        self, name: bytes, version: Version, now: float, scope: int = SCOPE_KEY
-    ) -> SignedRecord:
-        """Forbid all copies up to `version`: of a key, or (scope 1) of a namespace."""
-        record = ClusterRecord(
-            CLUSTER_RECORD_FORMAT,
-            int(ClusterRecordKind.FLOOR),
-            name,
-            version.clock,
-            version.writer,
-            self.peer_id,
-            scope,
-        )
-        signed = sign_cluster_record(record, self.signer)
-        self._accept_cluster_record(record, signed, now)
-        return signed
-
-    def push_cluster_records(
-        self,
-        operation: int,
-        tag: int,
-        peer_id: PeerId,
-        records: Sequence[SignedRecord],
-        timeout_seconds: float,
-    ) -> None:
-        """Tell one peer of cluster records now, ahead of gossip."""
-        request = ClusterRecords(
-            [record.body for record in records], [record.signature for record in records]
-        )
-        self.emit(
-            AskPeer(operation, tag, peer_id, DataKind.CLUSTER_RECORDS, request, timeout_seconds)
-        )
-
-    def learn_cluster_records(self, records: Sequence[SignedRecord], now: float) -> None:
-        """Take in signed records from elsewhere. Raises `ProtocolError` for one that is not right."""
-        for signed in records:
-            record = open_cluster_record(signed, self.verifier)
-            if not self.clock.observe(record.clock, self.unix(now)):
-                raise ProtocolError(
-                    "a cluster record from over 10 s in the future: check the hosts' clocks"
-                )
-            self._accept_cluster_record(record, signed, now)
-
     def gossip_arrived(self, now: float) -> None:
         """Act on what gossip brought since the last call: floors, and newer versions of what is held.
 
         Two concurrent first puts both succeed; the lower version goes when the higher one is heard of.
         """
         for digest in self.gossip.directory.take_touched():
+            self._tell_waiting(digest, now)
             entry = self.segment.find(digest, self.unix(now))
             newest = next(iter(self.known_copies(digest, now)), None)
             if entry is not None and newest is not None and newest.reachable and not newest.local:
-                self._withdraw(entry, now)
-        for record, signed in self.gossip.take_cluster_records():
-            self._apply_cluster_record(record, signed, now)
+                self.withdraw(entry, now)
+        self.floors.arrived(now)
 
-    def _accept_cluster_record(
-        self, record: ClusterRecord, signed: SignedRecord, now: float
-    ) -> None:
-        if self.gossip.offer_cluster_record(record, signed, now):
-            self._apply_cluster_record(record, signed, now)
-
-    def _apply_cluster_record(
-        self, record: ClusterRecord, signed: SignedRecord, now: float
-    ) -> None:
-        self.clock.observe(record.clock, self.unix(now))
-        self.emit(SaveClusterRecord(signed))
-        if record.kind != ClusterRecordKind.FLOOR:
-            return
-        if record.scope == SCOPE_KEY:
-            entry = self.segment.find(record.name, self.unix(now))
-            if entry is not None and record.version.covers(entry.version):
-                self._withdraw(entry, now)
-        else:
-            for entry in self.segment.entries():
-                if self._namespace_digest(entry.namespace) == record.name and record.version.covers(
-                    entry.version
-                ):
-                    self._withdraw(entry, now)
-
-    def _withdraw(self, entry: ObjectEntry, now: float) -> None:
+    def withdraw(self, entry: ObjectEntry, now: float) -> None:
+        """This peer no longer holds the object: it was removed, replaced, or is not to be trusted."""
         self.gossip.release(entry.digest, entry.version, now)  # the location first, then the bytes
         self.segment.remove(entry.digest)
         self.counters["objects_removed"] += 1
+
+    def forbids(self, entry: ObjectEntry) -> bool:
+        """Whether a floor forbids an object that is here (and will be withdrawn in a moment)."""
+        namespace = self._namespace_digest(entry.namespace)
+        return self.gossip.cluster_records.forbids(entry.digest, namespace, entry.version)
+
+    def find(self, digest: bytes, now: float) -> ObjectEntry | None:
+        """The object here that may be served: while a sweep is under way, some may not."""
+        entry = self.segment.find(digest, self.unix(now))
+        if entry is not None and self.floors.sweep.forbids(entry):
+            return None
+        return entry
 
     def drop_spoilt(self, entry: ObjectEntry, now: float) -> None:
         """Withdraw an object whose bytes no longer give its root; other holders serve it."""
         self.counters["objects_spoilt"] += 1
         if self.segment.find(entry.digest, self.unix(now)) is entry:
-            self._withdraw(entry, now)
+            self.withdraw(entry, now)
 
     def _namespace_digest(self, namespace: str) -> bytes:
         digest = self._namespaces.get(namespace)
@@ -483,6 +453,7 @@ class PeerCore:
     def announce(self, entry: ObjectEntry, now: float) -> None:
         """Tell the others what this peer now says of an object it holds."""
         self.gossip.hold(location_of(entry), now)
+        self._tell_waiting(entry.digest, now)
 
     def strengthen(self, entry: ObjectEntry, pin: int, replicas: int, now: float) -> None:
         """A second put of the same bytes may pin more firmly and ask for more copies, never less."""

@@ -17,7 +17,13 @@ from p2pstore.errors import (
     ProtocolError,
 )
 from p2pstore.local.messages import PutStatus
-from p2pstore.objects import Version, key_digest, root_checksum
+from p2pstore.objects import (
+    Version,
+    check_object_length,
+    key_digest,
+    namespace_digest,
+    root_checksum,
+)
 from p2pstore.transfer.layout import TrailerBody, decode_slot
 from p2pstore.transfer.messages import (
     DataKind,
@@ -32,16 +38,19 @@ if TYPE_CHECKING:
     from p2pstore.transfer.segment import ObjectEntry
 
 COMPARE_TIMEOUT_SECONDS: Final = 1.0
+MAX_REPLICAS: Final = 64
+MAX_TTL_MS: Final = 100 * 365 * 86_400_000
 SLOT_ONLY: Final = 0xFFFF_FFFF
 """A first chunk beyond every object: the answer is slot and trailer without payload."""
 
 
 @dataclass(frozen=True, slots=True)
 class PutSpec:
-    """A put whose bytes are in a reservation."""
+    """A put whose bytes are in a reservation; without one (None), only what can be decided without them
+    is done."""
 
     holder: Any
-    reservation: int
+    reservation: int | None
     namespace: str
     key: str
     length: int
@@ -53,6 +62,30 @@ class PutSpec:
     overwrite: bool = False
     dtype: str = ""
     shape: tuple[int, ...] = ()
+
+    def trailer(self, unix: float) -> TrailerBody:
+        """The object's trailer when it is put at this wall-clock time."""
+        return TrailerBody(
+            self.namespace,
+            self.key,
+            self.sums,
+            expires_unix_ms=int((unix + self.ttl_seconds) * 1000) if self.ttl_seconds else 0,
+            replicas=self.replicas,
+            pin=self.pin,
+            dtype=self.dtype,
+            shape=self.shape,
+        )
+
+
+def check_put(*, length: int, replicas: int, pin: int, ttl_ms: int) -> None:
+    """Raise `ValueError` or `ObjectTooLarge` for what nobody may ask of a put."""
+    if not 1 <= replicas <= MAX_REPLICAS:
+        raise ValueError(f"replicas must be 1 to {MAX_REPLICAS}, not {replicas}")
+    if pin not in (0, 1, 2) or not 0 <= ttl_ms <= MAX_TTL_MS:
+        raise ValueError("pin or ttl out of range")
+    if length < 0:
+        raise ValueError(f"a value of {length:,} bytes")
+    check_object_length(length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +101,7 @@ class PutEnd:
 class PutOperation(Operation):
     """Publish a reservation as an object, unless the key exists; then make the other copies.
 
+    The result is a `PutEnd`; None when there is no reservation and the bytes are needed.
     A key held only elsewhere is compared by asking a holder for its slot: equal roots make this copy an
     additional one of the existing version, other bytes keep what exists.
     """
@@ -89,6 +123,8 @@ class PutOperation(Operation):
         existing = self.core.segment.find(self.digest, self.core.unix(now))
         if existing is not None and (existing.version.root == spec.root or not spec.overwrite):
             self._keep(existing, now)
+        elif spec.reservation is None:
+            self.finish(None, now)
         elif spec.overwrite:
             self._create(now)
         else:
@@ -147,17 +183,8 @@ class PutOperation(Operation):
 
     def _commit(self, version: Version, status: PutStatus, *, soft: bool, now: float) -> None:
         spec = self.spec
-        unix = self.core.unix(now)
-        trailer = TrailerBody(
-            spec.namespace,
-            spec.key,
-            spec.sums,
-            expires_unix_ms=int((unix + spec.ttl_seconds) * 1000) if spec.ttl_seconds else 0,
-            replicas=spec.replicas,
-            pin=spec.pin,
-            dtype=spec.dtype,
-            shape=spec.shape,
-        )
+        trailer = spec.trailer(self.core.unix(now))
+        assert spec.reservation is not None
         try:
             entry = self.core.publish(
                 spec.reservation, spec.holder, self.digest, version, trailer, spec.length, soft, now
@@ -166,7 +193,9 @@ class PutOperation(Operation):
             self._give_up(error, now)
             return
         if spec.overwrite:
-            self.core.write_floor(self.digest, Version(version.clock - 1, 0xFFFF), now)
+            below = Version(version.clock - 1, 0xFFFF)
+            namespace = namespace_digest(spec.namespace)
+            self.core.floors.write(self.digest, below, now, namespace=namespace)
         self.core.gossip.directory.touch(self.digest)  # a newer version may be known by now
         self._end = PutEnd(status, 1, spec.replicas, version)
         self._replicate(entry, now)
@@ -186,6 +215,8 @@ class PutOperation(Operation):
         self.finish(PutEnd(self._end.status, count, self._end.wanted, self._end.version), now)
 
     def _give_room_back(self) -> None:
+        if self.spec.reservation is None:
+            return
         with suppress(ValueError):  # its holder may have gone meanwhile, and taken it along
             self.core.segment.abort(self.spec.reservation, holder=self.spec.holder)
 

@@ -11,7 +11,7 @@ from p2pstore.core.effects import (
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.gossip.records import PeerId
-from p2pstore.objects import key_digest
+from p2pstore.objects import key_digest, namespace_digest
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -30,6 +30,7 @@ class RemoveOperation(Operation):
     def __init__(self, core: PeerCore, namespace: str, keys: Sequence[str]) -> None:
         super().__init__(core)
         self._digests = [key_digest(key, namespace) for key in keys]
+        self._namespace = namespace_digest(namespace)
         self._existed: list[bool] = []
         self._pending: set[int] = set()
 
@@ -48,7 +49,8 @@ class RemoveOperation(Operation):
             if not copies:
                 continue
             newest = max(copy.record.version for copy in copies)
-            signed = self.core.write_floor(digest, self.core.version_above(newest, now), now)
+            version = self.core.version_above(newest, now)
+            signed = self.core.floors.write(digest, version, now, namespace=self._namespace)
             concerned = {copy.peer_id for copy in copies if copy.reachable} | set(
                 self.core.homes(digest)
             )
@@ -61,9 +63,7 @@ class RemoveOperation(Operation):
         ]
         for tag, (peer_id, records) in enumerate(pieces):
             self._pending.add(tag)
-            self.core.push_cluster_records(
-                self.number, tag, peer_id, records, REMOVE_TIMEOUT_SECONDS
-            )
+            self.core.floors.push(self.number, tag, peer_id, records, REMOVE_TIMEOUT_SECONDS)
         self._settle(now)
 
     def answered(self, tag: int, reply: Reply, now: float) -> None:

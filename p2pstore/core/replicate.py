@@ -60,10 +60,14 @@ class ReplicateOperation(Operation):
         self._candidates = [
             peer_id
             for peer_id in self.core.ranked_peers(entry.digest)
-            if member_of(peer_id) not in holding
+            if member_of(peer_id) not in holding and self._offers_memory(peer_id)
         ]
         self.core.segment.acquire(entry)  # the source of copies is not evicted before they are made
         self._proceed(now)
+
+    def _offers_memory(self, peer_id: PeerId) -> bool:
+        state = self.core.gossip.membership.get(peer_id)
+        return state is not None and state.record is not None and state.record.memory_capacity > 0
 
     def _proceed(self, now: float) -> None:
         entry = self._entry

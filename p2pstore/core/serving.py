@@ -11,6 +11,7 @@ from p2pstore.core.effects import (
 from p2pstore.core.fetch import FetchOperation
 from p2pstore.core.lookup import split_digests
 from p2pstore.core.operation import Operation
+from p2pstore.core.sweeping import SweepOperation
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.messages import ControlKind, Delta
 from p2pstore.gossip.records import (
@@ -54,13 +55,14 @@ def serve(
     core: PeerCore, sender: PeerId, kind: int, request: Message, now: float
 ) -> Message | Operation:
     """Answer another peer's data request: a reply, or an operation whose result gives the reply
-    (`replicated_reply`). Raises `ProtocolError` for nonsense."""
+    (`reply_of`). Raises `ProtocolError` for nonsense."""
     if isinstance(request, Lookup):
         return _serve_lookup(core, request, now)
     if isinstance(request, Push):
         core.gossip.directory.early(
             member_of(sender), request.incarnation, request.sequences, request.operations, now
         )
+        core.gossip.floors.heard_of(request.operations, now)
         return Empty()
     if isinstance(request, Replicate):
         return _serve_replicate(core, sender, request, now)
@@ -71,8 +73,8 @@ def serve(
             SignedRecord(body, signature)
             for body, signature in zip(request.bodies, request.signatures, strict=True)
         ]
-        core.learn_cluster_records(records, now)
-        return Empty()
+        core.floors.learn(records, now)
+        return core.start(SweepOperation(core), now) if core.floors.sweep.pending else Empty()
     if isinstance(request, ListKeys):
         return list_local(core, request, now)
     if isinstance(request, Ping):
@@ -100,8 +102,11 @@ def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
             )
         )
     for known in core.gossip.directory.holders(digest):
-        if not known.hidden and not core.gossip.cluster_records.forbids(
-            digest, None, known.record.version
+        version = known.record.version
+        if not (
+            known.hidden
+            or core.gossip.cluster_records.forbids(digest, None, version)
+            or core.gossip.doubts(known.member, version, now)
         ):
             holdings.append(
                 Holding(known.member, known.incarnation, known.sequence, known.record.encode())
@@ -119,6 +124,8 @@ def _serve_replicate(
         me = SignedRecord(request.record_body, request.record_signature)
         _, effects = core.gossip.serve(sender, ControlKind.DELTA, Delta([me], [], [], []), now)
         core._effects += effects
+    if core.gossip.doubts(member_of(sender), minimum, now):
+        return Failure(int(Code.UNAVAILABLE), "the sender has yet to hear of floors that are gone")
     entry = core.segment.find(request.digest, core.unix(now))
     if entry is not None and minimum.covers(entry.version) and entry.version.covers(minimum):
         if entry.soft and not request.soft:
@@ -126,7 +133,7 @@ def _serve_replicate(
         return Replicated(entry.version.clock, entry.version.writer)
     if entry is not None and entry.version.covers(minimum):
         return Replicated(entry.version.clock, entry.version.writer)
-    if request.length > core.segment.data_bytes:
+    if request.length > core.segment.data_bytes or not core.segment.data_bytes:
         return Failure(int(Code.CAPACITY_EXCEEDED), "the object is larger than this peer's memory")
     record = LocationRecord(
         request.digest,
@@ -141,9 +148,12 @@ def _serve_replicate(
     return core.start(operation, now)
 
 
-def replicated_reply(operation: Operation) -> Message:
-    """The answer to REPLICATE once its fetch has finished."""
+def reply_of(operation: Operation) -> Message:
+    """The answer to REPLICATE once its fetch has finished, and to CLUSTER_RECORDS once what they forbid
+    is gone."""
     result = operation.result
+    if result is None:
+        return Empty()
     if isinstance(result, ObjectEntry):
         return Replicated(result.version.clock, result.version.writer)
     return Failure(int(Code.CAPACITY_EXCEEDED), str(result))

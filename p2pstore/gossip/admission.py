@@ -6,7 +6,8 @@ whatever is wrong raises `AdmissionRefused`, whose code and text go to the other
 that both logs say why.
 
 The listener proves first. A stranger who opens a stream and learns a proof learns nothing: it holds for
-this pair of peer ids and these nonces only.
+this pair of peer ids and these nonces only. Ring and allow list may be replaced at any time, so each side
+remembers the key with which the other one proved itself.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import hmac
 import struct
 from typing import Final
 
+from p2pstore.allowlist import AllowList
 from p2pstore.errors import P2PStoreError, ProtocolMismatch
 from p2pstore.gossip.messages import Hello, HelloReply, Proof, Welcome
-from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import PeerId, format_peer_id
 from p2pstore.keyring import KEYLESS, MAX_KEYS, KeyRing, key_id_of
 from p2pstore.wire import (
     MAX_PROTOCOL_VERSION,
@@ -72,11 +74,14 @@ class _Side:
         peer_id: PeerId,
         nonce: bytes,
         software: str,
+        allowed: AllowList | None = None,
     ) -> None:
-        """`peer_id`: the other end as authenticated by Noise. `nonce`: 32 fresh random bytes."""
+        """`peer_id`: the other end as authenticated by Noise. `nonce`: 32 fresh random bytes. `allowed`:
+        who may come in; None for everybody."""
         if len(nonce) != NONCE_BYTES:
             raise ValueError(f"a nonce is {NONCE_BYTES} bytes, not {len(nonce)}")
         self.ring = ring
+        self.allowed = allowed if allowed is not None else AllowList()
         self.cluster = cluster
         self.own_id = own_id
         self.peer_id = peer_id
@@ -86,6 +91,8 @@ class _Side:
         """The negotiated protocol version, once known."""
         self.their_software = ""
         self.admitted = False
+        self.key_id = b""
+        """The key with which the other side proved that it belongs here, once it has."""
         self._their_nonce = b""
 
     def _take_nonce(self, nonce: bytes) -> None:
@@ -125,12 +132,20 @@ class _Side:
             cluster=self.cluster,
         )
 
-    def _check(self, expected: bytes, proof: bytes) -> None:
-        if not hmac.compare_digest(expected, proof):
+    def _check(self, key: bytes, role: bytes, proof: bytes, *, opening: bool) -> None:
+        """The other side holds the key, and is one of those that may come in."""
+        if not hmac.compare_digest(self._proof(key, role, opening=opening), proof):
             raise AdmissionRefused(
                 Code.AUTHENTICATION_FAILED,
                 f"wrong cluster key: the proof does not match; {_CHECK_KEYS}",
             )
+        if not self.allowed.allows(self.peer_id):
+            raise AdmissionRefused(
+                Code.AUTHENTICATION_FAILED,
+                f"{format_peer_id(self.peer_id)} is not on the allow list of {format_peer_id(self.own_id)}: "
+                "add it to the file of --allow-file there and send that peer SIGHUP",
+            )
+        self.key_id = key_id_of(key)
 
 
 class Opener(_Side):
@@ -152,7 +167,7 @@ class Opener(_Side):
         self.version = self._negotiate(reply.version, reply.version)
         self._take_nonce(reply.nonce)
         key = self._key(reply.key_id)
-        self._check(self._proof(key, _LISTENER, opening=True), reply.proof)
+        self._check(key, _LISTENER, reply.proof, opening=True)
         self.their_software = reply.software[:MAX_SOFTWARE_LETTERS]
         return Proof(reply.key_id, self._proof(key, _OPENER, opening=True))
 
@@ -191,7 +206,7 @@ class Listener(_Side):
         if not self._their_nonce:
             raise AdmissionRefused(Code.MALFORMED, "a proof before the hello")
         key = self._key(proof.key_id)
-        self._check(self._proof(key, _OPENER, opening=False), proof.proof)
+        self._check(key, _OPENER, proof.proof, opening=False)
         self.admitted = True
         return Welcome()
 

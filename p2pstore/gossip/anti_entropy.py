@@ -89,6 +89,7 @@ class Knowledge:
         verifier: Verifier,
         accepts_clock: Callable[[int, float], bool],
         rng: Random,
+        accepts_peer: Callable[[PeerId], bool] = lambda peer_id: True,
     ) -> None:
         self.cluster = cluster
         self.membership = membership
@@ -97,6 +98,7 @@ class Knowledge:
         self.cluster_records = cluster_records
         self.verifier = verifier
         self.accepts_clock = accepts_clock
+        self.accepts_peer = accepts_peer
         self._rng = rng
 
     # --- digests -----------------------------------------------------------------------------
@@ -229,6 +231,8 @@ class Knowledge:
             record = read_peer_record(signed)
         except NewerFormat:
             return None
+        if not self.accepts_peer(record.peer_id):
+            return None  # a relay whose allow list is another may still know it
         state = self.membership.get(record.peer_id)
         if state is not None and state.record is not None:
             known = state.record

@@ -1,4 +1,9 @@
-"""When to give up waiting for a log's operations and fetch the owner's whole set. Pure."""
+"""When to give up waiting for a log's operations and fetch the owner's whole set. Pure.
+
+Two things are watched: views that are behind their owners' signed heads, and views that are ahead of them for
+longer than a head takes to follow its operations. A relay made those operations up; the owner would never send
+what the view believes to have.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,8 @@ from p2pstore.gossip.records import Member
 MAX_IN_FLIGHT: Final = 4
 FIRST_RETRY_SECONDS: Final = 0.5
 LAST_RETRY_SECONDS: Final = 30.0
+UNSIGNED_SECONDS: Final = 5.0
+"""How long operations may wait for a signed head that covers them; owners sign every 0.2 s."""
 
 
 @dataclass(slots=True)
@@ -24,8 +31,16 @@ class _Behind:
     retry_at: float = -math.inf
 
 
+@dataclass(slots=True)
+class _Ahead:
+    """A view was at `sequence` at `since`; no head has covered that yet."""
+
+    sequence: int
+    since: float
+
+
 class CatchUp:
-    """Watches the views that are behind their owners' signed heads.
+    """Watches the views that differ from their owners' signed heads.
 
     A snapshot is due when a view has stood still for `patience_seconds`, and at once when it is further
     behind than the owner's ring reaches or was fed wrong operations.
@@ -36,6 +51,7 @@ class CatchUp:
         self._ring_limit = ring_limit
         self._patience_seconds = patience_seconds
         self._behind: dict[Member, _Behind] = {}
+        self._ahead: dict[Member, _Ahead] = {}
 
     def due(
         self, owners: Iterable[MemberState], fetching: set[Member], now: float
@@ -43,6 +59,8 @@ class CatchUp:
         """Owners whose snapshots to fetch now; `fetching` are under way. Call it a few times a second."""
         behind: dict[Member, _Behind] = {}
         chosen: list[MemberState] = []
+        owners = list(owners)
+        self._distrust_unsigned([owner.member for owner in owners], now)
         for owner in owners:
             member = owner.member
             lag, diverged = self._directory.lag(member), self._directory.diverged(member)
@@ -64,6 +82,25 @@ class CatchUp:
                 chosen.append(owner)
         self._behind = behind
         return chosen
+
+    def _distrust_unsigned(self, members: Iterable[Member], now: float) -> None:
+        """Drop the views whose operations no head came to cover."""
+        ahead: dict[Member, _Ahead] = {}
+        for member in members:
+            signed, position = (
+                self._directory.head(member).sequence,
+                self._directory.position(member)[1],
+            )
+            if position <= signed:
+                continue
+            entry = self._ahead.get(member)
+            if entry is None or signed >= entry.sequence:
+                entry = _Ahead(position, now)
+            if now < entry.since + UNSIGNED_SECONDS:
+                ahead[member] = entry
+            else:
+                self._directory.distrust(member)
+        self._ahead = ahead
 
     def failed(self, member: Member, now: float) -> None:
         """A snapshot did not arrive, or was wrong: wait before the next, longer each time."""

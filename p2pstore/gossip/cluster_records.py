@@ -5,29 +5,52 @@ Of each (kind, scope, name) the record with the highest version is kept. Sets of
 compared by the XOR hashes of 64 buckets and spread twice: a new record rides on a bounded number of
 messages at once, and whoever missed it gets it when buckets are compared.
 
-A floor forbids all copies of a key, or of a namespace's keys, up to its version. Floors of keys are
-bounded: above the limit the oldest are dropped, and `compacted_before` rises to the highest clock
-among those dropped. It is no floor for live peers, which dropped their forbidden copies when they
-saw each floor. It tells a peer that was away what it can still trust: copies from SSD whose
-versions are not above `compacted_before` may have been removed while nobody remembers it, so a peer
-that was away discards them.
+A floor forbids all copies of a key, or of a namespace's keys, up to its version. A floor of a
+namespace makes the floors of its keys below it superfluous: they go. When there are still too many,
+the oldest go, and `horizon` says up to where those of each writer are gone: nobody takes them in again,
+so that all peers' sets stay alike. Live peers dropped what a floor forbids when they saw it; a peer that
+was away compares the horizon with what it has seen (`floor_sync`), and distrusts its older copies.
+
+Records go in steps (`purge`), some hundred at a time: a loop that is held up declares others dead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import xxhash
 
+from p2pstore.gossip.floor_epochs import FloorEpochs
+from p2pstore.gossip.floor_index import FloorIndex
+from p2pstore.gossip.floor_stamps import Stamps, hash_stamps, raise_stamps, without_older
 from p2pstore.gossip.messages import CLUSTER_BUCKETS
-from p2pstore.gossip.records import ClusterRecord, ClusterRecordKind, SignedRecord
-from p2pstore.objects import ZERO_VERSION, Version
+from p2pstore.gossip.records import (
+    SCOPE_KEY,
+    SCOPE_NAMESPACE,
+    ClusterRecord,
+    ClusterRecordKind,
+    Member,
+    SignedRecord,
+    member_of,
+    namespace_of_floor,
+)
+from p2pstore.objects import ZERO_VERSION, Version, clock_from_unix_seconds
 
-SCOPE_KEY: Final = 0
-SCOPE_NAMESPACE: Final = 1
 DEFAULT_LIMIT: Final = 100_000
+DEFAULT_LIMIT_BYTES: Final = 64 * 1024 * 1024
+HARD_FACTOR: Final = 1.5
+"""Above this many times the limit, floors go however young they are, if everybody should know them."""
+LAST_FACTOR: Final = 2.0
+"""Above this many times the limit they go whoever knows them: memory is bounded first of all."""
+DEFAULT_KEPT_SECONDS: Final = 600.0
+SEEN_SLACK: Final = clock_from_unix_seconds(120.0)
+"""What was seen only just now is not dropped yet: the others may see it an epoch or two later."""
+MAX_OTHER_RECORDS: Final = 10_000
+MAX_OTHER_BYTES: Final = 16 * 1024 * 1024
+PURGE_STEP: Final = 500
 
 RecordName = tuple[int, int, bytes]
 """(kind, scope, name): what a record is about."""
@@ -38,6 +61,17 @@ class _Kept:
     record: ClusterRecord
     signed: SignedRecord
     hash: int
+    writer: Member
+    namespace: bytes
+    """Of a key's floor, where it says so."""
+
+    @property
+    def is_floor(self) -> bool:
+        return self.record.kind == ClusterRecordKind.FLOOR
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.signed.body) + len(self.signed.signature)
 
 
 def name_of(record: ClusterRecord) -> RecordName:
@@ -57,48 +91,86 @@ def rank_of(record: ClusterRecord) -> tuple[int, int, bytes, bytes]:
 class ClusterRecords:
     """See the module's docstring."""
 
-    def __init__(self, limit: int = DEFAULT_LIMIT) -> None:
+    def __init__(
+        self,
+        limit: int = DEFAULT_LIMIT,
+        limit_bytes: int = DEFAULT_LIMIT_BYTES,
+        kept_seconds: float = DEFAULT_KEPT_SECONDS,
+    ) -> None:
         self.limit = limit
+        """Floors, beyond which the oldest go."""
+        self.limit_bytes = limit_bytes
+        self.kept_seconds = kept_seconds
+        """Younger floors do not go at the limit."""
+        self.horizon: Stamps = {}
+        """Writer -> clock up to which its floors are gone. Raise it with `raise_horizon` only."""
+        self.horizon_hash = 0
         self.compacted_before = 0
-        """Highest clock of a floor that was dropped for lack of room; 0 when none was."""
+        """The highest stamp of the horizon: no floor above it was dropped."""
         self._kept: dict[RecordName, _Kept] = {}
         self._floors: dict[tuple[int, bytes], Version] = {}
+        self._writers: Counter[Member] = Counter()
+        self._floor_bytes = 0
+        self._floor_hash = 0
+        self._other_bytes = 0
+        self._epochs = FloorEpochs()
         self._buckets: list[set[RecordName]] = [set() for _ in range(CLUSTER_BUCKETS)]
         self._hashes = [0] * CLUSTER_BUCKETS
         self._recent: dict[RecordName, int] = {}
+        self._index: FloorIndex[RecordName] = FloorIndex()
+        self._beyond: dict[RecordName, None] = {}
+        """Old floors that the horizon leaves, taken out of the index so as not to be met again."""
+        self._reindex: dict[RecordName, None] = {}
+        self._of_namespace: dict[bytes, dict[RecordName, None]] = {}
+        self._superseded: dict[bytes, dict[RecordName, None]] = {}
+        """Namespaces with a new floor, and the floors of their keys, which are to be looked at."""
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def floor_count(self) -> int:
+        """How many of the records are floors."""
+        return len(self._floors)
 
     # --- keeping -----------------------------------------------------------------------------
 
     def wants(self, record: ClusterRecord) -> bool:
         """Whether the record would be new: ask before its signature is checked."""
         kept = self._kept.get(name_of(record))
-        if kept is not None:
-            return rank_of(record) > rank_of(kept.record)
-        return not (
-            record.kind == ClusterRecordKind.FLOOR
-            and record.scope == SCOPE_KEY
-            and record.clock <= self.compacted_before
-        )
+        if kept is not None and rank_of(record) <= rank_of(kept.record):
+            return False
+        if record.kind != ClusterRecordKind.FLOOR:
+            return True
+        if self.horizon and record.clock <= self.horizon.get(member_of(record.signer), 0):
+            return False
+        return not self._is_superseded(record, namespace_of_floor(record))
 
     def offer(self, record: ClusterRecord, signed: SignedRecord) -> bool:
         """Keep a verified record. Whether it was new; new ones join the rumours."""
         if not self.wants(record):
             return False
         name = name_of(record)
-        self._remove(name)
-        kept = _Kept(record, signed, xxhash.xxh3_64_intdigest(signed.body))
+        replaced = self._kept.get(name)
+        if replaced is not None:
+            self._remove(name, replaced, by_clock=record.clock)
+        kept = _Kept(
+            record,
+            signed,
+            xxhash.xxh3_64_intdigest(signed.body),
+            member_of(record.signer),
+            namespace_of_floor(record),
+        )
         self._kept[name] = kept
         bucket = bucket_of(record.name)
         self._buckets[bucket].add(name)
         self._hashes[bucket] ^= kept.hash
-        if record.kind == ClusterRecordKind.FLOOR:
-            self._floors[record.scope, record.name] = record.version
         self._recent[name] = 0
-        if len(self._kept) > self.limit:
-            self._compact()
+        if kept.is_floor:
+            self._add_floor(name, kept)
+        else:
+            self._other_bytes += kept.size_bytes
+            self._limit_others()
         return name in self._kept
 
     def floor_for(self, key_digest: bytes, namespace_digest: bytes | None = None) -> Version:
@@ -159,48 +231,193 @@ class ClusterRecords:
                 self._recent[name] = sent + 1
         return chosen
 
+    def roll_epochs(self, clock_now: int) -> None:
+        """Keep the hashes of the last epochs. Call it a few times a minute at least."""
+        self._epochs.roll(clock_now, self._floor_hash_below)
+
+    def settled_epoch(self, clock_now: int) -> tuple[int, int]:
+        """The end of an epoch whose floors all live peers ought to have, and the hash of those here; end
+        0 before `roll_epochs`."""
+        end = self._epochs.settled_end(clock_now)
+        found = self._epochs.hash_at(end)
+        return (0, 0) if found is None else (end, found)
+
+    def agrees(self, epoch_end: int, epoch_hash: int) -> bool:
+        """Whether the floors known here up to the end of an epoch have this hash."""
+        return self._epochs.hash_at(epoch_end) == epoch_hash
+
+    # --- bounds ------------------------------------------------------------------------------
+
+    def compact(self, seen: Mapping[Member, int], clock_now: int) -> None:
+        """Raise the horizon when there are too many floors: up to what this peer has seen, and
+        leaving the young ones, as long as memory allows."""
+        crowding = max(
+            len(self._floors) / max(1, self.limit), self._floor_bytes / max(1, self.limit_bytes)
+        )
+        if crowding <= 1 or self.purging:
+            return
+        excess = len(self._floors) - int(0.9 * len(self._floors) / crowding)
+        before = self._index.cut(excess) - 1
+        if crowding <= HARD_FACTOR:
+            before = min(before, clock_now - clock_from_unix_seconds(self.kept_seconds))
+        stamps = {member: min(before, stamp - SEEN_SLACK) for member, stamp in seen.items()}
+        if crowding > LAST_FACTOR:
+            stamps |= dict.fromkeys(self._writers, before)
+        self.raise_horizon(stamps)
+
+    def raise_horizon(self, stamps: Mapping[Member, int]) -> bool:
+        """Floors up to these stamps are gone, here or elsewhere. Whether that was new."""
+        if not raise_stamps(self.horizon, stamps):
+            return False
+        self._horizon_changed()
+        self._reindex |= self._beyond
+        self._beyond = {}
+        return True
+
+    def forget_horizon(self, oldest: int) -> None:
+        """Forget stamps up to `oldest`: no peer that was away for so long is trusted anyway."""
+        kept = without_older(self.horizon, oldest)
+        if len(kept) != len(self.horizon):
+            self.horizon = kept
+            self._horizon_changed()
+
+    @property
+    def purging(self) -> bool:
+        """Whether records that are superfluous wait for `purge`."""
+        return bool(
+            self._superseded or self._reindex or self._index.any_before(self.compacted_before)
+        )
+
+    def purge(self, limit: int = PURGE_STEP) -> None:
+        """Drop superfluous floors; at most `limit` are looked at."""
+        for _ in range(limit):
+            if self._superseded:
+                self._purge_superseded()
+            elif self._reindex:
+                name, _ = self._reindex.popitem()
+                self._index.add(name, self._kept[name].record.clock)
+            else:
+                oldest = self._index.pop_oldest(self.compacted_before)
+                if oldest is None:
+                    return
+                kept = self._kept[oldest]
+                if kept.record.clock <= self.horizon.get(kept.writer, 0):
+                    self._remove(oldest, kept)
+                else:
+                    self._beyond[oldest] = None
+
     # --- persisting --------------------------------------------------------------------------
 
     def dump(self) -> list[SignedRecord]:
-        """All records, for the state directory; `compacted_before` goes beside them."""
+        """All records, for the state directory; the horizon goes beside them."""
         return [kept.signed for kept in self._kept.values()]
 
     def load(
-        self, records: Iterable[tuple[ClusterRecord, SignedRecord]], compacted_before: int = 0
+        self,
+        records: Iterable[tuple[ClusterRecord, SignedRecord]],
+        horizon: Mapping[Member, int] | None = None,
     ) -> None:
         """Take in verified records from the state directory. They are no rumours."""
-        self.compacted_before = max(self.compacted_before, compacted_before)
+        self.raise_horizon(horizon or {})
         for record, signed in records:
             self.offer(record, signed)
         self._recent.clear()
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _remove(self, name: RecordName) -> None:
-        kept = self._kept.pop(name, None)
-        if kept is None:
-            return
+    def _is_superseded(self, record: ClusterRecord, namespace: bytes) -> bool:
+        """Whether the floor of the whole namespace says as much."""
+        floor = self._floors.get((SCOPE_NAMESPACE, namespace)) if namespace else None
+        return floor is not None and floor.covers(record.version)
+
+    def _add_floor(self, name: RecordName, kept: _Kept) -> None:
+        record = kept.record
+        self._floors[record.scope, record.name] = record.version
+        self._writers[kept.writer] += 1
+        self._floor_bytes += kept.size_bytes
+        self._floor_hash ^= kept.hash
+        self._epochs.added(record.clock, kept.hash)
+        self._index.add(name, record.clock)
+        if kept.namespace:
+            self._of_namespace.setdefault(kept.namespace, {})[name] = None
+        if record.scope == SCOPE_NAMESPACE and record.name in self._of_namespace:
+            names = self._of_namespace.pop(record.name)
+            if record.name in self._superseded:
+                self._superseded[record.name] |= names
+            else:
+                self._superseded[record.name] = names
+
+    def _remove(self, name: RecordName, kept: _Kept, by_clock: int | None = None) -> None:
+        """Take a record out, for good or because one of `by_clock` takes its place."""
+        del self._kept[name]
         bucket = bucket_of(kept.record.name)
         self._buckets[bucket].discard(name)
         self._hashes[bucket] ^= kept.hash
         self._recent.pop(name, None)
-        if kept.record.kind == ClusterRecordKind.FLOOR:
-            self._floors.pop((kept.record.scope, kept.record.name), None)
+        if kept.is_floor:
+            self._remove_floor(name, kept, by_clock)
+        else:
+            self._other_bytes -= kept.size_bytes
 
-    def _compact(self) -> None:
-        """Drop the oldest tenth of the key floors; without any, the oldest records of all."""
-        floors = [
-            kept
-            for kept in self._kept.values()
-            if kept.record.kind == ClusterRecordKind.FLOOR and kept.record.scope == SCOPE_KEY
-        ]
-        floors.sort(key=lambda kept: rank_of(kept.record))
-        for kept in floors[: max(1, self.limit // 10)]:
-            self.compacted_before = max(self.compacted_before, kept.record.clock)
-            self._remove(name_of(kept.record))
-        if not floors:
-            oldest = min(self._kept.values(), key=lambda kept: rank_of(kept.record))
-            self._remove(name_of(oldest.record))
+    def _remove_floor(self, name: RecordName, kept: _Kept, by_clock: int | None) -> None:
+        record = kept.record
+        del self._floors[record.scope, record.name]
+        self._writers[kept.writer] -= 1
+        if not self._writers[kept.writer]:
+            del self._writers[kept.writer]
+        self._floor_bytes -= kept.size_bytes
+        self._floor_hash ^= kept.hash
+        if by_clock is None:
+            self._epochs.dropped(record.clock, kept.hash)
+        else:
+            self._epochs.replaced(record.clock, kept.hash, by_clock)
+        if not self._index.remove(name, record.clock):
+            self._beyond.pop(name, None)
+            self._reindex.pop(name, None)
+        if kept.namespace:
+            self._leave_namespace(name, kept.namespace)
+
+    def _leave_namespace(self, name: RecordName, namespace: bytes) -> None:
+        self._superseded.get(namespace, {}).pop(name, None)
+        names = self._of_namespace.get(namespace)
+        if names is not None:
+            names.pop(name, None)
+            if not names:
+                del self._of_namespace[namespace]
+
+    def _purge_superseded(self) -> None:
+        namespace, names = next(iter(self._superseded.items()))
+        if not names:
+            del self._superseded[namespace]
+            return
+        name, _ = names.popitem()
+        kept = self._kept[name]
+        if self._is_superseded(kept.record, kept.namespace):
+            # Who hears of the namespace's floor later compares epochs with this one still in them.
+            by = self._floors[SCOPE_NAMESPACE, kept.namespace]
+            self._remove(name, kept, by_clock=by.clock)
+        else:
+            self._of_namespace.setdefault(kept.namespace, {})[name] = None
+
+    def _limit_others(self) -> None:
+        """Of records that are no floors, the oldest go: they are few, unless somebody writes nonsense."""
+        while (
+            len(self._kept) - len(self._floors) > MAX_OTHER_RECORDS
+            or self._other_bytes > MAX_OTHER_BYTES
+        ):
+            others = (item for item in self._kept.items() if not item[1].is_floor)
+            name, oldest = min(others, key=lambda item: (rank_of(item[1].record), item[0]))
+            self._remove(name, oldest)
+
+    def _horizon_changed(self) -> None:
+        self.horizon_hash = hash_stamps(self.horizon)
+        self.compacted_before = max(self.horizon.values(), default=0)
+
+    def _floor_hash_below(self, end: int) -> int:
+        total = self._floor_hash
+        for name in self._index.since(end):
+            total ^= self._kept[name].hash
+        return total
 
 
 def bucket_of(name: bytes) -> int:

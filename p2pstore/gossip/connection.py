@@ -14,7 +14,9 @@ from p2pstore.gossip.sockets import GuardedSocket
 
 _STRANGER_STREAM_BYTES: Final = 32 * 1024
 """What a stream may carry before it is admitted."""
-_STRANGER_BUFFER_BYTES: Final = 256 * 1024
+_STRANGER_BYTES: Final = 256 * 1024
+"""All that a connection may carry before it is admitted: a handshake is 1 KiB. The multiplexer would collect
+one frame of up to 16 MiB before anybody could look at it."""
 _BUFFER_BYTES: Final = 40 * 1024 * 1024
 """Unread bytes of one connection: yamux announces windows of up to 16 MiB but does not enforce them."""
 _RESET_SECONDS: Final = 0.5
@@ -88,15 +90,18 @@ class Connection(Generic[M]):
         self.opened_by_other = 0
         self.ended = trio.Event()
         self.nursery: trio.Nursery | None = None
+        self.stranger: trio.CancelScope | None = None
+        """Of an incoming connection: its place among those that are not admitted yet."""
+        self.key_ids: list[bytes] = []
+        """The cluster key with which each admitted stream was admitted."""
         self._sock = sock
-        self._admitted_streams = 0
         self._used = trio.Event()
         self._unused = trio.Event()
-        sock.lift_allowance(self._check_buffers)
+        sock.lift_allowance(self._check_received)
 
     @property
     def admitted(self) -> bool:
-        return self._admitted_streams > 0
+        return bool(self.key_ids)
 
     def abort(self) -> None:
         """End the connection at once."""
@@ -105,18 +110,18 @@ class Connection(Generic[M]):
             self.nursery.cancel_scope.cancel()
 
     @contextmanager
-    def using(self) -> Iterator[None]:
+    def using(self, key_id: bytes) -> Iterator[None]:
         """An admitted stream exists inside."""
         self.ever_admitted = True
-        self._admitted_streams += 1
-        if self._admitted_streams == 1:
+        self.key_ids.append(key_id)
+        if len(self.key_ids) == 1:
             self._used.set()
             self._unused = trio.Event()
         try:
             yield
         finally:
-            self._admitted_streams -= 1
-            if self._admitted_streams == 0:
+            self.key_ids.remove(key_id)
+            if not self.key_ids:
                 self._unused.set()
                 self._used = trio.Event()
 
@@ -129,8 +134,11 @@ class Connection(Generic[M]):
                 return
             await self._unused.wait()
 
-    def _check_buffers(self) -> None:
+    def _check_received(self) -> None:
         unread = sum(map(len, self.muxed.stream_buffers.values()))
-        if unread > (_BUFFER_BYTES if self.admitted else _STRANGER_BUFFER_BYTES):
+        if not self.ever_admitted and self._sock.received_bytes > _STRANGER_BYTES:
+            self._sock.abort()
+            raise ConnectionResetError("it sends more than a handshake needs")
+        if unread > _BUFFER_BYTES:
             self._sock.abort()
             raise ConnectionResetError(f"{unread:,} bytes that nobody reads")

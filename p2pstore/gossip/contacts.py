@@ -45,14 +45,25 @@ class Contacts:
     def add(
         self, addresses: Sequence[str], peer_id: PeerId | None = None, *, bootstrap: bool = True
     ) -> None:
-        """Try these addresses of one peer from now on. Above 10,000 contacts more are ignored."""
+        """Try these addresses of one peer from now on. Above 10,000 contacts more are ignored.
+
+        What was in the address book and is named again as a bootstrap address is one from then on.
+        """
         key = tuple(addresses)
-        if key and key not in self._contacts and len(self._contacts) < MAX_CONTACTS:
+        known = self._contacts.get(key)
+        if known is not None:
+            known.bootstrap |= bootstrap
+        elif key and len(self._contacts) < MAX_CONTACTS:
             self._contacts[key] = _Contact(bootstrap, peer_id, -math.inf)
 
     def remove(self, addresses: Sequence[str]) -> None:
         """Never try these addresses again: they are this peer's own."""
         self._contacts.pop(tuple(addresses), None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no address to try at all."""
+        return not self._contacts
 
     @property
     def has_bootstrap(self) -> bool:

@@ -13,7 +13,7 @@ owner's log and has no effect once the view has passed it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -31,6 +31,9 @@ from p2pstore.objects import DIGEST_BYTES
 
 _FLAGS: Final = LOCATION_BYTES - 1
 _REMOVED: Final = 0x80
+_CLOCK: Final = slice(DIGEST_BYTES, DIGEST_BYTES + 8)
+_START: Final = (-1, 0)
+"""Before every place of every log."""
 
 Position = tuple[int, int]
 """(incarnation, sequence): a place in a member's log."""
@@ -114,12 +117,14 @@ class Directory:
         self._early: dict[bytes, dict[Member, _Early]] = {}
         self._early_order: deque[tuple[float, bytes, Member]] = deque()
         self._stale: dict[tuple[Member, bytes], Position] = {}
-        self._watched: Set[bytes] = frozenset()
+        self._held: Set[bytes] = frozenset()
+        self._awaited: Set[bytes] = frozenset()
         self._touched: set[bytes] = set()
 
-    def watch(self, digests: Set[bytes]) -> None:
-        """Note every change that concerns one of `digests` (a live view of a set) for `take_touched`."""
-        self._watched = digests
+    def watch(self, held: Set[bytes], awaited: Set[bytes]) -> None:
+        """Note every change that concerns a digest in one of these live views of sets, for
+        `take_touched`."""
+        self._held, self._awaited = held, awaited
 
     def take_touched(self) -> set[bytes]:
         """Watched digests that operations, pushes or snapshots of others were about since the last call."""
@@ -187,8 +192,7 @@ class Directory:
             for start in range(0, len(step), LOCATION_BYTES):
                 operation = step[start : start + LOCATION_BYTES]
                 view.set.apply(operation)
-                if operation[:DIGEST_BYTES] in self._watched:
-                    self._touched.add(operation[:DIGEST_BYTES])
+                self._touch_watched(operation[:DIGEST_BYTES])
             view.ring.extend(step)
             if view.sequence == view.head.sequence and not self._matches(view):
                 self.record_count += len(view.set) - before
@@ -240,10 +244,17 @@ class Directory:
             return False
         self.record_count += len(records) - len(view.set)
         view.set = records
-        self._touched |= self._watched & records.records.keys()
+        self._touch_all(records.records.keys())
         view.ring = self._ring(sequence)
         view.diverged = False
         return True
+
+    def distrust(self, member: Member) -> None:
+        """Drop the view, for good reasons of the caller's: it takes nothing but a snapshot."""
+        view = self._views.get(member)
+        if view is not None:
+            self._reset(member)
+            view.diverged = True
 
     def lag(self, member: Member) -> int:
         """How many operations the view is behind the latest signed head."""
@@ -265,11 +276,19 @@ class Directory:
         view = self._views.get(member)
         if view is not None:
             view.hidden = False
-            self._touched |= self._watched & view.set.records.keys()
+            self._touch_all(view.set.records.keys())
 
     def touch(self, digest: bytes) -> None:
-        """Have a watched digest looked at, though nothing new was heard of it."""
+        """Have a digest looked at, though nothing new was heard of it."""
         self._touched.add(digest)
+
+    def _touch_watched(self, digest: bytes) -> None:
+        if digest in self._held or digest in self._awaited:
+            self._touched.add(digest)
+
+    def _touch_all(self, digests: Set[bytes]) -> None:
+        self._touched |= self._held & digests
+        self._touched |= self._awaited & digests
 
     def forget(self, member: Member) -> None:
         """Free everything that is known of the member's locations; `hide` and incarnation stay."""
@@ -309,8 +328,7 @@ class Directory:
             operation = operations[start : start + LOCATION_BYTES]
             self._early.setdefault(digest, {})[member] = _Early(position, operation, now)
             self._early_order.append((now, digest, member))
-            if digest in self._watched:
-                self._touched.add(digest)
+            self._touch_watched(digest)
             news += 1
         while len(self._early_order) > self.config.max_early:
             self._expire_oldest_early()
@@ -358,9 +376,55 @@ class Directory:
             )
         return found
 
-    def holders_many(self, digests: Iterable[bytes]) -> list[list[Location]]:
-        """`holders` of each key."""
-        return [self.holders(digest) for digest in digests]
+    def held(
+        self, digests: Set[bytes], is_usable: Callable[[Member], bool], newest_clock: int
+    ) -> set[bytes]:
+        """Which of the keys have a holder that is usable and not hidden, in a version that is not
+        above `newest_clock`. Set operations of whole views: a fraction of a microsecond a key."""
+        early = self._early.keys() & digests
+        found: set[bytes] = set()
+        for member, view in self._views.items():
+            if view.hidden or not is_usable(member):
+                continue
+            records = view.set.records
+            matched = records.keys() & digests
+            if early or self._stale:
+                position = (view.incarnation, view.sequence)
+                matched -= {
+                    digest
+                    for digest in matched
+                    if self._stale.get((member, digest), _START) >= position
+                    or (digest in early and self._is_ahead(digest, member, position))
+                }  # what was pushed ahead of the log counts
+            number = int.from_bytes
+            found.update(
+                [
+                    digest
+                    for digest in matched
+                    if number(records[digest][_CLOCK], "little") <= newest_clock
+                ]
+            )
+        for digest in early - found:
+            for member, entry in self._early[digest].items():
+                if (
+                    not entry.operation[_FLAGS] & _REMOVED
+                    and int.from_bytes(entry.operation[_CLOCK], "little") <= newest_clock
+                    and self._is_ahead(digest, member, self.position(member))
+                    and self._stale.get((member, digest), _START) < entry.position
+                    and not self._is_hidden(member)
+                    and is_usable(member)
+                ):
+                    found.add(digest)
+        return found
+
+    def _is_hidden(self, member: Member) -> bool:
+        view = self._views.get(member)
+        return view is not None and view.hidden
+
+    def _is_ahead(self, digest: bytes, member: Member, position: Position) -> bool:
+        """Whether what the member pushed of the key is ahead of that place of its log."""
+        entry = self._early[digest].get(member)
+        return entry is not None and entry.position > position
 
     # --- inside ------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL
 from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 
+from p2pstore.allowlist import AllowList
 from p2pstore.config import join_address
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
@@ -68,6 +69,7 @@ from p2pstore.gossip.sockets import (
 )
 from p2pstore.keyring import KeyRing
 from p2pstore.nursery import open_background_nursery
+from p2pstore.strangers import Strangers
 from p2pstore.wire import CONTROL_PROTOCOL, Message
 
 logger = logging.getLogger("p2pstore.host")
@@ -77,7 +79,8 @@ _S = TypeVar("_S", Opener, Listener)
 MAX_ADMITTED_STREAMS: Final = 256
 """Streams on which others ask this peer."""
 MAX_STRANGERS: Final = 256
-"""Incoming connections that have not been admitted (yet)."""
+"""Incoming connections that have not been admitted yet."""
+MAX_STRANGERS_PER_HOST: Final = 128
 MAX_STREAMS_PER_CONNECTION: Final = 4
 """Streams that the other side may have open: it needs one, and one more while that is replaced."""
 
@@ -114,6 +117,7 @@ class ControlHost:
         listener: socket.socket,
         identity: Identity,
         ring: KeyRing,
+        allowed: AllowList,
         cluster: str,
         handler: Handler,
         on_lost: Callable[[PeerId], None],
@@ -127,6 +131,7 @@ class ControlHost:
         self._listener = listener
         self._identity = identity
         self._ring = ring
+        self._allowed = allowed
         self._cluster = cluster
         self._handler = handler
         self._on_lost = on_lost
@@ -134,7 +139,9 @@ class ControlHost:
         self._software = software
         self._connections: dict[PeerId, list[Connection[Yamux]]] = {}
         self._opening: dict[PeerId, trio.Lock] = {}
-        self._incoming = 0
+        self._strangers: Strangers[trio.CancelScope] = Strangers(
+            MAX_STRANGERS, MAX_STRANGERS_PER_HOST
+        )
         self._admitted_streams = 0
         self._closing = False
         self._noise = NoiseTransport(
@@ -182,6 +189,26 @@ class ControlHost:
             connection.abort()
             await connection.ended.wait()
         await trio.lowlevel.checkpoint()
+
+    def recheck(self) -> None:
+        """Ring or allow list were replaced: end the connections that would not be admitted any more. What
+        is still wanted connects anew."""
+        for connections in list(self._connections.values()):
+            for connection in list(connections):
+                self._recheck(connection)
+
+    def _recheck(self, connection: Connection[Yamux]) -> None:
+        if not connection.admitted:
+            return  # its streams are yet to be admitted, by what holds then
+        if not self._allowed.allows(connection.peer_id):
+            reason = "it is not on the allow list any more"
+        elif not all(map(self._ring.find, connection.key_ids)):
+            reason = "it was admitted with a cluster key that was removed"
+        else:
+            return
+        who = format_peer_id(connection.peer_id)
+        logger.info("closing the connection with %s at %s: %s", who, connection.address, reason)
+        connection.abort()
 
     def connected(self) -> list[PeerId]:
         """Peers with an admitted stream in either direction."""
@@ -237,10 +264,11 @@ class ControlHost:
                 self._opening.pop(peer_id, None)
 
     def _usable_stream(self, peer_id: PeerId) -> AskingStream | None:
-        for connection in self._connections.get(peer_id, ()):
-            if connection.asking is not None and connection.asking.usable:
-                return connection.asking
-        return None
+        """Our stream on the newest connection. A peer that came back without a word, after its machine lost
+        power, does not hear what is said on an older one."""
+        connections = self._connections.get(peer_id)
+        stream = connections[-1].asking if connections else None
+        return stream if stream is not None and stream.usable else None
 
     async def _dial(
         self, peer_id: PeerId | None, addresses: Sequence[str], timeout_seconds: float
@@ -324,7 +352,8 @@ class ControlHost:
                 await MultiselectClient().select_one_of([_PROTOCOL], _communicator(stream))
             asking = await open_asking_stream(stream, self._side(Opener, connection))
             stream.lift_allowance()
-            with connection.using():
+            with connection.using(asking.key_id):
+                self._admitted(connection)
                 connection.asking = asking
                 task_status.started(asking)
                 try:
@@ -355,38 +384,48 @@ class ControlHost:
                 await trio.sleep(0.1)
                 continue
             where = join_address(*address[:2])
-            if self._strangers() >= MAX_STRANGERS:
+            scope = trio.CancelScope()
+            dropped = self._strangers.arrive(address[0], scope)
+            if dropped is scope:
                 sock.close()
                 self._refusals.dropped(
-                    where, f"{MAX_STRANGERS} connections wait to be admitted already"
+                    where, f"{len(self._strangers)} connections wait to be admitted already"
                 )
                 continue
-            self._incoming += 1
-            self._nursery.start_soon(self._receive, sock, where)
+            if dropped is not None:
+                dropped.cancel()
+            self._nursery.start_soon(self._receive, sock, where, scope)
 
-    def _strangers(self) -> int:
-        connections = (each for all_of_peer in self._connections.values() for each in all_of_peer)
-        return self._incoming - sum(each.incoming and each.admitted for each in connections)
-
-    async def _receive(self, accepted: socket.socket, address: str) -> None:
-        """One incoming connection, from its first byte to its end."""
+    async def _receive(
+        self, accepted: socket.socket, address: str, scope: trio.CancelScope
+    ) -> None:
+        """One incoming connection, from its first byte to its end. `scope` ends it while it is a stranger's."""
         sock = None
         try:
-            sock = GuardedSocket(accepted, _UPGRADE_BYTES)
-            connection = await self._upgrade(sock, address, outgoing=False)
+            with scope:
+                sock = GuardedSocket(accepted, _UPGRADE_BYTES)
+                connection = await self._upgrade(sock, address, outgoing=False)
+                connection.stranger = scope
+                if (
+                    connection.peer_id != self._identity.peer_id
+                ):  # else `discover` on our own address
+                    await self._run_connection(connection)
         except Exception as error:  # whatever the library makes of what a stranger sent
             self._refusals.dropped(address, _reason(error))
-            return
         else:
-            if (
-                connection.peer_id != self._identity.peer_id
-            ):  # that was `discover` on our own address
-                await self._run_connection(connection)
+            if scope.cancelled_caught:
+                self._refusals.dropped(address, "it made room for a stranger from another host")
         finally:
-            self._incoming -= 1
+            self._strangers.leave(scope)
             if sock is not None:
                 sock.abort()
             accepted.close()
+
+    def _admitted(self, connection: Connection[Yamux]) -> None:
+        """A stream of the connection was admitted just now."""
+        if connection.stranger is not None:
+            self._strangers.leave(connection.stranger)
+        self._recheck(connection)  # a reload may have come between proof and welcome
 
     async def _run_connection(
         self,
@@ -462,7 +501,8 @@ class ControlHost:
             stream.lift_allowance()
             self._admitted_streams += 1
             try:
-                with connection.using():
+                with connection.using(answering.key_id):
+                    self._admitted(connection)
                     await answering.run()
             finally:
                 self._admitted_streams -= 1
@@ -482,6 +522,7 @@ class ControlHost:
     def _side(self, side: type[_S], connection: Connection[Yamux]) -> _S:
         return side(
             ring=self._ring,
+            allowed=self._allowed,
             cluster=self._cluster,
             own_id=self._identity.peer_id,
             peer_id=connection.peer_id,
@@ -523,8 +564,10 @@ async def open_control_host(
     on_lost: Callable[[PeerId], None],
     on_refused: Callable[[str, str], None] = _ignore,
     software: str,
+    allowed: AllowList | None = None,
 ) -> AsyncIterator[ControlHost]:
     """A host that listens at `listen` (port 0: any) and serves `handler` to admitted peers until the block ends.
+    After `ring` or `allowed` (None: everybody who holds a key) were changed, call its `recheck`.
 
     `on_lost(peer_id)` is called when the last connection of an admitted peer has ended other than by
     `disconnect`; `on_refused(address, reason)` whenever something of a stranger was dropped. Raises
@@ -536,6 +579,7 @@ async def open_control_host(
         listener=listener,
         identity=identity,
         ring=ring,
+        allowed=allowed if allowed is not None else AllowList(),
         cluster=cluster,
         handler=handler,
         on_lost=on_lost,

@@ -196,9 +196,11 @@ class _Pending:
 class AskingStream:
     """The opener's end of an admitted stream."""
 
-    def __init__(self, frames: _Frames, software: str) -> None:
+    def __init__(self, frames: _Frames, software: str, key_id: bytes = b"") -> None:
         self.software = software
         """What the listener says it runs."""
+        self.key_id = key_id
+        """The cluster key with which it was admitted."""
         self._frames = frames
         self._slots = trio.Semaphore(MAX_REQUESTS_IN_FLIGHT)
         self._pending: dict[int, _Pending] = {}
@@ -278,13 +280,17 @@ async def open_asking_stream(stream: MuxedStream, opener: Opener) -> AskingStrea
         await frames.write(encode_frame(ControlKind.PROOF, 2, proof))
         opener.receive_welcome(await frames.expect(ControlKind.PROOF, REPLY, Welcome))
     frames.admitted()
-    return AskingStream(frames, opener.their_software)
+    return AskingStream(frames, opener.their_software, opener.key_id)
 
 
 class AnsweringStream:
     """The listener's end of an admitted stream."""
 
-    def __init__(self, frames: _Frames, peer_id: PeerId, handler: Handler) -> None:
+    def __init__(
+        self, frames: _Frames, peer_id: PeerId, handler: Handler, key_id: bytes = b""
+    ) -> None:
+        self.key_id = key_id
+        """The cluster key with which the opener was admitted."""
         self._frames = frames
         self._peer_id = peer_id
         self._handler = handler
@@ -364,7 +370,7 @@ async def admit_stream(
             raise
         await frames.write(encode_frame(kind, 2, welcome, flags=REPLY))
     frames.admitted()
-    return AnsweringStream(frames, listener.peer_id, handler)
+    return AnsweringStream(frames, listener.peer_id, handler, listener.key_id)
 
 
 async def _refuse(frames: _Frames, kind: ControlKind, refusal: AdmissionRefused) -> None:
@@ -382,6 +388,9 @@ def _single_error() -> Iterator[None]:
     except BaseExceptionGroup as group:
         _, unexpected = group.split((ProtocolError, OSError))
         if unexpected is not None:
+            cancelled, others = unexpected.split(trio.Cancelled)
+            if others is None and cancelled is not None:
+                raise cancelled from None  # it was to end anyhow
             raise
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):

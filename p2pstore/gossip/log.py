@@ -10,6 +10,7 @@ comes back.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from typing import Final
 
@@ -27,6 +28,7 @@ DEFAULT_RING_LIMIT: Final = 65_536
 _FLAGS: Final = LOCATION_BYTES - 1
 _REMOVED: Final = 0x80
 _VERSION: Final = slice(DIGEST_BYTES, DIGEST_BYTES + 10)
+_CLOCK_ONLY: Final = struct.Struct(f"<{DIGEST_BYTES}xQ{LOCATION_BYTES - DIGEST_BYTES - 8}x")
 
 
 def check_run(packed: bytes) -> int:
@@ -37,6 +39,11 @@ def check_run(packed: bytes) -> int:
             f"a run of location records has {len(packed)} bytes, not a multiple of 34"
         )
     return count
+
+
+def newest_clock(packed: bytes, limit: int) -> int:
+    """The highest clock of the versions in a packed run that is at most `limit`; 0 when there is none."""
+    return max((clock for (clock,) in _CLOCK_ONLY.iter_unpack(packed) if clock <= limit), default=0)
 
 
 class LocationSet:

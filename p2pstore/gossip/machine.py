@@ -34,7 +34,11 @@ from p2pstore.gossip.anti_entropy import (
     read_digest,
 )
 from p2pstore.gossip.catch_up import CatchUp
-from p2pstore.gossip.cluster_records import DEFAULT_LIMIT, ClusterRecords
+from p2pstore.gossip.cluster_records import (
+    DEFAULT_KEPT_SECONDS,
+    DEFAULT_LIMIT,
+    ClusterRecords,
+)
 from p2pstore.gossip.contacts import Contacts
 from p2pstore.gossip.directory import Directory, DirectoryConfig
 from p2pstore.gossip.effects import (
@@ -46,6 +50,8 @@ from p2pstore.gossip.effects import (
     Push,
     SnapshotHead,
 )
+from p2pstore.gossip.floor_stamps import pack_stamps, unpack_stamps
+from p2pstore.gossip.floor_sync import FloorAnswer, FloorSync
 from p2pstore.gossip.fresh_news import FreshNews
 from p2pstore.gossip.log import DEFAULT_RING_LIMIT, OwnLog
 from p2pstore.gossip.membership import (
@@ -111,6 +117,7 @@ class GossipConfig:
     directory: DirectoryConfig = field(default_factory=DirectoryConfig)
     ring_limit: int = DEFAULT_RING_LIMIT
     cluster_record_limit: int = DEFAULT_LIMIT
+    floor_kept_seconds: float = DEFAULT_KEPT_SECONDS
     exchange_seconds: float = 0.067
     idle_exchange_seconds: float = 1.0
     exchange_timeout_seconds: float = 5.0
@@ -141,14 +148,16 @@ class _Asked:
     peer_id: PeerId
     member: Member
     sent_at: float
+    floors_epoch: int = 0
+    """Of an exchange: the epoch that it asks about."""
 
 
 class Gossip:
     """See the module's docstring.
 
-    `describe` returns what this peer offers now; the machine fills in incarnation, sequence, head
-    and leaving, and signs. `incarnation` is that of this start: wall-clock ms, above the last one
-    used.
+    `describe` returns what this peer offers now; the machine fills in incarnation, sequence, head,
+    horizon and leaving, and signs. `incarnation` is that of this start: wall-clock ms, above the last one
+    used. `wall_clock(now)` is the hybrid clock's reading of the wall clock at the monotonic time `now`.
     """
 
     def __init__(
@@ -160,7 +169,9 @@ class Gossip:
         config: GossipConfig,
         rng: Random,
         *,
+        wall_clock: Callable[[float], int],
         accepts_clock: Callable[[int, float], bool] = lambda clock, now: True,
+        accepts_peer: Callable[[PeerId], bool] = lambda peer_id: True,
     ) -> None:
         self.peer_id: PeerId = signer.peer_id
         self.config = config
@@ -168,7 +179,10 @@ class Gossip:
         self.member: Member = self.membership.own.member
         self.log = OwnLog(incarnation, config.ring_limit)
         self.directory = Directory(config.directory)
-        self.cluster_records = ClusterRecords(config.cluster_record_limit)
+        self.cluster_records = ClusterRecords(
+            config.cluster_record_limit, kept_seconds=config.floor_kept_seconds
+        )
+        self.floors = FloorSync(self.member, self.cluster_records, accepts_clock, wall_clock)
         self.contacts = Contacts(rng)
         self.leaving = False
         self.knowledge = Knowledge(
@@ -180,6 +194,7 @@ class Gossip:
             verifier,
             accepts_clock,
             rng,
+            accepts_peer,
         )
         self._signer = signer
         self._describe = describe
@@ -221,6 +236,11 @@ class Gossip:
         """Whether a contact has answered since the start."""
         return self.contacts.succeeded_once
 
+    @property
+    def alone_by_configuration(self) -> bool:
+        """Whether there is nobody else: no member, none that was, and no address to try."""
+        return self.contacts.is_empty and len(self.membership) == 1
+
     def offer_changed(self) -> None:
         """`describe` would say something else now: sign a new record before the next is sent."""
         self._offer_changed = True
@@ -238,7 +258,10 @@ class Gossip:
         own = self.membership.own
         known = own.record
         interval = max(self.config.head_seconds, 0.01 * len(self.membership.live()))
-        moved = known is not None and known.head.sequence != self.log.sequence
+        moved = known is not None and (
+            known.head.sequence != self.log.sequence
+            or known.floors_horizon != self.cluster_records.horizon_hash
+        )
         if self._offer_changed or (moved and now >= self._signed_at + interval):
             record = msgspec.structs.replace(
                 self._describe(),
@@ -248,6 +271,7 @@ class Gossip:
                 sequence=known.sequence + 1 if known else 1,
                 head=self.log.head,
                 leaving=self.leaving,
+                floors_horizon=self.cluster_records.horizon_hash,
             )
             self.membership.observe_record(record, sign_peer_record(record, self._signer), now)
             self._offer_changed, self._signed_at = False, now
@@ -294,6 +318,11 @@ class Gossip:
         ]
 
     # --- what is known -----------------------------------------------------------------------
+
+    def doubts(self, member: Member, version: Version, now: float) -> bool:
+        """Whether the member's copy of this version may have been removed while it was away."""
+        state = self.membership.resolve(member)
+        return self.floors.doubts(member, state.record if state else None, version, now)
 
     def homes(self, digest: bytes) -> list[PeerId]:
         """The key's home peers, best first; this one may be among them."""
@@ -344,6 +373,16 @@ class Gossip:
         for address in addresses:
             self.contacts.add((address,))
 
+    def expel(self) -> list[PeerId]:
+        """Forget the members, and what they hold, that `accepts_peer` does not accept any more."""
+        accepts = self.knowledge.accepts_peer
+        gone = [s for s in self.membership.states() if not accepts(s.peer_id)]
+        for state in gone:
+            self.membership.expel(state.peer_id)
+            self.directory.drop(state.member)
+            self._forget_at.pop(state.member, None)
+        return [state.peer_id for state in gone]
+
     # --- events ------------------------------------------------------------------------------
 
     def serve(
@@ -390,7 +429,7 @@ class Gossip:
                 [*reply.claims, self._self_claim(asked.peer_id, reply.incarnation)], now
             )
         elif isinstance(reply, ExchangeReply):
-            return self._exchanged(asked.peer_id, reply, now) + self._consequences(now)
+            return self._exchanged(asked, reply, now) + self._consequences(now)
         else:
             self.membership.heard(asked.peer_id, now)
         return self._consequences(now)
@@ -415,6 +454,7 @@ class Gossip:
         if self.directory.install_snapshot(
             asked.member, head.incarnation, head.sequence, head.set_hash, packed
         ):
+            self.floors.heard_of(packed, now)
             self._hurry()
         return []
 
@@ -502,6 +542,7 @@ class Gossip:
         self._heard(sender, now)
         self.membership.observe_claims(request.claims, now)
         self.record(now)
+        floors = self.floors.answer(request.floors_epoch, request.floors_hash, now)
         differs = request.cluster_hash != self.cluster_records.hash
         delta = self.knowledge.delta_for(
             theirs, self.config.delta_bytes, buckets if differs else None
@@ -513,13 +554,23 @@ class Gossip:
             self.knowledge.digest(),
             self.cluster_records.hash,
             pack_buckets(self.cluster_records.bucket_hashes) if differs else b"",
+            floors.epoch_end,
+            pack_stamps(floors.seen),
+            pack_stamps(floors.horizon),
         )
 
-    def _exchanged(self, peer_id: PeerId, reply: ExchangeReply, now: float) -> list[Effect]:
+    def _exchanged(self, asked: _Asked, reply: ExchangeReply, now: float) -> list[Effect]:
+        peer_id = asked.peer_id
         theirs = read_digest(reply.digest)
         buckets = read_buckets(reply.cluster_buckets)
+        floors = FloorAnswer(
+            reply.floors_epoch,
+            unpack_stamps(reply.floors_seen),
+            unpack_stamps(reply.floors_horizon),
+        )
         news = self._take_delta(peer_id, reply.delta, now)
         differs = reply.cluster_hash != self.cluster_records.hash
+        self.floors.learn(floors, asked.floors_epoch, now, same_now=not differs)
         (self._cluster_differs.add if differs else self._cluster_differs.discard)(peer_id)
         self.record(now)
         delta = self.knowledge.delta_for(
@@ -539,6 +590,8 @@ class Gossip:
         checked = self.knowledge.check(delta, now)
         news = self.knowledge.apply(checked, now)
         self.membership.heard(sender, now)
+        for chunk in checked.logs:
+            self.floors.heard_of(chunk.operations, now)
         for record in news.own:
             self._own_record_seen(record, now)
         self._fresh.add(news, sender)
@@ -571,7 +624,9 @@ class Gossip:
         if record.incarnation + 1 >= MAX_INCARNATION:
             return
         self._defended = self._offer_changed = True
-        self.log.restart(max(record.incarnation, self.membership.own.incarnation) + 1)
+        # Just above the other record, and not above what refutations have raised the claims to: by that
+        # little the other one tells a defence from a third process.
+        self.log.restart(record.incarnation + 1)
         self._to_push.clear()
 
     # --- what tick starts --------------------------------------------------------------------
@@ -603,7 +658,9 @@ class Gossip:
         wanted, self._exchange_with = self._exchange_with, {}
         under_way = {a.peer_id for a in self._asked.values() if a.kind == ControlKind.EXCHANGE}
         effects: list[Effect] = [
-            self._exchange(peer_id, now) for peer_id in wanted if peer_id not in under_way
+            self._exchange(peer_id, now, wanted=True)
+            for peer_id in wanted
+            if peer_id not in under_way
         ]
         if not effects and now >= self._exchange_due():
             others = self.membership.others()
@@ -611,15 +668,33 @@ class Gossip:
                 effects.append(self._exchange(self._rng.choice(others).peer_id, now))
         return effects
 
-    def _exchange(self, peer_id: PeerId, now: float) -> Effect:
+    def _exchange(self, peer_id: PeerId, now: float, *, wanted: bool = False) -> Effect:
         self._exchanged_at = now
         buckets = b""
         if peer_id in self._cluster_differs:
             buckets = pack_buckets(self.cluster_records.bucket_hashes)
-        request = Exchange(
-            self.knowledge.digest(), self.cluster_records.hash, buckets, self._claims_for(peer_id)
+        epoch, epoch_hash = self.floors.question(
+            now, at_once=wanted, soon=self._shows_other_horizon(peer_id)
         )
-        return self._ask(peer_id, ControlKind.EXCHANGE, request, now)
+        request = Exchange(
+            self.knowledge.digest(),
+            self.cluster_records.hash,
+            buckets,
+            self._claims_for(peer_id),
+            epoch,
+            epoch_hash,
+        )
+        ask = self._ask(peer_id, ControlKind.EXCHANGE, request, now)
+        self._asked[ask.token].floors_epoch = epoch
+        return ask
+
+    def _shows_other_horizon(self, peer_id: PeerId) -> bool:
+        state = self.membership.get(peer_id)
+        return (
+            state is not None
+            and state.record is not None
+            and state.record.floors_horizon != self.cluster_records.horizon_hash
+        )
 
     def _spread_fresh(self, now: float) -> list[Effect]:
         if now < self._eager_at or not self._fresh:
@@ -647,6 +722,7 @@ class Gossip:
         for member in [m for m, due in self._forget_at.items() if due <= now]:
             del self._forget_at[member]
             self.directory.forget(member)
+        self.floors.housekeep(now, alone=self.alone_by_configuration, shown=self._shown_horizon)
         lost = [t for t, a in self._asked.items() if a.sent_at + LOST_ANSWER_SECONDS < now]
         for token in lost:
             del self._asked[token]
@@ -672,10 +748,13 @@ class Gossip:
         for change in self.membership.take_changes():
             self._changes.append(change)
             if change.new > Status.SUSPECT:
+                self.floors.went(change.member)
                 self.directory.hide(change.member)
                 self._forget_at[change.member] = now + self.config.forget_seconds
                 self._cluster_differs.discard(change.peer_id)
             else:
+                if change.old is None or change.old > Status.SUSPECT:
+                    self.floors.came(change.member)
                 self.directory.show(change.member)
                 self._forget_at.pop(change.member, None)
         del self._changes[: -self.config.membership.max_members]
@@ -735,6 +814,10 @@ class Gossip:
             return True
         state = self.membership.get(peer_id)
         return state is not None and state.alive and state.record is not None
+
+    def _shown_horizon(self, member: Member) -> int:
+        state = self.membership.resolve(member)
+        return state.record.floors_horizon if state is not None and state.record is not None else 0
 
     def _members(self) -> list[Member]:
         version, members = self._placement

@@ -125,6 +125,10 @@ class Membership:
         """This peer's own state; its incarnation is above every accusation."""
         return self._own
 
+    def __len__(self) -> int:
+        """How many are known, this peer and the dead included."""
+        return len(self._states)
+
     def get(self, peer_id: PeerId) -> MemberState | None:
         """What is known of a peer."""
         return self._states.get(peer_id)
@@ -287,6 +291,12 @@ class Membership:
         for state in expired:
             self._drop(state)
         return expired
+
+    def expel(self, peer_id: PeerId) -> None:
+        """Forget a member that may not come in any more."""
+        state = self._states.get(peer_id)
+        if state is not None and state is not self._own:
+            self._drop(state)
 
     # --- claims to pass on -------------------------------------------------------------------
 

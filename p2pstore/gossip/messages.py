@@ -181,21 +181,34 @@ class Delta(Message, frozen=True):
 
 class Exchange(Message, frozen=True):
     """The sender's digest. `cluster_hash` is the XOR of all buckets; `cluster_buckets` (64 u64) is sent
-    when the last exchange with this peer showed a difference."""
+    when the last exchange with this peer showed a difference.
+
+    Now and then `floors_epoch` asks whether the receiver knew the same floors at that end of an epoch,
+    which `floors_hash` stands for (`floor_sync`); 0 does not ask.
+    """
 
     digest: bytes
     cluster_hash: int
     cluster_buckets: bytes
     claims: Claims
+    floors_epoch: int = 0
+    floors_hash: int = 0
 
 
 class ExchangeReply(Message, frozen=True):
-    """What the sender lacks, and the replier's own digest, so that the sender can answer with a DELTA."""
+    """What the sender lacks, and the replier's own digest, so that the sender can answer with a DELTA.
+
+    When asked of floors: the replier's horizon; and where the epochs agree, `floors_epoch` again and up
+    to where the replier has seen each writer's floors. Both are 16 bytes a writer.
+    """
 
     delta: Delta
     digest: bytes
     cluster_hash: int
     cluster_buckets: bytes
+    floors_epoch: int = 0
+    floors_seen: bytes = b""
+    floors_horizon: bytes = b""
 
 
 REQUESTS: Final[dict[int, type[Message]]] = {

@@ -208,7 +208,8 @@ class PeerRecord(Message, frozen=True):
     """Who a peer is and what it offers. `sequence` grows with every change within an incarnation.
 
     `control` and `data` are `host:port` addresses (`[v6]:port`), `socket` the local socket's path on
-    the host that `host_id` names. Sizes in bytes, `load_permille` of one core.
+    the host that `host_id` names. Sizes in bytes, `load_permille` of one core. `floors_horizon` is a
+    hash of the floors' horizon that the peer has taken in (`floor_stamps`), 0 while there is none.
     """
 
     format: int
@@ -234,12 +235,17 @@ class PeerRecord(Message, frozen=True):
     min_protocol: int = 1
     max_protocol: int = 1
     topology: bytes = b""
+    floors_horizon: int = 0
 
 
 class ClusterRecordKind(IntEnum):
     FLOOR = 1
     CHECKPOINT_HEAD = 2
     CHECKPOINT_SWITCH = 3
+
+
+SCOPE_KEY: Final = 0
+SCOPE_NAMESPACE: Final = 1
 
 
 class ClusterRecord(Message, frozen=True):
@@ -261,6 +267,24 @@ class ClusterRecord(Message, frozen=True):
     @property
     def version(self) -> Version:
         return Version(self.clock, self.writer)
+
+
+class FloorBody(Message, frozen=True):
+    """What a floor of a key says besides: the digest of the key's namespace. A floor of that namespace
+    makes it superfluous."""
+
+    namespace: bytes = b""
+
+
+def namespace_of_floor(record: ClusterRecord) -> bytes:
+    """The namespace's digest that a key's floor names; empty when it names none, as older peers' floors
+    do, or when the record is no floor of a key."""
+    if not record.body or record.kind != ClusterRecordKind.FLOOR or record.scope != SCOPE_KEY:
+        return b""
+    try:
+        return decode_body(FloorBody, record.body).namespace
+    except ProtocolError:  # it forbids what it forbids, whatever else it meant to say
+        return b""
 
 
 class NewerFormat(ProtocolError):

@@ -57,11 +57,13 @@ class GuardedSocket:
         self._allowance_bytes: int | None = allowance_bytes
         self._data = b""
         self._position = 0
+        self.received_bytes = 0
+        """All that has come since the connection was made."""
         self._unchecked_bytes = 0
         self._check: Callable[[], None] = lambda: None
 
     def lift_allowance(self, check: Callable[[], None]) -> None:
-        """From now on `check` judges, once in 64 KiB, whether too much lies unread; it may close this."""
+        """From now on `check` judges, once in 64 KiB, whether too much came; it may close this."""
         self._allowance_bytes = None
         self._check = check
 
@@ -91,6 +93,7 @@ class GuardedSocket:
             self._allowance_bytes -= len(data)
             if self._allowance_bytes < 0:
                 raise ConnectionResetError("it sends more than a handshake needs")
+        self.received_bytes += len(data)
         self._unchecked_bytes += len(data)
         if self._unchecked_bytes >= _RECEIVE_BYTES:
             self._unchecked_bytes = 0

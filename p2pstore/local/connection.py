@@ -107,6 +107,7 @@ class LocalConnection:
             threading.Lock()
         )  # guards the three above; held for microseconds, never awaited in
         self._sending = driver.lock()
+        self._is_sending = False
 
     @classmethod
     async def open(
@@ -130,6 +131,12 @@ class LocalConnection:
         except (ConnectionError, BrokenPipeError) as error:
             connection.close()
             raise StoreClosed(f"the peer at {path} closed the connection at once") from error
+        except DeadlineExceeded as error:
+            connection.close()
+            raise DeadlineExceeded(
+                f"the peer at {path} does not answer: its process hangs or was stopped; look at its "
+                "log, or end it and start it again"
+            ) from error
         except BaseException:
             connection.close()
             raise
@@ -165,9 +172,14 @@ class LocalConnection:
             for descriptor in descriptors:
                 os.close(descriptor)
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child's copy of its parent's connection."""
+        return os.getpid() != self._process_id
+
     def check_usable(self) -> None:
         """Raises `ClientForked` in a forked child and `StoreClosed` after the end."""
-        if os.getpid() != self._process_id:
+        if self.is_inherited:
             raise ClientForked(
                 "this client was connected before the process forked: connect again in the child"
             )
@@ -254,6 +266,10 @@ class LocalConnection:
         on_late_frame: Callable[[tuple[FrameHeader, bytes]], None] | None,
     ) -> None:
         with self._state:
+            if (
+                not self._receiving
+            ):  # that may have been handed to this one: then it is the next one's
+                any(other.wake() for other in self._waiters.values() if other is not waiter)
             if waiter.frame is None and on_late_frame is not None:
                 waiter.on_late_frame = on_late_frame
                 self._abandoned += 1
@@ -288,18 +304,24 @@ class LocalConnection:
     async def _send(self, *frames: bytes) -> None:
         """Send whole frames: half a frame would spoil the connection for everybody who uses it."""
         async with self._sending:
-            frames = (*self.collect_one_way(), *frames)
+            unasked = self.collect_one_way()
+            if unasked:
+                frames = (*unasked, *frames)
+            if not frames:
+                return
+            self._is_sending = True
             try:
-                with self._driver.shield():
-                    if frames:
-                        await self._stream.send(b"".join(frames))
-            except OSError as error:
-                raise self._end(f"the local peer closed the connection ({error})") from error
+                await self._stream.send_whole(b"".join(frames))
             except DeadlineExceeded:
                 raise self._end("the local peer takes no more requests: it hangs") from None
+            except OSError as error:
+                raise self._end(f"the local peer closed the connection ({error})") from error
             except BaseException:
-                self._end("the client was interrupted in the middle of a request")
+                if self._stream.fileno() < 0:
+                    self._end("the client was interrupted in the middle of a request")
                 raise
+            finally:
+                self._is_sending = False
 
     async def _receive_or_wait(self, waiter: _Waiter, deadline: float) -> None:
         """Receive once for everybody, or wait until somebody who receives has news for `waiter`."""
@@ -316,11 +338,10 @@ class LocalConnection:
             return
         try:
             self._stream.progress_seconds = max(0.001, deadline - time.monotonic())
-            with contextlib.suppress(
-                DeadlineExceeded
-            ):  # whose deadline it was, its waiter finds out
-                count = await self._stream.receive_into(self._receive_buffer)
-                self._dispatch(self._receive_buffer[:count])
+            count = await self._stream.receive_into(self._receive_buffer)
+            self._dispatch(self._receive_buffer[:count])
+        except DeadlineExceeded:
+            pass  # whose deadline it was, its waiter finds out
         except ProtocolError as error:
             raise self._end(f"the local peer sent what is not the protocol: {error}") from error
         except Exception as error:
@@ -328,7 +349,9 @@ class LocalConnection:
         finally:
             with self._state:
                 self._receiving = False
-                any(other.wake() for other in self._waiters.values())  # the next one receives
+                for other in self._waiters.values():
+                    if other.wake():
+                        break  # that one receives from now on
 
     def _dispatch(self, data: memoryview) -> None:
         """Give the frames that have arrived whole to those who wait for them."""
@@ -360,9 +383,17 @@ class LocalConnection:
         self._stream.close()
         return StoreClosed(self._closed_because)
 
+    def say_last(self, frames: bytes) -> None:
+        """Send one-way frames before closing, as far as the socket takes them at once: who closes does not
+        wait, and half a frame harms nobody when nothing follows."""
+        if self._is_sending or self._closed_because is not None or self.is_inherited:
+            return
+        with contextlib.suppress(OSError):
+            os.write(self._stream.fileno(), frames)
+
     def close(self) -> None:
         """End the connection, its leases and reservations. Views of the mappings stay readable."""
-        if os.getpid() == self._process_id:
+        if not self.is_inherited:
             self._end("the client is closed")
         self.segments.clear()
 

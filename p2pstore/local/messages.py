@@ -34,6 +34,8 @@ class LocalKind(IntEnum):
     FLUSH = 32
     PREFETCH = 33
     MATCH_PREFIX = 34
+    PLACE = 36
+    STORED = 37
 
 
 class Access(IntEnum):
@@ -156,6 +158,43 @@ class Abort(Message, frozen=True):
     reservations: list[int]
 
 
+class Place(Message, frozen=True):
+    """Which peers could hold a value that this one has no room for?"""
+
+    digest: bytes
+    length: int
+
+
+class Target(Message, frozen=True):
+    """A peer to store at, over a data connection of version 2, with a ticket that allows it."""
+
+    peer_id: bytes
+    name: str
+    data: list[str]
+    ticket_claims: bytes
+    ticket_signature: bytes
+    ticket_secret: bytes
+
+
+class Placed(Message, frozen=True):
+    """Peers to try, best first; or why there are none. `clock` is this peer's hybrid clock: the version
+    made there must be above all that was seen here."""
+
+    targets: list[Target]
+    clock: int = 0
+    error: ItemError = OK
+
+
+class StoredElsewhere(Message, frozen=True):
+    """The client stored an object at another peer, which says this of it: for `contains` and `get` to know at
+    once."""
+
+    peer_id: bytes
+    incarnation: int
+    sequence: int
+    record: bytes
+
+
 # --- get -------------------------------------------------------------------------------------
 
 
@@ -199,12 +238,14 @@ OWN_COPY: Final = 0
 
 class Plan(Message, frozen=True):
     """Where can these objects be read? With `wait_ms`, waits that long for the first holder.
-    `exclude` are holders (short names, or OWN_COPY) that just failed for the client."""
+    `exclude` are holders (short names, or OWN_COPY) that just failed for the client. `namespace` is the
+    digest of the namespace of all of them: what a flush has removed is not named."""
 
     digests: bytes
     wait_ms: int = 0
     deadline_ms: int = 5000
     exclude: list[int] = []
+    namespace: bytes = b""
 
 
 class Holder(Message, frozen=True):
@@ -236,7 +277,10 @@ class PlanItem(Message, frozen=True):
 
 
 class Planned(Message, frozen=True):
+    """`homes_asked` peers were asked for holders, because this one knew of none."""
+
     items: list[PlanItem]
+    homes_asked: int = 0
 
 
 class AccessCount(Message, frozen=True):
@@ -256,11 +300,33 @@ class HolderFailure(Message, frozen=True):
     sequence: int = 0
 
 
+class PullCount(Message, frozen=True):
+    """What a client read from one holder by itself: objects and bytes that came, attempts that failed."""
+
+    member: int
+    transport: str
+    objects: int = 0
+    bytes: int = 0
+    failures: int = 0
+
+
+class SlowRead(Message, frozen=True):
+    """A read from a holder that took long. `code` is the `wire.Code` of how it failed, 0 when it did not."""
+
+    digest: bytes
+    member: int
+    transport: str
+    seconds: float
+    code: int = 0
+
+
 class Report(Message, frozen=True):
     """One way, at most every 100 ms: reads that the peer did not see, and holders that failed."""
 
     accesses: list[AccessCount]
     failures: list[HolderFailure] = []
+    pulls: list[PullCount] = []
+    slow: list[SlowRead] = []
 
 
 class Contains(Message, frozen=True):
@@ -353,7 +419,18 @@ class Peers(Message, frozen=True):
     everyone: bool = False
 
 
+class TransportUse(Message, frozen=True):
+    """What this peer and its clients read from a member by one transport."""
+
+    name: str
+    objects: int
+    bytes: int
+    failures: int
+
+
 class PeerEntry(Message, frozen=True):
+    """A member. `round_trip_seconds` is a ping's, below 0 where none was answered yet."""
+
     peer_id: bytes
     name: str
     status: str
@@ -366,6 +443,8 @@ class PeerEntry(Message, frozen=True):
     me: bool
     software: str
     heard_seconds_ago: float
+    round_trip_seconds: float = -1.0
+    transports: list[TransportUse] = []
 
 
 class PeersReply(Message, frozen=True):
@@ -406,6 +485,15 @@ class Done(Message, frozen=True):
 
 class Flush(Message, frozen=True):
     namespace: str
+    deadline_ms: int = 10_000
+
+
+class Flushed(Message, frozen=True):
+    """`told` other peers have dropped what they held; those in `not_told` (names) did not answer in time and
+    will when they hear of it by gossip."""
+
+    told: int = 0
+    not_told: list[str] = []
 
 
 class Prefetch(Message, frozen=True):
@@ -433,6 +521,8 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     LocalKind.FLUSH: Flush,
     LocalKind.PREFETCH: Prefetch,
     LocalKind.MATCH_PREFIX: MatchPrefix,
+    LocalKind.PLACE: Place,
+    LocalKind.STORED: StoredElsewhere,
 }
 REPLIES: Final[dict[int, type[Message]]] = {
     LocalKind.HELLO: HelloReply,
@@ -450,8 +540,10 @@ REPLIES: Final[dict[int, type[Message]]] = {
     LocalKind.LEAVE: Empty,
     LocalKind.REPLICATE: PutOutcome,
     LocalKind.PIN: Done,
-    LocalKind.FLUSH: Empty,
+    LocalKind.FLUSH: Flushed,
     LocalKind.PREFETCH: Empty,
     LocalKind.MATCH_PREFIX: MatchedPrefix,
+    LocalKind.PLACE: Placed,
+    LocalKind.STORED: Empty,
 }
 ONE_WAY_KINDS: Final = frozenset({LocalKind.RELEASE, LocalKind.REPORT})

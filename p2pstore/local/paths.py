@@ -16,16 +16,20 @@ from p2pstore.errors import AmbiguousLocalPeer, ConfigError, NoLocalPeer
 SOCKET_VARIABLE: Final = "MOONCAKE_P2P_SOCKET"
 DIRECTORY_NAME: Final = "mooncake-p2p"
 SYSTEM_DIRECTORY: Final = Path("/run") / DIRECTORY_NAME
+DIRECTORY_MODE: Final = 0o755
 MAX_PATH_BYTES: Final = 107
 """What fits into `sockaddr_un.sun_path` with its final zero byte."""
 PROBE_SECONDS: Final = 1.0
 
 
-def socket_directories() -> list[Path]:
-    """Where sockets may be, best first: of the session, of the system, of this user."""
+def socket_directories(*, shared: bool = False) -> list[Path]:
+    """Where sockets may be, best first: of the session, of the system, of this user. `shared` puts places that
+    others cannot get into, such as a session's runtime directory, behind the others."""
     directories = [SYSTEM_DIRECTORY, _own_directory()]
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         directories.insert(0, Path(runtime) / DIRECTORY_NAME)
+    if shared:
+        directories.sort(key=lambda directory: not _others_may_enter(directory.parent))
     return directories
 
 
@@ -33,15 +37,16 @@ def _own_directory() -> Path:
     return Path(tempfile.gettempdir()) / f"{DIRECTORY_NAME}-{os.getuid()}"
 
 
-def default_socket_path(name: str) -> Path:
-    """Where a peer of this name listens; makes the directory (mode 0700).
+def default_socket_path(name: str, *, shared: bool = False) -> Path:
+    """Where a peer of this name listens; makes the directory, which others may enter but not write to: who
+    may connect is for the socket's own mode to say. `shared` is for one that lets others connect.
 
     Raises `ConfigError` when no directory can be made, or the path is too long for a socket.
     """
     reasons = []
-    for directory in socket_directories():
+    for directory in socket_directories(shared=shared):
         try:
-            directory.mkdir(mode=0o700, parents=False, exist_ok=True)
+            _make(directory)
         except OSError as error:
             reasons.append(f"{directory}: {error.strerror}")
             continue
@@ -56,16 +61,53 @@ def default_socket_path(name: str) -> Path:
     )
 
 
+def _make(directory: Path) -> None:
+    """Make the directory for sockets, or leave the one that is there as it is, but for earlier versions'."""
+    try:
+        directory.mkdir(mode=DIRECTORY_MODE)
+    except FileExistsError:
+        status = os.lstat(directory)
+        closed = stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o700
+        if not (closed and status.st_uid == os.getuid()):
+            return
+    directory.chmod(DIRECTORY_MODE)  # whatever the umask
+
+
+def _others_may_enter(directory: Path) -> bool:
+    """Whether every user can get to what is in this directory."""
+    try:
+        return all(each.stat().st_mode & stat.S_IXOTH for each in (directory, *directory.parents))
+    except OSError:
+        return False
+
+
+def unreachable_by_others(path: Path) -> Path | None:
+    """The directory that keeps other users from a socket, if any."""
+    for directory in reversed(path.absolute().parents):
+        if not directory.stat().st_mode & (stat.S_IXOTH | stat.S_IXGRP):
+            return directory
+    return None
+
+
 def _distrust(directory: Path) -> str | None:
-    """Why somebody else could have put a socket into this directory, or None."""
+    """Why somebody else could have put a socket into this directory, or None.
+
+    It must be this user's or root's, or stand where only root decides whose it is, such as `/run`; and nobody
+    but its owner may write to it.
+    """
     status = os.lstat(directory)
     if not stat.S_ISDIR(status.st_mode):
         return "not a directory"
-    if status.st_uid not in (os.getuid(), 0):
+    if status.st_uid not in (os.getuid(), 0) and not _appointed_by_root(directory):
         return "belongs to another user"
-    if directory == _own_directory() and status.st_mode & 0o077:
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return "open to other users"
     return None
+
+
+def _appointed_by_root(directory: Path) -> bool:
+    parent = os.lstat(directory.parent)
+    return parent.st_uid == 0 and not parent.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def check_socket_path(path: Path | str) -> Path:
@@ -88,7 +130,7 @@ def find_socket(explicit: str | os.PathLike[str] | None = None) -> Path:
         return check_socket_path(os.fspath(explicit))
     if named := os.environ.get(SOCKET_VARIABLE):
         return check_socket_path(named)
-    live = [path for path in _candidates() if answers(path)]
+    live = live_sockets()
     if not live:
         searched = ", ".join(map(str, socket_directories()))
         raise NoLocalPeer(
@@ -103,11 +145,20 @@ def find_socket(explicit: str | os.PathLike[str] | None = None) -> Path:
     return live[0]
 
 
+def live_sockets() -> list[Path]:
+    """The sockets in the usual places at which somebody accepts connections."""
+    return [path for path in _candidates() if answers(path)]
+
+
 def _candidates() -> Iterator[Path]:
     for directory in socket_directories():
         with contextlib.suppress(OSError):
             if _distrust(directory) is None:
-                yield from sorted(directory.glob("*.sock"))
+                owners = (os.getuid(), 0, os.lstat(directory).st_uid)
+                for path in sorted(directory.glob("*.sock")):
+                    with contextlib.suppress(FileNotFoundError):  # its peer ends just now
+                        if os.lstat(path).st_uid in owners:
+                            yield path
 
 
 def answers(path: Path | str) -> bool:

@@ -11,11 +11,11 @@ import contextlib
 import errno
 import fcntl
 import grp
-import inspect
 import itertools
 import logging
 import os
 import socket
+import time
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from p2pstore.errors import (
     P2PStoreError,
     ProtocolError,
     ProtocolMismatch,
+    StoreClosed,
 )
 from p2pstore.local.messages import REQUESTS, Access, Hello, HelloReply, LocalKind
 from p2pstore.local.paths import answers, check_socket_path
@@ -101,10 +102,31 @@ class LocalBackend(Protocol):
         ...
 
 
+class RequestObserver(Protocol):
+    """Is told of every request, for statistics. Quick; what it raises is an error of this peer."""
+
+    def began(self, kind: LocalKind, message: Message) -> object:
+        """A request is not answered at once; what is returned comes back with its answer."""
+        ...
+
+    def answered(
+        self,
+        client: LocalClient,
+        kind: LocalKind,
+        message: Message,
+        answer: Message | Exception | None,
+        seconds: float,
+        began: object | None,
+    ) -> None:
+        """A request was answered, `seconds` after it was taken from the socket."""
+        ...
+
+
 async def serve_local(
     path: str | os.PathLike[str],
     backend: LocalBackend,
     *,
+    observer: RequestObserver | None = None,
     mode: int = 0o600,
     group: str | None = None,
     # libp2p brings stubs of an older trio, which do not know it
@@ -117,7 +139,7 @@ async def serve_local(
     identity = _identity(where)
     try:
         task_status.started(where)
-        await _accept_forever(listener, backend)
+        await _accept_forever(listener, backend, observer)
     finally:
         listener.close()
         if _identity(where) == identity:  # nobody removed or replaced it meanwhile
@@ -178,13 +200,15 @@ def _one_peer_at_a_time(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-async def _accept_forever(listener: socket.socket, backend: LocalBackend) -> None:
+async def _accept_forever(
+    listener: socket.socket, backend: LocalBackend, observer: RequestObserver | None
+) -> None:
     connections = 0
 
     async def serve(sock: socket.socket) -> None:
         nonlocal connections
         try:
-            await _Connection(sock, backend).run()
+            await _Connection(sock, backend, observer).run()
         finally:
             connections -= 1
 
@@ -220,7 +244,10 @@ _WRITING: Final = frozenset({LocalKind.RESERVE, LocalKind.COMMIT, LocalKind.ABOR
 class _Connection:
     """One client from its hello to its end."""
 
-    def __init__(self, sock: socket.socket, backend: LocalBackend) -> None:
+    def __init__(
+        self, sock: socket.socket, backend: LocalBackend, observer: RequestObserver | None
+    ) -> None:
+        self._observer = observer
         self._sock = sock
         self._stream = TrioStream(sock, SEND_SECONDS)
         self._backend = backend
@@ -348,34 +375,60 @@ class _Connection:
                 )
             return
         message = decode_body(request_type, body)
+        begin = time.monotonic()
         try:
             if header.kind in _WRITING and client.access != Access.WRITE:
                 raise ValueError("the client connected only to read: connect with write access")
             outcome = self._backend.handle(client, LocalKind(header.kind), message)
             if isinstance(outcome, Message) or not isinstance(outcome, Awaitable):
+                self._observe(client, header, message, outcome, begin)
                 answered += _answer(header, outcome)
                 return
         except Exception as error:
+            self._observe(client, header, message, error, begin)
             answered += _answer(header, error)
             return
         if self._in_flight >= MAX_IN_FLIGHT:
-            if inspect.iscoroutine(outcome):
-                outcome.close()
+            nursery.start_soon(_call_off, outcome)
             text = f"{MAX_IN_FLIGHT} requests of this client are waiting already"
             answered.append(encode_failure(header.kind, header.request_id, Code.BUSY, text))
             return
         self._in_flight += 1
-        nursery.start_soon(self._answer_later, header, outcome)
+        nursery.start_soon(self._answer_later, client, header, message, outcome, begin)
 
-    async def _answer_later(self, header: FrameHeader, outcome: Awaitable[Message | None]) -> None:
-        answer: Message | Exception | None
+    async def _answer_later(
+        self,
+        client: LocalClient,
+        header: FrameHeader,
+        message: Message,
+        outcome: Awaitable[Message | None],
+        begin: float,
+    ) -> None:
+        kind = LocalKind(header.kind)
+        began = self._observer.began(kind, message) if self._observer is not None else None
+        answer: Message | Exception | None = StoreClosed("the client has gone")
         try:
             answer = await outcome
         except Exception as error:
             answer = error
         finally:
             self._in_flight -= 1
+            self._observe(client, header, message, answer, begin, began)
         await self._send(_answer(header, answer))
+
+    def _observe(
+        self,
+        client: LocalClient,
+        header: FrameHeader,
+        message: Message,
+        answer: Message | Exception | None,
+        begin: float,
+        began: object | None = None,
+    ) -> None:
+        if self._observer is not None:
+            seconds = time.monotonic() - begin
+            kind = LocalKind(header.kind)
+            self._observer.answered(client, kind, message, answer, seconds, began)
 
     async def _send(self, frames: list[bytes]) -> None:
         """Send, or leave the frames to the task that is sending now."""
@@ -402,6 +455,13 @@ class _Connection:
             return self._sock.send(data)
         except BlockingIOError:
             return 0
+
+
+async def _call_off(outcome: Awaitable[object]) -> None:
+    """Have an answer end that nobody will wait for: what it began goes on otherwise."""
+    with trio.CancelScope() as scope, contextlib.suppress(Exception):
+        scope.cancel()
+        await outcome
 
 
 def _answer(header: FrameHeader, answer: Message | Exception | None) -> list[bytes]:

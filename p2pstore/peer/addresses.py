@@ -1,17 +1,17 @@
-"""Which addresses a peer listens on and tells others."""
+"""Which addresses a peer listens on and tells others. Shell: reads interfaces, routes and names."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import ipaddress
 import logging
 import socket
-import struct
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final
+
+import ifaddr
 
 from p2pstore.config import (
     DEFAULT_CONTROL_PORT,
@@ -25,8 +25,7 @@ from p2pstore.errors import ConfigError
 
 logger = logging.getLogger("p2pstore.peer")
 
-SIOCGIFADDR: Final = 0x8915
-_INTERFACE_REQUEST: Final = struct.Struct("16s H 2x 4s 16x")  # ifreq with a sockaddr_in
+LOOPBACK: Final = "127.0.0.1"
 
 
 @cache
@@ -36,57 +35,95 @@ def host_identity() -> bytes:
     return hashlib.blake2b(boot_id.encode(), digest_size=16, person=b"p2pstore.host.1").digest()
 
 
+# --- listening -------------------------------------------------------------------------------
+
+
 def control_listen_address(config: PeerConfig) -> tuple[str, int]:
-    """(host, port) for the control listener: as configured, else the default port on loopback, else any."""
-    host, port = _control_listen_address(config)
-    if is_loopback(host) and not config.advertise:
-        _warn_of_distant_peers(config)
-    return host, port
+    """(host, port) for the control listener: as configured; else on the chosen interface; else, with a
+    cluster key, on the address that leads to a bootstrap peer; else on loopback. The default port, when it
+    is free.
 
-
-def _warn_of_distant_peers(config: PeerConfig) -> None:
-    """Tell who listens on loopback and joins another machine: that one can never call back."""
-    for address in config.bootstrap:
-        host, _ = split_address(address, "bootstrap")
-        if not is_loopback(host) and host != socket.gethostname():
-            key = "" if config.cluster_key_file else " and a cluster key"
-            logger.warning(
-                "this peer listens on loopback only, where other machines such as %s cannot reach it: give "
-                "--listen 0.0.0.0:%d%s",
-                address,
-                DEFAULT_CONTROL_PORT,
-                key,
-            )
-            return
-
-
-def _control_listen_address(config: PeerConfig) -> tuple[str, int]:
+    Raises `ConfigError` with the candidates when the address is not clear, or would be open to strangers.
+    """
     if config.listen is not None:
-        return split_address(config.listen, "listen")
-    host = "127.0.0.1"
-    with socket.socket() as probe:
+        host, port = split_address(config.listen, "listen")
+        _check_own(host)
+        return host, port
+    if config.interface is not None:
+        host = interface_address(config.interface)
+        if not is_loopback(host):
+            config.refuse_without_key(f"interface: {host}")
+    else:
+        host = _host_towards_bootstrap(config)
+    return host, _port_on(host)
+
+
+def _check_own(host: str) -> None:
+    """Raise `ConfigError` for an address that no interface of this machine has; a name is not looked up."""
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    except ValueError:
+        return
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"listen: {host}: {error.strerror}; there is {_what_there_is(interface_addresses())}"
+            ) from None
+
+
+def _host_towards_bootstrap(config: PeerConfig) -> str:
+    """Where the bootstrap peers can call back; loopback when they are here, or nothing keeps strangers out."""
+    distant = [each for each in config.bootstrap if not _is_here(each)]
+    if not distant:
+        return LOOPBACK
+    if not config.cluster_key_file and not config.insecure:
+        logger.warning(
+            "without a cluster key this peer listens on loopback only, where other machines such as %s cannot "
+            "reach it: give --cluster-key-file, or --insecure if the network keeps strangers out",
+            distant[0],
+        )
+        return LOOPBACK
+    return route_source(distant, "listen")
+
+
+def _is_here(bootstrap: str) -> bool:
+    """Whether a bootstrap address is this machine's: loopback, or one of its own."""
+    host, _ = split_address(bootstrap, "bootstrap")
+    if is_loopback(host) or host == socket.gethostname():
+        return True
+    return host in own_addresses()
+
+
+def _port_on(host: str) -> int:
+    """The default control port, or 0 (any) when somebody listens there already."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, DEFAULT_CONTROL_PORT))
         except OSError:
-            return host, 0
-    return host, DEFAULT_CONTROL_PORT
+            return 0
+    return DEFAULT_CONTROL_PORT
 
 
 def data_listen_addresses(config: PeerConfig, control_host: str) -> list[str]:
-    """Where data connections are accepted: as configured, else any port on the control host."""
+    """Where data connections are accepted: as configured, else any port where control listens."""
     return config.data_listen or [join_address(control_host, 0)]
+
+
+# --- advertising -----------------------------------------------------------------------------
 
 
 def advertised(
     listening: Sequence[tuple[str, int]],
     configured: Sequence[str],
-    bootstrap: Sequence[str],
+    config: PeerConfig,
     setting: str,
 ) -> list[str]:
     """The addresses to tell others: `configured` (a missing port is the listener's), else the listeners'
-    own, where `0.0.0.0` stands for the source address of the route to a bootstrap peer, or without any for
-    the only address of this machine.
+    own, where `0.0.0.0` and `::` stand for the chosen interface, else the host of `advertise`, else the source
+    address of the route to a bootstrap peer, or without any for the only address of this machine.
 
     Raises `ConfigError` with the candidates when that is ambiguous.
     """
@@ -99,8 +136,12 @@ def advertised(
         return result
     result = []
     for host, port in listening:
-        if is_wildcard(host):
-            host = route_source(bootstrap, setting, host)
+        if is_wildcard(host) and config.interface is not None:
+            host = interface_address(config.interface)
+        elif is_wildcard(host) and config.advertise is not None:  # data, beside a control address
+            host, _ = split_address(config.advertise, "advertise", default_port=0)
+        elif is_wildcard(host):
+            host = route_source(config.bootstrap, setting, host)
         result.append(join_address(host, port))
     return result
 
@@ -109,22 +150,26 @@ def route_source(bootstrap: Sequence[str], setting: str, wildcard: str = "0.0.0.
     """The address this machine uses towards the bootstrap peers; its only one when they do not tell.
 
     A bootstrap peer on this machine (its own name, for the first peer of a cluster) does not tell how
-    others reach it, unless it was given as a loopback address.
+    others reach it, unless it was given as a loopback address. Raises `ConfigError` with the candidates.
     """
-    ipv4_only = ipaddress.ip_address(wildcard).version == 4
+    ipv4_only = ipaddress.ip_address(wildcard).version == 4 and setting != "listen"
+    own = own_addresses()
     sources = set()
     for address in bootstrap:
         host, port = split_address(address, "bootstrap")
         for source in _sources_towards(host, port):
-            if (is_loopback(host) or not is_loopback(source)) and not (ipv4_only and ":" in source):
+            tells = is_loopback(host) or not is_loopback(source)
+            if tells and not (ipv4_only and ":" in source):
                 sources.add(source)
-    candidates = sources or {each for each in own_addresses() if not (ipv4_only and ":" in each)}
+    if len(sources) > 1:  # a name with records of both families: IPv4 is what works more often
+        sources = {each for each in sources if ":" not in each} or sources
+    candidates = sources or {each for each in own if not (ipv4_only and ":" in each)}
     if len(candidates) == 1:
         return candidates.pop()
+    option = "--listen HOST:PORT" if setting == "listen" else "--advertise HOST"
     raise ConfigError(
-        f"{setting}: this peer listens on every interface and it is not clear which address others should "
-        f"use; say it with --{setting.replace('_', '-')} (candidates: "
-        f"{', '.join(sorted(candidates)) or 'none found'})"
+        f"{setting}: it is not clear at which address others should reach this peer; say it with {option} or "
+        f"--interface NAME|CIDR (candidates: {', '.join(sorted(candidates)) or 'none found'})"
     )
 
 
@@ -143,29 +188,56 @@ def _sources_towards(host: str, port: int) -> Iterator[str]:
             continue
 
 
+# --- this machine's interfaces ---------------------------------------------------------------
+
+
+def interface_addresses() -> dict[str, list[str]]:
+    """Name -> the interface's addresses, IPv4 before IPv6, link-local IPv6 left out."""
+    found: dict[str, list[str]] = {}
+    for adapter in ifaddr.get_adapters():
+        for entry in adapter.ips:
+            text = entry.ip if isinstance(entry.ip, str) else entry.ip[0]
+            address = ipaddress.ip_address(text)
+            if not (address.version == 6 and address.is_link_local):
+                found.setdefault(adapter.name, []).append(text)
+    return {name: sorted(texts, key=lambda text: ":" in text) for name, texts in found.items()}
+
+
 def own_addresses() -> set[str]:
-    """IPv4 and global IPv6 addresses of this machine's interfaces, loopback left out."""
-    found = {*_own_ipv4(), *_own_ipv6()}
-    return {address for address in found if not is_loopback(address)}
+    """This machine's addresses; loopback and link-local IPv6 left out."""
+    every = (address for addresses in interface_addresses().values() for address in addresses)
+    return {address for address in every if not is_loopback(address)}
 
 
-def _own_ipv4() -> Iterator[str]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = _INTERFACE_REQUEST.pack(name.encode(), socket.AF_INET, bytes(4))
-            try:
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, request)
-            except OSError:  # it has none
-                continue
-            yield socket.inet_ntop(socket.AF_INET, _INTERFACE_REQUEST.unpack(answer)[2])
+def interface_address(wanted: str) -> str:
+    """The one address of this machine on the interface called `wanted`, or inside the network `wanted`.
+
+    IPv4 goes before IPv6. Raises `ConfigError` listing what there is when there is none, or more than one.
+    """
+    interfaces = interface_addresses()
+    if "/" in wanted:
+        try:
+            network = ipaddress.ip_network(wanted, strict=False)
+        except ValueError:
+            raise ConfigError(
+                f"interface: {wanted!r} is not a network such as 10.0.0.0/16, nor an interface's name"
+            ) from None
+        every = [address for addresses in interfaces.values() for address in addresses]
+        matching = [address for address in every if ipaddress.ip_address(address) in network]
+    else:
+        matching = interfaces.get(wanted, [])
+    candidates = [each for each in matching if ":" not in each] or matching
+    if len(candidates) == 1:
+        return candidates[0]
+    if not candidates:
+        what = "no address of this machine is in" if "/" in wanted else "there is no address on"
+        raise ConfigError(f"interface: {what} {wanted!r}; there is {_what_there_is(interfaces)}")
+    raise ConfigError(
+        f"interface: {wanted!r} has several addresses ({', '.join(candidates)}): narrow it down to one with "
+        f"--interface {candidates[0]}/{128 if ':' in candidates[0] else 32}, or say it with --listen"
+    )
 
 
-def _own_ipv6() -> Iterator[str]:
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:  # no IPv6 here
-        return
-    for line in lines:
-        address, _, _, scope = line.split()[:4]
-        if scope == "00":  # global
-            yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+def _what_there_is(interfaces: dict[str, list[str]]) -> str:
+    found = [f"{name}: {', '.join(texts)}" for name, texts in sorted(interfaces.items())]
+    return "; ".join(found) or "none at all"

@@ -31,30 +31,30 @@ from p2pstore.gossip.records import (
     TransportOffer,
     format_peer_id,
 )
-from p2pstore.keyring import KeyRing
 from p2pstore.local.paths import answers, default_socket_path
 from p2pstore.local.server import serve_local
 from p2pstore.nursery import open_background_nursery
-from p2pstore.objects import HybridClock, key_digest
+from p2pstore.objects import HybridClock, clock_from_unix_seconds, key_digest
 from p2pstore.peer.addresses import (
     advertised,
     control_listen_address,
     data_listen_addresses,
     host_identity,
 )
+from p2pstore.peer.credentials import Credentials, log_expelled, refuse_open_door
 from p2pstore.peer.data_backend import PeerDataBackend
 from p2pstore.peer.local_backend import PeerLocalBackend
 from p2pstore.peer.node import Node
+from p2pstore.peer.store_backend import PeerStoreBackend
 from p2pstore.peer.tickets import TicketOffice
+from p2pstore.places import MAX_LOCAL_PEERS
 from p2pstore.results import Location
-from p2pstore.statedir import StateDirectory, ephemeral, load_cluster_key_file
+from p2pstore.statedir import StateDirectory, ephemeral
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
-from p2pstore.transfer.data_server import (
-    open_data_listeners,
-    serve_data,
-)
+from p2pstore.transfer.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.layout import plan_geometry
 from p2pstore.transfer.memory import SharedMemory, create_memory, prefault
+from p2pstore.transfer.messages import MAX_DATA_VERSION, MIN_DATA_VERSION
 from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.shm import ShmTransport
 from p2pstore.transfer.transport import Transport
@@ -64,7 +64,6 @@ from p2pstore.wire import decode_body
 logger = logging.getLogger("p2pstore.peer")
 
 PREFAULT_PAUSE_SECONDS = 0.001
-MAX_LOCAL_PEERS = 64
 
 
 class Peer(Client):
@@ -92,6 +91,14 @@ class Peer(Client):
     def node(self) -> Node:
         """The running shell, for the command line and for tests."""
         return self._node
+
+    async def reload(self) -> bool:
+        """Read the cluster key file and the allow file again, as SIGHUP does. Whether something changed.
+
+        Connections that would not be admitted any more end within seconds. Raises `ConfigError`, having
+        changed nothing, when a file cannot be read or is malformed.
+        """
+        return await self._node.credentials.reload()
 
     def contains_nowait(self, key: str) -> bool:
         """Whether a live peer is known to hold the key."""
@@ -175,8 +182,7 @@ class _Assembly:
         self.state = state
         self.memory = memory
         self.identity = state.identity() if state is not None else ephemeral()
-        key_file = config.cluster_key_file
-        self.ring = load_cluster_key_file(key_file) if key_file else KeyRing()
+        self.credentials = Credentials(config, self.identity.peer_id)
         self.verifier = Ed25519Verifier()
         self.rng = Random(os.urandom(16))
         unix_ms = int(time.time() * 1000)
@@ -196,7 +202,8 @@ class _Assembly:
         node = Node(
             config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng
         )
-        office = TicketOffice(self.identity, self.ring)
+        node.credentials = self.credentials
+        office = TicketOffice(self.identity, self.credentials.ring)
         self._open_transports(node, office)
         await self._open_control(node, listen)
         core.gossip.add_bootstrap(config.bootstrap)
@@ -214,10 +221,11 @@ class _Assembly:
         listeners = await open_data_listeners(data_listen_addresses(config, control_host))
         for listener in listeners:
             self.stack.callback(listener.close)
+            refuse_open_door(config, "data_listen", listener.getsockname()[:2])
         self.data = advertised(
             [listener.getsockname()[:2] for listener in listeners],
             config.data_advertise,
-            config.bootstrap,
+            config,
             "data_advertise",
         )
         return listeners
@@ -242,7 +250,9 @@ class _Assembly:
             lambda: self._describe(segment),
             GossipConfig(cluster=self.config.cluster),
             self.rng,
+            wall_clock=lambda now: clock_from_unix_seconds(core.unix(now)),
             accepts_clock=lambda stamp, now: clock.observe(stamp, core.unix(now)),
+            accepts_peer=self.credentials.allowed.allows,
         )
         core = PeerCore(
             signer=self.identity,
@@ -277,6 +287,8 @@ class _Assembly:
             load_permille=0,
             head=LogHead(),
             software=p2pstore.__version__,
+            min_protocol=MIN_DATA_VERSION,
+            max_protocol=MAX_DATA_VERSION,
         )
 
     def _restore(self, gossip: Gossip, state: StateDirectory) -> None:
@@ -284,8 +296,10 @@ class _Assembly:
             gossip.contacts.add((address,), bootstrap=False)
         # Signatures were checked when these came in; who is told of one checks it again.
         gossip.cluster_records.load(
-            (decode_body(ClusterRecord, signed.body), signed) for signed in state.load_floors()
+            ((decode_body(ClusterRecord, signed.body), signed) for signed in state.load_floors()),
+            state.floors_horizon,
         )
+        gossip.floors.load(state.floors_seen)
         state.replace_floors(gossip.cluster_records.dump())
 
     def _open_transports(self, node: Node, office: TicketOffice) -> None:
@@ -307,17 +321,19 @@ class _Assembly:
             open_control_host(
                 identity=self.identity,
                 listen=listen,
-                ring=self.ring,
+                ring=self.credentials.ring,
+                allowed=self.credentials.allowed,
                 cluster=config.cluster,
                 handler=node.serve_control,
                 on_lost=node.control_lost,
                 software=p2pstore.__version__,
             )
         )
+        refuse_open_door(config, "listen", node.host.listening)
         self.control = advertised(
             [node.host.listening],
             [config.advertise] if config.advertise else [],
-            config.bootstrap,
+            config,
             "advertise",
         )
 
@@ -330,23 +346,35 @@ class _Assembly:
         max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
         backend = PeerLocalBackend(node, self.memory, office, max_leased_bytes)
         self.stack.callback(backend.close)
-        data_server = partial(
-            serve_data,
-            listeners,
+        data_server = DataServer(
             PeerDataBackend(node),
-            ring=self.ring,
+            stores=PeerStoreBackend(node),
+            ring=self.credentials.ring,
+            allowed=self.credentials.allowed,
             signer=self.identity,
             verifier=self.verifier,
             incarnation=self.incarnation,
         )
+        node.served = data_server.traffic
+
+        def credentials_changed() -> None:
+            office.renew()
+            node.pool.renew()
+            log_expelled(node.core.gossip.expel())
+            node.host.recheck()
+            data_server.recheck()
+            node.process()
+
+        self.credentials.on_change = credentials_changed
         local_server = partial(
             serve_local,
             self.socket_path,
             backend,
             mode=config.socket_mode_bits(),
             group=config.socket_group,
+            observer=node.watch,
         )
-        nursery.start_soon(data_server)
+        nursery.start_soon(data_server.serve, listeners)
         await nursery.start(local_server)
         nursery.start_soon(_prefault, self.memory)
 
@@ -378,7 +406,8 @@ def local_socket_path(config: PeerConfig) -> Path:
     if config.socket is not None:
         return Path(config.socket)
     for number in range(1, MAX_LOCAL_PEERS + 1):
-        path = default_socket_path(config.name if number == 1 else f"{config.name}-{number}")
+        name = config.name if number == 1 else f"{config.name}-{number}"
+        path = default_socket_path(name, shared=bool(config.socket_mode_bits() & 0o077))
         if not answers(path):
             return path
     raise ConfigError(

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from p2pstore.core.operation import Operation
-from p2pstore.core.serving import replicated_reply
+from p2pstore.core.serving import reply_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import peer_document
@@ -42,7 +42,7 @@ class PeerDataBackend:
         return [self._open(item, unix) for item in items]
 
     def _open(self, item: GetItem, unix: float) -> OpenedObject | ObjectReply:
-        entry = self._segment.find(item.digest, unix)
+        entry = self._core.find(item.digest, self._node.now)
         if entry is None:
             self._core.counters["reads_not_found"] += 1
             return ObjectReply(
@@ -70,9 +70,7 @@ class PeerDataBackend:
     ) -> tuple[Message, Sequence[BytesLike]]:
         """Answer everything but GET."""
         if isinstance(message, Statistics):
-            document = peer_document(
-                self._core, self._node.config.name, self._node.now, self._node.uptime_seconds
-            )
+            document = peer_document(self._node, private=False)
             return StatisticsReply(json.dumps(document).encode()), ()
         if isinstance(message, Snapshot):
             known = self._core.gossip.snapshot(message.member)
@@ -88,7 +86,7 @@ class PeerDataBackend:
             if not answer.done:
                 with contextlib.suppress(P2PStoreError):  # the reply says why
                     await self._node.complete(answer)
-            answer = replicated_reply(answer)
+            answer = reply_of(answer)
         if isinstance(answer, Failure):
             raise error_of(answer.code, answer.text, answer.detail)
         return answer, ()

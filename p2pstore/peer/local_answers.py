@@ -10,9 +10,10 @@ from p2pstore.errors import (
     DeadlineExceeded,
     ProtocolError,
 )
-from p2pstore.gossip.records import PeerRecord
+from p2pstore.gossip.records import PeerRecord, member_of
 from p2pstore.local import messages as local
 from p2pstore.local.server import LocalClient
+from p2pstore.peer.traffic import Traffic
 from p2pstore.transfer.segment import ObjectEntry
 from p2pstore.wire import Code, Message, code_of
 
@@ -76,9 +77,15 @@ def lease_grant(number: int, entry: ObjectEntry) -> local.LeaseGrant:
 
 
 def peer_entry(
-    record: PeerRecord, status: str, *, me: bool, heard_seconds_ago: float
+    record: PeerRecord,
+    status: str,
+    *,
+    me: bool,
+    heard_seconds_ago: float,
+    traffic: Traffic,
 ) -> local.PeerEntry:
     """A member as clients see it."""
+    round_trip_seconds = traffic.round_trip_seconds(record.peer_id)
     return local.PeerEntry(
         record.peer_id,
         record.name,
@@ -92,4 +99,9 @@ def peer_entry(
         me,
         record.software,
         round(heard_seconds_ago, 3),
+        -1.0 if round_trip_seconds is None else round(round_trip_seconds, 6),
+        [
+            local.TransportUse(name, use.objects, use.bytes, use.failures)
+            for name, use in sorted(traffic.used(member_of(record.peer_id)).items())
+        ],
     )

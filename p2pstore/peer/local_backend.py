@@ -8,16 +8,17 @@ from typing import Any, Final
 
 import p2pstore
 from p2pstore.core.effects import KnownCopy
+from p2pstore.core.flush import FlushEnd, FlushOperation
 from p2pstore.core.listing import ListedPage, ListOperation
 from p2pstore.core.lookup import LookupOperation, split_digests
-from p2pstore.core.peer_core import SCOPE_NAMESPACE
+from p2pstore.core.presence import known_keys
+from p2pstore.core.put import MAX_REPLICAS
 from p2pstore.core.remove import RemoveOperation
 from p2pstore.core.replicate import ReplicateOperation
 from p2pstore.gossip.messages import Status
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
 from p2pstore.local.server import LocalClient
-from p2pstore.objects import Version, namespace_digest
 from p2pstore.peer.local_answers import (
     Answer,
     check_batch,
@@ -26,7 +27,7 @@ from p2pstore.peer.local_answers import (
     require_write,
 )
 from p2pstore.peer.local_gets import LocalGets
-from p2pstore.peer.local_puts import MAX_REPLICAS, LocalPuts
+from p2pstore.peer.local_puts import LocalPuts
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import cluster_document, peer_document
 from p2pstore.peer.tickets import TicketOffice
@@ -42,10 +43,10 @@ _WITH_EFFECTS: Final = frozenset(
     {
         LocalKind.RESERVE,
         LocalKind.COMMIT,
+        LocalKind.STORED,
         LocalKind.PLAN,
         LocalKind.REPORT,
         LocalKind.PIN,
-        LocalKind.FLUSH,
         LocalKind.PREFETCH,
     }
 )
@@ -63,13 +64,15 @@ class PeerLocalBackend:
         self._segment = node.core.segment
         self._memory = memory
         self._read_only = memory.read_only_descriptor()
-        self._puts = LocalPuts(node)
+        self._puts = LocalPuts(node, office)
         self._gets = LocalGets(node, office, max_leased_bytes)
         self._max_leased_bytes = max_leased_bytes
         self._handlers: dict[LocalKind, Any] = {
             LocalKind.RESERVE: self._puts.reserve,
             LocalKind.COMMIT: self._puts.commit,
             LocalKind.ABORT: self._puts.abort,
+            LocalKind.PLACE: self._puts.place,
+            LocalKind.STORED: self._puts.stored,
             LocalKind.LEASE: self._gets.lease,
             LocalKind.RELEASE: self._gets.release,
             LocalKind.PLAN: self._gets.plan,
@@ -137,20 +140,19 @@ class PeerLocalBackend:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def _known(self, digest: bytes) -> bool:
-        return any(copy.reachable for copy in self._core.known_copies(digest, self._now))
-
     def _contains(self, client: LocalClient, message: local.Contains) -> local.ContainsReply:
-        digests = check_batch(split_digests(message.digests))
-        return local.ContainsReply(bytes(self._known(digest) for digest in digests))
+        return local.ContainsReply(self._presence(message.digests))
 
     def _match_prefix(self, client: LocalClient, message: local.MatchPrefix) -> local.MatchedPrefix:
-        length = 0
-        for digest in check_batch(split_digests(message.digests)):
-            if not self._known(digest):
-                break
-            length += 1
-        return local.MatchedPrefix(length)
+        present = self._presence(message.digests)
+        first_absent = present.find(0)
+        return local.MatchedPrefix(len(present) if first_absent < 0 else first_absent)
+
+    def _presence(self, packed_digests: bytes) -> bytes:
+        """A byte per digest: 1 when some live peer is known to hold it."""
+        digests = check_batch(split_digests(packed_digests))
+        known = known_keys(self._core, digests, self._now)
+        return bytes([digest in known for digest in digests])
 
     async def _locate(self, client: LocalClient, message: local.Locate) -> local.Located:
         digests = check_batch(split_digests(message.digests))
@@ -194,18 +196,15 @@ class PeerLocalBackend:
                         Status(state.status).name.lower(),
                         me=me,
                         heard_seconds_ago=0.0 if me else max(0.0, self._now - state.heard_at),
+                        traffic=self._node.watch.traffic,
                     )
                 )
         return local.PeersReply(entries)
 
     def _statistics(self, client: LocalClient, message: local.Statistics) -> local.StatisticsReply:
-        document: dict[str, Any] = {
-            "peer": peer_document(
-                self._core, self._node.config.name, self._now, self._node.uptime_seconds
-            )
-        }
+        document: dict[str, Any] = {"peer": peer_document(self._node)}
         if message.cluster:
-            document["cluster"] = cluster_document(self._core)
+            document["cluster"] = cluster_document(self._core, self._now)
         return local.StatisticsReply(json.dumps(document).encode())
 
     # --- changing ----------------------------------------------------------------------------
@@ -257,12 +256,12 @@ class PeerLocalBackend:
             items.append(local.OK)
         return local.Done(items)
 
-    def _flush(self, client: LocalClient, message: local.Flush) -> Empty:
+    async def _flush(self, client: LocalClient, message: local.Flush) -> local.Flushed:
         require_write(client)
-        name = namespace_digest(message.namespace)
-        version = self._core.version_above(Version(0, 0), self._now)
-        self._core.write_floor(name, version, self._now, SCOPE_NAMESPACE)
-        return Empty()
+        seconds = min(max(0, message.deadline_ms) / 1000, MAX_WAIT_SECONDS)
+        operation = FlushOperation(self._core, message.namespace, seconds)
+        end: FlushEnd = await self._node.complete(self._core.start(operation, self._now))
+        return local.Flushed(end.told, [self._core.name_of(peer_id) for peer_id in end.not_told])
 
     def _prefetch(self, client: LocalClient, message: local.Prefetch) -> Empty:
         for digest in check_batch(split_digests(message.digests)):

@@ -123,6 +123,7 @@ class LocalGets:
                 self._core.member if member == local.OWN_COPY else member
                 for member in message.exclude
             ),
+            namespace=message.namespace or None,
         )
         self._core.start(operation, self._node.now)
         if operation.done:
@@ -134,7 +135,8 @@ class LocalGets:
         return self._planned(operation)
 
     def _planned(self, operation: LookupOperation) -> local.Planned:
-        return local.Planned([self._plan_item(copies) for copies in operation.result])
+        items = [self._plan_item(copies) for copies in operation.result]
+        return local.Planned(items, operation.homes_asked)
 
     def _plan_item(self, copies: Sequence[KnownCopy]) -> local.PlanItem:
         reachable = [copy for copy in copies if copy.reachable]

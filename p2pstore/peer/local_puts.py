@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from p2pstore.core.operation import Operation
-from p2pstore.core.put import PutOperation, PutSpec
+from p2pstore.core.placing import place
+from p2pstore.core.put import PutOperation, PutSpec, check_put
 from p2pstore.errors import (
+    CapacityExceeded,
     P2PStoreError,
+    ProtocolError,
 )
+from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import messages as local
 from p2pstore.local.server import LocalClient
-from p2pstore.objects import check_object_length
+from p2pstore.objects import DIGEST_BYTES, check_object_length
 from p2pstore.peer.local_answers import (
     Answer,
     check_batch,
@@ -22,17 +25,16 @@ from p2pstore.peer.local_answers import (
     require_write,
 )
 from p2pstore.peer.node import Node
+from p2pstore.peer.tickets import TicketOffice
 from p2pstore.wire import Empty
-
-MAX_REPLICAS: Final = 64
-MAX_TTL_MS: Final = 100 * 365 * 86_400_000
 
 
 class LocalPuts:
-    """RESERVE, COMMIT and ABORT."""
+    """RESERVE, COMMIT and ABORT; PLACE and STORED for what goes to other peers."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, office: TicketOffice) -> None:
         self._node = node
+        self._office = office
         self._core = node.core
         self._segment = node.core.segment
 
@@ -70,15 +72,9 @@ class LocalPuts:
         self, client: LocalClient, message: local.Commit, item: local.CommitItem
     ) -> Operation | local.PutOutcome:
         try:
-            if not 1 <= item.replicas <= MAX_REPLICAS:
-                raise ValueError(f"replicas must be 1 to {MAX_REPLICAS}, not {item.replicas}")
-            if item.pin not in (0, 1, 2) or not 0 <= item.ttl_ms <= MAX_TTL_MS:
-                raise ValueError("pin or ttl out of range")
+            check_put(length=item.length, replicas=item.replicas, pin=item.pin, ttl_ms=item.ttl_ms)
             if item.durable:
                 raise ValueError("durable: this peer has no SSD tier to keep the object on")
-            if item.length < 0:
-                raise ValueError(f"a value of {item.length:,} bytes")
-            check_object_length(item.length)
             operation = PutOperation(
                 self._core,
                 PutSpec(
@@ -131,4 +127,58 @@ class LocalPuts:
         """Give reservations back; one that has ended already is passed over."""
         for number in message.reservations:
             self._segment.abort(number, holder=client.holder)
+        return Empty()
+
+    def place(self, client: LocalClient, message: local.Place) -> local.Placed:
+        """Where a value can go that this peer has no room for."""
+        require_write(client)
+        if len(message.digest) != DIGEST_BYTES or message.length < 0:
+            raise ProtocolError("a request for a place that names no value")
+        check_object_length(message.length)
+        try:
+            if self._node.config.transport == "shm":
+                raise CapacityExceeded(
+                    "values go to other peers over tcp, and this peer may use shm only (transport)"
+                )
+            peer_ids = place(
+                self._core,
+                message.digest,
+                message.length,
+                self._node.host_id,
+                self._node.now,
+            )
+        except CapacityExceeded as error:
+            return local.Placed([], error=item_error(error))
+        return local.Placed(
+            [self._target(peer_id) for peer_id in peer_ids], self._core.clock.latest
+        )
+
+    def _target(self, peer_id: PeerId) -> local.Target:
+        granted = self._office.for_writers(peer_id)
+        return local.Target(
+            peer_id,
+            self._core.name_of(peer_id),
+            list(self._node.remote_peer(peer_id).data),
+            granted.ticket.claims,
+            granted.ticket.signature,
+            granted.secret,
+        )
+
+    def stored(self, client: LocalClient, message: local.StoredElsewhere) -> Empty:
+        """Take in what a client stored at another peer, as if that peer had told of it."""
+        require_write(client)
+        if len(message.record) != LOCATION_BYTES:
+            raise ProtocolError("not a location record")
+        if message.peer_id != self._core.peer_id:
+            now = self._node.now
+            self._core.gossip.directory.early(
+                member_of(message.peer_id),
+                message.incarnation,
+                [message.sequence],
+                message.record,
+                now,
+            )
+            stamp = decode_location(message.record).version.clock
+            self._core.clock.observe(stamp, self._core.unix(now))  # later puts are above it
+        self._core.counters["puts_elsewhere"] += 1
         return Empty()

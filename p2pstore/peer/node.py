@@ -38,19 +38,31 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
+from p2pstore.gossip.floor_stamps import Stamps
 from p2pstore.gossip.host import ControlHost
-from p2pstore.gossip.link import LinkError, OwnAddress
+from p2pstore.gossip.link import LinkError
 from p2pstore.gossip.machine import Ask, Contact, Duplicate, FetchSnapshot, SnapshotHead
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.membership import MemberChange
 from p2pstore.gossip.messages import ControlKind, Status
 from p2pstore.gossip.records import PeerId, PeerRecord, SignedRecord, format_peer_id
 from p2pstore.objects import chunk_sums, root_checksum
+from p2pstore.peer.credentials import Credentials
+from p2pstore.peer.fallbacks import Fallbacks
+from p2pstore.peer.joining import Joining
+from p2pstore.peer.watching import PeerWatch
 from p2pstore.statedir import StateDirectory
 from p2pstore.transfer.data_pool import DataPool
+from p2pstore.transfer.data_session import Traffic
 from p2pstore.transfer.failover import HolderReport, order_copies
 from p2pstore.transfer.messages import DataKind, Snapshot, SnapshotReply
-from p2pstore.transfer.transport import RemoteCopy, RemotePeer, Transport, pull_with_failover
+from p2pstore.transfer.transport import (
+    PullReport,
+    RemoteCopy,
+    RemotePeer,
+    Transport,
+    pull_with_failover,
+)
 from p2pstore.wire import Code, Failure, Message, code_of
 
 logger = logging.getLogger("p2pstore.peer")
@@ -69,8 +81,7 @@ FLOORS_SLACK: Final = 1000
 """Superseded floors in the file before it is written anew."""
 SAVE_INTERVAL_SECONDS: Final = 10.0
 MAX_UNSAVED: Final = 100_000
-"""Floors that wait for a disk that takes none. Beyond it, only the other peers remember."""
-CONTACT_TIMEOUT_SECONDS: Final = 10.0
+"""Floors that wait for a disk that takes none. Beyond it the file is written anew when it takes some."""
 MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
 
 
@@ -91,25 +102,37 @@ class Node:
         self.host_id = host_id
         self.state = state
         self.rng = rng
+        self.watch = PeerWatch(core, config.slow_operation)
+        self.served = Traffic()
         self.started_at = trio.current_time()
         self.leave_requested = trio.Event()
         self.drain_seconds = config.drain_timeout
         self.contacted = trio.Event()
         self.settled = trio.Event()  # joined, or there is nobody to join
+        self.joining = Joining(
+            core.gossip,
+            config.bootstrap,
+            take=self._take,
+            now=lambda: self.now,
+            rng=rng,
+            settled=self.settled,
+        )
         self.failure: P2PStoreError | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self.host: ControlHost
         self.pool: DataPool
+        self.credentials: Credentials
         self.transports: Sequence[Transport] = ()
+        self._fallbacks = Fallbacks()
         self._nursery: trio.Nursery
         self._limiter = trio.CapacityLimiter(MAX_EFFECTS_UNDER_WAY)
         self._waiting: dict[int, trio.Event] = {}
         self._wake = trio.Event()
         self._tick_due = float("inf")
-        self._reported: set[tuple[str, ...]] = set()
         self._refused_by: set[PeerId] = set()
         self._doubted: set[bytes] = set()
         self._unsaved: deque[SignedRecord] = deque(maxlen=MAX_UNSAVED)
+        self._lost_unsaved = False
         self._save_now = trio.Event()
         self._saving = trio.Lock()
         self._drained = trio.Event()
@@ -130,6 +153,7 @@ class Node:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._save_forever)
+            nursery.start_soon(self.joining.watch_names, self.host)
             task_status.started()
             self.process()
             await self._tick_forever()
@@ -167,7 +191,7 @@ class Node:
             "peer %s is %s",
             self.core.name_of(change.peer_id),
             change.new.name.lower(),
-            extra={"peer_id": format_peer_id(change.peer_id)},
+            extra={"event": _event(change), "peer_id": format_peer_id(change.peer_id)},
         )
         if change.new > Status.SUSPECT:
             self._nursery.start_soon(self.host.disconnect, change.peer_id)
@@ -189,6 +213,7 @@ class Node:
             self._nursery.start_soon(self._carry_out, self._contact, effect)
         elif isinstance(effect, SaveClusterRecord):
             if self.state is not None:
+                self._lost_unsaved |= len(self._unsaved) == MAX_UNSAVED
                 self._unsaved.append(effect.signed)
                 self._save_now.set()
         elif isinstance(effect, Duplicate):
@@ -300,6 +325,7 @@ class Node:
 
     async def _ask_peer(self, effect: AskPeer) -> None:
         reply: Reply = None
+        begin = self.now
         async with self._limiter:
             with trio.move_on_after(effect.timeout_seconds):
                 try:
@@ -309,6 +335,7 @@ class Node:
                 except (P2PStoreError, OSError, ValueError) as error:
                     reply = refusal(error)
                     logger.debug("request %s to a peer failed: %s", effect.kind, error)
+        self.watch.asked(effect, reply, self.now - begin)
         if effect.operation:
             self.core.answered(effect.operation, effect.tag, reply, self.now)
         elif reply is None:
@@ -321,12 +348,15 @@ class Node:
         except NoSuchKey:
             return  # whoever wanted it has gone
         failures: tuple[HolderReport, ...] = ()
+        report: PullReport | None = None
         error: Exception | None = None
         delivered = False
+        begin = self.now
         try:
             copies = [self.remote_copy(copy) for copy in self.reading_order(effect.copies)]
             report = await pull_with_failover(copies, self.transports, effect.digest, destination)
             failures = report.failures
+            self._say_fallbacks(report)
             if report.pulled is not None:
                 delivered = True
                 destination.commit(self.now)
@@ -334,6 +364,7 @@ class Node:
             error = problem
         finally:
             destination.abort()
+        self.watch.pulled(effect, report, error, self.now - begin)
         self.core.counters[f"pulls_{'delivered' if delivered else 'failed'}"] += 1
         outcome = PullOutcome(
             delivered, tuple(pull_failure(failure) for failure in failures), error
@@ -341,9 +372,22 @@ class Node:
         self.core.pulled(effect.operation, outcome, self.now)
         self.process()
 
+    def _say_fallbacks(self, report: PullReport) -> None:
+        self.core.counters["transport_fallbacks"] += len(report.fallbacks)
+        for fallback in self._fallbacks.news(report):
+            holder = self.core.gossip.membership.resolve(fallback.member)
+            logger.warning(
+                "%s to %s did not work (%s): falling back to another transport",
+                fallback.transport,
+                self.core.name_of(holder.peer_id) if holder is not None else "a peer",
+                fallback.text,
+                extra={"event": "transport_fallback", "transport": fallback.transport},
+            )
+
     async def _ask_control(self, effect: Ask) -> None:
         reply: Message | None = None
         addresses = self.core.gossip.addresses_of(effect.peer_id)
+        begin = self.now
         try:
             reply = await self.host.ask(
                 effect.peer_id, addresses, effect.kind, effect.request, effect.timeout_seconds
@@ -354,9 +398,15 @@ class Node:
             logger.debug("control request to %s failed: %s", format_peer_id(effect.peer_id), error)
         else:
             if not self.contacted.is_set():
-                logger.info("joined through %s", self.core.name_of(effect.peer_id))
+                logger.info(
+                    "joined through %s",
+                    self.core.name_of(effect.peer_id),
+                    extra={"event": "joined", "peer_id": format_peer_id(effect.peer_id)},
+                )
                 self.contacted.set()
                 self.settled.set()
+            if effect.kind == ControlKind.PING:
+                self.watch.pinged(effect.peer_id, self.now - begin)
         self._take(lambda: self.core.gossip.answered(effect.token, reply, self.now))
 
     def _take(self, step: Callable[[], Sequence[GossipEffect]]) -> None:
@@ -399,39 +449,7 @@ class Node:
         self._take(lambda: self.core.gossip.snapshot_fetched(effect.token, head, packed, self.now))
 
     async def _contact(self, effect: Contact) -> None:
-        """Try the addresses of one peer, in order."""
-        error: LinkError | None = None
-        for address in effect.addresses:
-            try:
-                peer_id = await self.host.discover(address, CONTACT_TIMEOUT_SECONDS)
-            except OwnAddress:
-                # The first peer of a cluster may name itself: nobody else is there to wait for.
-                self.core.gossip.contacts.remove(effect.addresses)
-                if not self.core.gossip.contacts.has_bootstrap:
-                    self.settled.set()
-                return
-            except LinkError as problem:
-                error = problem
-            else:
-                self._reported.discard(effect.addresses)
-                self._take(
-                    lambda peer_id=peer_id: self.core.gossip.contacted(  # type: ignore[misc]  # bound now
-                        peer_id, effect.addresses, self.now
-                    )
-                )
-                return
-        self._not_contacted(effect.addresses, error)
-        self._take(lambda: self.core.gossip.contact_failed(effect.addresses, self.now))
-
-    def _not_contacted(self, addresses: tuple[str, ...], error: LinkError | None) -> None:
-        if addresses not in self._reported:
-            self._reported.add(addresses)
-            logger.warning(
-                "%s cannot be joined: %s; trying again with growing pauses%s",
-                addresses[0],
-                error,
-                "" if self.core.live_peers() else ", serving alone meanwhile",
-            )
+        await self.joining.contact(self.host, effect.addresses)
 
     def _refused(self, peer_id: PeerId, error: LinkError) -> None:
         """A peer does not admit this one. When that is the first answer of all, this peer ends rather
@@ -460,24 +478,39 @@ class Node:
                 addresses = [each for _, book in self.core.gossip.address_book() for each in book]
                 kept = self.core.gossip.cluster_records
                 crowded = self.state.floors_in_file > 2 * len(kept) + FLOORS_SLACK
-                all_floors = kept.dump() if crowded else None
-                await trio.to_thread.run_sync(self._write_state, self.state, addresses, all_floors)
+                lost, self._lost_unsaved = self._lost_unsaved, False
+                all_floors = kept.dump() if crowded or lost else None
+                # As of now: what is seen is among the floors that are written first.
+                stamps = self.core.floors.seen_to_save, dict(kept.horizon)
+                written = await trio.to_thread.run_sync(
+                    self._write_state, self.state, addresses, all_floors, stamps
+                )
+                if lost and not written:
+                    self._lost_unsaved = True
 
     def _write_state(
-        self, state: StateDirectory, addresses: list[str], all_floors: list[SignedRecord] | None
-    ) -> None:
+        self,
+        state: StateDirectory,
+        addresses: list[str],
+        all_floors: list[SignedRecord] | None,
+        stamps: tuple[Stamps, Stamps],
+    ) -> bool:
         try:
             fresh = list(self._unsaved)
             state.append_floors(fresh)
             for _ in fresh:  # only now: what could not be written is tried again
                 self._unsaved.popleft()
-            if all_floors is not None:
-                state.replace_floors([*all_floors, *fresh])
             state.save_incarnation(self.core.incarnation)
-            state.save_clock(self.core.clock.latest)
+            if all_floors is not None:
+                state.save_clock(self.core.clock.latest, floors_horizon=stamps[1])
+                state.replace_floors([*all_floors, *fresh])
+            if not self._lost_unsaved:
+                state.save_clock(self.core.clock.latest, *stamps)
             state.save_addresses(addresses)
         except (OSError, ConfigError) as error:
             logger.warning("the state directory cannot be written: %s", error)
+            return False
+        return True
 
     # --- leaving -----------------------------------------------------------------------------
 
@@ -500,6 +533,13 @@ class Node:
         """Raise `StoreClosed` when this peer is leaving."""
         if self.core.closing:
             raise StoreClosed("this peer is leaving")
+
+
+def _event(change: MemberChange) -> str:
+    """What happened to a member, as log lines call it."""
+    if change.new is Status.ALIVE:
+        return "peer_joined" if change.old is None else "peer_back"
+    return f"peer_{change.new.name.lower()}"
 
 
 _LINK_ERRORS: Final = (OSError, DeadlineExceeded, ProtocolError, AuthenticationFailed, Unavailable)

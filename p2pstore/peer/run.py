@@ -1,91 +1,178 @@
-"""Running a peer in the foreground, for the command line."""
+"""Running a peer as a process, for the command line."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import trio
 
+import p2pstore
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
-from p2pstore.nursery import sole_cause
-from p2pstore.peer.api import MAX_LOCAL_PEERS, Peer, open_peer
-from p2pstore.peer.logs import configure_logs
-from p2pstore.statedir import is_in_use
+from p2pstore.invite import Invite
+from p2pstore.local.paths import unreachable_by_others
+from p2pstore.nursery import open_background_nursery, sole_cause
+from p2pstore.peer.api import Peer, open_peer
+from p2pstore.peer.logs import configure_logs, reopen_logs, send_stderr_to_log
+from p2pstore.places import keep
 
 logger = logging.getLogger("p2pstore.peer")
 
-STATE_DIRECTORY_NAME: Final = "mooncake-p2p"
+LOG_NAME: Final = "peer.log"
+_PATHS: Final = ("cluster_key_file", "allow_file", "state_dir", "socket", "log_file")
 
 
-def run_peer(config: PeerConfig) -> None:
-    """Run a peer until SIGINT, SIGTERM or `mooncake-p2p leave`.
+def run_peer(config: PeerConfig, invite: Invite | None = None, *, detached: bool = False) -> None:
+    """Run a peer until SIGINT, SIGTERM or `mooncake-p2p leave`; SIGHUP opens the log file anew and has the
+    peer read its key and allow files again.
 
-    Prints `ready {...}` on stdout when it can serve. Raises what `open_peer` raises. A second signal
-    ends the process at once.
+    Prints `ready {...}` on stdout when it can serve. `invite` is kept in the state directory, for the next
+    start. `detached` is for a process of its own session: it logs to the state directory unless told
+    otherwise, and after `ready` holds on to nothing of who started it. Raises what `open_peer` raises. A
+    second signal ends the process at once.
     """
     if not sys.platform.startswith("linux"):
         raise ConfigError("p2pstore runs on Linux only: it needs memfd, SCM_RIGHTS and /proc")
-    configure_logs(config)
-    settled = with_places(config.checked())
+    settled = _with_absolute_paths(config.checked())
+    if invite is not None and settled.state_dir is not None:
+        keep(invite, settled.state_dir)
+    if detached and settled.log_file is None and settled.state_dir is not None:
+        Path(settled.state_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+        settled = msgspec.structs.replace(
+            settled, log_file=os.path.join(settled.state_dir, LOG_NAME)
+        )
+    _raise_descriptor_limit()
+    configure_logs(settled)
     try:
-        trio.run(_run, settled)
+        trio.run(_run, settled, detached)
     except BaseExceptionGroup as group:
         raise sole_cause(group) from None
+    logger.info("stopped", extra={"event": "stopped"})
 
 
-def with_places(config: PeerConfig) -> PeerConfig:
-    """The configuration with a state directory and a name that no other peer of this host uses."""
-    if config.state_dir is not None:
-        return config
-    root = state_root()
-    for number in range(1, MAX_LOCAL_PEERS + 1):
-        name = config.name if number == 1 else f"{config.name}-{number}"
-        path = root / name
-        if not is_in_use(path):
-            return msgspec.structs.replace(config, name=name, state_dir=str(path))
-    raise ConfigError(
-        f"{MAX_LOCAL_PEERS} peers named {config.name} run here; give --name and --state-dir"
-    )
+def _raise_descriptor_limit() -> None:
+    """As many descriptors as this user may have: a peer that is full of strangers and clients holds 2,500."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(OSError, ValueError):  # then it is as the administrator wants it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def state_root() -> Path:
-    """Where state directories go by default: the user's state home, or /var/lib for root."""
-    home = os.environ.get("XDG_STATE_HOME")
-    if home:
-        return Path(home) / STATE_DIRECTORY_NAME
-    if os.getuid() == 0:
-        return Path("/var/lib") / STATE_DIRECTORY_NAME
-    return Path.home() / ".local" / "state" / STATE_DIRECTORY_NAME
+def _with_absolute_paths(config: PeerConfig) -> PeerConfig:
+    """Paths mean what they mean to who started this, wherever the process goes."""
+    paths = {name: getattr(config, name) for name in _PATHS}
+    absolute = {name: os.path.abspath(path) for name, path in paths.items() if path}
+    return msgspec.structs.replace(config, **absolute)
 
 
-async def _run(config: PeerConfig) -> None:
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+async def _run(config: PeerConfig, detached: bool) -> None:
+    # Under nohup a terminal may go without its peer.
+    bound_to_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
+    with (
+        trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals,
+        trio.open_signal_receiver(signal.SIGHUP) as hangups,  # kept until there is a peer to tell
+    ):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_stop_on_signal, signals, nursery.cancel_scope)
-            await _serve(config)
+            await _serve(config, _Hangups(hangups, bound_to_terminal), detached)
             nursery.cancel_scope.cancel()
 
 
-async def _serve(config: PeerConfig) -> None:
-    async with open_peer(config) as peer:
+@dataclass(frozen=True)
+class _Hangups:
+    """The coming SIGHUPs, and whether one may mean that the peer's terminal is gone."""
+
+    signals: AsyncIterator[int]
+    bound_to_terminal: bool
+
+
+async def _serve(config: PeerConfig, hangups: _Hangups, detached: bool) -> None:
+    async with open_peer(config) as peer, open_background_nursery() as nursery:
+        nursery.start_soon(_watch_hangups, hangups, peer)
+        _say_started(peer)
         if config.bootstrap:
             with trio.move_on_after(config.join_timeout):
                 await peer.node.settled.wait()
-        _say_ready(peer)
+        ready = _ready_document(peer)
+        if config.bootstrap and not peer.node.settled.is_set():
+            logger.warning(
+                "no bootstrap peer answered within %g s: serving alone, and trying on",
+                config.join_timeout,
+                extra={"event": "join_timed_out"},
+            )
+        _say_ready(ready)
+        if detached:
+            _let_go()
         await peer.node.leave_requested.wait()
-        logger.info("leaving")
+        logger.info("leaving: asked to", extra={"event": "leaving"})
 
 
-def _say_ready(peer: Peer) -> None:
-    document = {
+def _say_started(peer: Peer) -> None:
+    """Only now: what cannot start ends with the one line that the command prints."""
+    config = peer.node.config
+    logger.info(
+        "p2pstore %s started, as %s of cluster %s",
+        p2pstore.__version__,
+        config.name,
+        config.cluster,
+        extra={"event": "started", "process_id": os.getpid(), "state_dir": config.state_dir},
+    )
+    logger.info(
+        "listening: control %s, data %s, clients %s",
+        peer.control,
+        ", ".join(peer.data),
+        peer.socket,
+        extra={"event": "listening", "peer_id": peer.peer_id},
+    )
+    if config.socket_mode_bits() & 0o077:
+        closed = unreachable_by_others(Path(peer.socket))
+        if closed is not None:
+            logger.warning(
+                "the socket's mode lets others in, but %s keeps them out: choose another place with --socket",
+                closed,
+            )
+
+
+async def _watch_hangups(hangups: _Hangups, peer: Peer) -> None:
+    async for _ in hangups.signals:
+        if hangups.bound_to_terminal and not _has_terminal():
+            logger.info("leaving: the terminal is gone", extra={"event": "leaving"})
+            peer.node.leave_requested.set()
+        else:
+            await _on_hangup(peer)
+
+
+def _has_terminal() -> bool:
+    """Whether this process can still talk to the terminal that controls it."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+async def _on_hangup(peer: Peer) -> None:
+    """SIGHUP: open the log file anew (it was rotated), then have the peer read its files again."""
+    reopen_logs()
+    try:
+        await peer.reload()
+    except ConfigError as error:
+        logger.error("everything stays as it was: %s", error)
+
+
+def _ready_document(peer: Peer) -> dict[str, Any]:
+    return {
         "peer_id": peer.peer_id,
         "name": peer.name,
         "control": peer.control,
@@ -95,19 +182,35 @@ def _say_ready(peer: Peer) -> None:
         "joined": peer.node.contacted.is_set(),
         "peers": 1 + len(peer.node.core.live_peers()),
     }
+
+
+def _say_ready(document: dict[str, Any]) -> None:
     try:
         print("ready " + json.dumps(document), flush=True)
     except BrokenPipeError:
         # Whoever started the peer does not listen; that is no reason to stop serving.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _send_to_nowhere(1)
 
 
-async def _stop_on_signal(signals: object, scope: trio.CancelScope) -> None:
+def _let_go() -> None:
+    """Hold on to nothing of who started this process: its pipes, its directory."""
+    _send_to_nowhere(1)
+    send_stderr_to_log()
+    os.chdir("/")
+
+
+def _send_to_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+async def _stop_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
     first = True
-    async for number in signals:  # type: ignore[attr-defined]  # trio's receiver type is private
+    async for number in signals:
         if not first:
             logger.warning("second signal: ending at once")
             os._exit(128 + number)
         first = False
-        logger.info("%s: leaving", signal.Signals(number).name)
+        logger.info("leaving: %s", signal.Signals(number).name, extra={"event": "leaving"})
         scope.cancel()

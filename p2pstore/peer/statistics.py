@@ -2,52 +2,82 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import time
+from typing import TYPE_CHECKING, Any
 
 import p2pstore
 from p2pstore.core.peer_core import PeerCore
+from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import format_peer_id
 
+if TYPE_CHECKING:
+    from p2pstore.peer.node import Node
 
-def peer_document(core: PeerCore, name: str, now: float, uptime_seconds: float) -> dict[str, Any]:
-    """What this peer holds and has done."""
+
+def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
+    """What this peer holds and has done. `private`: with keys and bootstrap addresses, for clients on this
+    machine; other peers are not told."""
+    core = node.core
     segment = core.segment
-    return {
-        "name": name,
+    document = {
+        "name": node.config.name,
         "peer_id": format_peer_id(core.peer_id),
         "software": p2pstore.__version__,
         "incarnation": core.incarnation,
-        "uptime_seconds": round(uptime_seconds, 3),
+        "uptime_seconds": round(node.uptime_seconds, 3),
         "memory_capacity_bytes": segment.data_bytes,
         "memory_used_bytes": segment.used_bytes,
         "leased_bytes": segment.leased_bytes,
         "objects": segment.object_count,
+        "operations": core.operations_under_way,
         "known_locations": core.gossip.directory.record_count,
         "floors": len(core.gossip.cluster_records),
         "log_sequence": core.gossip.log.sequence,
         "counters": dict(sorted(core.counters.items())),
+        "unix": round(time.time(), 3),
+        "joined": node.contacted.is_set(),
+        "served": {"tcp": {"objects": node.served.objects, "bytes": node.served.bytes}},
+        "received": node.watch.traffic.document(),
     }
+    if private:
+        record = core.gossip.membership.own.record
+        document["bootstrap"] = list(node.config.bootstrap)
+        document["cluster_key_file"] = node.config.cluster_key_file
+        document["control"] = list(record.control) if record is not None else []
+        document["data"] = list(record.data) if record is not None else []
+        document["slow"] = node.watch.slow.document()
+    return document
 
 
-def cluster_document(core: PeerCore) -> dict[str, Any]:
+def _seconds_ago(then: float, now: float) -> float | None:
+    """None for minus infinity, which JSON cannot say: nothing came from the member itself yet."""
+    return round(max(0.0, now - then), 3) if math.isfinite(then) else None
+
+
+def cluster_document(core: PeerCore, now: float) -> dict[str, Any]:
     """What gossip says of the members that are believed alive."""
     members = [
         {
-            "name": entry.name,
-            "peer_id": format_peer_id(entry.peer_id),
-            "memory_capacity_bytes": entry.memory_capacity,
-            "memory_used_bytes": entry.memory_used,
-            "objects": entry.head.count,
+            "name": record.name,
+            "peer_id": format_peer_id(record.peer_id),
+            "memory_capacity_bytes": record.memory_capacity,
+            "memory_used_bytes": record.memory_used,
+            "objects": record.head.count,
+            "status": Status(state.status).name.lower(),
+            "heard_seconds_ago": _seconds_ago(
+                now if record.peer_id == core.peer_id else state.heard_at, now
+            ),
+            "software": record.software,
         }
-        for entry in [
-            state.record for state in core.gossip.membership.live() if state.record is not None
-        ]
+        for state in core.gossip.membership.live()
+        if (record := state.record) is not None
     ]
     return {
         "name": core.gossip.config.cluster,
         "peers": len(members),
-        "memory_capacity_bytes": sum(member["memory_capacity_bytes"] for member in members),
-        "memory_used_bytes": sum(member["memory_used_bytes"] for member in members),
-        "copies": sum(member["objects"] for member in members),
+        "memory_capacity_bytes": sum(record["memory_capacity_bytes"] for record in members),
+        "memory_used_bytes": sum(record["memory_used_bytes"] for record in members),
+        "copies": sum(record["objects"] for record in members),
         "members": members,
     }

@@ -19,6 +19,10 @@ class TicketOffice:
         self._signer = signer
         self._kept: dict[tuple[PeerId, Scope], tuple[float, GrantedTicket]] = {}
 
+    def renew(self) -> None:
+        """The ring has changed: make new tickets from now on."""
+        self._kept.clear()
+
     def ticket(self, audience: PeerId, scope: Scope) -> GrantedTicket:
         """A ticket for `audience` that is good for another minute at least."""
         now = time.time()
@@ -45,3 +49,7 @@ class TicketOffice:
     def for_clients(self, audience: PeerId) -> GrantedTicket:
         """A ticket to hand to a local client."""
         return self.ticket(audience, Scope.READ)
+
+    def for_writers(self, audience: PeerId) -> GrantedTicket:
+        """A ticket to hand to a local client that may put, for what this peer has no room for."""
+        return self.ticket(audience, Scope.WRITE)

@@ -21,7 +21,7 @@ from p2pstore.transfer.layout import (
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:
-    from p2pstore.simulation.cluster import SimulatedPeer
+    from p2pstore.simulation.peer import SimulatedPeer
 
 PULL_TIMEOUT_SECONDS: Final = 1.0
 
@@ -74,7 +74,7 @@ class SimulatedPull:
             core = holder.core
             if core is None or not self._alive or attempt != self.attempt:
                 return
-            entry = core.segment.find(self.effect.digest, core.unix(cluster.kernel.now))
+            entry = core.find(self.effect.digest, cluster.kernel.now)
             if entry is None:
                 log = core.gossip.log.sequence
                 cluster.network.send(

@@ -21,7 +21,7 @@ class ExtentAllocator:
     """
 
     def __init__(self, data_bytes: int, granule: int) -> None:
-        if granule < 1 or data_bytes < granule or data_bytes % granule:
+        if granule < 1 or data_bytes < 0 or data_bytes % granule:
             raise ValueError(
                 f"{data_bytes:,} bytes are not a whole number of granules of {granule:,}"
             )
@@ -36,7 +36,8 @@ class ExtentAllocator:
         self._free_of_size: dict[
             int, dict[int, None]
         ] = {}  # a dict is an ordered set: last in, first out
-        self._add_free(0, data_bytes)
+        if data_bytes:
+            self._add_free(0, data_bytes)
 
     @property
     def free_bytes(self) -> int:

@@ -1,4 +1,5 @@
-"""The connecting side of a data connection: hello, requests, verified pulls. Over any `ByteStream`.
+"""The connecting side of a data connection: hello, requests, verified pulls, stores. Over any
+`ByteStream`.
 
 Bytes are received straight into the destination and each 1 MiB chunk is checked as soon as it is
 there, while it is still in the cache: checking after the fact would cost a quarter of the throughput.
@@ -9,30 +10,48 @@ way would be taken for the next reply.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, TypeVar
 
-from p2pstore.errors import AuthenticationFailed, P2PStoreError, ProtocolError
+from p2pstore.errors import (
+    AuthenticationFailed,
+    DeadlineExceeded,
+    P2PStoreError,
+    ProtocolError,
+    ProtocolMismatch,
+)
 from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES, MIB, PART_BYTES, chunk_count, chunk_sum
 from p2pstore.streams import ByteStream
 from p2pstore.transfer.inbox import Inbox
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.messages import (
+    MAX_DATA_VERSION,
+    MIN_DATA_VERSION,
     REPLIES,
+    STORE_VERSION,
     DataKind,
     Get,
     GetItem,
     Hello,
     HelloReply,
+    Measure,
+    Measured,
     ObjectReply,
     Objects,
     ObjectStatus,
     Proof,
+    Store,
+    Stored,
+    StorePart,
+    StoreReply,
 )
 from p2pstore.transfer.tickets import NONCE_BYTES, GrantedTicket, check_proof, prove
+from p2pstore.transfer.trace import Progress, ReadWatch
 from p2pstore.transfer.transport import (
     Destination,
     Pulled,
@@ -40,13 +59,14 @@ from p2pstore.transfer.transport import (
     check_object,
     checked_view,
     unpack_sums,
+    watch_of,
 )
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
+    DATA_REQUEST_LIMITS,
     ERROR,
     HEADER_BYTES,
-    MAX_PROTOCOL_VERSION,
-    MIN_PROTOCOL_VERSION,
+    ONE_WAY,
     PREFACE_DATA,
     REPLY,
     Code,
@@ -70,7 +90,9 @@ BATCH_ITEMS: Final = 512
 """Objects in one GET of `pull_many`."""
 DISCARD_BYTES: Final = MIB
 """Bytes nobody wants that are read to keep a connection; for more, a new connection is cheaper."""
+STORE_PART_BYTES: Final = DATA_REQUEST_LIMITS.bulk_bytes
 TRANSPORT_NAME: Final = "tcp"
+_NO_BULK: Final = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +114,7 @@ class DataConnection:
     def __init__(self, stream: ByteStream) -> None:
         self.stream = stream
         self.incarnation = 0
+        self.version = MIN_DATA_VERSION
         self.closed = False
         self._inbox = Inbox(stream)
         self._last_request_id = 0
@@ -115,11 +138,12 @@ class DataConnection:
 
     async def _shake_hands(self, granted: GrantedTicket, software: str) -> None:
         nonce = os.urandom(NONCE_BYTES)
-        hello = Hello(MIN_PROTOCOL_VERSION, MAX_PROTOCOL_VERSION, granted.ticket, nonce, software)
+        hello = Hello(MIN_DATA_VERSION, MAX_DATA_VERSION, granted.ticket, nonce, software)
         self._unanswered += 1
         await self.stream.send(PREFACE_DATA + encode_frame(DataKind.HELLO, 0, hello))
         reply = await self._receive(DataKind.HELLO, 0, HelloReply)
-        negotiate_version(reply.version, reply.version)
+        own_versions = MIN_DATA_VERSION, MAX_DATA_VERSION
+        self.version = negotiate_version(reply.version, reply.version, own_versions)
         if len(reply.nonce) != NONCE_BYTES or not check_proof(
             granted.secret, b"server", nonce, reply.nonce, reply.proof
         ):
@@ -169,6 +193,88 @@ class DataConnection:
             bulk = await self._inbox.read(self._bulk_left)
             self._bulk_left = 0
             return reply, bulk
+
+    async def measure(
+        self, send: memoryview, receive: memoryview, enough: Callable[[], bool]
+    ) -> tuple[int, Measured | None]:
+        """Send `send` and have `receive` filled, again and again with one request ahead, until `enough()`:
+        the bytes that were moved, and the last answer. Either view may be empty.
+
+        Raises `ProtocolMismatch` for `send` to a peer that takes no bulk, and what the other side answers:
+        `P2PStoreError` (UNSUPPORTED) when it is too old to measure.
+        """
+        if send and self.version < STORE_VERSION:
+            raise ProtocolMismatch("the other peer is too old to be sent bytes to measure")
+        under_way: deque[int] = deque()
+        moved, last = 0, None
+        with self._operation():
+            while under_way or not enough():
+                while len(under_way) < 2 and not enough():
+                    request = Measure(len(receive))
+                    under_way.append(await self._send(DataKind.MEASURE, request, send))
+                if not under_way:
+                    break
+                last = await self._receive(DataKind.MEASURE, under_way.popleft(), Measured)
+                if (self._bulk_left, last.received_bytes) != (len(receive), len(send)):
+                    raise ProtocolError(
+                        "the other peer measures with other sizes than it was asked"
+                    )
+                await self._inbox.read_into(receive)
+                self._bulk_left = 0
+                moved += len(send) + len(receive)
+        return moved, last
+
+    async def store(
+        self,
+        request: Store,
+        source: memoryview,
+        finish_seconds: float = 0.0,
+        progress: Progress | None = None,
+    ) -> Stored:
+        """Store a value on the other side; `source` is what `request` describes. `finish_seconds` is what
+        the other side may need, beyond the usual, once it has all bytes. `progress` hears of each part.
+
+        Raises `CapacityExceeded` or `ObjectTooLarge` when there is no room there, before any byte of the
+        value was sent; `ValueError` when `source` changed meanwhile; `ProtocolMismatch` when the other
+        side is too old to take values.
+        """
+        if self.version < STORE_VERSION:
+            raise ProtocolMismatch(
+                f"the other peer speaks version {self.version} of the data protocol and takes no "
+                "values: upgrade it"
+            )
+        with self._operation():
+            number = await self._send(DataKind.STORE, request)
+            reply = await self._receive(DataKind.STORE, number, StoreReply)
+            if not reply.send:
+                return reply.stored
+            self._unanswered += 1  # from here on, whatever ends this early must end the connection
+            self._last_request_id = number = number % 0xFFFF_FFFF + 1
+            try:
+                await self._send_parts(number, source, progress)
+            except DeadlineExceeded:
+                raise
+            except OSError:
+                with contextlib.suppress(OSError):  # refused on the way: why, may have arrived
+                    await self._receive(DataKind.STORE_PART, number, Stored)
+                raise
+            self.stream.progress_seconds += finish_seconds
+            return await self._receive(DataKind.STORE_PART, number, Stored)
+
+    async def _send_parts(self, number: int, source: memoryview, progress: Progress | None) -> None:
+        for start in range(0, max(1, len(source)), STORE_PART_BYTES):
+            bulk = source[start : start + STORE_PART_BYTES]
+            end = start + len(bulk)
+            frame = encode_frame(
+                DataKind.STORE_PART,
+                number,
+                StorePart(start),
+                flags=ONE_WAY if end < len(source) else 0,
+                bulk_length=len(bulk),
+            )
+            await self.stream.send(frame, bulk)
+            if progress is not None:
+                progress(end, len(source))
 
     async def pull(self, digest: bytes, destination: Destination, slot_hint: int = 0) -> Pulled:
         """Read one object. Raises `PullFailed`, or what `destination.prepare` raises."""
@@ -243,7 +349,8 @@ class DataConnection:
             following = first + PART_CHUNKS
             if following < len(sums):  # sent before this part is read, so that the pipe stays full
                 expected = await self._send_get((GetItem(digest, following, PART_CHUNKS),))
-            await self._receive_chunks(view, sums, first, min(following, len(sums)))
+            last = min(following, len(sums))
+            await self._receive_chunks(view, sums, first, last, watch_of(destination))
         return Pulled(slot, trailer, slot.length, TRANSPORT_NAME)
 
     async def _receive_item(
@@ -257,7 +364,7 @@ class DataConnection:
             slot, trailer = self._check_reply(reply, asked)
             view = checked_view(destination, slot, trailer)
             sums = unpack_sums(trailer.sums, slot.length)
-            await self._receive_chunks(view, sums, 0, len(sums))
+            await self._receive_chunks(view, sums, 0, len(sums), watch_of(destination))
         except (P2PStoreError, ValueError) as error:
             if isinstance(error, (ProtocolError, OSError)):
                 raise
@@ -294,17 +401,26 @@ class DataConnection:
         return slot, trailer
 
     async def _receive_chunks(
-        self, view: memoryview, sums: Sequence[int], first: int, last: int
+        self,
+        view: memoryview,
+        sums: Sequence[int],
+        first: int,
+        last: int,
+        watch: ReadWatch | None,
     ) -> None:
         for number in range(first, last):
             chunk = view[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
             await self._inbox.read_into(chunk)
             self._bulk_left -= len(chunk)
+            began = 0.0 if watch is None else watch.clock()
             if chunk_sum(chunk) != sums[number]:
                 raise PullFailed(
                     Code.STALE,
                     f"chunk {number} of the object arrived damaged; nothing was delivered",
                 )
+            if watch is not None:
+                watch.verified(watch.clock() - began)
+                watch.advanced(number * CHUNK_BYTES + len(chunk), len(view))
 
     async def _discard_small(self, bulk_bytes: int) -> None:
         """Skip a payload that nobody wants, if that is cheaper than a new connection."""
@@ -320,11 +436,12 @@ class DataConnection:
     async def _send_get(self, items: tuple[GetItem, ...]) -> _Expected:
         return _Expected(await self._send(DataKind.GET, Get(list(items))), items)
 
-    async def _send(self, kind: DataKind, message: Message) -> int:
-        self._last_request_id = self._last_request_id % 0xFFFF_FFFF + 1
+    async def _send(self, kind: DataKind, message: Message, bulk: memoryview = _NO_BULK) -> int:
+        self._last_request_id = number = self._last_request_id % 0xFFFF_FFFF + 1
         self._unanswered += 1
-        await self.stream.send(encode_frame(kind, self._last_request_id, message))
-        return self._last_request_id
+        frame = encode_frame(kind, number, message, bulk_length=len(bulk))
+        await (self.stream.send(frame, bulk) if bulk else self.stream.send(frame))
+        return number
 
     async def _receive_objects(self, expected: _Expected) -> list[ObjectReply]:
         objects = await self._receive(DataKind.GET, expected.request_id, Objects)

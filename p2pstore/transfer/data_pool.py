@@ -31,9 +31,17 @@ from p2pstore.transfer.data_connection import (
     ItemOutcome,
     failure_of,
 )
-from p2pstore.transfer.messages import DataKind
+from p2pstore.transfer.messages import DataKind, Store, Stored
 from p2pstore.transfer.tickets import GrantedTicket
-from p2pstore.transfer.transport import Destination, Pulled, PullFailed, RemoteCopy, RemotePeer
+from p2pstore.transfer.trace import Progress
+from p2pstore.transfer.transport import (
+    Destination,
+    Pulled,
+    PullFailed,
+    RemoteCopy,
+    RemotePeer,
+    watch_of,
+)
 from p2pstore.wire import Message
 
 T = TypeVar("T")
@@ -65,6 +73,7 @@ class _Place:
     lock: AbstractAsyncContextManager[Any]
     users: int = 0
     connection: DataConnection | None = None
+    connected_at: float = 0.0
     idle_since: float = 0.0
 
 
@@ -98,6 +107,7 @@ class DataPool:
         self._peers: dict[bytes, list[_Place]] = {}
         self._state = threading.Lock()  # guards the places; held for microseconds, never awaited in
         self._closed = False
+        self._renewed_at = 0.0
 
     async def request(
         self,
@@ -129,19 +139,40 @@ class DataPool:
         except DeadlineExceeded:
             raise
         except OSError as error:
-            raise Unavailable(
-                f"the connection to {_addresses(peer)} broke: {str(error) or type(error).__name__}"
-            ) from error
+            raise _broken(peer, error) from error
+
+    async def store(
+        self,
+        peer: RemotePeer,
+        request: Store,
+        source: memoryview,
+        finish_seconds: float = 0.0,
+        progress: Progress | None = None,
+    ) -> Stored:
+        """Store a value there: see `DataConnection.store`. Raises `Unavailable` as well when the peer
+        cannot be reached or the connection breaks; a value may be stored all the same then."""
+        try:
+            return await self._use(
+                peer,
+                self._progress_seconds,
+                lambda connection: connection.store(request, source, finish_seconds, progress),
+            )
+        except DeadlineExceeded:
+            raise
+        except OSError as error:
+            raise _broken(peer, error) from error
 
     async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
         """Read one object. Raises `PullFailed`, or what `destination.prepare` raises."""
         guarded = _Guarded(destination)
+
+        def pull(connection: DataConnection) -> Awaitable[Pulled]:
+            if guarded.watch is not None:
+                guarded.watch.connected()
+            return connection.pull(digest, guarded, copy.slot)
+
         try:
-            return await self._use(
-                copy,
-                self._progress_seconds,
-                lambda connection: connection.pull(digest, guarded, copy.slot),
-            )
+            return await self._use(copy, self._progress_seconds, pull)
         except PullFailed:
             raise
         except Exception as error:
@@ -172,6 +203,13 @@ class DataPool:
         for place in places:
             if place.connection is not None:
                 place.connection.close()
+
+    def renew(self) -> None:
+        """Connect anew for what is asked from now on: the keys that tickets are made with have changed."""
+        with self._state:
+            self._renewed_at = time.monotonic()
+            places = [place for some in self._peers.values() for place in some]
+            _close_oldest(places, 0)
 
     @property
     def open_connections(self) -> int:
@@ -227,7 +265,8 @@ class DataPool:
         connection = place.connection
         if connection is None or connection.closed:
             return None
-        if time.monotonic() - place.idle_since > IDLE_SECONDS:
+        stale = time.monotonic() - place.idle_since > IDLE_SECONDS
+        if stale or place.connected_at < self._renewed_at:
             connection.close()
             return None
         return connection
@@ -238,6 +277,7 @@ class DataPool:
                 connection.close()
                 raise StoreClosed("the data connections were closed")
             place.connection = connection
+            place.connected_at = time.monotonic()
 
     def _give_back(self, peer_id: bytes, place: _Place) -> None:
         """Leave a place; close what would be too many idle connections."""
@@ -310,6 +350,7 @@ class _Guarded:
 
     def __init__(self, destination: Destination) -> None:
         self._destination = destination
+        self.watch = watch_of(destination)
         self.error: BaseException | None = None
 
     def prepare(self, slot: Any, trailer: Any) -> memoryview:
@@ -347,6 +388,11 @@ def _is_connection_error(error: Exception) -> bool:
     )
 
 
+def _broken(peer: RemotePeer, error: OSError) -> Unavailable:
+    reason = str(error) or type(error).__name__
+    return Unavailable(f"the connection to {_addresses(peer)} broke: {reason}")
+
+
 def _addresses(peer: RemotePeer) -> str:
     return ", ".join(peer.data) or "the peer"
 
@@ -361,6 +407,9 @@ class TcpTransport:
 
     def offers(self, copy: RemoteCopy) -> bool:
         return bool(copy.data)
+
+    def why_not(self, copy: RemoteCopy) -> str:
+        return "" if copy.data else "the holder advertises no data address"
 
     def cost(self, copy: RemoteCopy) -> float:
         return 1.0

@@ -17,25 +17,37 @@ from typing import Any, Final
 
 import trio
 
+from p2pstore.allowlist import AllowList
 from p2pstore.config import join_address, split_address
-from p2pstore.errors import ConfigError, DeadlineExceeded, P2PStoreError, ProtocolError
+from p2pstore.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    DeadlineExceeded,
+    P2PStoreError,
+    ProtocolError,
+)
 from p2pstore.keyring import KeyRing
+from p2pstore.strangers import Strangers
 from p2pstore.streams import tune_tcp
 from p2pstore.transfer.data_session import (
     RECEIVE_BYTES,
     DataBackend,
     DataSession,
     OpenedObject,
-    Refused,
     ServerLimits,
     Traffic,
 )
+from p2pstore.transfer.frame_reading import Refused, next_frame, receive_some
 from p2pstore.transfer.messages import (
+    MAX_DATA_VERSION,
+    MIN_DATA_VERSION,
+    STORE_VERSION,
     DataKind,
     Hello,
     HelloReply,
     Proof,
 )
+from p2pstore.transfer.store_intake import StoreBackend
 from p2pstore.transfer.tickets import (
     NONCE_BYTES,
     SignerLike,
@@ -54,7 +66,7 @@ from p2pstore.wire import (
     REPLY,
     Code,
     FrameBuffer,
-    FrameHeader,
+    Limits,
     code_of,
     decode_body,
     encode_frame,
@@ -74,6 +86,12 @@ __all__ = [
 ]
 
 LISTEN_BACKLOG: Final = 512
+FIRST_VERSION_LIMITS: Final = Limits(DATA_REQUEST_LIMITS.body_bytes, 0)
+"""Requests of version 1 carry no bulk bytes."""
+MAX_SUBJECTS: Final = 1024
+"""What `QuietLog` remembers: strangers may come from any number of hosts."""
+RETIRE_SECONDS: Final = 5.0
+"""How long a connection whose key was removed may still answer what is under way."""
 
 
 class QuietLog:
@@ -90,6 +108,9 @@ class QuietLog:
         if now - self._last.get(subject, -1e9) < 1.0:
             self._left_out[subject] += 1
             return
+        if len(self._last) >= MAX_SUBJECTS:
+            self._last.clear()
+            self._left_out.clear()
         self._last[subject] = now
         left_out = self._left_out.pop(subject, 0)
         logger.warning("%s%s", text, f" ({left_out} more like it)" if left_out else "")
@@ -108,7 +129,8 @@ async def open_data_listeners(addresses: Sequence[str]) -> list[socket.socket]:
                 found = await trio.socket.getaddrinfo(
                     host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
                 )
-                listeners.append(_listen(found[0][0], found[0][4]))
+                both = not any(each.startswith("0.0.0.0:") for each in addresses)
+                listeners.append(_listen(found[0][0], found[0][4], both_families=both))
             except OSError as error:
                 reason = "is already in use" if error.errno == errno.EADDRINUSE else str(error)
                 raise ConfigError(
@@ -122,13 +144,13 @@ async def open_data_listeners(addresses: Sequence[str]) -> list[socket.socket]:
     return listeners
 
 
-def _listen(family: int, address: Any) -> socket.socket:
+def _listen(family: int, address: Any, *, both_families: bool) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setblocking(False)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:  # so that 0.0.0.0 and [::] can have the same port
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        if family == socket.AF_INET6:  # [::] takes IPv4 as well, unless 0.0.0.0 wants the same port
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not both_families)
         listener.bind(address)
         listener.listen(LISTEN_BACKLOG)
     except BaseException:
@@ -157,18 +179,29 @@ class DataServer:
         limits: ServerLimits | None = None,
         unix_clock: Callable[[], float] = time.time,
         software: str = "",
+        allowed: AllowList | None = None,
+        stores: StoreBackend | None = None,
     ) -> None:
+        """`stores`: where values go that others store here; None for taking none.
+
+        `allowed`: whose tickets are taken; None for everybody's. After it or `ring` were changed, call
+        `recheck`."""
         self._backend = backend
+        self._stores = stores
         self._limits = limits or ServerLimits()
         self.connections = 0
         self.traffic = Traffic()
         self._ring = ring
+        self._allowed = allowed if allowed is not None else AllowList()
+        self._sessions: dict[DataSession, tuple[TicketClaims, trio.CancelScope]] = {}
         self._signer = signer
         self._verifier = verifier
         self._incarnation = incarnation
         self._unix_clock = unix_clock
         self._software = software
-        self._unproved: Counter[str] = Counter()
+        self._strangers: Strangers[trio.CancelScope] = Strangers(
+            self._limits.unproved, self._limits.unproved_per_address
+        )
         self._log = QuietLog(time.monotonic)
 
     async def serve(self, listeners: Sequence[socket.socket]) -> None:
@@ -181,6 +214,23 @@ class DataServer:
             for listener in listeners:
                 trio.lowlevel.notify_closing(listener.fileno())
                 listener.close()
+
+    def recheck(self) -> None:
+        """Ring or allow list were replaced: end the connections whose tickets would not be taken any more.
+
+        At once where the issuer is not allowed now. Where it is only the key that went, its holder will have
+        the new one: that connection ends when it is idle, and after 5 s in any case.
+        """
+        for session, (claims, scope) in list(self._sessions.items()):
+            if not self._allowed.allows(claims.issuer):
+                scope.cancel()
+            elif not self._accepts(claims):
+                scope.deadline = min(scope.deadline, trio.current_time() + RETIRE_SECONDS)
+                session.retire()
+
+    def _accepts(self, claims: TicketClaims) -> bool:
+        known = self._ring.find(claims.key_id) is not None
+        return known and self._allowed.allows(claims.issuer)
 
     async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> None:
         while True:
@@ -202,40 +252,58 @@ class DataServer:
                     "full", f"{self.connections} data connections are open: refused {host}"
                 )
                 sock.close()
-            elif self._unproved[host] >= self._limits.unproved_per_address:
-                self._log.warning(
-                    "unproved", f"{host} opens many connections without a valid hello"
-                )
-                sock.close()
             else:
-                self.connections += 1
-                self._unproved[host] += 1
-                nursery.start_soon(self._run_connection, sock, host)
+                self._let_in(sock, host, nursery)
             await trio.lowlevel.checkpoint()
 
-    async def _run_connection(self, sock: socket.socket, host: str) -> None:
-        """One connection from hello to end. Only cancellation leaves this function as an exception."""
+    def _let_in(self, sock: socket.socket, host: str, nursery: trio.Nursery) -> None:
+        """Wait for a stranger's hello, unless too many do already; another stranger may have to go for it."""
+        hello = trio.CancelScope()
+        dropped = self._strangers.arrive(host, hello)
+        if dropped is hello:
+            self._log.warning("unproved", f"{host} opens many connections without a valid hello")
+            sock.close()
+            return
+        if dropped is not None:
+            dropped.cancel()
+        self.connections += 1
+        nursery.start_soon(self._run_connection, sock, host, hello)
+
+    async def _run_connection(
+        self, sock: socket.socket, host: str, hello: trio.CancelScope
+    ) -> None:
+        """One connection from hello to end. Only cancellation leaves this function as an exception.
+
+        `hello` is around the hello: cancelled to make room for another stranger.
+        """
         stream = TrioStream(sock, self._limits.progress_seconds)
-        proved = False
         try:
             tune_tcp(sock)
             frames = FrameBuffer(HELLO_LIMITS)
-            claims = None
-            with trio.move_on_after(self._limits.hello_seconds):
-                claims = await self._shake_hands(stream, frames)
-            if claims is None:
-                raise ProtocolError(f"no hello within {self._limits.hello_seconds:g} s")
-            proved = True
-            self._end_unproved(host)
-            frames.limits = DATA_REQUEST_LIMITS
-            await DataSession(
+            met = None
+            with hello, trio.move_on_after(self._limits.hello_seconds):
+                met = await self._shake_hands(stream, frames)
+            self._strangers.leave(hello)
+            if met is None:
+                raise ProtocolError(
+                    "it made room for a stranger from another host"
+                    if hello.cancelled_caught
+                    else f"no hello within {self._limits.hello_seconds:g} s"
+                )
+            claims, version = met
+            bulk = version >= STORE_VERSION
+            frames.limits = DATA_REQUEST_LIMITS if bulk else FIRST_VERSION_LIMITS
+            session = DataSession(
                 stream,
                 frames,
                 claims,
+                version=version,
                 backend=self._backend,
+                stores=self._stores,
                 limits=self._limits,
                 traffic=self.traffic,
-            ).run()
+            )
+            await self._serve_session(session, claims)
         except Refused as refusal:
             self._log.warning(f"refused {host}", f"data connection from {host}: {refusal}")
             with trio.move_on_after(1.0):
@@ -249,15 +317,17 @@ class DataServer:
         except Exception:
             logger.exception("data connection from %s closed by an internal error", host)
         finally:
-            if not proved:
-                self._end_unproved(host)
+            self._strangers.leave(hello)
             self.connections -= 1
             stream.close()
 
-    def _end_unproved(self, host: str) -> None:
-        self._unproved[host] -= 1
-        if not self._unproved[host]:
-            del self._unproved[host]
+    async def _serve_session(self, session: DataSession, claims: TicketClaims) -> None:
+        with trio.CancelScope() as scope:
+            self._sessions[session] = claims, scope
+            try:
+                await session.run()
+            finally:
+                del self._sessions[session]
 
     async def _send_last(self, stream: TrioStream, frame: bytes) -> None:
         try:
@@ -265,23 +335,28 @@ class DataServer:
         except OSError as error:
             logger.debug("could not say why the connection ends: %s", error)
 
-    async def _shake_hands(self, stream: TrioStream, frames: FrameBuffer) -> TicketClaims:
-        """Preface, hello and proof. Raises `Refused` when the ticket or the proof is not good."""
+    async def _shake_hands(
+        self, stream: TrioStream, frames: FrameBuffer
+    ) -> tuple[TicketClaims, int]:
+        """Preface, hello and proof; what the ticket claims and the version spoken. Raises `Refused` when
+        the ticket or the proof is not good."""
         buffer = memoryview(bytearray(RECEIVE_BYTES))
         preface = bytearray()
         while len(preface) < PREFACE_BYTES:
-            count = await _receive(stream, buffer[: PREFACE_BYTES - len(preface)])
+            count = await receive_some(stream, buffer[: PREFACE_BYTES - len(preface)])
             preface += buffer[:count]
             if not PREFACE_DATA.startswith(preface):
                 raise ProtocolError("this is not a p2pstore data connection")
-        header, body = await _next_frame(stream, frames, buffer)
+        header, body = await next_frame(stream, frames, buffer)
         if header.kind != DataKind.HELLO:
             raise ProtocolError("the first frame is not a hello")
         hello = decode_body(Hello, body)
         if len(hello.nonce) != NONCE_BYTES:
             raise ProtocolError("the hello's nonce has the wrong length")
         try:
-            version = negotiate_version(hello.min_version, hello.max_version)
+            version = negotiate_version(
+                hello.min_version, hello.max_version, (MIN_DATA_VERSION, MAX_DATA_VERSION)
+            )
             claims, secret = open_ticket(
                 hello.ticket,
                 audience=self._signer.peer_id,
@@ -289,34 +364,23 @@ class DataServer:
                 verifier=self._verifier,
                 now_unix=self._unix_clock(),
             )
+            if not self._allowed.allows(claims.issuer):
+                raise AuthenticationFailed("the ticket's issuer is not on this peer's allow list")
         except P2PStoreError as error:
             raise Refused(header.kind, header.request_id, code_of(error), str(error)) from error
         nonce = os.urandom(NONCE_BYTES)
         proof = prove(secret, b"server", hello.nonce, nonce)
         reply = HelloReply(version, nonce, proof, self._incarnation, self._software)
         await stream.send(encode_frame(DataKind.HELLO, header.request_id, reply, flags=REPLY))
-        header, body = await _next_frame(stream, frames, buffer)
+        header, body = await next_frame(stream, frames, buffer)
         if header.kind != DataKind.PROOF:
             raise ProtocolError("the second frame is not a proof")
         if not check_proof(secret, b"client", hello.nonce, nonce, decode_body(Proof, body).proof):
             text = "the proof is wrong: the ticket was shown without its secret"
             raise Refused(header.kind, header.request_id, Code.AUTHENTICATION_FAILED, text)
-        return claims
-
-
-async def _receive(stream: TrioStream, view: memoryview) -> int:
-    count = await stream.receive_into(view)
-    if count == 0:
-        raise ConnectionResetError("the other side closed the connection")
-    return count
-
-
-async def _next_frame(
-    stream: TrioStream, frames: FrameBuffer, buffer: memoryview
-) -> tuple[FrameHeader, bytes]:
-    while (frame := frames.next_frame()) is None:
-        frames.feed(buffer[: await _receive(stream, buffer)])
-    return frame
+        if not self._accepts(claims):
+            raise ProtocolError("the key of its ticket was removed during the hello")
+        return claims, version
 
 
 async def serve_data(

@@ -2,12 +2,15 @@
 
 All requests that have arrived are taken before anything is answered, and small answers leave
 together in one `sendmsg`: that is what makes many small reads cheap. GET is answered in order and
-inline; everything else in a task of its own, so that it holds nothing up.
+inline; a STORE has the connection for itself until its value is there; everything else is answered in a
+task of its own, so that it holds nothing up.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -15,18 +18,29 @@ from typing import Any, Final, Protocol
 import trio
 
 from p2pstore.errors import P2PStoreError, ProtocolError
-from p2pstore.objects import CHUNK_BYTES, KIB, MIB, PART_BYTES
+from p2pstore.objects import CHUNK_BYTES, GIB, KIB, MIB, PART_BYTES
 from p2pstore.streams import BytesLike
+from p2pstore.transfer.frame_reading import Refused, skip_bulk
 from p2pstore.transfer.messages import (
+    MAX_MEASURE_BYTES,
     READ_KINDS,
     REQUESTS,
+    STORE_VERSION,
+    WRITE_KINDS,
     DataKind,
     Get,
     GetItem,
+    Measure,
+    Measured,
     ObjectReply,
     Objects,
     ObjectStatus,
+    Store,
+    Stored,
+    StorePart,
+    StoreReply,
 )
+from p2pstore.transfer.store_intake import StoreBackend, receive_value
 from p2pstore.transfer.tickets import Scope, TicketClaims
 from p2pstore.trio_streams import TrioStream
 from p2pstore.wire import (
@@ -52,6 +66,10 @@ MAX_REPLY_BODY_BYTES: Final = 3 * MIB
 GATHER_BYTES: Final = 256 * KIB
 """Answers to pipelined requests wait for each other until they have this many bytes."""
 GATHER_PARTS: Final = 512
+_MEASURE_FILL: Final = memoryview(os.urandom(MIB))
+"""Random: a way that compresses must not look faster than it is for tensors."""
+RETIRING_IDLE_SECONDS: Final = 0.25
+"""A connection that is to end does so when no request came for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +100,7 @@ class DataBackend(Protocol):
         self, kind: DataKind, message: Message, claims: TicketClaims
     ) -> tuple[Message, Sequence[BytesLike]]:
         """Answer any other request: the reply and its bulk. Its `P2PStoreError` or `ValueError` is sent
-        as a failure. Cancelled when the connection ends."""
+        as a failure. Cancelled when the connection ends. Bulk bytes that came along were skipped."""
         ...
 
 
@@ -91,20 +109,18 @@ class ServerLimits:
     """What strangers and slow readers may cost. Times in seconds."""
 
     connections: int = 1024
+    unproved: int = 256
     unproved_per_address: int = 32
     hello_seconds: float = 5.0
     idle_seconds: float = 600.0
     progress_seconds: float = 5.0
+    store_seconds: float = 10.0
+    store_bytes_per_second: float = 1e6
+    """A value that is stored arrives in that time, plus its length at that rate: its room is taken."""
+    measured_bytes: int = 64 * GIB
+    """What one connection may move only to measure; `doctor` stops after seconds."""
     handlers_per_connection: int = 64
     reply_bulk_bytes: int = PART_BYTES
-
-
-class Refused(Exception):
-    """The connection ends: `code` and `text` are sent, and one line is logged."""
-
-    def __init__(self, kind: int, request_id: int, code: Code, text: str) -> None:
-        super().__init__(text)
-        self.frame = encode_failure(kind, request_id, code, text)
 
 
 @dataclass(slots=True)
@@ -124,7 +140,9 @@ class DataSession:
         frames: FrameBuffer,
         claims: TicketClaims,
         *,
+        version: int,
         backend: DataBackend,
+        stores: StoreBackend | None,
         limits: ServerLimits,
         traffic: Traffic,
     ) -> None:
@@ -134,9 +152,15 @@ class DataSession:
         self._stream = stream
         self._frames = frames
         self._claims = claims
+        self._stores = stores
+        self._takes_values = stores is not None and version >= STORE_VERSION
+        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._sending = trio.Lock()
         self._ended_by: Exception | None = None
+        self._idle_scope: trio.CancelScope | None = None
+        self._retiring = False
         self._handlers = 0
+        self._measured_bytes = 0
         self._held: list[OpenedObject] = []
         self._parts: list[BytesLike] = []
         self._gathered_bytes = 0
@@ -150,36 +174,52 @@ class DataSession:
                 self._ended_by = error
             finally:
                 self._let_go_all()
-            nursery.cancel_scope.cancel()  # nobody is left to hear the answers
+            if not self._retiring:
+                nursery.cancel_scope.cancel()  # nobody is left to hear the answers
         if self._ended_by is not None:
             raise self._ended_by
 
+    def retire(self) -> None:
+        """End as soon as the other side pauses between its requests; what is under way is answered."""
+        self._retiring = True
+        if self._idle_scope is not None:
+            self._idle_scope.deadline = trio.current_time() + RETIRING_IDLE_SECONDS
+
     async def _serve_requests(self, nursery: trio.Nursery) -> None:
-        buffer = memoryview(bytearray(RECEIVE_BYTES))
         while True:
             await self._answer_all(nursery)
-            count = await self._receive_request(buffer)
+            count = await self._receive_request()
             if count == 0:
                 return
-            self._frames.feed(buffer[:count])
+            self._frames.feed(self._buffer[:count])
 
-    async def _receive_request(self, buffer: memoryview) -> int:
+    async def _receive_request(self) -> int:
         """The next bytes; 0 when the other side closed, or was silent for too long between requests."""
         if not self._frames.pending_bytes:
-            with trio.move_on_after(self._limits.idle_seconds) as idle:
+            patience = RETIRING_IDLE_SECONDS if self._retiring else self._limits.idle_seconds
+            with trio.move_on_after(patience) as self._idle_scope:
                 await self._stream.wait_readable_forever()
-            if idle.cancelled_caught:
+            if self._idle_scope.cancelled_caught:
                 return 0
-        return await self._stream.receive_into(buffer)
+        return await self._stream.receive_into(self._buffer)
 
     async def _answer_all(self, nursery: trio.Nursery) -> None:
         """Answer every request that has arrived whole."""
         while (frame := self._frames.next_frame()) is not None:
             header, body = frame
             message = self._decode(header, body)
+            if header.bulk_length:
+                await self._flush()  # what is ready does not wait for it
+                await skip_bulk(self._stream, self._frames, header.bulk_length, self._buffer)
             if message is None:
                 continue
-            if isinstance(message, Get):
+            if isinstance(message, Store):
+                await self._flush()
+                await self._store(header, message)
+            elif isinstance(message, Measure):
+                self._gather_measured(header, message)
+                await self._flush()
+            elif isinstance(message, Get):
                 self._gather_objects(header.request_id, message)
                 if self._gathered_bytes >= GATHER_BYTES or len(self._parts) >= GATHER_PARTS:
                     await self._flush()
@@ -197,11 +237,10 @@ class DataSession:
         if kind in (DataKind.HELLO, DataKind.PROOF) or header.flags & REPLY:
             raise ProtocolError(f"a frame of kind {kind}, flags {header.flags} is not a request")
         message_type = REQUESTS.get(kind)
-        if message_type is None:
+        if message_type is None or (kind in WRITE_KINDS and not self._takes_values):
             self._refuse(header, Code.UNSUPPORTED, f"kind {kind} is unknown to this version")
             return None
-        wanted = Scope.READ if kind in READ_KINDS else Scope.PEER
-        if not self._claims.scope & wanted:
+        if not self._claims.scope & _scope_for(kind):
             self._refuse(
                 header,
                 Code.AUTHENTICATION_FAILED,
@@ -215,7 +254,27 @@ class DataSession:
             raise Refused(kind, request_id, Code.MALFORMED, str(error)) from error
         if isinstance(message, Get) and not message.items:
             raise Refused(kind, request_id, Code.MALFORMED, "a GET without items")
+        if isinstance(message, StorePart):
+            text = "a part of a value, but no STORE was answered with room for it"
+            raise Refused(kind, request_id, Code.MALFORMED, text)
         return message
+
+    def _gather_measured(self, header: FrameHeader, message: Measure) -> None:
+        """Answer MEASURE: in order and inline like GET, or pipelining would measure the scheduler."""
+        wanted = message.reply_bytes
+        self._measured_bytes += max(0, wanted) + header.bulk_length
+        if not 0 <= wanted <= MAX_MEASURE_BYTES:
+            text = f"{wanted:,} bytes are no size for a measurement: 0 to {MAX_MEASURE_BYTES:,} are"
+            self._refuse(header, Code.INVALID_ARGUMENT, text)
+        elif self._measured_bytes > self._limits.measured_bytes:
+            text = f"this connection has moved {self._limits.measured_bytes:,} bytes to measure: enough"
+            self._refuse(header, Code.BUSY, text)
+        elif not header.flags & ONE_WAY:
+            reply = Measured(header.bulk_length, round(time.time() * 1000))
+            kind, number = DataKind.MEASURE, header.request_id
+            self._gather(encode_frame(kind, number, reply, flags=REPLY, bulk_length=wanted))
+            whole, rest = divmod(wanted, len(_MEASURE_FILL))
+            self._parts += [_MEASURE_FILL] * whole + [_MEASURE_FILL[:rest]]
 
     def _refuse(self, header: FrameHeader, code: Code, text: str) -> None:
         if not header.flags & ONE_WAY:
@@ -288,6 +347,35 @@ class DataSession:
         for opened in held:
             self._backend.let_go(opened)
 
+    # --- STORE -------------------------------------------------------------------------------
+
+    async def _store(self, header: FrameHeader, request: Store) -> None:
+        """Take a value in. Until then nothing else is read: whoever stores cannot keep its room longer
+        by asking for other things."""
+        if header.flags & ONE_WAY:
+            raise Refused(header.kind, header.request_id, Code.MALFORMED, "a one-way STORE")
+        limits, stores = self._limits, self._stores
+        assert stores is not None
+        try:
+            opened = await stores.begin_store(request, self._claims)
+        except Exception as error:
+            await self._send(_failure(header, error))
+            return
+        if isinstance(opened, Stored):
+            await self._send(_reply(header, StoreReply(False, opened)))
+            return
+        try:
+            await self._send(_reply(header, StoreReply(True)))
+            seconds = limits.store_seconds + len(opened.payload) / limits.store_bytes_per_second
+            last = await receive_value(self._stream, self._frames, self._buffer, opened, seconds)
+            try:
+                answer = _reply(last, await stores.finish_store(opened))
+            except Exception as error:
+                answer = _failure(last, error)
+            await self._send(answer)
+        finally:
+            stores.abandon_store(opened)
+
     # --- everything else ---------------------------------------------------------------------
 
     async def _handle(
@@ -302,13 +390,8 @@ class DataSession:
             frame = encode_frame(kind, request_id, reply, flags=REPLY, bulk_length=size)
             if len(frame) - HEADER_BYTES > DATA_REPLY_LIMITS.body_bytes:
                 raise ValueError(f"the answer has {len(frame):,} bytes: ask for less")
-        except (P2PStoreError, ValueError) as error:
-            detail = getattr(error, "needed", 0)
-            frame = encode_failure(kind, request_id, code_of(error), str(error), detail)
         except Exception as error:
-            logger.exception("a %s request failed by an internal error", kind.name)
-            text = f"internal error of the other peer ({type(error).__name__}): see its log"
-            frame = encode_failure(kind, request_id, Code.INTERNAL, text)
+            frame = _failure(header, error)
         finally:
             self._handlers -= 1
         if not header.flags & ONE_WAY:
@@ -317,6 +400,28 @@ class DataSession:
             except OSError as error:  # half a reply may have left: the connection is of no use now
                 self._ended_by = error
                 connection.cancel()
+
+
+def _scope_for(kind: int) -> Scope:
+    """What a ticket must allow for requests of this kind."""
+    if kind in READ_KINDS:
+        return Scope.READ
+    return Scope.WRITE if kind in WRITE_KINDS else Scope.PEER
+
+
+def _reply(header: FrameHeader, message: Message) -> bytes:
+    return encode_frame(header.kind, header.request_id, message, flags=REPLY)
+
+
+def _failure(header: FrameHeader, error: Exception) -> bytes:
+    """The answer to a request that failed. An error of this program is logged, and not told in detail."""
+    if isinstance(error, (P2PStoreError, ValueError)):
+        detail = getattr(error, "needed", 0)
+        return encode_failure(header.kind, header.request_id, code_of(error), str(error), detail)
+    name = DataKind(header.kind).name
+    logger.error("a %s request failed by an internal error", name, exc_info=error)
+    text = f"internal error of the other peer ({type(error).__name__}): see its log"
+    return encode_failure(header.kind, header.request_id, Code.INTERNAL, text)
 
 
 def _range(payload: memoryview, item: GetItem) -> memoryview:

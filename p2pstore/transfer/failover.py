@@ -111,6 +111,8 @@ class PullAttempts:
         self._ways: list[Attempt] = []
         self._current: Attempt | None = None
         self.reports: list[HolderReport] = []
+        self.fallbacks: list[HolderReport] = []
+        """Ways that failed where the next transport to the same holder took over."""
 
     def next(self) -> Attempt | None:
         """What to try now; None when nothing is left."""
@@ -136,19 +138,19 @@ class PullAttempts:
         attempt = self._current
         assert attempt is not None, "failed() without an attempt"
         self._current = None
-        if failure.retriable and self._ways:
-            return  # the holder itself is not to blame yet
-        self._ways = []
-        self.reports.append(
-            HolderReport(
-                attempt.copy.member,
-                failure.code,
-                failure.text,
-                self._transports[attempt.transport].name,
-                failure.incarnation,
-                failure.sequence,
-            )
+        report = HolderReport(
+            attempt.copy.member,
+            failure.code,
+            failure.text,
+            self._transports[attempt.transport].name,
+            failure.incarnation,
+            failure.sequence,
         )
+        if failure.retriable and self._ways:
+            self.fallbacks.append(report)  # the holder itself is not to blame yet
+            return
+        self._ways = []
+        self.reports.append(report)
 
     def error(self) -> NoSuchKey | Unavailable:
         """What to tell the caller after `next` returned None."""

@@ -65,12 +65,12 @@ class Geometry:
 def plan_geometry(data_bytes: int, max_objects: int | None = None) -> Geometry:
     """Geometry for a data area of `data_bytes` (rounded up to 4 KiB), by default a slot per 16 KiB.
 
-    The index has at least twice as many entries as there are slots. Raises `ValueError` when there
-    is no room for a single object.
+    The index has at least twice as many entries as there are slots. With 0 bytes, the smallest segment
+    that can be mapped, for a peer that offers no memory. Raises `ValueError` for little more than that.
     """
     data_bytes = round_up(data_bytes, GRANULE_BYTES)
-    if data_bytes < 4 * GRANULE_BYTES:
-        raise ValueError("a segment needs at least 16 KiB of data")
+    if 0 != data_bytes < 4 * GRANULE_BYTES:
+        raise ValueError("a segment needs at least 16 KiB of data, or none at all")
     wanted = max_objects if max_objects is not None else max(1024, data_bytes // (16 * 1024))
     slots = max(1, min(wanted, MAX_SLOTS, data_bytes // GRANULE_BYTES))
     index_entries = 1 << (2 * slots - 1).bit_length()

@@ -10,6 +10,16 @@ The connecting side sends the preface `P2PSTORD`, then:
 
 See `p2pstore.transfer.tickets` for what a ticket proves. A client may pipeline requests right after
 its proof; a wrong proof closes the connection. Replies to GET and SNAPSHOT carry bulk bytes.
+
+Since version 2 requests may carry bulk bytes as well, and a value can be stored. No byte of it moves
+before there is room for it:
+
+    STORE Store(key, sums, ...)       ------->  room is reserved
+                                      <-------  STORE|REPLY StoreReply(), or what became of it without
+    STORE_PART StorePart, bulk ...    ------->  every part but the last one-way
+                                      <-------  STORE_PART|REPLY Stored
+
+Until its last part came, a store has the connection for itself.
 """
 
 from __future__ import annotations
@@ -20,6 +30,12 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from p2pstore.wire import Empty, Message
+
+MIN_DATA_VERSION: Final = 1
+MAX_DATA_VERSION: Final = 2
+"""Versions of the data protocol. 2: requests with bulk bytes."""
+STORE_VERSION: Final = 2
+"""The first version in which values can be stored."""
 
 
 class DataKind(IntEnum):
@@ -34,6 +50,9 @@ class DataKind(IntEnum):
     LIST = 22
     STATISTICS = 23
     PING = 24
+    STORE = 25
+    STORE_PART = 26
+    MEASURE = 32
 
 
 class Ticket(Message, frozen=True):
@@ -230,6 +249,70 @@ class Pong(Message, frozen=True):
     sequence: int
 
 
+MAX_MEASURE_BYTES: Final = 16 * 1024 * 1024
+"""Bulk bytes of one MEASURE, each way."""
+
+
+class Measure(Message, frozen=True):
+    """For `mooncake-p2p doctor`: send this many bytes of bulk; take those that came along (version 2)."""
+
+    reply_bytes: int = 0
+
+
+class Measured(Message, frozen=True):
+    """The bulk is `reply_bytes` without meaning. `unix_ms` is the clock when the answer was made."""
+
+    received_bytes: int
+    unix_ms: int
+
+
+class Store(Message, frozen=True):
+    """Room for this value, please: its parts follow once there is. `sums` are packed u64, `root` is made
+    of them; `clock` is the highest hybrid clock that the putting peer has seen."""
+
+    namespace: str
+    key: str
+    length: int
+    sums: bytes
+    root: int
+    clock: int
+    replicas: int = 1
+    pin: int = 0
+    ttl_ms: int = 0
+    overwrite: bool = False
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+class Stored(Message, frozen=True):
+    """How a put ended. `status` is a `p2pstore.local.messages.PutStatus`; the location `record` in the
+    owner's log at (`incarnation`, `sequence`), empty when the object is elsewhere."""
+
+    status: int
+    copies: int
+    wanted: int
+    clock: int
+    writer: int
+    incarnation: int = 0
+    sequence: int = 0
+    record: bytes = b""
+
+
+class StoreReply(Message, frozen=True):
+    """With `send`, there is room: the parts are waited for. Otherwise what became of the put without
+    them."""
+
+    send: bool
+    stored: Stored = Stored(0, 0, 0, 0, 0)
+
+
+class StorePart(Message, frozen=True):
+    """The value's bytes from `offset` on are the bulk: whole chunks, except at the value's end. Parts come
+    in order; the one that completes the value is answered with `Stored`."""
+
+    offset: int
+
+
 REQUESTS: Final[dict[int, type[Message]]] = {
     DataKind.HELLO: Hello,
     DataKind.PROOF: Proof,
@@ -242,6 +325,9 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     DataKind.LIST: ListKeys,
     DataKind.STATISTICS: Statistics,
     DataKind.PING: Ping,
+    DataKind.STORE: Store,
+    DataKind.STORE_PART: StorePart,
+    DataKind.MEASURE: Measure,
 }
 REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.HELLO: HelloReply,
@@ -254,8 +340,13 @@ REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.LIST: Keys,
     DataKind.STATISTICS: StatisticsReply,
     DataKind.PING: Pong,
+    DataKind.STORE: StoreReply,
+    DataKind.STORE_PART: Stored,
+    DataKind.MEASURE: Measured,
 }
 READ_KINDS: Final = frozenset(
     {DataKind.GET, DataKind.LOOKUP, DataKind.LIST, DataKind.STATISTICS, DataKind.PING}
 )
-"""What a ticket of scope READ allows; the rest needs scope PEER."""
+"""What a ticket of scope READ allows."""
+WRITE_KINDS: Final = frozenset({DataKind.STORE, DataKind.STORE_PART})
+"""What a ticket of scope WRITE allows; the rest needs scope PEER."""

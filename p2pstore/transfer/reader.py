@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from p2pstore.errors import BufferTooSmall, ProtocolError
 from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES, MIB, chunk_bounds, chunk_sum
@@ -44,6 +45,8 @@ SMALL_COPY_BYTES: Final = 64 * 1024
 
 _STATE: Final = struct.Struct("<I")
 _SUM: Final = struct.Struct("<Q")
+_USED_SHIFT: Final = np.uint64(32)
+"""An index entry is four words: digest, digest, slot and (from this bit on) whether it is used, reserved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,9 @@ class SegmentReader:
         self._bytes = np.frombuffer(view, dtype=np.uint8)
         self._index_offset = self.geometry.index_offset
         self._index_entries = self.geometry.index_entries
+        self._index = np.frombuffer(
+            view, dtype="<u8", count=4 * self._index_entries, offset=self._index_offset
+        ).reshape(-1, 4)
 
     def is_open(self) -> bool:
         """Whether the owner has not closed the segment. (An owner that died leaves it open.)"""
@@ -84,6 +90,25 @@ class SegmentReader:
         ):  # nearly always where it would be best
             return True
         return self._find_slot(digest) is not None
+
+    def contains_many(self, digests: bytes) -> NDArray[np.bool_]:
+        """`contains` for packed digests, all probed side by side: some 0.1 us each."""
+        wanted = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
+        present = np.zeros(len(wanted), dtype=np.bool_)
+        mask = np.uint64(self._index_entries - 1)
+        searching = np.arange(len(wanted))
+        position = wanted[:, 0] & mask
+        for _ in range(PROBE_LIMIT):
+            there = self._index[position]
+            same = (there[:, :2] == wanted[searching]).all(axis=1)
+            used = there[:, 2] >> _USED_SHIFT != 0
+            present[searching[same & used]] = True
+            further = used & ~same
+            searching = searching[further]
+            if not len(searching):
+                break
+            position = (position[further] + np.uint64(1)) & mask
+        return present
 
     def find(self, digest: bytes) -> tuple[Slot, TrailerBody] | None:
         """The object's verified slot and trailer, or None. Its bytes are not looked at."""

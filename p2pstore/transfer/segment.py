@@ -121,6 +121,8 @@ class Segment:
         if length < 0 or not 0 <= trailer_length <= MAX_TRAILER_BYTES:
             raise ValueError(f"cannot reserve {length:,} bytes and a trailer of {trailer_length:,}")
         capacity = extent_bytes(length, max(1, trailer_length))
+        if not self.data_bytes:
+            raise CapacityExceeded("this peer offers no memory: it was started with memory 0")
         if capacity > self.data_bytes:
             raise ObjectTooLarge(
                 f"the value has {length:,} bytes and this peer's memory {self.data_bytes:,}: give "
@@ -276,6 +278,14 @@ class Segment:
     def entries(self) -> list[ObjectEntry]:
         """All objects, in no order."""
         return list(self._entries.values())
+
+    def entries_in(self, first_slot: int, count: int) -> list[ObjectEntry]:
+        """The objects in a range of slots, in order. Slot by slot all objects can be passed in steps, while
+        others come and go."""
+        found = map(self._held.get, range(first_slot, first_slot + count))
+        return [
+            held for held in found if isinstance(held, ObjectEntry) and held.state is SlotState.LIVE
+        ]
 
     def keys(
         self, namespace: str, prefix: str, after: str, limit: int

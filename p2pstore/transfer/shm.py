@@ -17,12 +17,14 @@ from p2pstore.objects import DEFAULT_NAMESPACE
 from p2pstore.streams import Driver
 from p2pstore.transfer.layout import TrailerBody
 from p2pstore.transfer.reader import Copied, SegmentReader
+from p2pstore.transfer.trace import ReadWatch
 from p2pstore.transfer.transport import (
     Destination,
     Pulled,
     PullFailed,
     RemoteCopy,
     checked_view,
+    watch_of,
 )
 from p2pstore.wire import Code
 
@@ -33,15 +35,21 @@ MAX_PEERS: Final = 64
 
 
 async def copy_in_pieces(
-    driver: Driver, reader: SegmentReader, digest: bytes, view: memoryview
+    driver: Driver,
+    reader: SegmentReader,
+    digest: bytes,
+    view: memoryview,
+    watch: ReadWatch | None = None,
 ) -> Copied | None:
     """`reader.copy_into`, after the first 4 MiB in pieces on a thread, and to be cancelled
-    between them."""
+    between them. `watch` hears of each piece; it counts against the whole `view`."""
     pieces = reader.copy_pieces(digest, view)
 
     def step() -> tuple[bool, Copied | None]:
         try:
-            next(pieces)
+            done_bytes = next(pieces)
+            if watch is not None:
+                watch.advanced(done_bytes, len(view))
         except StopIteration as stop:
             return True, stop.value
         return False, None
@@ -74,7 +82,7 @@ async def read_mapped(
             return None
         view = checked_view(destination, slot, trailer)
         try:
-            copied = await copy_in_pieces(driver, reader, digest, view)
+            copied = await copy_in_pieces(driver, reader, digest, view, watch_of(destination))
         except BufferTooSmall:  # replaced meanwhile by a longer version
             continue
         if copied is not None and copied.slot == slot:
@@ -116,10 +124,17 @@ class ShmTransport:
 
     def offers(self, copy: RemoteCopy) -> bool:
         """Whether the copy is on this host, and connecting there did not fail a moment ago."""
-        if not copy.same_host or not copy.socket:
-            return False
+        return not self.why_not(copy)
+
+    def why_not(self, copy: RemoteCopy) -> str:
+        if not copy.same_host:
+            return "on another host"
+        if not copy.socket:
+            return "the holder has no local socket"
         peer = self._peers.get((copy.socket, copy.peer_id))
-        return peer is None or peer.connection is not None or time.monotonic() >= peer.retry_at
+        if peer is None or peer.connection is not None or time.monotonic() >= peer.retry_at:
+            return ""
+        return "connecting to the holder's socket failed a moment ago"
 
     def cost(self, copy: RemoteCopy) -> float:
         """A tenth of a TCP connection."""
@@ -130,6 +145,9 @@ class ShmTransport:
         retriable: what the mapping does not show, the holder may still have and say so over
         TCP."""
         peer = await self._session(copy)
+        watch = watch_of(destination)
+        if watch is not None:
+            watch.connected()
         for reader in peer.readers:
             copied = await read_mapped(self._driver, reader, digest, destination)
             if copied is not None:
@@ -161,6 +179,9 @@ class ShmTransport:
                 Code.DEADLINE_EXCEEDED if isinstance(error, DeadlineExceeded) else Code.UNAVAILABLE
             )
             raise PullFailed(code, str(error), retriable=True) from error
+        except BaseException:  # cancelled: that says nothing of the other peer
+            peer.retry_at = 0.0
+            raise
         if connection.hello.peer_id != copy.peer_id:
             connection.close()
             raise PullFailed(

@@ -1,4 +1,4 @@
-"""Tickets: what lets a connection read from a peer. Pure.
+"""Tickets: what lets a connection read from a peer, or store there. Pure.
 
 A ticket's claims name the peer that issued it (signed with that peer's ed25519 key), the peer whose
 data it opens, when it ends, and what it allows. Two secrets follow from the claims and a cluster key:
@@ -37,6 +37,8 @@ class Scope(IntFlag):
     """GET, LOOKUP, LIST, STATISTICS, PING."""
     PEER = 2
     """Everything else; only for the issuer itself."""
+    WRITE = 4
+    """STORE and STORE_PART: for local clients of the issuer that may write."""
 
 
 class TicketClaims(Message, frozen=True):

@@ -18,6 +18,7 @@ from p2pstore.transfer.layout import (
     trailer_matches,
 )
 from p2pstore.transfer.tickets import GrantedTicket
+from p2pstore.transfer.trace import ReadWatch
 from p2pstore.wire import Code
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "checked_view",
     "pull_with_failover",
     "unpack_sums",
+    "watch_of",
 ]
 
 
@@ -53,10 +55,12 @@ class Destination(Protocol):
 class BufferDestination:
     """A caller's writable buffer: the value goes to its beginning.
 
-    Raises `ValueError` for a buffer that is read-only or not contiguous.
+    `watch` is told how the read goes. Raises `ValueError` for a buffer that is read-only or not
+    contiguous.
     """
 
-    def __init__(self, buffer: bytearray | memoryview) -> None:
+    def __init__(self, buffer: bytearray | memoryview, watch: ReadWatch | None = None) -> None:
+        self.watch = watch
         view = memoryview(buffer)
         if view.readonly or not view.c_contiguous:
             raise ValueError("the buffer must be writable and contiguous")
@@ -70,6 +74,12 @@ class BufferDestination:
                 slot.length,
             )
         return self._view[: slot.length]
+
+
+def watch_of(destination: Destination) -> ReadWatch | None:
+    """The watch that a destination carries, if it does."""
+    watch: ReadWatch | None = getattr(destination, "watch", None)
+    return watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,10 @@ class Transport(Protocol):
 
     def offers(self, copy: RemoteCopy) -> bool:
         """Whether it makes sense to try this transport for that copy."""
+        ...
+
+    def why_not(self, copy: RemoteCopy) -> str:
+        """For people: the reason when it does not make sense, else nothing."""
         ...
 
     def cost(self, copy: RemoteCopy) -> float:
@@ -173,6 +187,8 @@ class PullReport:
     copy: RemoteCopy | None
     failures: tuple[HolderReport, ...]
     error: P2PStoreError | None = None
+    fallbacks: tuple[HolderReport, ...] = ()
+    """Transports that gave way to another one to the same holder."""
 
     def unwrap(self) -> Pulled:
         """What was pulled. Raises the error."""
@@ -194,11 +210,26 @@ async def pull_with_failover(
     `Unavailable`. Raises what `destination.prepare` raises: `BufferTooSmall`, `CapacityExceeded`.
     """
     attempts = PullAttempts(copies, transports)
+    watch = watch_of(destination)
+    if watch is not None:
+        for copy in copies:
+            refusals = ((transport.name, transport.why_not(copy)) for transport in transports)
+            watch.passed_over(copy.member, [each for each in refusals if each[1]])
     while attempt := attempts.next():
+        if watch is not None:
+            watch.attempt(attempt.copy.member, transports[attempt.transport].name)
         try:
             pulled = await transports[attempt.transport].pull(attempt.copy, digest, destination)
         except PullFailed as failure:
             attempts.failed(failure)
+            if watch is not None:
+                watch.failed(failure.text)
         else:
-            return PullReport(pulled, attempt.copy, tuple(attempts.reports))
-    return PullReport(None, None, tuple(attempts.reports), attempts.error())
+            if watch is not None:
+                watch.delivered(attempt.copy.member, pulled.length)
+            return PullReport(
+                pulled, attempt.copy, tuple(attempts.reports), fallbacks=tuple(attempts.fallbacks)
+            )
+    return PullReport(
+        None, None, tuple(attempts.reports), attempts.error(), tuple(attempts.fallbacks)
+    )

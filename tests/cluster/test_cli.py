@@ -361,7 +361,7 @@ def test_a_full_disk_leaves_no_file(pair: tuple[Peer, Peer]) -> None:
     ("options", "complaint"),
     [
         (["--name", ".."], "name"),
-        (["--max-objects", "0"], "max_objects"),
+        (["--max-objects", "0"], "--max-objects: 0 must be at least 1"),
         (["--memory", "lots"], "memory"),
         (["--bootstrap", "nowhere"], "bootstrap"),
         (["--listen", "0.0.0.0:0"], "--insecure"),

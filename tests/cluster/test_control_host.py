@@ -237,10 +237,10 @@ async def test_half_open_connections_are_cut_and_hold_up_nobody(victim: Victim) 
 
 
 async def test_too_many_strangers_are_turned_away(
-    victim: Victim, monkeypatch: pytest.MonkeyPatch
+    victim: Victim,
 ) -> None:
     host, seen = victim
-    monkeypatch.setattr(host_module, "MAX_STRANGERS", 5)
+    host._strangers.limit = 5
     waiting = [dial(host) for _ in range(8)]
     await until(lambda: len(seen.refused) == 3)
     assert "5 connections wait" in seen.reasons()

@@ -226,7 +226,7 @@ async def test_tensors_keep_dtype_and_shape(tmp_path: Path) -> None:
 
 async def test_a_full_memory_says_so(tmp_path: Path) -> None:
     async with open_peer(config(tmp_path, "a", memory="8MiB", max_leased="100%")) as peer:
-        with pytest.raises(errors.ObjectTooLarge):
+        with pytest.raises(errors.CapacityExceeded, match="no other live peer takes values"):
             await peer.put("huge", bytes(9 * MIB))
         await peer.put("a", bytes(4 * MIB - 8192))
         await peer.put("b", bytes(4 * MIB - 8192))

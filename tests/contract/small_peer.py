@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from p2pstore.errors import LeaseLimitExceeded, NoSuchKey, P2PStoreError
+from p2pstore.errors import CapacityExceeded, LeaseLimitExceeded, NoSuchKey, P2PStoreError
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
 from p2pstore.local.server import LocalClient, serve_local
@@ -135,6 +135,9 @@ class SmallBackend:
             now=time.time(),
         )
         return local.PutOutcome(local.PutStatus.CREATED, 1, item.replicas, self._clock, 7)
+
+    def _place(self, client: LocalClient, message: local.Place) -> Message:
+        return local.Placed([], error=_item_error(CapacityExceeded("there is no other peer")))
 
     def _abort(self, client: LocalClient, message: local.Abort) -> None:
         for number in message.reservations:

@@ -1,11 +1,12 @@
 """What every transport has to do, against real sockets and real memory.
 
 To add a transport: write a `Harness`, and add it to `HARNESSES`. Everything that takes the `harness`
-fixture then runs over it, under trio and with blocking sockets. Below that come the tests of TCP alone.
+fixture then runs over it, under trio, under asyncio and with blocking sockets. Below that come the tests of TCP alone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import logging
@@ -27,6 +28,7 @@ import trio
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from p2pstore.asyncio_streams import AsyncioDriver
 from p2pstore.errors import (
     AuthenticationFailed,
     BufferTooSmall,
@@ -79,6 +81,7 @@ from p2pstore.transfer.messages import (
     SnapshotReply,
 )
 from p2pstore.transfer.segment import Segment
+from p2pstore.transfer.store_intake import StoreBackend
 from p2pstore.transfer.tickets import (
     GrantedTicket,
     Scope,
@@ -281,7 +284,10 @@ class TcpHarness:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls, segment: Segment, limits: ServerLimits | None = None
+        cls,
+        segment: Segment,
+        limits: ServerLimits | None = None,
+        stores: StoreBackend | None = None,
     ) -> AsyncIterator[TcpHarness]:
         harness = cls(segment)
         (listener,) = await open_data_listeners(["127.0.0.1:0"])
@@ -293,6 +299,7 @@ class TcpHarness:
             verifier=Verifier(),
             incarnation=7,
             limits=limits,
+            stores=stores,
         )
 
         async def serve() -> None:
@@ -350,12 +357,21 @@ class Side:
     async def run(self, action: Callable[[], Awaitable[T]]) -> T:
         if self.name == "trio":
             return await action()
-        return await trio.to_thread.run_sync(lambda: run_blocking(action()))  # type: ignore[arg-type]  # it is a coroutine
+        run: Callable[..., Any] = run_blocking if self.name == "blocking" else asyncio.run
+        result: T = await trio.to_thread.run_sync(lambda: run(action()))
+        return result
 
 
-@pytest.fixture(params=["trio", "blocking"])
+DRIVERS: dict[str, Callable[[], Driver]] = {
+    "trio": TrioDriver,
+    "blocking": BlockingDriver,
+    "asyncio": AsyncioDriver,
+}
+
+
+@pytest.fixture(params=DRIVERS)
 def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, TrioDriver() if request.param == "trio" else BlockingDriver())
+    return Side(request.param, DRIVERS[request.param]())
 
 
 class Unprepared:
@@ -827,13 +843,15 @@ async def connect(address: str) -> Any:
     return await TrioDriver().connect_tcp(host, int(port), 5.0)
 
 
-async def authenticated(address: str, granted: GrantedTicket | None = None) -> Any:
+async def authenticated(
+    address: str, granted: GrantedTicket | None = None, max_version: int = 1
+) -> Any:
     """A raw stream after a good hello."""
     stream = await connect(address)
     granted = granted or grant()
     nonce = os.urandom(32)
     await stream.send(
-        PREFACE_DATA + encode_frame(DataKind.HELLO, 0, Hello(1, 1, granted.ticket, nonce))
+        PREFACE_DATA + encode_frame(DataKind.HELLO, 0, Hello(1, max_version, granted.ticket, nonce))
     )
     *_, body, _ = await read_frame(stream)
     reply = decode_body(HelloReply, body)

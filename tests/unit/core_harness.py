@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, TypeVar
 
+import msgspec
+
 from p2pstore.core.effects import AskPeer, OperationFinished, PullFailure, PullObject, PullOutcome
 from p2pstore.core.lookup import split_digests
 from p2pstore.core.operation import Operation
@@ -150,6 +152,7 @@ class Harness:
             lambda: describe(self.signer, 0),
             GossipConfig(cluster="unit"),
             Random(1),
+            wall_clock=lambda at: clock_from_unix_seconds(at + self.unix_offset),
             accepts_clock=lambda stamp, at: clock.observe(stamp, at + self.unix_offset),
         )
         self.core = PeerCore(
@@ -162,6 +165,7 @@ class Harness:
             unix_offset_seconds=self.unix_offset,
         )
         self._effects: list[object] = []
+        self._offers = 0
         self.gossip.record(self.now)
         self.others = [self.join(number) for number in range(1, others + 1)]
 
@@ -177,6 +181,15 @@ class Harness:
             self.now,
         )
         return other
+
+    def offer(self, other: Other, **facts: Any) -> None:
+        """Its record says this of it from now on."""
+        self._offers += 1
+        record = msgspec.structs.replace(
+            describe(other.signer, OTHER_INCARNATION, 1 + self._offers), **facts
+        )
+        news = Delta([sign_peer_record(record, other.signer)], [], [], [])
+        self.gossip.serve(other.peer_id, ControlKind.DELTA, news, self.now)
 
     def die(self, other: Other) -> None:
         """The others say that it is dead."""

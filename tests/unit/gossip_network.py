@@ -26,8 +26,11 @@ from p2pstore.gossip.records import (
     PeerId,
     PeerRecord,
 )
-from p2pstore.objects import Version
+from p2pstore.objects import Version, clock_from_unix_seconds
 from p2pstore.wire import Failure, Message, decode_body, encode_body
+
+UNIX = 1_800_000_000.0
+"""Wall-clock time at the beginning of the virtual one."""
 
 
 def peer_id_of(number: int) -> PeerId:
@@ -108,6 +111,7 @@ class Node:
             lambda: peer_record(number),
             network.config,
             Random(network.rng.random()),
+            wall_clock=lambda now: clock_from_unix_seconds(UNIX + now),
         )
         self.held: dict[bytes, LocationRecord] = {}
         self.duplicate = False

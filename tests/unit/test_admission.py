@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pstore.allowlist import AllowList, parse_peer_id, parse_peer_ids
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.admission import AdmissionRefused, Listener, Opener
 from p2pstore.gossip.identity import Identity
 from p2pstore.gossip.messages import Proof, Welcome
-from p2pstore.keyring import KEYLESS, KeyRing, key_id_of, new_cluster_key, parse_cluster_keys
+from p2pstore.gossip.records import format_peer_id
+from p2pstore.keyring import (
+    KEYLESS,
+    MAX_KEYS,
+    KeyRing,
+    add_key,
+    key_id_of,
+    new_cluster_key,
+    parse_cluster_keys,
+    promote_key,
+    retire_keys,
+)
 from p2pstore.wire import Code
 
 ALICE, BOB, EVE = (Identity(bytes([number]) * 32).peer_id for number in (1, 2, 3))
@@ -28,6 +41,8 @@ def pair(
     listener_cluster: str = "prod",
     listener_sees: bytes = ALICE,
     opener_sees: bytes = BOB,
+    opener_allows: AllowList | None = None,
+    listener_allows: AllowList | None = None,
 ) -> tuple[Opener, Listener]:
     opener = Opener(
         ring=KeyRing(opener_keys),
@@ -36,6 +51,7 @@ def pair(
         peer_id=opener_sees,
         nonce=b"a" * 32,
         software="p2pstore 1",
+        allowed=opener_allows,
     )
     listener = Listener(
         ring=KeyRing(listener_keys),
@@ -44,6 +60,7 @@ def pair(
         peer_id=listener_sees,
         nonce=b"b" * 32,
         software="p2pstore 2",
+        allowed=listener_allows,
     )
     return opener, listener
 
@@ -160,6 +177,46 @@ def test_messages_out_of_order_and_of_wrong_shape_are_refused() -> None:
         Opener(ring=KeyRing(), cluster="c", own_id=ALICE, peer_id=BOB, nonce=b"", software="")
 
 
+@pytest.mark.parametrize(
+    ("opener_keys", "listener_keys", "key"),
+    [([OLD], [NEW, OLD], OLD), ([OLD, NEW], [NEW, OLD], NEW), ([NEW, OLD], [OLD, NEW], OLD)],
+)
+def test_both_sides_remember_the_key_that_admitted_the_other(
+    opener_keys: list[bytes], listener_keys: list[bytes], key: bytes
+) -> None:
+    opener, listener = pair(opener_keys, listener_keys)
+    shake(opener, listener)
+    assert opener.key_id == listener.key_id == key_id_of(key)
+
+
+def test_a_key_that_is_removed_in_the_middle_admits_nobody() -> None:
+    opener, listener = pair([OLD], [NEW, OLD])
+    proof = opener.receive_reply(listener.receive_hello(opener.hello()))
+    listener.ring.replace([NEW])
+    with pytest.raises(AdmissionRefused, match="does not hold"):
+        listener.receive_proof(proof)
+    assert not listener.admitted
+
+
+def test_who_is_not_on_the_list_is_refused_although_it_holds_the_key() -> None:
+    for allowed in (AllowList(), AllowList([ALICE]), AllowList([EVE, ALICE])):
+        shake(*pair(listener_allows=allowed))
+    for allowed in (AllowList([]), AllowList([EVE])):
+        opener, listener = pair(listener_allows=allowed)
+        words = f"{format_peer_id(ALICE)} is not on the allow list of {format_peer_id(BOB)}"
+        with pytest.raises(AdmissionRefused, match=words) as refusal:
+            shake(opener, listener)
+        assert refusal.value.code == Code.AUTHENTICATION_FAILED
+        assert not listener.admitted
+    with pytest.raises(AdmissionRefused, match=f"{format_peer_id(BOB)} is not on the allow list"):
+        shake(*pair(opener_allows=AllowList([EVE])))
+
+
+def test_the_list_is_told_only_to_those_who_hold_the_key() -> None:
+    with pytest.raises(AdmissionRefused, match="different keys"):
+        shake(*pair([OTHER], [NEW], listener_allows=AllowList([EVE])))
+
+
 # --- the key ring ----------------------------------------------------------------------------
 
 
@@ -193,3 +250,77 @@ def test_a_malformed_key_file_is_refused_without_showing_keys(text: str, complai
         parse_cluster_keys(text, "ring.key")
     assert "ring.key" in str(error.value)
     assert not any(line and line in str(error.value) for line in text.split("\n") if len(line) > 4)
+
+
+# --- replacing a key ---------------------------------------------------------------------------
+
+
+def test_in_every_step_any_two_peers_admit_each_other() -> None:
+    """Wherever the files have got to: some peers have the next step already, the others do not."""
+    steps = [f"# the ring\n{OLD.hex()}  # of last year\n"]
+    steps.append(add_key(steps[-1], "f", NEW.hex()))
+    steps.append(promote_key(steps[-1], "f"))
+    steps.append(retire_keys(steps[-1], "f"))
+    rings = [parse_cluster_keys(text, "f").keys for text in steps]
+    assert rings == [(OLD,), (OLD, NEW), (NEW, OLD), (NEW,)]
+    for earlier, later in pairwise(rings):
+        for one, other in ((earlier, later), (later, earlier), (later, later)):
+            shake(*pair(one, other))
+            # A ticket is made with the first key: whoever is shown it must hold that.
+            assert one[0] in other
+    assert all("# the ring\n" in text for text in steps)
+    assert "# of last year" in steps[2]
+    assert OLD.hex() not in steps[3]
+
+
+def test_steps_that_make_no_sense_are_refused() -> None:
+    one, full = OLD.hex(), "\n".join(bytes([n] * 32).hex() for n in range(1, MAX_KEYS + 1))
+    for step, text, complaint in (
+        (promote_key, one, "--add f"),
+        (retire_keys, one, "none to retire"),
+        (promote_key, "nonsense", "line 1"),
+        (retire_keys, "", "holds no key"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            step(text, "f")
+    for text, key, complaint in (
+        (one, OLD.hex(), "twice"),
+        (full, bytes([99] * 32).hex(), "at most 16"),
+        ("x", NEW.hex(), "1"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            add_key(text, "f", key)
+
+
+# --- the allow list --------------------------------------------------------------------------
+
+
+def test_an_allow_file_is_read_with_comments() -> None:
+    ids = [format_peer_id(each) for each in (ALICE, BOB)]
+    text = f"# machines\n\n{ids[0]}  # the first\n  {ids[1]}\n"
+    assert parse_peer_ids(text, "allow") == [ALICE, BOB]
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_every_peer_id_is_read_as_it_is_shown(seed: bytes) -> None:
+    peer_id = Identity(seed).peer_id
+    assert parse_peer_id(format_peer_id(peer_id), "allow") == peer_id
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        "12D3KooW",
+        format_peer_id(ALICE)[:-1],
+        format_peer_id(ALICE) + "1",
+        format_peer_id(ALICE)[:-1] + "0",
+        format_peer_id(ALICE)[:-1] + "l",
+        "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",
+        "1" * 10_000,
+    ],
+)
+def test_what_is_no_peer_id_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"allow: .*not a peer id"):
+        parse_peer_id(text, "allow")

@@ -143,8 +143,20 @@ def test_sizes_that_are_no_granules_are_refused(size: int) -> None:
     allocator = ExtentAllocator(4 * GRANULE, GRANULE)
     with pytest.raises(ValueError, match="granules"):
         allocator.allocate(size)
-    with pytest.raises(ValueError, match="granules"):
-        ExtentAllocator(size, GRANULE)
+    if size:
+        with pytest.raises(ValueError, match="granules"):
+            ExtentAllocator(size, GRANULE)
+
+
+def test_an_area_of_nothing_has_room_for_nothing() -> None:
+    allocator = ExtentAllocator(0, GRANULE)
+    assert allocator.allocate(GRANULE) is None
+    assert allocator.cheapest_window(GRANULE, [], lambda _: 1.0) is None
+    assert (allocator.free_bytes, allocator.largest_free_bytes, allocator.free_extents()) == (
+        0,
+        0,
+        [],
+    )
 
 
 def test_an_extent_does_not_grow() -> None:

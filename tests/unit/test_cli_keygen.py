@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from mooncake_p2p.main import run
-from p2pstore.keyring import KEY_BYTES, parse_cluster_keys
+from p2pstore.keyring import KEY_BYTES, KeyRing, parse_cluster_keys
 
 
 def test_a_key_is_random_private_and_accepted_by_join(tmp_path: Path) -> None:
@@ -39,3 +40,66 @@ def test_a_key_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["keygen", str(tmp_path / "none" / "key")]) == 1
     assert capsys.readouterr().err.startswith("error: cannot write ")
+
+
+def test_a_key_is_replaced_in_three_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, link = tmp_path / "key", tmp_path / "link"
+    assert run(["keygen", str(path)]) == 0
+    link.symlink_to(path)
+    [old] = ring(path).keys
+    assert run(["keygen", "--add", str(link)]) == 0
+    assert "--promote" in capsys.readouterr().err
+    first, new = ring(path).keys
+    assert first == old
+    assert run(["keygen", "--promote", str(link)]) == 0
+    assert "--retire" in capsys.readouterr().err
+    assert ring(path).keys == (new, old)
+    assert run(["keygen", "--retire", "--json", str(link)]) == 0
+    assert ring(path).keys == (new,)
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"file": str(link), "keys": [ring(path).first_id.hex()]}
+    assert link.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert new.hex() not in captured.out + captured.err
+
+
+def ring(path: Path) -> KeyRing:
+    return parse_cluster_keys(path.read_text(), str(path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--promote"], 2, "one key only"),
+        (["--retire"], 2, "none to retire"),
+        (["--add", "--promote"], 2, "one at a time"),
+    ],
+)
+def test_a_step_that_cannot_be_taken_leaves_the_file(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    words: str,
+) -> None:
+    path = tmp_path / "key"
+    assert run(["keygen", str(path)]) == 0
+    before = path.read_text()
+    assert run(["keygen", *arguments, str(path)]) == status
+    assert words in capsys.readouterr().err
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_step_that_is_under_way_is_not_run_into(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "key"
+    assert run(["keygen", str(path)]) == 0
+    (tmp_path / "key.new").touch()
+    assert run(["keygen", "--add", str(path)]) == 1
+    assert "key.new is left" in capsys.readouterr().err
+    assert run(["keygen", "--add", str(tmp_path / "none")]) == 1
+    assert "cannot change" in capsys.readouterr().err

@@ -74,7 +74,8 @@ def test_summary_is_how_the_command_describes_itself(name: str) -> None:
 
 
 def test_join_has_an_option_for_every_setting() -> None:
-    options = set(inspect.signature(function_of("join")).parameters) - {"config"}
+    options = set(inspect.signature(function_of("join")).parameters)
+    options -= {"config", "detach", "invite"}
     assert options == set(PeerConfig.__struct_fields__)
 
 
@@ -90,6 +91,11 @@ def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixt
     [
         (["putt"], "did you mean 'put'?"),
         (["--wrong"], "no such option"),
+        (
+            ["put", "k", "f", "--replcas", "2"],
+            "no such option: --replcas (did you mean --replicas)",
+        ),
+        (["ls", "--limit", "x"], "'--limit': must be a number"),
         (["put"], "missing argument 'KEY'"),
         (["put", "k", "f", "extra"], "unexpected extra argument"),
         (["put", "k", "--pin", "medium"], "'--pin': 'medium' is not one of 'none', 'soft', 'hard'"),

@@ -1,10 +1,11 @@
-"""put, get, rm, ls and locate against a store in memory: options, files, JSON and exit statuses."""
+"""The object commands against a store in memory: options, files, JSON and exit statuses."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 
 from mooncake_p2p.main import run
 from p2pstore.errors import BufferTooSmall, NoSuchKey, Unavailable
+from p2pstore.objects import PART_BYTES
 from p2pstore.results import ItemResult, KeyPage, ListedKey, Location, PutResult
+from p2pstore.transfer.trace import FetchTrace, TransportTry
 
 
 class MemoryStore:
@@ -22,12 +25,20 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
+        self.namespace = ""
         self.put_options: dict[str, Any] = {}
         self.waited: float | None = None
         self.broken: Exception | None = None
         self.grows: list[bytes] = []
+        self.silent_peers = ["mute"]
+        self.pins: dict[str, tuple[str, float | None]] = {}
+        self.elsewhere: dict[str, bytes] = {}
+        self.page_keys = 1000
+        self.lists_left: int | None = None
 
-    def put(self, key: str, value: memoryview, *, overwrite: bool, **options: Any) -> PutResult:
+    def put(
+        self, key: str, value: memoryview, *, overwrite: bool, progress: None, **options: Any
+    ) -> PutResult:
         self.put_options = {"overwrite": overwrite, **options}
         data = bytes(value)
         status = "created"
@@ -37,8 +48,19 @@ class MemoryStore:
             self.values[key] = data
         return PutResult(key, status, 1, options["replicas"], "here", (1 << 16, 7))  # type: ignore[arg-type]
 
-    def get_into(self, key: str, buffer: memoryview, *, wait: float) -> int:
+    def get_into(
+        self,
+        key: str,
+        buffer: memoryview,
+        *,
+        wait: float,
+        progress: None,
+        trace: FetchTrace | None,
+    ) -> int:
         self.waited = wait
+        if trace is not None:
+            trace.source, trace.tier, trace.transport = "there", "dram", "tcp"
+            trace.tries = [TransportTry("there", "shm", False, "on another host")]
         if key not in self.values:
             raise NoSuchKey(f"no such key: {key}")
         value = self.values[key]
@@ -46,7 +68,7 @@ class MemoryStore:
             raise BufferTooSmall("too small", len(value))
         if self.grows:
             self.values[key] = self.grows.pop()
-            return self.get_into(key, buffer, wait=wait)
+            return self.get_into(key, buffer, wait=wait, progress=progress, trace=trace)
         if self.broken:
             buffer[: len(value) // 2] = value[: len(value) // 2]
             raise self.broken
@@ -61,14 +83,50 @@ class MemoryStore:
             for key in keys
         ]
 
-    def list_keys(self, prefix: str, *, after: str, limit: int, local: bool) -> KeyPage:
+    def pin(self, key: str, pin: str = "soft", *, ttl: float | None = None) -> None:
+        if key in self.elsewhere:
+            raise NoSuchKey("not here")
+        if key not in self.values:
+            raise NoSuchKey(f"no such key: {key}")
+        self.pins[key] = (pin, ttl)
+
+    def unpin(self, key: str) -> None:
+        self.pin(key, "none")
+
+    @contextlib.contextmanager
+    def lease(self, key: str) -> Iterator[memoryview]:
+        if key not in self.elsewhere:
+            raise NoSuchKey(f"no such key: {key}")
+        self.values[key] = self.elsewhere.pop(key)
+        yield memoryview(self.values[key])
+
+    def replicate(self, key: str, copies: int) -> PutResult:
+        return PutResult(key, "unchanged", min(copies, 2), copies, "here", (1, 7))
+
+    def flush(self) -> None:
+        self.values.clear()
+
+    def list_keys(
+        self, prefix: str, *, after: str, limit: int, local: bool = False, pinned: bool = False
+    ) -> KeyPage:
+        if self.lists_left is not None:
+            self.lists_left -= 1
+            if self.lists_left < 0:
+                os.kill(os.getpid(), signal.SIGINT)
+        limit = min(limit, self.page_keys)
         keys = sorted(key for key in self.values if key.startswith(prefix) and key > after)
         listed = [
-            ListedKey(key, len(self.values[key]), 1, ["here"], "none", False, None) for key in keys
+            ListedKey(key, len(self.values[key]), 1, ["here"], "none", False, None)
+            for key in keys
+            if not pinned or key in self.pins
         ]
-        return KeyPage(listed[:limit], len(keys) > limit, [] if local else ["mute"])
+        return KeyPage(listed[:limit], len(keys) > limit, [] if local else self.silent_peers)
 
     def locate(self, key: str) -> list[Location]:
+        if key in self.elsewhere:
+            return [
+                Location("12D3KooWdef", "there", "dram", 1, (0, 7), *(False, "hard", False, True))
+            ]
         if key not in self.values:
             return []
         here = Location("12D3KooWabc", "here", "dram", 4096, (0, 7), False, "soft", True, True)
@@ -81,11 +139,14 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     store = MemoryStore()
 
     @contextlib.contextmanager
-    def connected(*arguments: object) -> Iterator[MemoryStore]:
+    def connected(
+        socket: str | None, namespace: str = "default", timeout: str = "5"
+    ) -> Iterator[MemoryStore]:
+        store.namespace = namespace
         yield store
 
-    monkeypatch.setattr("mooncake_p2p.commands.objects.connected", connected)
-    monkeypatch.setattr("mooncake_p2p.commands.listing.connected", connected)
+    for module in ("objects", "listing", "removing", "keeping"):
+        monkeypatch.setattr(f"mooncake_p2p.commands.{module}.connected", connected)
     return store
 
 
@@ -153,11 +214,33 @@ def test_get_into_a_file(
         store.values["k"] = value
         assert run(["get", "k", "-o", str(out), "--wait", "1.5"]) == 0
         assert out.read_bytes() == value
-    assert store.waited == 1.5
+    assert store.waited is not None
+    assert 1.0 < store.waited <= 1.5  # connecting comes out of it
     assert run(["get", "k", "-o", str(out), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["key"], printed["bytes"], printed["output"]) == ("k", 0, str(out))
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_get_explained(
+    store: MemoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.values["k"] = b"value"
+    out = str(tmp_path / "out")
+    assert run(["get", "k", "-o", out, "--explain"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    for part in ("got k: 5 B", "there over shm: not tried, on another host", "rdma: not built"):
+        assert part in captured.err
+    assert run(["get", "k", "-o", out, "--explain", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    explained = json.loads(captured.out)["explain"]
+    assert explained["source"] == "there"
+    assert explained["tries"][0]["outcome"] == "on another host"
+    assert "rdma" in explained["not_built"]
+    assert run(["get", "none", "-o", out, "--explain"]) == 3
+    assert "lookup" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [Unavailable("holders are gone"), KeyboardInterrupt()])
@@ -177,10 +260,10 @@ def test_a_get_that_fails_leaves_everything_as_it_was(
 
 
 def test_get_follows_a_value_that_grows(store: MemoryStore, tmp_path: Path) -> None:
-    store.values["k"] = b"v"
-    store.grows = [b"v" * 300, b"v" * 20]
+    store.values["k"] = bytes(PART_BYTES + 1)
+    store.grows = [b"", bytes(PART_BYTES + 300)]
     assert run(["get", "k", "-o", str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out").read_bytes() == b"v" * 300
+    assert (tmp_path / "out").stat().st_size == 0
 
 
 def test_a_destination_is_checked_before_anything_moves(
@@ -263,3 +346,130 @@ def test_locate(store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert document["key"] == "k"
     assert [copy["peer"] for copy in document["copies"]] == ["here", "there"]
     assert run(["locate", "none"]) == 3
+
+
+@pytest.fixture
+def many(store: MemoryStore) -> MemoryStore:
+    """Keys for three batches, and others, with all peers answering."""
+    store.values = {f"a/{number:04}": b"" for number in range(25)} | {"b": b""}
+    store.page_keys = 10
+    store.silent_peers = []
+    return store
+
+
+def test_rm_by_prefix_takes_page_after_page(
+    many: MemoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["rm", "--prefix", "a/", "--yes"]) == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "removed 25 keys\n")
+    assert list(many.values) == ["b"]
+    assert run(["rm", "--prefix", "a/", "--yes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "removed": 0,
+        "failed": {},
+        "silent_peers": [],
+        "complete": True,
+    }
+
+
+def test_rm_by_prefix_says_who_did_not_answer(
+    many: MemoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many.silent_peers = ["mute\x1b"]
+    assert run(["rm", "--prefix", "a/", "--yes"]) == 1
+    assert "incomplete: mute\\x1b did not answer" in capsys.readouterr().err
+    many.values |= {"broken": b"", "brown": b""}
+    many.silent_peers = []
+    many.page_keys, many.lists_left = 1, 5  # what stays must not be listed again and again
+    assert run(["rm", "--prefix", "br", "--yes", "--json"]) == 6
+    document = json.loads(capsys.readouterr().out)
+    assert (document["failed"], document["complete"]) == ({"broken": "gone"}, False)
+    assert document["removed"] == 1
+
+
+def test_rm_by_prefix_stops_between_batches(
+    many: MemoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many.lists_left = 2
+    assert run(["rm", "--prefix", "a/", "--yes"]) == 130
+    assert capsys.readouterr().err == "removed 20 keys before it was stopped\n"
+    assert len(many.values) == 6
+    many.lists_left = 0
+    assert run(["rm", "--prefix", "a/", "--yes", "--json"]) == 130
+    document = json.loads(capsys.readouterr().out)
+    assert (document["removed"], document["complete"]) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["rm"], "name keys"),
+        (["rm", "k", "--prefix", "k", "--yes"], "name keys"),
+        (["rm", "--prefix", "", "--yes"], "flush"),
+        (["rm", "--prefix", "a/"], "add --yes"),
+        (["flush", "n"], "add --yes"),
+        (["flush", ""], "namespace"),
+        (["pin", "a/0000", "--pin", "hard", "--ttl", "5"], "--ttl"),
+        (["pin", ""], "the key is empty"),
+        (["replicate", "k"], "--replicas"),
+        (["get", "k", "--wait", "9" * 400], "--wait"),
+    ],
+)
+def test_what_is_refused_does_nothing(
+    arguments: list[str], complaint: str, many: MemoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert complaint in message
+    assert len(many.values) == 26
+    assert not many.pins
+
+
+def test_flush_is_of_the_namespace_that_was_named(
+    many: MemoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["flush", "job 17", "--yes"]) == 0
+    assert many.namespace == "job 17"
+    assert not many.values
+    assert capsys.readouterr().err == "flushed job 17\n"
+    assert run(["flush", "n", "--yes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"flushed": "n"}
+
+
+def test_pin_and_unpin(many: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+    many.elsewhere["far"] = b"v"
+    assert run(["pin", "b", "far", "--ttl", "2h"]) == 0
+    assert many.pins == {"b": ("soft", 7200.0), "far": ("soft", 7200.0)}
+    assert capsys.readouterr().err == "pinned 2 of 2 keys\n"
+    assert run(["pin", "b", "none", "--pin", "hard"]) == 0
+    assert many.pins["b"] == ("hard", None)
+    assert "pinned 1 of 2 keys\nerror: no such key: none\n" in capsys.readouterr().err
+    assert run(["pin", "none"]) == 3
+    capsys.readouterr()
+    assert run(["unpin", "b", "none", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document == {"unpinned": ["b"], "failed": {"none": "no such key: none"}}
+    assert many.pins["b"] == ("none", None)
+    many.elsewhere["far"] = b"v"
+    assert run(["unpin", "far"]) == 1
+    assert "unpin it where it is: there" in capsys.readouterr().err
+
+
+def test_ls_of_what_is_pinned(many: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+    many.pins["a/0007"] = ("hard", None)
+    assert run(["ls", "--pinned", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [entry["key"] for entry in document["keys"]] == ["a/0007"]
+
+
+def test_replicate_says_how_many_there_are(
+    store: MemoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["replicate", "k", "-n", "2"]) == 0
+    assert capsys.readouterr().err == "copies 2/2\n"
+    assert run(["replicate", "k", "-n", "3", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"key": "k", "copies": 2, "wanted": 3}
+    assert "copies 2/3" in captured.err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import socket
 import sys
@@ -15,7 +17,8 @@ from hypothesis import strategies as st
 
 from mooncake_p2p.main import run
 from mooncake_p2p.options import parse_timeout
-from p2pstore.objects import parse_duration
+from p2pstore.invite import Invite, format_invite
+from p2pstore.objects import MIB, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -61,14 +64,20 @@ def test_a_timeout_is_positive_and_finite(text: str) -> None:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """What `run_peer` was called with; nothing is started."""
     configs: list[Any] = []
+
+    def run_peer(config: Any, invite: Any, *, detached: bool) -> None:
+        assert not detached
+        configs.append(config)
+
     peer = types.ModuleType("p2pstore.peer")
-    peer.run_peer = configs.append  # type: ignore[attr-defined]
+    peer.run_peer = run_peer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "p2pstore.peer", peer)
     for name in [name for name in os.environ if name.startswith("MOONCAKE_P2P_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     return configs
 
 
@@ -84,6 +93,7 @@ def test_join_passes_every_option_on(started: list[Any]) -> None:
         "name": "n",
         "cluster": "c",
         "listen": "127.0.0.1:0",
+        "interface": "eth0",
         "advertise": "10.0.0.1",
         "join-timeout": "2s",
         "memory": "64MiB",
@@ -110,10 +120,12 @@ def test_join_passes_every_option_on(started: list[Any]) -> None:
     assert run(["join", *line, "--insecure"]) == 0
     (config,) = started
     for name, value in {**arguments, **repeated}.items():
-        if name not in ("join-timeout", "drain-timeout", "max-objects"):
+        if name not in ("join-timeout", "drain-timeout", "max-objects", "memory", "state-dir"):
             assert getattr(config, name.replace("-", "_")) == value
     assert (config.join_timeout, config.drain_timeout, config.max_objects) == (2.0, 60.0, 100)
     assert config.insecure is True
+    assert config.memory == 64 * MIB
+    assert config.state_dir == os.path.abspath("state")
 
 
 def test_flag_over_environment_over_file(
@@ -131,7 +143,7 @@ def test_flag_over_environment_over_file(
     assert (started[0].name, started[0].cluster, started[0].memory) == (
         "flag",
         "environment",
-        "1MiB",
+        MIB,
     )
     assert started[0].bootstrap == ["b:1", "b:2"]
 
@@ -157,7 +169,7 @@ def test_the_socket_of_another_peer_in_the_environment_is_explained(
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("colour = 1", "unknown key 'colour'"),
+        ("colour = 1", "peer.toml:1: unknown key 'colour'"),
         ("name = 3", "name"),
         ("name = ", "not TOML"),
         (None, "cannot be read"),
@@ -176,3 +188,73 @@ def test_a_wrong_file_is_a_usage_error_that_names_it(
     assert run(["join", "--config", str(file)]) == 2
     assert complaint in capsys.readouterr().err
     assert started == []
+
+
+def test_an_invite_on_the_command_line_in_the_environment_and_on_stdin(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    line = format_invite(Invite("blue", ("10.0.0.1:17946",), (b"k" * 32,)))
+    assert run(["join", "--name", "n", "--listen", "0.0.0.0:1", "--invite", line]) == 0
+    monkeypatch.setenv("MOONCAKE_P2P_INVITE", line)
+    assert run(["join", "--name", "n", "--listen", "0.0.0.0:1"]) == 0
+    monkeypatch.setenv("MOONCAKE_P2P_INVITE", "nonsense")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{line}\n"))
+    assert run(["join", "--name", "n", "--listen", "0.0.0.0:1", "--invite", "-"]) == 0
+    assert started[0] == started[1] == started[2]
+    assert (started[0].cluster, started[0].bootstrap) == ("blue", ["10.0.0.1:17946"])
+    assert started[0].cluster_key_file == str(tmp_path / "mooncake-p2p" / "n" / "cluster.key")
+
+
+def test_a_torn_invite_is_a_usage_error(
+    started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = format_invite(Invite("blue", ("10.0.0.1:17946",)))
+    assert run(["join", "--invite", line[:-3]]) == 2
+    assert "torn or mistyped: ask for it again" in capsys.readouterr().err
+    assert started == []
+
+
+def test_config_show_takes_what_join_takes(
+    started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "peer.toml"
+    file.write_text('\nmemory = "2MiB"\n')
+    key = b"k" * 32
+    line = format_invite(Invite("blue", ("10.0.0.1:17946",), (key,)))
+    options = [
+        "--config",
+        str(file),
+        "--name",
+        "n",
+        "--invite",
+        line,
+        "--data-listen",
+        "10.0.0.2:1",
+    ]
+    assert run(["config", "show", "--json", *options]) == 0
+    text = capsys.readouterr().out
+    shown = {each["name"]: each for each in json.loads(text)}
+    assert shown["memory"] == {"name": "memory", "value": "2MiB", "origin": f"{file}:2: memory"}
+    assert shown["cluster"] == {"name": "cluster", "value": "blue", "origin": "the invite"}
+    assert shown["data_listen"]["value"] == ["10.0.0.2:1"]
+    assert shown["data_listen"]["origin"] == "--data-listen"
+    assert key.hex() not in text
+    assert line not in text
+    assert run(["config", "show", *options]) == 0
+    rows = {row.split()[0]: row for row in capsys.readouterr().out.splitlines()}
+    assert rows.keys() - {"SETTING"} == shown.keys()
+    assert rows["memory"].split() == ["memory", "2MiB", f"{file}:2:", "memory"]
+    assert run(["config", "show", "--memory", "lots"]) == 2
+    assert "--memory: 'lots' is not a size" in capsys.readouterr().err
+    assert started == []
+    assert list(tmp_path.iterdir()) == [file]  # nothing is made by looking
+
+
+def test_config_show_tells_of_variables_that_nobody_reads(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOONCAKE_P2P_MEMROY", "1GiB")
+    assert run(["config", "show"]) == 0
+    assert "MOONCAKE_P2P_MEMROY is no setting; did you mean MOONCAKE_P2P_MEMORY?" in (
+        capsys.readouterr().err
+    )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-import time
+import threading
 from collections.abc import Callable
 
 import pytest
 
 from mooncake_p2p import output
+from mooncake_p2p.errors import CommandFailed, ExitCode
 from mooncake_p2p.output import format_transfer
 from p2pstore.objects import MIB
 
@@ -83,33 +85,91 @@ def test_progress_is_silent_into_a_pipe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "PROGRESS_AFTER_SECONDS", 0.0)
-    with output.progress("working", 10) as advance:
-        advance(10)
+    with output.progress("working", 10) as bar:
+        bar.advance(10)
+        assert not bar.shown
     assert capsys.readouterr().err == ""
+
+
+def shown_progress(
+    monkeypatch: pytest.MonkeyPatch, work: Callable[[output.ProgressBar], None]
+) -> str:
+    """What a bar that is there from the beginning shows while `work` goes on."""
+    shown = threading.Event()
+    show = output.ProgressBar.show
+
+    def show_and_tell(bar: output.ProgressBar) -> None:
+        show(bar)
+        shown.set()
+
+    def slow() -> None:
+        monkeypatch.setattr(output, "PROGRESS_AFTER_SECONDS", 0.0)
+        monkeypatch.setattr(output.ProgressBar, "show", show_and_tell)
+        with output.progress("working [x]", 1 << 20) as bar:
+            assert shown.wait(10)
+            work(bar)
+
+    return on_terminal(monkeypatch, "stderr", slow)
 
 
 def test_progress_shows_after_a_while_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
     def quick() -> None:
-        with output.progress("working [x]", 10) as advance:
-            advance(10)
-
-    def slow() -> None:
-        monkeypatch.setattr(output, "PROGRESS_AFTER_SECONDS", 0.0)
-        bars: list[bool] = []
-        monkeypatch.setattr(output._Bar, "show", shown_before(output._Bar.show, bars))
-        with output.progress("working [x]", 1 << 20) as advance:
-            deadline = time.monotonic() + 10
-            while not bars and time.monotonic() < deadline:
-                time.sleep(0.01)
-            advance(1 << 20)
-
-    def shown_before(show: Callable[..., None], bars: list[bool]) -> Callable[..., None]:
-        def wrapped(bar: output._Bar) -> None:
-            show(bar)
-            bars.append(True)
-
-        return wrapped
+        with output.progress("working [x]", 10) as bar:
+            bar.advance(10)
 
     assert on_terminal(monkeypatch, "stderr", quick) == ""
-    shown = on_terminal(monkeypatch, "stderr", slow)
-    assert "working [x]" in shown
+    assert "working [x]" in shown_progress(monkeypatch, lambda bar: bar.advance(1 << 20))
+
+
+def test_progress_may_change_its_mind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(bar: output.ProgressBar) -> None:
+        bar.at(3 * MIB, 4 * MIB)
+        bar.relabel("again")
+        bar.at(MIB, 2 * MIB)
+
+    shown = shown_progress(monkeypatch, work)
+    assert "again" in shown
+    assert "1.0 MiB of 2.0 MiB" in shown
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "seconds", "text"),
+    [
+        (0, 100, 5.0, ""),
+        (0, None, 5.0, ""),
+        (2 * MIB, None, 2.0, "2.0 MiB, 1.05 MB/s"),
+        (MIB, 4 * MIB, 2.0, "1.0 MiB of 4.0 MiB, 0.52 MB/s, 6 s left"),
+        (MIB, 4 * MIB, 0.01, "1.0 MiB of 4.0 MiB"),
+        (4 * MIB, 4 * MIB, 2.0, "4.0 MiB of 4.0 MiB"),
+    ],
+)
+def test_how_far_and_how_long(done: int, total: int | None, seconds: float, text: str) -> None:
+    assert output.format_progress(done, total, seconds) == text
+
+
+def test_nobody_is_asked_without_a_terminal() -> None:
+    output.confirm("Remove all?", yes=True)
+    with pytest.raises(CommandFailed, match="--yes") as refused:
+        output.confirm("Remove all?", yes=False)
+    assert refused.value.code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("typed", "agreed"), [("y", True), ("YES", True), ("", False), ("n", False)]
+)
+def test_a_terminal_is_asked(typed: str, agreed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    primary, secondary = os.openpty()
+    os.write(primary, typed.encode() + b"\n")
+    with os.fdopen(secondary, "r+b", buffering=0) as device:
+        monkeypatch.setattr(sys, "stdin", os.fdopen(os.dup(device.fileno()), "r"))
+        monkeypatch.setattr(sys, "stderr", os.fdopen(os.dup(device.fileno()), "w"))
+        stdin, stderr = sys.stdin, sys.stderr
+        try:
+            with contextlib.nullcontext() if agreed else pytest.raises(CommandFailed):
+                output.confirm("Remove all?", yes=False)
+        finally:
+            monkeypatch.undo()
+            stdin.close()
+            stderr.close()
+    assert b"Remove all? [y/N] " in os.read(primary, 1000)
+    os.close(primary)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -89,83 +88,6 @@ def test_what_cannot_be_a_source(tmp_path: Path) -> None:
         pass
     with pytest.raises(FileNotFoundError), transfers.open_source(str(tmp_path / "none")):
         pass
-
-
-def fill(destination: transfers.Destination, content: bytes) -> None:
-    destination.resize(len(content))
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    with transfers.mapped(destination.descriptor, len(content), protection) as view:
-        view[:] = content
-
-
-@pytest.mark.parametrize("content", [b"", b"new value"])
-def test_a_destination_takes_its_name_at_the_end(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    destination = transfers.Destination(str(path))
-    fill(destination, content)
-    assert not path.exists()
-    destination.commit()
-    destination.close()
-    assert path.read_bytes() == content
-    assert list(tmp_path.iterdir()) == [path]
-    assert path.stat().st_mode & 0o777 == 0o666 & ~current_umask()
-
-
-def current_umask() -> int:
-    umask = os.umask(0o022)
-    os.umask(umask)
-    return umask
-
-
-def test_without_commit_nothing_changed(tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    path.write_bytes(b"old")
-    destination = transfers.Destination(str(path))
-    fill(destination, b"new value")
-    destination.close()
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_replacing_keeps_the_mode_and_the_link(tmp_path: Path) -> None:
-    path, link = tmp_path / "out", tmp_path / "link"
-    path.write_bytes(b"old")
-    path.chmod(0o640)
-    link.symlink_to(path)
-    destination = transfers.Destination(str(link))
-    fill(destination, b"new")
-    destination.commit()
-    destination.close()
-    assert link.is_symlink()
-    assert path.read_bytes() == b"new"
-    assert path.stat().st_mode & 0o777 == 0o640
-
-
-def test_a_long_name_is_no_problem(tmp_path: Path) -> None:
-    path = tmp_path / ("é" * 127)
-    destination = transfers.Destination(str(path))
-    fill(destination, b"v")
-    destination.commit()
-    destination.close()
-    assert path.read_bytes() == b"v"
-
-
-def test_an_impossible_destination_is_refused_before_anything_moves(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(b"")
-    for path in (file / "below", tmp_path / "none" / "out"):
-        with pytest.raises(CommandFailed, match="cannot write"):
-            transfers.Destination(str(path))
-    with pytest.raises(CommandFailed, match="is a directory"):
-        transfers.Destination(str(tmp_path))
-
-
-def test_room_is_certain_before_anything_moves(tmp_path: Path) -> None:
-    destination = transfers.Destination(str(tmp_path / "out"))
-    with pytest.raises((CommandFailed, OSError), match=r"room|too large"):
-        destination.resize(1 << 60)
-    destination.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("length", [0, 1, 3 * MIB])

@@ -51,6 +51,7 @@ from p2pstore.local.connection import LocalConnection
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.statedir import StateDirectory
 from p2pstore.streams import BlockingDriver, run_blocking
+from p2pstore.transfer import data_server as data_server_module
 from p2pstore.transfer import messages as data
 from p2pstore.transfer.data_connection import DataConnection
 from p2pstore.transfer.layout import (
@@ -466,6 +467,8 @@ meetings = pytest.mark.parametrize(("own", "theirs", "spoken"), MEETINGS)
 def speak(monkeypatch: pytest.MonkeyPatch, versions: tuple[int, int]) -> None:
     monkeypatch.setattr(wire, "MIN_PROTOCOL_VERSION", versions[0])
     monkeypatch.setattr(wire, "MAX_PROTOCOL_VERSION", versions[1])
+    monkeypatch.setattr(data_server_module, "MIN_DATA_VERSION", versions[0])
+    monkeypatch.setattr(data_server_module, "MAX_DATA_VERSION", versions[1])
 
 
 @meetings
@@ -556,8 +559,8 @@ async def test_a_data_server_that_picks_another_version_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with data_server() as harness:
-        monkeypatch.setattr("p2pstore.transfer.data_server.negotiate_version", lambda *_: 2)
-        with pytest.raises(ProtocolMismatch, match="the other side 2 to 2"):
+        monkeypatch.setattr("p2pstore.transfer.data_server.negotiate_version", lambda *_: 3)
+        with pytest.raises(ProtocolMismatch, match="the other side 3 to 3"):
             await DataConnection.open(await connect(harness.address), grant())
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pstore import config
 from p2pstore.config import (
     PeerConfig,
     is_loopback,
     is_wildcard,
     join_address,
-    load_config,
     split_address,
     usable_memory_bytes,
 )
@@ -39,28 +39,34 @@ def test_defaults_serve_this_machine_alone() -> None:
         ({"name": "tab\t"}, "name: "),
         ({"name": "\udc80"}, "name: "),
         ({"name": "ä" * 33}, "1 to 64 bytes"),
-        ({"name": 5}, "name: 5: expected `str`"),
+        ({"name": 5}, "name: 5 must be text"),
         ({"cluster": ""}, "cluster: "),
         ({"listen": "127.0.0.1"}, "listen: '127.0.0.1' is not HOST:PORT"),
-        ({"listen": 7001}, "listen: 7001: expected `str"),
+        ({"listen": 7001}, "listen: 7001 must be text"),
         ({"listen": "0.0.0.0:1"}, "keygen"),
         ({"data_listen": ["127.0.0.1:1", "10.0.0.1:1"]}, "data_listen: 10.0.0.1:1"),
-        ({"bootstrap": "127.0.0.1:7001"}, "bootstrap: '127.0.0.1:7001': expected `array`"),
+        ({"bootstrap": "127.0.0.1:7001"}, "bootstrap: '127.0.0.1:7001' must be a list"),
         ({"bootstrap": ["::1:5"]}, r"brackets, such as \[::1\]"),
         ({"bootstrap": ["node:0"]}, "bootstrap: node:0 has port 0"),
-        ({"data_advertise": ["10.0.0.1"]}, "data_advertise: '10.0.0.1' is not HOST:PORT"),
+        ({"data_advertise": ["10.0.0.1:x"]}, "data_advertise: '10.0.0.1:x' is not HOST:PORT"),
         ({"advertise": ""}, "advertise: ''"),
+        ({"listen": ""}, "listen: '' is not HOST:PORT"),
+        ({"bootstrap": ["a:1", 3]}, r"bootstrap\[1\]: 3 must be text"),
+        ({"bootstrap": ["0.0.0.0:1"]}, "bootstrap: 0.0.0.0 is no address that one can connect to"),
+        ({"advertise": "[::]:1"}, "advertise: :: is no address"),
+        ({"data_advertise": ["[fe80::1]:1"]}, "data_advertise: fe80::1 is a link-local address"),
+        ({"listen": "[fe80::1%eth0]:1", "insecure": True}, "listen: fe80::1%eth0 is a link-local"),
         ({"memory": "1023KiB"}, "at least 1MiB"),
         ({"memory": "lots"}, "memory: 'lots' is not a size"),
-        ({"memory": 1.5}, "memory: 1.5: expected `int"),
+        ({"memory": 1.5}, "memory: 1.5 must be a whole number or text"),
         ({"max_objects": 0}, "max_objects: 0 must be at least 1"),
         ({"max_leased": "0"}, "max_leased: '0' must be above 0"),
         ({"max_leased": "x%"}, "max_leased: 'x%' is not a percentage"),
         ({"max_leased": "101%"}, "max_leased: '101%'"),
         ({"max_leased": "nan%"}, "max_leased: 'nan%'"),
         ({"transport": "rdma"}, "transport: this version has no rdma"),
-        ({"transport": "ipx"}, "transport: 'ipx': not one of auto, shm, rdma, tcp"),
-        ({"join_timeout": "5s"}, "join_timeout: '5s': expected `float`"),
+        ({"transport": "ipx"}, "transport: 'ipx' is not one of auto, shm, rdma, tcp"),
+        ({"join_timeout": "5s"}, "join_timeout: '5s' must be a number"),
         ({"drain_timeout": -1.0}, "drain_timeout: -1.0 must be 0 to 86400"),
         ({"drain_timeout": float("nan")}, "drain_timeout: nan must be"),
         ({"socket_mode": "999"}, "socket_mode: '999' is not an octal mode"),
@@ -79,7 +85,9 @@ def test_others_may_be_served_with_a_key_or_by_decision() -> None:
 def test_shares_and_modes() -> None:
     assert PeerConfig(max_leased="25%").max_leased_bytes(1000) == 250
     assert PeerConfig(max_leased="1MiB").max_leased_bytes(1000) == MIB
-    assert PeerConfig(socket_mode="0660").socket_mode_bits() == 0o660
+    assert PeerConfig(socket_mode="0640").socket_mode_bits() == 0o640
+    assert PeerConfig().socket_mode_bits() == 0o600
+    assert PeerConfig(socket_group="g").socket_mode_bits() == 0o660
 
 
 @pytest.mark.parametrize(
@@ -124,46 +132,23 @@ def test_kinds_of_hosts() -> None:
     ]
 
 
-def test_flag_over_environment_over_file(tmp_path: Path) -> None:
-    file = tmp_path / "peer.toml"
-    file.write_text('name = "file"\ncluster = "file"\nmemory = 1048576\njoin_timeout = "250ms"\n')
-    environment = {"MOONCAKE_P2P_NAME": "environment", "MOONCAKE_P2P_CLUSTER": "environment"}
-    config = load_config(str(file), environment, {"name": "flag", "memory": None})
-    assert (config.name, config.cluster, config.memory) == ("flag", "environment", MIB)
-    assert config.join_timeout == 0.25
+def test_a_mistake_is_named_as_its_author_wrote_it() -> None:
+    spelled = {"memory": "MOONCAKE_P2P_MEMORY", "bootstrap": "peer.toml:3: bootstrap"}
+    for settings, complaint in (
+        ({"memory": "lots"}, "MOONCAKE_P2P_MEMORY: 'lots' is not a size"),
+        ({"memory": 5}, "MOONCAKE_P2P_MEMORY: 5 is too little"),
+        ({"bootstrap": ["node:0"]}, "peer.toml:3: bootstrap: node:0 has port 0"),
+        ({"bootstrap": [1]}, r"peer.toml:3: bootstrap\[0\]: 1 must be text"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            PeerConfig(**settings).checked(spelled)
 
 
-def test_text_of_the_environment_becomes_what_the_setting_is() -> None:
-    environment = {
-        "MOONCAKE_P2P_BOOTSTRAP": "a:1, b:2,",
-        "MOONCAKE_P2P_INSECURE": "yes",
-        "MOONCAKE_P2P_MAX_OBJECTS": "17",
-        "MOONCAKE_P2P_DRAIN_TIMEOUT": "2m",
-        "MOONCAKE_P2P_JOIN_TIMEOUT": "3",
-    }
-    config = load_config(None, environment, {})
-    assert (config.bootstrap, config.insecure, config.max_objects) == (["a:1", "b:2"], True, 17)
-    assert (config.drain_timeout, config.join_timeout) == (120.0, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("file", "environment", "flags", "complaint"),
-    [
-        ('join_timeout = "soon"', {}, {}, "peer.toml: join_timeout: 'soon' is not a duration"),
-        ("bootstrap = 3", {}, {}, "peer.toml: bootstrap: 3: expected `array`"),
-        ("bootstrap = [3]", {}, {}, r"peer.toml: bootstrap: \[3\]: expected `str`"),
-        ("colour = 3", {}, {}, "peer.toml: unknown key 'colour'; known are"),
-        ("", {"MAX_OBJECTS": "x"}, {}, "MOONCAKE_P2P_MAX_OBJECTS: 'x': expected `int"),
-        ("", {"LOG_LEVEL": "loud"}, {}, "MOONCAKE_P2P_LOG_LEVEL: 'loud': not one of debug, info"),
-        ("", {"INSECURE": "maybe"}, {}, "MOONCAKE_P2P_INSECURE: 'maybe' is not 1 or 0"),
-        ("", {}, {"join_timeout": "x"}, "--join-timeout: 'x' is not a duration"),
-    ],
-)
-def test_a_mistake_is_named_where_it_was_made(
-    file: str, environment: dict[str, str], flags: dict[str, Any], complaint: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "peer.toml"
-    path.write_text(file)
-    variables = {f"MOONCAKE_P2P_{name}": text for name, text in environment.items()}
-    with pytest.raises(ConfigError, match=complaint):
-        load_config(str(path), variables, flags)
+def test_memory_of_a_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The tightest limit of all groups above this process is what it may use."""
+    host = usable_memory_bytes()
+    limits = {tmp_path / "own": "max\n", tmp_path / "above": f"{64 * MIB}\n"}
+    for file, text in limits.items():
+        file.write_text(text)
+    monkeypatch.setattr(config, "_memory_limit_files", lambda: [*limits, tmp_path / "none"])
+    assert usable_memory_bytes() == 64 * MIB < host

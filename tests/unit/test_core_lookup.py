@@ -288,13 +288,14 @@ def asked_during(world: Harness, seconds: float) -> list[float]:
 
 def test_waiting_asks_again_with_growing_pauses_until_its_time_is_over() -> None:
     world = Harness(others=1)
-    operation = look(world, "k", wait_seconds=3.0)
-    times = asked_during(world, 2.9)
+    operation = look(world, "k", wait_seconds=12.0)
+    times = asked_during(world, 11.9)
     assert not operation.done
     pauses = [later - earlier for earlier, later in pairwise(times)]
     assert pauses[0] == pytest.approx(0.05, abs=0.06)
-    assert all(0.4 <= pause <= 0.6 for pause in pauses[5:]), pauses
-    assert 7 <= len(times) <= 12
+    assert all(later >= 0.9 * earlier for earlier, later in pairwise(pauses)), pauses
+    assert all(1.9 <= pause <= 2.1 for pause in pauses[6:]), pauses
+    assert 9 <= len(times) <= 14
     asked_during(world, 0.2)
     assert operation.result == [[]]
     world.check_idle()
@@ -308,6 +309,20 @@ def test_waiting_notices_what_gossip_brings() -> None:
     world.pass_time(0.06)
     assert operation.done
     assert len(operation.result[0]) == 1
+
+
+def test_waiting_ends_at_once_with_the_last_key_that_was_missing() -> None:
+    world = Harness(others=1)
+    operation = look(world, "k", "l", wait_seconds=30.0)
+    answer_all(world, world.asks(DataKind.LOOKUP))
+    world.hold(world.others[0], "k", b"1")
+    world.core.gossip_arrived(world.now)
+    assert not operation.done
+    world.hold(world.others[0], "l", b"2")
+    world.core.gossip_arrived(world.now)
+    assert operation.done
+    assert [len(copies) for copies in operation.result] == [1, 1]
+    world.check_idle()
 
 
 def test_waiting_does_not_ask_while_an_answer_is_out() -> None:

@@ -97,6 +97,7 @@ def test_a_trailer_that_outgrew_its_reservation_is_an_error_and_frees_it() -> No
 def test_a_reservation_that_is_not_there_is_an_error_and_leaves_nothing() -> None:
     world = Harness()
     spec = world.spec("k", b"value")
+    assert spec.reservation is not None
     operation = PutOperation(world.core, replace(spec, reservation=spec.reservation + 1))
     world.start(operation)
     assert isinstance(operation.result, ValueError)

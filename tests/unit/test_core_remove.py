@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from p2pstore.core.effects import AskPeer, SaveClusterRecord
-from p2pstore.core.peer_core import SCOPE_NAMESPACE
 from p2pstore.core.remove import RemoveOperation
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.messages import ControlKind, Delta
-from p2pstore.gossip.records import SignedRecord, open_cluster_record
+from p2pstore.gossip.records import SCOPE_NAMESPACE, SignedRecord, open_cluster_record
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import Version, namespace_digest
 from p2pstore.simulation.signer import SimulatedVerifier
@@ -322,14 +321,18 @@ def test_a_namespace_s_floor_refuses_older_arrivals() -> None:
         destination.prepare(thing.slot, thing.trailer)
 
 
-def test_flushing_writes_a_floor_above_everything_seen() -> None:
-    world = Harness(others=1)
-    world.stored("a", b"value")
+def test_the_floors_of_a_namespace_s_keys_go_with_its_own() -> None:
+    world = Harness()
+    world.stored("removed", b"value")
+    world.stored("replaced", b"value")
+    remove(world, "removed")
+    world.put("replaced", b"another", overwrite=True)
+    assert len(world.gossip.cluster_records) == 2
     floor = world.core.version_above(Version(0, 0), world.now)
-    world.core.write_floor(namespace_digest(NAMESPACE), floor, world.now, SCOPE_NAMESPACE)
-    assert world.segment.object_count == 0
-    assert world.put("a", b"value").result.status == PutStatus.CREATED
-    assert world.segment.object_count == 1
+    name = namespace_digest(NAMESPACE)
+    world.core.floors.write(name, floor, world.now, scope=SCOPE_NAMESPACE)
+    world.pass_time(1.0)
+    assert len(world.gossip.cluster_records) == 1
 
 
 # --- newer versions of what is here ----------------------------------------------------------

@@ -56,6 +56,19 @@ def test_targets_are_asked_in_rendezvous_order_with_all_they_need() -> None:
     world.check_idle()
 
 
+def test_a_peer_that_offers_no_memory_is_not_asked() -> None:
+    world = Harness(others=3)
+    world.stored("k", b"value")
+    first, second, third = map(world.other, world.core.ranked_peers(digest_of("k")))
+    world.offer(second, memory_capacity=0)
+    operation = replicate(world, "k", 4)
+    asks = asks_of(world)
+    assert [ask.peer_id for ask in asks] == [first.peer_id, third.peer_id]
+    for ask in asks:
+        world.answer(ask, DONE)
+    assert operation.result == 3
+
+
 def test_one_copy_is_the_one_that_is_here() -> None:
     world = Harness(others=3)
     world.stored("k", b"value")

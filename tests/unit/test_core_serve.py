@@ -6,7 +6,7 @@ import pytest
 
 from p2pstore.core.effects import AskPeer
 from p2pstore.core.fetch import FetchOperation
-from p2pstore.core.serving import MAX_HOLDINGS, MAX_LOOKUP_DIGESTS, replicated_reply
+from p2pstore.core.serving import MAX_HOLDINGS, MAX_LOOKUP_DIGESTS, reply_of
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.machine import Duplicate
 from p2pstore.gossip.records import decode_location
@@ -155,7 +155,7 @@ def test_a_replica_is_pulled_from_whoever_asks_and_is_firm() -> None:
     entry = world.deliver(pull, thing)
     assert entry is not None
     assert not entry.soft
-    reply = replicated_reply(operation)
+    reply = reply_of(operation)
     assert reply == Replicated(thing.version.clock, thing.version.writer)
     assert not world.asks(DataKind.LOOKUP)
     world.check_idle()
@@ -201,12 +201,21 @@ def test_what_could_never_fit_is_refused_before_any_byte_moves() -> None:
     world.check_idle()
 
 
+@pytest.mark.parametrize("value", [b"", b"value"])
+def test_a_peer_without_memory_keeps_no_replica(value: bytes) -> None:
+    world = Harness(others=1, memory_bytes=0)
+    reply = asked(world, remote_object("k", value))
+    assert isinstance(reply, Failure)
+    assert reply.code == Code.CAPACITY_EXCEEDED
+    world.check_idle()
+
+
 def test_a_replica_that_failed_is_a_failure() -> None:
     world = Harness(others=1)
     operation = asked(world, remote_object("k", b"value"))
     assert isinstance(operation, FetchOperation)
     world.fail(world.pull_wanted(), Code.NO_SUCH_KEY)
-    reply = replicated_reply(operation)
+    reply = reply_of(operation)
     assert isinstance(reply, Failure)
     assert isinstance(operation.result, NoSuchKey)
     world.check_idle()

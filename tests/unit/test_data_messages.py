@@ -57,8 +57,9 @@ def values_of(annotation: object) -> st.SearchStrategy[object]:
         return st.text(max_size=20)
     if isinstance(annotation, type) and issubclass(annotation, Message):
         return messages(annotation)
-    (inner,) = annotation.__args__  # type: ignore[attr-defined]  # the rest are lists
-    return st.lists(values_of(inner), max_size=3)
+    inner, *more = annotation.__args__  # type: ignore[attr-defined]  # the rest are lists and tuples
+    values = st.lists(values_of(inner), max_size=3)
+    return values.map(tuple) if more == [...] else values
 
 
 def messages(message_type: type[Message]) -> st.SearchStrategy[Message]:

@@ -142,7 +142,7 @@ def test_newest_first_and_the_dead_last() -> None:
     assert held(directory, 1) == [2, 3, 1]
     directory.forget(2)
     assert held(directory, 1) == [3, 1]
-    assert directory.holders_many([digest_of(1), digest_of(2)])[1] == []
+    assert directory.holders(digest_of(2)) == []
 
 
 def test_early_operations_count_until_the_log_has_caught_up() -> None:

@@ -14,6 +14,8 @@ from p2pstore.transfer.messages import (
     Hello,
     HelloReply,
     Lookup,
+    Measure,
+    Measured,
     ObjectReply,
     Objects,
     ObjectStatus,
@@ -22,6 +24,10 @@ from p2pstore.transfer.messages import (
     Proof,
     Push,
     Replicate,
+    Store,
+    Stored,
+    StorePart,
+    StoreReply,
     Ticket,
 )
 from p2pstore.transfer.tickets import Scope, issue_ticket, prove
@@ -60,6 +66,7 @@ SLOT = encode_slot(
     )
 )
 TICKET = Ticket(b"claims", b"signature")
+STORED = Stored(1, 2, 3, 5, 6, 7, 42, b"record")
 
 FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     "hello": (DataKind.HELLO, 0, Hello(1, 1, TICKET, b"n" * 4, "sw"), 0, 0),
@@ -84,6 +91,19 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     "replicate": (DataKind.REPLICATE, 4, Replicate(DIGEST, 5, 6, 12, True), 0, 0),
     "ping": (DataKind.PING, 5, Ping(), 0, 0),
     "pong": (DataKind.PING, 5, Pong(7, 42), REPLY, 0),
+    "measure": (DataKind.MEASURE, 8, Measure(1 << 20), 0, 3),
+    "measured": (DataKind.MEASURE, 8, Measured(3, 1_800_000_000_000), REPLY, 1 << 20),
+    "store": (
+        DataKind.STORE,
+        6,
+        Store("default", "key", 12, SUMS, 9, 5, 2, 1, 60_000, True, "float32", (3, 4)),
+        0,
+        0,
+    ),
+    "store: send": (DataKind.STORE, 6, StoreReply(True), REPLY, 0),
+    "store: unchanged": (DataKind.STORE, 6, StoreReply(False, STORED), REPLY, 0),
+    "store part": (DataKind.STORE_PART, 7, StorePart(0), ONE_WAY, 16 * 1024 * 1024),
+    "stored": (DataKind.STORE_PART, 7, STORED, REPLY, 0),
 }
 GOLDEN: dict[str, str] = {
     "hello": (
@@ -105,8 +125,18 @@ GOLDEN: dict[str, str] = {
     "lookup": "1100000002000000130000000000000091c410dccec363d9fb256bb2d52a0704475a00",
     "push": "120004000300000008000000000000009307912ac4026f70",
     "replicate": "13000000040000001b0000000000000097c410dccec363d9fb256bb2d52a0704475a0005060cc3c400c400",
+    "store": (
+        "19000000060000002b000000000000009ca764656661756c74a36b65790cc4086c003da7fbd52c30"
+        "09050201cdea60c3a7666c6f61743332920304"
+    ),
+    "store: send": "19000100060000000c0000000000000092c39800000000000000c400",
+    "store: unchanged": "1900010006000000120000000000000092c2980102030506072ac4067265636f7264",
+    "store part": "1a0004000700000002000000000000019100",
+    "stored": "1a000100070000001000000000000000980102030506072ac4067265636f7264",
     "ping": "1800000005000000010000000000000090",
     "pong": "1800010005000000030000000000000092072a",
+    "measure": "2000000008000000060000000300000091ce00100000",
+    "measured": "20000100080000000b000000000010009203cf000001a3185c5000",
 }
 FAILURE = "10000300060000000900000000000000930ea56c6174657201"
 CLAIMS = (

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from p2pstore.gossip.messages import Claim, DigestEntry, Status, pack_digest, unpack_digest
+from msgspec.structs import replace
+
+from p2pstore.gossip.floor_stamps import hash_stamps, pack_stamps
+from p2pstore.gossip.messages import (
+    Claim,
+    Delta,
+    DigestEntry,
+    Exchange,
+    ExchangeReply,
+    Status,
+    pack_digest,
+    unpack_digest,
+)
 from p2pstore.gossip.placement import weight
 from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,
+    FloorBody,
     LocationRecord,
     LogHead,
     PeerRecord,
@@ -17,6 +30,7 @@ from p2pstore.gossip.records import (
     format_peer_id,
     location_hash,
     member_of,
+    namespace_of_floor,
     peer_id_from_public_key,
     sign_cluster_record,
     sign_peer_record,
@@ -108,17 +122,66 @@ def test_peer_record() -> None:
         leaving=True,
         software="x",
         topology=b"t",
+        floors_horizon=11,
     )
     signer = RecordingSigner()
     signed = sign_peer_record(record, signer)
     assert signed.body.hex() == (
+        "dc001801c426002408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
+        "1c1d1e1fa764656661756c74a46e6f6465cf0000018bcfe5680002c4016891ae31302e302e302e31"
+        "3a313739343691ae31302e302e302e313a3137393437a22f739192a3746370c401709192c4037365"
+        "67cd100003040506079308090ac3a1780101c401740b"
+    )
+    assert signer.message == b"p2pstore peer record 1\0" + signed.body
+    assert decode_body(PeerRecord, signed.body) == record
+
+
+def test_a_peer_record_of_an_earlier_version() -> None:
+    """It ends before `floors_horizon`."""
+    earlier = bytes.fromhex(
         "dc001701c426002408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
         "1c1d1e1fa764656661756c74a46e6f6465cf0000018bcfe5680002c4016891ae31302e302e302e31"
         "3a313739343691ae31302e302e302e313a3137393437a22f739192a3746370c401709192c4037365"
         "67cd100003040506079308090ac3a1780101c40174"
     )
-    assert signer.message == b"p2pstore peer record 1\0" + signed.body
-    assert decode_body(PeerRecord, signed.body) == record
+    record = decode_body(PeerRecord, earlier)
+    assert (record.topology, record.floors_horizon) == (b"t", 0)
+
+
+def test_exchange() -> None:
+    exchange = Exchange(b"digest", 5, b"buckets", [], 1 << 56, 6)
+    assert encode_body(exchange).hex() == (
+        "96c40664696765737405c4076275636b65747390cf010000000000000006"
+    )
+    assert decode_body(Exchange, encode_body(exchange)) == exchange
+    earlier = bytes.fromhex("94c40664696765737405c4076275636b65747390")
+    assert decode_body(Exchange, earlier) == Exchange(b"digest", 5, b"buckets", [])
+
+
+def test_exchange_reply() -> None:
+    stamps = pack_stamps({2: 3, 1: 1 << 56})
+    assert stamps.hex() == "0100000000000000000000000000000102000000000000000300000000000000"
+    delta = Delta([], [], [], [])
+    reply = ExchangeReply(delta, b"digest", 5, b"buckets", 7, stamps, b"h")
+    assert encode_body(reply).hex() == (
+        "979490909090c40664696765737405c4076275636b65747307c420" + stamps.hex() + "c40168"
+    )
+    assert decode_body(ExchangeReply, encode_body(reply)) == reply
+    earlier = bytes.fromhex("949490909090c40664696765737405c4076275636b657473")
+    assert decode_body(ExchangeReply, earlier) == ExchangeReply(delta, b"digest", 5, b"buckets")
+
+
+def test_horizon_hash() -> None:
+    assert hash_stamps({2: 3, 1: 1 << 56}) == 977_694_753_469_879_511
+
+
+def test_what_a_floor_of_a_key_says() -> None:
+    body = FloorBody(bytes(range(16)))
+    assert encode_body(body).hex() == "91c410000102030405060708090a0b0c0d0e0f"
+    record = ClusterRecord(1, int(ClusterRecordKind.FLOOR), bytes(16), 1, 2, PEER)
+    assert namespace_of_floor(record) == b""
+    assert namespace_of_floor(replace(record, body=encode_body(body))) == bytes(range(16))
+    assert namespace_of_floor(replace(record, scope=1, body=encode_body(body))) == b""
 
 
 def test_cluster_record() -> None:

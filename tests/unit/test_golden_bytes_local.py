@@ -55,6 +55,36 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         local.Committed([local.PutOutcome(0, 1, 2, 3, 4)], [local.Reservation(8, 0, 4096, 4096)]),
         ("11000100040302011a0000000000000092919600010203049300a00091950800cd1000cd10009300a000"),
     ),
+    "place": (
+        LocalKind.PLACE,
+        0,
+        local.Place(DIGEST, 4096),
+        ("2400000004030201160000000000000092c410000102030405060708090a0b0c0d0e0fcd1000"),
+    ),
+    "placed": (
+        LocalKind.PLACE,
+        REPLY,
+        local.Placed([local.Target(b"p", "n", ["h:1"], b"c", b"s", b"k")], 5),
+        ("24000100040302011b00000000000000939196c40170a16e91a3683a31c40163c40173c4016b059300a000"),
+    ),
+    "stored": (
+        LocalKind.STORED,
+        0,
+        local.StoredElsewhere(b"p", 7, 42, b"record"),
+        ("25000000040302010e0000000000000094c40170072ac4067265636f7264"),
+    ),
+    "flush": (
+        LocalKind.FLUSH,
+        0,
+        local.Flush("n", 5000),
+        ("2000000004030201060000000000000092a16ecd1388"),
+    ),
+    "flushed": (
+        LocalKind.FLUSH,
+        REPLY,
+        local.Flushed(2, ["p"]),
+        ("20000100040302010500000000000000920291a170"),
+    ),
     "abort": (
         LocalKind.ABORT,
         ONE_WAY,
@@ -89,29 +119,54 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         LocalKind.PLAN,
         0,
         local.Plan(DIGEST, 0, 4500, [1]),
-        ("1500000004030201190000000000000094c410000102030405060708090a0b0c0d0e0f00cd11949101"),
+        ("15000000040302011b0000000000000095c410000102030405060708090a0b0c0d0e0f00cd11949101c400"),
     ),
     "planned": (
         LocalKind.PLAN,
         REPLY,
-        local.Planned([local.PlanItem([HOLDER], False, 1), local.PlanItem([], True)]),
+        local.Planned([local.PlanItem([HOLDER], False, 1), local.PlanItem([], True)], 3),
         (
-            "15000100040302013100000000000000919294919e01c4020102a16e91a3683a31a22f73c3020304"
-            "0500c40163c40173c4016bc2019300a0009490c3009300a000"
+            "15000100040302013200000000000000929294919e01c4020102a16e91a3683a31a22f73c3020304"
+            "0500c40163c40173c4016bc2019300a0009490c3009300a00003"
         ),
     ),
     "report": (
         LocalKind.REPORT,
         ONE_WAY,
         local.Report(
-            [local.AccessCount(DIGEST, 2, 8192)], [local.HolderFailure(DIGEST, 1, 7, 2, 3)]
+            [local.AccessCount(DIGEST, 2, 8192)],
+            [local.HolderFailure(DIGEST, 1, 7, 2, 3)],
+            [local.PullCount(1, "tcp", 2, 300, 1)],
+            [local.SlowRead(DIGEST, 1, "tcp", 0.5, 7)],
         ),
         (
-            "16000400040302013100000000000000929193c410000102030405060708090a0b0c0d0e0f02cd20"
-            "009195c410000102030405060708090a0b0c0d0e0f01070203"
+            "16000400040302016000000000000000949193c410000102030405060708090a0b0c0d0e0f02cd20"
+            "009195c410000102030405060708090a0b0c0d0e0f01070203919501a374637002cd012c019195c4"
+            "10000102030405060708090a0b0c0d0e0f01a3746370cb3fe000000000000007"
+        ),
+    ),
+    "peers": (
+        LocalKind.PEERS,
+        REPLY,
+        local.PeersReply(
+            [
+                local.PeerEntry(
+                    *(b"\x01", "n", "alive", 5, ["h:1"], ["h:2"], 6, 7, 8, False, "v", 0.5, 0.25),
+                    [local.TransportUse("tcp", 1, 2, 3)],
+                )
+            ]
+        ),
+        (
+            "1b000100040302013a0000000000000091919ec40101a16ea5616c6976650591a3683a3191a3683a"
+            "32060708c2a176cb3fe0000000000000cb3fd00000000000009194a3746370010203"
         ),
     ),
 }
+REPORT_BEFORE_PULLS = (
+    "929193c410000102030405060708090a0b0c0d0e0f02cd20009195c410000102030405060708090a0b0c0d0e0f"
+    "01070203"
+)
+"""What clients of 0.1.0's first weeks send."""
 
 
 def test_the_preface() -> None:
@@ -124,6 +179,20 @@ def test_bytes(name: str) -> None:
     frame = encode_frame(kind, 0x01020304, message, flags=flags)
     assert frame.hex() == expected
     assert decode_body(type(message), frame[16:]) == message
+
+
+def test_an_older_report_is_understood() -> None:
+    report = decode_body(local.Report, bytes.fromhex(REPORT_BEFORE_PULLS))
+    assert report.failures == [local.HolderFailure(DIGEST, 1, 7, 2, 3)]
+    assert report.pulls == []
+    assert report.slow == []
+
+
+def test_older_requests_are_understood() -> None:
+    plan = bytes.fromhex("94c410000102030405060708090a0b0c0d0e0f00cd11949101")
+    assert decode_body(local.Plan, plan) == local.Plan(DIGEST, 0, 4500, [1])
+    assert decode_body(local.Flush, bytes.fromhex("91a16e")) == local.Flush("n")
+    assert decode_body(local.Flushed, bytes.fromhex("90")) == local.Flushed()
 
 
 def test_the_numbers_of_the_kinds() -> None:
@@ -140,4 +209,6 @@ def test_the_numbers_of_the_kinds() -> None:
                 16,
             )
         },
+        "PLACE": 36,
+        "STORED": 37,
     }

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.objects import MAX_OBJECT_BYTES, MIB, Version, chunk_count, root_checksum
 from p2pstore.transfer.layout import (
     GRANULE_BYTES,
@@ -36,6 +36,8 @@ from p2pstore.transfer.layout import (
     trailer_matches,
     trailer_offset,
 )
+from p2pstore.transfer.reader import SegmentReader
+from p2pstore.transfer.segment import Segment
 
 u16 = st.integers(0, 2**16 - 1)
 u32 = st.integers(0, 2**32 - 1)
@@ -236,6 +238,19 @@ def test_geometry_holds_together(data_bytes: int, max_objects: int | None) -> No
     assert geometry.index_entries.bit_count() == 1
     assert geometry.index_entries >= 2 * geometry.slots
     assert 1 <= geometry.slots <= MAX_SLOTS
+
+
+def test_a_segment_of_no_memory_can_be_mapped_and_holds_nothing() -> None:
+    geometry = plan_geometry(0, max_objects=1000)
+    assert (geometry.data_bytes, geometry.slots) == (0, 1)
+    memory = memoryview(bytearray(geometry.total_bytes))
+    segment = Segment(memory, segment_id=bytes(16), incarnation=1, geometry=geometry)
+    with pytest.raises(CapacityExceeded, match="offers no memory"):
+        segment.reserve(0, 1, holder="h", now=0.0)
+    segment.check()
+    reader = SegmentReader(memory)
+    assert not reader.contains(b"d" * 16)
+    assert reader.find(b"d" * 16) is None
 
 
 def test_a_segment_without_room_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +13,14 @@ import pytest
 
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
-from p2pstore.peer.logs import configure_logs
+from p2pstore.peer.logs import BURST, configure_logs, reopen_logs
 
 
 @pytest.fixture
 def logger() -> Iterator[logging.Logger]:
     """The package's logger, left as it was."""
     package = logging.getLogger("p2pstore")
+    root = list(logging.getLogger().handlers)
     handlers, level, propagate = list(package.handlers), package.level, package.propagate
     yield logging.getLogger("p2pstore.peer")
     for handler in set(package.handlers) - set(handlers):
@@ -26,6 +28,7 @@ def logger() -> Iterator[logging.Logger]:
     package.handlers[:] = handlers
     package.setLevel(level)
     package.propagate = propagate
+    logging.getLogger().handlers[:] = root
 
 
 def test_text(logger: logging.Logger, tmp_path: Path) -> None:
@@ -44,7 +47,113 @@ def test_json(logger: logging.Logger, tmp_path: Path) -> None:
     logger.debug("two\nlines", extra={"peer_id": "x"})
     document = json.loads(file.read_text())
     assert document.pop("time").endswith("Z")
-    assert document == {"level": "debug", "part": "peer", "message": "two\nlines", "peer_id": "x"}
+    assert document == {
+        "level": "debug",
+        "event": "",
+        "part": "peer",
+        "message": "two\nlines",
+        "peer_id": "x",
+    }
+
+
+def test_an_event_has_a_name_that_programs_can_rely_on(
+    logger: logging.Logger, tmp_path: Path
+) -> None:
+    file = tmp_path / "log"
+    for style in ("json", "text"):
+        configure_logs(PeerConfig(log_file=str(file), log_format=style))
+        fields = {"event": "joined", "peer_id": "x", "time": "forged", "traceback": "forged"}
+        logger.info("joined through %s", "y", extra=fields)
+    first, second = file.read_text().splitlines()
+    document = json.loads(first)
+    assert (document["event"], document["peer_id"]) == ("joined", "x")
+    assert "forged" not in first
+    assert second.endswith("peer: joined through y peer_id=x")
+
+
+def test_of_what_strangers_cause_a_bounded_share_is_written(
+    logger: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "log"
+    configure_logs(PeerConfig(log_file=str(file)))
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    monkeypatch.setattr(time, "time_ns", lambda: int(now * 1e9))
+
+    def cause(number: int) -> None:
+        logger.warning("dropped %d", number)
+
+    for number in range(1000):
+        cause(number)
+        logger.info("harmless")
+    logger.warning("something else")
+    lines = file.read_text().splitlines()
+    assert sum("dropped" in line for line in lines) == BURST
+    assert sum("harmless" in line for line in lines) == 1000
+    assert "something else" in lines[-1]
+    now += 61
+    cause(1000)
+    assert "dropped 1000 (980 more like it were not written)" in file.read_text().splitlines()[-1]
+
+
+def test_other_libraries_get_a_line_for_a_warning_and_no_traceback(
+    logger: logging.Logger, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "log"
+    configure_logs(PeerConfig(log_file=str(file), log_level="debug"))
+    library = logging.getLogger("some.library")
+    library.info("chatter")
+    try:
+        raise ValueError("of a stranger")
+    except ValueError:
+        library.exception("it failed")
+    (line,) = file.read_text().splitlines()
+    assert "ERROR   some.library: it failed" in line
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rotated_file_is_opened_anew(logger: logging.Logger, tmp_path: Path) -> None:
+    file, rotated = tmp_path / "log", tmp_path / "log.1"
+    configure_logs(PeerConfig(log_file=str(file)))
+    logger.info("one")
+    file.rename(rotated)
+    logger.info("two")
+    reopen_logs()
+    logger.info("three")
+    assert [line.split()[-1] for line in rotated.read_text().splitlines()] == ["one", "two"]
+    assert [line.split()[-1] for line in file.read_text().splitlines()] == ["three"]
+
+
+def test_a_file_that_cannot_be_opened_anew_is_written_on(
+    logger: logging.Logger, tmp_path: Path
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    configure_logs(PeerConfig(log_file=str(folder / "log")))
+    folder.rename(tmp_path / "moved")
+    reopen_logs()
+    logger.info("still here")
+    first, second = (tmp_path / "moved" / "log").read_text().splitlines()
+    assert "cannot be opened anew: No such file" in first
+    assert "still here" in second
+
+
+def test_a_full_disk_costs_lines_and_nothing_else(
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "log"
+    file.symlink_to("/dev/full")
+    configure_logs(PeerConfig(log_file=str(file)))
+    for _ in range(3):
+        logger.info("lost")
+    file.unlink()
+    reopen_logs()
+    logger.info("written")
+    logger.info("as usual")
+    first, second = file.read_text().splitlines()
+    assert first.endswith("written (3 lines before it could not be written)")
+    assert second.endswith("as usual")
+    assert capsys.readouterr().err == ""
 
 
 def test_configuring_twice_writes_each_line_once(logger: logging.Logger, tmp_path: Path) -> None:

@@ -142,6 +142,7 @@ def test_colliding_digests_are_all_found_while_others_go() -> None:
             add(digest)
             there.add(digest)
         assert [reader.contains(d) for d in digests] == [d in there for d in digests]
+        assert reader.contains_many(b"".join(digests)).tolist() == [d in there for d in digests]
         assert [reader.find(d) is not None for d in digests] == [d in there for d in digests]
     segment.check()
 

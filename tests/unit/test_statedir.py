@@ -60,6 +60,30 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert not list(path.glob("*.new"))
 
 
+def test_up_to_where_floors_were_seen_and_dropped_comes_back(tmp_path: Path) -> None:
+    seen, horizon = {0xFEDC_BA98_7654_3210: (1 << 64) - 1, 1: 2}, {1: 1}
+    with StateDirectory.open(tmp_path) as state:
+        assert state.floors_seen == state.floors_horizon == {}
+        state.save_clock(5, floors_horizon=horizon)
+        state.save_clock(4, seen)
+    with StateDirectory.open(tmp_path) as state:
+        assert (state.clock, state.floors_seen, state.floors_horizon) == (5, seen, horizon)
+        state.next_incarnation(7)
+        state.save_clock(6)
+        written = (tmp_path / "state.json").stat().st_mtime_ns
+        state.save_clock(6, seen, horizon)
+        assert (tmp_path / "state.json").stat().st_mtime_ns == written, "nothing had changed"
+    with StateDirectory.open(tmp_path) as state:
+        assert (state.clock, state.floors_seen, state.floors_horizon) == (6, seen, horizon)
+
+
+def test_a_state_file_of_an_earlier_version(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text('{"format":1,"incarnation":3,"clock":4}\n')
+    with StateDirectory.open(tmp_path) as state:
+        assert (state.clock, state.floors_seen, state.floors_horizon) == (4, {}, {})
+        assert state.next_incarnation(0) == 4
+
+
 def test_an_empty_directory_holds_nothing(tmp_path: Path) -> None:
     with StateDirectory.open(tmp_path) as state:
         assert state.load_floors() == []
@@ -120,6 +144,16 @@ def test_an_unfit_identity_is_refused_and_left_alone(
         ("state.json", b'{"format":2,"new":true}', "format 2, this program knows up to 1: upgrade"),
         ("state.json", b'{"format":1', "damaged"),
         ("state.json", b'{"format":0}', "never existed"),
+        (
+            "state.json",
+            b'{"format":1,"incarnation":1,"clock":1,"floors_seen":{"xyz":1}}',
+            "damaged",
+        ),
+        (
+            "state.json",
+            b'{"format":1,"incarnation":1,"clock":1,"floors_horizon":{"1":-1}}',
+            "damaged",
+        ),
         ("addresses.json", b'{"format":3}', "format 3, this program knows up to 1"),
         ("addresses.json", b'{"format":1,"addresses":7}', "damaged"),
         ("floors.bin", b"P2PSFLR\0\x02\0\0\0", "format 2, this program knows up to 1"),

@@ -24,7 +24,10 @@ STRANGERS = ("p2pstore.gossip", "p2pstore.transfer", "p2pstore.ssd_tier")
 LIBP2P = ("libp2p", "multiaddr")
 LIBP2P_MODULE = "p2pstore/gossip/host.py"
 
-CLIENT_SIDE = ("p2pstore.client", "p2pstore.local", "p2pstore.blocking", "mooncake_p2p")
+CLIENT_SIDE = (
+    *("p2pstore.client", "p2pstore.local", "p2pstore.blocking", "p2pstore.aio"),
+    "mooncake_p2p",
+)
 PEER_SIDE = ("p2pstore.peer", "p2pstore.gossip")
 JOIN = "cli/mooncake_p2p/commands/join.py"
 
@@ -35,19 +38,29 @@ PURE = (
         f"p2pstore/gossip/{name}.py"
         for name in (
             *("admission", "anti_entropy", "catch_up", "cluster_records", "contacts", "directory"),
-            *("effects", "fresh_news", "log", "machine", "membership", "messages", "placement"),
-            "records",
+            *("effects", "floor_epochs", "floor_index", "floor_stamps", "floor_sync"),
+            *("fresh_news", "log", "machine", "membership", "messages", "placement", "records"),
         )
     ),
     *(
         f"p2pstore/transfer/{name}.py"
         for name in (
-            *("allocator", "entries", "eviction", "expiry", "failover", "holdings", "key_index"),
+            *("allocator", "entries", "eviction", "expiry", "failover", "holdings"),
+            *("incoming_value", "key_index"),
             *("key_listing", "layout", "messages", "object_table", "segment", "tickets"),
+            "trace",
         )
     ),
+    *(
+        f"p2pstore/doctor/{name}.py"
+        for name in ("finding", "machine_rules", "network_rules", "way_rules")
+    ),
+    "p2pstore/peer/slow_operations.py",
+    "p2pstore/peer/traffic.py",
     "p2pstore/objects.py",
     "p2pstore/wire.py",
+    "p2pstore/allowlist.py",
+    "p2pstore/strangers.py",
     "p2pstore/local/messages.py",
 )
 IMPURE = (

@@ -5,6 +5,10 @@ from __future__ import annotations
 import array
 import mmap
 import random
+import re
+import resource
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pstore.client import arguments
 from p2pstore.client.puts import (
     GROUP_BYTES,
     GROUP_ITEMS,
@@ -21,11 +26,11 @@ from p2pstore.client.puts import (
     groups,
     trailer_bound,
 )
+from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.values import (
     describe_tensor,
     destination_view,
     empty_tensor,
-    fits_tensor,
     fresh_bytes,
     source_view,
 )
@@ -34,6 +39,7 @@ from p2pstore.local.messages import ItemError, Reservation, ReserveItem
 from p2pstore.objects import MIB, chunk_count, chunk_sums
 from p2pstore.streams import BlockingDriver, run_blocking
 from p2pstore.transfer.layout import TrailerBody, encode_trailer
+from tests.optional import require_torch
 
 
 @pytest.mark.parametrize(
@@ -98,9 +104,8 @@ def test_what_has_no_bytes(value: Any) -> None:
 def test_numpy_tensors_keep_dtype_and_shape(dtype: str, shape: tuple[int, ...]) -> None:
     tensor = np.zeros(shape, dtype)
     name, stored = describe_tensor(tensor)
-    made = empty_tensor(name, stored, None)
+    made = empty_tensor(name, stored, tensor.nbytes, None)
     assert (made.dtype, made.shape) == (tensor.dtype, shape)
-    assert fits_tensor(name, stored, tensor.nbytes)
 
 
 def test_plain_names_are_plain() -> None:
@@ -109,28 +114,145 @@ def test_plain_names_are_plain() -> None:
 
 
 def test_what_is_no_tensor() -> None:
-    for neither in (b"bytes", [1, 2], np.zeros(1, object), np.zeros(1, "i4,f4")):
-        with pytest.raises(TypeError):
+    for neither in (b"bytes", [1, 2], 7):
+        with pytest.raises(TypeError, match="numpy array or a torch tensor"):
             describe_tensor(neither)
-    assert not fits_tensor("", (), 4)
-    assert not fits_tensor("float32", (3, -1), 4)
-    assert not fits_tensor("float32", (3,), 4)
-    assert not fits_tensor("float32", (0,), 4)
-    with pytest.raises(P2PStoreError, match="float99"):
-        empty_tensor("float99", (1,), "numpy")
+    for bad in (np.zeros(1, object), np.zeros(1, "i4,f4"), np.zeros(2, "V0")):
+        with pytest.raises(ValueError, match="plain numbers"):
+            describe_tensor(bad)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "length", "text"),
+    [
+        ("float32", (3, -1), 4, "does not have the 4 bytes"),
+        ("float32", (-1, -1), 4, "does not have"),
+        ("float32", (3,), 8, "does not have"),
+        ("float32", (0,), 4, "does not have"),
+        ("float32", (2**40,), 0, "does not have"),  # nothing is allocated for it
+        ("V2000000000", (1,), 1, "does not have"),
+        ("O", (1,), 8, "no dtype of plain numbers"),
+        ("i4,f4", (1,), 8, "no dtype of plain numbers"),
+        ("(2,)i4", (1,), 8, "no dtype of plain numbers"),
+        ("float99", (1,), 4, "float99"),
+        ("i4,", (1,), 4, "dtype"),
+    ],
+)
+def test_what_was_stored_is_not_trusted(
+    dtype: str, shape: tuple[int, ...], length: int, text: str
+) -> None:
+    with pytest.raises(P2PStoreError, match=text):
+        empty_tensor(dtype, shape, length, "numpy")
+
+
+def test_a_dtype_that_numpy_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)  # as if not installed
+    with pytest.raises(P2PStoreError, match=r'install ml_dtypes, or pass framework="torch"'):
+        empty_tensor("torch.bfloat16", (2,), 4, "numpy")
+    stand_in = ModuleType("ml_dtypes")
+    stand_in.bfloat16 = np.float16  # type: ignore[attr-defined] # of the same width
+    monkeypatch.setitem(sys.modules, "ml_dtypes", stand_in)
+    assert empty_tensor("torch.bfloat16", (2,), 4, "numpy").nbytes == 4
+    with pytest.raises(P2PStoreError, match="neither numpy nor ml_dtypes"):
+        empty_tensor("torch.float99", (2,), 4, "numpy")
+
+
+def test_torch_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if not installed
+    with pytest.raises(P2PStoreError, match=r'install it, or pass framework="numpy"'):
+        empty_tensor("torch.float32", (2,), 8, None)
+    assert empty_tensor("torch.float32", (2,), 8, "numpy").dtype == np.float32
+
+
+def test_a_registered_buffer() -> None:
+    memory = bytearray(10_000)
+    with RegisteredBuffer(destination_view(memory)) as registered:
+        assert len(registered) == 10_000
+        assert source_view(registered) is registered.view
+        destination_view(registered)[5:7] = b"xy"
+        assert bytes(registered[5:8]) == b"xy\0"
+        with pytest.raises(TypeError, match="slices"):
+            registered[3]  # type: ignore[index] # that is the point
+        with pytest.raises(BufferError):
+            memory.append(1)
+    registered.close()
+    memory.append(1)
+    for use in (source_view, destination_view, len):
+        with pytest.raises(ValueError, match="register it again"):
+            use(registered)
+
+
+def test_the_pages_of_a_registered_buffer_are_there() -> None:
+    with mmap.mmap(-1, 64 * MIB) as memory:
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        with RegisteredBuffer(destination_view(memory)[5:-5]) as registered:
+            ready = resource.getrusage(resource.RUSAGE_SELF)
+            np.frombuffer(registered.view, np.uint8)[:] = 7
+            used = resource.getrusage(resource.RUSAGE_SELF)
+    assert used.ru_minflt - ready.ru_minflt < 1000 < 64 * MIB // mmap.PAGESIZE
+    assert ready.ru_minflt >= before.ru_minflt
+
+
+@pytest.mark.parametrize(
+    ("check", "bad", "error", "text"),
+    [
+        (arguments.whole_number, "2", TypeError, "n must be a whole number, not '2' (str)"),
+        (arguments.whole_number, 2.0, TypeError, "n must be a whole number"),
+        (arguments.whole_number, True, TypeError, "n must be a whole number"),
+        (arguments.whole_number, 0, ValueError, "n must be at least 1"),
+        (arguments.whole_number, 2**31, ValueError, "below 2**31"),
+        (arguments.seconds, "1", TypeError, "n must be a number of seconds, not '1' (str)"),
+        (arguments.seconds, None, TypeError, "n must be a number of seconds"),
+        (arguments.seconds, False, TypeError, "n must be a number of seconds"),
+        (arguments.seconds, -1, ValueError, "n must be 0 or more"),
+        (arguments.seconds, float("nan"), ValueError, "n must be 0 or more"),
+        (arguments.seconds, float("inf"), ValueError, "at most 1e9 seconds"),
+        (arguments.milliseconds, 0, ValueError, "n must be above 0"),
+        (arguments.milliseconds, "1s", TypeError, "n must be a number of seconds"),
+        (arguments.flag, 1, TypeError, "n must be True or False, not 1 (int)"),
+        (arguments.text, b"k", TypeError, "n must be a str, not b'k' (bytes)"),
+    ],
+)
+def test_arguments_that_cannot_be(check: Any, bad: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        check("n", bad)
+
+
+def test_arguments_that_can_be() -> None:
+    assert arguments.whole_number("n", np.int16(3)) == 3
+    assert arguments.seconds("n", np.float32(0.5)) == 0.5
+    assert arguments.seconds("n", 0) == 0.0
+    assert [arguments.milliseconds("n", each) for each in (None, 1e-9, 2)] == [0, 1, 2000]
+    assert arguments.item_list(iter([("a", b""), ["b", b""]])) == [("a", b""), ["b", b""]]
+    assert arguments.key_list(key for key in "ab") == ["a", "b"]
+    for bad in ("ab", b"ab", 7):
+        with pytest.raises(TypeError, match="keys must be a sequence of str"):
+            arguments.key_list(bad)
+        with pytest.raises(TypeError, match="items must be a sequence of"):
+            arguments.item_list(bad)
+    with pytest.raises(TypeError, match=r"items\[1\] must be a \(key, buffer\) pair"):
+        arguments.item_list([("a", b""), "b"])
+    for wrong, error in ((3, TypeError), ("firm", ValueError)):
+        with pytest.raises(error, match="pin must be 'none', 'soft' or 'hard'"):
+            arguments.pin_number(wrong)
+    unknowns: list[object] = ["jax", 3, []]
+    for unknown in unknowns:
+        with pytest.raises(ValueError, match="framework must be"):
+            arguments.framework(unknown)
 
 
 def test_torch_tensors() -> None:
-    torch = pytest.importorskip("torch")
-    for name in ("float32", "bfloat16", "bool", "int64", "complex64", "float8_e4m3fn"):
+    torch = require_torch()
+    names = ("float32", "bfloat16", "bool", "int64", "complex64", "float8_e4m3fn")
+    for name in names:
         tensor = torch.zeros((2, 3)).to(getattr(torch, name))
         stored, shape = describe_tensor(tensor)
         assert (stored, shape) == (f"torch.{name}", (2, 3))
-        made = empty_tensor(stored, shape, None)
+        made = empty_tensor(stored, shape, tensor.nbytes, None)
         assert (made.dtype, made.shape) == (tensor.dtype, tensor.shape)
         destination_view(made)[:] = source_view(tensor)
         assert torch.equal(made.view(torch.uint8), tensor.view(torch.uint8))
-    assert empty_tensor("torch.float32", (2,), "numpy").dtype == np.float32
     for bad in (torch.zeros(2, 3).T, torch.zeros(2, device="meta"), torch.zeros(2).to_sparse()):
         with pytest.raises(ValueError, match="call"):
             source_view(bad)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import sys
 from dataclasses import asdict
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -14,65 +15,67 @@ from mooncake_p2p.options import (
     Socket,
     Timeout,
     connected,
+    parse_timeout,
 )
-from mooncake_p2p.output import print_json, print_table, printable, progress, remark, short_id
-from p2pstore.objects import format_bytes, parse_duration
+from mooncake_p2p.output import print_json, print_table, progress, remark, short_id
+from p2pstore.objects import parse_duration
 
-LABEL_COLUMNS: Final = 12
+if TYPE_CHECKING:
+    from p2pstore.results import PeerInfo
+
+DEFAULT_INTERVAL: Final = "1"
+MIN_INTERVAL_SECONDS: Final = 0.1
 
 
-def stats(socket: Socket = None, timeout: Timeout = DEFAULT_TIMEOUT, json: Json = False) -> None:
-    """Show this peer and the cluster. --json prints the whole document."""
+def stats(
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show rates, again and again, until Ctrl-C.")
+    ] = False,
+    interval: Annotated[
+        str, typer.Option(metavar="SECONDS", help="How often --watch looks.")
+    ] = DEFAULT_INTERVAL,
+    slow: Annotated[
+        bool, typer.Option("--slow", help="Recent slow operations, and where their time went.")
+    ] = False,
+    socket: Socket = None,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> None:
+    """Show this peer and the cluster.
+
+    Memory, objects, puts and gets, the share of gets that found their key, bytes by transport, and
+    the members of the cluster with what they hold. "in" is what this peer and the clients on this
+    machine read from other peers, "out" what other peers and their clients read from this one over
+    the network; reads through shared memory cost this peer nothing, and it does not see them.
+
+    --watch adds rates and looks again every --interval. On a terminal it keeps trying when the peer
+    is gone; into a pipe it prints one block per interval (with --json one line of JSON, with rates),
+    and ends with status 4 when the peer is gone.
+
+    --slow lists up to 128 requests of clients that took long (see --slow-operation of join) with
+    the time spent waiting, asking other peers and pulling bytes, and from whom by which transport.
+    A key is shown by its digest where the peer does not know its text.
+    """
+    if watch and slow:
+        raise ValueError("--watch and --slow: choose one")
+    interval_seconds = parse_timeout(interval, "--interval")
+    if interval_seconds < MIN_INTERVAL_SECONDS:
+        raise ValueError(f"--interval: {interval!r} is below {MIN_INTERVAL_SECONDS:g} seconds")
+    if watch:
+        from mooncake_p2p.watching import watch as watch_statistics
+
+        watch_statistics(socket, timeout, interval_seconds, as_json=json)
+        return
+    from mooncake_p2p.statistics_view import draws_blocks, overview, slow_lines
+
     with connected(socket, timeout=timeout) as client:
         document = client.statistics()
+    shown = document["peer"]["slow"] if slow else document
     if json:
-        print_json(document)
+        print_json(shown)
         return
-    peer, cluster = document["peer"], document["cluster"]
-    leased = peer["leased_bytes"]
-    _print_facts(
-        f"peer {printable(peer['name'])}",
-        [
-            ("id", peer["peer_id"]),
-            ("memory", _share(peer["memory_used_bytes"], peer["memory_capacity_bytes"])),
-            ("objects", f"{peer['objects']:,}"),
-            ("leased", format_bytes(leased) if leased else "nothing"),
-            ("knows", f"{peer['known_locations']:,} copies elsewhere"),
-            ("up", _duration(peer["uptime_seconds"])),
-            ("software", peer["software"]),
-        ],
-    )
-    counters = [(name, value) for name, value in peer["counters"].items() if value]
-    if counters:
-        print()
-        print_table(
-            ("SINCE ITS START", "COUNT"),
-            [(name.replace("_", " "), _count(name, value)) for name, value in counters],
-            right=("COUNT",),
-        )
-    print()
-    _print_facts(
-        f"cluster {printable(cluster['name'])}",
-        [
-            ("peers", f"{cluster['peers']:,}"),
-            ("memory", _share(cluster["memory_used_bytes"], cluster["memory_capacity_bytes"])),
-            ("copies", f"{cluster['copies']:,}"),
-        ],
-    )
-    print()
-    print_table(
-        ("NAME", "MEMORY USED", "OBJECTS", "PEER ID"),
-        [
-            (
-                member["name"],
-                _share(member["memory_used_bytes"], member["memory_capacity_bytes"]),
-                f"{member['objects']:,}",
-                short_id(member["peer_id"]),
-            )
-            for member in cluster["members"]
-        ],
-        right=("MEMORY USED", "OBJECTS"),
-    )
+    lines = slow_lines(shown) if slow else overview(shown, None, blocks=draws_blocks(sys.stdout))
+    print("\n".join(lines))
 
 
 def peers(
@@ -83,28 +86,56 @@ def peers(
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
 ) -> None:
-    """List the members of the cluster, as the local peer sees them."""
+    """List the members of the cluster, as the local peer sees them.
+
+    RTT is the shortest of the last pings, HEARD how long ago something came from the member itself.
+    READ BY names the transports by which this peer and its clients read from it, with the reads
+    that failed.
+    """
     with connected(socket, timeout=timeout) as client:
         members = client.peers(everyone=everyone)
     if json:
-        print_json([asdict(member) for member in members])
+        print_json([_member_document(member) for member in members])
         return
+    from mooncake_p2p.statistics_view import ago, share
+    from mooncake_p2p.statistics_view import seconds as length
+
     print_table(
-        ("NAME", "STATUS", "CONTROL", "MEMORY USED", "OBJECTS", "HEARD", "PEER ID"),
+        ("NAME", "STATUS", "RTT", "HEARD", "USED", "CONTROL", "READ BY", "PEER ID"),
         [
             (
                 member.name,
                 member.status,
+                "-" if member.round_trip_seconds is None else length(member.round_trip_seconds),
+                "me" if member.me else ago(_finite(member.heard_seconds_ago)),
+                share(member.memory_used, member.memory_capacity).partition(" of")[0],
                 ", ".join(member.control),
-                _share(member.memory_used, member.memory_capacity),
-                f"{member.objects:,}",
-                "me" if member.me else _duration(member.heard_seconds_ago),
+                _read_by(member),
                 short_id(member.peer_id),
             )
             for member in members
         ],
-        right=("MEMORY USED", "OBJECTS", "HEARD"),
-        fold=("CONTROL",),
+        right=("RTT", "HEARD", "USED"),
+        fold=("CONTROL", "READ BY"),
+    )
+
+
+def _finite(seconds: float) -> float | None:
+    return seconds if math.isfinite(seconds) else None
+
+
+def _member_document(member: PeerInfo) -> dict[str, Any]:
+    """For JSON, which has no infinity: null where nothing was heard from the member itself."""
+    return {**asdict(member), "heard_seconds_ago": _finite(member.heard_seconds_ago)}
+
+
+def _read_by(member: PeerInfo) -> str:
+    return (
+        ", ".join(
+            f"{name} ({use['failures']:,} failed)" if use["failures"] else name
+            for name, use in member.transports.items()
+        )
+        or "-"
     )
 
 
@@ -124,28 +155,3 @@ def leave(
         print_json({"left": True})
     else:
         remark("the peer left the cluster")
-
-
-def _print_facts(title: str, facts: Sequence[tuple[str, str]]) -> None:
-    print(title)
-    for label, value in facts:
-        print(f"  {label:<{LABEL_COLUMNS}}{value}")
-
-
-def _share(used: int, capacity: int) -> str:
-    if not capacity:
-        return "none"
-    return f"{100 * used / capacity:.1f} % of {format_bytes(capacity)}"
-
-
-def _count(name: str, value: Any) -> str:
-    if name.endswith("bytes"):
-        return format_bytes(value)
-    return f"{value:,}" if isinstance(value, int | float) else str(value)
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.1f} s"

@@ -1,12 +1,18 @@
-"""`join`: run a peer in the foreground."""
+"""`join`: run a peer, in the foreground or, detached, in the background."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
+
+from mooncake_p2p.detach import DETACHED_VARIABLE, start_detached
+from mooncake_p2p.join_settings import BY_NAME, gather, refuse_socket_of_another
+
+MAX_ATTEMPTS: Final = 8
 
 
 class Transport(StrEnum):
@@ -40,13 +46,21 @@ def join(
         list[str] | None,
         _option("HOST:PORT", "Control address of any peer of the cluster; may be repeated."),
     ] = None,
+    invite: Annotated[
+        str | None,
+        _option("LINE|-", "What `invite` printed on another machine; - reads it from stdin."),
+    ] = None,
     join_timeout: Annotated[
         str | None,
         _option("SECONDS", "How long to try bootstrap peers at first [default: 5]."),
     ] = None,
     listen: Annotated[
         str | None,
-        _option("HOST:PORT", "Control address [default: 127.0.0.1:17946, or a free port]."),
+        _option("HOST:PORT", "Control address [default: where bootstrap peers can call back]."),
+    ] = None,
+    interface: Annotated[
+        str | None,
+        _option("NAME|CIDR", "Listen on this interface's address, or the one in this network."),
     ] = None,
     data_listen: Annotated[
         list[str] | None, _option("HOST:PORT", "Address for bulk data; may be repeated.")
@@ -56,7 +70,7 @@ def join(
     ] = None,
     data_advertise: Annotated[
         list[str] | None,
-        _option("HOST:PORT", "Data address for others to use; may be repeated."),
+        _option("HOST[:PORT]", "Data address for others to use; may be repeated."),
     ] = None,
     memory: Annotated[
         str | None,
@@ -73,6 +87,9 @@ def join(
     cluster_key_file: Annotated[
         str | None, _option("FILE", "The cluster's key, see keygen. Without one: loopback only.")
     ] = None,
+    allow_file: Annotated[
+        str | None, _option("FILE", "Peer ids that may come in, one a line; SIGHUP rereads it.")
+    ] = None,
     insecure: Annotated[
         bool | None,
         typer.Option(
@@ -83,10 +100,18 @@ def join(
         str | None, _option("DIR", "Keeps the peer's identity [default: one per name].")
     ] = None,
     socket: Annotated[str | None, _option("PATH", "Socket for clients on this machine.")] = None,
-    socket_mode: Annotated[str | None, _option("MODE", "Its permissions [default: 0600].")] = None,
+    socket_mode: Annotated[
+        str | None, _option("MODE", "Its permissions [default: 0600; with a group 0660].")
+    ] = None,
     socket_group: Annotated[str | None, _option("GROUP", "Its group.")] = None,
     drain_timeout: Annotated[
         str | None, _option("SECONDS", "How long a stopping peer may take to leave [default: 10].")
+    ] = None,
+    slow_operation: Annotated[
+        str | None,
+        _option(
+            "SECONDS", "What `stats --slow` keeps took at least so long; 0: none [default: 0.1]."
+        ),
     ] = None,
     log_level: Annotated[
         LogLevel | None, typer.Option(help="[default: info].", show_default=False)
@@ -95,32 +120,50 @@ def join(
         LogFormat | None, typer.Option(help="[default: text].", show_default=False)
     ] = None,
     log_file: Annotated[str | None, _option("FILE", "Log there instead of stderr.")] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when the peer serves; `leave` ends it.")
+    ] = False,
     config: Annotated[
         str | None, _option("FILE.toml", "Settings: option names with underscores.")
     ] = None,
 ) -> None:
     """Run a peer in the foreground; Ctrl-C or SIGTERM leaves the cluster.
 
-    Without any option it serves this machine alone. When it can serve it prints `ready ` and a line
-    of JSON: peer_id, name, control, data, socket, metrics, joined, peers.
+    Without any option it serves this machine alone. With a cluster key it listens where the bootstrap
+    peers can call back: on the address that leads to them. When it can serve it prints `ready ` and a
+    line of JSON: peer_id, name, control, data, socket, metrics, joined, peers. SIGHUP opens the log
+    file anew and rereads key and allow files.
 
-    Every option can also be given as MOONCAKE_P2P_ and its name in capitals, such as
+    An invite says cluster, bootstrap peers and key, unless other options do. The peer keeps it in its
+    state directory, so that a restart needs none. --detach logs to peer.log there.
+
+    Every setting can also be given as MOONCAKE_P2P_ and its name in capitals, such as
     MOONCAKE_P2P_DATA_LISTEN (several values with commas), or in the file of --config. An option
-    wins over the environment, and the environment over the file.
+    wins over the environment, the environment over the file, and the file over the invite;
+    `config show` tells what comes of it.
     """
     given = {key: value for key, value in locals().items() if value is not None}
-    toml_path = given.pop("config", None) or os.environ.get("MOONCAKE_P2P_CONFIG")
-    from p2pstore.config import load_config
-    from p2pstore.errors import ConfigError
-    from p2pstore.local.paths import answers
+    del given["detach"]
+    detached = os.environ.pop(DETACHED_VARIABLE, None) is not None
+    if detach and not detached:
+        start_detached(given)
+    else:
+        _run(given, detached)
 
-    settings = load_config(toml_path, os.environ, given)
-    if socket is None and settings.socket and answers(settings.socket):
-        raise ConfigError(
-            f"another peer already serves local clients at {settings.socket}, which MOONCAKE_P2P_SOCKET or "
-            "the file of --config names: unset it, or give this peer a --socket of its own"
-        )
-    settings.checked()  # a mistake is told at once: a second before the peer's modules are loaded
-    from p2pstore.peer import run_peer
 
-    run_peer(settings)
+def _run(given: Mapping[str, Any], detached: bool) -> None:
+    """Run the peer in this process. Of several that start at once and take the same free name, one gets it."""
+    from p2pstore.statedir import StateDirectoryInUse
+
+    for attempt in range(MAX_ATTEMPTS):
+        settings, invite = gather(given)
+        refuse_socket_of_another(settings)
+        config = settings.checked()  # a mistake is told before the peer's modules are loaded
+        from p2pstore.peer import run_peer
+
+        try:
+            run_peer(config, invite, detached=detached)
+            return
+        except StateDirectoryInUse:
+            if settings.origins["state_dir"] != BY_NAME or attempt == MAX_ATTEMPTS - 1:
+                raise

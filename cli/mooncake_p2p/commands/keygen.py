@@ -1,8 +1,9 @@
-"""`keygen`: the key that all peers of one cluster share."""
+"""`keygen`: the key that all peers of one cluster share, and replacing it while they run."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,33 +12,119 @@ from mooncake_p2p.errors import CommandFailed
 from mooncake_p2p.options import Json
 from mooncake_p2p.output import print_json, remark
 
+_NEXT_STEP = {
+    "add": "copy the file to every peer and send each SIGHUP; when all have it: keygen --promote",
+    "promote": "copy the file to every peer and send each SIGHUP; when all have it: keygen --retire",
+    "retire": "copy the file to every peer and send each SIGHUP; then the old key is out",
+}
+
 
 def keygen(
     file: Annotated[
         str,
-        typer.Argument(metavar="FILE", help="Where to write it; must be new.", show_default=False),
+        typer.Argument(metavar="FILE", help="The key file; a new one must not exist yet."),
     ],
+    add: Annotated[
+        bool, typer.Option("--add", help="Step 1: append a new key that all will accept.")
+    ] = False,
+    promote: Annotated[
+        bool, typer.Option("--promote", help="Step 2: the last key comes first: it proves.")
+    ] = False,
+    retire: Annotated[
+        bool, typer.Option("--retire", help="Step 3: remove all keys but the first.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Make a new cluster key: 32 random bytes in hexadecimal, in a file that only you can read.
 
     Give the file to every peer of the cluster with `join --cluster-key-file FILE`.
+
+    To replace the key of a running cluster take three steps, and after each one copy the file to
+    every machine and send every peer SIGHUP before you take the next:
+
+    1. `keygen --add FILE`: every peer accepts the new key too; none uses it yet.
+
+    2. `keygen --promote FILE`: the new key proves; the old one is still accepted.
+
+    3. `keygen --retire FILE`: the old key is gone. Whoever was admitted with it is disconnected
+    within seconds; who holds the new one has connected anew.
+
+    At every moment any two peers share a key, so nothing fails meanwhile. Each peer's log says
+    which key proves, by the same short id that this command prints. A file that a peer cannot
+    read or that is malformed leaves its keys as they were, and its log says so.
     """
+    steps = {"add": add, "promote": promote, "retire": retire}
+    chosen = [step for step, wanted in steps.items() if wanted]
+    if len(chosen) > 1:
+        raise typer.BadParameter("--add, --promote and --retire are steps: take one at a time")
+    ids = _change(Path(file), chosen[0]) if chosen else _make(Path(file))
+    if json:
+        print_json({"file": file, "keys": ids})
+        return
+    if not chosen:
+        remark(f"wrote {file}; copy it to every machine and join with --cluster-key-file {file}")
+        return
+    also = f"; accepted as well: {', '.join(ids[1:])}" if ids[1:] else ""
+    remark(f"{file}: key {ids[0]} proves{also}\n{_NEXT_STEP[chosen[0]]}")
+
+
+def _make(path: Path) -> list[str]:
+    """A new file with one key. Returns the ids of its keys."""
     from p2pstore.keyring import new_cluster_key
 
+    line = new_cluster_key() + "\n"
     try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        _write_new(path, line)
     except FileExistsError:
         raise CommandFailed(
-            f"{file} exists and was left alone, because a key that is lost cannot be made again; "
-            "choose another name"
+            f"{path} exists and was left alone, because a key that is lost cannot be made again; "
+            "choose another name, or replace its key step by step, beginning with --add"
         ) from None
     except OSError as error:
-        raise CommandFailed(f"cannot write {file}: {error.strerror}") from error
+        raise CommandFailed(f"cannot write {path}: {error.strerror}") from error
+    return _ids(line, path)
+
+
+def _change(path: Path, step: str) -> list[str]:
+    """One step of a rotation: the whole file is replaced at once, or left alone."""
+    from p2pstore import keyring
+
+    source = str(path)
+    target = Path(os.path.realpath(path))  # a link to the file stays a link
+    temporary = target.with_name(target.name + ".new")
+    try:
+        text = target.read_text("ascii")
+        if step == "add":
+            changed = keyring.add_key(text, source, keyring.new_cluster_key())
+        elif step == "promote":
+            changed = keyring.promote_key(text, source)
+        else:
+            changed = keyring.retire_keys(text, source)
+        _write_new(temporary, changed)
+        temporary.replace(target)
+    except FileExistsError:
+        raise CommandFailed(
+            f"{temporary} is left from a step that was interrupted, or another one is under way: "
+            "remove it and try again"
+        ) from None
+    except UnicodeDecodeError:
+        raise CommandFailed(f"{path} is not a cluster key file") from None
+    except OSError as error:
+        raise CommandFailed(f"cannot change {path}: {error.strerror}") from error
+    return _ids(changed, path)
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Make a file for this user only, on the disk when this returns. Raises `OSError`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w") as out:
         os.fchmod(out.fileno(), 0o600)  # whatever the umask
-        out.write(new_cluster_key() + "\n")
-    if json:
-        print_json({"file": file})
-    else:
-        remark(f"wrote {file}; copy it to every machine and join with --cluster-key-file {file}")
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _ids(text: str, path: Path) -> list[str]:
+    from p2pstore.keyring import parse_cluster_keys
+
+    return [key_id.hex() for key_id in parse_cluster_keys(text, str(path)).ids]

@@ -18,7 +18,14 @@ from mooncake_p2p.options import (
     Timeout,
     connected,
 )
-from mooncake_p2p.output import print_json, print_table, printable, remark, short_id
+from mooncake_p2p.output import (
+    print_json,
+    print_table,
+    printable,
+    progress,
+    remark,
+    short_id,
+)
 from p2pstore.errors import NoSuchKey
 from p2pstore.objects import format_bytes, unix_seconds_from_clock
 
@@ -31,6 +38,7 @@ def ls(
         int, typer.Option(min=1, max=100_000, metavar="N", help="At most so many.")
     ] = 1000,
     local: Annotated[bool, typer.Option("--local", help="Only what this peer holds.")] = False,
+    pinned: Annotated[bool, typer.Option("--pinned", help="Only what is pinned.")] = False,
     after: Annotated[
         str,
         typer.Option(
@@ -44,10 +52,10 @@ def ls(
 ) -> None:
     """List keys of the whole cluster, in order.
 
-    Says on stderr when there are more, and when peers did not answer.
+    Says on stderr when there are more, and when peers did not answer; their keys are missing then.
     """
-    with connected(socket, namespace, timeout) as client:
-        page = client.list_keys(prefix, after=after, limit=limit, local=local)
+    with connected(socket, namespace, timeout) as client, progress("asking all peers"):
+        page = client.list_keys(prefix, after=after, limit=limit, local=local, pinned=pinned)
     if json:
         print_json(
             {

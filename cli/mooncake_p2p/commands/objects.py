@@ -1,17 +1,19 @@
-"""`put`, `get` and `rm`: values in, out and away."""
+"""`put` and `get`: values in and out."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, contextmanager
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from mooncake_p2p import transfers
-from mooncake_p2p.errors import CommandFailed, ExitCode, describe, exit_code
+from mooncake_p2p.errors import CommandFailed
+from mooncake_p2p.new_file import NewFile
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
     Json,
@@ -23,14 +25,17 @@ from mooncake_p2p.options import (
     parse_timeout,
 )
 from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark
-from p2pstore.errors import BufferTooSmall, ConfigError, NoSuchKey
-from p2pstore.objects import encode_key, format_bytes, parse_duration
+from p2pstore.errors import BufferTooSmall, ConfigError
+from p2pstore.objects import PART_BYTES, encode_key, parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from p2pstore.blocking import BlockingClient
+    from p2pstore.transfer.trace import FetchTrace
 
+FIRST_GUESS_BYTES: Final = PART_BYTES
+"""Room that is offered before the length is known: a value that fits needs no second request."""
 LENGTH_CHANGES: Final = 8
 """How often in a row a value may be replaced by a longer one while it is being fetched."""
 
@@ -78,7 +83,7 @@ def put(
         transfers.open_source(file) as source,
         connected(socket, namespace, timeout) as client,
         transfers.value_of(source) as value,
-        progress(f"putting {format_bytes(len(value))}"),
+        progress(f"putting {printable(key)}", len(value)) as bar,
     ):
         length_bytes = len(value)
         begin = time.perf_counter()
@@ -89,6 +94,7 @@ def put(
             pin=pin.value,
             ttl=ttl_seconds,
             overwrite=overwrite,
+            progress=bar.at if bar.shown else None,
         )
         seconds = time.perf_counter() - begin
     if json:
@@ -130,8 +136,13 @@ def get(
         ),
     ] = None,
     wait: Annotated[
-        str, typer.Option(metavar="SECONDS", help="Wait so long for a key that is not there yet.")
+        str,
+        typer.Option(metavar="SECONDS|10m", help="Wait so long for a key that is not there yet."),
     ] = "0",
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Say on stderr where it came from and what took how long."),
+    ] = False,
     socket: Socket = None,
     namespace: Namespace = "default",
     timeout: Timeout = DEFAULT_TIMEOUT,
@@ -139,31 +150,89 @@ def get(
 ) -> None:
     """Fetch the value of a key.
 
-    To stdout, unless that is a terminal. A file is written beside its place and renamed when it is
-    complete: a get that fails leaves an existing file as it was.
+    To stdout, unless that is a terminal. A file gets its name when it is complete: a get that fails
+    leaves an existing file as it was, and no other.
     """
     encode_key(key)
     wait_seconds = parse_duration(wait, "--wait")
+    if not wait_seconds < math.inf:
+        raise ValueError(f"--wait: {wait!r} is too long")
     to_stdout = output is None or output == "-"
     if to_stdout and json:
         raise ConfigError("--json needs -o FILE, because stdout carries the value")
-    destination: AbstractContextManager[_Sink]
-    if output is None or output == "-":
-        destination = _stream(transfers.standard_output(binary_to_terminal=output == "-"))
-    elif transfers.is_stream(output):
-        destination = _special_file(output)
-    else:
-        destination = _file(output)
-    with destination as sink, connected(socket, namespace, timeout) as client:
+    reading = _Reading(key, wait_seconds, explain)
+    with _destination(output) as sink, connected(socket, namespace, timeout) as client:
         begin = time.perf_counter()
-        length_bytes = sink(lambda: _fetch(client, key, wait_seconds))
+        try:
+            length_bytes = sink(lambda: reading.fetch(client))
+        except BaseException:
+            reading.tell()
+            raise
         seconds = time.perf_counter() - begin
     if json:
-        print_json(
-            {"key": key, "bytes": length_bytes, "output": output, "seconds": round(seconds, 6)}
-        )
-    elif not to_stdout:
+        document = {"key": key, "bytes": length_bytes, "output": output}
+        document["seconds"] = round(seconds, 6)
+        print_json(document | reading.document())
+        return
+    if not to_stdout:
         remark(f"got {printable(key)}: {format_transfer(length_bytes, seconds)}")
+    reading.tell()
+
+
+class _Reading:
+    """One value on its way into memory, and, when that is asked for, how it got there."""
+
+    def __init__(self, key: str, wait_seconds: float, explain: bool) -> None:
+        self._key = key
+        self._wait_until = time.monotonic() + wait_seconds
+        self._explain = explain
+        self._trace: FetchTrace | None = None
+
+    def fetch(self, client: BlockingClient) -> memoryview:
+        """The value, whole and verified."""
+        length = FIRST_GUESS_BYTES
+        with progress(f"looking for {printable(self._key)}") as bar:
+
+            def show(done_bytes: int, total_bytes: int) -> None:
+                bar.relabel(f"getting {printable(self._key)}")
+                bar.at(done_bytes, total_bytes)
+
+            for _ in range(LENGTH_CHANGES):
+                if self._explain:
+                    from p2pstore.transfer.trace import FetchTrace
+
+                    self._trace = FetchTrace()
+                value = transfers.memory_for(length)
+                try:
+                    length = client.get_into(
+                        self._key,
+                        value,
+                        wait=max(0.0, self._wait_until - time.monotonic()),
+                        progress=show if bar.shown else None,
+                        trace=self._trace,
+                    )
+                    return value[:length]
+                except BufferTooSmall as error:
+                    length = error.needed
+        raise CommandFailed(
+            f"{printable(self._key)} keeps being replaced by longer values; try again"
+        )
+
+    def tell(self) -> None:
+        """Explain on stderr, if that was asked for."""
+        if self._trace is not None:
+            from mooncake_p2p.explain import explanation
+
+            for line in explanation(self._trace):
+                remark(line)
+
+    def document(self) -> dict[str, Any]:
+        """The explanation for `--json`."""
+        if self._trace is None:
+            return {}
+        from mooncake_p2p.explain import document
+
+        return {"explain": document(self._trace)}
 
 
 Fetch = Callable[[], memoryview]
@@ -171,18 +240,24 @@ _Sink = Callable[[Fetch], int]
 """Somewhere for a value: fetches it, whole and verified, and then writes it. Returns the length."""
 
 
+def _destination(output: str | None) -> AbstractContextManager[_Sink]:
+    if output is None or output == "-":
+        return _stream(transfers.standard_output(binary_to_terminal=output == "-"))
+    return _special_file(output) if transfers.is_stream(output) else _file(output)
+
+
 @contextmanager
 def _file(path: str) -> Iterator[_Sink]:
     """A file that appears when it is complete. It is written, not mapped: the faults of a mapped new
     file take five times as long as the copy."""
-    with closing(transfers.Destination(path)) as destination:
+    with closing(NewFile(path)) as file:
 
         def sink(fetch: Fetch) -> int:
             value = fetch()
-            destination.resize(len(value))
-            with progress("writing", len(value)) as advance:
-                transfers.write_all(destination.descriptor, value, advance)
-            destination.commit()
+            file.resize(len(value))
+            with progress("writing", len(value)) as bar:
+                transfers.write_all(file.descriptor, value, bar.advance)
+            file.commit()
             return len(value)
 
         yield sink
@@ -192,8 +267,8 @@ def _file(path: str) -> Iterator[_Sink]:
 def _stream(descriptor: int) -> Iterator[_Sink]:
     def sink(fetch: Fetch) -> int:
         value = fetch()
-        with progress("writing", len(value)) as advance:
-            transfers.write_all(descriptor, value, advance)
+        with progress("writing", len(value)) as bar:
+            transfers.write_all(descriptor, value, bar.advance)
         return len(value)
 
     yield sink
@@ -203,56 +278,3 @@ def _stream(descriptor: int) -> Iterator[_Sink]:
 def _special_file(path: str) -> Iterator[_Sink]:
     with open(path, "wb", buffering=0) as file, _stream(file.fileno()) as sink:
         yield sink
-
-
-def _fetch(client: BlockingClient, key: str, wait_seconds: float) -> memoryview:
-    """Get the value into memory of the right size."""
-    length = 0  # the first answer says how long it is
-    for _ in range(LENGTH_CHANGES):
-        value = transfers.memory_for(length)
-        with progress(f"getting {format_bytes(length)}" if length else "looking"):
-            try:
-                return value[: client.get_into(key, value, wait=wait_seconds)]
-            except BufferTooSmall as error:
-                length = error.needed
-    raise CommandFailed(f"{printable(key)} keeps being replaced by longer values; try again")
-
-
-def rm(
-    keys: Annotated[
-        list[str], typer.Argument(metavar="KEY", help="Names of the objects.", show_default=False)
-    ],
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
-) -> int:
-    """Remove keys everywhere.
-
-    A key that does not exist is reported; the exit status is 3 only when none of them existed.
-    """
-    for key in keys:
-        encode_key(key)
-    removed: list[str] = []
-    missing: list[str] = []
-    failed: dict[str, Exception] = {}
-    with connected(socket, namespace, timeout) as client:
-        for item in client.remove_many(keys):
-            if item.error is not None and not isinstance(item.error, NoSuchKey):
-                failed[item.key] = item.error
-            elif item.value:
-                removed.append(item.key)
-            else:
-                missing.append(item.key)
-    if json:
-        reasons = {key: describe(error) for key, error in failed.items()}
-        print_json({"removed": removed, "missing": missing, "failed": reasons})
-    elif removed:
-        remark(f"removed {len(removed)} of {len(keys)} keys" if len(keys) > 1 else "removed")
-    for key in missing:
-        remark(f"error: no such key: {printable(key)}")
-    for key, error in failed.items():
-        remark(f"error: {printable(key)}: {describe(error)}")
-    if failed:
-        return exit_code(next(iter(failed.values())))
-    return ExitCode.DONE if removed else ExitCode.NO_SUCH_KEY

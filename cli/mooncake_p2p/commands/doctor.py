@@ -1,0 +1,153 @@
+"""`doctor`: what is wrong with this machine, or with the way to a peer, and what to do about it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from mooncake_p2p.errors import CommandFailed, ExitCode
+from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, parse_timeout
+from mooncake_p2p.output import print_json, printable, remark
+
+if TYPE_CHECKING:
+    from p2pstore.doctor.finding import Finding
+
+STATUS_COLUMNS: Final = 8
+NAME_COLUMNS: Final = 20
+PIPE_COLUMNS: Final = 80
+MAX_COLUMNS: Final = 120
+MAX_MEASURE_SECONDS: Final = 60.0
+COLOURS: Final = {"ok": "32", "warning": "33", "broken": "31", "skipped": "2"}
+
+
+def doctor(
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Examine the way to the peer with this control address instead.",
+            show_default=False,
+        ),
+    ] = None,
+    directory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Try a disk: write 64 MiB there, read it back, remove it.",
+            show_default=False,
+        ),
+    ] = None,
+    cluster_key_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="MOONCAKE_P2P_CLUSTER_KEY_FILE",
+            help="The cluster's key, for --peer.",
+            show_default=False,
+        ),
+    ] = None,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", envvar="MOONCAKE_P2P_CLUSTER", help="The cluster's name, for --peer."
+        ),
+    ] = "default",
+    seconds: Annotated[
+        str, typer.Option(metavar="SECONDS", help="How long --peer measures GB/s.")
+    ] = "2",
+    socket: Socket = None,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> None:
+    """Check this machine, or the way to a peer, and say cause and cure.
+
+    Without --peer: software, clock, memory and limits, sockets and directories, the peers that run
+    here, ports, kernel settings, network interfaces, RDMA devices, GPUs, and how fast memory is.
+    Nothing needs root; what cannot be read is skipped, with the reason.
+
+    With --peer, no peer need run here: name resolution, TCP, path MTU, encryption, admission with
+    the cluster's key, versions, round trips, clock skew, and GB/s by each transport, both ways. It
+    does not join the cluster. --timeout is for each step.
+    """
+    timeout_seconds = parse_timeout(timeout)
+    measure_seconds = parse_timeout(seconds, "--seconds")
+    if measure_seconds > MAX_MEASURE_SECONDS:
+        raise ValueError(f"--seconds: {seconds!r} is above {MAX_MEASURE_SECONDS:g}")
+    if peer is not None and directory is not None:
+        raise ValueError("--directory is about this machine and --peer is not: choose one")
+    findings: list[Finding] = []
+
+    def report(finding: Finding) -> None:
+        findings.append(finding)
+        if not json:
+            _show(finding)
+            sys.stdout.flush()
+
+    if peer is None:
+        _examine_machine(report, socket, directory)
+    else:
+        from p2pstore.doctor.way import Way, examine_way
+        from p2pstore.keyring import KeyRing
+        from p2pstore.statedir import load_cluster_key_file
+
+        ring = load_cluster_key_file(cluster_key_file) if cluster_key_file else KeyRing()
+        examine_way(Way(peer, ring, cluster, measure_seconds, timeout_seconds), report)
+    _conclude(findings, json)
+
+
+def _examine_machine(report: object, socket: str | None, directory: str | None) -> None:
+    from p2pstore.doctor.machine import examine_machine
+
+    assert callable(report)
+    for finding in examine_machine(socket=socket, directory=directory):
+        report(finding)
+
+
+def _conclude(findings: list[Finding], json: bool) -> None:
+    """Print the summary, and raise what gives the exit status when something is broken."""
+    from p2pstore.doctor.finding import Failure, summary, worst_failure
+
+    counted = summary(findings)
+    failure = worst_failure(findings)
+    if json:
+        documents = [finding.document() for finding in findings]
+        print_json({"findings": documents, "summary": counted, "fine": not failure})
+    else:
+        told = [f"{count} {status}" for status, count in counted.items() if count]
+        remark(", ".join(told))
+    if failure:
+        code = {
+            Failure.UNREACHABLE: ExitCode.NO_PEER,
+            Failure.DEADLINE: ExitCode.DEADLINE,
+        }.get(failure, ExitCode.FAILED)
+        what = next(finding for finding in findings if finding.failure)
+        why = what.cause if json else "broken; cause and cure are above"
+        raise CommandFailed(printable(f"{what.name}: {why}"), code)
+
+
+def _show(finding: Finding) -> None:
+    """One line for what was found; cause and cure below it, where there are any."""
+    on_terminal = sys.stdout.isatty()
+    columns = min(MAX_COLUMNS, shutil.get_terminal_size().columns) if on_terminal else PIPE_COLUMNS
+    status = f"{finding.status:<{STATUS_COLUMNS}}"
+    if on_terminal:
+        status = f"\x1b[{COLOURS[finding.status]}m{status}\x1b[0m"
+    value = finding.value if finding.status != "skipped" else finding.cause
+    _print_wrapped(f"{printable(finding.name):<{NAME_COLUMNS}} ", printable(value), columns, status)
+    if finding.status != "skipped":
+        for label, text in (("cause: ", finding.cause), ("cure:  ", finding.cure)):
+            if text:
+                _print_wrapped(label, printable(text), columns, " " * STATUS_COLUMNS)
+
+
+def _print_wrapped(label: str, text: str, columns: int, before: str) -> None:
+    """`text` behind its label, in as many lines as it needs; `before` takes `STATUS_COLUMNS`."""
+    room = max(20, columns - STATUS_COLUMNS - len(label))
+    first, *others = textwrap.wrap(text, room, break_on_hyphens=False) or [""]
+    print(f"{before}{label}{first}".rstrip())
+    for line in others:
+        print(" " * (STATUS_COLUMNS + len(label)) + line)

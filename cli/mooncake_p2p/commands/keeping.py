@@ -1,0 +1,168 @@
+"""`pin`, `unpin` and `replicate`: how firmly objects are kept, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mooncake_p2p.errors import CommandFailed, ExitCode, describe, exit_code
+from mooncake_p2p.options import (
+    DEFAULT_TIMEOUT,
+    Json,
+    Key,
+    Keys,
+    Namespace,
+    Socket,
+    Timeout,
+    connected,
+    parse_timeout,
+)
+from mooncake_p2p.output import print_json, printable, progress, remark
+from p2pstore.errors import NoSuchKey, P2PStoreError
+from p2pstore.objects import encode_key
+
+if TYPE_CHECKING:
+    from p2pstore.blocking import BlockingClient
+
+
+class Firmness(StrEnum):
+    soft = "soft"
+    hard = "hard"
+
+
+def pin(
+    keys: Keys,
+    pin: Annotated[
+        Firmness, typer.Option(help="soft: evicted last; hard: never evicted.")
+    ] = Firmness.soft,
+    ttl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS|10m",
+            help="How long a soft pin lasts  [default: 30m].",
+            show_default=False,
+        ),
+    ] = None,
+    socket: Socket = None,
+    namespace: Namespace = "default",
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> int:
+    """Keep objects in this peer's memory.
+
+    An object that only other peers hold is brought here first. What is pinned hard stays until it is
+    unpinned or removed, and takes up memory that nothing else can use.
+    """
+    if ttl is not None and pin is Firmness.hard:
+        raise CommandFailed("--ttl is for soft pins; a hard pin stays until unpin", ExitCode.USAGE)
+    ttl_seconds = None if ttl is None else parse_timeout(ttl, "--ttl")
+
+    def keep(client: BlockingClient, key: str) -> None:
+        try:
+            client.pin(key, pin.value, ttl=ttl_seconds)
+        except NoSuchKey:  # not here; what is leased is, and stays until it is pinned
+            with client.lease(key):
+                client.pin(key, pin.value, ttl=ttl_seconds)
+
+    with connected(socket, namespace, timeout) as client:
+        return _for_each(client, keys, keep, "pinned", json)
+
+
+def unpin(
+    keys: Keys,
+    socket: Socket = None,
+    namespace: Namespace = "default",
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> int:
+    """Let objects in this peer's memory be evicted again.
+
+    Copies that other peers have pinned stay pinned: unpin them there.
+    """
+
+    def let_go(client: BlockingClient, key: str) -> None:
+        try:
+            client.unpin(key)
+        except NoSuchKey:
+            holders = sorted({copy.peer for copy in client.locate(key)})
+            if not holders:
+                raise
+            raise CommandFailed(
+                f"not in this peer's memory; unpin it where it is: {', '.join(holders)}"
+            ) from None
+
+    with connected(socket, namespace, timeout) as client:
+        return _for_each(client, keys, let_go, "unpinned", json)
+
+
+def _for_each(
+    client: BlockingClient,
+    keys: list[str],
+    action: Callable[[BlockingClient, str], None],
+    word: str,
+    json: bool,
+) -> int:
+    """Do one thing with every key; tells what became of each, and returns the exit status."""
+    for key in keys:
+        encode_key(key)
+    done: list[str] = []
+    failed: dict[str, Exception] = {}
+    with progress(f"{len(keys)} keys" if len(keys) > 1 else printable(keys[0])):
+        for key in keys:
+            try:
+                action(client, key)
+            except (P2PStoreError, CommandFailed) as failure:
+                failed[key] = failure
+            else:
+                done.append(key)
+    if json:
+        print_json({word: done, "failed": {key: describe(error) for key, error in failed.items()}})
+    elif done:
+        remark(f"{word} {len(done)} of {len(keys)} keys" if len(keys) > 1 else word)
+    for key, error in failed.items():
+        missing = isinstance(error, NoSuchKey)
+        name = printable(key)
+        remark(f"error: no such key: {name}" if missing else f"error: {name}: {describe(error)}")
+    serious = [error for error in failed.values() if not isinstance(error, NoSuchKey)]
+    if serious:
+        return exit_code(serious[0])
+    return ExitCode.DONE if done else ExitCode.NO_SUCH_KEY
+
+
+def replicate(
+    key: Key,
+    copies: Annotated[
+        int,
+        typer.Option(
+            "--replicas", "-n", min=1, metavar="N", help="Copies in all.", show_default=False
+        ),
+    ],
+    socket: Socket = None,
+    namespace: Namespace = "default",
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> int:
+    """Have N copies of an object, on as many peers.
+
+    Copies that exist count. The number travels with the object.
+    """
+    encode_key(key)
+    with (
+        connected(socket, namespace, timeout) as client,
+        progress(f"copying {printable(key)}"),
+    ):
+        result = client.replicate(key, copies)
+    if json:
+        print_json({"key": key, "copies": result.copies, "wanted": result.wanted})
+    enough = result.copies >= result.wanted
+    if not enough:
+        remark(
+            f"error: {printable(key)}: copies {result.copies}/{result.wanted}: no further peer has "
+            "room; see `mooncake-p2p peers`"
+        )
+    elif not json:
+        remark(f"copies {result.copies}/{result.wanted}")
+    return ExitCode.DONE if enough else ExitCode.FAILED

@@ -1,0 +1,200 @@
+"""`rm` and `flush`: taking objects away, everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from mooncake_p2p.errors import CommandFailed, ExitCode, describe, exit_code
+from mooncake_p2p.interrupts import Interrupts
+from mooncake_p2p.options import (
+    DEFAULT_TIMEOUT,
+    Json,
+    Namespace,
+    Socket,
+    Timeout,
+    Yes,
+    complete_key,
+    connected,
+)
+from mooncake_p2p.output import confirm, print_json, printable, progress, remark
+from p2pstore.errors import NoSuchKey
+from p2pstore.objects import encode_key, encode_namespace
+
+if TYPE_CHECKING:
+    from p2pstore.blocking import BlockingClient
+    from p2pstore.results import ItemResult
+
+PAGE_KEYS: Final = 1000
+"""Keys listed and removed at a time."""
+
+
+def rm(
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY",
+            help="Names of the objects.",
+            show_default=False,
+            autocompletion=complete_key,
+        ),
+    ] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Instead: all keys that begin so.", show_default=False),
+    ] = None,
+    yes: Yes = False,
+    socket: Socket = None,
+    namespace: Namespace = "default",
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> int:
+    """Remove keys everywhere.
+
+    A key that does not exist is reported. With --prefix, keys that appear meanwhile may stay, and so
+    do those of peers that did not answer; then it says so. Ctrl-C stops between two batches of 1,000.
+    """
+    if bool(keys) == (prefix is not None):
+        raise CommandFailed("name keys to remove, or give --prefix TEXT", ExitCode.USAGE)
+    if prefix is None:
+        assert keys
+        return _remove_named(keys, socket, namespace, timeout, json)
+    if not prefix:
+        raise CommandFailed(
+            "--prefix is empty; `mooncake-p2p flush NAMESPACE` removes everything", ExitCode.USAGE
+        )
+    confirm(
+        f"Remove all keys that begin with {printable(prefix)!r} in namespace "
+        f"{printable(namespace)!r}, on all peers?",
+        yes=yes,
+    )
+    with connected(socket, namespace, timeout) as client:
+        return _remove_prefix(client, prefix, json)
+
+
+def _remove_named(
+    keys: list[str], socket: str | None, namespace: str, timeout: str, json: bool
+) -> int:
+    for key in keys:
+        encode_key(key)
+    removed: list[str] = []
+    missing: list[str] = []
+    failed: dict[str, Exception] = {}
+    with connected(socket, namespace, timeout) as client, progress("removing"):
+        for item in client.remove_many(keys):
+            if item.error is not None and not isinstance(item.error, NoSuchKey):
+                failed[item.key] = item.error
+            elif item.value:
+                removed.append(item.key)
+            else:
+                missing.append(item.key)
+    if json:
+        reasons = {key: describe(error) for key, error in failed.items()}
+        print_json({"removed": removed, "missing": missing, "failed": reasons})
+    elif removed:
+        remark(f"removed {len(removed)} of {len(keys)} keys" if len(keys) > 1 else "removed")
+    for key in missing:
+        remark(f"error: no such key: {printable(key)}")
+    for key, error in failed.items():
+        remark(f"error: {printable(key)}: {describe(error)}")
+    if failed:
+        return exit_code(next(iter(failed.values())))
+    return ExitCode.DONE if removed else ExitCode.NO_SUCH_KEY
+
+
+@dataclass
+class _Removal:
+    """How far removing by prefix is."""
+
+    removed: int = 0
+    failed: dict[str, Exception] = field(default_factory=dict)
+    silent_peers: set[str] = field(default_factory=set)
+
+    def take(self, items: list[ItemResult]) -> None:
+        for item in items:
+            if item.error is None:
+                self.removed += bool(item.value)
+            elif not isinstance(item.error, NoSuchKey):  # else somebody else was faster
+                self.failed[item.key] = item.error
+
+    @property
+    def status(self) -> int:
+        if self.failed:
+            return exit_code(next(iter(self.failed.values())))
+        return ExitCode.FAILED if self.silent_peers else ExitCode.DONE
+
+
+def _remove_prefix(client: BlockingClient, prefix: str, json: bool) -> int:
+    removal = _Removal()
+    try:
+        with Interrupts() as interrupts, progress("removing") as bar:
+            after, more = "", True
+            while more:
+                with interrupts.allowed():  # else a signal waits: what is removed is also counted
+                    page = client.list_keys(prefix, after=after, limit=PAGE_KEYS)
+                removal.silent_peers.update(page.silent_peers)
+                if page.keys:
+                    removal.take(client.remove_many([entry.key for entry in page.keys]))
+                    after = page.keys[-1].key
+                bar.relabel(f"removed {removal.removed:,} keys")
+                more = page.more
+    except BaseException:
+        _tell(removal, json, stopped=True)
+        raise
+    _tell(removal, json, stopped=False)
+    return removal.status
+
+
+def _tell(removal: _Removal, json: bool, *, stopped: bool) -> None:
+    silent_peers = sorted(removal.silent_peers)
+    if json:
+        reasons = {key: describe(error) for key, error in removal.failed.items()}
+        complete = not (stopped or reasons or silent_peers)
+        print_json(
+            {
+                "removed": removal.removed,
+                "failed": reasons,
+                "silent_peers": silent_peers,
+                "complete": complete,
+            }
+        )
+    else:
+        remark(f"removed {removal.removed:,} keys{' before it was stopped' if stopped else ''}")
+    for key, error in removal.failed.items():
+        remark(f"error: {printable(key)}: {describe(error)}")
+    if silent_peers:
+        names = ", ".join(map(printable, silent_peers))
+        remark(
+            f"error: incomplete: {names} did not answer, and may hold more such keys; "
+            "run it again when they do"
+        )
+
+
+def flush(
+    namespace: Annotated[
+        str,
+        typer.Argument(metavar="NAMESPACE", help="What to remove whole.", show_default=False),
+    ],
+    yes: Yes = False,
+    socket: Socket = None,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> None:
+    """Remove everything in a namespace, on all peers.
+
+    Peers that do not answer now drop their copies as soon as they hear of it. What is put afterwards is
+    new and stays.
+    """
+    encode_namespace(namespace)
+    confirm(
+        f"Remove everything in namespace {printable(namespace)!r}, on all peers?",
+        yes=yes,
+    )
+    with connected(socket, namespace, timeout) as client, progress("flushing"):
+        client.flush()
+    if json:
+        print_json({"flushed": namespace})
+    else:
+        remark(f"flushed {printable(namespace)}")

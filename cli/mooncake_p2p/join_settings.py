@@ -1,0 +1,59 @@
+"""What `join` and `config show` make of options, environment, file and invite."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from p2pstore.invite import Invite
+    from p2pstore.settings import Settings
+
+CONFIG_VARIABLE: Final = "MOONCAKE_P2P_CONFIG"
+INVITE_VARIABLE: Final = "MOONCAKE_P2P_INVITE"
+BY_NAME: Final = "default: by name"
+"""The origin of a state directory that nobody named."""
+MAX_LINE: Final = 64 * 1024
+
+
+def gather(given: Mapping[str, Any]) -> tuple[Settings, Invite | None]:
+    """The settings with their origins, name and state directory among them, and the invite that was given.
+
+    `given` holds `join`'s options, without those that were not given. Raises `ConfigError` naming origin,
+    value and what is allowed.
+    """
+    from p2pstore.invite import parse_invite
+    from p2pstore.places import settle
+    from p2pstore.settings import load_settings
+
+    flags = {name: value for name, value in given.items() if name not in ("config", "invite")}
+    toml_path = given.get("config") or os.environ.get(CONFIG_VARIABLE)
+    settings = load_settings(toml_path, os.environ, flags)
+    line = given.get("invite") or os.environ.get(INVITE_VARIABLE)
+    invite = parse_invite(read_line_of_invite() if line == "-" else line) if line else None
+    return settle(settings, invite), invite
+
+
+_from_stdin: list[str] = []
+
+
+def read_line_of_invite() -> str:
+    """What stands on stdin, of which only 64 KiB are read; the same when asked again."""
+    if not _from_stdin:
+        _from_stdin.append(sys.stdin.read(MAX_LINE))
+    return _from_stdin[0]
+
+
+def refuse_socket_of_another(settings: Settings) -> None:
+    """Raise `ConfigError` when environment or file name the socket of a peer that runs: a client's setting."""
+    from p2pstore.errors import ConfigError
+    from p2pstore.local.paths import answers
+
+    origin, path = settings.origins.get("socket"), settings.values.get("socket")
+    if path and origin != "--socket" and answers(path):
+        raise ConfigError(
+            f"another peer already serves local clients at {path}, which {origin} names: unset it, or give "
+            "this peer a --socket of its own"
+        )

@@ -1,0 +1,213 @@
+"""The part of every command's help that is prose: examples that work, and exit statuses.
+
+`tests/unit/test_cli_manual.py` parses every example, so that none outlives an option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+Example = tuple[str, str]
+"""A line to type, and what it is good for."""
+
+MEANINGS: Final[dict[int, str]] = {
+    0: "done",
+    1: "failed; stderr says why",
+    2: "wrong arguments or settings",
+    3: "no such key",
+    4: "no peer to talk to, or several and none was chosen",
+    5: "the deadline passed without progress",
+    6: "copies are known, but none of their peers can be reached",
+}
+
+
+@dataclass(frozen=True)
+class Page:
+    """What the help of one command ends with."""
+
+    examples: tuple[Example, ...]
+    statuses: tuple[tuple[int, str], ...]
+
+
+def _page(
+    *examples: Example, also: Iterable[int] = (), meaning: dict[int, str] | None = None
+) -> Page:
+    """A page with the statuses that every command has, those in `also` and, worded anew, `meaning`."""
+    special = meaning or {}
+    numbers = sorted({0, 1, 2, *also, *special})
+    return Page(examples, tuple((each, special.get(each, MEANINGS[each])) for each in numbers))
+
+
+PAGES: Final[dict[str, Page]] = {
+    "join": _page(
+        (
+            "mooncake-p2p join",
+            "A peer that serves this machine alone, with an eighth of its memory.",
+        ),
+        (
+            "mooncake-p2p join --memory 64GiB --bootstrap 10.0.0.1:17946",
+            "Join the cluster of the peer at 10.0.0.1, without a key: on one machine only.",
+        ),
+        (
+            "mooncake-p2p join --listen 10.0.0.2:17946 --cluster-key-file /etc/p2p.key",
+            "Serve a network; only peers with the same key get in.",
+        ),
+        (
+            "mooncake-p2p join --detach --interface eth1 --cluster-key-file /etc/p2p.key",
+            "The same on another interface, in the background.",
+        ),
+        (
+            "mooncake-p2p join --invite p2pstore1:k6dkZWZhdWx0ka4xMC4wLjAuMToxNzk0NpA",
+            "Join by invite.",
+        ),
+        meaning={0: "left the cluster on Ctrl-C, SIGTERM or `leave`"},
+    ),
+    "put": _page(
+        ("mooncake-p2p put model/part-1 part-1.safetensors", "Store a file."),
+        ("tar c checkpoint | mooncake-p2p put checkpoint.tar", "Store what a program writes."),
+        (
+            "mooncake-p2p put prompt/7 kv.bin --replicas 2 --ttl 10m",
+            "On two peers, and for ten minutes.",
+        ),
+        (
+            "mooncake-p2p put config config.json --overwrite --pin hard",
+            "Replace what is there, and never evict it.",
+        ),
+        also=(4, 5),
+        meaning={1: "failed; also when the key has other bytes and --overwrite was not given"},
+    ),
+    "get": _page(
+        ("mooncake-p2p get model/part-1 -o part-1.safetensors", "Into a file."),
+        ("mooncake-p2p get checkpoint.tar | tar x", "Into another program."),
+        (
+            "mooncake-p2p get prompt/7 -o kv.bin --wait 30",
+            "Wait up to half a minute for somebody to put it.",
+        ),
+        (
+            "mooncake-p2p get model/part-1 -o /dev/null --explain",
+            "See which peer it came from, and what took how long.",
+        ),
+        also=(4, 5, 6),
+        meaning={3: "no such key, or still none after --wait"},
+    ),
+    "ls": _page(
+        ("mooncake-p2p ls", "The first 1,000 keys of the whole cluster."),
+        ("mooncake-p2p ls model/ --limit 20 --after model/part-3", "The next page."),
+        ("mooncake-p2p ls --local --pinned", "What takes up this peer's memory for good."),
+        ("mooncake-p2p ls prompt/ --json", "For programs: keys, more, silent_peers."),
+        also=(4, 5),
+        meaning={0: "done, also when peers did not answer: stderr and silent_peers name them"},
+    ),
+    "rm": _page(
+        ("mooncake-p2p rm prompt/7 prompt/8", "Remove two keys."),
+        ("mooncake-p2p rm --prefix prompt/ --yes", "Remove all keys that begin so."),
+        also=(3, 4, 5, 6),
+        meaning={
+            1: "failed; also when peers that did not answer may hold more such keys",
+            3: "none of the keys existed",
+        },
+    ),
+    "flush": _page(
+        ("mooncake-p2p flush job-17 --yes", "Remove everything in namespace job-17."),
+        (
+            "mooncake-p2p flush default",
+            "Everything that was put without --namespace, after a question.",
+        ),
+        also=(4, 5),
+    ),
+    "locate": _page(
+        ("mooncake-p2p locate model/part-1", "Which peers hold it."),
+        ("mooncake-p2p locate model/part-1 --json", "For schedulers: every known copy."),
+        also=(3, 4, 5),
+    ),
+    "pin": _page(
+        ("mooncake-p2p pin model/part-1 model/part-2", "Evict these last, for 30 minutes."),
+        ("mooncake-p2p pin system-prompt --pin hard", "Never evict it."),
+        ("mooncake-p2p pin prompt/7 --ttl 2h", "Evict it last, for two hours."),
+        also=(3, 4, 5, 6),
+        meaning={3: "none of the keys existed"},
+    ),
+    "unpin": _page(
+        ("mooncake-p2p unpin system-prompt", "Let it be evicted again."),
+        ("mooncake-p2p unpin model/part-1 model/part-2 --json", "Say what became of each."),
+        also=(3, 4, 5),
+        meaning={3: "none of the keys existed"},
+    ),
+    "replicate": _page(
+        ("mooncake-p2p replicate model/part-1 -n 3", "Have it on three peers."),
+        ("mooncake-p2p replicate prompt/7 -n 2 --json", "Say how many copies there are."),
+        also=(3, 4, 5, 6),
+        meaning={1: "failed; also when there are fewer copies than were asked for"},
+    ),
+    "stats": _page(
+        ("mooncake-p2p stats", "This peer and the cluster at a glance."),
+        ("mooncake-p2p stats --watch", "The same with rates, live, until Ctrl-C."),
+        ("mooncake-p2p stats --slow", "What took long lately, and where its time went."),
+        ("mooncake-p2p stats --json", "Everything that is counted, for programs."),
+        also=(4, 5),
+    ),
+    "peers": _page(
+        ("mooncake-p2p peers", "Who is in the cluster now."),
+        ("mooncake-p2p peers --all --json", "Also who is dead or has left, for programs."),
+        also=(4, 5),
+    ),
+    "leave": _page(
+        ("mooncake-p2p leave", "End the local peer in good order."),
+        ("mooncake-p2p leave --drain 5s", "Within five seconds."),
+        also=(4, 5),
+    ),
+    "invite": _page(
+        ("mooncake-p2p invite", "Print `mooncake-p2p join --invite ...` for the next machine."),
+        ("mooncake-p2p invite --without-key", "The same without the cluster key: no secret."),
+        (
+            "mooncake-p2p invite --json | jq -r .invite > invite",
+            "For `ssh node2 mooncake-p2p join --detach --invite - < invite`: the process list "
+            "there does not show the secret.",
+        ),
+        also=(4, 5),
+    ),
+    "config": _page(
+        ("mooncake-p2p config show", "What `mooncake-p2p join` would use here, and why."),
+        (
+            "mooncake-p2p config show --config peer.toml --memory 8GiB",
+            "The same for `join` with these options.",
+        ),
+        ("mooncake-p2p config show --json", "The same, for programs."),
+    ),
+    "keygen": _page(
+        ("mooncake-p2p keygen cluster.key", "A key for a new cluster; copy it to every machine."),
+        ("mooncake-p2p keygen --add cluster.key", "The first of three steps to another key."),
+        ("mooncake-p2p keygen cluster.key --json", "The same, for programs."),
+    ),
+    "doctor": _page(
+        ("mooncake-p2p doctor", "Check this machine; warnings and faults come with a cure."),
+        ("mooncake-p2p doctor --directory /data", "Also try the disk under /data."),
+        (
+            "mooncake-p2p doctor --peer 10.0.0.1:17946 --cluster-key-file /etc/p2p.key",
+            "Check the way to a peer, step by step, and measure it.",
+        ),
+        also=(5,),
+        meaning={
+            0: "all fine, or only warnings",
+            1: "something is broken; the findings say what, why and what to do",
+            4: "the peer cannot be reached",
+        },
+    ),
+    "demo": _page(
+        ("mooncake-p2p demo", "Start three peers, kill one, read everything, clean up."),
+        ("mooncake-p2p demo --memory 1GiB --blocks 64", "The same with more data."),
+        meaning={1: "something did not work; the peers' last log lines are shown"},
+    ),
+    "completion": _page(
+        ('eval "$(mooncake-p2p completion bash)"', "For ~/.bashrc."),
+        ('eval "$(mooncake-p2p completion zsh)"', "For ~/.zshrc, behind compinit."),
+        ("mooncake-p2p completion fish | source", "For ~/.config/fish/config.fish."),
+    ),
+    "help": _page(
+        ("mooncake-p2p help get", "What `mooncake-p2p get --help` shows."),
+        ("mooncake-p2p help", "All commands."),
+    ),
+}
+"""Command -> the end of its help."""

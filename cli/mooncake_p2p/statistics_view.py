@@ -1,0 +1,323 @@
+"""The statistics document as lines for people: totals, and rates between two readings of it. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TextIO
+
+from mooncake_p2p.output import printable, short_id
+from p2pstore.objects import format_bytes
+
+LABEL_COLUMNS: Final = 11
+BAR_COLUMNS: Final = 30
+MAX_KEY_COLUMNS: Final = 44
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A statistics document and when it was read (monotonic seconds)."""
+
+    document: Document
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What clients asked and what was moved: counts and bytes since the peer's start, or per second."""
+
+    puts: float
+    put_bytes: float
+    failed_puts: float
+    gets: float
+    gets_elsewhere: float
+    misses: float
+    received_bytes: dict[str, float]
+    served_bytes: dict[str, float]
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of gets that found the key; None without gets."""
+        asked = self.gets + self.misses
+        return self.gets / asked if asked else None
+
+    @property
+    def local_share(self) -> float | None:
+        """Share of gets that found the value in this machine's own peer."""
+        return 1 - self.gets_elsewhere / self.gets if self.gets else None
+
+    def document(self) -> Document:
+        """For JSON, as rates."""
+        return {
+            "puts_per_second": round(self.puts, 3),
+            "put_bytes_per_second": round(self.put_bytes),
+            "failed_puts_per_second": round(self.failed_puts, 3),
+            "gets_per_second": round(self.gets, 3),
+            "misses_per_second": round(self.misses, 3),
+            "hit_rate": None if self.hit_rate is None else round(self.hit_rate, 4),
+            "local_share": None if self.local_share is None else round(self.local_share, 4),
+            "received_bytes_per_second": {
+                name: round(rate) for name, rate in self.received_bytes.items()
+            },
+            "served_bytes_per_second": {
+                name: round(rate) for name, rate in self.served_bytes.items()
+            },
+        }
+
+
+def totals(peer: Document) -> Activity:
+    """Since the peer's start."""
+    counters = peer["counters"]
+    elsewhere = counters.get("client_reads_elsewhere", 0)
+    return Activity(
+        puts=counters.get("client_puts", 0),
+        put_bytes=counters.get("client_put_bytes", 0),
+        failed_puts=counters.get("client_puts_failed", 0),
+        gets=counters.get("client_reads", 0) + counters.get("client_leases", 0) + elsewhere,
+        gets_elsewhere=elsewhere,
+        misses=counters.get("client_misses", 0),
+        received_bytes=_bytes_of(peer.get("received", {})),
+        served_bytes=_bytes_of(peer.get("served", {})),
+    )
+
+
+def _bytes_of(uses: dict[str, Document]) -> dict[str, float]:
+    return {name: float(use["bytes"]) for name, use in uses.items()}
+
+
+def rates(before: Reading | None, after: Reading) -> Activity | None:
+    """Per second between two readings; None where they do not follow each other, as after a restart."""
+    if before is None or after.at <= before.at:
+        return None
+    old, new = before.document["peer"], after.document["peer"]
+    if (old["peer_id"], old["incarnation"]) != (new["peer_id"], new["incarnation"]):
+        return None
+    seconds = after.at - before.at
+    first, last = totals(old), totals(new)
+
+    def per_second(older: float, newer: float) -> float:
+        return max(0.0, newer - older) / seconds
+
+    def each(older: dict[str, float], newer: dict[str, float]) -> dict[str, float]:
+        return {name: per_second(older.get(name, 0.0), value) for name, value in newer.items()}
+
+    return Activity(
+        puts=per_second(first.puts, last.puts),
+        put_bytes=per_second(first.put_bytes, last.put_bytes),
+        failed_puts=per_second(first.failed_puts, last.failed_puts),
+        gets=per_second(first.gets, last.gets),
+        gets_elsewhere=per_second(first.gets_elsewhere, last.gets_elsewhere),
+        misses=per_second(first.misses, last.misses),
+        received_bytes=each(first.received_bytes, last.received_bytes),
+        served_bytes=each(first.served_bytes, last.served_bytes),
+    )
+
+
+# --- lines -----------------------------------------------------------------------------------
+
+
+def overview(
+    document: Document, rate: Activity | None, *, columns: int = 80, blocks: bool = False
+) -> list[str]:
+    """This peer and the cluster. With `rate`, what happens per second beside what happened in all.
+    `blocks`: draw bars with block characters, which not every output can show."""
+    peer, cluster = document["peer"], document.get("cluster")
+    lines = _peer_lines(peer, blocks)
+    lines += ["", *_activity_lines(totals(peer), rate)]
+    if cluster is not None:
+        lines += ["", *_cluster_lines(cluster, blocks), "", *_member_lines(cluster["members"])]
+    return [clip(line, columns) for line in lines]
+
+
+def draws_blocks(out: TextIO) -> bool:
+    """Whether bars are drawn with block characters: on terminals that can."""
+    return out.isatty() and (out.encoding or "").lower().replace("-", "") == "utf8"
+
+
+def clip(line: str, columns: int) -> str:
+    """A line that fits, with its end marked where it was cut."""
+    return line if len(line) <= columns else line[: columns - 1] + "~"
+
+
+def _peer_lines(peer: Document, blocks: bool) -> list[str]:
+    leased = peer["leased_bytes"]
+    lonely = peer.get("bootstrap") and not peer.get("joined", True)
+    return [
+        f"peer {printable(peer['name'])}",
+        _fact("id", peer["peer_id"]),
+        _fact(
+            "up",
+            f"{duration(peer['uptime_seconds'])}, p2pstore {printable(peer['software'])}"
+            f"{', no bootstrap peer has answered yet' if lonely else ''}",
+        ),
+        _fact(
+            "memory", memory_bar(peer["memory_used_bytes"], peer["memory_capacity_bytes"], blocks)
+        ),
+        _fact(
+            "objects",
+            f"{peer['objects']:,} here ({format_bytes(leased) if leased else 'nothing'} leased), "
+            f"{_copies(peer['known_locations'])} known elsewhere",
+        ),
+    ]
+
+
+def _activity_lines(total: Activity, rate: Activity | None) -> list[str]:
+    header = f"  {'':<{LABEL_COLUMNS}}{'SINCE ITS START':>18}"
+    lines = [header + (f"{'PER SECOND':>18}" if rate is not None else "")]
+
+    def row(label: str, whole: str, per_second: str) -> None:
+        line = f"  {label:<{LABEL_COLUMNS}}{whole:>18}"
+        lines.append(line + (f"{per_second:>18}" if rate is not None else ""))
+
+    row("puts", _number(total.puts), _number(rate.puts) if rate else "")
+    if total.failed_puts:
+        row("failed", _number(total.failed_puts), _number(rate.failed_puts) if rate else "")
+    row("bytes put", _bytes(total.put_bytes), _bytes(rate.put_bytes) if rate else "")
+    row("gets", _number(total.gets), _number(rate.gets) if rate else "")
+    row("hit rate", _percent(total.hit_rate), _percent(rate.hit_rate) if rate else "")
+    row("found here", _percent(total.local_share), _percent(rate.local_share) if rate else "")
+    for label, moved, moving in (
+        ("in, ", total.received_bytes, rate.received_bytes if rate else {}),
+        ("out, ", total.served_bytes, rate.served_bytes if rate else {}),
+    ):
+        for name in sorted(moved):
+            row(label + printable(name), _bytes(moved[name]), _bytes(moving.get(name, 0.0)))
+    return lines
+
+
+def _cluster_lines(cluster: Document, blocks: bool) -> list[str]:
+    peers = cluster["peers"]
+    return [
+        f"cluster {printable(cluster['name'])}: {peers:,} {'peer' if peers == 1 else 'peers'}, "
+        f"{_copies(cluster['copies'])}",
+        _fact(
+            "memory",
+            memory_bar(cluster["memory_used_bytes"], cluster["memory_capacity_bytes"], blocks),
+        ),
+    ]
+
+
+def _member_lines(members: Sequence[Document]) -> list[str]:
+    rows = [
+        (
+            printable(member["name"]),
+            member.get("status", "alive"),
+            share(member["memory_used_bytes"], member["memory_capacity_bytes"]),
+            f"{member['objects']:,}",
+            ago(member.get("heard_seconds_ago")),
+            short_id(member["peer_id"]),
+        )
+        for member in members
+    ]
+    return table(("NAME", "STATE", "MEMORY USED", "OBJECTS", "HEARD", "PEER ID"), rows, {2, 3, 4})
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
+    """Columns under headers; those whose numbers are in `right` align right."""
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (headers, *rows)
+    ]
+
+
+def slow_lines(slow: Document, *, columns: int = 80) -> list[str]:
+    """Slow operations, the latest first: two lines each, what it was and where its time went."""
+    threshold = slow["threshold_seconds"]
+    if not threshold:
+        return ["this peer keeps no slow operations: start it with --slow-operation SECONDS"]
+    shown = slow["operations"]
+    if not shown:
+        return [f"no operation took {threshold:g} s or more since this peer started"]
+    of = f" of {slow['total']:,}" if slow["total"] > len(shown) else ""
+    lines = [f"{len(shown):,}{of} operations of {threshold:g} s or more, the latest first", ""]
+    for each in shown:
+        lines += _slow_operation_lines(each)
+    return [clip(line, columns) for line in lines]
+
+
+def _slow_operation_lines(operation: Document) -> list[str]:
+    when = time.strftime("%H:%M:%S", time.localtime(operation["unix"]))
+    key = printable(operation["key"]) or "-"
+    if operation["keys"] > 1:
+        key = f"{clip(key, MAX_KEY_COLUMNS - 12)} +{operation['keys'] - 1:,}"
+    parts = [
+        f"{stage['what']} {seconds(stage['seconds'])}"
+        f"{' from ' + printable(stage['peer']) if stage.get('peer') else ''}"
+        f"{' by ' + printable(stage['transport']) if stage.get('transport') else ''}"
+        for stage in operation["stages"]
+    ]
+    if operation["waiting_seconds"] >= 0.0005:
+        parts.insert(0, f"waiting {seconds(operation['waiting_seconds'])}")
+    lines = [
+        f"{when}  {operation['what']:<9} {clip(key, MAX_KEY_COLUMNS):<{MAX_KEY_COLUMNS}} "
+        f"{seconds(operation['seconds']):>10}"
+    ]
+    if parts:
+        lines.append(f"          {', '.join(parts)}")
+    if operation["outcome"] != "ok":
+        lines.append(f"          {printable(operation['outcome'])}")
+    return lines
+
+
+# --- small things ----------------------------------------------------------------------------
+
+
+def _fact(label: str, value: str) -> str:
+    return f"  {label:<{LABEL_COLUMNS}}{value}"
+
+
+def memory_bar(used: int, capacity: int, blocks: bool) -> str:
+    """How full memory is, as a bar and in numbers."""
+    if not capacity:
+        return "none"
+    filled = min(BAR_COLUMNS, round(BAR_COLUMNS * used / capacity))
+    full, empty = ("\u2588", "\u2591") if blocks else ("#", ".")
+    return f"[{full * filled}{empty * (BAR_COLUMNS - filled)}] {share(used, capacity)}"
+
+
+def share(used: int, capacity: int) -> str:
+    """`31.2 % of 64.0 MiB`."""
+    if not capacity:
+        return "none"
+    return f"{100 * used / capacity:.1f} % of {format_bytes(capacity)}"
+
+
+def duration(length_seconds: float) -> str:
+    """A length of time in the unit that suits."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if length_seconds >= 2 * length:
+            return f"{length_seconds / length:.0f} {unit}"
+    return f"{length_seconds:.1f} s"
+
+
+def ago(heard_seconds_ago: float | None) -> str:
+    """How long ago something was heard; `-` for never, or not known."""
+    return "-" if heard_seconds_ago is None else duration(heard_seconds_ago)
+
+
+def seconds(value: float) -> str:
+    """`12.3 ms` or `1.23 s`."""
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+
+
+def _bytes(value: float) -> str:
+    return format_bytes(round(value))
+
+
+def _copies(count: int) -> str:
+    return "1 copy" if count == 1 else f"{count:,} copies"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"

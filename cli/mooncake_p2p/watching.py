@@ -1,0 +1,143 @@
+"""`stats --watch`: reads the statistics again and again, and shows what changed.
+
+On a terminal it draws on the alternate screen, which the terminal puts away at the end whatever happened
+on it meanwhile: resizing, scrolling, Ctrl-C. The last picture is then printed once more, to stay.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+from mooncake_p2p.errors import describe
+from mooncake_p2p.options import connected
+from mooncake_p2p.statistics_view import Reading, clip, draws_blocks, overview, rates
+from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+Readings = Generator[tuple[Reading | None, Reading], None, None]
+"""The previous reading and this one, again and again."""
+GONE = (NoLocalPeer, StoreClosed, DeadlineExceeded)
+"""What a peer that ended, was stopped or is being restarted looks like."""
+
+
+def watch(socket: str | None, timeout: str, interval_seconds: float, *, as_json: bool) -> None:
+    """Show the statistics until Ctrl-C. Raises `NoLocalPeer` when no peer runs at the beginning and, unless
+    a terminal shows the live view, also when it has gone."""
+    if as_json:
+        _each_interval(socket, timeout, interval_seconds, _print_json_line)
+    elif sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        _live(socket, timeout, interval_seconds)
+    else:
+        _each_interval(socket, timeout, interval_seconds, _print_block)
+
+
+def readings(socket: str | None, timeout: str, interval_seconds: float) -> Readings:
+    """The previous reading and this one, every interval. Raises what asking the peer raises."""
+    with connected(socket, timeout=timeout) as client:
+        before = None
+        due = time.monotonic()
+        while True:
+            reading = Reading(client.statistics(), time.monotonic())
+            yield before, reading
+            before = reading
+            due = max(due + interval_seconds, time.monotonic())  # none is made up for
+            time.sleep(due - time.monotonic() if due > time.monotonic() else 0.0)
+
+
+def _each_interval(
+    socket: str | None,
+    timeout: str,
+    interval_seconds: float,
+    show: Callable[[Reading | None, Reading], None],
+) -> None:
+    for before, reading in readings(socket, timeout, interval_seconds):
+        show(before, reading)
+        sys.stdout.flush()
+
+
+def _print_json_line(before: Reading | None, reading: Reading) -> None:
+    rate = rates(before, reading)
+    document: dict[str, Any] = {
+        **reading.document,
+        "rates": rate.document() if rate is not None else None,
+    }
+    print(json.dumps(document))
+
+
+def _print_block(before: Reading | None, reading: Reading) -> None:
+    print("\n".join(overview(reading.document, rates(before, reading))), end="\n\n")
+
+
+class _Picture:
+    """What the live view shows; drawn anew for the terminal's size of the moment."""
+
+    def __init__(self, interval_seconds: float) -> None:
+        self.interval_seconds = interval_seconds
+        self.blocks = draws_blocks(sys.stdout)  # asked before rich puts a stream of its own there
+        self.before: Reading | None = None
+        self.reading: Reading | None = None
+        self.problem = ""
+
+    def lines(self, columns: int) -> list[str]:
+        """As the whole picture would be, however many lines that is."""
+        if self.reading is None:
+            return []
+        rate = rates(self.before, self.reading)
+        return overview(self.reading.document, rate, columns=columns, blocks=self.blocks)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        height = max(2, options.size.height)
+        lines = self.lines(options.max_width)
+        if len(lines) > height - 1:
+            left_out = len(lines) - (height - 2)
+            lines = [*lines[: height - 2], f"({left_out} more lines: enlarge the terminal)"]
+        lines += [""] * (height - 1 - len(lines))
+        status = self.problem or f"every {self.interval_seconds:g} s; Ctrl-C ends"
+        lines.append(clip(status, options.max_width))
+        yield Text("\n".join(lines), no_wrap=True, overflow="crop", end="")
+
+
+def _live(socket: str | None, timeout: str, interval_seconds: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    picture = _Picture(interval_seconds)
+    stream = readings(socket, timeout, interval_seconds)
+    picture.before, picture.reading = next(
+        stream
+    )  # without a peer: an error, not a live view of it
+    console = Console(markup=False, highlight=False)
+    try:
+        with Live(picture, console=console, screen=True, auto_refresh=True, refresh_per_second=4):
+            _keep_looking(picture, stream, lambda: readings(socket, timeout, interval_seconds))
+    finally:
+        stream.close()
+        print("\n".join(picture.lines(console.width)))
+        if picture.problem:
+            print(picture.problem, file=sys.stderr)
+
+
+def _keep_looking(
+    picture: _Picture,
+    stream: Readings,
+    again: Callable[[], Readings],
+) -> None:
+    """Until Ctrl-C: a peer that has gone may come back, so it is tried again every interval."""
+    while True:
+        try:
+            for picture.before, picture.reading in stream:
+                picture.problem = ""
+        except GONE as error:
+            clock = time.strftime("%H:%M:%S")
+            picture.problem = f"no answer at {clock}, trying again: {describe(error)}"
+        time.sleep(picture.interval_seconds)
+        stream = again()

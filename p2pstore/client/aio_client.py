@@ -1,0 +1,134 @@
+"""The client for asyncio. Imports no trio."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections.abc import Generator
+from types import TracebackType
+from typing import Any, Self
+
+from p2pstore.asyncio_streams import AsyncioDriver
+from p2pstore.client.link import TIDY_SECONDS, PeerLink
+from p2pstore.client.session import ClientSession
+from p2pstore.errors import P2PStoreError
+from p2pstore.objects import DEFAULT_NAMESPACE
+from p2pstore.streams import DEFAULT_PROGRESS_SECONDS
+
+
+class AioClient(ClientSession):
+    """A client of the local peer, for asyncio. Satisfies `p2pstore.ObjectStore`.
+
+    `client = await connect()`, and `await client.aclose()` when it is no longer needed; or
+    `async with connect() as client`. It belongs to the event loop in which it was connected; each
+    loop connects for itself. Pickles as its socket path and namespace; what comes back is to be
+    awaited, or entered, where it is unpickled.
+    """
+
+    def __init__(
+        self,
+        *,
+        socket: str | os.PathLike[str] | None = None,
+        namespace: str = DEFAULT_NAMESPACE,
+        timeout: float = DEFAULT_PROGRESS_SECONDS,
+    ) -> None:
+        super().__init__(AsyncioDriver(), socket=socket, namespace=namespace, timeout=timeout)
+        self._janitor: _Janitor | None = None
+
+    async def open(self) -> None:
+        """Connect; `await` and `async with` do it. Raises as `ClientSession.open`."""
+        await super().open()
+        self._janitor = _Janitor(super()._link)
+
+    def close(self) -> None:
+        """Disconnect at once; may be called twice. Calls that are under way raise `StoreClosed`."""
+        super().close()
+        if self._janitor is not None:
+            self._janitor.stop()
+
+    async def aclose(self) -> None:
+        """`close`, and wait until nothing of this client runs any more."""
+        self.close()
+        if self._janitor is not None:
+            await self._janitor.stopped()
+
+    @property
+    def _link(self) -> PeerLink:
+        if self._janitor is not None and _running_loop() not in (self._janitor.loop, None):
+            raise RuntimeError(
+                "this client was connected in another event loop: connect once in each loop"
+            )
+        return super()._link
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.__aenter__().__await__()
+
+    async def __aenter__(self) -> Self:
+        if self._janitor is None:
+            await self.open()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if getattr(self, "_janitor", None) is not None:
+            self.close()
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """The loop that runs in this thread; None in a thread without one, where memory may be registered."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+class _Janitor:
+    """Tidies up behind a client, for as long as there is something to tidy. A timer waits, not a task: a
+    loop that is closed over a client that nobody closed has no pending task to complain of."""
+
+    def __init__(self, link: PeerLink) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._link = weakref.ref(link)
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stopped = False
+        link.on_busy = self._wait
+
+    def _wait(self) -> None:
+        if not self._stopped:
+            self._timer = self.loop.call_later(TIDY_SECONDS, self._look)
+
+    def _look(self) -> None:
+        link = self._link()
+        if link is None:
+            return
+        if link.needs_tidying:
+            self._task = self.loop.create_task(self._tidy(link), name="p2pstore-janitor")
+        else:
+            link.rest()
+
+    async def _tidy(self, link: PeerLink) -> None:
+        try:
+            await link.tidy()
+        except P2PStoreError:
+            return  # who uses the client next is told
+        self._wait()
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None and not self.loop.is_closed():
+            self._task.cancel()
+
+    async def stopped(self) -> None:
+        if self._task is not None:
+            await asyncio.wait([self._task])

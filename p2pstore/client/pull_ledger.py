@@ -1,0 +1,64 @@
+"""What a client read from other peers by itself, for its own peer's statistics. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from p2pstore.local.messages import PullCount, SlowRead
+from p2pstore.transfer.transport import PullReport
+
+MAX_HOLDERS: Final = 1024
+MAX_SLOW_READS: Final = 16
+"""In one report: who reads slowly all the time says so often enough."""
+SLOW_SECONDS: Final = 0.05
+"""Reads that the peer is told of; it keeps those above its own threshold."""
+
+
+class PullLedger:
+    """Counts until `take`."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, str], list[int]] = {}
+        self._slow: list[SlowRead] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._counts or self._slow)
+
+    def pulled(self, digest: bytes, report: PullReport, seconds: float) -> None:
+        """One object was read, or was not."""
+        for failure in report.failures:
+            self.count(failure.member, failure.transport, failures=1)
+        if report.pulled is not None and report.copy is not None:
+            transport, member = report.pulled.transport, report.copy.member
+            self.count(member, transport, objects=1, length_bytes=report.pulled.length)
+            code = 0
+        elif report.failures:
+            last = report.failures[-1]
+            transport, member, code = last.transport, last.member, int(last.code)
+        else:
+            return
+        if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
+            self._slow.append(SlowRead(digest, member, transport, seconds, code))
+
+    def count(
+        self,
+        member: int,
+        transport: str,
+        *,
+        objects: int = 0,
+        length_bytes: int = 0,
+        failures: int = 0,
+    ) -> None:
+        """Add to what came from one holder."""
+        if (member, transport) not in self._counts and len(self._counts) >= MAX_HOLDERS:
+            return
+        counted = self._counts.setdefault((member, transport), [0, 0, 0])
+        counted[0] += objects
+        counted[1] += length_bytes
+        counted[2] += failures
+
+    def take(self) -> tuple[list[PullCount], list[SlowRead]]:
+        """What was counted since the last time."""
+        counts, self._counts = self._counts, {}
+        slow, self._slow = self._slow, []
+        return [PullCount(*where, *numbers) for where, numbers in list(counts.items())], slow

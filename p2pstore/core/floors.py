@@ -1,0 +1,200 @@
+"""A peer's floors: writing them, taking them in, and what follows for the objects it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from p2pstore.core.cold_return import ColdObject, ColdReturn
+from p2pstore.core.effects import AskPeer, SaveClusterRecord
+from p2pstore.core.sweeping import Sweep
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.floor_stamps import Stamps
+from p2pstore.gossip.records import (
+    CLUSTER_RECORD_FORMAT,
+    SCOPE_KEY,
+    ClusterRecord,
+    ClusterRecordKind,
+    FloorBody,
+    PeerId,
+    SignedRecord,
+    open_cluster_record,
+    sign_cluster_record,
+)
+from p2pstore.objects import Version
+from p2pstore.transfer.messages import ClusterRecords, DataKind
+from p2pstore.wire import encode_body
+
+if TYPE_CHECKING:
+    from p2pstore.core.operation import Operation
+    from p2pstore.core.peer_core import PeerCore
+
+COLD_PER_STEP: Final = 2_000
+
+
+class Floors:
+    """The core's part in floors; `p2pstore.gossip` keeps and spreads them."""
+
+    def __init__(self, core: PeerCore) -> None:
+        self._core = core
+        self._records = core.gossip.cluster_records
+        self._sync = core.gossip.floors
+        self.sweep = Sweep(core)
+        self._clock_at_start = core.clock.latest
+        self._distrusted_before = 0
+        self._trusted_operation = 0
+        """Operations with lower numbers began before the last time that older copies were distrusted."""
+        self._cold: ColdReturn | None = None
+        self._seen_before_cold: Stamps | None = None
+
+    # --- floors ------------------------------------------------------------------------------
+
+    def write(
+        self,
+        name: bytes,
+        version: Version,
+        now: float,
+        *,
+        scope: int = SCOPE_KEY,
+        namespace: bytes = b"",
+    ) -> SignedRecord:
+        """Forbid all copies up to `version`: of a key (in the namespace of this digest), or with
+        `SCOPE_NAMESPACE` of all keys of a namespace."""
+        core = self._core
+        record = ClusterRecord(
+            CLUSTER_RECORD_FORMAT,
+            int(ClusterRecordKind.FLOOR),
+            name,
+            version.clock,
+            version.writer,
+            core.peer_id,
+            scope,
+            encode_body(FloorBody(namespace)) if namespace else b"",
+        )
+        signed = sign_cluster_record(record, core.signer)
+        self._accept(record, signed, now)
+        return signed
+
+    def push(
+        self,
+        operation: int,
+        tag: int,
+        peer_id: PeerId,
+        records: Sequence[SignedRecord],
+        timeout_seconds: float,
+    ) -> None:
+        """Tell one peer of cluster records now, ahead of gossip."""
+        request = ClusterRecords(
+            [record.body for record in records], [record.signature for record in records]
+        )
+        self._core.emit(
+            AskPeer(operation, tag, peer_id, DataKind.CLUSTER_RECORDS, request, timeout_seconds)
+        )
+
+    def learn(self, records: Sequence[SignedRecord], now: float) -> None:
+        """Take in signed records from elsewhere. Raises `ProtocolError` for one that is not right."""
+        core = self._core
+        for signed in records:
+            record = open_cluster_record(signed, core.verifier)
+            if not core.clock.observe(record.clock, core.unix(now)):
+                raise ProtocolError(
+                    "a cluster record from over 10 s in the future: check the hosts' clocks"
+                )
+            self._accept(record, signed, now)
+
+    def arrived(self, now: float) -> None:
+        """Act on what gossip brought since the last call."""
+        distrusted = self._sync.take_distrusted()
+        if distrusted:
+            self._distrust(distrusted, now)
+        for record, signed in self._core.gossip.take_cluster_records():
+            self._apply(record, signed, now)
+
+    # --- time --------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Make a step of what takes long."""
+        if self.sweep.pending:
+            self.sweep.step(now)
+        if self._cold_may_be_sorted:
+            self._sort_cold(now)
+
+    def next_tick(self, now: float) -> float:
+        """When `tick` has something to do."""
+        return now if self.sweep.pending or self._cold_may_be_sorted else math.inf
+
+    # --- a peer that was away ----------------------------------------------------------------
+
+    def return_with(self, objects: Iterable[ColdObject], now: float) -> None:
+        """This peer has objects of an earlier life, on its SSD. Call it before the first tick, once.
+
+        They are not to be served or announced before `ColdSorted` says so, which it does when this peer
+        has heard of every floor made while it was away. What a floor forbids by then is to be discarded,
+        and what floors that are gone may have forbidden. Objects that a floor forbade in the earlier
+        life must have been discarded then, durably: that floor may be gone as well.
+        """
+        self._cold = ColdReturn(objects)
+        self._seen_before_cold = dict(self._sync.seen)
+        last_alive = max(self._clock_at_start, self._cold.newest_clock)
+        if self._sync.was_away_too_long(last_alive, now):
+            self._distrusted_before = self._core.clock.tick(self._core.unix(now))
+
+    @property
+    def seen_to_save(self) -> Stamps:
+        """Up to where floors were seen, for the state directory. While objects are held back it stays as
+        it was: a crash must not make them look checked."""
+        held = self._seen_before_cold
+        return dict(self._sync.seen if held is None else held)
+
+    def cold_settled(self) -> None:
+        """What `ColdSorted` said was discarded is gone for good."""
+        self._seen_before_cold = None
+
+    def distrusts(self, operation: Operation, version: Version) -> bool:
+        """Whether what this operation fetched may come from a holder that had missed a floor."""
+        return (
+            version.clock <= self._distrusted_before and operation.number < self._trusted_operation
+        )
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _accept(self, record: ClusterRecord, signed: SignedRecord, now: float) -> None:
+        if self._core.gossip.offer_cluster_record(record, signed, now):
+            self._apply(record, signed, now)
+
+    def _apply(self, record: ClusterRecord, signed: SignedRecord, now: float) -> None:
+        core = self._core
+        core.clock.observe(record.clock, core.unix(now))
+        core.emit(SaveClusterRecord(signed))
+        if record.kind != ClusterRecordKind.FLOOR:
+            return
+        if record.scope != SCOPE_KEY:
+            self.sweep.begin(now)
+            return
+        entry = core.segment.find(record.name, core.unix(now))
+        if entry is not None and record.version.covers(entry.version):
+            core.withdraw(entry, now)
+
+    def _distrust(self, clock: int, now: float) -> None:
+        core = self._core
+        self._distrusted_before = max(self._distrusted_before, clock)
+        self._trusted_operation = core.next_operation
+        core.counters["horizons_missed"] += 1
+        self.sweep.begin(now, distrusted=clock)
+
+    @property
+    def _cold_may_be_sorted(self) -> bool:
+        return self._cold is not None and self._sync.synchronised
+
+    def _sort_cold(self, now: float) -> None:
+        assert self._cold is not None
+        sorted_ones = self._cold.sort(COLD_PER_STEP, self._is_good)
+        self._core.emit(sorted_ones)
+        if sorted_ones.last:
+            self._cold = None
+
+    def _is_good(self, cold: ColdObject) -> bool:
+        return cold.version.clock > self._distrusted_before and not self._records.forbids(
+            cold.digest, cold.namespace, cold.version
+        )

@@ -1,0 +1,146 @@
+"""Values that clients of other peers store here, because their own peer has no room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from p2pstore.core.describe import location_of
+from p2pstore.core.operation import Operation
+from p2pstore.core.put import PutEnd, PutOperation, PutSpec, check_put
+from p2pstore.errors import CapacityExceeded, DeadlineExceeded, ProtocolError, Unavailable
+from p2pstore.objects import format_bytes, key_digest, root_checksum
+from p2pstore.transfer.layout import encode_trailer
+from p2pstore.transfer.messages import Store, Stored
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+MAX_INCOMING: Final = 256
+INCOMING_SHARE: Final = 0.5
+"""Of this peer's memory that values on their way may take together; a single one may be larger."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Incoming:
+    """A value on its way here. It is what holds its reservation."""
+
+    spec: PutSpec
+    length: int
+
+
+class IncomingStores:
+    """Decides on values that arrive from elsewhere: what needs no bytes, who gets room, what is put.
+
+    `open` reserves; every `Incoming` ends with `close`, after the `PutOperation` of `put` or without one.
+    """
+
+    def __init__(self, core: PeerCore) -> None:
+        self._core = core
+        self._open: dict[Incoming, int] = {}
+
+    @property
+    def count(self) -> int:
+        """How many values are on their way."""
+        return len(self._open)
+
+    def examine(self, request: Store, now: float) -> Operation:
+        """Start what can be done without the value's bytes; its result is None when they are needed.
+
+        Raises `ProtocolError` or `ValueError` for nonsense, and `Unavailable` when the clocks of the two
+        peers are so far apart that this one could write no version above what the other has seen.
+        """
+        check_put(
+            length=request.length, replicas=request.replicas, pin=request.pin, ttl_ms=request.ttl_ms
+        )
+        if root_checksum(request.length, request.sums) != request.root:
+            raise ProtocolError("the chunk sums of a value do not give its root checksum")
+        core = self._core
+        if not core.clock.observe(request.clock, core.unix(now)):
+            raise Unavailable(
+                "this peer's clock is over 10 s behind the putting peer's: check the hosts' clocks"
+            )
+        return core.start(PutOperation(core, _spec(request, None, None)), now)
+
+    def open(self, request: Store, now: float) -> Incoming:
+        """Reserve room. Raises `CapacityExceeded` and `ObjectTooLarge`."""
+        core, segment = self._core, self._core.segment
+        share = int(segment.data_bytes * INCOMING_SHARE)
+        if len(self._open) >= MAX_INCOMING or (
+            self._open and sum(self._open.values()) + request.length > share
+        ):
+            raise CapacityExceeded(
+                f"{len(self._open)} values are on their way to this peer already; it has room for "
+                f"{format_bytes(share)} of them at a time"
+            )
+        spec = _spec(request, object(), 0)
+        trailer = encode_trailer(spec.trailer(core.unix(now)))
+        try:
+            reservation = segment.reserve(
+                request.length, len(trailer), holder=spec.holder, now=core.unix(now)
+            )
+        finally:
+            core.announce_withdrawn(now)
+        incoming = Incoming(replace(spec, reservation=reservation.number), request.length)
+        self._open[incoming] = request.length
+        return incoming
+
+    def payload(self, incoming: Incoming) -> memoryview:
+        """Where the value goes. Nothing may write there after `put` or `close`."""
+        assert incoming.spec.reservation is not None
+        return self._core.segment.reservation_view(
+            incoming.spec.reservation, holder=incoming.spec.holder
+        )
+
+    def put(self, incoming: Incoming, now: float) -> Operation:
+        """The value has arrived, verified: decide as for a put of this peer's own clients."""
+        return self._core.start(PutOperation(self._core, incoming.spec), now)
+
+    def close(self, incoming: Incoming) -> None:
+        """The end of `open`: what was not put is gone."""
+        self._open.pop(incoming, None)
+        self._core.segment.drop_holder(incoming.spec.holder)
+
+
+def _spec(request: Store, holder: object, reservation: int | None) -> PutSpec:
+    return PutSpec(
+        holder=holder,
+        reservation=reservation,
+        namespace=request.namespace,
+        key=request.key,
+        length=request.length,
+        sums=request.sums,
+        root=request.root,
+        replicas=request.replicas,
+        pin=request.pin,
+        ttl_seconds=request.ttl_ms / 1000,
+        overwrite=request.overwrite,
+        dtype=request.dtype,
+        shape=request.shape,
+    )
+
+
+def stored_reply(core: PeerCore, request_digest: bytes, operation: Operation, now: float) -> Stored:
+    """A put's end as it travels, with the location for the putting peer to know at once. Raises the
+    error that the put ended with."""
+    end = operation.result
+    if isinstance(end, Exception):
+        raise end
+    if not isinstance(end, PutEnd):
+        raise DeadlineExceeded("the put was cancelled")
+    entry = core.segment.find(request_digest, core.unix(now))
+    return Stored(
+        int(end.status),
+        end.copies,
+        end.wanted,
+        end.version.clock,
+        end.version.writer,
+        core.incarnation,
+        core.gossip.log.sequence,
+        location_of(entry).encode() if entry is not None else b"",
+    )
+
+
+def digest_of(request: Store) -> bytes:
+    """The digest of the key that is put. Raises `ValueError` for a bad key or namespace."""
+    return key_digest(request.key, request.namespace)

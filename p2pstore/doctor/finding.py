@@ -1,0 +1,89 @@
+"""What a check found, with its cause and its cure. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Status(StrEnum):
+    """How bad it is. WARNING: works, but worse than it could, or might not for long."""
+
+    OK = "ok"
+    WARNING = "warning"
+    BROKEN = "broken"
+    SKIPPED = "skipped"
+
+
+class Failure(StrEnum):
+    """What kind of breakage; it decides the command's exit status."""
+
+    NONE = ""
+    BROKEN = "broken"
+    UNREACHABLE = "unreachable"
+    DEADLINE = "deadline"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check. `value` is what was read; `cause` and `cure` say what is wrong and what to do
+    about it, and for a skipped check `cause` says why. `measured` are numbers for programs, each with its unit
+    in its name."""
+
+    name: str
+    status: Status
+    value: str = ""
+    cause: str = ""
+    cure: str = ""
+    failure: Failure = Failure.NONE
+    measured: tuple[tuple[str, float], ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "status": str(self.status),
+            "value": self.value,
+            "cause": self.cause,
+            "cure": self.cure,
+            **({"failure": str(self.failure)} if self.failure else {}),
+            **({"measured": dict(self.measured)} if self.measured else {}),
+        }
+
+
+def fine(name: str, value: str, **measured: float) -> Finding:
+    """Nothing is wrong."""
+    return Finding(name, Status.OK, value, measured=tuple(measured.items()))
+
+
+def warning(name: str, value: str, cause: str, cure: str, **measured: float) -> Finding:
+    """Something could be better."""
+    return Finding(name, Status.WARNING, value, cause, cure, measured=tuple(measured.items()))
+
+
+def broken(
+    name: str, value: str, cause: str, cure: str, failure: Failure = Failure.BROKEN
+) -> Finding:
+    """Something does not work."""
+    return Finding(name, Status.BROKEN, value, cause, cure, failure)
+
+
+def skipped(name: str, cause: str) -> Finding:
+    """The check could not be made, and why."""
+    return Finding(name, Status.SKIPPED, cause=cause)
+
+
+def summary(findings: Iterable[Finding]) -> dict[str, int]:
+    """How many findings there are of each status."""
+    counted = Counter(finding.status for finding in findings)
+    return {str(status): counted[status] for status in Status}
+
+
+def worst_failure(findings: Iterable[Finding]) -> Failure:
+    """The first breakage: what came after it mostly follows from it."""
+    return next(
+        (finding.failure for finding in findings if finding.status is Status.BROKEN), Failure.NONE
+    )

@@ -1,0 +1,72 @@
+"""The peers that run on this machine, asked over their local sockets. Shell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import p2pstore
+from p2pstore import blocking
+from p2pstore.config import split_address
+from p2pstore.doctor.checks import CHECK_SECONDS, Check
+from p2pstore.doctor.finding import Finding, fine
+from p2pstore.doctor.network_rules import LocalPeerReading, judge_local_peer, silent_local_peer
+from p2pstore.errors import P2PStoreError
+from p2pstore.local.paths import find_socket, live_sockets
+from p2pstore.results import PeerInfo
+
+ANSWER_SECONDS: Final = 2.0
+
+
+@dataclass(slots=True)
+class LocalPeers:
+    """Who uses which port here; filled by the checks."""
+
+    ports: dict[int, str] = field(default_factory=dict)
+
+    def checks(self, socket: str | None, named: bool) -> list[Check]:
+        """A check per peer. `named`: the socket was named, by option or environment, so it must answer."""
+        paths = [find_socket(socket)] if named else live_sockets()
+        if not paths:
+            return [Check("peer", lambda: [fine("peer", "none runs on this machine")])]
+        return [
+            Check(f"peer at {path}", lambda path=path: self._examine(path), 2 * CHECK_SECONDS)  # type: ignore[misc]  # bound now
+            for path in paths
+        ]
+
+    def _examine(self, path: Path) -> Sequence[Finding]:
+        try:
+            with blocking.connect(path, timeout=ANSWER_SECONDS) as client:
+                document = client.statistics()
+                members = client.peers(everyone=True)
+        except (P2PStoreError, OSError) as error:
+            return [silent_local_peer(str(path), str(error) or type(error).__name__)]
+        peer = document["peer"]
+        for address in (*peer.get("control", ()), *peer.get("data", ())):
+            self.ports[split_address(address, "address")[1]] = peer["name"]
+        return judge_local_peer(_reading(path, document, members), p2pstore.__version__)
+
+
+def _reading(path: Path, document: dict[str, Any], members: Sequence[PeerInfo]) -> LocalPeerReading:
+    peer = document["peer"]
+
+    def names(status: str) -> tuple[str, ...]:
+        return tuple(member.name for member in members if member.status == status)
+
+    return LocalPeerReading(
+        name=peer["name"],
+        socket=str(path),
+        software=peer["software"],
+        cluster=document["cluster"]["name"],
+        uptime_seconds=peer["uptime_seconds"],
+        joined=peer.get("joined", True),
+        bootstrap=tuple(peer.get("bootstrap", ())),
+        live=names("alive") + names("suspect"),
+        suspect=names("suspect"),
+        dead=names("dead"),
+        versions=tuple(
+            member.software for member in members if member.status in ("alive", "suspect")
+        ),
+    )

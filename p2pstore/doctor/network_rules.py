@@ -1,0 +1,235 @@
+"""Judgements about ports, kernel settings, network interfaces, RDMA devices and GPUs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from p2pstore.doctor.finding import Finding, broken, fine, warning
+
+CONTROL_PORT: Final = 17946
+DATA_PORT: Final = 17947
+BACKLOG: Final = 512
+"""What the peer's listeners ask for."""
+JUMBO_SPEED_MEGABITS: Final = 25_000
+"""From here on, 1,500-byte frames cost more CPU than the copy."""
+JUMBO_MTU_BYTES: Final = 4096
+PACING: Final = frozenset({"bbr"})
+
+
+def judge_port(port: int, what: str, problem: str, user: str) -> Finding:
+    """`problem`: why it cannot be listened on, or nothing. `user`: the local peer that has it."""
+    name = f"port {port}"
+    if user:
+        return fine(name, f"used by the peer {user}")
+    if problem:
+        return warning(
+            name,
+            problem,
+            f"the usual {what} port is taken, and not by a peer that answers here",
+            f"find out by whom (`ss -ltnp sport = :{port}`), or join with another port",
+        )
+    return fine(name, f"free ({what})")
+
+
+def judge_congestion_control(default: str, used: str) -> Finding:
+    """`default`: the system's; `used`: what a data connection of p2pstore gets."""
+    name = "congestion control"
+    if used in PACING:
+        return warning(
+            name,
+            used,
+            "bbr paces: it halves the throughput on loopback and within a rack",
+            "`modprobe tcp_cubic`, or allow cubic or reno in net.ipv4.tcp_allowed_congestion_control",
+        )
+    return fine(name, used if used == default else f"{used} for data (the default is {default})")
+
+
+def judge_backlog(somaxconn: int) -> Finding:
+    if somaxconn < BACKLOG:
+        return warning(
+            "somaxconn",
+            str(somaxconn),
+            "many peers or clients that connect at once are turned away",
+            f"`sysctl net.core.somaxconn={BACKLOG}` or more",
+        )
+    return fine("somaxconn", str(somaxconn))
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceReading:
+    """A network interface. `speed_megabits` and `numa_node` are None where the driver does not say."""
+
+    name: str
+    up: bool
+    mtu_bytes: int
+    speed_megabits: int | None
+    numa_node: int | None
+    driver: str = ""
+
+
+def judge_interface(reading: InterfaceReading) -> Finding:
+    name = f"interface {reading.name}"
+    speed = "speed not known"
+    if reading.speed_megabits is not None:
+        speed = f"{reading.speed_megabits / 1000:g} Gb/s"
+    parts = ["up" if reading.up else "down", speed, f"MTU {reading.mtu_bytes:,}"]
+    if reading.numa_node is not None:
+        parts.append(f"NUMA node {reading.numa_node}")
+    if reading.driver:
+        parts.append(reading.driver)
+    text = ", ".join(parts)
+    fast = (reading.speed_megabits or 0) >= JUMBO_SPEED_MEGABITS
+    if reading.up and fast and reading.mtu_bytes < JUMBO_MTU_BYTES:
+        return warning(
+            name,
+            text,
+            "small frames keep a core busy at this speed",
+            f"set MTU 9000 on every host and switch of this network (`ip link set {reading.name} mtu 9000`)",
+        )
+    return fine(name, text)
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaPortReading:
+    """One port of an RDMA device. `gid_types` are those of its GIDs in use."""
+
+    device: str
+    port: int
+    active: bool
+    state: str
+    link_layer: str
+    rate: str
+    gid_types: tuple[str, ...]
+
+
+def judge_rdma(ports: Sequence[RdmaPortReading], *, pyverbs: bool) -> list[Finding]:
+    """One finding per port, and one for pyverbs where there is a device."""
+    if not ports:
+        return [fine("rdma", "no device: data goes by shared memory and TCP")]
+    findings = [_judge_rdma_port(port) for port in ports]
+    if not pyverbs:
+        findings.append(
+            warning(
+                "pyverbs",
+                "not importable",
+                "there is an RDMA device, and no library to use it with",
+                "install python3-pyverbs of the distribution (pip's does not build everywhere)",
+            )
+        )
+    else:
+        findings.append(fine("pyverbs", "importable"))
+    return findings
+
+
+def _judge_rdma_port(port: RdmaPortReading) -> Finding:
+    name = f"rdma {port.device}/{port.port}"
+    text = f"{port.state.lower()}, {port.link_layer}, {port.rate}"
+    if not port.active:
+        return warning(
+            name,
+            text,
+            "the link is down",
+            "plug the cable in, bring the interface up, or ignore it",
+        )
+    roce = port.link_layer.lower() == "ethernet"
+    if roce and not any("v2" in kind.lower() for kind in port.gid_types):
+        return warning(
+            name,
+            text,
+            "no GID of type RoCE v2: packets cannot be routed",
+            "give the interface an IP address, and enable RoCE v2 in the driver",
+        )
+    return fine(name, text + (", RoCE v2" if roce else ""))
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReading:
+    """A display or 3D controller on the PCI bus."""
+
+    address: str
+    vendor: str
+    numa_node: int | None
+
+
+def judge_gpus(gpus: Sequence[GpuReading]) -> Finding:
+    if not gpus:
+        return fine("gpus", "none on the PCI bus")
+    listed = ", ".join(
+        f"{gpu.address} {gpu.vendor}"
+        + (f" (NUMA node {gpu.numa_node})" if gpu.numa_node is not None else "")
+        for gpu in gpus
+    )
+    return fine("gpus", f"{len(gpus)}: {listed}")
+
+
+# --- the peers on this machine ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPeerReading:
+    """A peer on this machine as it answered. `versions` are those of the live members."""
+
+    name: str
+    socket: str
+    software: str
+    cluster: str
+    uptime_seconds: float
+    joined: bool
+    bootstrap: tuple[str, ...]
+    live: tuple[str, ...]
+    suspect: tuple[str, ...]
+    dead: tuple[str, ...]
+    versions: tuple[str, ...]
+
+
+def judge_local_peer(reading: LocalPeerReading, own_version: str) -> list[Finding]:
+    """Its own state, who is missing, and versions that differ."""
+    name = f"peer {reading.name}"
+    members = len(reading.live)
+    text = (
+        f"p2pstore {reading.software}, cluster {reading.cluster}, {members} live "
+        f"{'member' if members == 1 else 'members'}"
+    )
+    findings = [fine(name, text)]
+    if reading.bootstrap and not reading.joined and members == 1:
+        findings = [
+            broken(
+                name,
+                text,
+                f"it serves alone: none of {', '.join(reading.bootstrap)} has answered it",
+                f"`mooncake-p2p doctor --peer {reading.bootstrap[0]}` says why",
+            )
+        ]
+    if reading.dead or reading.suspect:
+        gone = ", ".join((*reading.dead, *reading.suspect)[:8])
+        findings.append(
+            warning(
+                f"{name}: members",
+                f"{len(reading.dead)} dead, {len(reading.suspect)} suspected: {gone}",
+                "they ended without leaving, or the network between is broken",
+                "start them again; `mooncake-p2p doctor --peer HOST:PORT` checks the way",
+            )
+        )
+    versions = {*reading.versions, reading.software, own_version}
+    if len(versions) > 1:
+        findings.append(
+            warning(
+                f"{name}: versions",
+                ", ".join(sorted(versions)),
+                "members, or this command and its peer, run different versions of p2pstore",
+                "neighbouring versions work together; upgrade the older ones",
+            )
+        )
+    return findings
+
+
+def silent_local_peer(socket: str, reason: str) -> Finding:
+    """Somebody holds the socket and does not answer."""
+    return broken(
+        f"peer at {socket}",
+        "no answer",
+        reason,
+        "it is stopped, hung or overloaded: look at its log; end it and start it again",
+    )

@@ -1,0 +1,86 @@
+"""How far floors are known, writer by writer: a stamp of the hybrid clock for each. Pure.
+
+Two such tables exist in every peer. *Seen*: it knew, at some time, every floor that the writer made up
+to the stamp. *Horizon*: floors that the writer made up to the stamp were dropped, and nobody takes them
+in again. Both only rise, and two peers' tables meet by the higher stamp of each writer.
+
+One stamp for all writers would not do. Two halves of a split cluster are each in perfect agreement
+within, and after the split each lacks floors of the other's writers: that shows only writer by
+writer. So it is with writers whose clocks are slow, or who were away with a floor nobody has heard of.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Final
+
+import xxhash
+
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.records import Member
+
+Stamps = dict[Member, int]
+"""Writer -> stamp. A writer that is not named stands at 0."""
+
+MAX_WRITERS: Final = 4096
+MAX_PACKED_BYTES: Final = MAX_WRITERS * 16
+_ENTRY: Final = struct.Struct("<QQ")
+_LIMIT: Final = 1 << 64
+
+
+def raise_stamps(stamps: Stamps, others: Mapping[Member, int]) -> bool:
+    """Raise `stamps` to those of `others` that are higher. Whether any was."""
+    changed = False
+    for member, stamp in others.items():
+        if stamp > stamps.get(member, 0):
+            stamps[member] = stamp
+            changed = True
+    return changed
+
+
+def newest_unseen(horizon: Mapping[Member, int], seen: Mapping[Member, int]) -> int:
+    """The highest clock that a floor may have which was dropped (`horizon`) before it was seen; 0 when
+    none can exist. Copies whose versions are not above it may have been removed."""
+    return max(
+        (stamp for member, stamp in horizon.items() if stamp > seen.get(member, 0)), default=0
+    )
+
+
+def without_older(stamps: Mapping[Member, int], oldest: int) -> Stamps:
+    """The stamps above `oldest`; of more than 4,096 the newest."""
+    kept = {member: stamp for member, stamp in stamps.items() if stamp > oldest}
+    if len(kept) > MAX_WRITERS:
+        newest = sorted(kept.items(), key=lambda item: item[1], reverse=True)
+        kept = dict(newest[:MAX_WRITERS])
+    return kept
+
+
+def pack_stamps(stamps: Mapping[Member, int]) -> bytes:
+    """16 bytes a writer, in order of the writers: equal tables give equal bytes."""
+    return b"".join(_ENTRY.pack(member, stamps[member]) for member in sorted(stamps))
+
+
+def unpack_stamps(packed: bytes) -> Stamps:
+    """Raises `ProtocolError` for too many entries, or entries that are not whole."""
+    if len(packed) > MAX_PACKED_BYTES or len(packed) % _ENTRY.size:
+        raise ProtocolError(f"a table of floor stamps of {len(packed):,} bytes")
+    return dict(_ENTRY.iter_unpack(packed))
+
+
+def hash_stamps(stamps: Mapping[Member, int]) -> int:
+    """What equal tables have in common; 0 for an empty one."""
+    return xxhash.xxh3_64_intdigest(pack_stamps(stamps)) if stamps else 0
+
+
+def stamps_as_text(stamps: Mapping[Member, int]) -> dict[str, int]:
+    """For a JSON file: writers in hexadecimal."""
+    return {f"{member:016x}": stamp for member, stamp in sorted(stamps.items())}
+
+
+def stamps_from_text(text: Mapping[str, int]) -> Stamps:
+    """The reverse. Raises `ValueError` for what `stamps_as_text` never wrote."""
+    stamps = {int(member, 16): stamp for member, stamp in text.items()}
+    if any(not (0 <= member < _LIMIT and 0 <= stamps[member] < _LIMIT) for member in stamps):
+        raise ValueError("a floor stamp is out of range")
+    return stamps

@@ -1,0 +1,197 @@
+"""Which requests took long, and where their time went. Pure.
+
+While an answer is being found, what the peer does for it (asking other peers, pulling bytes) is noted as
+stages under the digests it concerns. What no stage covers was spent waiting: for a key that did not exist yet,
+for room, or for this process itself. Waiting that the client asked for (`get --wait`) is not slow.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+RING_ENTRIES: Final = 128
+MAX_STAGES: Final = 16
+"""Stages kept of one operation; later ones only add to its time."""
+MAX_DIGESTS: Final = 16
+"""Keys of a batch that stages are matched with."""
+LOG_INTERVAL_SECONDS: Final = 10.0
+"""A peer that is slow as a whole must not fill its disk with lines that say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One thing done for an operation: `lookup`, `replicate` or `pull`, with which peer, how it ended."""
+
+    what: str
+    seconds: float
+    peer: str = ""
+    transport: str = ""
+    outcome: str = "ok"
+
+    def document(self) -> dict[str, Any]:
+        """For JSON; fields that say nothing are left out."""
+        whole = {
+            "what": self.what,
+            "seconds": round(self.seconds, 6),
+            "peer": self.peer,
+            "transport": self.transport,
+            "outcome": self.outcome,
+        }
+        return {name: value for name, value in whole.items() if value != ""}
+
+
+@dataclass(frozen=True, slots=True)
+class SlowOperation:
+    """One slow operation. `key` is its text where the peer knows it, else the digest in hexadecimal;
+    `keys` counts those of a batch. `unix` is when it ended."""
+
+    what: str
+    key: str
+    keys: int
+    client: str
+    unix: float
+    seconds: float
+    waiting_seconds: float
+    stages: tuple[Stage, ...]
+    outcome: str
+
+    def document(self) -> dict[str, Any]:
+        """For the statistics document."""
+        return {
+            "what": self.what,
+            "key": self.key,
+            "keys": self.keys,
+            "client": self.client,
+            "unix": round(self.unix, 3),
+            "seconds": round(self.seconds, 6),
+            "waiting_seconds": round(self.waiting_seconds, 6),
+            "stages": [stage.document() for stage in self.stages],
+            "outcome": self.outcome,
+        }
+
+
+@dataclass(slots=True, eq=False)
+class Watched:
+    """An operation under way. `began` is monotonic; `may_wait_seconds` the waiting that was asked for."""
+
+    began: float
+    digests: Sequence[bytes] = ()
+    may_wait_seconds: float = 0.0
+    stages: list[Stage] = field(default_factory=list)
+    busy: list[tuple[float, float]] = field(default_factory=list)
+
+
+class SlowOperations:
+    """A ring of the latest operations that took `threshold_seconds` or more. Zero keeps none."""
+
+    def __init__(self, threshold_seconds: float, entries: int = RING_ENTRIES) -> None:
+        self.threshold_seconds = threshold_seconds
+        self.total = 0
+        """How many there were, those that have left the ring included."""
+        self._ring: deque[SlowOperation] = deque(maxlen=entries)
+        self._under_way: dict[bytes, list[Watched]] = {}
+        self._log_at = float("-inf")
+        self._unlogged = 0
+
+    def begin(
+        self, digests: Sequence[bytes], now: float, *, may_wait_seconds: float = 0.0
+    ) -> Watched:
+        """An operation whose answer takes more than one step; `end` must follow."""
+        watched = Watched(now, digests[:MAX_DIGESTS], may_wait_seconds)
+        for digest in watched.digests:
+            self._under_way.setdefault(digest, []).append(watched)
+        return watched
+
+    def stage(self, digests: Iterable[bytes], stage: Stage, now: float) -> None:
+        """Something was done for these digests, and ended at `now`."""
+        concerned = {
+            id(watched): watched
+            for digest in digests
+            for watched in self._under_way.get(digest, ())
+        }
+        for watched in concerned.values():
+            if len(watched.stages) < MAX_STAGES:
+                watched.stages.append(stage)
+            watched.busy.append((max(watched.began, now - stage.seconds), now))
+
+    def end(
+        self,
+        watched: Watched,
+        now: float,
+        *,
+        what: str,
+        key: str,
+        keys: int,
+        client: str,
+        unix: float,
+        outcome: str,
+    ) -> SlowOperation | None:
+        """The operation is over: what was kept of it, if it was slow."""
+        for digest in watched.digests:
+            others = self._under_way[digest]
+            others.remove(watched)
+            if not others:
+                del self._under_way[digest]
+        seconds = now - watched.began
+        waiting = seconds - _covered(watched.busy)
+        return self.add(
+            SlowOperation(
+                what, key, keys, client, unix, seconds, waiting, tuple(watched.stages), outcome
+            ),
+            asked_to_wait_seconds=min(waiting, watched.may_wait_seconds),
+        )
+
+    def add(
+        self, operation: SlowOperation, *, asked_to_wait_seconds: float = 0.0
+    ) -> SlowOperation | None:
+        """Keep an operation, if it was slow: then it is returned."""
+        if not 0 < self.threshold_seconds <= operation.seconds - asked_to_wait_seconds:
+            return None
+        self.total += 1
+        self._ring.append(operation)
+        return operation
+
+    def may_log(self, now: float) -> int | None:
+        """Whether a line about a slow operation may be written now: None for no, else how many there were
+        since the last line without one."""
+        if now - self._log_at < LOG_INTERVAL_SECONDS:
+            self._unlogged += 1
+            return None
+        self._log_at = now
+        unlogged, self._unlogged = self._unlogged, 0
+        return unlogged
+
+    def document(self) -> dict[str, Any]:
+        """For the statistics document; the latest comes first."""
+        return {
+            "threshold_seconds": self.threshold_seconds,
+            "total": self.total,
+            "operations": [operation.document() for operation in reversed(self._ring)],
+        }
+
+
+def describe(operation: SlowOperation) -> str:
+    """One line for the log."""
+    stages = "".join(
+        f", {stage.what}{' from ' + stage.peer if stage.peer else ''}"
+        f"{' by ' + stage.transport if stage.transport else ''} {stage.seconds:.3f} s"
+        f"{'' if stage.outcome == 'ok' else ' (' + stage.outcome + ')'}"
+        for stage in operation.stages
+    )
+    many = f" and {operation.keys - 1:,} more" if operation.keys > 1 else ""
+    return (
+        f"slow {operation.what} of {operation.key or '-'}{many}: {operation.seconds:.3f} s, "
+        f"waiting {operation.waiting_seconds:.3f} s{stages}; {operation.outcome}"
+    )
+
+
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total

@@ -1,0 +1,294 @@
+"""Keeps count of what clients ask for, and of what took long: the source of `stats` and `stats --slow`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from p2pstore.core.effects import AskPeer, PullObject, Reply
+from p2pstore.core.peer_core import PeerCore
+from p2pstore.gossip.records import Member, PeerId
+from p2pstore.local import messages as local
+from p2pstore.local.messages import LocalKind
+from p2pstore.local.server import LocalClient
+from p2pstore.objects import DIGEST_BYTES, key_digest
+from p2pstore.peer.slow_operations import (
+    MAX_DIGESTS,
+    SlowOperation,
+    SlowOperations,
+    Stage,
+    Watched,
+    describe,
+)
+from p2pstore.peer.traffic import Traffic
+from p2pstore.transfer.messages import DataKind, Get, Lookup, Replicate
+from p2pstore.transfer.transport import PullReport
+from p2pstore.wire import Code, Failure, Message
+
+logger = logging.getLogger("p2pstore.peer")
+
+MAX_OUTCOME_LETTERS: Final = 120
+MAX_REPORTED: Final = 1024
+"""Entries of one client's report that are looked at."""
+
+
+class PeerWatch:
+    """Satisfies `p2pstore.local.server.RequestObserver`; the node tells it what other peers did."""
+
+    def __init__(self, core: PeerCore, threshold_seconds: float) -> None:
+        self.slow = SlowOperations(threshold_seconds)
+        self.traffic = Traffic()
+        self._core = core
+        self._counters = core.counters
+        self._count: dict[LocalKind, Callable[[Any, Any], None]] = {
+            LocalKind.COMMIT: self._count_puts,
+            LocalKind.PLAN: self._count_plans,
+            LocalKind.LEASE: self._count_leases,
+        }
+
+    # --- requests of clients -----------------------------------------------------------------
+
+    def began(self, kind: LocalKind, message: Message) -> Watched:
+        """A request was not answered at once."""
+        wait_ms = getattr(message, "wait_ms", 0)
+        return self.slow.begin(
+            _digests_of(kind, message), time.monotonic(), may_wait_seconds=max(0, wait_ms) / 1000
+        )
+
+    def answered(
+        self,
+        client: LocalClient,
+        kind: LocalKind,
+        message: Message,
+        answer: Message | Exception | None,
+        seconds: float,
+        began: object | None,
+    ) -> None:
+        """A request was answered, `seconds` after it came."""
+        if not isinstance(answer, Exception) and (count := self._count.get(kind)) is not None:
+            count(message, answer)
+        if kind is LocalKind.REPORT:
+            self._take_report(client, message)
+        elif isinstance(began, Watched):
+            self._note(
+                self.slow.end(began, time.monotonic(), **self._named(client, kind, message, answer))
+            )
+        elif 0 < self.slow.threshold_seconds <= seconds:
+            named = self._named(client, kind, message, answer)
+            self._note(
+                self.slow.add(
+                    SlowOperation(**named, seconds=seconds, waiting_seconds=0.0, stages=())
+                )
+            )
+
+    def _named(
+        self,
+        client: LocalClient,
+        kind: LocalKind,
+        message: Message,
+        answer: Message | Exception | None,
+    ) -> dict[str, Any]:
+        keys = _keys_of(message)
+        count = len(keys)
+        key = keys[0] if keys else ""
+        if not keys:
+            digests = _digests_of(kind, message)
+            count = len(getattr(message, "digests", b"")) // DIGEST_BYTES or len(digests)
+            key = self._key_text(digests[0]) if digests else ""
+        return {
+            "what": kind.name.lower(),
+            "key": key,
+            "keys": count,
+            "client": client.name or str(client.process_id),
+            "unix": time.time(),
+            "outcome": _outcome(answer),
+        }
+
+    def _key_text(self, digest: bytes) -> str:
+        entry = self._core.segment.find(digest, time.time())
+        return entry.key if entry is not None else digest.hex()
+
+    def _note(self, operation: SlowOperation | None) -> None:
+        if operation is None:
+            return
+        unlogged = self.slow.may_log(time.monotonic())
+        if unlogged is not None:
+            more = f" ({unlogged} more since the last such line)" if unlogged else ""
+            logger.info(
+                "%s%s", describe(operation), more, extra={"seconds": round(operation.seconds, 3)}
+            )
+
+    # --- counting ----------------------------------------------------------------------------
+
+    def _count_puts(self, message: local.Commit, answer: local.Committed) -> None:
+        for item, outcome in zip(message.items, answer.items, strict=False):
+            if outcome.error.code:
+                self._counters["client_puts_failed"] += 1
+            else:
+                self._counters["client_puts"] += 1
+                self._counters["client_put_bytes"] += item.length
+
+    def _count_plans(self, message: local.Plan, answer: local.Planned) -> None:
+        if message.exclude:
+            return  # the second try of a read that was counted
+        for item in answer.items:
+            if item.holders:
+                self._counters["client_reads_elsewhere"] += 1
+            elif item.error.code == Code.NO_SUCH_KEY:
+                self._counters["client_misses"] += 1
+
+    def _count_leases(self, message: local.Lease, answer: local.Leased) -> None:
+        for item in answer.items:
+            if not item.error.code:
+                self._counters["client_leases"] += 1
+
+    def _take_report(self, client: LocalClient, message: Message) -> None:
+        """What the client read from other peers by itself."""
+        assert isinstance(message, local.Report)
+        for pulls in message.pulls[:MAX_REPORTED]:
+            self.traffic.came(
+                pulls.member,
+                pulls.transport[:16],
+                objects=max(0, pulls.objects),
+                length_bytes=max(0, pulls.bytes),
+                failures=max(0, pulls.failures),
+            )
+        for read in message.slow[:MAX_REPORTED]:
+            outcome = "ok" if not read.code else _code_name(read.code)
+            stage = Stage(
+                "pull", read.seconds, self._name_of_member(read.member), read.transport, outcome
+            )
+            named: dict[str, Any] = {
+                "what": "get",
+                "key": self._key_text(read.digest),
+                "keys": 1,
+                "client": client.name or str(client.process_id),
+                "unix": time.time(),
+                "outcome": outcome,
+            }
+            self._note(
+                self.slow.add(
+                    SlowOperation(
+                        **named, seconds=read.seconds, waiting_seconds=0.0, stages=(stage,)
+                    )
+                )
+            )
+
+    # --- what other peers did ----------------------------------------------------------------
+
+    def asked(self, effect: AskPeer, reply: Reply, seconds: float) -> None:
+        """A request to another peer ended: answered, refused, or (None) not answered in time."""
+        subjects = _asked_about(effect.request)
+        if not subjects:
+            return
+        if reply is None:
+            outcome = "no answer"
+        elif isinstance(reply, Failure):
+            outcome = reply.text[:MAX_OUTCOME_LETTERS]
+        else:
+            outcome = "ok"
+        what = _ASKED_FOR.get(effect.kind, "ask")
+        stage = Stage(what, seconds, self._core.name_of(effect.peer_id), "tcp", outcome)
+        self.slow.stage(subjects, stage, time.monotonic())
+
+    def pulled(
+        self,
+        effect: PullObject,
+        report: PullReport | None,
+        error: Exception | None,
+        seconds: float,
+    ) -> None:
+        """A pull into this peer's memory ended."""
+        stage = Stage("pull", seconds, outcome=str(error)[:MAX_OUTCOME_LETTERS])
+        if report is not None:
+            for failure in report.failures:
+                self.traffic.came(failure.member, failure.transport, failures=1)
+            text = "; ".join(f"{each.transport}: {each.text}" for each in report.failures)
+            if report.pulled is not None and report.copy is not None:
+                transport, member = report.pulled.transport, report.copy.member
+                self.traffic.came(member, transport, objects=1, length_bytes=report.pulled.length)
+                outcome = f"ok after {text}" if text else "ok"
+                name = self._core.name_of(report.copy.peer_id)
+                stage = Stage("pull", seconds, name, transport, outcome[:MAX_OUTCOME_LETTERS])
+            else:
+                stage = Stage("pull", seconds, outcome=text[:MAX_OUTCOME_LETTERS])
+        self.slow.stage([effect.digest], stage, time.monotonic())
+
+    def pinged(self, peer_id: PeerId, seconds: float) -> None:
+        """A peer answered a ping over an open connection."""
+        self.traffic.pinged(peer_id, seconds)
+
+    def _name_of_member(self, member: Member) -> str:
+        state = self._core.gossip.membership.resolve(member)
+        return self._core.name_of(state.peer_id) if state is not None else f"{member:016x}"
+
+
+_ASKED_FOR: Final = {
+    int(DataKind.LOOKUP): "lookup",
+    int(DataKind.GET): "compare",
+    int(DataKind.REPLICATE): "replicate",
+}
+
+
+def _asked_about(request: Message) -> Sequence[bytes]:
+    """The digests that a request to another peer is about."""
+    if isinstance(request, Lookup):
+        return _split(request.digests)
+    if isinstance(request, Get):
+        return [item.digest for item in request.items]
+    if isinstance(request, Replicate):
+        return [request.digest]
+    return ()
+
+
+def _split(packed: bytes, limit: int = 1 << 20) -> list[bytes]:
+    whole = len(packed) // DIGEST_BYTES
+    return [
+        packed[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        for number in range(min(whole, limit))
+    ]
+
+
+def _digests_of(kind: LocalKind, message: Message) -> list[bytes]:
+    """The first keys that a client's request is about."""
+    if isinstance(message, local.Replicate):
+        return [message.digest]
+    if isinstance(message, local.Commit | local.Remove):
+        keys = _keys_of(message)[:MAX_DIGESTS]
+        return list(_digests(keys, message.namespace))
+    return _split(getattr(message, "digests", b""), MAX_DIGESTS)
+
+
+def _digests(keys: Iterable[str], namespace: str) -> Iterable[bytes]:
+    for key in keys:
+        try:
+            yield key_digest(key, namespace)
+        except ValueError:  # no key at all: the request is answered with that error
+            continue
+
+
+def _keys_of(message: Message) -> Sequence[str]:
+    if isinstance(message, local.Commit):
+        return [item.key for item in message.items]
+    if isinstance(message, local.Remove):
+        return message.keys
+    return ()
+
+
+def _outcome(answer: Message | Exception | None) -> str:
+    if isinstance(answer, Exception):
+        return (str(answer) or type(answer).__name__)[:MAX_OUTCOME_LETTERS]
+    if isinstance(answer, local.Keys) and answer.silent_peers:
+        return f"no answer from {', '.join(answer.silent_peers)}"[:MAX_OUTCOME_LETTERS]
+    errors = [
+        item.error for item in getattr(answer, "items", ()) if getattr(item, "error", local.OK).code
+    ]
+    if errors:
+        return f"{len(errors)} failed: {errors[0].text}"[:MAX_OUTCOME_LETTERS]
+    return "ok"
+
+
+def _code_name(code: int) -> str:
+    return Code(code).name.lower() if code in Code._value2member_map_ else f"code {code}"

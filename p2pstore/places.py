@@ -1,0 +1,80 @@
+"""What a peer of this host calls its own when nobody says: a free name, and the state directory of that name,
+with the invite that it joined by. Shell.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from p2pstore.config import name_or_host
+from p2pstore.errors import ConfigError
+from p2pstore.invite import Invite, parse_invite
+from p2pstore.settings import Settings
+from p2pstore.statedir import StateDirectory, is_in_use, kept_cluster_key, kept_invite
+
+STATE_DIRECTORY_NAME: Final = "mooncake-p2p"
+MAX_LOCAL_PEERS: Final = 64
+BY_NAME: Final = "default: by name"
+"""The origin of a state directory that nobody named."""
+
+
+def settle(settings: Settings, invite: Invite | None = None) -> Settings:
+    """The settings with a name and a state directory that no other peer of this host uses, and below them
+    what `invite` says, or the one that the state directory keeps of an earlier join.
+
+    Raises `ConfigError` when a kept file is damaged or no name is free.
+    """
+    settled = _with_places(settings)
+    state_dir = Path(settled.values["state_dir"])
+    if invite is not None:
+        return settled.over(_what_it_says(invite, state_dir, bool(invite.keys)), "the invite")
+    kept = kept_invite(state_dir)
+    if kept is None:
+        return settled
+    says = _what_it_says(parse_invite(kept), state_dir, kept_cluster_key(state_dir).exists())
+    return settled.over(says, f"the invite kept in {state_dir}")
+
+
+def keep(invite: Invite, state_dir: str) -> None:
+    """Have the state directory remember the invite, so that a restart needs none. Raises `ConfigError` when
+    another peer uses the directory, `OSError` when it cannot be written."""
+    with StateDirectory.open(state_dir) as state:
+        state.save_invite(invite)
+
+
+def state_root() -> Path:
+    """Where state directories go by default: the user's state home, or /var/lib for root."""
+    home = os.environ.get("XDG_STATE_HOME")
+    if home:
+        return Path(home) / STATE_DIRECTORY_NAME
+    if os.getuid() == 0:
+        return Path("/var/lib") / STATE_DIRECTORY_NAME
+    return Path.home() / ".local" / "state" / STATE_DIRECTORY_NAME
+
+
+def _what_it_says(invite: Invite, state_dir: Path, with_key: bool) -> dict[str, Any]:
+    says: dict[str, Any] = {"cluster": invite.cluster, "bootstrap": list(invite.bootstrap)}
+    if with_key:
+        says["cluster_key_file"] = str(kept_cluster_key(state_dir))
+    return says
+
+
+def _with_places(settings: Settings) -> Settings:
+    if settings.values.get("state_dir"):
+        absolute = os.path.abspath(settings.values["state_dir"])
+        return Settings({**settings.values, "state_dir": absolute}, settings.origins)
+    name = name_or_host(settings.values.get("name", ""), settings.origins.get("name", "name"))
+    root = state_root()
+    for number in range(1, MAX_LOCAL_PEERS + 1):
+        free = name if number == 1 else f"{name}-{number}"
+        if is_in_use(root / free):
+            continue
+        taken = "" if number == 1 else f", as {number - 1} of that name run here"
+        origin = settings.origins.get("name", "default: this host's name") + taken
+        return Settings(
+            {**settings.values, "name": free, "state_dir": str(root / free)},
+            {**settings.origins, "name": origin, "state_dir": BY_NAME},
+        )
+    raise ConfigError(f"{MAX_LOCAL_PEERS} peers named {name} run here; give --name and --state-dir")

@@ -1,0 +1,502 @@
+"""A whole peer in one thread and in virtual time: the shell of `PeerCore` for the simulator.
+
+Each simulated peer is the real core, the real gossip machine and a real memory segment (over a
+bytearray). Messages make a round trip through the codecs. Pulls read the holder's memory without any
+lock, first half and second half at different times, so that reuse under a reader really happens and only
+verification stands between it and a wrong byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core.cold_return import ColdSorted
+from p2pstore.core.effects import (
+    AskPeer,
+    OperationFinished,
+    PullObject,
+    Reply,
+    SaveClusterRecord,
+)
+from p2pstore.core.flush import FlushOperation
+from p2pstore.core.operation import Operation
+from p2pstore.core.peer_core import PeerCore
+from p2pstore.core.put import PutOperation, PutSpec
+from p2pstore.core.remove import RemoveOperation
+from p2pstore.core.serving import reply_of
+from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
+from p2pstore.gossip import messages as control
+from p2pstore.gossip.machine import (
+    Ask,
+    Contact,
+    FetchSnapshot,
+    Gossip,
+    SnapshotHead,
+)
+from p2pstore.gossip.records import (
+    PEER_RECORD_FORMAT,
+    LogHead,
+    PeerId,
+    PeerRecord,
+    SignedRecord,
+    TransportOffer,
+    open_cluster_record,
+)
+from p2pstore.objects import (
+    HybridClock,
+    chunk_sums,
+    clock_from_unix_seconds,
+    root_checksum,
+)
+from p2pstore.simulation.disk import Disk
+from p2pstore.simulation.pull import SimulatedPull
+from p2pstore.simulation.signer import SimulatedSigner, SimulatedVerifier
+from p2pstore.transfer import messages as data
+from p2pstore.transfer.layout import (
+    TrailerBody,
+    encode_trailer,
+    plan_geometry,
+)
+from p2pstore.transfer.segment import ObjectEntry, Segment
+from p2pstore.wire import Code, Failure, Message, decode_body, encode_body
+
+if TYPE_CHECKING:
+    from p2pstore.simulation.cluster import SimulatedCluster
+
+UNIX_START: Final = 1_800_000_000.0
+NAMESPACE: Final = "sim"
+FLOORS_WRITTEN_SECONDS: Final = 0.05
+SAVE_SECONDS: Final = 10.0
+
+
+class SimulatedPeer:
+    """One host: a running peer, or a stopped one with only its disk."""
+
+    def __init__(self, cluster: SimulatedCluster, number: int, memory_bytes: int) -> None:
+        self.cluster = cluster
+        self.number = number
+        self.address = f"sim:{number}"
+        self.signer = SimulatedSigner(number)
+        self.memory_bytes = memory_bytes
+        self.disk = Disk()
+        self.keeps_cold = False
+        """Whether there is an SSD: what was in memory comes back after a restart."""
+        self.on_floor: Callable[[SignedRecord], None] = lambda signed: None
+        """Told of every floor when this peer takes it in."""
+        self.on_cold_sorted: Callable[[], None] = lambda: None
+        """Told before what the core decided on cold objects is carried out."""
+        self.running_since = 0.0
+        self.clock_skew_seconds = 0.0
+        self.life = 0
+        self.core: PeerCore | None = None
+        self.memory = memoryview(b"")
+        self._waiting: dict[int, Callable[[Any], None]] = {}
+        self._tick_at = float("inf")
+
+    # --- life --------------------------------------------------------------------------------
+
+    def boot(self, bootstrap: list[str]) -> None:
+        """Start a fresh process on this host."""
+        cluster, now = self.cluster, self.cluster.kernel.now
+        self.life += 1
+        self.running_since = now
+        unix_offset = UNIX_START + self.clock_skew_seconds
+        state = self.disk.state
+        state.incarnation = max(state.incarnation + 1, int((unix_offset + now) * 1000))
+        geometry = plan_geometry(self.memory_bytes)
+        self.memory = memoryview(bytearray(geometry.total_bytes))
+        segment = Segment(
+            self.memory,
+            segment_id=self.number.to_bytes(8, "little") + state.incarnation.to_bytes(8, "little"),
+            incarnation=state.incarnation,
+            geometry=geometry,
+        )
+        rng = Random(cluster.kernel.rng.getrandbits(64))
+        verifier, clock = SimulatedVerifier(), HybridClock(state.clock)
+        gossip = Gossip(
+            self.signer,
+            verifier,
+            state.incarnation,
+            lambda: self._describe(segment),
+            cluster.gossip_config,
+            rng,
+            wall_clock=lambda at: clock_from_unix_seconds(at + unix_offset),
+            accepts_clock=lambda stamp, at: clock.observe(stamp, at + unix_offset),
+        )
+        gossip.load_address_book(state.addresses)
+        gossip.add_bootstrap(bootstrap)
+        gossip.cluster_records.load(
+            ((open_cluster_record(signed, verifier), signed) for signed in state.cluster_records),
+            state.floors_horizon,
+        )
+        gossip.floors.load(state.floors_seen)
+        self.core = PeerCore(
+            signer=self.signer,
+            verifier=verifier,
+            gossip=gossip,
+            segment=segment,
+            clock=clock,
+            rng=rng,
+            unix_offset_seconds=unix_offset,
+        )
+        if self.keeps_cold:
+            self.core.floors.return_with(self.disk.cold_objects(), now)
+        self._waiting.clear()
+        self._tick_at = float("inf")
+        self._save_later(self.life)
+        self.settle()
+
+    def _save_later(self, life: int) -> None:
+        def save() -> None:
+            if life == self.life and self.core is not None:
+                self.disk.write_all(self.core)
+                self._save_later(life)
+
+        self.cluster.kernel.after(SAVE_SECONDS, save)
+
+    def _describe(self, segment: Segment) -> PeerRecord:
+        return PeerRecord(
+            format=PEER_RECORD_FORMAT,
+            peer_id=self.signer.peer_id,
+            cluster="sim",
+            name=self.address,
+            incarnation=0,
+            sequence=0,
+            host_id=self.number.to_bytes(16, "little"),
+            control=[self.address],
+            data=[self.address],
+            socket="",
+            transports=[TransportOffer("tcp")],
+            segments=[],
+            memory_capacity=segment.data_bytes,
+            memory_used=segment.used_bytes,
+            ssd_capacity=0,
+            ssd_used=0,
+            load_permille=0,
+            head=LogHead(),
+        )
+
+    def crash(self) -> None:
+        """Lose everything but what is on the disk."""
+        if self.core is not None and self.keeps_cold:
+            self.disk.keep_memory(self.core)
+        self.disk.unwritten = []
+        self.life += 1
+        self.core = None
+
+    def stop(self) -> None:
+        """End as a peer does that is asked to: having written everything, and told the others."""
+        if self.core is not None:
+            for effect in self.core.gossip.leave(self.cluster.kernel.now):
+                self._execute(effect)
+            self.disk.write_all(self.core)
+        self.crash()
+
+    def settle(self) -> None:
+        """Carry out effects and set the next tick."""
+        core = self.core
+        if core is None:
+            return
+        core.gossip_arrived(self.cluster.kernel.now)
+        core.flush_pushes(self.cluster.kernel.now)
+        for effect in core.take_effects():
+            self._execute(effect)
+        due = max(core.next_tick(self.cluster.kernel.now), self.cluster.kernel.now + 0.001)
+        if due < self._tick_at:
+            self._tick_at = due
+            life = self.life
+            self.cluster.kernel.at(due, lambda: self._tick(life, due))
+
+    def _tick(self, life: int, due: float) -> None:
+        if life != self.life or self.core is None or due != self._tick_at:
+            return
+        self._tick_at = float("inf")
+        self.core.tick(self.cluster.kernel.now)
+        self.settle()
+
+    def _execute(self, effect: object) -> None:
+        if isinstance(effect, Ask):
+            self._ask_control(effect)
+        elif isinstance(effect, AskPeer):
+            self._ask_data(effect)
+        elif isinstance(effect, PullObject):
+            SimulatedPull(self, effect).start()
+        elif isinstance(effect, FetchSnapshot):
+            self._fetch_snapshot(effect)
+        elif isinstance(effect, Contact):
+            self._contact(effect)
+        elif isinstance(effect, SaveClusterRecord):
+            self.on_floor(effect.signed)
+            if not self.disk.unwritten:
+                life = self.life
+                self.cluster.kernel.after(FLOORS_WRITTEN_SECONDS, lambda: self._write_floors(life))
+            self.disk.unwritten.append(effect.signed)
+        elif isinstance(effect, ColdSorted):
+            self.on_cold_sorted()
+            if self.core is None:
+                return
+            self.disk.bring_back(self.core, effect, self.cluster.kernel.now)
+            self.settle()
+        elif isinstance(effect, OperationFinished):
+            done = self._waiting.pop(effect.operation, None)
+            if done is not None:
+                done(None)
+        else:
+            raise TypeError(f"the simulator does not know the effect {effect!r}")
+
+    def _write_floors(self, life: int) -> None:
+        if life == self.life:
+            self.disk.write_floors()
+
+    # --- messages ----------------------------------------------------------------------------
+
+    def _round_trip(
+        self,
+        target: PeerId,
+        size_bytes: int,
+        timeout_seconds: float,
+        serve: Callable[[SimulatedPeer, Callable[[Any], None]], None],
+        finish: Callable[[Any], None],
+    ) -> None:
+        """Deliver a request, then its reply; `finish(None)` when nothing came in time."""
+        cluster, life = self.cluster, self.life
+        open_request = [True]
+
+        def end(reply: Any) -> None:
+            if open_request[0] and life == self.life and self.core is not None:
+                open_request[0] = False
+                finish(reply)
+                self.settle()
+
+        def arrive() -> None:
+            peer = cluster.by_peer_id.get(target)
+            if peer is None or peer.core is None:
+                return
+
+            def reply(message: Any) -> None:
+                cluster.network.send(peer.number, self.number, 64, lambda: end(message))
+
+            serve(peer, reply)
+            peer.settle()
+
+        peer = cluster.by_peer_id.get(target)
+        if peer is not None:
+            cluster.network.send(self.number, peer.number, size_bytes, arrive)
+        cluster.kernel.after(timeout_seconds, lambda: end(None))
+
+    def _ask_control(self, ask: Ask) -> None:
+        body = encode_body(ask.request)
+
+        def serve(peer: SimulatedPeer, reply: Callable[[Any], None]) -> None:
+            assert peer.core is not None
+            request = decode_body(control.REQUESTS[ask.kind], body)
+            try:
+                answer, effects = peer.core.gossip.serve(
+                    self.signer.peer_id, ask.kind, request, self.cluster.kernel.now
+                )
+            except ProtocolError:
+                self.cluster.protocol_errors += 1
+                return
+            for effect in effects:
+                peer.core.emit(effect)
+            reply(decode_body(control.REPLIES[ask.kind], encode_body(answer)))
+
+        def finish(answer: Any) -> None:
+            assert self.core is not None
+            try:
+                effects = self.core.gossip.answered(ask.token, answer, self.cluster.kernel.now)
+            except ProtocolError:
+                self.cluster.protocol_errors += 1
+                return
+            for effect in effects:
+                self.core.emit(effect)
+
+        self._round_trip(ask.peer_id, len(body), ask.timeout_seconds, serve, finish)
+
+    def _ask_data(self, ask: AskPeer) -> None:
+        body = encode_body(ask.request)
+
+        def serve(peer: SimulatedPeer, reply: Callable[[Any], None]) -> None:
+            request = decode_body(data.REQUESTS[ask.kind], body)
+            peer.serve_data(self.signer.peer_id, ask.kind, request, reply)
+
+        def finish(answer: Reply) -> None:
+            assert self.core is not None
+            self.core.answered(ask.operation, ask.tag, answer, self.cluster.kernel.now)
+
+        self._round_trip(ask.peer_id, len(body), ask.timeout_seconds, serve, finish)
+
+    def serve_data(
+        self, sender: PeerId, kind: int, request: Message, reply: Callable[[Any], None]
+    ) -> None:
+        """Answer a data request as the data server does."""
+        assert self.core is not None
+        now = self.cluster.kernel.now
+        if isinstance(request, data.Get):
+            reply(self._slots_only(request))
+            return
+        try:
+            answer = self.core.serve(sender, kind, request, now)
+        except ProtocolError as error:
+            self.cluster.protocol_errors += 1
+            reply(Failure(int(Code.MALFORMED), str(error)))
+            return
+        if isinstance(answer, Operation):
+            operation = answer
+            self.when_done(operation, lambda: reply(reply_of(operation)))
+        else:
+            reply(answer)
+
+    def _slots_only(self, request: data.Get) -> data.Objects:
+        assert self.core is not None
+        core, items = self.core, []
+        for item in request.items:
+            entry = core.find(item.digest, self.cluster.kernel.now)
+            if entry is None:
+                items.append(
+                    data.ObjectReply(
+                        data.ObjectStatus.NOT_FOUND,
+                        incarnation=core.incarnation,
+                        sequence=core.gossip.log.sequence,
+                    )
+                )
+            else:
+                items.append(
+                    data.ObjectReply(
+                        data.ObjectStatus.OK,
+                        core.segment.slot_bytes(entry),
+                        core.segment.trailer_bytes(entry),
+                    )
+                )
+        return data.Objects(items)
+
+    def when_done(self, operation: Operation, action: Callable[[], None]) -> None:
+        """Run `action` when the operation has its result."""
+        if operation.done:
+            action()
+            return
+        earlier = self._waiting.get(operation.number)
+
+        def both(_: Any) -> None:
+            if earlier is not None:
+                earlier(None)
+            action()
+
+        self._waiting[operation.number] = both
+
+    def _fetch_snapshot(self, effect: FetchSnapshot) -> None:
+        def serve(peer: SimulatedPeer, reply: Callable[[Any], None]) -> None:
+            assert peer.core is not None
+            reply(peer.core.gossip.snapshot(effect.member))
+
+        def finish(snapshot: tuple[SnapshotHead, bytes] | None) -> None:
+            assert self.core is not None
+            head, packed = snapshot or (None, b"")
+            now = self.cluster.kernel.now
+            for more in self.core.gossip.snapshot_fetched(effect.token, head, packed, now):
+                self.core.emit(more)
+
+        self._round_trip(effect.peer_id, 64, 2.0, serve, finish)
+
+    def _contact(self, effect: Contact) -> None:
+        target = self.cluster.by_address.get(effect.addresses[0])
+
+        def serve(peer: SimulatedPeer, reply: Callable[[Any], None]) -> None:
+            reply(peer.signer.peer_id)
+
+        def finish(peer_id: PeerId | None) -> None:
+            assert self.core is not None
+            now = self.cluster.kernel.now
+            if peer_id is None:
+                more = self.core.gossip.contact_failed(effect.addresses, now)
+            else:
+                more = self.core.gossip.contacted(peer_id, effect.addresses, now)
+            for follow_up in more:
+                self.core.emit(follow_up)
+
+        peer_id = target.signer.peer_id if target is not None else b""
+        self._round_trip(peer_id, 64, 1.0, serve, finish)
+
+    # --- what a client would do --------------------------------------------------------------
+
+    def put(
+        self,
+        key: str,
+        value: bytes,
+        *,
+        namespace: str = NAMESPACE,
+        replicas: int = 1,
+        overwrite: bool = False,
+    ) -> PutOperation | None:
+        """Put through the core; None when there is no room."""
+        assert self.core is not None
+        core, now = self.core, self.cluster.kernel.now
+        sums = chunk_sums(value)
+        trailer_bytes = len(encode_trailer(TrailerBody(namespace, key, sums)))
+        try:
+            reservation = core.segment.reserve(
+                len(value), trailer_bytes + 32, holder="client", now=core.unix(now)
+            )
+        except P2PStoreError:
+            return None
+        core.announce_withdrawn(now)
+        core.segment.reservation_view(reservation.number, holder="client")[: len(value)] = value
+        operation = PutOperation(
+            core,
+            PutSpec(
+                holder="client",
+                reservation=reservation.number,
+                namespace=namespace,
+                key=key,
+                length=len(value),
+                sums=sums,
+                root=root_checksum(len(value), sums),
+                replicas=replicas,
+                overwrite=overwrite,
+            ),
+        )
+        core.start(operation, now)
+        self.settle()
+        return operation
+
+    def get(self, digest: bytes, done: Callable[[bytes | Exception], None]) -> None:
+        """Fetch (or find) the object and hand over its bytes or the error."""
+        assert self.core is not None
+        core, now = self.core, self.cluster.kernel.now
+        entry = core.segment.find(digest, core.unix(now))
+        if entry is not None:
+            done(bytes(core.segment.payload(entry)))
+            return
+        operation = core.fetch(digest, now)
+
+        def finished() -> None:
+            result = operation.result
+            if isinstance(result, ObjectEntry):
+                current = core.segment.find(digest, core.unix(self.cluster.kernel.now))
+                if current is None:
+                    done(NoSuchKey("evicted again at once"))
+                else:
+                    done(bytes(core.segment.payload(current)))
+            else:
+                done(result)
+
+        self.when_done(operation, finished)
+        self.settle()
+
+    def remove(self, key: str, namespace: str = NAMESPACE) -> RemoveOperation:
+        """Remove everywhere."""
+        assert self.core is not None
+        operation = RemoveOperation(self.core, namespace, [key])
+        self.core.start(operation, self.cluster.kernel.now)
+        self.settle()
+        return operation
+
+    def flush(self, namespace: str) -> FlushOperation:
+        """Remove a whole namespace everywhere."""
+        assert self.core is not None
+        operation = FlushOperation(self.core, namespace)
+        self.core.start(operation, self.cluster.kernel.now)
+        self.settle()
+        return operation

@@ -1,0 +1,107 @@
+"""The programs in `examples/` and the Python in README.md do what they say, against real peers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.contract.worlds import peer_process
+from tests.optional import require_torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+EXAMPLE_SECONDS = 120
+
+
+@dataclass
+class Machine:
+    """A machine with a running peer, as programs see it."""
+
+    environment: dict[str, str]
+    control: str
+
+    def run(self, *command: str) -> str:
+        """What a Python program prints; it must end well and complain of nothing."""
+        done = subprocess.run(
+            [sys.executable, "-W", "error", *command],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=EXAMPLE_SECONDS,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        assert "Warning" not in done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
+    with (
+        tempfile.TemporaryDirectory(prefix="p2p") as folder,
+        peer_process(Path(folder), "local") as peer,
+    ):
+        environment = {
+            **os.environ,
+            "MOONCAKE_P2P_SOCKET": peer.socket,
+            "XDG_RUNTIME_DIR": folder,
+            "XDG_STATE_HOME": folder,
+        }
+        yield Machine(environment, peer.control)
+
+
+def test_every_example_is_run() -> None:
+    mine = Path(__file__).read_text(encoding="utf-8")
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(re.findall(r'"(\w+\.py)"\)', mine))
+
+
+def test_quick_start(machine: Machine) -> None:
+    printed = machine.run(str(EXAMPLES / "quick_start.py"))
+    assert "put: created, 1 copy on local" in printed
+    assert "get: b'hello, cluster'" in printed
+    assert "match_prefix: 2" in printed
+    assert "contains after remove: False" in printed
+
+
+def test_asyncio_service(machine: Machine) -> None:
+    printed = machine.run(str(EXAMPLES / "asyncio_service.py"))
+    assert re.search(r"'found': [4-7]\d", printed)
+    assert "gave up waiting" in printed
+    assert "flushed; left: 0" in printed
+
+
+def test_a_peer_in_a_trio_program(machine: Machine) -> None:
+    printed = machine.run(str(EXAMPLES / "trio_peer.py"))
+    assert "put: created, 2 of 2 copies" in printed
+    assert "equal: True" in printed
+    assert "holders: ['first', 'second']" in printed
+    assert "list_keys: 10 keys" in printed
+
+
+def test_a_kv_cache_shared_by_two_processes(machine: Machine) -> None:
+    require_torch()
+    printed = machine.run(str(EXAMPLES / "kvcache_transformer.py"))
+    assert "56 of 56 objects were new" in printed
+    assert "prefill saved for 224 of 269 tokens (83%)" in printed
+    assert "logits identical to those without the cache: True" in printed
+
+
+def python_in_readme() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("number", range(len(python_in_readme())))
+def test_the_python_in_the_readme(number: int, machine: Machine) -> None:
+    """As it stands there, but for the address of the other machine and the memory it takes."""
+    program = python_in_readme()[number]
+    program = program.replace("127.0.0.1:17946", machine.control).replace("1GiB", "64MiB")
+    machine.run("-c", program)

@@ -1,0 +1,109 @@
+"""Floors between real peers: flushing, and what is kept over a restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+from p2pstore import PeerConfig, errors
+from p2pstore.core import sweeping
+from p2pstore.peer import Peer, open_peer
+
+
+async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    with trio.fail_after(seconds):
+        while not condition():
+            await trio.sleep(0.01)
+
+
+def config(folder: Path, name: str, *bootstrap: Peer) -> PeerConfig:
+    return PeerConfig(
+        name=name,
+        memory="16MiB",
+        listen="127.0.0.1:0",
+        socket=str(folder / f"{name}.sock"),
+        bootstrap=[peer.control for peer in bootstrap],
+        state_dir=str(folder / name),
+    )
+
+
+async def test_a_flush_counts_everywhere_when_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeping, "WITHDRAWN_PER_STEP", 2)  # many steps
+    async with (
+        open_peer(config(tmp_path, "a")) as one,
+        open_peer(config(tmp_path, "b", one)) as other,
+    ):
+        await until(lambda: one.node.core.live_peers() and other.node.core.live_peers())
+        for number in range(50):
+            await one.put(f"k{number}", b"value")
+            await other.put(f"o{number}", b"value")
+        await one.flush()
+        for peer in (one, other):
+            assert peer.node.core.segment.object_count == 0
+            for key in ("k3", "o3"):
+                with pytest.raises(errors.NoSuchKey):
+                    await peer.get(key)
+        assert (await other.put("k3", b"value")).status == "created"
+        assert await one.get("k3", wait=5) == b"value"
+        assert len(one.node.core.gossip.cluster_records) == 1
+
+
+async def test_a_flush_ends_at_its_deadline_though_a_peer_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        open_peer(config(tmp_path, "a")) as one,
+        open_peer(config(tmp_path, "b", one)) as other,
+    ):
+        await until(lambda: one.node.core.live_peers() and other.node.core.live_peers())
+        await one.put("k", b"value")
+        await other.put("o", b"value")
+        floors = other.node.core.floors
+        monkeypatch.setattr(floors.sweep, "step", lambda now: None)  # it never gets to it
+        one.timeout = 1.0
+        begin = trio.current_time()
+        await one.flush()
+        assert 0.8 < trio.current_time() - begin < 6.0
+        with pytest.raises(errors.NoSuchKey):
+            await one.get("k")
+        with pytest.raises(errors.NoSuchKey):  # it is still in the other's memory, and not served
+            await one.get("o")
+
+
+async def test_what_was_seen_of_floors_survives_a_restart(tmp_path: Path) -> None:
+    async with open_peer(config(tmp_path, "a")) as one:
+        await one.put("k", b"value")
+        await one.remove("k")
+        member = one.node.core.member
+        await until(lambda: one.node.core.gossip.floors.synchronised)
+        one.node.core.gossip.cluster_records.raise_horizon({7: 1 << 60, 8: 5})
+    kept = json.loads((tmp_path / "a" / "state.json").read_text())
+    assert kept["floors_seen"][f"{member:016x}"] > 0
+    assert kept["floors_horizon"] == {"0000000000000007": 1 << 60, "0000000000000008": 5}
+    async with open_peer(config(tmp_path, "a")) as one:
+        records = one.node.core.gossip.cluster_records
+        assert records.horizon[7] == 1 << 60
+        assert len(records) == 1
+        assert one.node.core.gossip.floors.seen == {member: kept["floors_seen"][f"{member:016x}"]}
+
+
+async def test_a_horizon_reaches_a_peer_that_was_away(tmp_path: Path) -> None:
+    async with (
+        open_peer(config(tmp_path, "a")) as one,
+        open_peer(config(tmp_path, "b", one)) as other,
+    ):
+        await until(lambda: one.node.core.gossip.floors.synchronised)
+        await other.put("k", b"value")
+        await until(lambda: one.contains_nowait("k"))
+        clock = other.node.core.clock.latest
+        one.node.core.gossip.cluster_records.raise_horizon({7: clock})
+        await until(lambda: other.node.core.gossip.cluster_records.horizon == {7: clock})
+        await until(lambda: not other.node.core.segment.object_count)
+        await until(lambda: not one.contains_nowait("k"))
+        assert other.node.core.counters["horizons_missed"] == 1

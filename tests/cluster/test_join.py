@@ -1,0 +1,321 @@
+"""`join` as an operator meets it: in the background, several on a host, its log, invites, who may connect."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2pstore import blocking
+
+COMMAND = [sys.executable, "-m", "mooncake_p2p"]
+COMMAND_SECONDS = 60.0
+
+
+class Machine:
+    """Directories of its own for state and sockets. Whatever runs in them at the end is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.state = folder / "mooncake-p2p"
+        self.started: list[subprocess.Popen[bytes]] = []
+        kept = {key: value for key, value in os.environ.items() if "MOONCAKE_P2P_" not in key}
+        self.environment = {
+            **kept,
+            "XDG_RUNTIME_DIR": str(folder),
+            "XDG_STATE_HOME": str(folder),
+            "MOONCAKE_P2P_CLUSTER": folder.name,
+            "MOONCAKE_P2P_MEMORY": "16MiB",
+        }
+
+    def run(self, *arguments: str, input: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*COMMAND, *arguments],
+            capture_output=True,
+            timeout=COMMAND_SECONDS,
+            text=True,
+            env=self.environment,
+            cwd=self.folder,
+            input=input,
+        )
+
+    def done(self, *arguments: str, input: str = "") -> str:
+        result = self.run(*arguments, input=input)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    def failed(self, status: int, *arguments: str) -> str:
+        """The one line on stderr of a command that ended with `status`."""
+        result = self.run(*arguments)
+        assert result.returncode == status, (result.stdout, result.stderr)
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+        return result.stderr
+
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+        """A command that goes on."""
+        process = subprocess.Popen(
+            [*COMMAND, *arguments], env=self.environment, cwd=self.folder, **options
+        )
+        self.started.append(process)
+        return process
+
+    def join(self, *options: str) -> dict[str, Any]:
+        """The `ready` document of a peer in the background."""
+        line = self.done("join", "--detach", *options)
+        assert line.count("\n") == 1
+        document: dict[str, Any] = json.loads(line.removeprefix("ready "))
+        return document
+
+    def process_id(self, name: str) -> int:
+        return int((self.state / name / "lock").read_text())
+
+    def log(self, name: str) -> str:
+        return (self.state / name / "peer.log").read_text()
+
+    def close(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for lock in self.state.glob("*/lock"):
+            with contextlib.suppress(OSError, ValueError):
+                number = int(lock.read_text())
+                if b"mooncake_p2p\0join" in Path(f"/proc/{number}/cmdline").read_bytes():
+                    os.kill(number, signal.SIGKILL)
+        shutil.rmtree(self.folder)
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    machine = Machine(Path(tempfile.mkdtemp(prefix="p2p-")))
+    try:
+        yield machine
+    finally:
+        machine.close()
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not become so in time"
+        time.sleep(0.02)
+
+
+def exists(process_id: int) -> bool:
+    return Path(f"/proc/{process_id}").exists()
+
+
+def test_in_the_background(machine: Machine) -> None:
+    ready = machine.join("--name", "a")
+    assert set(ready) == {
+        *("peer_id", "name", "control", "data", "socket", "metrics", "joined", "peers")
+    }
+    number = machine.process_id("a")
+    assert os.getsid(number) == number
+    assert os.readlink(f"/proc/{number}/cwd") == "/"
+    log = str(machine.state / "a" / "peer.log")
+    targets = [os.readlink(f"/proc/{number}/fd/{each}") for each in (0, 1, 2)]
+    assert targets[1:] == ["/dev/null", log]
+    assert "(deleted)" in targets[0]  # the file that held the invite, if there was one
+    with pytest.raises(AssertionError, match=f"in use by process {number}: stop that peer"):
+        machine.join("--state-dir", str(machine.state / "a"))
+    second = machine.join("--name", "a", "--bootstrap", ready["control"])  # another name is found
+    assert (second["name"], second["joined"]) == ("a-2", True)
+    message = machine.failed(4, "stats")
+    assert ready["socket"] in message
+    assert second["socket"] in message
+    machine.done("put", "k", "-", "--socket", ready["socket"], input="value")
+    assert machine.done("get", "k", "--wait", "10", "--socket", second["socket"]) == "value"
+    for document in (ready, second):
+        machine.done("leave", "--socket", document["socket"])
+    eventually(lambda: not exists(number))
+    events = ("started", "listening", "joined the cluster", "leaving", "stopped")
+    assert [event for event in events if event in machine.log("a")] == [*events[:2], *events[3:]]
+    assert not list(machine.folder.glob("mooncake-p2p/*.sock"))
+
+
+def test_what_fails_in_the_background_is_told(machine: Machine) -> None:
+    assert "--memory: 'lots'" in machine.failed(2, "join", "--detach", "--memory", "lots")
+    taken = machine.join("--name", "a")
+    message = machine.failed(2, "join", "--detach", "--name", "b", "--listen", taken["control"])
+    assert "Address already in use" in message
+    assert not exists(machine.process_id("b"))
+    machine.environment["MOONCAKE_P2P_CLUSTER"] = "another"
+    other = machine.failed(1, "join", "--detach", "--name", "c", "--bootstrap", taken["control"])
+    assert f"cluster {machine.folder.name!r}" in other
+    assert "stranger_refused" not in machine.log("a")
+    assert re.search("WARNING .*another cluster|WARNING .*cluster 'another'", machine.log("a"))
+
+
+def test_who_stops_waiting_leaves_no_peer_behind(machine: Machine) -> None:
+    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        process = machine.start(
+            *("join", "--detach", "--name", "a", "--join-timeout", "1h"),
+            *("--bootstrap", "127.0.0.1:1"),
+            stdout=subprocess.DEVNULL,
+        )
+        eventually(lambda: "listening" in _text(machine.state / "a" / "peer.log"))
+        peer = machine.process_id("a")
+        process.send_signal(number)
+        assert process.wait(10) == status
+        assert not exists(peer)
+        (machine.state / "a" / "peer.log").unlink()
+
+
+def _text(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+def test_peers_that_start_at_once_share_nothing(machine: Machine) -> None:
+    starts = [
+        machine.start("join", "--detach", "--name", "n", stdout=subprocess.PIPE) for _ in range(3)
+    ]
+    documents = []
+    for process in starts:
+        output, _ = process.communicate(timeout=COMMAND_SECONDS)
+        assert process.returncode == 0
+        documents.append(json.loads(output.removeprefix(b"ready ")))
+    for field in ("name", "peer_id", "control", "socket"):
+        assert len({document[field] for document in documents}) == 3
+
+
+def test_the_log_is_json_that_names_events(machine: Machine) -> None:
+    first = machine.join("--name", "a", "--log-format", "json", "--log-level", "debug")
+    machine.join("--name", "b", "--bootstrap", first["control"])
+    with blocking.connect(first["socket"]) as client:
+        eventually(lambda: len(client.peers()) == 2)
+    number = machine.process_id("a")
+    log = machine.state / "a" / "peer.log"
+    log.rename(machine.state / "a" / "old.log")
+    os.kill(number, signal.SIGHUP)
+    eventually(log.exists)
+    os.kill(machine.process_id("b"), signal.SIGKILL)
+    eventually(lambda: "peer_dead" in log.read_text())
+    machine.join("--name", "b", "--bootstrap", first["control"])
+    eventually(lambda: "peer_back" in log.read_text() or "is alive" in log.read_text())
+    os.kill(number, signal.SIGTERM)
+    eventually(lambda: not exists(number))
+    lines = [
+        *(machine.state / "a" / "old.log").read_text().splitlines(),
+        *log.read_text().splitlines(),
+    ]
+    documents = [json.loads(line) for line in lines]
+    for document in documents:
+        assert {"time", "level", "event", "part", "message"} <= document.keys()
+    events = [document["event"] for document in documents if document["event"]]
+    for event in ("started", "listening", "peer_joined", "peer_suspect", "peer_dead", "leaving"):
+        assert event in events
+    assert events[-1] == "stopped"
+
+
+def test_joining_takes_no_longer_than_it_may_and_goes_on(machine: Machine) -> None:
+    port = machine.join("--name", "probe")["control"]
+    machine.done("leave")
+    eventually(lambda: not exists(machine.process_id("probe")))
+    lonely = machine.join(
+        "--name", "a", "--bootstrap", port, "--join-timeout", "100ms", "--listen", "127.0.0.1:0"
+    )
+    assert (lonely["joined"], lonely["peers"]) == (False, 1)
+    assert "no bootstrap peer answered within 0.1 s: serving alone, and trying on" in machine.log(
+        "a"
+    )
+    machine.join("--name", "b", "--listen", port)
+    eventually(lambda: "joined through" in machine.log("a"))
+
+
+def test_a_closed_terminal_ends_a_peer_in_the_foreground(machine: Machine) -> None:
+    process_id, terminal = pty.fork()
+    if process_id == 0:
+        os.execve(sys.executable, [*COMMAND, "join", "--name", "a"], machine.environment)
+    seen = b""
+
+    def shows(text: bytes) -> bool:
+        nonlocal seen
+        if select.select([terminal], [], [], 0)[0]:
+            seen += os.read(terminal, 4096)
+        return text in seen
+
+    try:
+        eventually(lambda: shows(b"ready {"))
+        os.kill(process_id, signal.SIGHUP)  # the terminal is still there: read files again
+        eventually(lambda: shows(b"read again"))
+        os.close(terminal)
+        eventually(lambda: state_of(process_id) == "Z")
+    finally:
+        os.kill(process_id, signal.SIGKILL)
+        _, status = os.waitpid(process_id, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def state_of(process_id: int) -> str:
+    """`Z` once it ended and nobody asked how."""
+    return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_an_invite_for_this_machine(machine: Machine) -> None:
+    first = machine.join("--name", "a")
+    result = machine.run("invite")
+    assert "it works on this machine only" in result.stderr
+    ready = machine.join("--name", "b", "--invite", result.stdout.split()[-1])
+    assert ready["joined"] is True
+    document = json.loads(machine.done("invite", "--json", "--socket", ready["socket"]))
+    assert document["bootstrap"] == [ready["control"], first["control"]]
+    assert (document["with_key"], document["cluster"]) == (False, machine.folder.name)
+
+
+def test_an_invite_without_the_key(machine: Machine) -> None:
+    key = machine.folder / "key"
+    machine.done("keygen", str(key))
+    machine.join("--name", "a", "--cluster-key-file", "key")
+    command = machine.run("invite", "--without-key")
+    assert command.stdout.split()[-2:] == ["--cluster-key-file", str(key)]
+    assert f"copy {key} to the next machine first" in command.stderr
+    _, _, *arguments = command.stdout.split()
+    assert machine.join("--name", "b", *arguments)["joined"] is True
+    key.chmod(0o644)
+    assert "others may read it" in machine.failed(
+        2, "invite", "--socket", str(machine.folder / "mooncake-p2p" / "a.sock")
+    )
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
+def test_another_user_gets_in_when_the_socket_lets_him(machine: Machine) -> None:
+    def as_stranger(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*COMMAND, *arguments],
+            capture_output=True,
+            timeout=COMMAND_SECONDS,
+            text=True,
+            env={**machine.environment, "PYTHONDONTWRITEBYTECODE": "1"},
+            user=65534,
+            group=65534,
+            extra_groups=[],
+        )
+
+    machine.folder.chmod(0o755)
+    closed = machine.join("--name", "closed")
+    refused = as_stranger("stats", "--socket", closed["socket"])
+    assert refused.returncode == 4
+    assert "permission" in refused.stderr.lower()
+    socket = str(machine.folder / "open.sock")
+    opened = machine.join("--name", "open", "--socket", socket, "--socket-group", "nogroup")
+    assert as_stranger("stats", "--socket", opened["socket"]).returncode == 0
+    hidden = machine.folder / "hidden"
+    hidden.mkdir(mode=0o700)
+    machine.join("--name", "hidden", "--socket", str(hidden / "s.sock"), "--socket-mode", "0666")
+    assert f"but {hidden} keeps them out" in machine.log("hidden")

@@ -1,0 +1,840 @@
+"""Strangers at the doors of real peers: floods, slow beginnings, stolen and repeated proofs, forged words.
+
+Whatever they send costs at most a dropped connection; the peer goes on serving its neighbour meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+
+from p2pstore import errors
+from p2pstore.config import split_address
+from p2pstore.gossip import connection as connection_module
+from p2pstore.gossip import host as host_module
+from p2pstore.gossip import link as link_module
+from p2pstore.gossip import refusals as refusals_module
+from p2pstore.gossip.admission import Opener
+from p2pstore.gossip.connection import Stream
+from p2pstore.gossip.host import ControlHost, open_control_host
+from p2pstore.gossip.identity import Identity
+from p2pstore.gossip.link import LinkError
+from p2pstore.gossip.messages import (
+    MAX_CLAIMS,
+    MAX_LOG_CHUNKS,
+    MAX_RECORDS,
+    Claim,
+    ControlKind,
+    Delta,
+    Hello,
+    HelloReply,
+    Leave,
+    LogChunk,
+    Ping,
+    Proof,
+    Status,
+)
+from p2pstore.gossip.records import (
+    ClusterRecord,
+    SignedRecord,
+    read_peer_record,
+    sign_cluster_record,
+    sign_peer_record,
+)
+from p2pstore.keyring import KeyRing, key_id_of
+from p2pstore.local import messages as local
+from p2pstore.local import server as local_server
+from p2pstore.local.messages import LocalKind
+from p2pstore.objects import key_digest
+from p2pstore.peer import Peer
+from p2pstore.transfer import data_server
+from p2pstore.transfer import messages as data
+from p2pstore.transfer.data_connection import DataConnection
+from p2pstore.transfer.data_session import ServerLimits
+from p2pstore.transfer.messages import DataKind
+from p2pstore.transfer.tickets import GrantedTicket, Scope, issue_ticket
+from p2pstore.transfer.transport import PullFailed
+from p2pstore.trio_streams import TrioDriver, TrioStream
+from p2pstore.wire import (
+    CONTROL_LIMITS,
+    HEADER,
+    PREFACE_DATA,
+    PREFACE_LOCAL,
+    Code,
+    Failure,
+    Message,
+    decode_body,
+    decode_header,
+    encode_frame,
+)
+from tests.cluster.test_attacks import still_well
+from tests.cluster.test_cli import Machine, eventually, machine
+from tests.cluster.test_control_host import Attacker
+from tests.cluster.test_open_peer import cluster, until
+
+__all__ = ["machine"]  # a fixture
+
+SECONDS = 10.0
+MIB = 1024 * 1024
+
+
+# --- floods ----------------------------------------------------------------------------------
+
+
+def descriptors_of(process: int) -> int:
+    return len(os.listdir(f"/proc/{process}/fd"))
+
+
+def private_bytes_of(process: int) -> int:
+    text = Path(f"/proc/{process}/status").read_text()
+    [line] = [line for line in text.splitlines() if line.startswith("RssAnon:")]
+    return int(line.split()[1]) * 1024
+
+
+def flood(address: str, count: int, hosts: int, beginning: bytes) -> Iterator[socket.socket]:
+    """Connections from `hosts` addresses of this machine, none of them 127.0.0.1, each with the beginning of
+    something."""
+    target = split_address(address, "target")
+    for number in range(count):
+        sock = socket.socket()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1)
+        sock.bind((f"127.0.9.{1 + number % hosts}", 0))
+        sock.settimeout(5)
+        with suppress(OSError):  # the backlog is full, or it was turned away
+            sock.connect(target)
+            sock.send(beginning[: number % (len(beginning) + 1)])
+        yield sock
+
+
+FLOOD = """
+import resource, sys
+from tests.cluster.test_strangers import flood
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+address, count, hosts, beginning = sys.argv[1:]
+held = list(flood(address, min(int(count), hard - 100), int(hosts), bytes.fromhex(beginning)))
+print(len(held), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def flooded(address: str, count: int, hosts: int, beginning: bytes) -> Iterator[Callable[[], bool]]:
+    """A process of its own that opens so many connections and holds them; whether it has them all."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FLOOD, address, str(count), str(hosts), beginning.hex()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        out, said = process.stdout, b""
+        os.set_blocking(out.fileno(), False)
+
+        def done() -> bool:
+            nonlocal said
+            said += out.read() or b""
+            assert process.poll() is None
+            return said.endswith(b"\n")
+
+        try:
+            yield done
+            assert int(said) >= min(count, 1000), "the flood was none"
+        finally:
+            process.stdin.close()
+            process.wait(30)
+
+
+@pytest.mark.slow
+def test_ten_thousand_connections(machine: Machine) -> None:
+    """To both ports, from one host and from many: neighbours go on and newcomers get in, memory stays, and in the
+    end every descriptor is given back."""
+    victim = machine.join("victim", "--transport", "tcp")
+    bootstrap = ("--bootstrap", victim.ready["control"], "--transport", "tcp")
+    neighbour = machine.join("neighbour", *bootstrap)
+    eventually(lambda: victim.alive() == neighbour.alive() == 2)
+    process = victim.process.pid
+    descriptors, memory = descriptors_of(process), private_bytes_of(process)
+    multistream = b"\x13/multistream/1.0.0\n\x07/noise\n"
+    victim.client.put("anchor", bytes(10_000), pin="hard")
+    served = 0
+
+    def serves() -> None:
+        nonlocal served
+        begin, served = time.monotonic(), served + 1
+        victim.client.put(f"k{served}", bytes(10_000))
+        assert neighbour.client.get(f"k{served}", wait=5) == bytes(10_000)
+        assert time.monotonic() - begin < 5
+
+    waves = (
+        (victim.ready["control"], 5000, 60, multistream),
+        (victim.ready["data"][0], 5000, 60, PREFACE_DATA),
+        (victim.ready["control"], 1000, 1, multistream),
+        (victim.ready["data"][0], 1000, 1, PREFACE_DATA),
+    )
+    for wave, (address, count, hosts, beginning) in enumerate(waves):
+        with flooded(address, count, hosts, beginning) as done:
+            while not done():
+                serves()
+            newcomer = machine.join(f"new{wave}", *bootstrap)
+            assert newcomer.ready["joined"]
+            assert newcomer.client.get("anchor", wait=5) == bytes(10_000)
+            newcomer.stop()
+            serves()
+            assert private_bytes_of(process) - memory < 64 * MIB
+    eventually(lambda: descriptors_of(process) <= descriptors + 20)
+    log = victim.log.read_text()
+    assert len(log.splitlines()) < 400
+    assert "Traceback" not in log
+
+
+async def test_a_stranger_from_another_host_is_let_in_through_a_crowd(tmp_path: Path) -> None:
+    """The crowd's longest waiting connection goes for it."""
+    async with cluster(tmp_path, 1) as (peer,):
+        host = peer.node.host
+        host._strangers.limit = 8
+        crowd = list(flood(peer.control, 12, 3, b""))
+        await until(lambda: len(host._strangers) == 8)
+        async with stranger_host() as newcomer:
+            await newcomer.ask(
+                peer.node.core.peer_id, [peer.control], ControlKind.PING, Ping(1, []), SECONDS
+            )
+        for sock in crowd:
+            sock.close()
+        await until(lambda: not len(host._strangers))
+
+
+async def test_lines_about_strangers_are_few_however_many_hosts_they_come_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals_module, "MAX_LINES", 5)
+    async with cluster(tmp_path, 1) as (peer,):
+        for address in (peer.control, peer.data[0]):
+            for sock in flood(address, 100, 50, b"\xff" * 50):
+                sock.close()
+        await until(lambda: not len(peer.node.host._strangers))
+        await still_well(peer)
+    lines = [r for r in caplog.records if r.name == "p2pstore.host" and r.levelno > logging.DEBUG]
+    assert len(lines) == 5
+
+
+# --- slow beginnings -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (host_module, link_module, connection_module):
+        monkeypatch.setattr(module, "ADMISSION_SECONDS", 1.0)
+    monkeypatch.setattr(local_server, "HELLO_SECONDS", 1.0)
+    monkeypatch.setattr(data_server, "ServerLimits", partial(ServerLimits, hello_seconds=1.0))
+
+
+@pytest.mark.usefixtures("short_deadlines")
+async def test_byte_by_byte_on_every_port(tmp_path: Path) -> None:
+    """A byte now and then keeps nothing open: the deadline is for the whole beginning."""
+    async with cluster(tmp_path, 2) as (victim, neighbour):
+        hello = data.Hello(1, 1, data.Ticket(bytes(200), bytes(64)), bytes(32))
+        beginnings = {
+            "control": b"\x13/multistream/1.0.0\n" + b"\x07/noise\n" + bytes(200),
+            "data": PREFACE_DATA + encode_frame(DataKind.HELLO, 1, hello),
+            "local": PREFACE_LOCAL
+            + encode_frame(LocalKind.HELLO, 1, local.Hello(1, 1, "default", 0, 1, "x" * 60)),
+        }
+        lasted: dict[str, float] = {}
+
+        async def creep(name: str, stream: TrioStream, silent: bool) -> None:
+            begin = trio.current_time()
+            with suppress(OSError):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(closed, stream, nursery.cancel_scope)
+                    for number in range(200):
+                        if not (silent and number):
+                            await stream.send(beginnings[name][number : number + 1])
+                        await trio.sleep(0.02)
+            lasted[f"{name}{silent}"] = trio.current_time() - begin
+            stream.close()
+
+        async def closed(stream: TrioStream, scope: trio.CancelScope) -> None:
+            room = memoryview(bytearray(65536))
+            with suppress(OSError):
+                while await stream.receive_into(room):
+                    pass
+            scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            driver = TrioDriver()
+            for silent in (False, True):
+                for name, address in (("control", victim.control), ("data", victim.data[0])):
+                    target = split_address(address, name)
+                    stream = await driver.connect_tcp(*target, SECONDS)
+                    nursery.start_soon(creep, name, stream, silent)
+                stream = await driver.connect_unix(victim.socket, SECONDS)
+                nursery.start_soon(creep, "local", stream, silent)
+            while len(lasted) < 6:
+                await still_well(victim, neighbour)
+                await trio.sleep(0.1)
+        assert all(seconds < 2.5 for seconds in lasted.values()), lasted
+        await still_well(victim, neighbour)
+
+
+# --- proofs that belong to somebody else -----------------------------------------------------
+
+
+@asynccontextmanager
+async def stranger_host(number: int = 77, key: bytes | None = None) -> AsyncIterator[ControlHost]:
+    """Somebody with an identity of his own, by default a member of the keyless cluster."""
+
+    async def handle(*_: object) -> Message:
+        raise errors.Unavailable("there is nothing here")
+
+    async with open_control_host(
+        identity=Identity(bytes([number]) * 32),
+        listen=("127.0.0.1", 0),
+        ring=KeyRing([key] if key else []),
+        cluster="default",
+        handler=handle,
+        on_lost=lambda _: None,
+        software="stranger",
+    ) as host:
+        yield host
+
+
+def secured(tmp_path: Path) -> dict[str, object]:
+    """Settings of a cluster with a key, and the file."""
+    path = tmp_path / "cluster.key"
+    path.touch(0o600)
+    path.write_text(KEY.hex())
+    return {"cluster_key_file": str(path)}
+
+
+KEY = b"k" * 32
+
+
+async def raw_stream(host: ControlHost, peer: Peer) -> tuple[Any, Stream]:
+    """A stream to a peer on which nothing was said yet."""
+    attacker = await Attacker.connect(host, peer.node.host)
+    return attacker.connection, attacker.stream
+
+
+async def read_frame(stream: Stream) -> tuple[int, int, bytes]:
+    """Kind, flags and body of what comes next."""
+    buffer = b""
+    with trio.fail_after(SECONDS):
+        while True:
+            if len(buffer) >= HEADER.size:
+                header = decode_header(buffer, CONTROL_LIMITS)
+                if len(buffer) >= HEADER.size + header.body_length:
+                    return header.kind, header.flags, buffer[HEADER.size :]
+            buffer += await stream.read(65536)
+
+
+async def refusal(stream: Stream) -> tuple[int, str]:
+    """Code and text with which the other side refuses."""
+    _, flags, body = await read_frame(stream)
+    assert flags & 2, "it was not refused"
+    failure = decode_body(Failure, body)
+    return failure.code, failure.text
+
+
+async def test_a_recorded_admission_cannot_be_played_again(tmp_path: Path) -> None:
+    """Not on another connection, and not by another identity: nonce and peer ids are part of the proof."""
+    async with (
+        cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour),
+        stranger_host(5, KEY) as member,
+        stranger_host(6) as thief,
+    ):
+        connection, stream = await raw_stream(member, victim)
+        opener = member._side(Opener, connection)
+        recorded = [encode_frame(ControlKind.HELLO, 1, opener.hello())]
+        await stream.write(recorded[0])
+        _, _, body = await read_frame(stream)
+        proof = opener.receive_reply(decode_body(HelloReply, body))
+        recorded.append(encode_frame(ControlKind.PROOF, 2, proof))
+        await stream.write(recorded[1])
+        assert (await read_frame(stream))[0] == ControlKind.PROOF
+        for host in (member, thief):
+            _, again = await raw_stream(host, victim)
+            await again.write(recorded[0])
+            await read_frame(again)
+            await again.write(recorded[1])
+            code, text = await refusal(again)
+            assert code == Code.AUTHENTICATION_FAILED
+            assert "does not match" in text
+        await still_well(victim, neighbour)
+
+
+async def test_a_proof_cannot_be_reflected(tmp_path: Path) -> None:
+    """Who has no key sends back what the victim proved, or has one victim prove to another."""
+    async with (
+        cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour),
+        stranger_host(6) as thief,
+    ):
+        hello = Hello(1, 1, "default", bytes(32), [key_id_of(KEY)])
+        for source in (victim, neighbour):
+            _, asking = await raw_stream(thief, victim)
+            await asking.write(encode_frame(ControlKind.HELLO, 1, hello))
+            reply = decode_body(HelloReply, (await read_frame(asking))[2])
+            _, other = await raw_stream(thief, source)
+            relayed = msgspec.structs.replace(hello, nonce=reply.nonce)
+            await other.write(encode_frame(ControlKind.HELLO, 1, relayed))
+            proved = decode_body(HelloReply, (await read_frame(other))[2])
+            _, mirror = await raw_stream(thief, victim)
+            await mirror.write(encode_frame(ControlKind.HELLO, 1, hello))
+            own = decode_body(HelloReply, (await read_frame(mirror))[2])
+            for stream, stolen in ((asking, proved.proof), (mirror, own.proof)):
+                await stream.write(encode_frame(ControlKind.PROOF, 2, Proof(reply.key_id, stolen)))
+                code, _ = await refusal(stream)
+                assert code == Code.AUTHENTICATION_FAILED
+        assert victim.node.host.connected() == [neighbour.node.core.peer_id]
+        await still_well(victim, neighbour)
+
+
+@pytest.mark.parametrize("key", [None, b"w" * 32])
+async def test_without_the_key_there_is_nothing(tmp_path: Path, key: bytes | None) -> None:
+    """No membership, and no data either."""
+    async with (
+        cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour),
+        stranger_host(6, key) as thief,
+    ):
+        with pytest.raises(LinkError, match="wrong cluster key"):
+            await thief.ask(
+                victim.node.core.peer_id, [victim.control], ControlKind.PING, Ping(1, []), SECONDS
+            )
+        granted = ticket(victim, thief._identity, KeyRing([key] if key else []))
+        with pytest.raises(errors.AuthenticationFailed, match="does not hold"):
+            await open_data(victim, granted)
+        await still_well(victim, neighbour)
+
+
+def ticket(
+    audience: Peer,
+    signer: Any,
+    ring: KeyRing,
+    scope: Scope = Scope.READ | Scope.PEER,
+    now: float | None = None,
+) -> GrantedTicket:
+    return issue_ticket(
+        signer=signer,
+        ring=ring,
+        audience=audience.node.core.peer_id,
+        now_unix=time.time() if now is None else now,
+        ticket_id=os.urandom(16),
+        scope=scope,
+    )
+
+
+async def open_data(peer: Peer, granted: GrantedTicket) -> DataConnection:
+    stream = await TrioDriver().connect_tcp(*split_address(peer.data[0], "data"), SECONDS)
+    return await DataConnection.open(stream, granted)
+
+
+async def test_tickets_that_open_nothing(tmp_path: Path) -> None:
+    """Overheard without its secret, for another peer, out of time, in another's name, with more rights."""
+    async with cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour):
+        await victim.put("k", b"value")
+        thief, ring = Identity(b"t" * 32), KeyRing([KEY])
+        good = ticket(victim, neighbour.node.host._identity, ring, Scope.READ)
+        (await open_data(victim, good)).close()
+
+        class InTheNameOf:
+            peer_id = neighbour.node.core.peer_id
+            sign = thief.sign
+
+        attempts = {
+            "without its secret": (GrantedTicket(good.ticket, bytes(32)), ".*"),
+            "for another": (ticket(neighbour, thief, ring), "for another peer"),
+            "expired": (ticket(victim, thief, ring, now=time.time() - 1000), "expired"),
+            "for ever": (ticket(victim, thief, ring, now=time.time() + 10_000), "too long"),
+            "in another's name": (ticket(victim, InTheNameOf(), ring), "not signed"),
+            "without the key": (ticket(victim, thief, KeyRing()), "does not hold"),
+        }
+        for name, (granted, words) in attempts.items():
+            with pytest.raises((errors.AuthenticationFailed, OSError), match=words):
+                connection = await open_data(victim, granted)
+                await connection.request(DataKind.PING, data.Ping())
+                raise AssertionError(f"a ticket {name} was taken")
+        reader = await open_data(victim, good)
+        for kind, message in (
+            (DataKind.PUSH, data.Push(1, [1], bytes(34))),
+            (DataKind.REPLICATE, data.Replicate(key_digest("k"), 1, 1, 5)),
+            (DataKind.CLUSTER_RECORDS, data.ClusterRecords([], [])),
+            (DataKind.SNAPSHOT, data.Snapshot(victim.node.core.member)),
+        ):
+            with pytest.raises(errors.AuthenticationFailed, match="does not allow"):
+                await reader.request(kind, message)
+        reader.close()
+        await still_well(victim, neighbour)
+
+
+async def test_an_overheard_ticket_answers_nothing_without_its_secret(tmp_path: Path) -> None:
+    """The thief does not mind who the server is; the server minds who he is."""
+    async with cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour):
+        overheard = ticket(victim, neighbour.node.host._identity, KeyRing([KEY])).ticket
+        stream = await TrioDriver().connect_tcp(*split_address(victim.data[0], "data"), SECONDS)
+        hello = data.Hello(1, 1, overheard, bytes(32))
+        await stream.send(
+            PREFACE_DATA,
+            encode_frame(DataKind.HELLO, 1, hello),
+            encode_frame(DataKind.PROOF, 2, data.Proof(bytes(32))),
+            encode_frame(DataKind.STATISTICS, 3, data.Statistics()),
+        )
+        answer, room = bytearray(), bytearray(65536)
+        with trio.fail_after(SECONDS), suppress(OSError):
+            while count := await stream.receive_into(memoryview(room)):
+                answer += room[:count]
+        stream.close()
+        kinds = []
+        while answer:
+            header = decode_header(answer, CONTROL_LIMITS)
+            kinds.append((header.kind, header.flags))
+            del answer[: HEADER.size + header.body_length]
+        assert kinds == [(DataKind.HELLO, 1), (DataKind.PROOF, 3)]
+        await still_well(victim, neighbour)
+
+
+# --- words in somebody else's name -----------------------------------------------------------
+
+
+async def test_records_that_their_owner_did_not_sign(tmp_path: Path) -> None:
+    """A member, properly admitted, sends what others never said. It is refused whole, and nothing changes."""
+    async with cluster(tmp_path, 2) as (victim, neighbour), stranger_host() as liar:
+        await neighbour.put("k", b"value")
+        await until(lambda: victim.contains_nowait("k"))
+        mallory = liar._identity
+        gossip = victim.node.core.gossip
+        state = gossip.membership.get(neighbour.node.core.peer_id)
+        assert state is not None
+        assert state.signed is not None
+        honest = state.signed
+        record = read_peer_record(honest)
+        moved = msgspec.structs.replace(
+            record, sequence=record.sequence + 1000, control=["127.0.0.1:1"], data=["127.0.0.1:1"]
+        )
+        left = msgspec.structs.replace(moved, leaving=True)
+        mine = msgspec.structs.replace(record, peer_id=mallory.peer_id, sequence=1)
+        floor = ClusterRecord(
+            1, 1, key_digest("k"), victim.node.core.clock.latest, 1, neighbour.node.core.peer_id
+        )
+        forged = sign_cluster_record(floor, mallory)
+
+        def relabelled(signed: SignedRecord) -> SignedRecord:
+            return SignedRecord(signed.body, honest.signature)
+
+        lies: list[tuple[ControlKind, Message, bool]] = [
+            (ControlKind.DELTA, Delta([sign_peer_record(moved, mallory)], [], [], []), True),
+            (
+                ControlKind.DELTA,
+                Delta([relabelled(sign_peer_record(moved, mallory))], [], [], []),
+                True,
+            ),
+            (
+                ControlKind.DELTA,
+                Delta([SignedRecord(honest.body + b"\0", honest.signature)], [], [], []),
+                True,
+            ),
+            (ControlKind.DELTA, Delta([], [], [forged], []), True),
+            (ControlKind.DELTA, Delta([], [], [SignedRecord(forged.body, b"")], []), True),
+            (ControlKind.LEAVE, Leave(sign_peer_record(left, mallory)), True),
+            (ControlKind.LEAVE, Leave(sign_peer_record(mine, mallory)), True),
+            (ControlKind.LEAVE, Leave(honest), False),  # a repetition: nothing new
+            (ControlKind.DELTA, Delta([honest] * 3, [], [], []), False),
+        ]
+        for kind, lie, refused in lies:
+            expected = pytest.raises(LinkError) if refused else nullcontext()
+            with expected as error:
+                await liar.ask(victim.node.core.peer_id, [victim.control], kind, lie, SECONDS)
+            assert error is None or error.value.code == Code.MALFORMED
+        assert state.alive
+        assert not state.leaving
+        assert state.record is not None
+        assert state.record.control == record.control
+        assert victim.contains_nowait("k")
+        assert await victim.get("k") == b"value"
+        await still_well(victim, neighbour)
+
+
+async def test_an_old_record_does_not_come_back(tmp_path: Path) -> None:
+    """Signed by its owner, but of earlier: with other addresses, or from before it left."""
+    async with cluster(tmp_path, 1) as (victim,), stranger_host() as liar:
+        mallory = liar._identity
+        old: list[SignedRecord] = []
+        for sequence, leaving in ((1, False), (2, False), (3, True)):
+            described = read_peer_record(victim.node.core.gossip.record(victim.node.now))
+            record = msgspec.structs.replace(
+                described,
+                peer_id=mallory.peer_id,
+                sequence=sequence,
+                name=f"life {sequence}",
+                leaving=leaving,
+            )
+            old.append(sign_peer_record(record, mallory))
+            with suppress(LinkError) if leaving else nullcontext():  # who left is disconnected
+                await tell(liar, victim, Delta([old[-1]], [], [], []))
+        state = victim.node.core.gossip.membership.get(mallory.peer_id)
+        assert state is not None
+        for signed in old:
+            await tell(liar, victim, Delta([signed], [], [], []))
+            assert state.record is not None
+            assert (state.record.name, state.leaving) == ("life 3", True)
+        await still_well(victim)
+
+
+async def tell(host: ControlHost, peer: Peer, delta: Delta) -> None:
+    await host.ask(peer.node.core.peer_id, [peer.control], ControlKind.DELTA, delta, SECONDS)
+
+
+async def test_a_log_that_its_owner_did_not_write_is_found_out(tmp_path: Path) -> None:
+    """A relay makes up what a neighbour holds: the owner's signed head does not agree."""
+    async with cluster(tmp_path, 2) as (victim, neighbour), stranger_host() as liar:
+        await neighbour.put("k", b"value")
+        await until(lambda: victim.contains_nowait("k"))
+        core, other = victim.node.core, neighbour.node.core
+        _, sequence = core.gossip.directory.position(other.member)
+        records = b"".join(
+            key_digest(f"made up {number}") + Random(number).randbytes(17) + b"\0"
+            for number in range(50)
+        )
+        chunk = LogChunk(other.member, other.incarnation, sequence + 1, records)
+        await tell(liar, victim, Delta([], [chunk], [], []))
+        await neighbour.put("later", b"value")
+        await until(lambda: victim.contains_nowait("later"), 20)
+        await until(lambda: not victim.contains_nowait("made up 1"), 20)
+        assert await victim.get("k") == await victim.get("later", wait=5) == b"value"
+        await still_well(victim, neighbour)
+
+
+async def test_claims_that_a_living_peer_is_dead_are_refuted(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 2) as (victim, neighbour), stranger_host() as liar:
+        accused = neighbour.node.core
+        for status in (Status.SUSPECT, Status.DEAD, Status.LEFT):
+            state = victim.node.core.gossip.membership.get(accused.peer_id)
+            assert state is not None
+            claim = Claim(accused.peer_id, state.incarnation + 5, int(status), 1)
+            await tell(liar, victim, Delta([], [], [], [claim]))
+            await until(lambda: victim.node.core.live_peers() == [accused.peer_id])
+        await still_well(victim, neighbour)
+
+
+# --- too much --------------------------------------------------------------------------------
+
+
+def too_long() -> Iterator[tuple[str, str, int, Message]]:
+    """Every list that has a cap, one longer than that: (port, name, kind, message)."""
+    claims = [Claim(bytes(38), 1, 0, 1)] * (MAX_CLAIMS + 1)
+    signed = [SignedRecord(b"", b"")] * (MAX_RECORDS + 1)
+    chunks = [LogChunk(1, 1, 1, b"")] * (MAX_LOG_CHUNKS + 1)
+    digest = bytes(16)
+    yield "control", "claims", ControlKind.PING, Ping(1, claims)
+    yield "control", "records", ControlKind.DELTA, Delta(signed, [], [], [])
+    yield "control", "cluster records", ControlKind.DELTA, Delta([], [], signed, [])
+    yield "control", "logs", ControlKind.DELTA, Delta([], chunks, [], [])
+    items = [data.GetItem(digest)] * (data.MAX_GET_ITEMS + 1)
+    yield "data", "items", DataKind.GET, data.Get(items)
+    count = data.MAX_PUSHED_OPERATIONS + 1
+    yield "data", "operations", DataKind.PUSH, data.Push(1, [1] * count, b"")
+    yield "data", "digests", DataKind.LOOKUP, data.Lookup(digest * 4097)
+    many = [b""] * (data.MAX_PUSHED_RECORDS + 1)
+    yield "data", "records", DataKind.CLUSTER_RECORDS, data.ClusterRecords(many, many)
+    yield (
+        "local",
+        "reservations",
+        LocalKind.RESERVE,
+        local.Reserve([local.ReserveItem(1, 1)] * 16_385),
+    )
+    yield "local", "digests", LocalKind.CONTAINS, local.Contains(digest * 16_385)
+    yield "local", "leases", LocalKind.LEASE, local.Lease(digest * 16_385)
+    yield "local", "plans", LocalKind.PLAN, local.Plan(digest * 16_385)
+    yield "local", "keys", LocalKind.REMOVE, local.Remove("default", ["k"] * 16_385)
+
+
+async def test_lists_that_are_too_long_are_refused(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 2) as (victim, neighbour), stranger_host() as host:
+        for port, name, kind, message in too_long():
+            with trio.fail_after(SECONDS):
+                if port == "control":
+                    with pytest.raises(LinkError):
+                        await host.ask(
+                            victim.node.core.peer_id, [victim.control], kind, message, SECONDS
+                        )
+                elif port == "data":
+                    granted = ticket(victim, host._identity, KeyRing())
+                    connection = await open_data(victim, granted)
+                    with pytest.raises((errors.P2PStoreError, PullFailed, OSError)):
+                        await connection.request(DataKind(kind), message)
+                        raise AssertionError(name)
+                    connection.close()
+                else:
+                    with pytest.raises((ValueError, errors.P2PStoreError)):
+                        await victim._link.request(LocalKind(kind), message, local.Located)
+        await still_well(victim, neighbour)
+
+
+OVERSIZED: list[tuple[str, int, int]] = [
+    ("data", 1024 * 1024 + 1, 0),
+    ("data", 0, 16 * 1024 * 1024 + 1),
+    ("data", 0xFFFF_FFFF, 0xFFFF_FFFF),
+    ("local", 4 * 1024 * 1024 + 1, 0),
+    ("local", 0, 1),
+    ("local", 0xFFFF_FFFF, 0),
+]
+
+
+@pytest.mark.parametrize("admitted", [False, True])
+async def test_frames_that_announce_too_much_end_their_connection_at_once(
+    tmp_path: Path, admitted: bool
+) -> None:
+    """Before a byte of them was collected: it is told by the header. (Control: see test_control_host.)"""
+    async with cluster(tmp_path, 1) as (victim,):
+        for port, body, bulk in OVERSIZED:
+            if port == "data":
+                target = split_address(victim.data[0], "data")
+                stream = await TrioDriver().connect_tcp(*target, SECONDS)
+                if admitted:
+                    granted = ticket(victim, Identity(b"m" * 32), KeyRing())
+                    await DataConnection.open(stream, granted)
+                else:
+                    await stream.send(PREFACE_DATA)
+            else:
+                stream = await TrioDriver().connect_unix(victim.socket, SECONDS)
+                await stream.send(PREFACE_LOCAL)
+                if admitted:
+                    hello = local.Hello(1, 1, "default", 0, 1)
+                    await stream.send(encode_frame(LocalKind.HELLO, 1, hello))
+                    room = memoryview(bytearray(65536))
+                    _, passed = await stream.receive_descriptors(room)
+                    for descriptor in passed:
+                        os.close(descriptor)
+            await stream.send(HEADER.pack(16 if admitted else 1, 0, 1, body, bulk))
+            with trio.fail_after(2), suppress(OSError):
+                room = memoryview(bytearray(65536))
+                while await stream.receive_into(room):
+                    pass
+            stream.close()
+        await still_well(victim)
+
+
+# --- the multiplexer -------------------------------------------------------------------------
+
+SYN, ACK, FIN, RST = 1, 2, 4, 8
+DATA, WINDOW, PINGED, GO_AWAY = 0, 1, 2, 3
+
+
+def yamux(kind: int, flags: int, stream: int, length: int, payload: bytes = b"") -> bytes:
+    return struct.pack("!BBHII", 0, kind, flags, stream, length) + payload
+
+
+def abuse() -> dict[str, Callable[[int], bytes]]:
+    """What an attacker may write after Noise, frame by frame."""
+    rng = Random(3)
+    return {
+        "pings": lambda n: yamux(PINGED, SYN, 0, n),
+        "pongs": lambda n: yamux(PINGED, ACK, 0, n),
+        "streams": lambda n: yamux(WINDOW, SYN, 1001 + 2 * n, 0),
+        "reset storm": lambda n: yamux(WINDOW, SYN, 1001 + n, 0) + yamux(WINDOW, RST, 1001 + n, 0),
+        "born dead": lambda n: yamux(WINDOW, SYN | RST, 1001 + 2 * n, 0),
+        "born closed": lambda n: yamux(WINDOW, SYN | FIN, 1001 + 2 * n, 0),
+        "one stream twice": lambda n: yamux(WINDOW, SYN, 1001, 0),
+        "streams of the other side": lambda n: yamux(WINDOW, SYN, 2 + 2 * n, 0),
+        "windows": lambda n: yamux(WINDOW, 0, 1, 0xFFFF_FFFF),
+        "windows of nothing": lambda n: yamux(WINDOW, 0, 1_000_000 + n, 0xFFFF_FFFF),
+        "data for nobody": lambda n: yamux(DATA, 0, 1_000_000 + n, 100, bytes(100)),
+        "data that was announced": lambda n: yamux(DATA, SYN, 1001 + 2 * n, 16 * MIB, bytes(4096)),
+        "a frame of 4 GiB": lambda n: yamux(DATA, SYN, 1001, 0xFFFF_FFFF),
+        "an unknown type": lambda n: yamux(9, n % 16, n, n),
+        "an unknown version": lambda n: b"\xff" + yamux(DATA, SYN, 1, 5)[1:],
+        "farewells": lambda n: yamux(GO_AWAY, 0, 0, n % 4),
+        "garbage": lambda n: rng.randbytes(12),
+    }
+
+
+@pytest.mark.parametrize("admitted", [False, True])
+@pytest.mark.parametrize("name", abuse())
+async def test_abuse_of_the_multiplexer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, admitted: bool
+) -> None:
+    """20,000 frames: the connection may end, nobody else notices, and nothing piles up."""
+    frame = abuse()[name]
+    async with cluster(tmp_path, 1) as (victim,), stranger_host() as hostile:
+        attacker = await Attacker.connect(hostile, victim.node.host)
+        if admitted:
+            await attacker.be_admitted(hostile)
+        [connection] = victim.node.host._connections[hostile._identity.peer_id]
+        piled = 0
+        with suppress(Exception), trio.move_on_after(3):
+            for start in range(0, 20_000, 500):
+                await attacker.connection.muxed._write_frame(
+                    b"".join(map(frame, range(start, start + 500)))
+                )
+                muxed = connection.muxed
+                piled = max(piled, len(muxed.streams), len(muxed.stream_events))
+                if start % 5000 == 0:
+                    with trio.fail_after(5):
+                        await victim.put(f"k{start}", b"value")
+        assert piled < 300
+        attacker.connection.abort()
+        await until(connection.ended.is_set)
+        async with stranger_host(78) as honest:
+            await honest.ask(
+                victim.node.core.peer_id, [victim.control], ControlKind.PING, Ping(1, []), SECONDS
+            )
+        await still_well(victim)
+    loud = [r for r in caplog.records if r.levelno >= logging.ERROR and r.name.startswith("p2p")]
+    assert not loud, loud
+
+
+async def test_a_stranger_is_not_collected_for(tmp_path: Path) -> None:
+    """The multiplexer reads a whole frame of up to 16 MiB before anybody sees it."""
+    async with cluster(tmp_path, 1) as (victim,), stranger_host() as hostile:
+        attacker = await Attacker.connect(hostile, victim.node.host)
+        sent = 0
+        with suppress(Exception):
+            await attacker.connection.muxed._write_frame(yamux(DATA, SYN, 1001, 16 * MIB))
+            for _ in range(250):
+                await attacker.connection.muxed.secured_conn.write(bytes(60_000))
+                sent += 60_000
+        await until(attacker.connection.ended.is_set)
+        assert sent < 8 * MIB  # what the sockets take
+        await still_well(victim)
+
+
+# --- the local socket ------------------------------------------------------------------------
+
+VISIT = """
+import os, socket, sys
+os.setgid(65534); os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX)
+try:
+    sock.connect(sys.argv[1])
+except OSError as error:
+    print(error.errno)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+async def test_another_user_does_not_get_in(tmp_path: Path) -> None:
+    os.chmod(tmp_path, 0o755)
+    for folder in tmp_path.parents:
+        with suppress(OSError):
+            folder.chmod(folder.stat().st_mode | 0o011)
+    async with cluster(tmp_path, 1) as (peer,):
+        done = await trio.run_process(
+            [sys.executable, "-c", VISIT, peer.socket], capture_stdout=True
+        )
+        assert done.stdout.split() == [str(errno.EACCES).encode()]
+        await still_well(peer)

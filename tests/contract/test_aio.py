@@ -1,0 +1,413 @@
+"""The asyncio client's own ways: its loop, its end, and cancellation, which in asyncio is an exception
+thrown in from outside. What it has in common with the others is in `test_store`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from p2pstore import aio
+from p2pstore.asyncio_streams import AsyncioDriver, AsyncioStream
+from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
+from p2pstore.local.messages import LocalKind
+from p2pstore.objects import MIB
+from tests.contract.small_peer import SmallPeer, small_peer
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[SmallPeer]:
+    with small_peer(tmp_path / "peer.sock") as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def stream_pair() -> AsyncIterator[tuple[AsyncioStream, socket.socket]]:
+    """Our end, with little room to send, and theirs."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    theirs.setblocking(False)
+    stream = AsyncioStream(ours)
+    try:
+        yield stream, theirs
+    finally:
+        stream.close()
+        theirs.close()
+
+
+async def drain(sock: socket.socket, length: int) -> bytes:
+    """The next bytes that arrive."""
+    received = b""
+    loop = asyncio.get_running_loop()
+    while len(received) < length:
+        data = await asyncio.wait_for(loop.sock_recv(sock, length - len(received)), 5)
+        assert data, "the connection ended"
+        received += data
+    return received
+
+
+async def started(task: asyncio.Task[Any]) -> None:
+    """Let a task run until it waits for a socket."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not task.done()
+
+
+# --- streams ------------------------------------------------------------------------------------
+
+
+def test_a_whole_send_is_not_cancelled_in_the_middle() -> None:
+    async def main() -> None:
+        async with stream_pair() as (stream, theirs):
+            frame = os.urandom(3 * MIB)
+            sending = asyncio.create_task(stream.send_whole(frame[:5], frame[5:]))
+            await started(sending)
+            sending.cancel()
+            await started(sending)
+            sending.cancel()
+            assert await drain(theirs, len(frame)) == frame
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            assert stream.fileno() >= 0
+            await stream.send_whole(b"next")
+            assert await drain(theirs, 4) == b"next"
+
+    asyncio.run(main())
+
+
+def test_a_whole_send_that_fails_closes_the_stream() -> None:
+    async def main() -> None:
+        async with stream_pair() as (stream, _):
+            stream.progress_seconds = 0.05
+            with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
+                await stream.send_whole(bytes(MIB))
+            assert stream.fileno() == -1
+
+    asyncio.run(main())
+
+
+def test_a_timeout_around_a_whole_send_stays_a_timeout() -> None:
+    async def main() -> None:
+        async with stream_pair() as (stream, theirs):
+            frame = bytes(MIB)
+            sending = asyncio.create_task(_send_within(stream, frame, 0.01))
+            await asyncio.sleep(0.05)
+            assert await drain(theirs, len(frame)) == frame
+            with pytest.raises(TimeoutError):
+                await sending
+
+    asyncio.run(main())
+
+
+async def _send_within(stream: AsyncioStream, frame: bytes, seconds: float) -> None:
+    async with asyncio.timeout(seconds):
+        await stream.send_whole(frame)
+
+
+def test_a_cancelled_receive_loses_no_bytes() -> None:
+    """On a connection that many share, they may be the answer to somebody else."""
+
+    async def main() -> None:
+        async with stream_pair() as (stream, theirs):
+            received = bytearray(8)
+            receiving = asyncio.create_task(stream.receive_into(memoryview(received)))
+            await started(receiving)
+            theirs.send(b"answer")
+            await asyncio.sleep(0)  # the loop sees that the socket is readable...
+            receiving.cancel()  # ...and this comes before the task runs
+            with pytest.raises(asyncio.CancelledError):
+                await receiving
+            assert received == bytes(8)
+            assert await stream.receive_into(memoryview(received)) == 6
+            assert received[:6] == b"answer"
+            theirs.send(b"more")
+            receiving = asyncio.create_task(stream.receive_into(memoryview(received)))
+            await asyncio.sleep(0)
+            assert not receiving.cancel(), "it waits with bytes in its hands"
+            assert await receiving == 4
+
+    asyncio.run(main())
+
+
+def test_closing_a_stream_ends_its_waits_and_forgets_its_number() -> None:
+    async def main() -> None:
+        async with stream_pair() as (stream, _):
+            number = stream.fileno()
+            receiving = asyncio.create_task(stream.receive_into(memoryview(bytearray(8))))
+            sending = asyncio.create_task(stream.send(bytes(MIB)))
+            await started(receiving)
+            await started(sending)
+            stream.close()
+            stream.close()
+            for task in (receiving, sending):
+                with pytest.raises(ConnectionAbortedError, match="closed by this side"):
+                    await task
+            other, far = socket.socketpair()
+            with other, far:
+                assert number in (other.fileno(), far.fileno())
+                for _ in range(3):  # the loop must not look at a socket that took the number
+                    far.send(b"x")
+                    await asyncio.sleep(0)
+                loop = asyncio.get_running_loop()
+                assert not loop.remove_reader(number)
+            with pytest.raises(OSError, match=r"descriptor|closed"):
+                await stream.receive_into(memoryview(bytearray(8)))
+
+    asyncio.run(main())
+
+
+def test_connecting_has_a_deadline(tmp_path: Path) -> None:
+    async def main() -> None:
+        driver = AsyncioDriver()
+        with socket.socket(socket.AF_UNIX) as busy:
+            busy.bind(str(tmp_path / "s"))
+            busy.listen(0)
+            first = await driver.connect_unix(str(tmp_path / "s"), 1)
+            with pytest.raises(DeadlineExceeded, match="did not answer within"):
+                await driver.connect_unix(str(tmp_path / "s"), 0.05)
+            first.close()
+        with pytest.raises(FileNotFoundError):
+            await driver.connect_unix(str(tmp_path / "none"), 1)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            stream = await driver.connect_tcp("localhost", port, 5)
+            stream.close()
+        with pytest.raises(ConnectionRefusedError):
+            await driver.connect_tcp("127.0.0.1", port, 1)
+
+    asyncio.run(main())
+
+
+def test_a_thread_is_waited_for_when_its_caller_is_cancelled() -> None:
+    async def main() -> None:
+        go, ended = threading.Event(), []
+
+        def work() -> None:
+            assert go.wait(5)
+            ended.append(True)
+            raise ValueError("nobody asks for it any more")
+
+        running = asyncio.create_task(AsyncioDriver().run_in_thread(work))
+        await started(running)
+        running.cancel()
+        await started(running)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert ended
+
+    asyncio.run(main())
+
+
+# --- the client ---------------------------------------------------------------------------------
+
+
+def test_it_is_awaited_or_entered(peer: SmallPeer) -> None:
+    async def main() -> None:
+        client = await aio.connect(peer.path, namespace="n")
+        await client.put("k", b"value")
+        async with aio.connect(str(peer.path), namespace="n") as entered:
+            assert await entered.get("k") == b"value"
+            assert await entered is entered
+        with pytest.raises(StoreClosed):
+            await entered.get("k")
+        async with client as same:
+            assert same is client
+        with pytest.raises(StoreClosed):
+            await client.get("k")
+        unopened = aio.connect(str(peer.path))
+        with pytest.raises(StoreClosed, match="not connected"):
+            await unopened.get("k")
+        with pytest.raises(NoLocalPeer):
+            await aio.connect(str(peer.path) + "no")
+
+    asyncio.run(main(), debug=True)
+
+
+def test_whoever_is_left_waiting_receives_next(peer: SmallPeer) -> None:
+    """A call that ends hands the receiving on, to one that may be cancelled before it knows."""
+
+    async def main() -> None:
+        async with aio.connect(peer.path, timeout=30) as client:
+            calls: list[asyncio.Task[Any]] = []
+
+            async def call_and_cancel_the_next() -> list[Any]:
+                found = await client.locate("k")
+                calls[1].cancel()
+                return found
+
+            gates = []
+            for number in range(3):
+                peer.backend.gate = peer.call(trio.Event)
+                gates.append(peer.backend.gate)
+                call = client.locate("k") if number else call_and_cancel_the_next()
+                calls.append(asyncio.create_task(call))
+                await eventually(peer, lambda wanted=number: locates(peer) == wanted + 1)
+            peer.call(gates[0].set)
+            assert await asyncio.wait_for(calls[0], 10) == []
+            with pytest.raises(asyncio.CancelledError):
+                await calls[1]
+            peer.call(gates[2].set)
+            assert await asyncio.wait_for(calls[2], 10) == []
+            peer.call(gates[1].set)
+
+    asyncio.run(main())
+
+
+def locates(peer: SmallPeer) -> int:
+    return peer.backend.requests.count(LocalKind.LOCATE)
+
+
+async def eventually(peer: SmallPeer, condition: Any) -> None:
+    await asyncio.to_thread(peer.wait_until, condition)
+
+
+def test_leases_are_given_back_without_another_call(peer: SmallPeer) -> None:
+    async def main() -> None:
+        async with aio.connect(peer.path) as client:
+            await client.put("k", b"value")
+            async with client.lease("k") as view:
+                assert bytes(view) == b"value"
+            del view
+            await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
+            await eventually(peer, lambda: peer.backend.gone == [])
+            names = {task.get_name() for task in asyncio.all_tasks()}
+            assert "p2pstore-janitor" not in names
+
+    asyncio.run(main())
+
+
+def test_each_loop_connects_for_itself(peer: SmallPeer) -> None:
+    async def use(value: bytes) -> aio.AioClient:
+        client = await aio.connect(peer.path)
+        await client.put("k", value, overwrite=True)
+        assert await client.get("k") == value
+        return client
+
+    first = asyncio.run(use(b"one"))
+
+    async def misuse() -> None:
+        with pytest.raises(RuntimeError, match="connect once in each loop"):
+            await first.get("k")
+
+    asyncio.run(misuse())
+    first.close()
+    loops = [threading.Thread(target=asyncio.run, args=(use(b"two"),)) for _ in range(4)]
+    for thread in loops:
+        thread.start()
+    for thread in loops:
+        thread.join(10)
+    assert asyncio.run(_get(peer)) == b"two"
+
+
+async def _get(peer: SmallPeer) -> bytes:
+    async with aio.connect(peer.path) as client:
+        return await client.get("k")
+
+
+def test_a_dropped_client_ends_its_connection(peer: SmallPeer) -> None:
+    async def main() -> Any:
+        client = await aio.connect(peer.path)
+        await client.put("k", b"value")
+        return weakref.ref(client), await client.take_lease("k")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        client, view = asyncio.run(main())
+        gc.collect()
+    assert client() is None
+    peer.wait_until(lambda: len(peer.backend.gone) == 1)
+    assert view == b"value"
+
+
+def test_a_task_group_with_a_failure_cancels_the_others_cleanly(peer: SmallPeer) -> None:
+    async def main() -> None:
+        async with aio.connect(peer.path) as client:
+            peer.backend.gate = peer.call(trio.Event)
+            with pytest.raises(ExceptionGroup) as caught:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(5):
+                        group.create_task(client.locate("k"))
+                    group.create_task(client.get("none"))
+            assert len(caught.value.exceptions) == 1
+            peer.call(peer.backend.gate.set)
+            assert [each.name for each in await client.peers()] == ["small"]
+
+    asyncio.run(main())
+
+
+TEARDOWN = """
+import asyncio, sys
+import p2pstore
+from p2pstore import aio
+kept = []
+
+async def forever(client):
+    while True:
+        view = await client.take_lease("k")
+        await client.put("big", bytes(5_000_000), overwrite=True)
+        del view
+
+async def main(closes):
+    client = await aio.connect(sys.argv[1])
+    await client.put("k", b"value")
+    kept.append(await client.take_lease("k"))
+    tasks = [asyncio.create_task(forever(client)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    if closes:
+        await client.aclose()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+for closes in (True, False):
+    asyncio.run(main(closes), debug=sys.argv[2] == "debug")
+assert "trio" not in sys.modules and "libp2p" not in sys.modules, "trio was imported"
+print("done")
+"""
+
+
+@pytest.mark.parametrize("mode", ["debug", "plain"])
+def test_the_loop_ends_without_warnings(mode: str, peer: SmallPeer) -> None:
+    """Whether the client was closed or not, and whatever was under way."""
+    command = [sys.executable, "-X", "dev", "-W", "error", "-c", TEARDOWN, str(peer.path), mode]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
+    peer.wait_until(lambda: len(peer.backend.gone) == 2)
+
+
+def test_what_each_world_imports() -> None:
+    code = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+mine = {name for name in sys.modules if name.startswith("p2pstore")}
+print(sorted({"trio", "asyncio", "libp2p"} & set(sys.modules)),
+    any("asyncio" in name or "aio" in name for name in mine))
+"""
+    wanted = {
+        "p2pstore.aio": "['asyncio'] True",
+        "p2pstore.blocking": "[] False",
+        "p2pstore.client.trio_client": "['trio'] False",
+    }
+    for module, output in wanted.items():
+        done = subprocess.run(
+            [sys.executable, "-c", code, module],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout.strip() == output, module

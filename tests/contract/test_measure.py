@@ -1,0 +1,130 @@
+"""MEASURE, the doctor's request: exact sizes both ways, limits, and who may ask."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import trio
+
+from p2pstore.errors import AuthenticationFailed, P2PStoreError, ProtocolMismatch, Unavailable
+from p2pstore.objects import MIB
+from p2pstore.streams import Driver
+from p2pstore.transfer.data_connection import DataConnection
+from p2pstore.transfer.data_server import ServerLimits
+from p2pstore.transfer.messages import (
+    MAX_MEASURE_BYTES,
+    REQUESTS,
+    DataKind,
+    Measure,
+    Measured,
+    Ping,
+    Pong,
+)
+from p2pstore.transfer.tickets import Scope
+from p2pstore.trio_streams import TrioDriver
+from tests.contract.test_transport import DRIVERS, Side, TcpHarness, grant, segment_of
+
+EVERYTHING = Scope.READ | Scope.PEER
+NOTHING = memoryview(b"")
+
+
+@pytest.fixture(params=DRIVERS)
+def side(request: pytest.FixtureRequest) -> Side:
+    return Side(request.param, DRIVERS[request.param]())
+
+
+@pytest.fixture
+async def tcp() -> AsyncIterator[TcpHarness]:
+    async with TcpHarness.open(segment_of(4 * MIB)) as opened:
+        yield opened
+
+
+async def connect(harness: TcpHarness, driver: Driver, scope: Scope = EVERYTHING) -> DataConnection:
+    host, _, port = harness.address.rpartition(":")
+    stream = await driver.connect_tcp(host, int(port), 5.0)
+    return await DataConnection.open(stream, grant(scope=scope))
+
+
+def after(count: int) -> Callable[[], bool]:
+    """Enough once it was asked `count` times, and from then on."""
+    left = iter(range(count))
+    return lambda: next(left, None) is None
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [(0, 0), (0, 1), (0, 3 * MIB + 5), (MAX_MEASURE_BYTES, 0), (70_001, 100_003)],
+)
+async def test_exactly_what_was_asked_moves(
+    tcp: TcpHarness, side: Side, sent: int, received: int
+) -> None:
+    async def measure() -> tuple[int, Measured | None]:
+        connection = await connect(tcp, side.driver)
+        target = memoryview(bytearray(received))
+        await connection.measure(memoryview(bytes(sent)), target, after(7))  # ends with one ahead
+        result = await connection.measure(memoryview(bytes(sent)), target, after(8))
+        assert isinstance(
+            await connection.request(DataKind.PING, Ping()), Pong
+        )  # it is still good for others
+        connection.close()
+        return result
+
+    moved, last = await side.run(measure)
+    assert last is not None
+    assert last.received_bytes == sent
+    assert abs(last.unix_ms / 1000 - time.time()) < 60
+    assert moved % max(1, sent + received) == 0
+    assert (moved > 0) is (sent + received > 0)
+
+
+async def test_nothing_is_asked_when_it_is_enough_already(tcp: TcpHarness) -> None:
+    connection = await connect(tcp, TrioDriver())
+    assert await connection.measure(NOTHING, NOTHING, lambda: True) == (0, None)
+    connection.close()
+
+
+async def test_only_peers_may_measure(tcp: TcpHarness) -> None:
+    connection = await connect(tcp, TrioDriver(), Scope.READ)
+    with pytest.raises(AuthenticationFailed, match="MEASURE"):
+        await connection.request(DataKind.MEASURE, Measure())
+    connection.close()
+
+
+@pytest.mark.parametrize("size", [-1, MAX_MEASURE_BYTES + 1, 2**63])
+async def test_sizes_have_a_cap(tcp: TcpHarness, size: int) -> None:
+    connection = await connect(tcp, TrioDriver())
+    with pytest.raises(ValueError, match="no size for a measurement"):
+        await connection.request(DataKind.MEASURE, Measure(size))
+    assert isinstance(await connection.request(DataKind.PING, Ping()), Pong)
+    connection.close()
+
+
+async def test_a_connection_measures_only_so_much() -> None:
+    limits = ServerLimits(measured_bytes=3 * MIB)
+    async with TcpHarness.open(segment_of(4 * MIB), limits) as harness:
+        connection = await connect(harness, TrioDriver())
+        target = memoryview(bytearray(MIB))
+        with pytest.raises(Unavailable, match="enough"), trio.fail_after(5):
+            await connection.measure(NOTHING, target, lambda: False)
+        fresh = await connect(harness, TrioDriver())
+        with pytest.raises(Unavailable, match="enough"), trio.fail_after(5):
+            await fresh.measure(target, NOTHING, lambda: False)
+
+
+async def test_an_older_peer_is_sent_no_bytes(
+    tcp: TcpHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = await connect(tcp, TrioDriver())
+    connection.version = 1
+    with pytest.raises(ProtocolMismatch, match="too old"):
+        await connection.measure(memoryview(b"x"), NOTHING, lambda: False)
+    assert isinstance(await connection.request(DataKind.PING, Ping()), Pong)
+    monkeypatch.delitem(
+        REQUESTS,
+        DataKind.MEASURE,
+    )
+    with pytest.raises(P2PStoreError, match="unknown to this version"):
+        await connection.request(DataKind.MEASURE, Measure())
+    connection.close()

@@ -1,0 +1,635 @@
+"""What the fuzzer plays with a real peer: one function per kind of session, each a few mutated frames.
+
+A session either ends quietly, whatever was sent, or raises `Problem`. It returns the bytes that it sent.
+"""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from random import Random
+from typing import Any, Final
+
+import trio
+
+from p2pstore.config import split_address
+from p2pstore.errors import P2PStoreError, ProtocolError
+from p2pstore.gossip.admission import AdmissionRefused, Listener, Opener
+from p2pstore.gossip.link import LinkError, admit_stream, open_asking_stream
+from p2pstore.gossip.messages import REPLIES as CONTROL_REPLIES
+from p2pstore.gossip.messages import REQUESTS as CONTROL_REQUESTS
+from p2pstore.gossip.messages import ControlKind
+from p2pstore.gossip.messages import Hello as ControlHello
+from p2pstore.gossip.messages import Proof as ControlProof
+from p2pstore.keyring import KeyRing
+from p2pstore.local import messages as local
+from p2pstore.local.messages import LocalKind
+from p2pstore.objects import chunk_sums, key_digest, root_checksum
+from p2pstore.transfer import messages as data
+from p2pstore.transfer.data_connection import DataConnection
+from p2pstore.transfer.data_pool import DataPool
+from p2pstore.transfer.messages import DataKind
+from p2pstore.transfer.tickets import Scope, issue_ticket, open_ticket, prove
+from p2pstore.transfer.transport import BufferDestination, PullFailed, RemoteCopy, RemotePeer
+from p2pstore.trio_streams import TrioDriver, TrioStream
+from p2pstore.wire import (
+    HEADER_BYTES,
+    PREFACE_DATA,
+    PREFACE_LOCAL,
+    REPLY,
+    Limits,
+    Message,
+    decode_body,
+    decode_header,
+    encode_frame,
+)
+from tests.fuzz.mutation import Mutator
+from tests.fuzz.plausible import plausible
+from tests.fuzz.victim import Problem, Victim
+
+SESSION_SECONDS: Final = 15.0
+"""A session that lasts longer hangs; the peer's own deadlines are 5 s and 10 s."""
+REPLY_LIMITS: Final = Limits(4 * 1024 * 1024, 16 * 1024 * 1024)
+WRONG_KEY: Final = b"w" * 32
+
+Sent = list[bytes]
+Play = Callable[[Victim, Random, Sent], Awaitable[None]]
+
+
+async def play(session: Play, victim: Victim, rng: Random, sent: Sent) -> None:
+    """One session; `sent` is filled with what it sends, also when it fails. Raises `Problem`."""
+    try:
+        with trio.fail_after(SESSION_SECONDS):
+            await session(victim, rng, sent)
+    except trio.TooSlowError:
+        raise Problem(f"the session did not end within {SESSION_SECONDS:g} s") from None
+    except Problem:
+        raise
+    except Exception as error:
+        raise Problem("".join(traceback.format_exception(error))) from error
+
+
+def corpus(requests: dict[int, Any], rng: Random, hints: dict[str, Any], skip: int) -> list[bytes]:
+    """A session's worth of plausible frames of every kind that a protocol has."""
+    kinds = [kind for kind in requests if kind >= skip]
+    return [
+        encode_frame(kind, number + 1, plausible(requests[kind], rng, hints))
+        for number, kind in enumerate(rng.choices(kinds, k=rng.randint(8, 48)))
+    ]
+
+
+# --- data ------------------------------------------------------------------------------------
+
+
+def _data_hints(victim: Victim, rng: Random) -> dict[str, Any]:
+    key = rng.choice(list(victim.values))
+    value = victim.values[key][:1000]
+    sums = chunk_sums(value)
+    digest = key_digest(key)
+    record = victim.peer.node.core.gossip.membership.own.signed
+    assert record is not None
+    return {
+        "digest": digest,
+        "digests": digest * rng.choice((1, 2, 5)),
+        "key": lambda: rng.choice((key, f"fuzz{rng.randrange(50)}")),
+        "namespace": lambda: rng.choice(("default", "fuzz")),
+        "prefix": "k",
+        "after": "",
+        "limit": 10,
+        "member": victim.friend.node.core.member,
+        "operations": rng.randbytes(34) * rng.choice((0, 1, 3)),
+        "length": len(value),
+        "sums": sums,
+        "root": root_checksum(len(value), sums),
+        "record_body": record.body,
+        "record_signature": record.signature,
+        "bodies": [record.body],
+        "signatures": [record.signature],
+        "replicas": 1,
+    }
+
+
+async def data_requests(victim: Victim, rng: Random, sent: Sent) -> None:
+    """Mutated requests on a connection that was let in."""
+    scope = Scope(rng.choice((1, 1, 2, 3, 4, 5, 7)))
+    granted = victim.office.ticket(victim.peer.node.core.peer_id, scope)
+    frames = corpus(data.REQUESTS, rng, _data_hints(victim, rng), skip=16)
+    stream = await TrioDriver().connect_tcp(*split_address(victim.peer.data[0], "data"), 5.0)
+    try:
+        await DataConnection.open(stream, granted)
+        await _pour(stream, Mutator(rng).sequence(frames, frames), sent)
+    finally:
+        stream.close()
+
+
+async def data_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
+    """Mutated handshakes of somebody without the cluster's key: nothing is ever answered but a refusal."""
+    granted = issue_ticket(
+        signer=victim.mallory,
+        ring=KeyRing([WRONG_KEY]) if rng.random() < 0.5 else KeyRing(),
+        audience=victim.peer.node.core.peer_id,
+        now_unix=1.8e9 if rng.random() < 0.2 else _unix(victim),
+        ticket_id=rng.randbytes(16),
+        scope=Scope.READ,
+    )
+    nonce = rng.randbytes(32)
+    hello = encode_frame(DataKind.HELLO, 1, data.Hello(1, 2, granted.ticket, nonce))
+    proof = encode_frame(DataKind.PROOF, 2, data.Proof(rng.randbytes(32)))
+    request = encode_frame(DataKind.STATISTICS, 3, data.Statistics())
+    preface = PREFACE_DATA if rng.random() < 0.9 else Mutator(rng).flip(PREFACE_DATA)
+    frames = [preface, *Mutator(rng).sequence([hello, proof, request], [hello, proof])]
+    stream = await TrioDriver().connect_tcp(*split_address(victim.peer.data[0], "data"), 5.0)
+    try:
+        answer = await _pour(stream, frames, sent)
+    finally:
+        stream.close()
+    for kind, flags, _ in _frames_of(answer):
+        if kind not in (DataKind.HELLO, DataKind.PROOF) or (kind == DataKind.PROOF and flags == 1):
+            raise Problem(f"a stranger's request was answered (kind {kind})")
+
+
+async def data_replies(victim: Victim, rng: Random, sent: Sent) -> None:
+    """The victim asks mallory, who proves that it is a member and then answers with mutated replies."""
+    digest = key_digest("k1")
+    kind = rng.choice([kind for kind in data.REPLIES if kind >= 16])
+    kind = rng.choice((kind, DataKind.GET, DataKind.GET))
+    mutator = Mutator(rng)
+    bulk = rng.randbytes(rng.choice((0, 1, 500, 5000)))
+
+    async def answer(stream: TrioStream) -> None:
+        buffer = bytearray()
+        await _welcome(victim, stream, buffer)
+        while (ask := await _take_frame(stream, buffer)) is not None:
+            hints: dict[str, Any]
+            hints = {"bulk_bytes": len(bulk), "slot": _slot_of(victim, "k1")[0]}
+            hints["trailer"] = _slot_of(victim, "k1")[1]
+            hints |= {"incarnation": 1, "status": rng.choice((0, 0, 0, 1, 2, 3))}
+            message = plausible(data.REPLIES.get(ask[0], data.Objects), rng, hints)
+            frame = encode_frame(ask[0], ask[1], message, flags=REPLY, bulk_length=len(bulk))
+            frame = mutator.frame(frame) if rng.random() < 0.8 else frame
+            sent.append(frame + bulk)
+            await stream.send(frame + bulk)
+            if rng.random() < 0.5:
+                return
+
+    async with _Impostor(answer) as address:
+        pool = DataPool(TrioDriver(), victim.peer.node.pool._ticket_source, progress_seconds=0.1)
+        mallory = RemotePeer(victim.mallory.peer_id, (address,))
+        try:
+            if kind == DataKind.GET:
+                copy = RemoteCopy(peer_id=mallory.peer_id, data=mallory.data, member=1)
+                await pool.pull(copy, digest, BufferDestination(bytearray(100_000)))
+            elif kind not in (DataKind.STORE_PART,):
+                hints = _data_hints(victim, rng)
+                request = plausible(data.REQUESTS[kind], rng, hints)
+                await pool.request_bulk(mallory, DataKind(kind), request, 10_000, 0.1)
+        except (P2PStoreError, OSError, ValueError, PullFailed):
+            pass  # as the pool's callers expect
+        finally:
+            pool.close()
+
+
+def _slot_of(victim: Victim, key: str) -> tuple[bytes, bytes]:
+    for peer in (victim.peer, victim.friend):
+        segment = peer.node.core.segment
+        entry = segment.find(key_digest(key), 0.0)
+        if entry is not None:
+            return segment.slot_bytes(entry), segment.trailer_bytes(entry)
+    return bytes(64), b""
+
+
+def _unix(victim: Victim) -> float:
+    return victim.peer.node.core.unix(victim.peer.node.now)
+
+
+async def _welcome(victim: Victim, stream: TrioStream, buffer: bytearray) -> None:
+    """The listening side of a data connection's handshake, in mallory's name. What came with it stays in
+    `buffer`."""
+    while len(buffer) < len(PREFACE_DATA):
+        buffer += await _some(stream)
+    del buffer[: len(PREFACE_DATA)]
+    kind, request_id, body = await _next(stream, buffer)
+    hello = decode_body(data.Hello, body)
+    _, secret = open_ticket(
+        hello.ticket,
+        audience=victim.mallory.peer_id,
+        ring=victim.ring,
+        verifier=victim.peer.node.core.gossip.knowledge.verifier,
+        now_unix=_unix(victim),
+    )
+    nonce = bytes(32)
+    reply = data.HelloReply(2, nonce, prove(secret, b"server", hello.nonce, nonce), 1)
+    await stream.send(encode_frame(kind, request_id, reply, flags=REPLY))
+    await _next(stream, buffer)  # the proof
+
+
+class _Impostor:
+    """A listener on loopback that serves one connection after the other."""
+
+    def __init__(self, serve: Callable[[TrioStream], Awaitable[None]]) -> None:
+        self._serve = serve
+
+    async def __aenter__(self) -> str:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.setblocking(False)
+        self._manager = trio.open_nursery()
+        self._nursery = await self._manager.__aenter__()
+        self._nursery.start_soon(self._accept)
+        return f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._nursery.cancel_scope.cancel()
+        try:
+            await self._manager.__aexit__(*error)
+        finally:
+            self._listener.close()
+
+    async def _accept(self) -> None:
+        while True:
+            await trio.lowlevel.wait_readable(self._listener)
+            sock, _ = self._listener.accept()
+            stream = TrioStream(sock, 1.0)
+            try:
+                await self._serve(stream)
+            except (OSError, P2PStoreError, EOFError):
+                pass
+            finally:
+                stream.close()
+
+
+# --- control ---------------------------------------------------------------------------------
+
+
+class _PairStream:
+    """A `MuxedStream` over one end of a socket pair."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.stream = TrioStream(sock, SESSION_SECONDS)
+
+    async def read(self, max_bytes: int) -> bytes:
+        buffer = bytearray(max_bytes)
+        count = await self.stream.receive_into(memoryview(buffer))
+        if not count:
+            raise ConnectionResetError("the stream ended")
+        return bytes(buffer[:count])
+
+    async def write(self, data: bytes) -> None:
+        await self.stream.send(data)
+
+
+def _control_hints(victim: Victim, rng: Random) -> dict[str, Any]:
+    friend = victim.friend.node.core
+    record = friend.gossip.membership.own.signed
+    return {
+        "peer_id": lambda: rng.choice(
+            (victim.mallory.peer_id, friend.peer_id, victim.peer.node.core.peer_id)
+        ),
+        "by": friend.member,
+        "member": friend.member,
+        "status": lambda: rng.randrange(5),
+        "incarnation": lambda: rng.choice((friend.incarnation, 1, 2**40)),
+        "record": record,
+        "records": [record],
+        "first_sequence": 1,
+        "operations": rng.randbytes(34) * 2,
+        "digest": rng.randbytes(32),
+        "cluster_buckets": b"",
+    }
+
+
+def _control_frames(victim: Victim, rng: Random) -> list[bytes]:
+    recorded = rng.choices(victim.requests, k=rng.randint(4, 24))
+    made = corpus(CONTROL_REQUESTS, rng, _control_hints(victim, rng), skip=16)
+    return victim.frames(recorded) + made[: rng.randint(0, 20)]
+
+
+async def control_requests(victim: Victim, rng: Random, sent: Sent) -> None:
+    """Mutated requests on a stream that was admitted, in mallory's name or in the neighbour's."""
+    node = victim.peer.node
+    sender = victim.mallory.peer_id if rng.random() < 0.8 else victim.friend.node.core.peer_id
+    ours, theirs = _pair()
+    frames = Mutator(rng).sequence(_control_frames(victim, rng), victim.frames(victim.requests))
+
+    async def answer() -> None:
+        try:
+            listener = _side(Listener, victim, node.core.peer_id, sender)
+            answering = await admit_stream(theirs, listener, node.serve_control, full=False)
+            await answering.run()
+        except (ProtocolError, OSError):
+            pass
+        finally:
+            theirs.stream.close()
+
+    with _closing(ours):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(answer)
+            await open_asking_stream(ours, _side(Opener, victim, sender, node.core.peer_id))
+            await _pour(ours.stream, frames, sent)
+
+
+async def control_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
+    """Mutated admissions of somebody without the cluster's key: never admitted."""
+    me = victim.peer.node.core.peer_id
+    ours, theirs = _pair()
+    opener = _side(Opener, victim, victim.mallory.peer_id, me, KeyRing([WRONG_KEY]))
+    hello = encode_frame(ControlKind.HELLO, 1, opener.hello())
+    honest = ControlHello(1, 1, "default", rng.randbytes(32), victim.ring.ids)
+    hellos = [hello, encode_frame(ControlKind.HELLO, 1, honest)]
+    proof = ControlProof(rng.choice(victim.ring.ids), rng.randbytes(32))
+    frames = Mutator(rng).sequence(
+        [rng.choice(hellos), encode_frame(ControlKind.PROOF, 2, proof)],
+        [*hellos, *victim.frames(victim.requests[:20])],
+    )
+
+    async def answer() -> None:
+        listener = _side(Listener, victim, me, victim.mallory.peer_id)
+        try:
+            await admit_stream(theirs, listener, victim.peer.node.serve_control, full=False)
+        except (ProtocolError, AdmissionRefused, OSError):
+            pass
+        finally:
+            theirs.stream.close()
+        if listener.admitted:
+            raise Problem("somebody without the cluster's key was admitted")
+
+    with _closing(ours):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(answer)
+            await _pour(ours.stream, frames, sent)
+
+
+async def control_replies(victim: Victim, rng: Random, sent: Sent) -> None:
+    """The victim asks mallory over a stream that both were admitted on, and gets mutated replies."""
+    node = victim.peer.node
+    ours, theirs = _pair()
+    mutator = Mutator(rng)
+    recorded = victim.frames(victim.replies, REPLY)
+    plans = [rng.choice(victim.requests) for _ in range(rng.randint(1, 6))]
+
+    async def answer() -> None:
+        """Mallory's end, byte by byte; its handshake is the real one."""
+        buffer = bytearray()
+        listener = _side(Listener, victim, victim.mallory.peer_id, node.core.peer_id)
+        try:
+            kind, number, body = await _next(ours.stream, buffer)
+            reply: Message = listener.receive_hello(decode_body(ControlHello, body))
+            await ours.write(encode_frame(kind, number, reply, flags=REPLY))
+            kind, number, body = await _next(ours.stream, buffer)
+            reply = listener.receive_proof(decode_body(ControlProof, body))
+            await ours.write(encode_frame(kind, number, reply, flags=REPLY))
+            while True:
+                kind, number, _ = await _next(ours.stream, buffer)
+                if rng.random() < 0.5:
+                    candidates = [f for f in recorded if f[:2] == kind.to_bytes(2, "little")]
+                    frame = rng.choice(candidates or recorded)
+                else:
+                    hints = _control_hints(victim, rng)
+                    made = plausible(CONTROL_REPLIES[kind], rng, hints)
+                    frame = encode_frame(kind, number, made, flags=REPLY)
+                frame = mutator.frame(frame) if rng.random() < 0.7 else frame
+                frame = frame[:4] + number.to_bytes(4, "little") + frame[8:]  # a reply to this
+                sent.append(frame)
+                await ours.write(frame)
+                if rng.random() < 0.1:
+                    return
+        except (OSError, EOFError):
+            return
+        finally:
+            ours.stream.close()
+
+    async def ask() -> None:
+        asking = await open_asking_stream(
+            theirs, _side(Opener, victim, node.core.peer_id, victim.mallory.peer_id)
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_run_asking, asking)
+            for kind, request in plans:
+                asked = node.core.gossip._ask(
+                    victim.mallory.peer_id, ControlKind(kind), request, node.now
+                )
+                reply: Message | None = None
+                with suppress(LinkError), trio.move_on_after(0.05):
+                    reply = await asking.ask(kind, request)
+                node._take(
+                    lambda asked=asked, reply=reply: node.core.gossip.answered(  # type: ignore[misc]
+                        asked.token, reply, node.now
+                    )
+                )
+            nursery.cancel_scope.cancel()
+
+    with _closing(ours), _closing(theirs):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(answer)
+            await ask()
+            nursery.cancel_scope.cancel()
+
+
+async def _run_asking(asking: Any) -> None:
+    with suppress(ProtocolError, OSError):
+        await asking.run()
+
+
+def _pair() -> tuple[_PairStream, _PairStream]:
+    one, two = socket.socketpair()
+    return _PairStream(one), _PairStream(two)
+
+
+class _closing:
+    def __init__(self, pair: _PairStream) -> None:
+        self._pair = pair
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self._pair.stream.close()
+
+
+def _side(kind: Any, victim: Victim, own: bytes, other: bytes, ring: KeyRing | None = None) -> Any:
+    return kind(
+        ring=ring or victim.ring,
+        cluster="default",
+        own_id=own,
+        peer_id=other,
+        nonce=own[-16:] + other[-16:],
+        software="fuzz",
+    )
+
+
+async def control_strangers(victim: Victim, rng: Random, sent: Sent) -> None:
+    """Bytes on the control port from somebody who cannot even do Noise."""
+    mutator = Mutator(rng)
+    multistream, noise = b"\x13/multistream/1.0.0\n", b"\x07/noise\n"
+    key = b"\0\x20" + rng.randbytes(32)
+    pieces = [multistream, noise, key, b"\0\x60" + rng.randbytes(96), b"\x11/plaintext/2.0.0\n"]
+    frames = [mutator.flip(p) if rng.random() < 0.3 else p for p in pieces]
+    if rng.random() < 0.3:
+        rng.shuffle(frames)
+    if rng.random() < 0.3:
+        frames.insert(rng.randrange(3), rng.randbytes(rng.choice((1, 100, 5000))))
+    stream = await TrioDriver().connect_tcp(*split_address(victim.peer.control, "control"), 5.0)
+    try:
+        await _pour(stream, frames, sent)
+    finally:
+        stream.close()
+
+
+# --- local -----------------------------------------------------------------------------------
+
+
+async def local_requests(victim: Victim, rng: Random, sent: Sent) -> None:
+    """Mutated requests of a client, which has reserved room and leased objects before."""
+    access = rng.choice((local.Access.READ, local.Access.WRITE, local.Access.WRITE))
+    stream = await TrioDriver().connect_unix(victim.peer.socket, 5.0)
+    try:
+        hello = local.Hello(1, 1, "fuzz", access, 1, "fuzz")
+        await stream.send(PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 1, hello))
+        buffer = bytearray()
+        await _receive_and_close_descriptors(stream, buffer)
+        await _next(stream, buffer)
+        hints = _local_hints(victim, rng)
+        if access == local.Access.WRITE:
+            items = [local.ReserveItem(rng.choice((0, 5, 5000)), 4096) for _ in range(3)]
+            reserved = await _ask(stream, buffer, LocalKind.RESERVE, local.Reserve(items))
+            numbers = [each.reservation for each in decode_body(local.Reserved, reserved).items]
+            hints["reservation"] = lambda: rng.choice(numbers)
+            hints["reservations"] = numbers[:1]
+        digests = key_digest("k0") + key_digest("k2")
+        leased = await _ask(stream, buffer, LocalKind.LEASE, local.Lease(digests))
+        grants = decode_body(local.Leased, leased).items
+        hints["leases"] = [each.lease for each in grants][:1]
+        frames = corpus(local.REQUESTS, rng, hints, skip=16)
+        await _pour(stream, Mutator(rng).sequence(frames, frames), sent)
+    finally:
+        stream.close()
+
+
+def _local_hints(victim: Victim, rng: Random) -> dict[str, Any]:
+    """Nothing that a client may do to the objects that are checked: it works in its own namespace."""
+    digest = key_digest(f"fuzz{rng.randrange(50)}", "fuzz")
+    sums = chunk_sums(bytes(5))
+    return {
+        "namespace": "fuzz",
+        "digest": digest,
+        "digests": digest * rng.choice((1, 2)),
+        "keys": [f"fuzz{rng.randrange(50)}"],
+        "key": lambda: f"fuzz{rng.randrange(50)}",
+        "length": lambda: rng.choice((0, 5, 5000)),
+        "trailer_length": 4096,
+        "sums": sums,
+        "root": root_checksum(5, sums),
+        "replicas": lambda: rng.choice((1, 1, 1, 2)),
+        "copies": 1,
+        "wait_ms": 0,
+        "deadline_ms": 100,
+        "drain_seconds": 0.0,
+    }
+
+
+async def local_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
+    """Mutated beginnings."""
+    hello = encode_frame(LocalKind.HELLO, 1, local.Hello(1, 1, "fuzz", rng.randrange(2), 1, "fuzz"))
+    request = encode_frame(LocalKind.STATISTICS, 2, local.Statistics())
+    preface = PREFACE_LOCAL if rng.random() < 0.9 else Mutator(rng).flip(PREFACE_LOCAL)
+    frames = [preface, *Mutator(rng).sequence([hello, request], [hello, request])]
+    stream = await TrioDriver().connect_unix(victim.peer.socket, 5.0)
+    try:
+        await _pour(stream, frames, sent)
+    finally:
+        stream.close()
+
+
+async def _ask(stream: TrioStream, buffer: bytearray, kind: LocalKind, message: Message) -> bytes:
+    await stream.send(encode_frame(kind, 9, message))
+    while True:
+        answered, number, body = await _next(stream, buffer)
+        if (answered, number) == (kind, 9):
+            return body
+
+
+async def _receive_and_close_descriptors(stream: TrioStream, buffer: bytearray) -> None:
+    room = bytearray(65536)
+    count, descriptors = await stream.receive_descriptors(memoryview(room))
+    for descriptor in descriptors:
+        socket.close(descriptor)
+    if not count:
+        raise ConnectionResetError("the peer closed")
+    buffer += room[:count]
+
+
+# --- bytes -----------------------------------------------------------------------------------
+
+
+async def _pour(stream: TrioStream, frames: list[bytes], sent: Sent) -> bytes:
+    """Send everything, then that this was all; what came back until the other side closed."""
+    answer = bytearray()
+
+    async def drain() -> None:
+        with suppress(OSError):
+            while data := await _some(stream):
+                if len(answer) < 1024 * 1024:
+                    answer.extend(data)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(drain)
+        with suppress(OSError):
+            for frame in frames:
+                sent.append(frame)
+                await stream.send(frame)
+            stream._sock.shutdown(socket.SHUT_WR)
+    return bytes(answer)
+
+
+async def _some(stream: TrioStream) -> bytes:
+    room = bytearray(65536)
+    count = await stream.receive_into(memoryview(room))
+    return bytes(room[:count])
+
+
+async def _next(stream: TrioStream, buffer: bytearray) -> tuple[int, int, bytes]:
+    """The next frame's kind, request id and body. Raises `EOFError` at the end."""
+    found = await _take_frame(stream, buffer)
+    if found is None:
+        raise EOFError
+    return found
+
+
+async def _take_frame(stream: TrioStream, buffer: bytearray) -> tuple[int, int, bytes] | None:
+    while True:
+        if len(buffer) >= HEADER_BYTES:
+            header = decode_header(buffer, REPLY_LIMITS)
+            end = HEADER_BYTES + header.body_length
+            if len(buffer) >= end:
+                body = bytes(buffer[HEADER_BYTES:end])
+                del buffer[:end]
+                return header.kind, header.request_id, body
+        data = await _some(stream)
+        if not data:
+            return None
+        buffer += data
+
+
+def _frames_of(data: bytes) -> list[tuple[int, int, bytes]]:
+    """(kind, flags, body) of every whole frame."""
+    found = []
+    while len(data) >= HEADER_BYTES:
+        header = decode_header(data, REPLY_LIMITS)
+        end = HEADER_BYTES + header.body_length
+        found.append((header.kind, header.flags, data[HEADER_BYTES:end]))
+        data = data[end:]
+    return found
+
+
+SESSIONS: Final[dict[str, tuple[tuple[Play, int], ...]]] = {
+    "control": (
+        (control_requests, 70),
+        (control_replies, 15),
+        (control_hellos, 10),
+        (control_strangers, 5),
+    ),
+    "data": ((data_requests, 70), (data_hellos, 15), (data_replies, 15)),
+    "local": ((local_requests, 85), (local_hellos, 15)),
+}
+"""Protocol -> its kinds of session, with how often each is played."""

@@ -1,0 +1,91 @@
+"""Every command's help: examples that still parse, statuses that exist, and 80 columns."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+import pytest
+
+from mooncake_p2p.errors import ExitCode
+from mooncake_p2p.main import COMMANDS, PROGRAM, LazyCommands, run
+from mooncake_p2p.manual import PAGES
+
+EXAMPLES = [(name, line) for name, page in PAGES.items() for line, _ in page.examples]
+OPERATORS = {"|", ">", "&&", ";"}
+
+
+def arguments_in(line: str) -> list[str]:
+    """What an example gives to the program, without the shell's part of it."""
+    inside = re.search(r"\$\((.*)\)", line)
+    words = shlex.split(inside[1] if inside else line)
+    words = words[words.index(PROGRAM) + 1 :]
+    end = next((at for at, word in enumerate(words) if word in OPERATORS), len(words))
+    return words[:end]
+
+
+def help_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert run([*name.split(), "--help"]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_command_has_a_page() -> None:
+    assert set(PAGES) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_examples_and_statuses(name: str) -> None:
+    page = PAGES[name]
+    assert 2 <= len(page.examples) <= 5
+    assert all(arguments_in(line)[0] == name and purpose for line, purpose in page.examples)
+    numbers = [status for status, _ in page.statuses]
+    assert numbers == sorted(set(numbers))
+    assert set(numbers) <= {int(code) for code in ExitCode}
+    assert {0, 1, 2} <= set(numbers)
+
+
+@pytest.mark.parametrize(("name", "line"), EXAMPLES)
+def test_an_example_parses(name: str, line: str) -> None:
+    command: Any = LazyCommands()[name]
+    context = command.make_context(name, arguments_in(line)[1:])
+    context.close()
+
+
+def test_an_example_that_does_not_parse_is_noticed() -> None:
+    command: Any = LazyCommands()["get"]
+    with pytest.raises(Exception, match="No such option"):
+        command.make_context("get", arguments_in(f"{PROGRAM} get k --await 3 | cat")[1:])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_terminal_and_says_everything(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_of(name, capsys)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    assert re.search(rf"^Usage: {PROGRAM} {name}\b", text)
+    for title in ("Examples:", "Exit status:", "Options:"):
+        assert f"\n{title}\n" in text
+    assert "<list[" not in text
+    for option in ("socket", "namespace", "timeout"):
+        if f"--{option} " in text and name not in ("join", "config"):
+            assert f"MOONCAKE_P2P_{option.upper()}" in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_what_it_does(name: str) -> None:
+    command: Any = LazyCommands()[name]
+    for parameter in command.params:
+        assert parameter.help, parameter.name
+
+
+def test_help_is_also_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", "get"]) == 0
+    assert capsys.readouterr().out == help_of("get", capsys)
+    assert run(["help"]) == 0
+    assert "Commands:" in capsys.readouterr().out
+    assert run(["help", "gte"]) == ExitCode.USAGE
+    assert "did you mean 'get'" in capsys.readouterr().err.lower()

@@ -1,0 +1,284 @@
+"""What the doctor makes of readings: every judgement in each of its outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from p2pstore.doctor import machine_rules as machine
+from p2pstore.doctor import network_rules as network
+from p2pstore.doctor import way_rules as way
+from p2pstore.doctor.finding import (
+    Failure,
+    Finding,
+    Status,
+    broken,
+    fine,
+    skipped,
+    summary,
+    warning,
+    worst_failure,
+)
+from p2pstore.objects import GIB, MIB
+from p2pstore.wire import Code
+
+OK, WARNING, BROKEN, SKIPPED = Status.OK, Status.WARNING, Status.BROKEN, Status.SKIPPED
+
+memory = machine.MemoryReading
+clock = machine.ClockReading
+interface = network.InterfaceReading
+DISK = partial(machine.judge_disk, "/data")
+
+MACHINE: list[tuple[Callable[..., Finding], tuple[Any, ...], dict[str, Any], Status]] = [
+    (machine.judge_python, ((3, 11, 2), "CPython"), {}, OK),
+    (machine.judge_python, ((3, 10, 9), "CPython"), {}, BROKEN),
+    (machine.judge_kernel, ("Linux", "6.1.0-13-amd64"), {}, OK),
+    (machine.judge_kernel, ("Linux", "5.13.0"), {}, WARNING),
+    (machine.judge_kernel, ("Linux", "3.10.0"), {}, BROKEN),
+    (machine.judge_kernel, ("Darwin", "23.0.0"), {}, BROKEN),
+    (machine.judge_kernel, ("Linux", "custom"), {}, SKIPPED),
+    (machine.judge_memory, (memory(64 * GIB, 32 * GIB),), {}, OK),
+    (machine.judge_memory, (memory(64 * GIB, 2 * GIB),), {}, WARNING),
+    (machine.judge_memory, (memory(64 * GIB, 32 * MIB),), {}, BROKEN),
+    (machine.judge_memory, (memory(64 * GIB, 32 * GIB, 8 * GIB, GIB),), {}, OK),
+    (machine.judge_memory, (memory(64 * GIB, 32 * GIB, 8 * GIB, 15 * GIB // 2),), {}, WARNING),
+    (machine.judge_memory, (memory(64 * GIB, 32 * GIB, 8 * GIB, 8 * GIB),), {}, BROKEN),
+    (machine.judge_memory, (memory(64 * GIB, 32 * GIB, 1 << 62, GIB),), {}, OK),
+    (machine.judge_memlock, (8 * MIB,), {"rdma": False}, OK),
+    (machine.judge_memlock, (8 * MIB,), {"rdma": True}, WARNING),
+    (machine.judge_memlock, (None,), {"rdma": True}, OK),
+    (machine.judge_open_files, (1024, 4096), {}, WARNING),
+    (machine.judge_open_files, (255, 4096), {}, BROKEN),
+    (machine.judge_open_files, (65_536, None), {}, OK),
+    (machine.judge_open_files, (None, None), {}, OK),
+    (machine.judge_huge_pages, (0, 0, 2 * MIB, "never"), {}, OK),
+    (machine.judge_huge_pages, (512, 100, 2 * MIB, "advise"), {}, OK),
+    (machine.judge_memfd, ("",), {}, OK),
+    (machine.judge_memfd, ("memfd_create: Operation not permitted",), {}, BROKEN),
+    (machine.judge_shm_directory, (GIB, MIB, True), {}, OK),
+    (machine.judge_shm_directory, (None, 0, False), {}, WARNING),
+    (machine.judge_shm_directory, (GIB, MIB, False), {}, WARNING),
+    (machine.judge_state_directory, ("/s", "", GIB), {}, OK),
+    (machine.judge_state_directory, ("/s", "", 10 * MIB), {}, WARNING),
+    (machine.judge_state_directory, ("/s", "", 1000), {}, BROKEN),
+    (machine.judge_state_directory, ("/s", "not writable", GIB), {}, BROKEN),
+    (machine.judge_socket_directories, ("/run/x", []), {}, OK),
+    (machine.judge_socket_directories, ("", ["/run: not writable"]), {}, BROKEN),
+    (machine.judge_clock, (clock(True, 0.01),), {}, OK),
+    (machine.judge_clock, (clock(True, 16.0),), {}, WARNING),
+    (machine.judge_clock, (clock(False, 0.0),), {}, WARNING),
+    (machine.judge_copy, (10e9,), {}, OK),
+    (machine.judge_copy, (1e9,), {}, WARNING),
+    (machine.judge_hash, (30e9,), {}, OK),
+    (machine.judge_hash, (1e9,), {}, WARNING),
+    (DISK, (True, 2e9, 1e9, 64 * MIB), {}, OK),
+    (DISK, (True, 2e9, 50e6, 64 * MIB), {}, WARNING),
+    (DISK, (False, 2e9, 1e9, 64 * MIB), {}, WARNING),
+    (machine.judge_libraries, ({"trio": "0.35"}, ""), {}, OK),
+    (machine.judge_libraries, ({}, "a peer cannot be started: no libp2p"), {}, BROKEN),
+    (network.judge_port, (17946, "control", "", ""), {}, OK),
+    (network.judge_port, (17946, "control", "Address already in use", "alpha"), {}, OK),
+    (network.judge_port, (17946, "control", "Address already in use", ""), {}, WARNING),
+    (network.judge_congestion_control, ("bbr", "cubic"), {}, OK),
+    (network.judge_congestion_control, ("bbr", "bbr"), {}, WARNING),
+    (network.judge_backlog, (4096,), {}, OK),
+    (network.judge_backlog, (128,), {}, WARNING),
+    (network.judge_interface, (interface("eth0", True, 1500, 1000, None),), {}, OK),
+    (network.judge_interface, (interface("eth0", True, 1500, 100_000, 0),), {}, WARNING),
+    (network.judge_interface, (interface("eth0", True, 9000, 100_000, 0),), {}, OK),
+    (network.judge_interface, (interface("eth0", False, 1500, 100_000, 0),), {}, OK),
+    (network.judge_gpus, ([],), {}, OK),
+    (network.judge_gpus, ([network.GpuReading("0000:01:00.0", "NVIDIA", 1)],), {}, OK),
+]
+
+attempt = way.ConnectAttempt
+no_noise = partial(way.judge_no_noise, "h:1", "reset")
+no_admission = partial(way.judge_no_admission, keyless=False, cluster="default")
+data_failure = partial(way.judge_data_failure, "data h:1", "h:1", "reset")
+
+WAY: list[tuple[Callable[..., Finding], tuple[Any, ...], dict[str, Any], Failure | Status]] = [
+    (way.judge_resolution, ("h", ["10.0.0.1"], ""), {}, OK),
+    (way.judge_resolution, ("h", [], "unknown"), {}, Failure.UNREACHABLE),
+    (way.judge_connect, ([attempt("h:1", 0.1)], 5.0), {}, OK),
+    (way.judge_connect, ([attempt("h:1", 5, "late"), attempt("i:1", 0.1)], 5.0), {}, WARNING),
+    (way.judge_connect, ([attempt("h:1", 0, "refused", True)], 5.0), {}, Failure.UNREACHABLE),
+    (way.judge_connect, ([attempt("h:1", 5, "no answer")], 5.0), {}, Failure.UNREACHABLE),
+    (no_noise, (5.0, 5.0), {}, Failure.DEADLINE),
+    (no_noise, (0.1, 5.0), {}, Failure.BROKEN),
+    (no_admission, ("wrong key", Code.AUTHENTICATION_FAILED, 0.1, 5.0), {}, Failure.BROKEN),
+    (no_admission, ("on the allow list", Code.AUTHENTICATION_FAILED, 0.1, 5.0), {}, WARNING),
+    (no_admission, ("cluster 'a' calls", Code.WRONG_CLUSTER, 0.1, 5.0), {}, Failure.BROKEN),
+    (no_admission, ("versions", Code.PROTOCOL_MISMATCH, 0.1, 5.0), {}, Failure.BROKEN),
+    (no_admission, ("lost", None, 0.1, 5.0), {}, Failure.BROKEN),
+    (no_admission, ("silent", None, 4.9, 5.0), {}, Failure.DEADLINE),
+    (way.judge_path_mtu, (1500, 1448), {}, OK),
+    (way.judge_path_mtu, (600, 548), {}, WARNING),
+    (way.judge_clock_skew, (0.01, 0.001), {}, OK),
+    (way.judge_clock_skew, (-2.0, 0.1), {}, WARNING),
+    (way.judge_clock_skew, (60.0, 0.1), {}, Failure.BROKEN),
+    (way.judge_clock_skew, (60.0, 59.5), {}, OK),
+    (way.judge_rate, ("tcp", 10**9, 1.0, "one connection"), {}, OK),
+    (way.judge_rate, ("tcp", 10**6, 1.0, "one connection"), {}, WARNING),
+    (data_failure, (Failure.UNREACHABLE,), {"loopback_elsewhere": False}, Failure.UNREACHABLE),
+    (data_failure, (Failure.BROKEN,), {"loopback_elsewhere": False}, Failure.BROKEN),
+    (data_failure, (Failure.UNREACHABLE,), {"loopback_elsewhere": True}, Failure.BROKEN),
+    (way.stalled, ("tcp", 5.0), {}, Failure.DEADLINE),
+    (way.too_old, ("tcp",), {}, SKIPPED),
+    (way.judge_round_trip, ("control", [0.1, 0.2, 3.0]), {}, OK),
+]
+
+
+def check_words(finding: Finding) -> None:
+    """Who is told of a problem is told what to do; who is told of none is not bothered."""
+    problem = finding.status in (WARNING, BROKEN)
+    assert bool(finding.cause) is (problem or finding.status is SKIPPED)
+    assert bool(finding.cure) is problem
+    assert (finding.failure is not Failure.NONE) is (finding.status is BROKEN)
+    assert finding.name
+    if finding.status is OK:
+        assert finding.value
+
+
+@pytest.mark.parametrize(("judge", "arguments", "options", "status"), MACHINE)
+def test_judgements_of_the_machine(
+    judge: Callable[..., Finding],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    status: Status,
+) -> None:
+    finding = judge(*arguments, **options)
+    assert finding.status is status
+    check_words(finding)
+
+
+@pytest.mark.parametrize(("judge", "arguments", "options", "outcome"), WAY)
+def test_judgements_of_the_way(
+    judge: Callable[..., Finding],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    outcome: Failure | Status,
+) -> None:
+    finding = judge(*arguments, **options)
+    assert outcome in (finding.status, finding.failure)
+    check_words(finding)
+
+
+def test_a_key_that_is_missing_is_asked_for_and_a_wrong_one_is_to_be_replaced() -> None:
+    def cure(keyless: bool) -> str:
+        code = Code.AUTHENTICATION_FAILED
+        return way.judge_no_admission("no", code, 0, 5, keyless=keyless, cluster="c").cure
+
+    assert cure(True).startswith("give the cluster's key")
+    assert cure(False).startswith("copy the cluster's key")
+
+
+@pytest.mark.parametrize(
+    ("greeting", "refused"),
+    [
+        (None, False),
+        (way.GREETING, False),
+        (way.GREETING[:5], False),
+        (b"", True),
+        (b"220 mail ready\r\n", True),
+        (b"\xff\x00", True),
+    ],
+)
+def test_what_a_stranger_says_first(greeting: bytes | None, refused: bool) -> None:
+    finding = way.judge_greeting("h:1", greeting)
+    assert (finding is not None) is refused
+    if finding is not None:
+        assert finding.failure is Failure.BROKEN
+        check_words(finding)
+
+
+def test_who_answers_with_another_version_is_told() -> None:
+    reading = way.PeerReading("n", "id", "0.1.0", (1, 2), ("h:1",), 3)
+    assert way.judge_who(reading, "0.1.0", (1, 2)).status is OK
+    other = way.judge_who(reading, "0.2.0", (2, 3))
+    assert other.status is WARNING
+    assert "0.2.0" in other.cause
+    check_words(other)
+
+
+def test_rdma_devices() -> None:
+    def port(**changes: Any) -> network.RdmaPortReading:
+        facts: dict[str, Any] = {
+            "device": "mlx5_0",
+            "port": 1,
+            "active": True,
+            "state": "ACTIVE",
+            "link_layer": "Ethernet",
+            "rate": "100 Gb/sec",
+            "gid_types": ("IB/RoCE v1", "RoCE v2"),
+        }
+        return network.RdmaPortReading(**{**facts, **changes})
+
+    def statuses(*ports: network.RdmaPortReading, pyverbs: bool = True) -> list[Status]:
+        findings = network.judge_rdma(ports, pyverbs=pyverbs)
+        for finding in findings:
+            check_words(finding)
+        return [finding.status for finding in findings]
+
+    assert statuses() == [OK]
+    assert statuses(pyverbs=False) == [OK]
+    assert statuses(port()) == [OK, OK]
+    assert statuses(port(), pyverbs=False) == [OK, WARNING]
+    assert statuses(port(active=False, state="DOWN")) == [WARNING, OK]
+    assert statuses(port(gid_types=("IB/RoCE v1",))) == [WARNING, OK]
+    assert statuses(port(link_layer="InfiniBand", gid_types=())) == [OK, OK]
+
+
+def test_peers_on_this_machine() -> None:
+    def judge(**changes: Any) -> dict[str, Status]:
+        facts: dict[str, Any] = {
+            "name": "a",
+            "socket": "/s",
+            "software": "1",
+            "cluster": "c",
+            "uptime_seconds": 5.0,
+            "joined": True,
+            "bootstrap": ("h:1",),
+            "live": ("a", "b"),
+            "suspect": (),
+            "dead": (),
+            "versions": ("1", "1"),
+        }
+        findings = network.judge_local_peer(network.LocalPeerReading(**{**facts, **changes}), "1")
+        for finding in findings:
+            check_words(finding)
+        return {finding.name: finding.status for finding in findings}
+
+    assert judge() == {"peer a": OK}
+    assert judge(joined=False, live=("a",)) == {"peer a": BROKEN}
+    assert judge(joined=False, live=("a", "b")) == {"peer a": OK}  # others found it
+    assert judge(joined=False, live=("a",), bootstrap=()) == {"peer a": OK}
+    assert judge(dead=("b",)) == {"peer a": OK, "peer a: members": WARNING}
+    assert judge(suspect=("b",)) == {"peer a": OK, "peer a: members": WARNING}
+    assert judge(versions=("1", "2")) == {"peer a": OK, "peer a: versions": WARNING}
+    assert judge(software="2") == {"peer a": OK, "peer a: versions": WARNING}
+    check_words(network.silent_local_peer("/s", "no answer"))
+
+
+def test_the_first_breakage_decides_and_all_are_counted() -> None:
+    late = broken("b", "", "cause", "cure", Failure.DEADLINE)
+    findings = [fine("a", "v"), warning("w", "v", "cause", "cure"), late, broken("c", "", "x", "y")]
+    assert worst_failure(findings) is Failure.DEADLINE
+    assert worst_failure(findings[:2]) is Failure.NONE
+    assert summary([*findings, skipped("s", "why")]) == {
+        "ok": 1,
+        "warning": 1,
+        "broken": 2,
+        "skipped": 1,
+    }
+    assert late.document() == {
+        "name": "b",
+        "status": "broken",
+        "value": "",
+        "cause": "cause",
+        "cure": "cure",
+        "failure": "deadline",
+    }
+    assert fine("m", "v", mtu_bytes=5).document()["measured"] == {"mtu_bytes": 5}

@@ -1,0 +1,313 @@
+"""Up to where a peer has seen floors, writer by writer; what it must distrust; whom it doubts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.cluster_records import ClusterRecords
+from p2pstore.gossip.floor_stamps import (
+    MAX_WRITERS,
+    Stamps,
+    hash_stamps,
+    newest_unseen,
+    pack_stamps,
+    raise_stamps,
+    stamps_as_text,
+    stamps_from_text,
+    unpack_stamps,
+    without_older,
+)
+from p2pstore.gossip.floor_sync import FloorAnswer, FloorSync
+from p2pstore.gossip.records import (
+    ClusterRecord,
+    ClusterRecordKind,
+    LocationRecord,
+    member_of,
+    sign_cluster_record,
+)
+from p2pstore.objects import HybridClock, Version, clock_from_unix_seconds
+from tests.unit.gossip_network import FakeSigner, digest_of, peer_id_of, peer_record
+
+START = 1_800_000_000.0
+WRITER = member_of(peer_id_of(9))
+
+
+def clock(seconds: float) -> int:
+    return clock_from_unix_seconds(START + seconds)
+
+
+class Side:
+    """One peer's part."""
+
+    def __init__(self, number: int, skew: float = 0.0) -> None:
+        self.member = member_of(peer_id_of(number))
+        self.clock = HybridClock()
+        self.skew = skew
+        self.records = ClusterRecords()
+        self.sync = FloorSync(
+            self.member,
+            self.records,
+            lambda stamp, now: self.clock.observe(stamp, START + now + self.skew),
+            lambda now: clock_from_unix_seconds(START + now + self.skew),
+        )
+
+    def tick(self, now: float, alone: bool = False) -> None:
+        self.sync.housekeep(now, alone=alone, shown=lambda member: 0)
+
+    def hear(self, key: int, at: float) -> None:
+        signer = FakeSigner(peer_id_of(9))
+        record = ClusterRecord(
+            1, int(ClusterRecordKind.FLOOR), digest_of(key), clock(at), 1, signer.peer_id
+        )
+        assert self.records.offer(record, sign_cluster_record(record, signer))
+
+    def ask(self, other: Side, now: float) -> FloorAnswer:
+        end, epoch_hash = self.sync.question(now, at_once=True)
+        answer = other.sync.answer(end, epoch_hash, now)
+        same = self.records.hash == other.records.hash
+        self.sync.learn(answer, end, now, same_now=same)
+        return answer
+
+
+def pair(now: float) -> tuple[Side, Side]:
+    one, other = Side(1), Side(2)
+    for side in (one, other):
+        side.tick(now)
+    return one, other
+
+
+# --- tables ----------------------------------------------------------------------------------
+
+tables = st.dictionaries(st.integers(0, 5), st.integers(1, 9), max_size=5)
+
+
+@given(tables, tables, tables)
+def test_tables_meet_by_the_higher_stamp(first: Stamps, second: Stamps, third: Stamps) -> None:
+    left, right = dict(first), dict(third)
+    for one in (second, third):
+        raise_stamps(left, one)
+    for one in (first, second):
+        raise_stamps(right, one)
+    assert left == right
+    assert not raise_stamps(left, second)
+    assert newest_unseen(second, left) == 0
+
+
+def test_what_may_have_been_missed_is_the_highest_stamp_above_what_was_seen() -> None:
+    horizon = {1: 10, 2: 20, 3: 30}
+    assert newest_unseen(horizon, {1: 10, 2: 20, 3: 30}) == 0
+    assert newest_unseen(horizon, {1: 9, 2: 20, 3: 30}) == 10
+    assert newest_unseen(horizon, {1: 99, 2: 19, 3: 99}) == 20
+    assert newest_unseen(horizon, {}) == 30
+    assert newest_unseen({}, {}) == 0
+
+
+def test_tables_as_they_travel_and_are_kept() -> None:
+    stamps = {0xFFFF_0000_0000_0001: 1 << 63, 7: 1}
+    assert pack_stamps(stamps) == pack_stamps(dict(reversed(stamps.items())))
+    assert unpack_stamps(pack_stamps(stamps)) == stamps
+    assert stamps_from_text(stamps_as_text(stamps)) == stamps
+    assert hash_stamps({}) == 0
+    for nonsense in (bytes(15), bytes(16 * (MAX_WRITERS + 1))):
+        with pytest.raises(ProtocolError):
+            unpack_stamps(nonsense)
+    for text in ({"x": 1}, {"1": -1}, {"1" * 17: 1}):
+        with pytest.raises(ValueError, match=r"invalid literal|out of range"):
+            stamps_from_text(text)
+
+
+def test_old_stamps_and_too_many_go() -> None:
+    assert without_older({1: 5, 2: 6}, 5) == {2: 6}
+    many = {member: member + 1 for member in range(MAX_WRITERS + 10)}
+    assert min(without_older(many, 0)) == 10
+
+
+# --- seeing ----------------------------------------------------------------------------------
+
+
+def test_who_agrees_about_an_epoch_has_seen_what_the_other_has_seen() -> None:
+    one, other = pair(100.0)
+    other.sync.load({WRITER: clock(20.0), 77: clock(90.0)})
+    end = one.records.settled_epoch(clock(100.0))[0]
+    one.ask(other, 100.0)
+    assert one.sync.synchronised
+    assert one.sync.seen == {WRITER: clock(20.0), 77: end, one.member: end}
+    assert other.member not in one.sync.seen, "it does not know yet whether it lacks any of its own"
+    other.ask(one, 100.0)
+    one.ask(other, 100.0)
+    assert one.sync.seen[other.member] == other.sync.seen[one.member] == end
+
+
+def test_who_does_not_agree_has_seen_nothing() -> None:
+    one, other = pair(100.0)
+    other.hear(1, at=10.0)
+    answer = one.ask(other, 100.0)
+    assert answer == FloorAnswer()
+    assert not one.sync.synchronised
+    assert one.sync.seen == {}
+
+
+def test_having_the_same_floors_now_is_enough_to_know_of_those_made_meanwhile() -> None:
+    one, other = pair(100.0)
+    for side in (one, other):
+        side.hear(1, at=99.0)
+    one.ask(other, 100.0)
+    assert one.sync.synchronised
+
+
+def test_having_the_same_floors_without_having_asked_says_nothing() -> None:
+    """The horizon comes with the answer to a question only."""
+    side = Side(1)
+    side.sync.learn(FloorAnswer(), 0, 100.0, same_now=True)
+    assert not side.sync.synchronised
+
+
+def test_an_epoch_from_before_the_start_says_nothing_of_what_was_made_since() -> None:
+    one, other = pair(100.0)
+    other.hear(1, at=99.0)
+    one.ask(other, 100.0)
+    assert not one.sync.synchronised
+    for now in (130.0, 180.0):
+        one.tick(now)
+        other.tick(now)
+        one.ask(other, now)
+    assert not one.sync.synchronised, "it has not had that floor yet"
+    one.hear(1, at=99.0)
+    one.ask(other, 180.0)
+    assert one.sync.synchronised
+
+
+def test_who_promises_an_epoch_makes_no_floor_below_its_end() -> None:
+    one, other = Side(1), Side(2, skew=-30.0)
+    for side in (one, other):
+        side.tick(100.0)
+    end, epoch_hash = one.sync.question(100.0, at_once=True)
+    assert one.clock.tick(START) > end, "though its own clock went back"
+    if other.sync.answer(end, epoch_hash, 100.0).epoch_end:
+        assert other.clock.tick(START) > end
+
+
+def test_a_question_is_asked_now_and_then() -> None:
+    side = Side(1)
+
+    def asked(begin: int, end: int, *, soon: bool = False) -> list[float]:
+        times = []
+        for now in range(begin * 10, end * 10):
+            side.tick(now / 10)
+            if side.sync.question(now / 10, soon=soon)[0]:
+                times.append(now / 10)
+        return times
+
+    assert len(asked(0, 30)) > 40, "often, before it is synchronised"
+    side.sync.synchronised = True
+    assert len(asked(30, 60)) == 6
+    assert side.sync.question(60.0, at_once=True)[0]
+    assert not side.sync.question(60.1)[0]
+    assert len(asked(61, 91, soon=True)) > 40, "another horizon is followed quickly"
+    assert len(asked(91, 121)) == 6
+
+
+def test_alone_it_has_seen_all_there_is() -> None:
+    side = Side(1)
+    side.tick(100.0, alone=True)
+    assert side.sync.synchronised
+    assert side.sync.seen == {side.member: side.records.settled_epoch(clock(100.0))[0]}
+
+
+# --- distrust --------------------------------------------------------------------------------
+
+
+def test_a_horizon_above_what_was_seen_makes_a_peer_distrust_its_copies() -> None:
+    one, other = pair(100.0)
+    one.sync.load({WRITER: clock(10.0)})
+    other.records.raise_horizon({WRITER: clock(20.0)})
+    other.sync.load({WRITER: clock(90.0)})
+    one.ask(other, 100.0)
+    assert one.sync.take_distrusted() == clock(20.0)
+    assert one.sync.take_distrusted() == 0
+    assert one.records.horizon == other.records.horizon
+    one.ask(other, 100.0)
+    assert one.sync.take_distrusted() == 0
+    assert one.sync.seen[WRITER] > clock(20.0)
+
+
+def test_a_horizon_that_was_seen_costs_nothing() -> None:
+    one, other = pair(100.0)
+    one.sync.load({WRITER: clock(20.0)})
+    other.records.raise_horizon({WRITER: clock(20.0)})
+    one.ask(other, 100.0)
+    assert one.sync.take_distrusted() == 0
+    assert one.records.horizon == other.records.horizon
+
+
+def test_a_horizon_from_the_future_is_not_believed() -> None:
+    one, other = pair(100.0)
+    other.records.raise_horizon({WRITER: clock(111.0)})
+    one.ask(other, 100.0)
+    assert one.sync.take_distrusted() == 0
+    assert one.records.horizon == {}
+    assert not one.sync.synchronised
+
+
+def test_what_was_loaded_is_compared_at_once() -> None:
+    """A crash came between the horizon and what followed from it."""
+    side = Side(1)
+    side.records.load([], {WRITER: clock(20.0)})
+    side.sync.load({WRITER: clock(10.0)})
+    assert side.sync.take_distrusted() == clock(20.0)
+
+
+def test_stamps_of_a_month_ago_are_forgotten_together() -> None:
+    one, other = pair(0.0)
+    month = 31 * 86_400.0
+    other.records.raise_horizon({WRITER: clock(0.0), 5: clock(month - 10)})
+    one.sync.load({WRITER: clock(0.0), 5: clock(month)})
+    one.records.raise_horizon({WRITER: clock(0.0)})
+    one.tick(month)
+    assert one.sync.seen == {5: clock(month)}
+    assert one.records.horizon == {}
+    one.ask(other, month)
+    assert one.sync.take_distrusted() == 0
+    assert one.records.horizon == {5: clock(month - 10)}
+    assert one.sync.was_away_too_long(clock(0.0), month)
+    assert not one.sync.was_away_too_long(clock(month - 86_400.0), month)
+
+
+# --- doubts ----------------------------------------------------------------------------------
+
+
+def test_a_member_that_came_is_doubted_until_it_shows_the_same_horizon() -> None:
+    side = Side(1)
+    side.records.raise_horizon({WRITER: clock(50.0)})
+    side.tick(100.0)
+    old, new = Version(clock(50.0), 1), Version(clock(50.0) + 1, 1)
+    without, same = peer_record(2), peer_record(2, floors_horizon=side.records.horizon_hash)
+    assert not side.sync.doubts(5, without, old, 100.0), "it may take its time: it was here before"
+    side.sync.came(5)
+    assert side.sync.doubts(5, without, old, 100.0)
+    assert not side.sync.doubts(5, without, new, 100.0)
+    assert not side.sync.doubts(5, same, old, 100.0)
+    side.sync.housekeep(101.0, alone=False, shown=lambda member: side.records.horizon_hash)
+    assert not side.sync.doubts(5, without, old, 101.0), "it has shown it once"
+    assert side.sync.doubts(6, without, old, 161.0), "and who never follows is doubted in the end"
+
+
+def test_without_a_horizon_nobody_is_doubted() -> None:
+    side = Side(1)
+    side.sync.came(5)
+    assert not side.sync.doubts(5, peer_record(2), Version(1, 1), 1000.0)
+
+
+def test_versions_that_were_heard_of_count_unless_their_clock_is_wrong() -> None:
+    side = Side(1)
+    packed = b"".join(
+        LocationRecord(digest_of(number), Version(clock(at), 1), 0, 1).encode()
+        for number, at in enumerate((9.0, 5.0, 3600.0))
+    )
+    side.sync.heard_of(packed, 0.0)
+    assert side.sync.newest_heard == clock(9.0)
+    side.sync.heard_of(b"", 0.0)
+    assert side.sync.newest_heard == clock(9.0)

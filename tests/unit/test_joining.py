@@ -1,0 +1,192 @@
+"""Joining through addresses and names: all records are used, oneself is recognised, halves find each other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, cast
+
+import pytest
+import trio
+import trio.testing
+
+from p2pstore.gossip.contacts import Contacts
+from p2pstore.gossip.link import LinkError, OwnAddress
+from p2pstore.gossip.machine import Gossip
+from p2pstore.gossip.records import PeerId
+from p2pstore.peer import joining
+from p2pstore.peer.joining import NAME_SECONDS, Joining, is_name
+
+
+@dataclass
+class Known:
+    """Stands for a member's state."""
+
+    alive: bool = True
+
+
+@dataclass
+class FakeGossip:
+    """What `Joining` uses of the gossip machine; it and its membership in one."""
+
+    contacts: Contacts = field(default_factory=lambda: Contacts(Random(1)))
+    members: dict[PeerId, Known] = field(default_factory=dict)
+    met: list[tuple[PeerId, tuple[str, ...]]] = field(default_factory=list)
+    failed: list[tuple[str, ...]] = field(default_factory=list)
+
+    @property
+    def membership(self) -> FakeGossip:
+        return self
+
+    def get(self, peer_id: PeerId) -> Known | None:
+        return self.members.get(peer_id)
+
+    def others(self) -> list[PeerId]:
+        return list(self.members)
+
+    def contacted(self, peer_id: PeerId, addresses: Sequence[str], now: float) -> list[Any]:
+        self.members[peer_id] = Known()
+        self.met.append((peer_id, tuple(addresses)))
+        return []
+
+    def contact_failed(self, addresses: Sequence[str], now: float) -> list[Any]:
+        self.failed.append(tuple(addresses))
+        return []
+
+
+@dataclass
+class Net:
+    """Who listens where, and which addresses a name stands for."""
+
+    gossip: FakeGossip = field(default_factory=FakeGossip)
+    listening: dict[str, PeerId] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
+    records: list[str] = field(default_factory=list)
+    dialled: list[str] = field(default_factory=list)
+    settled: trio.Event = field(default_factory=trio.Event)
+
+    async def discover(self, address: str, timeout_seconds: float) -> PeerId:
+        self.dialled.append(address)
+        await trio.lowlevel.checkpoint()
+        if address in self.own:
+            raise OwnAddress(f"{address} is this peer itself")
+        if address not in self.listening:
+            raise LinkError(f"{address}: connection refused")
+        return self.listening[address]
+
+    async def resolve(self, addresses: Sequence[str]) -> list[str]:
+        await trio.lowlevel.checkpoint()
+        if not self.records:
+            raise OSError("cannot be resolved")
+        return self.records
+
+    def joining(self, *bootstrap: str) -> Joining:
+        def take(step: Callable[[], Sequence[Any]]) -> None:
+            step()
+
+        return Joining(
+            cast(Gossip, self.gossip),
+            bootstrap,
+            take=take,
+            now=trio.current_time,
+            rng=Random(1),
+            settled=self.settled,
+        )
+
+
+@pytest.fixture
+async def net(monkeypatch: pytest.MonkeyPatch) -> Net:
+    net = Net()
+    monkeypatch.setattr(joining, "resolve", net.resolve)
+    return net
+
+
+A, B, C = b"a", b"b", b"c"
+
+
+def test_names_and_addresses() -> None:
+    assert [is_name(each) for each in ("pool:1", "10.0.0.1:1", "[::1]:1", "localhost:1")] == [
+        *(True, False, False, False)
+    ]
+
+
+async def test_an_address_leads_to_a_peer(net: Net) -> None:
+    net.listening["10.0.0.1:1"] = A
+    await net.joining("10.0.0.1:1").contact(net, ("10.0.0.1:1",))
+    assert net.gossip.met == [(A, ("10.0.0.1:1",))]
+
+
+async def test_all_records_of_a_name_are_used(net: Net) -> None:
+    net.records = ["10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1"]
+    net.own, net.listening = {"10.0.0.1:1"}, {"10.0.0.2:1": B, "10.0.0.3:1": C}
+    await net.joining("pool:1").contact(net, ("pool:1",))
+    assert sorted(net.dialled) == net.records
+    assert {(B, ("10.0.0.2:1",)), (C, ("10.0.0.3:1",))} < set(net.gossip.met)
+    assert net.gossip.met[-1][1] == ("pool:1",)
+    assert set(net.gossip.contacts.book().values()) == {("10.0.0.2:1",), ("10.0.0.3:1",)}
+
+
+async def test_a_name_that_stands_for_this_peer_alone_is_tried_again(net: Net) -> None:
+    net.records, net.own = ["10.0.0.1:1"], {"10.0.0.1:1"}
+    joining = net.joining("pool:1")
+    net.gossip.contacts.add(("pool:1",))
+    await joining.contact(net, ("pool:1",))
+    assert net.settled.is_set()
+    assert net.gossip.failed == [("pool:1",)]
+    assert net.gossip.contacts.has_bootstrap
+    net.records, net.listening = ["10.0.0.1:1", "10.0.0.2:1"], {"10.0.0.2:1": B}
+    await joining.contact(net, ("pool:1",))
+    assert net.dialled == ["10.0.0.1:1", "10.0.0.2:1"]  # what is its own was tried once
+    assert net.gossip.met[-1] == (B, ("pool:1",))
+
+
+async def test_an_own_address_is_never_tried_again(net: Net) -> None:
+    net.own = {"10.0.0.1:1"}
+    joining = net.joining("10.0.0.1:1", "10.0.0.2:1")
+    for address in ("10.0.0.1:1", "10.0.0.2:1"):
+        net.gossip.contacts.add((address,))
+    await joining.contact(net, ("10.0.0.1:1",))
+    assert net.gossip.contacts.due(0.0, lambda _: False, True) == [("10.0.0.2:1",)]
+    assert not net.settled.is_set()  # there is another one to wait for
+
+
+async def test_one_silent_record_does_not_make_the_name_this_peer(net: Net) -> None:
+    net.records, net.own = ["10.0.0.1:1", "10.0.0.2:1"], {"10.0.0.1:1"}
+    await net.joining("pool:1").contact(net, ("pool:1",))
+    assert not net.settled.is_set()
+    assert net.gossip.failed == [("pool:1",)]
+
+
+async def test_halves_of_a_cluster_behind_one_name_find_each_other(
+    net: Net, autojump_clock: trio.testing.MockClock
+) -> None:
+    net.records, net.listening = ["10.0.0.1:1", "10.0.0.2:1"], {"10.0.0.1:1": A}
+    joining = net.joining("pool:1")
+    await joining.contact(net, ("pool:1",))
+    assert net.gossip.members.keys() == {A}
+    net.listening["10.0.0.2:1"] = B  # of another half: nobody gossips of it
+    with trio.move_on_after(2 * NAME_SECONDS):
+        await joining.watch_names(net)
+    assert net.gossip.members.keys() == {A, B}
+    assert net.dialled.count("10.0.0.1:1") == 1  # who is known and alive is left in peace
+    net.gossip.members[A].alive = False
+    with trio.move_on_after(2 * NAME_SECONDS):
+        await joining.watch_names(net)
+    assert net.dialled.count("10.0.0.1:1") > 1
+
+
+async def test_a_failure_is_said_once(
+    net: Net, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("p2pstore"), "propagate", True)
+    joining = net.joining("pool:1", "10.0.0.1:1")
+    for _ in range(3):
+        for address in ("pool:1", "10.0.0.1:1"):
+            await joining.contact(net, (address,))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert "pool:1 cannot be joined: cannot be resolved; trying again" in lines[0]
+    assert "serving alone meanwhile" in lines[1]
+    assert len(net.gossip.failed) == 6

@@ -1,0 +1,113 @@
+"""What a peer is called and where it keeps its things when nobody says."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from p2pstore.errors import ConfigError
+from p2pstore.invite import Invite
+from p2pstore.places import BY_NAME, keep, settle, state_root
+from p2pstore.settings import Settings, load_settings
+from p2pstore.statedir import StateDirectory, StateDirectoryInUse
+
+KEY = bytes(range(32))
+INVITE = Invite("blue", ("10.0.0.1:17946",), (KEY,))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "mooncake-p2p"
+
+
+def said(**flags: object) -> Settings:
+    return load_settings(None, {}, flags)
+
+
+def test_the_first_free_name(home: Path) -> None:
+    settled = settle(said(name="n"))
+    assert settled.values == {"name": "n", "state_dir": str(home / "n")}
+    with StateDirectory.open(home / "n"), StateDirectory.open(home / "n-2"):
+        settled = settle(said(name="n"))
+        assert settled.values["state_dir"] == str(home / "n-3")
+        assert settled.config().name == "n-3"
+        assert settled.origins["name"] == "--name, as 2 of that name run here"
+        assert settled.origins["state_dir"] == BY_NAME
+    assert settle(said(name="n")).values["name"] == "n"
+    assert not (home / "n-3").exists()  # nothing is made by asking
+
+
+def test_a_state_directory_that_was_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home.parent)
+    settled = settle(said(state_dir="here", name="n"))
+    assert settled.values["state_dir"] == str(home.parent / "here")
+    assert settled.origins["state_dir"] == "--state-dir"
+
+
+def test_a_name_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match=r"--name: 'a/b'"):
+        settle(said(name="a/b"))
+
+
+def test_state_of_root_and_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr("os.getuid", lambda: 0)
+    assert state_root() == Path("/var/lib/mooncake-p2p")
+    monkeypatch.setattr("os.getuid", lambda: 1000)
+    monkeypatch.setenv("HOME", "/home/user")
+    assert state_root() == Path("/home/user/.local/state/mooncake-p2p")
+
+
+def test_an_invite_is_below_what_somebody_said(home: Path) -> None:
+    settled = settle(said(name="n", cluster="red"), INVITE)
+    config = settled.checked()
+    assert (config.cluster, config.bootstrap) == ("red", ["10.0.0.1:17946"])
+    assert config.cluster_key_file == str(home / "n" / "cluster.key")
+    assert settled.origins["bootstrap"] == settled.origins["cluster_key_file"] == "the invite"
+    own = settle(said(name="n", cluster_key_file="own", bootstrap=["b:1"]), INVITE).config()
+    assert (own.cluster_key_file, own.bootstrap, own.cluster) == ("own", ["b:1"], "blue")
+    without = settle(said(name="n"), Invite("blue", ("10.0.0.1:17946",)))
+    assert without.config().cluster_key_file is None
+
+
+def test_the_invite_of_an_earlier_start_is_remembered(home: Path) -> None:
+    keep(INVITE, str(home / "n"))
+    for name in ("invite", "cluster.key"):
+        assert stat.S_IMODE((home / "n" / name).stat().st_mode) == 0o600
+    assert KEY.hex() in (home / "n" / "cluster.key").read_text()
+    settled = settle(said(name="n"))
+    assert settled.config().cluster == "blue"
+    assert settled.config().cluster_key_file == str(home / "n" / "cluster.key")
+    assert settled.origins["bootstrap"] == f"the invite kept in {home / 'n'}"
+    assert settle(said(name="other")).config().bootstrap == []
+
+    later = Invite("green", ("10.0.0.2:1",), (b"2" * 32,))
+    assert settle(said(name="n"), later).config().cluster == "green"
+    keep(later, str(home / "n"))
+    assert settle(said(name="n")).config().bootstrap == ["10.0.0.2:1"]
+
+
+def test_a_running_peer_keeps_its_key(home: Path) -> None:
+    keep(INVITE, str(home / "n"))
+    with (
+        StateDirectory.open(home / "n"),
+        pytest.raises(StateDirectoryInUse, match="in use by process"),
+    ):
+        keep(Invite("green", ("10.0.0.2:1",), (b"2" * 32,)), str(home / "n"))
+    assert KEY.hex() in (home / "n" / "cluster.key").read_text()
+
+
+def test_a_kept_invite_that_is_damaged_or_open_to_others(home: Path) -> None:
+    keep(INVITE, str(home / "n"))
+    file = home / "n" / "invite"
+    file.write_text(file.read_text()[:-5])
+    with pytest.raises(ConfigError, match="torn"):
+        settle(said(name="n"))
+    file.chmod(0o644)
+    with pytest.raises(
+        ConfigError, match=r"invite is how this peer joined, but others may read it"
+    ):
+        settle(said(name="n"))

@@ -1,0 +1,100 @@
+"""`known_keys` says of many keys at once what `known_copies` says of each."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from p2pstore.core.presence import known_keys
+from p2pstore.gossip.messages import Status
+from p2pstore.objects import Version, newest_accepted_clock
+from tests.unit.core_harness import UNIX, Harness, clock_at, digest_of
+
+
+def known_one_by_one(world: Harness, digests: list[bytes]) -> set[bytes]:
+    return {
+        digest
+        for digest in digests
+        if any(copy.reachable for copy in world.core.known_copies(digest, world.now))
+    }
+
+
+def known(world: Harness, *keys: str) -> list[bool]:
+    digests = [digest_of(key) for key in keys]
+    found = known_keys(world.core, digests, world.now)
+    assert found == known_one_by_one(world, digests)
+    return [digest in found for digest in digests]
+
+
+def test_here_elsewhere_and_nowhere() -> None:
+    world = Harness(others=2)
+    world.stored("mine", b"1")
+    world.hold(world.others[1], "theirs", b"2")
+    assert known(world, "mine", "theirs", "nobody's", "mine") == [True, True, False, True]
+    assert known_keys(world.core, [], world.now) == set()
+
+
+def test_a_dead_holder_does_not_count_until_it_is_back() -> None:
+    world = Harness(others=2)
+    world.hold(world.others[0], "k", b"1")
+    world.die(world.others[0])
+    assert known(world, "k") == [False]
+
+
+def test_what_a_holder_denied_does_not_count() -> None:
+    world = Harness(others=1)
+    world.hold(world.others[0], "k", b"1")
+    member = world.others[0].member
+    incarnation, sequence = world.core.gossip.directory.position(member)
+    world.core.gossip.directory.mark_stale(
+        member, digest_of("k"), max(incarnation, 7), sequence + 9
+    )
+    assert known(world, "k") == [False]
+
+
+def test_a_version_from_the_future_does_not_count() -> None:
+    world = Harness(others=1)
+    late = newest_accepted_clock(UNIX) + (1 << 30)
+    world.hold(world.others[0], "k", b"1", clock=late)
+    assert known(world, "k") == [False]
+
+
+def test_a_floor_decides_by_version() -> None:
+    world = Harness(others=2)
+    world.hold(world.others[0], "old", b"1", clock=clock_at(1))
+    world.hold(world.others[0], "new", b"1", clock=clock_at(3))
+    for key in ("old", "new"):
+        world.core.floors.write(digest_of(key), Version(clock_at(2), 1, 0), world.now)
+    assert known(world, "old", "new") == [False, True]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_agrees_with_the_slow_way_whatever_happened(seed: int) -> None:
+    rng = Random(seed)
+    world = Harness(others=4)
+    keys = [f"k{number}" for number in range(12)]
+    digests = [digest_of(key) for key in keys]
+    for _ in range(80):
+        key, other = rng.choice(keys), rng.choice(world.others)
+        match rng.randrange(6):
+            case 0 if world.find(key) is None:
+                world.put(key, b"here")
+            case 1:
+                thing = world.hold(other, key, b"there", clock=clock_at(rng.uniform(0, 30)))
+                if rng.random() < 0.3:
+                    world.push(other, thing, removed=True)
+            case 2:
+                version = Version(clock_at(rng.uniform(0, 5)), 1, 0)
+                world.core.floors.write(digest_of(key), version, world.now)
+            case 3:
+                world.core.gossip.directory.mark_stale(
+                    other.member, digest_of(key), 7, rng.randrange(20)
+                )
+            case 4:
+                directory = world.core.gossip.directory
+                rng.choice((directory.hide, directory.show))(other.member)
+            case _:
+                world.pass_time(rng.uniform(0, 0.2))
+        assert known_keys(world.core, digests, world.now) == known_one_by_one(world, digests)
+    assert Status.ALIVE in {state.status for state in world.core.gossip.membership.states()}

@@ -1,0 +1,176 @@
+"""Statistics as people see them: rates between two readings, and lines that fit a terminal."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from mooncake_p2p.statistics_view import (
+    Reading,
+    clip,
+    duration,
+    memory_bar,
+    overview,
+    rates,
+    slow_lines,
+    totals,
+)
+
+PEER: dict[str, Any] = {
+    "name": "alpha",
+    "peer_id": "12D3KooW" + "x" * 44,
+    "software": "0.1.0",
+    "incarnation": 7,
+    "uptime_seconds": 130.0,
+    "memory_capacity_bytes": 64 << 20,
+    "memory_used_bytes": 16 << 20,
+    "leased_bytes": 0,
+    "objects": 1234,
+    "known_locations": 1,
+    "joined": True,
+    "bootstrap": [],
+    "counters": {
+        "client_puts": 100,
+        "client_put_bytes": 1000,
+        "client_reads": 60,
+        "client_reads_elsewhere": 20,
+        "client_leases": 10,
+        "client_misses": 30,
+    },
+    "received": {"tcp": {"objects": 5, "bytes": 5000, "failures": 1}},
+    "served": {"tcp": {"objects": 1, "bytes": 2000}},
+    "slow": {"threshold_seconds": 0.1, "total": 0, "operations": []},
+}
+MEMBER: dict[str, Any] = {
+    "name": "alpha",
+    "peer_id": PEER["peer_id"],
+    "memory_capacity_bytes": 64 << 20,
+    "memory_used_bytes": 16 << 20,
+    "objects": 1234,
+    "status": "suspect",
+    "heard_seconds_ago": None,
+    "software": "0.1.0",
+}
+CLUSTER: dict[str, Any] = {
+    "name": "default",
+    "peers": 1,
+    "memory_capacity_bytes": 64 << 20,
+    "memory_used_bytes": 16 << 20,
+    "copies": 1234,
+    "members": [MEMBER],
+}
+
+
+def document(**peer: Any) -> dict[str, Any]:
+    return {"peer": {**copy.deepcopy(PEER), **peer}, "cluster": copy.deepcopy(CLUSTER)}
+
+
+def test_totals_tell_hits_from_misses_and_here_from_elsewhere() -> None:
+    total = totals(PEER)
+    assert (total.puts, total.gets, total.misses) == (100, 90, 30)
+    assert total.hit_rate == pytest.approx(0.75)
+    assert total.local_share == pytest.approx(70 / 90)
+    idle = totals({**PEER, "counters": {}})
+    assert idle.hit_rate is None
+    assert idle.local_share is None
+
+
+def test_an_older_peer_without_the_new_fields_can_be_shown() -> None:
+    old = document()
+    for name in ("received", "served", "joined", "bootstrap", "slow"):
+        del old["peer"][name]
+    for name in ("status", "heard_seconds_ago", "software"):
+        del old["cluster"]["members"][0][name]
+    assert any("alpha" in line for line in overview(old, None))
+
+
+def test_rates_are_differences_over_the_time_between() -> None:
+    later = document()
+    later["peer"]["counters"].update(client_puts=110, client_reads=80, client_misses=50)
+    later["peer"]["received"] = {"tcp": {"bytes": 9000}, "shm": {"bytes": 400}}
+    rate = rates(Reading(document(), 10.0), Reading(later, 12.0))
+    assert rate is not None
+    assert (rate.puts, rate.gets, rate.misses) == (5.0, 10.0, 10.0)
+    assert rate.hit_rate == pytest.approx(0.5)
+    assert rate.received_bytes == {"tcp": 2000.0, "shm": 200.0}
+    assert rate.document()["received_bytes_per_second"] == {"tcp": 2000, "shm": 200}
+
+
+@pytest.mark.parametrize("changes", [{"incarnation": 8}, {"peer_id": "another"}])
+def test_a_restart_makes_no_rates(changes: dict[str, Any]) -> None:
+    assert rates(Reading(document(), 10.0), Reading(document(**changes), 11.0)) is None
+
+
+def test_without_time_between_there_are_no_rates() -> None:
+    assert rates(None, Reading(document(), 10.0)) is None
+    assert rates(Reading(document(), 10.0), Reading(document(), 10.0)) is None
+
+
+def test_every_line_fits_and_shows_strangers_text_harmlessly() -> None:
+    shown = document(name="n" * 64, software="\x1b[31m")
+    shown["cluster"]["members"][0]["name"] = "m" * 64
+    rate = rates(Reading(document(), 1.0), Reading(document(), 2.0))
+    for columns in (80, 40):
+        lines = overview(shown, rate, columns=columns)
+        assert max(map(len, lines)) <= columns
+        assert "\x1b" not in "".join(lines)
+    assert any("PER SECOND" in line for line in overview(document(), rate))
+    assert not any("PER SECOND" in line for line in overview(document(), None))
+
+
+def test_a_lonely_peer_says_so() -> None:
+    lonely = overview(document(joined=False, bootstrap=["h:1"]), None)
+    assert any("no bootstrap peer has answered" in line for line in lonely)
+    assert not any("no bootstrap" in line for line in overview(document(joined=False), None))
+
+
+@pytest.mark.parametrize(
+    ("used", "capacity", "shown"),
+    [
+        (0, 100, "[" + "." * 30 + "] 0.0 % of 100 B"),
+        (50, 100, "[" + "#" * 15 + "." * 15 + "] 50.0 % of 100 B"),
+        (100, 100, "[" + "#" * 30 + "] 100.0 % of 100 B"),
+        (0, 0, "none"),
+    ],
+)
+def test_bars(used: int, capacity: int, shown: str) -> None:
+    assert memory_bar(used, capacity, False) == shown
+
+
+def test_slow_operations_show_where_the_time_went() -> None:
+    operation = {
+        "what": "lease",
+        "key": "prompt/\x07" + "k" * 100,
+        "keys": 3,
+        "client": "c",
+        "unix": 0.0,
+        "seconds": 1.5,
+        "waiting_seconds": 0.25,
+        "stages": [{"what": "pull", "seconds": 1.25, "peer": "b", "transport": "tcp"}],
+        "outcome": "refused",
+    }
+    slow = {"threshold_seconds": 0.1, "total": 200, "operations": [operation]}
+    lines = slow_lines(slow)
+    assert lines[0] == "1 of 200 operations of 0.1 s or more, the latest first"
+    assert "+2" in lines[2]
+    assert "1.50 s" in lines[2]
+    assert "waiting 250.0 ms, pull 1.25 s from b by tcp" in lines[3]
+    assert "refused" in lines[4]
+    assert max(map(len, lines)) <= 80
+    assert "\x07" not in "".join(lines)
+    assert "no operation took 0.1 s" in slow_lines({**slow, "operations": []})[0]
+    assert "--slow-operation" in slow_lines({**slow, "threshold_seconds": 0.0})[0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.5, "0.5 s"), (119, "119.0 s"), (130, "2 min"), (200_000, "2 d")]
+)
+def test_durations(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_a_cut_line_shows_that_it_was_cut() -> None:
+    assert clip("abcdef", 6) == "abcdef"
+    assert clip("abcdefg", 6) == "abcde~"

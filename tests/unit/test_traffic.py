@@ -1,0 +1,96 @@
+"""Counting what came from other peers, in the peer and in its clients."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pstore.client import pull_ledger
+from p2pstore.client.pull_ledger import MAX_HOLDERS, MAX_SLOW_READS, SLOW_SECONDS, PullLedger
+from p2pstore.local.messages import PullCount, SlowRead
+from p2pstore.objects import Version
+from p2pstore.peer import traffic
+from p2pstore.peer.traffic import ROUND_TRIPS, Traffic, Use
+from p2pstore.transfer.failover import HolderReport
+from p2pstore.transfer.layout import Slot, SlotState, TrailerBody
+from p2pstore.transfer.transport import Pulled, PullReport, RemoteCopy
+from p2pstore.wire import Code
+
+DIGEST = b"d" * 16
+
+
+def report(*failed: str, pulled: str = "", length: int = 100) -> PullReport:
+    """Attempts by these transports failed at member 1; then `pulled` delivered from member 2."""
+    failures = tuple(HolderReport(1, Code.UNAVAILABLE, "gone", name) for name in failed)
+    if not pulled:
+        return PullReport(None, None, failures)
+    slot = Slot(SlotState.LIVE, DIGEST, Version(1, 2), 0, length, 0)
+    trailer = TrailerBody("default", "k", b"")
+    copy = RemoteCopy(b"peer", member=2)
+    return PullReport(Pulled(slot, trailer, length, pulled), copy, failures)
+
+
+def test_uses_are_counted_by_member_and_in_all() -> None:
+    counted = Traffic()
+    counted.came(1, "tcp", objects=2, length_bytes=300)
+    counted.came(1, "tcp", failures=1)
+    counted.came(2, "shm", objects=1, length_bytes=50)
+    assert counted.used(1) == {"tcp": Use(2, 300, 1)}
+    assert counted.used(3) == {}
+    assert counted.document() == {
+        "shm": {"objects": 1, "bytes": 50, "failures": 0},
+        "tcp": {"objects": 2, "bytes": 300, "failures": 1},
+    }
+
+
+def test_the_round_trip_is_the_shortest_of_the_latest() -> None:
+    counted = Traffic()
+    assert counted.round_trip_seconds(b"p") is None
+    for seconds in (0.02, 0.001, 0.5):
+        counted.pinged(b"p", seconds)
+    assert counted.round_trip_seconds(b"p") == 0.001
+    for _ in range(ROUND_TRIPS):
+        counted.pinged(b"p", 0.003)
+    assert counted.round_trip_seconds(b"p") == 0.003
+
+
+def test_strangers_cannot_make_it_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "MAX_PEERS", 3)
+    counted = Traffic()
+    for member in range(10):
+        counted.came(member, "tcp", objects=1)
+        counted.pinged(bytes([member]), 1.0)
+    assert [member for member in range(10) if counted.used(member)] == [7, 8, 9]
+    assert counted.round_trip_seconds(b"\0") is None
+    assert counted.totals["tcp"].objects == 10
+
+
+def test_a_client_tells_what_it_read_and_what_was_slow() -> None:
+    ledger = PullLedger()
+    assert not ledger
+    ledger.pulled(DIGEST, report("shm", pulled="tcp"), SLOW_SECONDS / 2)
+    ledger.pulled(DIGEST, report(pulled="tcp"), SLOW_SECONDS)
+    ledger.pulled(DIGEST, report("tcp"), 2.0)
+    assert ledger
+    counts, slow = ledger.take()
+    assert counts == [
+        PullCount(1, "shm", 0, 0, 1),
+        PullCount(2, "tcp", 2, 200, 0),
+        PullCount(1, "tcp", 0, 0, 1),
+    ]
+    assert slow == [
+        SlowRead(DIGEST, 2, "tcp", SLOW_SECONDS),
+        SlowRead(DIGEST, 1, "tcp", 2.0, int(Code.UNAVAILABLE)),
+    ]
+    assert not ledger
+
+
+def test_a_report_is_bounded() -> None:
+    ledger = PullLedger()
+    for member in range(MAX_HOLDERS + 5):
+        ledger.count(member, "tcp", objects=1)
+    for _ in range(MAX_SLOW_READS + 5):
+        ledger.pulled(DIGEST, report(pulled="tcp"), 1.0)
+    counts, slow = ledger.take()
+    assert len(counts) == MAX_HOLDERS
+    assert len(slow) == MAX_SLOW_READS
+    assert pull_ledger.SLOW_SECONDS < 0.1  # below the peer's default threshold

@@ -1,0 +1,82 @@
+"""A user's program, checked by mypy in strict mode against the installed package: the types it sees."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+from typing import Literal, assert_type
+
+import numpy
+import p2pstore
+from p2pstore import aio, blocking
+
+
+async def any_store(store: p2pstore.ObjectStore) -> None:
+    result = await store.put("k", b"v", replicas=2, pin="soft", ttl=1.5)
+    assert_type(result, p2pstore.PutResult)
+    assert_type(result.status, Literal["created", "unchanged", "kept_existing"])
+    assert_type(await store.get("k", wait=1), bytes)
+    assert_type(await store.get_into("k", bytearray(1)), int)
+    assert_type((await store.put_many([("k", b"v")]))[0].unwrap(), p2pstore.PutResult)
+    assert_type((await store.get_many_into([("k", bytearray(1))]))[0].unwrap(), int)
+    assert_type((await store.remove_many(["k"]))[0].value, bool | None)
+    async with store.lease("k") as view:
+        assert_type(view, memoryview[int])
+    with store.register(numpy.zeros(4)) as registered:
+        await store.get_into("k", registered)
+    assert_type((await store.locate("k"))[0].pin, Literal["none", "soft", "hard"])
+
+
+async def under_trio() -> None:
+    async with p2pstore.connect(namespace="n") as client:
+        await any_store(client)
+        assert_type(client, p2pstore.Client)
+    async with p2pstore.open_peer(p2pstore.PeerConfig(memory="1GiB")) as peer:
+        await any_store(peer)
+        assert_type(peer.contains_nowait("k"), bool)
+
+
+async def under_asyncio() -> None:
+    client = await aio.connect()
+    assert_type(client, p2pstore.AioClient)
+    await any_store(client)
+    await client.aclose()
+    async with aio.connect() as entered:
+        assert_type(entered, p2pstore.AioClient)
+
+
+def in_threads() -> None:
+    with blocking.connect() as store:
+        assert_type(store.get("k"), bytes)
+        assert_type(store.put_many([("k", b"v")])[0].unwrap(), p2pstore.PutResult)
+        with store.lease("k") as view:
+            assert_type(view, memoryview[int])
+        store.put("k", b"v", pin="firm")
+        store.put(b"k", b"v")
+        store.get_tensor("t", framework="jax")
+"""
+REFUSED = ["put", "put", "get_tensor"]
+"""Whose arguments are wrong in the last three lines; nothing else may be."""
+
+
+def test_a_program_that_uses_every_world(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    assert request.config.cache is not None
+    cache = request.config.cache.mkdir("mypy-of-a-user")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(cache), "program.py"],
+        cwd=tmp_path,  # so that the settings of this project do not apply
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert re.findall(r'error: Argument .* to "(\w+)"', done.stdout) == REFUSED, done.stdout
+    assert done.stdout.count(" error: ") == len(REFUSED), done.stdout
+    assert done.stderr == ""
