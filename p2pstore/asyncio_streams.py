@@ -27,6 +27,7 @@ from p2pstore.streams import (
     check_descriptors,
     flatten_parts,
     gather,
+    stalled,
     tune_tcp,
 )
 
@@ -44,20 +45,22 @@ class AsyncioStream:
         sock.setblocking(False)
         self._sock = sock
         self.progress_seconds = progress_seconds
+        self.receive_seconds: float | None = None
         self._unyielded_bytes = 0
         self._waits: set[_Wait] = set()
 
     async def _wait(self, *, writable: bool) -> None:
+        limit_seconds = self.progress_seconds
+        if not writable and self.receive_seconds is not None:
+            limit_seconds = self.receive_seconds
         wait = _Wait(self._sock.fileno(), writable=writable)
         self._waits.add(wait)
         try:
-            ready = await wait.ready(self.progress_seconds)
+            ready = await wait.ready(limit_seconds)
         finally:
             self._waits.discard(wait)
         if not ready:
-            raise DeadlineExceeded(
-                f"the connection made no progress for {self.progress_seconds:g} s"
-            )
+            raise stalled(limit_seconds)
         self._unyielded_bytes = 0
 
     async def _let_others_run(self) -> None:

@@ -40,6 +40,9 @@ class ByteStream(Protocol):
     `progress_seconds`, and `OSError` when the connection breaks."""
 
     progress_seconds: float
+    receive_seconds: float | None
+    """Instead of `progress_seconds` for receiving alone, unless None: who sends on a connection that many
+    share must not be cut off because somebody else's wait for a reply is nearly over."""
 
     async def send(self, *parts: BytesLike) -> None:
         """Send all parts, in order."""
@@ -164,28 +167,38 @@ class BlockingStream:
         self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS
     ) -> None:
         self._sock = sock
+        # Have the kernel keep the time: Python's own timeout polls before every call.
         sock.settimeout(None)
-        self._set_timeout(progress_seconds)
+        self._receive_seconds: float | None = None
+        self._send_limit = self._receive_limit = 0.0
+        self.progress_seconds = progress_seconds
 
     @property
     def progress_seconds(self) -> float:
-        return self._timeout
+        return self._progress_seconds
 
     @progress_seconds.setter
     def progress_seconds(self, seconds: float) -> None:
-        if abs(seconds - self._timeout) > 0.01 * self._timeout:
-            self._set_timeout(seconds)
+        self._progress_seconds = seconds
+        if _differs(seconds, self._send_limit):
+            self._send_limit = seconds
+            _set_kernel_timeout(self._sock, socket.SO_SNDTIMEO, seconds)
+        if self._receive_seconds is None:
+            self._limit_receiving(seconds)
 
-    def _set_timeout(self, seconds: float) -> None:
-        """Have the kernel keep the time: Python's own timeout polls before every call."""
-        self._timeout = seconds
-        microseconds = max(1000, round(seconds * 1e6))
-        interval = _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+    @property
+    def receive_seconds(self) -> float | None:
+        return self._receive_seconds
 
-    def _stalled(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"the connection made no progress for {self._timeout:g} s")
+    @receive_seconds.setter
+    def receive_seconds(self, seconds: float | None) -> None:
+        self._receive_seconds = seconds
+        self._limit_receiving(self._progress_seconds if seconds is None else seconds)
+
+    def _limit_receiving(self, seconds: float) -> None:
+        if _differs(seconds, self._receive_limit):
+            self._receive_limit = seconds
+            _set_kernel_timeout(self._sock, socket.SO_RCVTIMEO, seconds)
 
     async def send(self, *parts: BytesLike) -> None:
         try:
@@ -197,7 +210,7 @@ class BlockingStream:
             while first < len(views):
                 first = advance(views, first, self._sock.sendmsg(gather(views, first)))
         except BlockingIOError:
-            raise self._stalled() from None
+            raise stalled(self._send_limit) from None
 
     async def send_whole(self, *parts: BytesLike) -> None:
         try:
@@ -210,7 +223,7 @@ class BlockingStream:
         try:
             return self._sock.recv_into(view)
         except BlockingIOError:
-            raise self._stalled() from None
+            raise stalled(self._receive_limit) from None
 
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
         try:
@@ -218,7 +231,7 @@ class BlockingStream:
                 [view], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
-            raise self._stalled() from None
+            raise stalled(self._receive_limit) from None
         return count, check_descriptors(ancillary, flags)
 
     def fileno(self) -> int:
@@ -228,6 +241,21 @@ class BlockingStream:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in a receive
         self._sock.close()
+
+
+def _differs(seconds: float, limit: float) -> bool:
+    """Whether setting the limit anew is worth a system call."""
+    return abs(seconds - limit) > 0.01 * limit
+
+
+def _set_kernel_timeout(sock: socket.socket, option: int, seconds: float) -> None:
+    microseconds = max(1000, round(seconds * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
+
+
+def stalled(seconds: float) -> DeadlineExceeded:
+    """The error of a connection on which nothing moved for so long."""
+    return DeadlineExceeded(f"the connection made no progress for {seconds:g} s")
 
 
 def check_descriptors(ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> list[int]:
@@ -282,9 +310,10 @@ class BlockingDriver:
     async def connect_unix(self, path: str, timeout_seconds: float) -> BlockingStream:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(timeout_seconds)
+            # With Python's own timeout a full backlog is refused at once instead of being waited out.
+            _set_kernel_timeout(sock, socket.SO_SNDTIMEO, timeout_seconds)
             sock.connect(path)
-        except TimeoutError:
+        except BlockingIOError:
             sock.close()
             raise DeadlineExceeded(f"{path} did not answer within {timeout_seconds:g} s") from None
         except BaseException:

@@ -23,6 +23,7 @@ from p2pstore.streams import (
     check_descriptors,
     flatten_parts,
     gather,
+    stalled,
     tune_tcp,
 )
 
@@ -38,18 +39,28 @@ class TrioStream:
         sock.setblocking(False)
         self._sock = sock
         self.progress_seconds = progress_seconds
+        self.receive_seconds: float | None = None
         self._unyielded_bytes = 0
 
-    async def _wait(self, ready: Callable[[socket.socket], Awaitable[None]]) -> None:
-        with trio.move_on_after(self.progress_seconds) as scope:
+    async def _wait_writable(self) -> None:
+        await self._wait(trio.lowlevel.wait_writable, self.progress_seconds)
+
+    async def _wait_readable(self) -> None:
+        limit = self.receive_seconds
+        await self._wait(
+            trio.lowlevel.wait_readable, self.progress_seconds if limit is None else limit
+        )
+
+    async def _wait(
+        self, ready: Callable[[socket.socket], Awaitable[None]], limit_seconds: float
+    ) -> None:
+        with trio.move_on_after(limit_seconds) as scope:
             try:
                 await ready(self._sock)
             except trio.ClosedResourceError:
                 raise ConnectionAbortedError("the connection was closed by this side") from None
         if scope.cancelled_caught:
-            raise DeadlineExceeded(
-                f"the connection made no progress for {self.progress_seconds:g} s"
-            )
+            raise stalled(limit_seconds)
         self._unyielded_bytes = 0
 
     async def _yield_after(self, count: int) -> None:
@@ -68,7 +79,7 @@ class TrioStream:
             try:
                 sent = self._sock.sendmsg(gather(views, first))
             except BlockingIOError:
-                await self._wait(trio.lowlevel.wait_writable)
+                await self._wait_writable()
                 continue
             first = advance(views, first, sent)
             await self._yield_after(sent)
@@ -87,7 +98,7 @@ class TrioStream:
             try:
                 count = self._sock.recv_into(view)
             except BlockingIOError:
-                await self._wait(trio.lowlevel.wait_readable)
+                await self._wait_readable()
                 continue
             # No cancellation from here on: what was taken off the socket would be lost.
             self._unyielded_bytes += count
@@ -104,7 +115,7 @@ class TrioStream:
                     [view], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
-                await self._wait(trio.lowlevel.wait_readable)
+                await self._wait_readable()
                 continue
             return count, check_descriptors(ancillary, flags)
 

@@ -69,8 +69,11 @@ class PeerLink:
     async def open(
         cls, driver: Driver, path: str, *, namespace: str, access: Access, timeout_seconds: float
     ) -> PeerLink:
-        """Connect to the peer at `path`. Raises `NoLocalPeer` when none is there."""
-        connection = await LocalConnection.open(driver, path, namespace=namespace, access=access)
+        """Connect to the peer at `path`. Raises `NoLocalPeer` when none is there, `DeadlineExceeded` when
+        it does not answer."""
+        connection = await LocalConnection.open(
+            driver, path, namespace=namespace, access=access, timeout_seconds=timeout_seconds
+        )
         try:
             return cls(driver, connection, timeout_seconds)
         except BaseException:

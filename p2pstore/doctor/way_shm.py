@@ -37,7 +37,11 @@ async def examine_shared_memory(
     with trio.move_on_after(timeout_seconds + seconds):
         try:
             connection = await LocalConnection.open(
-                driver, socket, namespace=DEFAULT_NAMESPACE, access=Access.READ
+                driver,
+                socket,
+                namespace=DEFAULT_NAMESPACE,
+                access=Access.READ,
+                timeout_seconds=timeout_seconds,
             )
         except (P2PStoreError, OSError) as error:
             reason = str(error)

@@ -54,7 +54,6 @@ from p2pstore.wire import (
 
 M = TypeVar("M", bound=Message)
 
-CONNECT_SECONDS: Final = 5.0
 RECEIVE_BYTES: Final = 256 * 1024
 BUSY_RETRY_SECONDS: Final = 0.02
 
@@ -103,19 +102,27 @@ class LocalConnection:
         self._waiters: dict[int, _Waiter] = {}
         self._receiving = False
         self._abandoned = 0
-        self._state = (
-            threading.Lock()
-        )  # guards the three above; held for microseconds, never awaited in
+        # Guards the three above; held for microseconds, never awaited in.
+        self._state = threading.Lock()
         self._sending = driver.lock()
         self._is_sending = False
 
     @classmethod
     async def open(
-        cls, driver: Driver, path: str, *, namespace: str, access: Access, client: str = ""
+        cls,
+        driver: Driver,
+        path: str,
+        *,
+        namespace: str,
+        access: Access,
+        timeout_seconds: float = DEFAULT_PROGRESS_SECONDS,
     ) -> LocalConnection:
-        """Connect and say hello. Raises `NoLocalPeer` when nobody listens at `path`."""
+        """Connect and say hello. Raises `NoLocalPeer` when nobody listens at `path`, and
+        `DeadlineExceeded` when the peer takes longer than `timeout_seconds` over either."""
         try:
-            stream = await driver.connect_unix(path, CONNECT_SECONDS)
+            stream = await driver.connect_unix(path, timeout_seconds)
+        except DeadlineExceeded as error:
+            raise _hangs(path) from error
         except PermissionError as error:
             raise NoLocalPeer(
                 f"no permission to use the local socket {path}: run as the peer's user, or start "
@@ -125,28 +132,24 @@ class LocalConnection:
             raise NoLocalPeer(
                 f"no peer listens at {path} ({error.strerror}): start one with `mooncake-p2p join`"
             ) from error
+        stream.progress_seconds = timeout_seconds
         connection = cls(driver, stream, path)
         try:
-            await connection._greet(namespace, access, client)
-        except (ConnectionError, BrokenPipeError) as error:
+            await connection._greet(namespace, access)
+        except ConnectionError as error:
             connection.close()
             raise StoreClosed(f"the peer at {path} closed the connection at once") from error
         except DeadlineExceeded as error:
             connection.close()
-            raise DeadlineExceeded(
-                f"the peer at {path} does not answer: its process hangs or was stopped; look at its "
-                "log, or end it and start it again"
-            ) from error
+            raise _hangs(path) from error
         except BaseException:
             connection.close()
             raise
         _open_connections.add(connection)
         return connection
 
-    async def _greet(self, namespace: str, access: Access, client: str) -> None:
-        hello = Hello(
-            MIN_PROTOCOL_VERSION, MAX_PROTOCOL_VERSION, namespace, access, os.getpid(), client
-        )
+    async def _greet(self, namespace: str, access: Access) -> None:
+        hello = Hello(MIN_PROTOCOL_VERSION, MAX_PROTOCOL_VERSION, namespace, access, os.getpid())
         with contextlib.suppress(BrokenPipeError):  # refused: the reason can still be received
             await self._stream.send(PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, hello))
         descriptors: list[int] = []
@@ -242,7 +245,9 @@ class LocalConnection:
                 f"the batch needs a request of {len(frame):,} bytes; at most "
                 f"{LOCAL_LIMITS.body_bytes:,} are allowed: split it"
             )
-        waiter = self._waiters[number] = _Waiter()
+        waiter = _Waiter()
+        with self._state:  # another thread may be going through them
+            self._waiters[number] = waiter
         try:
             await self._send(frame)
             while waiter.frame is None:
@@ -256,7 +261,8 @@ class LocalConnection:
         except BaseException:
             self._give_up(number, waiter, on_late_frame)
             raise
-        del self._waiters[number]
+        with self._state:
+            del self._waiters[number]
         return waiter.frame
 
     def _give_up(
@@ -266,9 +272,7 @@ class LocalConnection:
         on_late_frame: Callable[[tuple[FrameHeader, bytes]], None] | None,
     ) -> None:
         with self._state:
-            if (
-                not self._receiving
-            ):  # that may have been handed to this one: then it is the next one's
+            if not self._receiving:  # that may have been handed to this one: now it is the next one's
                 any(other.wake() for other in self._waiters.values() if other is not waiter)
             if waiter.frame is None and on_late_frame is not None:
                 waiter.on_late_frame = on_late_frame
@@ -288,13 +292,15 @@ class LocalConnection:
         deadline = time.monotonic() + timeout_seconds
         onlooker = _Waiter()
         number = -next(self._numbers)
-        self._waiters[number] = onlooker
+        with self._state:
+            self._waiters[number] = onlooker
         try:
             while self._abandoned and time.monotonic() < deadline:
                 self.check_usable()
                 await self._receive_or_wait(onlooker, deadline)
         finally:
-            del self._waiters[number]
+            with self._state:
+                del self._waiters[number]
 
     async def flush(self) -> None:
         """Send what `collect_one_way` has, if anything."""
@@ -337,7 +343,7 @@ class LocalConnection:
                 await event.wait(deadline - time.monotonic())
             return
         try:
-            self._stream.progress_seconds = max(0.001, deadline - time.monotonic())
+            self._stream.receive_seconds = max(0.001, deadline - time.monotonic())
             count = await self._stream.receive_into(self._receive_buffer)
             self._dispatch(self._receive_buffer[:count])
         except DeadlineExceeded:
@@ -418,6 +424,13 @@ def _reply_in(frame: tuple[FrameHeader, bytes], kind: LocalKind, reply_type: typ
             f"the local peer answered {kind.name} with a frame of kind {header.kind}"
         )
     return decode_body(reply_type, body)
+
+
+def _hangs(path: str) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"the peer at {path} does not answer: its process hangs or was stopped; look at its log, or end "
+        "it and start it again"
+    )
 
 
 def _let_go_of_inherited_sockets() -> None:

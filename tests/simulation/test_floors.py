@@ -345,21 +345,21 @@ def test_clocks_an_hour_wrong_harm_only_their_own_peers() -> None:
 # --- long random lives -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(400, 406))
+@pytest.mark.parametrize("seed", range(400, 404))
 def test_absences_splits_and_shutdowns(seed: int) -> None:
     outcome = run_absences(seed)
     assert not outcome.problems, f"seed {seed}: {outcome.problems[:5]}"
     assert outcome.delivered > 30, f"seed {seed}: hardly anything was read"
 
 
-@pytest.mark.parametrize("seed", range(420, 422))
+@pytest.mark.parametrize("seed", range(420, 421))
 def test_absences_on_a_lossy_network(seed: int) -> None:
     faults = Faults(loss=0.02, duplication=0.02, slow=0.05, slow_latency=0.4)
     outcome = run_absences(seed, AbsenceScenario(peers=5, seconds=700.0, faults=faults))
     assert not outcome.problems, f"seed {seed}: {outcome.problems[:5]}"
 
 
-@pytest.mark.parametrize("seed", range(440, 443))
+@pytest.mark.parametrize("seed", range(440, 442))
 def test_short_absences_and_shutdowns_lose_nothing(seed: int) -> None:
     scenario = AbsenceScenario(
         absences=6, longest_absence_seconds=25.0, splits=0, shutdowns=1, seconds=600.0
