@@ -25,9 +25,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from p2pstore import blocking
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    sys.exit(
+        "this example needs torch: install it with `scripts/setup --torch`, or `pip install torch`"
+    )
 
 BLOCK_TOKENS = 16
 LAYERS, HEADS, HEAD_WIDTH, VOCABULARY = 4, 4, 32, 256

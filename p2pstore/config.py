@@ -6,13 +6,13 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_args, get_origin
 
 import msgspec
 
+from p2pstore.cgroups import memory_limits
 from p2pstore.errors import ConfigError
 from p2pstore.objects import GIB, MIB, encode_namespace, parse_bytes
 
@@ -31,7 +31,23 @@ _PORT: Final = re.compile(r"[0-9]{1,5}")
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
 
 
-class PeerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _NamesAreChecked(msgspec.StructMeta):
+    """Says which setting may have been meant by a name that is none."""
+
+    def __call__(cls, *arguments: Any, **settings: Any) -> Any:
+        for name in settings:
+            if name not in cls.__struct_fields__:
+                import difflib  # 7 ms that only a mistake is worth
+
+                near = difflib.get_close_matches(name, cls.__struct_fields__, n=1)
+                meant = f"did you mean {near[0]}?" if near else "see help(p2pstore.PeerConfig)"
+                raise TypeError(f"PeerConfig has no setting {name!r}: {meant}")
+        return super().__call__(*arguments, **settings)
+
+
+class PeerConfig(
+    msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fields=True, kw_only=True
+):
     """Settings of one peer. Field names are the command line's option names with underscores.
 
     Sizes are bytes or text such as `4GiB`; addresses are `HOST:PORT` (`[v6]:PORT`), port 0 means any
@@ -92,7 +108,7 @@ class PeerConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise ConfigError(
                 f"{says['transport']}: this version has no rdma yet; use auto, shm or tcp"
             )
-        for setting in ("join_timeout", "drain_timeout"):
+        for setting in ("join_timeout", "drain_timeout", "slow_operation"):
             value = getattr(self, setting)
             if not 0 <= value <= 86_400:
                 raise ConfigError(f"{says[setting]}: {value!r} must be 0 to 86400 seconds")
@@ -196,32 +212,7 @@ def _is_file_name(name: str) -> bool:
 def usable_memory_bytes() -> int:
     """What this process may use: the smallest of the host's memory and the limits of its cgroups."""
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = []
-    for limit_file in _memory_limit_files():
-        try:
-            text = limit_file.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():  # not "max"
-            limits.append(int(text))
-    return min([host, *limits])
-
-
-def _memory_limit_files() -> Iterator[Path]:
-    """Of this process's cgroup and of all above it (version 2), and of a container of version 1."""
-    yield Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
-    root = Path("/sys/fs/cgroup")
-    yield root / "memory.max"
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        if line.startswith("0::/"):
-            group = root / line.removeprefix("0::/")
-            for folder in (group, *group.parents):
-                if root in folder.parents:
-                    yield folder / "memory.max"
+    return min([host, *(limit for limit, _ in memory_limits())])
 
 
 def split_address(address: str, setting: str, default_port: int | None = None) -> tuple[str, int]:

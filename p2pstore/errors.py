@@ -31,11 +31,13 @@ class BufferTooSmall(P2PStoreError):
 
 
 class ObjectTooLarge(P2PStoreError):
-    """The value is longer than the largest object (4 GiB) or than the peer's whole memory."""
+    """The value is longer than an object can be anywhere (4 GiB): split it over several keys. A
+    lease raises it for what is longer than the local peer's whole memory, too: get it instead."""
 
 
 class CapacityExceeded(P2PStoreError):
-    """The value does not fit: everything that could make room is leased, pinned or being written."""
+    """No peer has room for the value: it is longer than what a peer offers, or everything that could make
+    room is leased, pinned or being written."""
 
 
 class LeaseLimitExceeded(P2PStoreError):
@@ -75,4 +77,5 @@ class NoLocalPeer(P2PStoreError):
 
 
 class AmbiguousLocalPeer(NoLocalPeer):
-    """Several local peers run and none was chosen; name one with --socket or MOONCAKE_P2P_SOCKET."""
+    """Several local peers run and none was chosen; choose one with --socket, MOONCAKE_P2P_SOCKET or
+    `connect(socket=...)`."""

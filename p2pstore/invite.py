@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from typing import Final
+from typing import Final, TypeVar
 
 import xxhash
 
@@ -45,6 +45,15 @@ class Invite(Message, frozen=True):
         return "".join(f"{key.hex()}\n" for key in self.keys)
 
 
+class KeptInvite(Invite, frozen=True):
+    """An invite as a state directory keeps it: whether it came with keys, which are in a file of their own."""
+
+    came_with_keys: bool = False
+
+
+AnyInvite = TypeVar("AnyInvite", bound=Invite)
+
+
 def format_invite(invite: Invite) -> str:
     """The invite's line. Raises `ConfigError` when `parse_invite` would not take it."""
     _check(invite)
@@ -58,6 +67,15 @@ def parse_invite(text: str) -> Invite:
 
     Raises `ConfigError` saying what is wrong with it and what to do; its text is never part of the message.
     """
+    return _parse(text, Invite)
+
+
+def parse_kept_invite(text: str) -> KeptInvite:
+    """The line that a state directory keeps; raises as `parse_invite`."""
+    return _parse(text, KeptInvite)
+
+
+def _parse(text: str, kind: type[AnyInvite]) -> AnyInvite:
     if len(text) > 2 * MAX_TEXT_LENGTH:
         raise ConfigError(
             f"the invite has {len(text):,} characters, which is too long: {_ASK_AGAIN}"
@@ -84,7 +102,7 @@ def parse_invite(text: str) -> Invite:
     if xxhash.xxh3_64_intdigest(body).to_bytes(_CHECKSUM_BYTES, "little") != checksum:
         raise ConfigError(f"the invite is torn or mistyped: {_ASK_AGAIN}")
     try:
-        invite = decode_body(Invite, body)
+        invite = decode_body(kind, body)
     except ProtocolError:
         raise ConfigError(f"the invite holds something else: {_ASK_AGAIN}") from None
     _check(invite)

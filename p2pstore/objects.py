@@ -147,8 +147,9 @@ MAX_CLOCK_SKEW_SECONDS: Final = 10.0
 
 
 def clock_from_unix_seconds(unix_seconds: float) -> int:
-    """The hybrid clock's reading for a wall-clock time, counter zero."""
-    return int(unix_seconds * 1000) << CLOCK_COUNTER_BITS
+    """The hybrid clock's reading for a wall-clock time. Its counter begins with the part below a
+    millisecond: else what two peers write within one would be ordered by who they are."""
+    return int(unix_seconds * (1000 << CLOCK_COUNTER_BITS))
 
 
 def unix_seconds_from_clock(clock: int) -> float:
@@ -237,6 +238,15 @@ def format_peer_id(peer_id: bytes) -> str:
         number, digit = divmod(number, 58)
         digits = _BASE58[digit] + digits
     return "1" * (len(peer_id) - len(peer_id.lstrip(b"\0"))) + digits
+
+
+def printable(text: str) -> str:
+    """Text of strangers (keys, names) with control characters made visible: it must neither steer a terminal
+    nor pass for another line of a log."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 _UNITS: Final = {

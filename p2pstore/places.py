@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from p2pstore.config import name_or_host
 from p2pstore.errors import ConfigError
-from p2pstore.invite import Invite, parse_invite
+from p2pstore.invite import Invite, parse_kept_invite
 from p2pstore.settings import Settings
 from p2pstore.statedir import StateDirectory, is_in_use, kept_cluster_key, kept_invite
 
@@ -33,8 +33,16 @@ def settle(settings: Settings, invite: Invite | None = None) -> Settings:
     kept = kept_invite(state_dir)
     if kept is None:
         return settled
-    says = _what_it_says(parse_invite(kept), state_dir, kept_cluster_key(state_dir).exists())
-    return settled.over(says, f"the invite kept in {state_dir}")
+    remembered, key_file = parse_kept_invite(kept), kept_cluster_key(state_dir)
+    there = os.path.lexists(key_file)
+    if remembered.came_with_keys and not there and not settled.values.get("cluster_key_file"):
+        raise ConfigError(
+            f"{key_file} is missing, which held the cluster key of the invite kept in {state_dir}: restore it, "
+            "join with an invite again, or give --cluster-key-file"
+        )
+    return settled.over(
+        _what_it_says(remembered, state_dir, there), f"the invite kept in {state_dir}"
+    )
 
 
 def keep(invite: Invite, state_dir: str) -> None:

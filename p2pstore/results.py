@@ -47,7 +47,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """`copies` exist now, `wanted` were asked for; fewer copies than wanted are repaired later.
+    """`copies` are known to exist now, `wanted` were asked for; fewer copies than wanted are repaired later.
 
     `location` is the peer that holds the first copy; `version` is (hybrid clock, writer hash).
     """
@@ -150,8 +150,9 @@ class ObjectStore(Protocol):
         progress: Progress | None = None,
     ) -> PutResult:
         """Store a value; with `replicas`, returns when so many copies exist. `ttl` in seconds. Raises
-        `CapacityExceeded` and `ObjectTooLarge` before any byte is copied, and `ValueError` for a value
-        that is not contiguous. `durable` is refused with `ValueError`: there is no SSD tier yet.
+        `CapacityExceeded` when neither the local peer nor another one has room and `ObjectTooLarge` above
+        4 GiB, both before any byte is copied, and `ValueError` for a value that is not contiguous.
+        `durable` is refused with `ValueError`: there is no SSD tier yet.
         `progress` is called with the bytes copied so far and the bytes in all."""
         ...
 
@@ -217,7 +218,8 @@ class ObjectStore(Protocol):
 
     def lease(self, key: str, *, wait: float = 0.0) -> AbstractAsyncContextManager[memoryview]:
         """A read-only view of the value in the peer's memory, which stays in place until the last view is
-        collected. Raises as `get`, and `LeaseLimitExceeded`."""
+        collected. Raises as `get`, `LeaseLimitExceeded`, and `CapacityExceeded` or `ObjectTooLarge` when the
+        value is elsewhere and does not fit into that memory."""
         ...
 
     def register(self, buffer: Buffer) -> RegisteredBuffer:

@@ -77,8 +77,9 @@ def load_settings(
 ) -> Settings:
     """Flags over environment over the TOML file. `flags` are those given (None counts as not given).
 
-    A variable that is empty counts as not set. Durations may be text such as `500ms`. Raises `ConfigError`
-    naming the source (flag, variable, file and line), the value and what is allowed.
+    Durations may be text such as `500ms`. Raises `ConfigError` naming the source (flag, variable, file and
+    line), the value and what is allowed. Nothing may be empty: a script's unset variable must not start a
+    peer without its key.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -87,11 +88,14 @@ def load_settings(
             values[name], origins[name] = value, origin
     for name in _FIELDS:
         variable = ENVIRONMENT_PREFIX + name.upper()
-        if text := environment.get(variable):
+        if (text := environment.get(variable)) is not None:
+            refuse_empty(text, variable)
             values[name], origins[name] = _from_text(name, text, variable), variable
     for name, value in flags.items():
         if value is not None:
             values[name], origins[name] = value, "--" + name.replace("_", "-")
+    for name, value in values.items():
+        refuse_empty(value, origins[name])
     for name in _DURATION_SETTINGS & values.keys():
         if isinstance(values[name], str):
             try:
@@ -100,6 +104,16 @@ def load_settings(
                 raise ConfigError(str(error)) from None
     converted = check_types(values, origins, strict=False)
     return Settings({name: getattr(converted, name) for name in values}, origins)
+
+
+def refuse_empty(value: Any, origin: str) -> None:
+    """Raise `ConfigError` naming the origin when text, or one of several, has nothing in it."""
+    if any(isinstance(one, str) and not one.strip() for one in _each(value)):
+        raise ConfigError(f"{origin} is empty: give a value or leave it out")
+
+
+def _each(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def misspelled_variables(environment: Mapping[str, str], others: Iterable[str]) -> dict[str, str]:
@@ -159,7 +173,8 @@ def _nearest(key: str) -> str:
 
 def _from_text(name: str, text: str, variable: str) -> Any:
     if name in _LIST_SETTINGS:
-        return [part.strip() for part in text.split(",") if part.strip()]
+        parts = [part.strip() for part in text.split(",")]
+        return parts[:-1] if parts[-1] == "" else parts  # a comma at the end is no mistake
     if _FIELDS[name].type is bool:
         if text.lower() not in _TRUE + _FALSE:
             raise ConfigError(f"{variable}: {text!r} is not 1 or 0")

@@ -25,7 +25,7 @@ import stat
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, NoReturn, TypeVar
+from typing import Annotated, Final, NoReturn, TypeVar
 
 import msgspec
 import xxhash
@@ -33,9 +33,11 @@ import xxhash
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.floor_stamps import Stamps, stamps_as_text, stamps_from_text
 from p2pstore.gossip.identity import SEED_BYTES, Identity
+from p2pstore.gossip.membership import MAX_INCARNATION
 from p2pstore.gossip.records import MAX_RECORD_BYTES, SignedRecord
-from p2pstore.invite import Invite, format_invite
+from p2pstore.invite import Invite, KeptInvite, format_invite
 from p2pstore.keyring import KeyRing, parse_cluster_keys
+from p2pstore.regular_file import open_regular_file
 from p2pstore.wire import decode_body, encode_body
 
 logger = logging.getLogger("p2pstore.statedir")
@@ -51,12 +53,14 @@ _FLOORS_MAGIC: Final = b"P2PSFLR\0"
 _FRAME: Final = struct.Struct("<IQ")  # length of the record, its xxh3-64
 _MAX_FRAME_BYTES: Final = MAX_RECORD_BYTES + 256
 _MAX_KEY_FILE_BYTES: Final = 64 * 1024
+_MAX_CLOCK: Final = (1 << 63) - 1
+"""Of a reading that was kept: far in the future, with room for all that follow in the 64 bits of the format."""
 
 
 class _State(msgspec.Struct):
     format: int
-    incarnation: int
-    clock: int
+    incarnation: Annotated[int, msgspec.Meta(ge=0, lt=MAX_INCARNATION)]
+    clock: Annotated[int, msgspec.Meta(ge=0, le=_MAX_CLOCK)]
     floors_seen: dict[str, int] = {}
     floors_horizon: dict[str, int] = {}
 
@@ -139,7 +143,7 @@ class StateDirectory:
         """Keep what the peer joined by; keys go to a file of their own, which may change later."""
         if invite.keys:
             _replace(kept_cluster_key(self.path), invite.key_file().encode())
-        line = format_invite(msgspec.structs.replace(invite, keys=()))
+        line = format_invite(KeptInvite(invite.cluster, invite.bootstrap, (), bool(invite.keys)))
         _replace(self.path / "invite", f"{line}\n".encode())
 
     # --- incarnation and clock ---------------------------------------------------------------
@@ -221,7 +225,8 @@ class StateDirectory:
         """All records in the order they were added. A torn tail is cut off."""
         path = self.path / "floors.bin"
         try:
-            data = path.read_bytes()
+            with open_regular_file(path) as file:
+                data = file.read()
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -361,7 +366,8 @@ def _replace(path: Path, data: bytes) -> None:
     """Make `data` the file's content, or leave the file as it was."""
     temporary = path.with_name(path.name + ".new")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(temporary, flags, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
@@ -392,11 +398,11 @@ def _truncate(path: Path, length: int) -> None:
 def _read_private(path: Path, what: str, limit_bytes: int) -> str:
     """The text of a file with a secret in it. Raises `FileNotFoundError`, and `ConfigError` for the rest."""
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             status = os.fstat(file.fileno())
-            if stat.S_ISREG(status.st_mode) and status.st_mode & 0o077:
+            if status.st_mode & 0o077:
                 raise ConfigError(
-                    f"{path} {what}, but others may read it (mode {status.st_mode & 0o777:04o}): "
+                    f"{path} {what}, but others may read it (mode {stat.S_IMODE(status.st_mode):04o}): "
                     f"run `chmod 600 {path}`; if it was exposed, make a new one"
                 )
             data = file.read(limit_bytes + 1)
@@ -439,7 +445,8 @@ def _check_format(path: Path, version: int) -> None:
 
 def _load_json(path: Path, kind: type[T]) -> T | None:
     try:
-        data = path.read_bytes()
+        with open_regular_file(path) as file:
+            data = file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -447,7 +454,7 @@ def _load_json(path: Path, kind: type[T]) -> T | None:
     try:
         _check_format(path, msgspec.json.decode(data, type=_FormatOnly).format)
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _damaged(path, error) from None
 
 

@@ -209,6 +209,16 @@ class FrameBuffer:
         self._data = bytearray()
         self._position = 0
 
+    def sole_frame(self, data: memoryview) -> tuple[FrameHeader, bytes] | None:
+        """The frame that `data` is, when nothing was fed before and it is one, whole: what a lone caller
+        receives nearly always. Otherwise None, and `data` is to be fed."""
+        if self._position < len(self._data) or len(data) < HEADER_BYTES:
+            return None
+        header = decode_header(data, self.limits)
+        if header.bulk_length or HEADER_BYTES + header.body_length != len(data):
+            return None
+        return header, bytes(data[HEADER_BYTES:])
+
     def feed(self, data: bytes | bytearray | memoryview) -> None:
         """Append what a receive returned."""
         if self._position:

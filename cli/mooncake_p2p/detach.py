@@ -70,7 +70,13 @@ def _start(
             stderr=complaints,
             env={**os.environ, DETACHED_VARIABLE: "1"},
             start_new_session=True,
+            preexec_fn=_ignore_hangups,
         )
+
+
+def _ignore_hangups() -> None:
+    """In the new process, until it takes the signal: so it cannot come too early. No terminal is there to go."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def _arguments(given: Mapping[str, Any]) -> Iterator[str]:

@@ -13,6 +13,9 @@ from typing import Final
 
 from p2pstore import errors
 
+STANDARD_OUTPUT: Final = "standard output"
+"""What errors call stdout."""
+
 
 class ExitCode(IntEnum):
     """Exit statuses of `mooncake-p2p`."""
@@ -64,6 +67,8 @@ def describe(error: BaseException) -> str:
     """One line for people: what happened and what to do."""
     if isinstance(error, CommandFailed | errors.P2PStoreError | ValueError):
         text = str(error) or type(error).__name__
+        if isinstance(error, errors.DeadlineExceeded) and "--timeout" not in text:
+            text += " (a longer --timeout waits longer)"
     elif isinstance(error, OSError):
         text = _describe_os_error(error)
     elif isinstance(error, MemoryError):
@@ -79,6 +84,6 @@ def describe(error: BaseException) -> str:
 def _describe_os_error(error: OSError) -> str:
     reason = error.strerror or str(error) or type(error).__name__
     text = f"{error.filename}: {reason}" if error.filename else reason
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and "free some space" not in reason:
         text += "; free some space or choose another place"
     return text

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from mooncake_p2p.output import format_rate, printable
 from p2pstore.objects import format_bytes
@@ -12,6 +13,7 @@ from p2pstore.objects import format_bytes
 if TYPE_CHECKING:
     from p2pstore.transfer.trace import FetchTrace, TransportTry
 
+REASON_COLUMNS: Final = 80
 NOT_BUILT = {"rdma": "not built into this version"}
 """Transports that people ask about and that no holder is ever tried with, and why."""
 
@@ -63,8 +65,13 @@ def _tries(trace: FetchTrace) -> Iterator[str]:
 
 def _outcome(each: TransportTry) -> str:
     if not each.tried:
-        return f"not tried, {each.outcome}"
-    return f"{each.outcome or 'interrupted'} after {_milliseconds(each.seconds)}"
+        return f"not tried, {_short(each.outcome)}"
+    return f"{_short(each.outcome) or 'interrupted'} after {_milliseconds(each.seconds)}"
+
+
+def _short(reason: str) -> str:
+    """What happened, without what to do about it, which the error says where there is one."""
+    return textwrap.shorten(reason.partition("; ")[0], REASON_COLUMNS, placeholder=" ..")
 
 
 def _milliseconds(seconds: float) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
 
 CONFIG_VARIABLE: Final = "MOONCAKE_P2P_CONFIG"
 INVITE_VARIABLE: Final = "MOONCAKE_P2P_INVITE"
-BY_NAME: Final = "default: by name"
-"""The origin of a state directory that nobody named."""
 MAX_LINE: Final = 64 * 1024
 
 
@@ -26,8 +25,11 @@ def gather(given: Mapping[str, Any]) -> tuple[Settings, Invite | None]:
     """
     from p2pstore.invite import parse_invite
     from p2pstore.places import settle
-    from p2pstore.settings import load_settings
+    from p2pstore.settings import load_settings, refuse_empty
 
+    for name, variable in (("config", CONFIG_VARIABLE), ("invite", INVITE_VARIABLE)):
+        refuse_empty(given.get(name), f"--{name}")
+        refuse_empty(os.environ.get(variable), variable)
     flags = {name: value for name, value in given.items() if name not in ("config", "invite")}
     toml_path = given.get("config") or os.environ.get(CONFIG_VARIABLE)
     settings = load_settings(toml_path, os.environ, flags)
@@ -44,6 +46,22 @@ def read_line_of_invite() -> str:
     if not _from_stdin:
         _from_stdin.append(sys.stdin.read(MAX_LINE))
     return _from_stdin[0]
+
+
+@contextmanager
+def spelled_as_given(settings: Settings) -> Iterator[None]:
+    """Errors of the peer name a setting; people named an option, a variable or a line of a file."""
+    from p2pstore.errors import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        name, colon, rest = str(error).partition(": ")
+        if not colon or name not in type(settings.config()).__struct_fields__:
+            raise
+        origin = settings.origins.get(name, "default")
+        said = "--" + name.replace("_", "-") if origin.startswith("default") else origin
+        raise ConfigError(f"{said}: {rest}") from None
 
 
 def refuse_socket_of_another(settings: Settings) -> None:

@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 import p2pstore
-from mooncake_p2p.errors import ExitCode, describe, exit_code
+from mooncake_p2p.errors import STANDARD_OUTPUT, ExitCode, describe, exit_code
 
 PROGRAM: Final = "mooncake-p2p"
 COMPLETION_VARIABLE: Final = "_MOONCAKE_P2P_COMPLETE"
@@ -44,6 +46,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "invite": ("invite", "Print one line to paste on the next machine."),
     "config": ("config_show", "Show every setting of a peer with its origin."),
     "keygen": ("keygen", "Make a new cluster key."),
+    "bench": ("bench", "Measure the local peer, against plain memory."),
     "demo": ("demo", "Watch three peers on this machine do the real thing."),
     "completion": ("about", "Print a script that completes commands, options and keys with Tab."),
     "help": ("about", "Show the help of a command."),
@@ -53,7 +56,6 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 
 PLAINER: Final = (
     ("Value error, ", ""),
-    ("(Possible options: ", "(did you mean "),
     ("Input should be a valid integer, unable to parse string as an integer", "must be a number"),
     ("Input should be greater than or equal to", "must be at least"),
     ("Input should be less than or equal to", "must be at most"),
@@ -106,7 +108,8 @@ class LazyCommands(Mapping[str, Any]):
         app = typer.Typer(
             add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
         )
-        app.command(name, cls=ManualCommand)(getattr(module, name))
+        names_of_help = {"help_option_names": ["-h", "--help"]}
+        app.command(name, cls=ManualCommand, context_settings=names_of_help)(getattr(module, name))
         return typer.main.get_command(app)
 
     def __iter__(self) -> Iterator[str]:
@@ -160,7 +163,8 @@ def _options(
     ] = False,
     # typer's own loads pydantic (65 ms) even when it is not given.
     help_wanted: Annotated[
-        bool, typer.Option("--help", callback=_show_help, is_eager=True, help="Show this message.")
+        bool,
+        typer.Option("--help", "-h", callback=_show_help, is_eager=True, help="Show this message."),
     ] = False,
 ) -> None:
     """A pool of memory for KV cache and checkpoints, from peer to peer, with nobody in charge.
@@ -180,7 +184,7 @@ def build() -> Any:
         pretty_exceptions_enable=False,
         epilog=(
             "Exit status: 0 done, 1 failed, 2 usage, 3 no such key, 4 no peer to talk to, "
-            "5 deadline passed, 6 copies known but none reachable. "
+            "5 deadline passed, 6 copies known but none reachable, 130 Ctrl-C. "
             "`mooncake-p2p help COMMAND` explains a command, with examples; MOONCAKE_P2P_SOCKET, "
             "MOONCAKE_P2P_NAMESPACE and MOONCAKE_P2P_TIMEOUT stand for the options of these names."
         ),
@@ -216,10 +220,18 @@ def run(arguments: Sequence[str]) -> int:
             import traceback
 
             traceback.print_exc()
-        return _report(error)
+        return _report(error, arguments)
 
 
-def _report(error: BaseException) -> int:
+def _empty_option(error: Any, arguments: Sequence[str]) -> str:
+    """The option that typer complains about, if it was given without anything in it."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    pairs = list(pairwise(arguments))
+    given = (name for name in names if f"{name}=" in arguments or (name, "") in pairs)
+    return next(given, "")
+
+
+def _report(error: BaseException, arguments: Sequence[str]) -> int:
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     if hasattr(error, "format_message"):  # what typer found wrong with the arguments
@@ -227,11 +239,35 @@ def _report(error: BaseException) -> int:
         text = " ".join(error.format_message().split())
         for jargon, plain in PLAINER:
             text = text.replace(jargon, plain)
+        text = re.sub(r" \(Possible options: (.*)\)$", r", did you mean \1?", text)
+        empty = _empty_option(error, arguments)
+        if empty:
+            text = f"{empty} is empty: give a value or leave it out"
         hint = f" (see `{context.command_path} --help`)" if context is not None else ""
         print(f"error: {text[:1].lower()}{text[1:].rstrip('.')}{hint}", file=sys.stderr)
         return ExitCode.USAGE
     print(f"error: {describe(error)}", file=sys.stderr)
     return exit_code(error)
+
+
+class _NamedStandardOutput(io.FileIO):
+    """Descriptor 1, whose errors say that it is standard output: the system's name no file."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = STANDARD_OUTPUT
+            raise
+
+
+def _with_named_errors(stdout: io.TextIOWrapper) -> io.TextIOWrapper:
+    return io.TextIOWrapper(
+        io.BufferedWriter(_NamedStandardOutput(stdout.fileno(), "wb", closefd=False)),
+        encoding=stdout.encoding,
+        errors="backslashreplace",  # file names need not be valid text
+        line_buffering=stdout.line_buffering,
+    )
 
 
 def _terminate(signal_number: int, frame: object) -> NoReturn:
@@ -247,7 +283,7 @@ def main() -> NoReturn:
         sys.exit(ExitCode.FAILED)
     signal.signal(signal.SIGTERM, _terminate)  # so that a stopped `get` still removes its file
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
+        sys.stdout = _with_named_errors(sys.stdout)
     instruction = os.environ.get(COMPLETION_VARIABLE)
     _end(complete(instruction) if instruction else run(sys.argv[1:]))
 

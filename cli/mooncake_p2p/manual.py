@@ -20,6 +20,7 @@ MEANINGS: Final[dict[int, str]] = {
     4: "no peer to talk to, or several and none was chosen",
     5: "the deadline passed without progress",
     6: "copies are known, but none of their peers can be reached",
+    130: "stopped by Ctrl-C",
 }
 
 
@@ -36,7 +37,7 @@ def _page(
 ) -> Page:
     """A page with the statuses that every command has, those in `also` and, worded anew, `meaning`."""
     special = meaning or {}
-    numbers = sorted({0, 1, 2, *also, *special})
+    numbers = sorted({0, 1, 2, 130, *also, *special})
     return Page(examples, tuple((each, special.get(each, MEANINGS[each])) for each in numbers))
 
 
@@ -62,7 +63,10 @@ PAGES: Final[dict[str, Page]] = {
             "mooncake-p2p join --invite p2pstore1:k6dkZWZhdWx0ka4xMC4wLjAuMToxNzk0NpA",
             "Join by invite.",
         ),
-        meaning={0: "left the cluster on Ctrl-C, SIGTERM or `leave`"},
+        meaning={
+            0: "left the cluster on Ctrl-C, SIGTERM or `leave`",
+            130: "stopped by Ctrl-C before it served",
+        },
     ),
     "put": _page(
         ("mooncake-p2p put model/part-1 part-1.safetensors", "Store a file."),
@@ -106,7 +110,7 @@ PAGES: Final[dict[str, Page]] = {
         also=(3, 4, 5, 6),
         meaning={
             1: "failed; also when peers that did not answer may hold more such keys",
-            3: "none of the keys existed",
+            3: "keys did not exist (the others were removed), or none begins with --prefix",
         },
     ),
     "flush": _page(
@@ -127,13 +131,13 @@ PAGES: Final[dict[str, Page]] = {
         ("mooncake-p2p pin system-prompt --pin hard", "Never evict it."),
         ("mooncake-p2p pin prompt/7 --ttl 2h", "Evict it last, for two hours."),
         also=(3, 4, 5, 6),
-        meaning={3: "none of the keys existed"},
+        meaning={0: "all keys are pinned", 3: "keys did not exist; the others were pinned"},
     ),
     "unpin": _page(
         ("mooncake-p2p unpin system-prompt", "Let it be evicted again."),
         ("mooncake-p2p unpin model/part-1 model/part-2 --json", "Say what became of each."),
         also=(3, 4, 5),
-        meaning={3: "none of the keys existed"},
+        meaning={0: "no key is pinned here now", 3: "keys did not exist; the others were unpinned"},
     ),
     "replicate": _page(
         ("mooncake-p2p replicate model/part-1 -n 3", "Have it on three peers."),
@@ -194,6 +198,13 @@ PAGES: Final[dict[str, Page]] = {
             1: "something is broken; the findings say what, why and what to do",
             4: "the peer cannot be reached",
         },
+    ),
+    "bench": _page(
+        ("mooncake-p2p bench", "4 KiB, 1 MiB and 64 MiB, as far as they fit."),
+        ("mooncake-p2p bench --size 16MiB --size 256KiB --seconds 2", "Other sizes, for longer."),
+        ("mooncake-p2p bench --json", "For programs: results and machine."),
+        also=(4, 5, 6),
+        meaning={1: "failed; also when no size fits into 5 % of the peer's free memory"},
     ),
     "demo": _page(
         ("mooncake-p2p demo", "Start three peers, kill one, read everything, clean up."),

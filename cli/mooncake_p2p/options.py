@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from p2pstore.objects import parse_duration
+from p2pstore.objects import encode_namespace, parse_duration
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
@@ -64,8 +65,18 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask whether you are sur
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
+def origin_of(option: str, environment_variable: str) -> str:
+    """The option, or the variable that stood for it in the command that runs."""
+    command = import_module("typer.main").get_current_context(silent=True)
+    name = option.removeprefix("--").replace("-", "_")
+    source = command.get_parameter_source(name) if command is not None else None
+    return environment_variable if source is not None and source.name == "ENVIRONMENT" else option
+
+
 def parse_timeout(text: str, option: str = "--timeout") -> float:
-    """A duration above zero. Raises `ValueError` naming the option."""
+    """A duration above zero. Raises `ValueError` naming the option, or the variable that stood for it."""
+    if option == "--timeout":
+        option = origin_of(option, "MOONCAKE_P2P_TIMEOUT")
     seconds = parse_duration(text, option)
     if not 0 < seconds < math.inf:
         raise ValueError(f"{option}: {text!r} must be more than 0 seconds")
@@ -81,6 +92,12 @@ def connected(
     Raises `NoLocalPeer` when none listens and `AmbiguousLocalPeer` when several do.
     """
     timeout_seconds = parse_timeout(timeout)
+    try:
+        encode_namespace(namespace)
+    except ValueError as error:
+        raise ValueError(f"{origin_of('--namespace', 'MOONCAKE_P2P_NAMESPACE')}: {error}") from None
+    if socket == "":
+        raise ValueError("--socket is empty: give a value or leave it out")
     from p2pstore import blocking
 
     with blocking.connect(socket, namespace=namespace, timeout=timeout_seconds) as client:

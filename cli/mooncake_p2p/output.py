@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from mooncake_p2p.errors import CommandFailed, ExitCode
 from p2pstore.objects import MIB, format_bytes
+from p2pstore.objects import printable as printable
 
 PROGRESS_AFTER_SECONDS: Final = 1.0
 RATE_AFTER_SECONDS: Final = 0.2
@@ -37,14 +38,6 @@ def confirm(question: str, *, yes: bool) -> None:
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise CommandFailed("nothing was removed")
-
-
-def printable(text: str) -> str:
-    """Text of strangers (keys, names) with control characters made visible, for a terminal."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in text
-    )
 
 
 def format_rate(length_bytes: int, seconds: float) -> str:

@@ -236,7 +236,8 @@ def slow_lines(slow: Document, *, columns: int = 80) -> list[str]:
     if not shown:
         return [f"no operation took {threshold:g} s or more since this peer started"]
     of = f" of {slow['total']:,}" if slow["total"] > len(shown) else ""
-    lines = [f"{len(shown):,}{of} operations of {threshold:g} s or more, the latest first", ""]
+    noun = "operation" if slow["total"] == 1 else "operations"
+    lines = [f"{len(shown):,}{of} {noun} of {threshold:g} s or more, the latest first", ""]
     for each in shown:
         lines += _slow_operation_lines(each)
     return [clip(line, columns) for line in lines]

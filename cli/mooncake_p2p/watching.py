@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,7 @@ class _Picture:
         self.blocks = draws_blocks(sys.stdout)  # asked before rich puts a stream of its own there
         self.before: Reading | None = None
         self.reading: Reading | None = None
+        self.read_at = time.strftime("%H:%M:%S")
         self.problem = ""
 
     def lines(self, columns: int) -> list[str]:
@@ -95,15 +97,34 @@ class _Picture:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        height = max(2, options.size.height)
-        lines = self.lines(options.max_width)
-        if len(lines) > height - 1:
-            left_out = len(lines) - (height - 2)
-            lines = [*lines[: height - 2], f"({left_out} more lines: enlarge the terminal)"]
-        lines += [""] * (height - 1 - len(lines))
-        status = self.problem or f"every {self.interval_seconds:g} s; Ctrl-C ends"
-        lines.append(clip(status, options.max_width))
+        lines = self.fitted(options.max_width, options.size.height)
         yield Text("\n".join(lines), no_wrap=True, overflow="crop", end="")
+
+    def fitted(self, columns: int, height: int) -> list[str]:
+        """The picture in so many lines. What went wrong is never cut; what is left out is counted."""
+        lines = self.lines(columns)
+        footer = self._footer(columns, any(line.endswith("~") for line in lines))
+        room = max(1, height - len(footer))
+        if len(lines) > room:
+            members = self._member_count()
+            hidden = len(lines) - (room - 1)
+            what = f"{hidden} more lines"
+            if members > 0 and hidden <= members:
+                what = f"{hidden} of {members} members"
+            elif members:
+                what += f", all {members} members among them"
+            lines = [*lines[: room - 1], clip(f"({what}: enlarge the terminal)", columns)]
+        return [*lines, *[""] * (room - len(lines)), *footer]
+
+    def _footer(self, columns: int, is_cut: bool) -> list[str]:
+        if self.problem:
+            return textwrap.wrap(f"STALE, as of {self.read_at}: {self.problem}", max(10, columns))
+        cut = "; ~: cut, widen the terminal" if is_cut else ""
+        return [clip(f"every {self.interval_seconds:g} s; Ctrl-C ends{cut}", columns)]
+
+    def _member_count(self) -> int:
+        cluster = self.reading.document.get("cluster") if self.reading is not None else None
+        return len(cluster["members"]) if cluster else 0
 
 
 def _live(socket: str | None, timeout: str, interval_seconds: float) -> None:
@@ -123,7 +144,7 @@ def _live(socket: str | None, timeout: str, interval_seconds: float) -> None:
         stream.close()
         print("\n".join(picture.lines(console.width)))
         if picture.problem:
-            print(picture.problem, file=sys.stderr)
+            print(f"STALE, as of {picture.read_at}: {picture.problem}", file=sys.stderr)
 
 
 def _keep_looking(
@@ -135,9 +156,9 @@ def _keep_looking(
     while True:
         try:
             for picture.before, picture.reading in stream:
-                picture.problem = ""
+                picture.read_at, picture.problem = time.strftime("%H:%M:%S"), ""
         except GONE as error:
-            clock = time.strftime("%H:%M:%S")
-            picture.problem = f"no answer at {clock}, trying again: {describe(error)}"
+            picture.before = picture.reading  # nothing happens per second that anybody knows of
+            picture.problem = f"no answer, trying again: {describe(error)}"
         time.sleep(picture.interval_seconds)
         stream = again()

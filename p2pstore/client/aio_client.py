@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Generator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from p2pstore.asyncio_streams import AsyncioDriver
 from p2pstore.client.link import TIDY_SECONDS, PeerLink
@@ -26,6 +26,10 @@ class AioClient(ClientSession):
     awaited, or entered, where it is unpickled.
     """
 
+    how_to_connect = (
+        "`client = await p2pstore.aio.connect()`, or `async with p2pstore.aio.connect() as client:`"
+    )
+
     def __init__(
         self,
         *,
@@ -37,7 +41,13 @@ class AioClient(ClientSession):
         self._janitor: _Janitor | None = None
 
     async def open(self) -> None:
-        """Connect; `await` and `async with` do it. Raises as `ClientSession.open`."""
+        """Connect; `await` and `async with` do it. Raises as `ClientSession.open`, and `RuntimeError` when
+        it is not asyncio that runs."""
+        if _running_loop() is None:
+            raise RuntimeError(
+                "p2pstore.aio.connect() needs asyncio: call it under `asyncio.run(...)`, or use "
+                "`async with p2pstore.connect()` under trio, p2pstore.blocking.connect() in plain code"
+            )
         await super().open()
         self._janitor = _Janitor(super()._link)
 
@@ -60,6 +70,16 @@ class AioClient(ClientSession):
                 "this client was connected in another event loop: connect once in each loop"
             )
         return super()._link
+
+    def __enter__(self) -> NoReturn:
+        """Raises `TypeError`: this client is asynchronous."""
+        raise TypeError(
+            "this client is for asyncio: `async with p2pstore.aio.connect() as client:`. In plain code: "
+            "`with p2pstore.blocking.connect() as client:`"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Never reached; without it Python would not get as far as `__enter__`."""
 
     def __await__(self) -> Generator[Any, None, Self]:
         return self.__aenter__().__await__()

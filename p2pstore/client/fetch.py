@@ -22,6 +22,7 @@ from p2pstore.local.messages import (
 )
 from p2pstore.objects import Version, namespace_digest
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.failover import SilentHolders
 from p2pstore.transfer.messages import Ticket
 from p2pstore.transfer.reader import Copied
 from p2pstore.transfer.shm import ShmTransport, copy_in_pieces, expired, read_mapped
@@ -32,6 +33,7 @@ from p2pstore.transfer.transport import (
     PullReport,
     RemoteCopy,
     Transport,
+    hurried,
     pull_with_failover,
     watch_of,
 )
@@ -54,7 +56,7 @@ class Fetcher:
     def __init__(self, link: PeerLink, namespace: str) -> None:
         self._link = link
         self._namespace = namespace_digest(namespace)
-        self._shm = ShmTransport(link.driver)
+        self._shm = ShmTransport(link.driver, link.timeout_seconds)
         self._pool = DataPool(link.driver, progress_seconds=link.timeout_seconds)
         self._transports: list[Transport] = [self._shm, TcpTransport(self._pool)]
 
@@ -76,28 +78,32 @@ class Fetcher:
             if copied is not None:
                 return copied
             left_seconds = max(0.0, wait_until - time.monotonic())
-            plan = await self._plan_watched(digest, destination, left_seconds)
+            plan = await self._plan_watched(key, digest, destination, left_seconds)
             try:
                 return await self.fetch_planned(key, digest, destination, plan)
-            except (NoSuchKey, Unavailable):  # whoever had it has just dropped it, or died
+            except (NoSuchKey, Unavailable) as error:  # whoever had it just dropped it, or died
                 left_seconds = wait_until - time.monotonic()
                 if left_seconds <= 0:
+                    self.ended(error)
                     raise
             await self._link.driver.sleep(min(pause_seconds, left_seconds))
             pause_seconds = min(2 * pause_seconds, LAST_PAUSE_SECONDS)
 
-    async def _read_here_watched(self, digest: bytes, destination: Destination) -> Copied | None:
+    async def _read_here_watched(
+        self, digest: bytes, destination: Destination, *, leased: bool = False
+    ) -> Copied | None:
         watch = watch_of(destination)
         if watch is None:
-            return await self.read_here(digest, destination)
+            return await self.read_here(digest, destination, leased=leased)
         began = watch.clock()
-        copied = await self.read_here(digest, destination)
+        copied = await self.read_here(digest, destination, leased=leased)
         if copied is not None:
             watch.was_here(self._link.connection.hello.name, copied.length, watch.clock() - began)
         return copied
 
     async def _plan_watched(
         self,
+        key: str,
         digest: bytes,
         destination: Destination,
         wait_seconds: float = 0.0,
@@ -105,7 +111,7 @@ class Fetcher:
     ) -> PlanItem:
         watch = watch_of(destination)
         began = 0.0 if watch is None else watch.clock()
-        planned = await self._plan([digest], wait_seconds, exclude)
+        planned = await self._plan(key, [digest], wait_seconds, exclude)
         plan = planned.items[0]
         if watch is not None:
             holders = {each.member: (each.name, tier_name(each.tier)) for each in plan.holders}
@@ -114,12 +120,16 @@ class Fetcher:
             )
         return plan
 
-    async def read_here(self, digest: bytes, destination: Destination) -> Copied | None:
-        """A verified copy out of the local peer's segment, or None when it has none."""
+    async def read_here(
+        self, digest: bytes, destination: Destination, *, leased: bool = False
+    ) -> Copied | None:
+        """A verified copy out of the local peer's segment, or None when it has none. The peer is told of
+        it, unless it has seen the lease."""
         for reader in self._link.readers:
             copied = await read_mapped(self._link.driver, reader, digest, destination)
             if copied is not None:
-                self._link.note_read(digest, copied.length)
+                if not leased:
+                    self._link.note_read(digest, copied.length)
                 return copied
         return None
 
@@ -133,14 +143,16 @@ class Fetcher:
                 return copied
         return None
 
-    async def plan(
-        self, digests: Sequence[bytes], wait_seconds: float = 0.0, exclude: Sequence[int] = ()
-    ) -> list[PlanItem]:
-        """Where these objects can be read, one item each."""
-        return (await self._plan(digests, wait_seconds, exclude)).items
+    async def plan(self, first_key: str, digests: Sequence[bytes]) -> list[PlanItem]:
+        """Where these objects can be read, one item each; `first_key` is the text of the first one."""
+        return (await self._plan(first_key, digests)).items
 
     async def _plan(
-        self, digests: Sequence[bytes], wait_seconds: float, exclude: Sequence[int]
+        self,
+        first_key: str,
+        digests: Sequence[bytes],
+        wait_seconds: float = 0.0,
+        exclude: Sequence[int] = (),
     ) -> Planned:
         """All items, and how many home peers were asked at most by one request."""
         items: list[PlanItem] = []
@@ -153,6 +165,7 @@ class Fetcher:
                 deadline_ms(self._link.timeout_seconds),
                 list(exclude),
                 self._namespace,
+                "" if start else first_key,
             )
             reply = await self._link.request(
                 LocalKind.PLAN, request, Planned, extra_seconds=wait_seconds
@@ -164,9 +177,16 @@ class Fetcher:
         return Planned(items, homes_asked)
 
     async def fetch_planned(
-        self, key: str, digest: bytes, destination: Destination, plan: PlanItem
+        self,
+        key: str,
+        digest: bytes,
+        destination: Destination,
+        plan: PlanItem,
+        silent: SilentHolders | None = None,
     ) -> Copied | Pulled:
-        """Read from the holders of a plan; when all of them fail, from those of a second plan."""
+        """Read from the holders of a plan; when all of them fail, from those of a second plan. `silent` are
+        those that did not answer in time, which reads of one batch share."""
+        silent = silent or SilentHolders()
         failed: list[int] = []
         error: P2PStoreError | ValueError | None = None
         for attempt in range(PLANS):
@@ -182,23 +202,35 @@ class Fetcher:
                 # That no other holder is known says nothing of those that could not be reached.
                 raise error if isinstance(error, Unavailable) and error is not None else planned
             else:
-                report = await self._pull(digest, destination, plan.holders)
+                holders = silent.last(plan.holders)
+                if not holders:
+                    raise error or Unavailable(
+                        f"{key!r}: the peers that hold it did not answer a moment ago. Retry, or see "
+                        "`mooncake-p2p peers`"
+                    )
+                report = await self._pull(key, digest, destination, holders)
+                silent.learn(report.failures)
                 if report.pulled is not None:
                     return report.pulled
                 failed += [failure.member for failure in report.failures]
                 assert report.error is not None
                 error = name_key(key, report.error)
             if attempt + 1 < PLANS:
-                plan = await self._plan_watched(digest, destination, exclude=failed)
+                plan = await self._plan_watched(key, digest, destination, exclude=failed)
         raise error or Unavailable(f"{key!r} changed or moved while it was read: try again")
 
+    def ended(self, error: Exception) -> None:
+        """A read of one object failed for good: that may be a miss, for the statistics."""
+        if isinstance(error, NoSuchKey | Unavailable):
+            self._link.note_miss()
+
     async def _pull(
-        self, digest: bytes, destination: Destination, holders: Sequence[Holder]
+        self, key: str, digest: bytes, destination: Destination, holders: Sequence[Holder]
     ) -> PullReport:
         copies = [remote_copy(holder) for holder in holders]
         began = time.monotonic()
         report = await pull_with_failover(copies, self._transports, digest, destination)
-        self._link.note_pull(digest, report, time.monotonic() - began)
+        self._link.note_pull(key, digest, report, time.monotonic() - began)
         self.report(digest, report)
         return report
 
@@ -212,11 +244,13 @@ class Fetcher:
         )
 
     async def pull_many(
-        self, holder: Holder, items: Sequence[tuple[bytes, Destination]]
+        self, holder: Holder, items: Sequence[tuple[bytes, Destination]], *, others: bool
     ) -> list[Pulled | Exception]:
-        """Many objects from one holder, over one connection; per item what came, or why not."""
+        """Many objects from one holder, over one connection; per item what came, or why not. `others`:
+        other peers hold them as well."""
+        copy = remote_copy(holder)
         outcomes: list[Pulled | Exception] = list(
-            await self._pool.pull_many(remote_copy(holder), items)
+            await self._pool.pull_many(hurried(copy) if others else copy, items)
         )
         pulled = [each for each in outcomes if isinstance(each, Pulled)]
         self._link.note_pulls(
@@ -240,7 +274,7 @@ class Fetcher:
             if any(grant.error.code for grant in reply.items):
                 return None, False
             for _ in range(LEASED_READS):  # the index may move under a reader, the object cannot
-                copied = await self._read_here_watched(digest, destination)
+                copied = await self._read_here_watched(digest, destination, leased=True)
                 if copied is not None:
                     return copied, True
             return None, True

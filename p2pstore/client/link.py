@@ -146,9 +146,14 @@ class PeerLink:
             self._reads[digest] = [1, length]
             self.stir()
 
-    def note_pull(self, digest: bytes, report: PullReport, seconds: float) -> None:
+    def note_pull(self, key: str, digest: bytes, report: PullReport, seconds: float) -> None:
         """An object was read from its holders, or was not."""
-        self._pulls.pulled(digest, report, seconds)
+        self._pulls.pulled(key, digest, report, seconds)
+        self.stir()
+
+    def note_miss(self) -> None:
+        """A read ended without the value: nobody has it, or nobody who has it could be reached."""
+        self._pulls.missed()
         self.stir()
 
     def note_pulls(

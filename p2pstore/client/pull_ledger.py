@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from p2pstore.local.messages import PullCount, SlowRead
+from p2pstore.local.messages import PullCount, SlowRead, TransportFallback
+from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.transport import PullReport
 
 MAX_HOLDERS: Final = 1024
@@ -12,6 +13,8 @@ MAX_SLOW_READS: Final = 16
 """In one report: who reads slowly all the time says so often enough."""
 SLOW_SECONDS: Final = 0.05
 """Reads that the peer is told of; it keeps those above its own threshold."""
+MAX_FALLBACKS: Final = 64
+MAX_REASON_LETTERS: Final = 200
 
 
 class PullLedger:
@@ -20,14 +23,22 @@ class PullLedger:
     def __init__(self) -> None:
         self._counts: dict[tuple[int, str], list[int]] = {}
         self._slow: list[SlowRead] = []
+        self._fallbacks: dict[tuple[int, str], TransportFallback] = {}
+        self._misses = 0
 
     def __bool__(self) -> bool:
-        return bool(self._counts or self._slow)
+        return bool(self._counts or self._slow or self._fallbacks or self._misses)
 
-    def pulled(self, digest: bytes, report: PullReport, seconds: float) -> None:
+    def missed(self) -> None:
+        """A read ended without the value."""
+        self._misses += 1
+
+    def pulled(self, key: str, digest: bytes, report: PullReport, seconds: float) -> None:
         """One object was read, or was not."""
         for failure in report.failures:
             self.count(failure.member, failure.transport, failures=1)
+        for fallback in report.fallbacks:
+            self._fell_back(fallback)
         if report.pulled is not None and report.copy is not None:
             transport, member = report.pulled.transport, report.copy.member
             self.count(member, transport, objects=1, length_bytes=report.pulled.length)
@@ -38,7 +49,15 @@ class PullLedger:
         else:
             return
         if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
-            self._slow.append(SlowRead(digest, member, transport, seconds, code))
+            self._slow.append(SlowRead(digest, member, transport, seconds, code, key))
+
+    def _fell_back(self, report: HolderReport) -> None:
+        where = report.member, report.transport
+        before = self._fallbacks.get(where)
+        if before is None and len(self._fallbacks) >= MAX_FALLBACKS:
+            return
+        count = 1 if before is None else before.count + 1
+        self._fallbacks[where] = TransportFallback(*where, count, report.text[:MAX_REASON_LETTERS])
 
     def count(
         self,
@@ -57,8 +76,11 @@ class PullLedger:
         counted[1] += length_bytes
         counted[2] += failures
 
-    def take(self) -> tuple[list[PullCount], list[SlowRead]]:
+    def take(self) -> tuple[list[PullCount], list[SlowRead], list[TransportFallback], int]:
         """What was counted since the last time."""
         counts, self._counts = self._counts, {}
         slow, self._slow = self._slow, []
-        return [PullCount(*where, *numbers) for where, numbers in list(counts.items())], slow
+        fallbacks, self._fallbacks = self._fallbacks, {}
+        misses, self._misses = self._misses, 0
+        pulls = [PullCount(*where, *numbers) for where, numbers in list(counts.items())]
+        return pulls, slow, list(fallbacks.values()), misses

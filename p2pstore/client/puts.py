@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -60,14 +60,20 @@ def copy_and_sum(target: memoryview, source: memoryview) -> bytes:
 
 
 async def fill(
-    driver: Driver, target: memoryview, source: memoryview, progress: Progress | None = None
+    driver: Driver,
+    target: memoryview,
+    source: memoryview,
+    check: Callable[[], None],
+    progress: Progress | None = None,
 ) -> bytes:
     """`copy_and_sum`; what is over 4 MiB goes in pieces of that on a thread, and can be cancelled
-    between them: after that nothing writes to `target` any more. `progress` hears of each piece."""
+    between them: after that nothing writes to `target` any more. `check` is called before each piece, and
+    raises once `target` is not ours any more; `progress` hears of each piece."""
     if len(source) <= PIECE_BYTES:
         return copy_and_sum(target, source)
     sums = []
     for start in range(0, len(source), PIECE_BYTES):
+        check()
         end = min(start + PIECE_BYTES, len(source))
         copy = partial(copy_and_sum, target[start:end], source[start:end])
         sums.append(await driver.run_in_thread(copy))

@@ -8,27 +8,25 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, ClassVar, Final, TypeVar
 
 from p2pstore.client import answers, arguments
 from p2pstore.client.answers import plain_error
+from p2pstore.client.batches import fetch_many
 from p2pstore.client.destinations import BytesDestination, TensorDestination
 from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
+from p2pstore.client.leasing import Leaser
 from p2pstore.client.link import PeerLink
+from p2pstore.client.presence import Presence
 from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.values import describe_tensor, destination_view, source_view
 from p2pstore.client.writing import Writer, put_options
-from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError, StoreClosed
+from p2pstore.errors import NoSuchKey
 from p2pstore.local import messages as local
 from p2pstore.local.messages import Access, LocalKind
 from p2pstore.local.paths import find_socket
 from p2pstore.objects import (
     DEFAULT_NAMESPACE,
-    DIGEST_BYTES,
-    Version,
     batch_key_hasher,
     encode_key,
     key_hasher,
@@ -44,18 +42,35 @@ from p2pstore.results import (
     PutResult,
 )
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver
-from p2pstore.transfer.shm import expired
 from p2pstore.transfer.trace import FetchTrace, Progress, ReadWatch
-from p2pstore.transfer.transport import BufferDestination, Destination
-from p2pstore.wire import Code, Empty, Message
+from p2pstore.transfer.transport import BufferDestination
+from p2pstore.wire import Empty, Message
 
 M = TypeVar("M", bound=Message)
 
 BATCH_KEYS: Final = 8192
-CONTAINS_KEYS: Final = 4096
-"""Keys asked about at once: the peer looks them up within the 5 ms that its loop may be held."""
 REMOVE_SECONDS: Final = 5.0
 """What removing and listing may take on top, as other peers are asked."""
+
+
+class _Parts:
+    """What an open connection is used by."""
+
+    def __init__(
+        self, link: PeerLink, namespace: str, digests_of: Callable[[Sequence[str]], list[bytes]]
+    ) -> None:
+        self.link = link
+        self.fetcher = Fetcher(link, namespace)
+        self.writer = Writer(link, namespace)
+        self.leaser = Leaser(link, self.fetcher)
+        self.presence = Presence(link, digests_of)
+
+    def close(self) -> None:
+        """Close what this process opened; what a forked child inherited is its parent's."""
+        self.link.close()
+        if not self.link.connection.is_inherited:
+            self.fetcher.close()
+            self.writer.close()
 
 
 class ClientSession:
@@ -63,8 +78,12 @@ class ClientSession:
 
     Any number of tasks (or threads, with a blocking driver) may use it at once. Deadlines are
     `timeout` seconds without progress. Every method may raise `StoreClosed` once the peer is gone,
-    `ClientForked` in a forked child, `DeadlineExceeded`, and `ValueError` for a bad key.
+    `ClientForked` in a forked child, `DeadlineExceeded`, and `ValueError` for a bad key;
+    `RuntimeError` before it is open.
     """
+
+    how_to_connect: ClassVar[str] = "open() it first"
+    """For people who have not."""
 
     def __init__(
         self,
@@ -80,23 +99,24 @@ class ClientSession:
         self._wanted_socket = None if socket is None else os.fspath(socket)
         self._digest = key_hasher(namespace)
         self._digests = batch_key_hasher(namespace)
-        self._open_link: PeerLink | None = None
-        self._open_fetcher: Fetcher | None = None
-        self._open_writer: Writer | None = None
+        self._parts: _Parts | None = None
         self._registered: weakref.WeakSet[RegisteredBuffer] = weakref.WeakSet()
 
     async def open(self) -> None:
         """Connect. Raises `NoLocalPeer`, `AmbiguousLocalPeer`, `ProtocolMismatch`."""
         path = str(find_socket(self._wanted_socket))
-        self._open_link = await PeerLink.open(
+        link = await PeerLink.open(
             self._driver,
             path,
             namespace=self.namespace,
             access=Access.WRITE,
             timeout_seconds=self.timeout,
         )
-        self._open_fetcher = Fetcher(self._open_link, self.namespace)
-        self._open_writer = Writer(self._open_link, self.namespace)
+        try:
+            self._parts = _Parts(link, self.namespace, self._digests)
+        except BaseException:
+            link.close()
+            raise
 
     def close(self) -> None:
         """Disconnect; may be called twice. What was reserved, leased or registered ends with it.
@@ -105,15 +125,8 @@ class ClientSession:
         """
         for registered in list(self._registered):
             registered.close()
-        if self._open_link is None:
-            return
-        self._open_link.close()
-        if self._open_link.connection.is_inherited:
-            return
-        if self._open_fetcher is not None:
-            self._open_fetcher.close()
-        if self._open_writer is not None:
-            self._open_writer.close()
+        if self._parts is not None:
+            self._parts.close()
 
     @property
     def socket_path(self) -> str:
@@ -122,24 +135,20 @@ class ClientSession:
 
     @property
     def _link(self) -> PeerLink:
-        if self._open_link is None:
-            raise StoreClosed("the client is not connected: use it inside its `with` block")
-        return self._open_link
+        """The connection, which may have ended. Raises `RuntimeError` before there was one."""
+        if self._parts is None:
+            raise RuntimeError(f"this client is not connected: {self.how_to_connect}")
+        return self._parts.link
 
     @property
-    def _fetcher(self) -> Fetcher:
+    def _live(self) -> _Parts:
+        """What does the work. Raises `StoreClosed` once the peer is gone, `ClientForked` in a forked child."""
         self._link.check()
-        assert self._open_fetcher is not None
-        return self._open_fetcher
-
-    @property
-    def _writer(self) -> Writer:
-        self._link.check()
-        assert self._open_writer is not None
-        return self._open_writer
+        assert self._parts is not None
+        return self._parts
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        socket = self._wanted_socket if self._open_link is None else self.socket_path
+        socket = self._wanted_socket if self._parts is None else self.socket_path
         return _restore, (type(self), socket, self.namespace, self.timeout)
 
     # --- put ---------------------------------------------------------------------------------
@@ -163,7 +172,7 @@ class ClientSession:
         `progress` is called with the bytes copied so far and the bytes in all; the replicas are made
         after that."""
         options = put_options(replicas, pin, ttl, overwrite, durable)
-        return await self._writer.put(key, source_view(value), options, progress)
+        return await self._live.writer.put(key, source_view(value), options, progress)
 
     async def put_tensor(
         self,
@@ -179,7 +188,7 @@ class ClientSession:
         """`put` for a numpy array or CPU torch tensor, with its dtype and shape."""
         dtype, shape = describe_tensor(tensor)
         options = put_options(replicas, pin, ttl, overwrite, durable)
-        return await self._writer.put(
+        return await self._live.writer.put(
             key, source_view(tensor), options | {"dtype": dtype, "shape": shape}
         )
 
@@ -196,7 +205,7 @@ class ClientSession:
         """Store many values in few requests; one result per item, in order. Never raises for one
         item that fails: its result carries the error."""
         options = put_options(replicas, pin, ttl, overwrite, durable)
-        return await self._writer.put_many(arguments.item_list(items), options)
+        return await self._live.writer.put_many(arguments.item_list(items), options)
 
     # --- get ---------------------------------------------------------------------------------
 
@@ -204,7 +213,7 @@ class ClientSession:
         """The value. `wait` seconds for a key that may still be on its way. Raises `NoSuchKey`, or
         `Unavailable` when copies are known and none can be reached."""
         destination, wait = BytesDestination(), arguments.seconds("wait", wait)
-        await self._fetcher.fetch(key, self._digest(key), destination, wait)
+        await self._live.fetcher.fetch(key, self._digest(key), destination, wait)
         return destination.value()
 
     async def get_into(
@@ -222,7 +231,7 @@ class ClientSession:
 
         `progress` is called with the bytes done and the bytes in all while they arrive; `trace` is
         filled with where the value came from and what took how long."""
-        view, digest, fetcher = destination_view(buffer), self._digest(key), self._fetcher
+        view, digest, fetcher = destination_view(buffer), self._digest(key), self._live.fetcher
         wait = arguments.seconds("wait", wait)
         if progress is not None or trace is not None:
             watch = ReadWatch(time.perf_counter, progress, trace)
@@ -240,61 +249,13 @@ class ClientSession:
         `get`, and `P2PStoreError` for what was put by `put`, or cannot be had in that framework."""
         destination = TensorDestination(arguments.framework(framework))
         wait = arguments.seconds("wait", wait)
-        await self._fetcher.fetch(key, self._digest(key), destination, wait)
+        await self._live.fetcher.fetch(key, self._digest(key), destination, wait)
         return destination.tensor
 
     async def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult[int]]:
         """`get_into` for many keys; one result (the length, or the error) per item, in order. Never
         raises for one item that fails."""
-        fetcher, items = self._fetcher, arguments.item_list(items)
-        results: list[ItemResult[int]] = [ItemResult(key) for key, _ in items]
-        missing: dict[int, tuple[bytes, Destination]] = {}
-        for index, (key, buffer) in enumerate(items):
-            try:
-                digest = self._digest(key)
-                view = destination_view(buffer)
-                copied = await fetcher.read_here_into(digest, view)
-            except (P2PStoreError, ValueError, TypeError) as error:
-                results[index] = ItemResult(key, error=plain_error(error))
-                continue
-            if copied is None:
-                missing[index] = (digest, BufferDestination(view))
-            else:
-                results[index] = ItemResult(key, copied.length)
-        if missing:
-            await self._get_elsewhere(fetcher, missing, results)
-        return results
-
-    async def _get_elsewhere(
-        self,
-        fetcher: Fetcher,
-        missing: dict[int, tuple[bytes, Destination]],
-        results: list[ItemResult[int]],
-    ) -> None:
-        """One plan for all; then per holder one batch; what fails there is tried alone."""
-        plans = dict(
-            zip(missing, await fetcher.plan([each[0] for each in missing.values()]), strict=True)
-        )
-        batches: dict[int, list[int]] = {}
-        for index, plan in plans.items():
-            if plan.holders and not plan.holders[0].same_host:
-                batches.setdefault(plan.holders[0].member, []).append(index)
-        for indices in batches.values():
-            holder = plans[indices[0]].holders[0]
-            pulled = await fetcher.pull_many(holder, [missing[index] for index in indices])
-            for index, outcome in zip(indices, pulled, strict=True):
-                if not isinstance(outcome, Exception):
-                    results[index] = ItemResult(results[index].key, outcome.length)
-        for index, (digest, destination) in missing.items():
-            key = results[index].key
-            if results[index].value is not None:
-                continue
-            try:
-                done = await fetcher.fetch_planned(key, digest, destination, plans[index])
-            except (P2PStoreError, ValueError) as error:
-                results[index] = ItemResult(key, error=error)
-            else:
-                results[index] = ItemResult(key, done.length)
+        return await fetch_many(self._live.fetcher, arguments.item_list(items), self._digest)
 
     async def take_lease(self, key: str, *, wait: float = 0.0) -> memoryview:
         """A read-only view of the value in place, after bringing it into local memory if need be.
@@ -302,24 +263,8 @@ class ClientSession:
         The memory is not reused until the last view derived from it is collected or this client is
         closed. Raises `LeaseLimitExceeded` when this client holds too much already.
         """
-        digest, link, wait = self._digest(key), self._link, arguments.seconds("wait", wait)
-        shared = self._share_lease(digest)
-        if shared is not None:
-            return shared
-        grant = await self._lease(digest)
-        if grant.error.code == Code.NO_SUCH_KEY:
-            grant = await self._lease(digest, fetch=True, wait=wait)
-        if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
-            grant = await self._lease(digest)
-        answers.raise_for(key, grant.error)
-        view = link.leases.view(
-            grant.lease,
-            digest,
-            link.connection.segments[grant.segment],
-            (grant.offset, grant.length, Version(grant.clock, grant.writer, grant.root)),
-        )
-        link.stir()
-        return view
+        wait = arguments.seconds("wait", wait)
+        return await self._live.leaser.take(key, self._digest(key), wait)
 
     @asynccontextmanager
     async def lease(self, key: str, *, wait: float = 0.0) -> AsyncIterator[memoryview]:
@@ -340,94 +285,19 @@ class ClientSession:
         self._registered.add(registered)
         return registered
 
-    def _share_lease(self, digest: bytes) -> memoryview | None:
-        """A view under a lease that this client has already."""
-        link = self._link
-        link.check()
-        if link.leases.covers(digest):
-            for reader in link.readers:
-                found = reader.find(digest)
-                if found is not None and not expired(found[1]):
-                    shared = link.leases.share(digest, found[0])
-                    if shared is not None:
-                        link.note_read(digest, found[0].length)
-                        link.stir()
-                        return shared
-        return None
-
-    async def _lease(
-        self, digest: bytes, *, fetch: bool = False, wait: float = 0.0
-    ) -> local.LeaseGrant:
-        """Ask for a lease. Only with `fetch` may the answer take its time: the object is
-        brought."""
-        reply = await self._link.request(
-            LocalKind.LEASE,
-            local.Lease(digest, fetch, round(wait * 1000), deadline_ms(self.timeout)),
-            local.Leased,
-            extra_seconds=wait + FETCH_SECONDS if fetch else 0.0,
-            on_late_reply=self._fetcher.give_back,
-        )
-        return reply.items[0]
-
     # --- asking ------------------------------------------------------------------------------
 
     async def contains(self, key: str) -> bool:
         """Whether some live peer is known to hold the key. May lag behind by a moment."""
-        digest = self._digest(key)
-        if self._is_here(digest):
-            return True
-        return await self._contains([digest]) == b"\1"
+        return await self._live.presence.contains(self._digest(key))
 
     async def contains_many(self, keys: Sequence[str]) -> list[bool]:
         """`contains` for many keys, in at most one request per 4,096."""
-        keys = arguments.key_list(keys)
-        self._link.check()
-        present: list[bool] = []
-        for start in range(0, len(keys), CONTAINS_KEYS):
-            digests = self._digests(keys[start : start + CONTAINS_KEYS])
-            here = self._are_here(b"".join(digests))
-            absent = np.flatnonzero(~here)
-            if len(absent):
-                known = await self._contains([digests[index] for index in absent])
-                here[absent] = np.frombuffer(known, dtype=np.uint8) == 1
-            present += here.tolist()
-        return present
-
-    def _are_here(self, packed_digests: bytes) -> NDArray[np.bool_]:
-        """`_is_here` of many."""
-        link = self._link
-        link.check()
-        here = np.zeros(len(packed_digests) // DIGEST_BYTES, dtype=np.bool_)
-        for reader in link.readers:
-            here |= reader.contains_many(packed_digests)
-        return here
-
-    def _is_here(self, digest: bytes) -> bool:
-        link = self._link
-        link.check()
-        return any(reader.contains(digest) for reader in link.readers)
-
-    async def _contains(self, digests: Sequence[bytes]) -> bytes:
-        """A byte per digest, as the peer answers."""
-        request = local.Contains(b"".join(digests))
-        reply = await self._link.request(LocalKind.CONTAINS, request, local.ContainsReply)
-        if len(reply.present) != len(digests):
-            raise ProtocolError(f"{len(reply.present)} answers about {len(digests)} keys")
-        return reply.present
+        return await self._live.presence.contains_many(arguments.key_list(keys))
 
     async def match_prefix(self, keys: Sequence[str]) -> int:
         """How many of these keys, from the first on, some live peer is known to hold."""
-        digests = self._digests(arguments.key_list(keys))
-        absent = np.flatnonzero(~self._are_here(b"".join(digests)))
-        length = int(absent[0]) if len(absent) else len(digests)
-        while length < len(digests):
-            some = digests[length : length + CONTAINS_KEYS]
-            request = local.MatchPrefix(b"".join(some))
-            reply = await self._link.request(LocalKind.MATCH_PREFIX, request, local.MatchedPrefix)
-            length += reply.length
-            if reply.length < len(some):
-                break
-        return length
+        return await self._live.presence.match_prefix(arguments.key_list(keys))
 
     async def locate(self, key: str) -> list[Location]:
         """The known copies of an object, after asking its home peers."""

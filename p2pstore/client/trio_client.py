@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import trio
 
@@ -23,9 +23,14 @@ C = TypeVar("C", bound="Client")
 class Client(ClientSession):
     """A client of the local peer, for trio. Satisfies `p2pstore.ObjectStore`.
 
-    Connected inside its `async with` block. Pickles as its socket path and namespace; what comes
-    back is to be connected by an `async with` of its own.
+    Connected inside its `async with` block, which is to be entered under trio. Pickles as its socket
+    path and namespace; what comes back is to be connected by an `async with` of its own.
     """
+
+    how_to_connect = (
+        "use it inside `async with p2pstore.connect() as client:`. Under asyncio: `client = await "
+        "p2pstore.aio.connect()`; in plain code: `client = p2pstore.blocking.connect()`"
+    )
 
     def __init__(
         self,
@@ -41,7 +46,21 @@ class Client(ClientSession):
         restore, (_, *rest) = super().__reduce__()
         return restore, (Client, *rest)  # a peer in this process comes back as a client of it
 
+    def __enter__(self) -> NoReturn:
+        """Raises `TypeError`: this client is asynchronous."""
+        raise TypeError(
+            "this client is for trio: `async with p2pstore.connect() as client:`. In plain code: "
+            "`with p2pstore.blocking.connect() as client:`"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Never reached; without it Python would not get as far as `__enter__`."""
+
     async def __aenter__(self) -> Self:
+        require_trio(
+            "p2pstore.connect()",
+            "or use p2pstore.aio.connect() under asyncio, p2pstore.blocking.connect() in plain code",
+        )
         running = self._run()
         await running.__aenter__()
         self._running = running
@@ -70,6 +89,12 @@ class Client(ClientSession):
             self.close()
 
 
+def require_trio(what: str, instead: str) -> None:
+    """Raise `RuntimeError` when this is not called in a task of trio."""
+    if not trio.lowlevel.in_trio_task():
+        raise RuntimeError(f"{what} needs trio: call it under `trio.run(...)`, {instead}")
+
+
 async def _keep_tidy(link: PeerLink) -> None:
     """Send releases and the like within 50 ms, as long as there are any."""
     stirred = trio.Event()
@@ -96,7 +121,8 @@ def connect(
 
     `socket` is the peer's local socket: by default `MOONCAKE_P2P_SOCKET`, else the only live one.
     All keys are in `namespace`. `timeout` is the deadline of every call, in seconds without
-    progress. Entering the block raises `NoLocalPeer` or `AmbiguousLocalPeer`.
+    progress. Entering the block raises `NoLocalPeer` or `AmbiguousLocalPeer`, and `RuntimeError` when
+    it is not trio that runs.
     """
     return Client(socket=socket, namespace=namespace, timeout=timeout)
 

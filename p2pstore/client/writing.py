@@ -209,9 +209,11 @@ class Writer:
         options: PutOptions,
         progress: Progress | None = None,
     ) -> local.CommitItem:
-        segment = self._link.connection.segments[reservation.segment]
+        segment = self._link.connection.segment(reservation.segment)
         target = segment[reservation.offset : reservation.offset + len(source)]
-        sums = await fill(self._link.driver, target, source, progress)
+        # Closed by another task or thread, the peer gives this room to somebody else.
+        check = self._link.connection.check_usable
+        sums = await fill(self._link.driver, target, source, check, progress)
         root = root_checksum(len(source), sums)
         return local.CommitItem(reservation.reservation, key, len(source), sums, root, **options)
 

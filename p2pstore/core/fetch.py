@@ -36,7 +36,6 @@ class FetchOperation(Operation):
         digest: bytes,
         *,
         soft: bool = True,
-        wait_seconds: float = 0.0,
         progress_seconds: float = 5.0,
         source: KnownCopy | None = None,
         minimum: Version = ZERO_VERSION,
@@ -47,7 +46,6 @@ class FetchOperation(Operation):
         self.soft = soft
         self.minimum = minimum
         self.shared_by = 1
-        self._wait_seconds = wait_seconds
         self._progress_seconds = progress_seconds
         self._source = source
         self._failed: set[int] = set()
@@ -66,7 +64,6 @@ class FetchOperation(Operation):
         self._lookup = LookupOperation(
             self.core,
             [self.digest],
-            wait_seconds=self._wait_seconds if self._rounds == 1 else 0.0,
             exclude=frozenset(self._failed),
             on_finish=self._found,
         )
@@ -74,7 +71,7 @@ class FetchOperation(Operation):
 
     def cancel(self, now: float) -> None:
         super().cancel(now)
-        if self._lookup is not None:  # it may wait for hours
+        if self._lookup is not None:
             self._lookup.cancel(now)
 
     def _found(self, result: Any, now: float) -> None:
@@ -83,7 +80,7 @@ class FetchOperation(Operation):
         if isinstance(result, Exception):
             self.finish(result, now)
             return
-        entry = self.core.segment.find(self.digest, self.core.unix(now))
+        entry = self.core.find(self.digest, now)
         if entry is not None:
             self.finish(entry, now)
             return
@@ -104,7 +101,7 @@ class FetchOperation(Operation):
             self._failed.add(failure.member)
             self._all_said_gone &= failure.code == Code.NO_SUCH_KEY
             self.core.holder_failed(self.digest, failure, now)
-        entry = self.core.segment.find(self.digest, self.core.unix(now))
+        entry = self.core.find(self.digest, now)
         if outcome.delivered and entry is not None:
             self.finish(entry, now)
         elif outcome.error is not None:

@@ -9,7 +9,8 @@ from p2pstore.core.effects import Reply
 from p2pstore.core.operation import Operation
 from p2pstore.core.sweeping import SweepOperation
 from p2pstore.gossip.records import SCOPE_NAMESPACE, PeerId, SignedRecord
-from p2pstore.objects import Version, namespace_digest
+from p2pstore.objects import ZERO_VERSION, Version, namespace_digest
+from p2pstore.transfer.messages import RecordsTaken
 from p2pstore.wire import Failure
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 PUSHES_AT_ONCE: Final = 32
 FLUSH_TIMEOUT_SECONDS: Final = 10.0
+MAX_ROUNDS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,8 @@ class FlushEnd:
 
 class FlushOperation(Operation):
     """Remove all objects of a namespace, wherever they are: one floor above everything that this peer has
-    heard of, pushed to all live peers at once, 32 at a time.
+    heard of, pushed to all live peers at once, 32 at a time. Each answers how far its clock was: where
+    that was ahead of the floor, a second floor follows that covers what was put there.
 
     The result is a `FlushEnd`; it comes when every live peer has withdrawn what it held, or the time is
     over. What is put after that, the same bytes under the same keys too, is above the floor.
@@ -43,6 +46,9 @@ class FlushOperation(Operation):
         self._name = namespace_digest(namespace)
         self._deadline = timeout_seconds
         self._floor: SignedRecord
+        self._version = ZERO_VERSION
+        self._newest_clock = 0
+        self._rounds = 0
         self._to_tell: list[PeerId] = []
         self._asked: dict[int, PeerId] = {}
         self._silent: list[PeerId] = []
@@ -51,16 +57,20 @@ class FlushOperation(Operation):
 
     def start(self, now: float) -> None:
         self._deadline += now
-        newest = Version(self.core.gossip.floors.newest_heard, 0)
-        version = self.core.version_above(newest, now)
-        self._floor = self.core.floors.write(self._name, version, now, scope=SCOPE_NAMESPACE)
-        self._to_tell = self.core.live_peers()
-        self._own_sweep = SweepOperation(self.core, on_finish=self._swept)
-        self.core.start(self._own_sweep, now)
-        self._proceed(now)
+        self._begin_round(self.core.gossip.floors.newest_heard, now)
         if not self.done:
             self.wake_at = self._deadline
             self.core.set_alarm(self)
+
+    def _begin_round(self, newest_clock: int, now: float) -> None:
+        self._rounds += 1
+        self._version = self.core.version_above(Version(newest_clock, 0), now)
+        self._floor = self.core.floors.write(self._name, self._version, now, scope=SCOPE_NAMESPACE)
+        self._to_tell = self.core.live_peers()
+        self._silent, self._told = [], 0
+        self._own_sweep = SweepOperation(self.core, on_finish=self._swept)
+        self.core.start(self._own_sweep, now)
+        self._proceed(now)
 
     def answered(self, tag: int, reply: Reply, now: float) -> None:
         peer_id = self._asked.pop(tag)
@@ -68,6 +78,10 @@ class FlushOperation(Operation):
             self._silent.append(peer_id)
         else:
             self._told += 1
+            if isinstance(reply, RecordsTaken) and self.core.clock.accepts(
+                reply.newest_clock, self.core.unix(now)
+            ):
+                self._newest_clock = max(self._newest_clock, reply.newest_clock)
         self._proceed(now)
 
     def wake(self, now: float) -> None:
@@ -85,7 +99,7 @@ class FlushOperation(Operation):
         self._own_sweep = None
         if self._asked or self._to_tell or self.done:
             return
-        self._end(now)
+        self._end_round(now)
 
     def _proceed(self, now: float) -> None:
         while self._to_tell and len(self._asked) < PUSHES_AT_ONCE:
@@ -96,6 +110,14 @@ class FlushOperation(Operation):
                 self.number, tag, peer_id, [self._floor], max(0.0, self._deadline - now)
             )
         if not self._asked and self._own_sweep is None:
+            self._end_round(now)
+
+    def _end_round(self, now: float) -> None:
+        if self.done:
+            return
+        if self._rounds < MAX_ROUNDS and self._newest_clock >= self._version.clock:
+            self._begin_round(self._newest_clock, now)
+        else:
             self._end(now)
 
     def _end(self, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,7 +29,8 @@ LOOKUP_TIMEOUT_SECONDS: Final = 1.0
 WAIT_FIRST_RETRY_SECONDS: Final = 0.05
 WAIT_LAST_RETRY_SECONDS: Final = 2.0
 """Who waits hears by gossip as well: homes are asked again for what gossip has not brought."""
-DIGESTS_PER_LOOKUP: Final = 4_096
+DIGESTS_PER_LOOKUP: Final = 1_024
+"""The home peer answers them in one go."""
 
 
 class LookupOperation(Operation):
@@ -38,6 +40,8 @@ class LookupOperation(Operation):
     key was found or the time is over: it looks again at any news of a missing key, and now and then
     asks the homes again. `exclude` are members that just failed for the caller. `namespace` is the digest
     of the namespace of all keys, where it is known: what a flush has removed is left out.
+
+    Many keys are gone through some at a time (`PeerCore.keys_per_step`), one step a tick.
     """
 
     def __init__(
@@ -57,22 +61,26 @@ class LookupOperation(Operation):
         self._exclude = exclude
         self._namespace = namespace
         self._ask_homes = ask_homes
-        self._pending: set[int] = set()
+        self._to_look: deque[bytes] = deque()
+        """Keys that this round has yet to look for."""
+        self._to_ask: dict[PeerId, list[bytes]] = {}
+        """What this round has not found, by home."""
         self._asked: dict[int, tuple[PeerId, list[bytes]]] = {}
+        """Questions under way."""
+        self._next_tag = 0
+        self._homes: set[PeerId] = set()
         self._retry_seconds = WAIT_FIRST_RETRY_SECONDS
         self._ask_again_at = float("inf")
         self._wait_until = 0.0
         self._missed: dict[bytes, None] = {}
         """Keys not found yet, in order."""
+        self._collected: list[list[KnownCopy]] | None = None
+        """The result as far as it is put together; None before."""
 
     def start(self, now: float) -> None:
         self._wait_until = now + self._wait_seconds
-        self._missed = dict.fromkeys(
-            digest for digest in self.digests if not self._usable(digest, now)
-        )
-        if self._missed and self._wait_seconds > 0:
-            self.core.await_keys(self, list(self._missed))
-        self._ask(now)
+        self._to_look.extend(dict.fromkeys(self.digests))
+        self._look_on(now)
 
     def finish(self, result: Any, now: float) -> None:
         self.core.await_no_more(self, self.digests)
@@ -87,72 +95,105 @@ class LookupOperation(Operation):
     @property
     def homes_asked(self) -> int:
         """How many peers were asked for holders."""
-        return len({home for home, _ in self._asked.values()})
-
-    def _usable(self, digest: bytes, now: float) -> list[KnownCopy]:
-        return [
-            copy
-            for copy in self.core.known_copies(digest, now, self._namespace)
-            if copy.reachable and copy.member not in self._exclude
-        ]
-
-    def _ask(self, now: float) -> None:
-        self._look_again(now)
-        by_home: dict[PeerId, list[bytes]] = {}
-        if self._ask_homes:
-            for digest in self._missed:
-                for home in self.core.homes(digest):
-                    if member_of(home) not in self._exclude:
-                        by_home.setdefault(home, []).append(digest)
-        self._ask_again_at = now + self._retry_seconds
-        self._retry_seconds = min(2 * self._retry_seconds, WAIT_LAST_RETRY_SECONDS)
-        for home, digests in by_home.items():
-            for start in range(0, len(digests), DIGESTS_PER_LOOKUP):
-                some = digests[start : start + DIGESTS_PER_LOOKUP]
-                tag = len(self._asked)
-                self._asked[tag] = (home, some)
-                self._pending.add(tag)
-                self.ask(tag, home, DataKind.LOOKUP, Lookup(b"".join(some)), LOOKUP_TIMEOUT_SECONDS)
-        self._settle(now)
+        return len(self._homes)
 
     def answered(self, tag: int, reply: Reply, now: float) -> None:
-        home, digests = self._asked[tag]
-        self._pending.discard(tag)
+        home, digests = self._asked.pop(tag)
         if isinstance(reply, Locations):
             self.core.learn_locations(digests, reply, now)
+            for digest in digests:
+                if digest in self._missed and self._usable(digest, now):
+                    del self._missed[digest]
         elif reply is None:
             self.core.peer_failed(home, now)
         self._settle(now)
 
     def wake(self, now: float) -> None:
-        if not self._pending and now >= self._ask_again_at:
-            self._ask(now)
+        if self._collected is not None:
+            self._collect(now)
+        elif self._to_look:
+            self._look_on(now)
+        elif not self._asked and now >= self._ask_again_at:
+            self._to_look.extend(self._missed)
+            self._look_on(now)
         else:
             self._settle(now)
 
-    def _settle(self, now: float) -> None:
-        if self.done:
+    def _usable(self, digest: bytes, now: float) -> bool:
+        return any(
+            copy.reachable and copy.member not in self._exclude
+            for copy in self.core.known_copies(digest, now, self._namespace)
+        )
+
+    def _look_on(self, now: float) -> None:
+        """Look for some more keys; when all were looked for, ask the homes of those not found."""
+        for _ in range(min(self.core.keys_per_step, len(self._to_look))):
+            digest = self._to_look.popleft()
+            if self._usable(digest, now):
+                self._missed.pop(digest, None)
+            else:
+                self._note_missed(digest)
+        if self._to_look:
+            self._wake_soon(now)
             return
-        self._look_again(now)
-        if not self._missed or (not self._pending and now >= self._wait_until):
-            self.finish([self._best(digest, now) for digest in self.digests], now)
+        self._ask_again_at = now + self._retry_seconds
+        self._retry_seconds = min(2 * self._retry_seconds, WAIT_LAST_RETRY_SECONDS)
+        to_ask, self._to_ask = self._to_ask, {}
+        for home, digests in to_ask.items():
+            for start in range(0, len(digests), DIGESTS_PER_LOOKUP):
+                self._ask(home, digests[start : start + DIGESTS_PER_LOOKUP])
+        self._settle(now)
+
+    def _note_missed(self, digest: bytes) -> None:
+        self._missed[digest] = None
+        if self._wait_seconds > 0:
+            self.core.await_keys(self, [digest])
+        if self._ask_homes:
+            for home in self.core.homes(digest):
+                if member_of(home) not in self._exclude:
+                    self._to_ask.setdefault(home, []).append(digest)
+
+    def _ask(self, home: PeerId, digests: list[bytes]) -> None:
+        tag, self._next_tag = self._next_tag, self._next_tag + 1
+        self._asked[tag] = (home, digests)
+        self._homes.add(home)
+        self.ask(tag, home, DataKind.LOOKUP, Lookup(b"".join(digests)), LOOKUP_TIMEOUT_SECONDS)
+
+    def _settle(self, now: float) -> None:
+        """Nothing is left to look for: end, or wait for answers and news."""
+        if self.done or self._to_look or self._collected is not None:
+            return
+        if not self._missed or (not self._asked and now >= self._wait_until):
+            self._collected = []
+            self._collect(now)
         elif now < self._wait_until:
-            next_ask = float("inf") if self._pending else self._ask_again_at
+            next_ask = float("inf") if self._asked else self._ask_again_at
             self.wake_at = min(next_ask, self._wait_until)
             self.core.set_alarm(self)
         else:
             self.wake_at = float("inf")
 
-    def _look_again(self, now: float) -> None:
-        for digest in [digest for digest in self._missed if self._usable(digest, now)]:
-            del self._missed[digest]
-
-    def _best(self, digest: bytes, now: float) -> list[KnownCopy]:
-        return [
-            copy
-            for copy in self.core.known_copies(digest, now, self._namespace)
-            if copy.member not in self._exclude
+    def _collect(self, now: float) -> None:
+        """Put some more of the result together, from what is known by now."""
+        assert self._collected is not None
+        start = len(self._collected)
+        some = self.digests[start : start + self.core.keys_per_step]
+        self._collected += [
+            [
+                copy
+                for copy in self.core.known_copies(digest, now, self._namespace)
+                if copy.member not in self._exclude
+            ]
+            for digest in some
         ]
+        if len(self._collected) == len(self.digests):
+            self.finish(self._collected, now)
+        else:
+            self._wake_soon(now)
+
+    def _wake_soon(self, now: float) -> None:
+        self.wake_at = now
+        self.core.set_alarm(self)
 
 
 def split_digests(packed: bytes) -> list[bytes]:

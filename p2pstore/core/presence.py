@@ -12,24 +12,31 @@ if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 
-def known_keys(core: PeerCore, digests: Sequence[bytes], now: float) -> set[bytes]:
-    """Those of `digests` of which `known_copies` would name a reachable copy, at a microsecond or
-    so each. Objects that expired within the last second still count."""
+def known_keys(
+    core: PeerCore, digests: Sequence[bytes], now: float, namespace: bytes | None = None
+) -> set[bytes]:
+    """Those of `digests` (of the namespace with this digest) of which `known_copies` would name a reachable
+    copy, at a microsecond or so each. Objects that expired within the last second still count."""
     wanted = set(digests)
     here = wanted & core.segment.digests()
 
-    def is_alive(member: Member) -> bool:
-        state = core.gossip.membership.resolve(member)
-        return state is not None and state.alive
+    flushed = core.gossip.cluster_records.floor_for(b"", namespace).clock
+    end = newest_accepted_clock(core.unix(now)) + 1
 
-    elsewhere = core.gossip.directory.held(
-        wanted - here, is_alive, newest_accepted_clock(core.unix(now))
+    def believed(member: Member) -> range:
+        state = core.gossip.membership.resolve(member)
+        if state is None or not state.alive:
+            return range(0)
+        return range(max(flushed, core.gossip.doubted_up_to(member, now) + 1), end)
+
+    elsewhere = core.gossip.directory.held(wanted - here, believed)
+    floors = core.gossip.cluster_records
+    under_a_floor = (
+        [digest for digest in elsewhere if floors.floor_for(digest) is not ZERO_VERSION]
+        if floors.floor_count
+        else []
     )
-    floor_for = core.gossip.cluster_records.floor_for
-    under_a_floor = [
-        digest for digest in elsewhere if floor_for(digest) is not ZERO_VERSION
-    ]  # few: their versions decide
-    for digest in under_a_floor:
-        if not any(copy.reachable for copy in core.known_copies(digest, now)):
+    for digest in under_a_floor:  # few: their versions decide
+        if not any(copy.reachable for copy in core.known_copies(digest, now, namespace)):
             elsewhere.discard(digest)
     return here | elsewhere

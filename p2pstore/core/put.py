@@ -10,6 +10,7 @@ from p2pstore.core.effects import (
     KnownCopy,
     Reply,
 )
+from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.replicate import ReplicateOperation
 from p2pstore.errors import (
@@ -90,7 +91,7 @@ def check_put(*, length: int, replicas: int, pin: int, ttl_ms: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PutEnd:
-    """What a put did. `copies` count this peer's own."""
+    """What a put did. `copies` are those of the version that the key now has, as far as is known."""
 
     status: PutStatus
     copies: int
@@ -110,7 +111,9 @@ class PutOperation(Operation):
         super().__init__(core)
         self.spec = spec
         self.digest = key_digest(spec.key, spec.namespace)
+        self._namespace = namespace_digest(spec.namespace)
         self._comparing: list[KnownCopy] = []
+        self._lookup: LookupOperation | None = None
         self._end: PutEnd | None = None
 
     def start(self, now: float) -> None:
@@ -120,20 +123,25 @@ class PutOperation(Operation):
                 ProtocolError("the chunk sums of a put do not give its root checksum"), now
             )
             return
-        existing = self.core.segment.find(self.digest, self.core.unix(now))
+        existing = self.core.find(self.digest, now)
         if existing is not None and (existing.version.root == spec.root or not spec.overwrite):
             self._keep(existing, now)
         elif spec.reservation is None:
             self.finish(None, now)
-        elif spec.overwrite:
-            self._create(now)
+        elif spec.overwrite:  # above what there is, also where clocks differ
+            self._lookup = LookupOperation(self.core, [self.digest], on_finish=self._looked)
+            self.core.start(self._lookup, now)
         else:
             self._comparing = [
                 copy
-                for copy in self.core.known_copies(self.digest, now)
+                for copy in self.core.known_copies(self.digest, now, self._namespace)
                 if copy.reachable and not copy.local
             ][:3]
             self._compare(now)
+
+    def _looked(self, result: Any, now: float) -> None:
+        if not self.done:
+            self._create(now)
 
     def _compare(self, now: float) -> None:
         if not self._comparing:
@@ -160,24 +168,45 @@ class PutOperation(Operation):
         ):
             self.core.holder_silent(self.digest, copy, reply, now)
             self._compare(now)
+        elif self._is_void(slot.version):
+            self._compare(now)
         elif slot.version.root == self.spec.root and slot.length == self.spec.length:
             self._commit(slot.version, PutStatus.UNCHANGED, soft=True, now=now)
         else:
             self._give_room_back()
-            self.finish(PutEnd(PutStatus.KEPT_EXISTING, 1, self.spec.replicas, slot.version), now)
+            self.finish(self._found(PutStatus.KEPT_EXISTING, slot.version, now), now)
+
+    def _is_void(self, version: Version) -> bool:
+        """Whether what a holder has was removed, or may have been: it does not stand in a put's way."""
+        floors = self.core.gossip.cluster_records
+        return floors.forbids(self.digest, self._namespace, version) or self.core.floors.distrusts(
+            self, version
+        )
 
     def _keep(self, existing: ObjectEntry, now: float) -> None:
         self._give_room_back()
         same = existing.version.root == self.spec.root and existing.length == self.spec.length
         status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
-        self._end = PutEnd(status, 1, self.spec.replicas, existing.version)
+        self._end = self._found(status, existing.version, now)
         if same:
             self.core.strengthen(existing, self.spec.pin, self.spec.replicas, now)
             self._replicate(existing, now)
         else:
             self.finish(self._end, now)
 
+    def _found(self, status: PutStatus, version: Version, now: float) -> PutEnd:
+        """The end of a put of a key that exists, with the copies that are known of that version."""
+        wanted = (version.clock, version.writer)
+        copies = sum(
+            copy.reachable and (copy.record.version.clock, copy.record.version.writer) == wanted
+            for copy in self.core.known_copies(self.digest, now, self._namespace)
+        )
+        return PutEnd(status, max(1, copies), self.spec.replicas, version)
+
     def _create(self, now: float) -> None:
+        if self.spec.overwrite:
+            for copy in self.core.known_copies(self.digest, now, self._namespace):
+                self.core.clock.observe(copy.record.version.clock, self.core.unix(now))
         version = self.core.new_version(self.spec.root, now)
         self._commit(version, PutStatus.CREATED, soft=False, now=now)
 
@@ -194,10 +223,14 @@ class PutOperation(Operation):
             return
         if spec.overwrite:
             below = Version(version.clock - 1, 0xFFFF)
-            namespace = namespace_digest(spec.namespace)
-            self.core.floors.write(self.digest, below, now, namespace=namespace)
+            self.core.floors.write(self.digest, below, now, namespace=self._namespace)
         self.core.gossip.directory.touch(self.digest)  # a newer version may be known by now
-        self._end = PutEnd(status, 1, spec.replicas, version)
+        known = status is PutStatus.UNCHANGED
+        self._end = (
+            self._found(status, version, now)
+            if known
+            else PutEnd(status, 1, spec.replicas, version)
+        )
         self._replicate(entry, now)
 
     def _replicate(self, entry: ObjectEntry, now: float) -> None:
@@ -229,3 +262,5 @@ class PutOperation(Operation):
         if not self.done and self._end is None:
             self._give_room_back()
         super().cancel(now)
+        if self._lookup is not None:
+            self._lookup.cancel(now)

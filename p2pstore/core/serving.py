@@ -35,6 +35,7 @@ from p2pstore.transfer.messages import (
     Ping,
     Pong,
     Push,
+    RecordsTaken,
     Replicate,
     Replicated,
 )
@@ -73,8 +74,11 @@ def serve(
             SignedRecord(body, signature)
             for body, signature in zip(request.bodies, request.signatures, strict=True)
         ]
+        taken = RecordsTaken(core.clock.latest)
         core.floors.learn(records, now)
-        return core.start(SweepOperation(core), now) if core.floors.sweep.pending else Empty()
+        if not core.floors.sweep.pending:
+            return taken
+        return core.start(SweepOperation(core, answer=taken), now)
     if isinstance(request, ListKeys):
         return list_local(core, request, now)
     if isinstance(request, Ping):
@@ -91,7 +95,7 @@ def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations:
 
 def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
     holdings = []
-    entry = core.segment.find(digest, core.unix(now))
+    entry = core.find(digest, now)
     if entry is not None:
         holdings.append(
             Holding(
@@ -123,10 +127,11 @@ def _serve_replicate(
     if request.record_body:
         me = SignedRecord(request.record_body, request.record_signature)
         _, effects = core.gossip.serve(sender, ControlKind.DELTA, Delta([me], [], [], []), now)
-        core._effects += effects
+        for effect in effects:
+            core.emit(effect)
     if core.gossip.doubts(member_of(sender), minimum, now):
         return Failure(int(Code.UNAVAILABLE), "the sender has yet to hear of floors that are gone")
-    entry = core.segment.find(request.digest, core.unix(now))
+    entry = core.find(request.digest, now)
     if entry is not None and minimum.covers(entry.version) and entry.version.covers(minimum):
         if entry.soft and not request.soft:
             core.strengthen(entry, entry.pin, entry.replicas, now)
@@ -152,8 +157,8 @@ def reply_of(operation: Operation) -> Message:
     """The answer to REPLICATE once its fetch has finished, and to CLUSTER_RECORDS once what they forbid
     is gone."""
     result = operation.result
-    if result is None:
-        return Empty()
+    if isinstance(result, RecordsTaken):
+        return result
     if isinstance(result, ObjectEntry):
         return Replicated(result.version.clock, result.version.writer)
     return Failure(int(Code.CAPACITY_EXCEEDED), str(result))

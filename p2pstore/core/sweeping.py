@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.operation import Operation
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
     from p2pstore.transfer.segment import ObjectEntry
+    from p2pstore.wire import Message
 
 SLOTS_PER_STEP: Final = 4_000
 WITHDRAWN_PER_STEP: Final = 64
@@ -79,7 +81,19 @@ class Sweep:
 
 
 class SweepOperation(Operation):
-    """Waits until what floors forbid has been withdrawn here. The result is None."""
+    """Waits until what floors forbid has been withdrawn here. The result is `answer`."""
+
+    def __init__(
+        self,
+        core: PeerCore,
+        on_finish: Callable[[Any, float], None] | None = None,
+        answer: Message | None = None,
+    ) -> None:
+        super().__init__(core, on_finish)
+        self._answer = answer
+
+    def finish(self, result: Any, now: float) -> None:
+        super().finish(self._answer if result is None else result, now)
 
     def start(self, now: float) -> None:
         self.core.floors.sweep.wait(self, now)

@@ -11,10 +11,10 @@ import importlib.util
 import os
 import resource
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from p2pstore.cgroups import memory_limits
 from p2pstore.doctor.machine_rules import ClockReading, MemoryReading
 from p2pstore.doctor.network_rules import GpuReading, InterfaceReading, RdmaPortReading
 from p2pstore.streams import tune_tcp
@@ -61,29 +61,8 @@ def read_memory() -> MemoryReading:
     for line in read_text("/proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
         fields[name] = int(rest.split()[0]) * 1024
-    limits = list(_cgroup_limits())
-    limit, used = min(limits, key=lambda pair: pair[0] - pair[1], default=(None, 0))
+    limit, used = min(memory_limits(), key=lambda pair: pair[0] - pair[1], default=(None, 0))
     return MemoryReading(fields["MemTotal"], fields["MemAvailable"], limit, used)
-
-
-def _cgroup_limits() -> Iterator[tuple[int, int]]:
-    """(limit, use) of every cgroup around this process that has a limit: v2, else v1."""
-    for line in _read_or(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            root = Path("/sys/fs/cgroup/memory")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        here = root / group.lstrip("/")
-        # Inside a container the path is the host's, and the group itself is mounted at the root.
-        for folder in (here, *here.parents):
-            if folder == root or root in folder.parents:
-                limit = _number_or_none(folder / names[0])
-                if limit is not None:
-                    yield limit, _number_or_none(folder / names[1]) or 0
 
 
 def read_huge_pages() -> tuple[int, int, int, str]:

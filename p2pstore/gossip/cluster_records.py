@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import xxhash
@@ -37,6 +38,7 @@ from p2pstore.gossip.records import (
     member_of,
     namespace_of_floor,
 )
+from p2pstore.gossip.rumors import Rumors
 from p2pstore.objects import ZERO_VERSION, Version, clock_from_unix_seconds
 
 DEFAULT_LIMIT: Final = 100_000
@@ -116,7 +118,7 @@ class ClusterRecords:
         self._epochs = FloorEpochs()
         self._buckets: list[set[RecordName]] = [set() for _ in range(CLUSTER_BUCKETS)]
         self._hashes = [0] * CLUSTER_BUCKETS
-        self._recent: dict[RecordName, int] = {}
+        self._rumors: Rumors[RecordName] = Rumors()
         self._index: FloorIndex[RecordName] = FloorIndex()
         self._beyond: dict[RecordName, None] = {}
         """Old floors that the horizon leaves, taken out of the index so as not to be met again."""
@@ -165,7 +167,7 @@ class ClusterRecords:
         bucket = bucket_of(record.name)
         self._buckets[bucket].add(name)
         self._hashes[bucket] ^= kept.hash
-        self._recent[name] = 0
+        self._rumors.add(name)
         if kept.is_floor:
             self._add_floor(name, kept)
         else:
@@ -214,21 +216,18 @@ class ClusterRecords:
     @property
     def has_rumors(self) -> bool:
         """Whether new records wait to be passed on."""
-        return bool(self._recent)
+        return len(self._rumors) > 0
 
     def rumors(self, limit_count: int, limit_bytes: int, retransmits: int) -> list[SignedRecord]:
         """New records for the next message, least sent first; each is taken `retransmits` times."""
         chosen: list[SignedRecord] = []
-        for name, sent in sorted(self._recent.items(), key=lambda item: item[1])[:limit_count]:
+        for name in list(islice(self._rumors.least_sent(), limit_count)):
             signed = self._kept[name].signed
             limit_bytes -= len(signed.body) + len(signed.signature)
             if limit_bytes < 0:
                 break
             chosen.append(signed)
-            if sent + 1 >= retransmits:
-                del self._recent[name]
-            else:
-                self._recent[name] = sent + 1
+            self._rumors.sent(name, retransmits)
         return chosen
 
     def roll_epochs(self, clock_now: int) -> None:
@@ -250,17 +249,22 @@ class ClusterRecords:
 
     def compact(self, seen: Mapping[Member, int], clock_now: int) -> None:
         """Raise the horizon when there are too many floors: up to what this peer has seen, and
-        leaving the young ones, as long as memory allows."""
+        leaving the young ones, as long as memory allows. Beyond that it may pass what this peer has seen."""
         crowding = max(
             len(self._floors) / max(1, self.limit), self._floor_bytes / max(1, self.limit_bytes)
         )
         if crowding <= 1 or self.purging:
             return
         excess = len(self._floors) - int(0.9 * len(self._floors) / crowding)
-        before = self._index.cut(excess) - 1
+        # Never ahead of the clock: what is written from now on is above it.
+        before = min(self._index.cut(excess), clock_now) - 1
         if crowding <= HARD_FACTOR:
             before = min(before, clock_now - clock_from_unix_seconds(self.kept_seconds))
-        stamps = {member: min(before, stamp - SEEN_SLACK) for member, stamp in seen.items()}
+        stamps = {  # of those that wrote floors only: the table is kept for a month
+            member: min(before, seen[member] - SEEN_SLACK)
+            for member in self._writers
+            if member in seen
+        }
         if crowding > LAST_FACTOR:
             stamps |= dict.fromkeys(self._writers, before)
         self.raise_horizon(stamps)
@@ -321,7 +325,7 @@ class ClusterRecords:
         self.raise_horizon(horizon or {})
         for record, signed in records:
             self.offer(record, signed)
-        self._recent.clear()
+        self._rumors.clear()
 
     # --- inside ------------------------------------------------------------------------------
 
@@ -353,7 +357,7 @@ class ClusterRecords:
         bucket = bucket_of(kept.record.name)
         self._buckets[bucket].discard(name)
         self._hashes[bucket] ^= kept.hash
-        self._recent.pop(name, None)
+        self._rumors.discard(name)
         if kept.is_floor:
             self._remove_floor(name, kept, by_clock)
         else:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from typing import Final
 
 from p2pstore.errors import ProtocolError
@@ -126,10 +127,19 @@ class Directory:
         `take_touched`."""
         self._held, self._awaited = held, awaited
 
-    def take_touched(self) -> set[bytes]:
-        """Watched digests that operations, pushes or snapshots of others were about since the last call."""
-        touched, self._touched = self._touched, set()
-        return touched
+    @property
+    def any_touched(self) -> bool:
+        """Whether `take_touched` would give some."""
+        return bool(self._touched)
+
+    def take_touched(self, limit: int) -> list[bytes]:
+        """Some of the watched digests that operations, pushes or snapshots of others were about, each once.
+        Those that somebody waits for come first: a member that is back touches all that is held in common."""
+        taken = list(islice(self._awaited & self._touched, limit))
+        self._touched.difference_update(taken)
+        while self._touched and len(taken) < limit:
+            taken.append(self._touched.pop())
+        return taken
 
     # --- views -------------------------------------------------------------------------------
 
@@ -194,6 +204,8 @@ class Directory:
                 view.set.apply(operation)
                 self._touch_watched(operation[:DIGEST_BYTES])
             view.ring.extend(step)
+            if self._early:
+                self._drop_overtaken(member, (view.incarnation, view.sequence), step)
             if view.sequence == view.head.sequence and not self._matches(view):
                 self.record_count += len(view.set) - before
                 self._agrees(member, view)
@@ -352,12 +364,12 @@ class Directory:
         """Who holds the key: owners believed alive first, among them the newest version first."""
         found: list[Location] = []
         early = self._early.get(digest, {})
-        for member, view in self._views.items():
+        for member, view in list(self._views.items()):  # may be called from any thread
             packed = view.set.records.get(digest)
             if packed is not None and member not in early:
                 position = (view.incarnation, view.sequence)
                 self._collect(found, member, position, packed, view.hidden)
-        for member, entry in early.items():
+        for member, entry in list(early.items()):
             owner = self._views.get(member)
             if owner is not None and entry.position <= (owner.incarnation, owner.sequence):
                 packed = owner.set.records.get(digest)
@@ -376,43 +388,39 @@ class Directory:
             )
         return found
 
-    def held(
-        self, digests: Set[bytes], is_usable: Callable[[Member], bool], newest_clock: int
-    ) -> set[bytes]:
-        """Which of the keys have a holder that is usable and not hidden, in a version that is not
-        above `newest_clock`. Set operations of whole views: a fraction of a microsecond a key."""
+    def held(self, digests: Set[bytes], believed: Callable[[Member], range]) -> set[bytes]:
+        """Which of the keys have a holder that is not hidden, in a version whose clock is in the range that
+        is believed of that member. Set operations of whole views: a fraction of a microsecond a key."""
         early = self._early.keys() & digests
         found: set[bytes] = set()
         for member, view in self._views.items():
-            if view.hidden or not is_usable(member):
+            clocks = range(0) if view.hidden else believed(member)
+            if not clocks:
                 continue
             records = view.set.records
             matched = records.keys() & digests
-            if early or self._stale:
-                position = (view.incarnation, view.sequence)
-                matched -= {
-                    digest
-                    for digest in matched
-                    if self._stale.get((member, digest), _START) >= position
-                    or (digest in early and self._is_ahead(digest, member, position))
-                }  # what was pushed ahead of the log counts
+            position = (view.incarnation, view.sequence)
+            if early:  # what was pushed ahead of the log counts instead
+                matched -= {d for d in matched & early if self._is_ahead(d, member, position)}
+            if self._stale:
+                denied = self._stale
+                matched -= {d for d in matched if denied.get((member, d), _START) >= position}
             number = int.from_bytes
             found.update(
                 [
                     digest
                     for digest in matched
-                    if number(records[digest][_CLOCK], "little") <= newest_clock
+                    if number(records[digest][_CLOCK], "little") in clocks
                 ]
             )
         for digest in early - found:
             for member, entry in self._early[digest].items():
                 if (
                     not entry.operation[_FLAGS] & _REMOVED
-                    and int.from_bytes(entry.operation[_CLOCK], "little") <= newest_clock
                     and self._is_ahead(digest, member, self.position(member))
                     and self._stale.get((member, digest), _START) < entry.position
                     and not self._is_hidden(member)
-                    and is_usable(member)
+                    and int.from_bytes(entry.operation[_CLOCK], "little") in believed(member)
                 ):
                     found.add(digest)
         return found
@@ -465,6 +473,16 @@ class Directory:
             view.set = LocationSet()
             view.ring = self._ring()
             view.diverged = False
+
+    def _drop_overtaken(self, member: Member, position: Position, operations: bytes) -> None:
+        """Drop what was pushed ahead of these operations: the view is past it now."""
+        for start in range(0, len(operations), LOCATION_BYTES):
+            digest = operations[start : start + DIGEST_BYTES]
+            entries = self._early.get(digest)
+            if entries and member in entries and entries[member].position <= position:
+                del entries[member]
+                if not entries:
+                    del self._early[digest]
 
     def _expire_oldest_early(self) -> None:
         arrived_at, digest, member = self._early_order.popleft()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, Generic, TypeVar
 
 Name = TypeVar("Name")
@@ -19,6 +19,8 @@ class FloorIndex(Generic[Name]):
         self._slices: dict[int, dict[Name, None]] = {}
         self._order: list[int] = []
         """A heap of slice numbers; some of them may be empty by now, or named twice."""
+        self._newest = 0
+        """No slice has a higher number."""
 
     def add(self, name: Name, clock: int) -> None:
         """Note a floor; it must not be here yet."""
@@ -26,6 +28,7 @@ class FloorIndex(Generic[Name]):
         names = self._slices.get(number)
         if names is None:
             names = self._slices[number] = {}
+            self._newest = max(self._newest, number)
             heapq.heappush(self._order, number)
         names[name] = None
 
@@ -37,18 +40,17 @@ class FloorIndex(Generic[Name]):
             return False
         del names[name]
         if not names:
-            del self._slices[number]
-            if len(self._order) > 2 * len(self._slices) + 1000:
-                self._order = sorted(self._slices)  # which is a heap
+            self._drop_slice(number)
         return True
 
     def pop_oldest(self, up_to: int) -> Name | None:
         """Take out one of the oldest slice, when that slice begins at `up_to` or before."""
         if not self.any_before(up_to):
             return None
-        number = self._order[0]
-        name = next(iter(self._slices[number]))
-        self.remove(name, number << SLICE_BITS)
+        names = self._slices[self._order[0]]
+        name, _ = names.popitem()
+        if not names:
+            self._drop_slice(self._order[0])
         return name
 
     def any_before(self, up_to: int) -> bool:
@@ -58,9 +60,12 @@ class FloorIndex(Generic[Name]):
 
     def since(self, clock: int) -> Iterator[Name]:
         """The names in the slices that begin at `clock` or later."""
-        for number, names in self._slices.items():
-            if number << SLICE_BITS >= clock:
-                yield from names
+        first = -(-clock >> SLICE_BITS)
+        numbers: Sequence[int] = range(first, self._newest + 1)
+        if len(numbers) > len(self._slices):
+            numbers = [number for number in self._slices if number >= first]
+        for number in numbers:
+            yield from self._slices.get(number, ())
 
     def cut(self, count: int) -> int:
         """A clock below which about the oldest `count` floors are, and at least one; 0 without floors."""
@@ -71,6 +76,11 @@ class FloorIndex(Generic[Name]):
             if count <= 0:
                 break
         return end
+
+    def _drop_slice(self, number: int) -> None:
+        del self._slices[number]
+        if len(self._order) > 2 * len(self._slices) + 1000:
+            self._order = sorted(self._slices)  # which is a heap
 
     def _first(self) -> int | None:
         while self._order:

@@ -23,20 +23,28 @@ from p2pstore.gossip.records import Member
 Stamps = dict[Member, int]
 """Writer -> stamp. A writer that is not named stands at 0."""
 
-MAX_WRITERS: Final = 4096
+MAX_WRITERS: Final = 16_384
+"""More than a cluster has members: those of a month of restarts without a state directory are among them."""
 MAX_PACKED_BYTES: Final = MAX_WRITERS * 16
 _ENTRY: Final = struct.Struct("<QQ")
 _LIMIT: Final = 1 << 64
 
 
 def raise_stamps(stamps: Stamps, others: Mapping[Member, int]) -> bool:
-    """Raise `stamps` to those of `others` that are higher. Whether any was."""
-    changed = False
-    for member, stamp in others.items():
-        if stamp > stamps.get(member, 0):
-            stamps[member] = stamp
-            changed = True
-    return changed
+    """Raise `stamps` to those of `others` that are higher, and leave out the oldest beyond 16,384. Whether
+    that changed any."""
+    raised = {member: stamp for member, stamp in others.items() if stamp > stamps.get(member, 0)}
+    if not raised:
+        return False
+    if len(stamps) + len(raised) <= MAX_WRITERS:
+        stamps.update(raised)
+        return True
+    merged = without_older({**stamps, **raised}, 0)
+    if merged == stamps:
+        return False
+    stamps.clear()
+    stamps.update(merged)
+    return True
 
 
 def newest_unseen(horizon: Mapping[Member, int], seen: Mapping[Member, int]) -> int:
@@ -48,17 +56,18 @@ def newest_unseen(horizon: Mapping[Member, int], seen: Mapping[Member, int]) -> 
 
 
 def without_older(stamps: Mapping[Member, int], oldest: int) -> Stamps:
-    """The stamps above `oldest`; of more than 4,096 the newest."""
+    """The stamps above `oldest`; of more than 16,384 the newest, the same ones in every peer."""
     kept = {member: stamp for member, stamp in stamps.items() if stamp > oldest}
     if len(kept) > MAX_WRITERS:
-        newest = sorted(kept.items(), key=lambda item: item[1], reverse=True)
+        newest = sorted(kept.items(), key=lambda item: (item[1], item[0]), reverse=True)
         kept = dict(newest[:MAX_WRITERS])
     return kept
 
 
 def pack_stamps(stamps: Mapping[Member, int]) -> bytes:
     """16 bytes a writer, in order of the writers: equal tables give equal bytes."""
-    return b"".join(_ENTRY.pack(member, stamps[member]) for member in sorted(stamps))
+    flat = [number for entry in sorted(stamps.items()) for number in entry]
+    return struct.pack(f"<{len(flat)}Q", *flat)
 
 
 def unpack_stamps(packed: bytes) -> Stamps:

@@ -12,7 +12,7 @@ and then the horizon becomes this peer's own. A cluster that is in touch drops o
 seen, so nothing is discarded there.
 
 A member that has just come (back) and whose record does not show the same horizon may still hold such
-copies: until it does, this peer does not believe its locations of such versions (`doubts`).
+copies: until it does, this peer does not believe its locations of such versions (`doubted_up_to`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from p2pstore.gossip.floor_stamps import (
 )
 from p2pstore.gossip.log import newest_clock
 from p2pstore.gossip.records import Member, PeerRecord
-from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS, Version, clock_from_unix_seconds
+from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS, clock_from_unix_seconds
 
 COMPARE_SECONDS: Final = 5.0
 COMPARE_SOON_SECONDS: Final = 0.5
@@ -130,8 +130,8 @@ class FloorSync:
         horizon = without_older(answer.horizon, oldest)
         if horizon and not self._accepts_clock(max(horizon.values()), now):
             return  # one of the two clocks is wrong: nothing that is said of time can be believed
-        self._distrusted = max(self._distrusted, newest_unseen(horizon, self.seen))
         self.records.raise_horizon(horizon)
+        self._follow(horizon)
         self._note_horizon(now)
         agreed = asked_end > 0 and answer.epoch_end == asked_end
         if (asked_end and same_now) or (agreed and asked_end >= (self._started_clock or 0)):
@@ -155,7 +155,10 @@ class FloorSync:
             self.synchronised = True
             end, _ = self.records.settled_epoch(clock_now)
             raise_stamps(self.seen, {self._me: end})
+        before = self.records.horizon_hash
         self.records.compact(self.seen, clock_now)
+        if self.records.horizon_hash != before:
+            self._follow(self.records.horizon)
         self.records.purge()
         oldest = self._oldest(now)
         self.records.forget_horizon(oldest)
@@ -186,20 +189,24 @@ class FloorSync:
         """A member is gone."""
         self._unproven.discard(member)
 
-    def doubts(
-        self, member: Member, record: PeerRecord | None, version: Version, now: float
-    ) -> bool:
-        """Whether the member's copy of this version may have been removed while it was away."""
-        if version.clock > self.records.compacted_before:
-            return False
+    def doubted_up_to(self, member: Member, record: PeerRecord | None, now: float) -> int:
+        """The member's copies of versions up to this clock may have been removed while it was away; -1 when
+        all of them are believed."""
         if record is not None and record.floors_horizon == self.records.horizon_hash:
-            return False
-        return member in self._unproven or now > self._horizon_since + CATCH_UP_SECONDS
+            return -1
+        late = member in self._unproven or now > self._horizon_since + CATCH_UP_SECONDS
+        return self.records.compacted_before if late else -1
 
     def was_away_too_long(self, last_clock: int, now: float) -> bool:
         """Whether a peer whose clock last stood at `last_clock` may have missed floors whose stamps are
         forgotten."""
         return last_clock <= self._oldest(now)
+
+    def _follow(self, horizon: Mapping[Member, int]) -> None:
+        """Distrust what floors may have forbidden that were dropped before they were seen here. After that
+        nothing is to be feared of them: they count as seen, or the same copies would go again and again."""
+        self._distrusted = max(self._distrusted, newest_unseen(horizon, self.seen))
+        raise_stamps(self.seen, horizon)
 
     def _note_horizon(self, now: float) -> None:
         if self._horizon_hash != self.records.horizon_hash:

@@ -53,6 +53,7 @@ from p2pstore.gossip.link import (
     Handler,
     LinkError,
     OwnAddress,
+    TwinAddress,
     admit_stream,
     open_asking_stream,
     printable,
@@ -83,6 +84,9 @@ MAX_STRANGERS: Final = 256
 MAX_STRANGERS_PER_HOST: Final = 128
 MAX_STREAMS_PER_CONNECTION: Final = 4
 """Streams that the other side may have open: it needs one, and one more while that is replaced."""
+
+OWN_ARRIVAL_SECONDS: Final = 2.0
+"""By when a dial of this peer's own address has arrived here."""
 
 _PROTOCOL: Final = TProtocol(CONTROL_PROTOCOL)
 _UPGRADE_BYTES: Final = 32 * 1024
@@ -139,6 +143,8 @@ class ControlHost:
         self._software = software
         self._connections: dict[PeerId, list[Connection[Yamux]]] = {}
         self._opening: dict[PeerId, trio.Lock] = {}
+        self._own_arrivals = 0
+        self._own_arrived = trio.Event()
         self._strangers: Strangers[trio.CancelScope] = Strangers(
             MAX_STRANGERS, MAX_STRANGERS_PER_HOST
         )
@@ -291,9 +297,10 @@ class ControlHost:
         except OSError as error:
             raise LinkError(f"cannot reach {endpoint}: {error.strerror}") from None
         try:
+            arrivals = self._own_arrivals
             connection = await self._upgrade(sock, str(endpoint), outgoing=True, expected=peer_id)
             if connection.peer_id == self._identity.peer_id:
-                raise OwnAddress(f"{endpoint} is this peer itself")
+                raise await self._itself_or_twin(endpoint, arrivals)
             await self._nursery.start(self._run_connection, connection)
             return connection
         except LinkError:
@@ -308,6 +315,15 @@ class ControlHost:
         except BaseException:
             sock.abort()
             raise
+
+    async def _itself_or_twin(self, endpoint: Endpoint, arrivals_before: int) -> LinkError:
+        """Who has this identity at the endpoint: this process, which then hears its own dial arrive (the
+        addresses need not tell: it may come by way of a translation), or another one."""
+        with trio.move_on_after(OWN_ARRIVAL_SECONDS):
+            while self._own_arrivals == arrivals_before:
+                await self._own_arrived.wait()
+            return OwnAddress(f"{endpoint} is this peer itself")
+        return TwinAddress(f"another process with this peer's identity listens at {endpoint}")
 
     async def _upgrade(
         self, sock: GuardedSocket, address: str, *, outgoing: bool, expected: PeerId | None = None
@@ -334,7 +350,7 @@ class ControlHost:
         try:
             stream: AskingStream = await connection.nursery.start(self._run_asking, connection)
         except AdmissionRefused as refusal:
-            self._refusals.say(connection.address, f"not admitted by {who}: {refusal}")
+            self._refusals.say(connection.address, f"not admitted by {who}")
             raise LinkError(f"{who}: {refusal}", refused=True, code=refusal.code) from None
         except Exception as error:  # RuntimeError when the connection ends meanwhile
             raise LinkError(f"no stream to {who}: {_reason(error)}") from None
@@ -406,9 +422,11 @@ class ControlHost:
                 sock = GuardedSocket(accepted, _UPGRADE_BYTES)
                 connection = await self._upgrade(sock, address, outgoing=False)
                 connection.stranger = scope
-                if (
-                    connection.peer_id != self._identity.peer_id
-                ):  # else `discover` on our own address
+                if connection.peer_id == self._identity.peer_id:  # `discover` of our own address
+                    self._own_arrivals += 1
+                    self._own_arrived.set()
+                    self._own_arrived = trio.Event()
+                else:
                     await self._run_connection(connection)
         except Exception as error:  # whatever the library makes of what a stranger sent
             self._refusals.dropped(address, _reason(error))

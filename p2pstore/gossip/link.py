@@ -80,6 +80,10 @@ class OwnAddress(LinkError):
     """The address is this peer's own."""
 
 
+class TwinAddress(LinkError):
+    """Another live process with this peer's identity listens at the address."""
+
+
 class Link(Protocol):
     """What a peer uses to reach others: the control host, or the simulator's network."""
 

@@ -18,29 +18,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from random import Random
 from typing import Final
-
-import msgspec
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.anti_entropy import (
     Knowledge,
     News,
     check_claims,
-    pack_buckets,
-    read_buckets,
-    read_digest,
 )
+from p2pstore.gossip.asking import Asked, Questions
 from p2pstore.gossip.catch_up import CatchUp
 from p2pstore.gossip.cluster_records import (
-    DEFAULT_KEPT_SECONDS,
-    DEFAULT_LIMIT,
     ClusterRecords,
 )
+from p2pstore.gossip.config import GossipConfig
 from p2pstore.gossip.contacts import Contacts
-from p2pstore.gossip.directory import Directory, DirectoryConfig
+from p2pstore.gossip.directory import Directory
 from p2pstore.gossip.effects import (
     Ask,
     Contact,
@@ -50,15 +44,15 @@ from p2pstore.gossip.effects import (
     Push,
     SnapshotHead,
 )
-from p2pstore.gossip.floor_stamps import pack_stamps, unpack_stamps
-from p2pstore.gossip.floor_sync import FloorAnswer, FloorSync
+from p2pstore.gossip.exchanges import Exchanges, read_reply, read_request
+from p2pstore.gossip.floor_sync import FloorSync
 from p2pstore.gossip.fresh_news import FreshNews
-from p2pstore.gossip.log import DEFAULT_RING_LIMIT, OwnLog
+from p2pstore.gossip.home_pushes import HomePushes
+from p2pstore.gossip.log import OwnLog
 from p2pstore.gossip.membership import (
     MAX_INCARNATION,
     MemberChange,
     Membership,
-    MembershipConfig,
     MemberState,
 )
 from p2pstore.gossip.messages import (
@@ -72,7 +66,8 @@ from p2pstore.gossip.messages import (
     Ping,
     Status,
 )
-from p2pstore.gossip.placement import batch_by_home, homes, rank
+from p2pstore.gossip.own_record import OwnRecord
+from p2pstore.gossip.placement import homes, rank
 from p2pstore.gossip.records import (
     ClusterRecord,
     LocationRecord,
@@ -83,7 +78,6 @@ from p2pstore.gossip.records import (
     Signer,
     Verifier,
     format_peer_id,
-    sign_peer_record,
 )
 from p2pstore.objects import Version
 from p2pstore.wire import Code, Empty, Failure, Message
@@ -100,56 +94,7 @@ __all__ = [
     "SnapshotHead",
 ]
 
-MAX_IN_FLIGHT_EXCHANGES: Final = 3
-MAX_PUSHED_AT_ONCE: Final = 8192
-"""Operations in one batch of home pushes; the rest goes with the next."""
 HOUSEKEEPING_SECONDS: Final = 0.25
-LOST_ANSWER_SECONDS: Final = 120.0
-"""An effect that was not answered for this long is taken as failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class GossipConfig:
-    """Timing, fan-out and bounds of one peer's gossip."""
-
-    cluster: str = "default"
-    membership: MembershipConfig = field(default_factory=MembershipConfig)
-    directory: DirectoryConfig = field(default_factory=DirectoryConfig)
-    ring_limit: int = DEFAULT_RING_LIMIT
-    cluster_record_limit: int = DEFAULT_LIMIT
-    floor_kept_seconds: float = DEFAULT_KEPT_SECONDS
-    exchange_seconds: float = 0.067
-    idle_exchange_seconds: float = 1.0
-    exchange_timeout_seconds: float = 5.0
-    delta_bytes: int = 160 * 1024
-    eager_fanout: int = 3
-    eager_seconds: float = 0.05
-    """Shortest time between two eager messages to the same number of members."""
-    eager_bytes: int = 128 * 1024
-    push_seconds: float = 0.02
-    head_seconds: float = 0.2
-    """Shortest time between two signatures made only because the log moved on."""
-    behind_seconds: float = 1.0
-    """How long a view may stand still behind its owner's head before a snapshot is fetched."""
-    snapshot_timeout_seconds: float = 60.0
-    forget_seconds: float = 60.0
-    """How long a dead member's locations are kept, hidden."""
-    leave_fanout: int = 8
-    leave_timeout_seconds: float = 1.0
-    defence_margin: int = 16
-    """A record of this peer's identity whose incarnation (ms of its start) is less than this above its
-    own is an older process defending itself: this one gives way."""
-
-
-@dataclass(slots=True)
-class _Asked:
-    kind: ControlKind | None
-    """None for a snapshot."""
-    peer_id: PeerId
-    member: Member
-    sent_at: float
-    floors_epoch: int = 0
-    """Of an exchange: the epoch that it asks about."""
 
 
 class Gossip:
@@ -184,7 +129,6 @@ class Gossip:
         )
         self.floors = FloorSync(self.member, self.cluster_records, accepts_clock, wall_clock)
         self.contacts = Contacts(rng)
-        self.leaving = False
         self.knowledge = Knowledge(
             config.cluster,
             self.membership,
@@ -196,29 +140,20 @@ class Gossip:
             rng,
             accepts_peer,
         )
-        self._signer = signer
-        self._describe = describe
+        self.own_record = OwnRecord(
+            signer, describe, config, self.membership, self.log, self.cluster_records
+        )
+        self.questions = Questions(config)
+        self._exchanges = Exchanges(config, self.knowledge, self.floors, self.questions, rng)
+        self._pushes = HomePushes(self.membership, config.push_seconds)
         self._rng = rng
-        self._tokens = 0
-        self._asked: dict[int, _Asked] = {}
-        self._offer_changed = True
-        self._signed_at = -math.inf
-        self._defended = False
-        self._duplicate: PeerRecord | None = None
 
         self._probe_at = -math.inf
         self._recontact_at = -math.inf
         self._housekeeping_at = -math.inf
-        self._exchange_seconds = config.exchange_seconds
-        self._exchanged_at = -math.inf
-        self._exchange_with: dict[PeerId, None] = {}
-        self._cluster_differs: set[PeerId] = set()
-
         self._eager_at = -math.inf
         self._fresh = FreshNews(self.knowledge)
         self._catch_up = CatchUp(self.directory, config.ring_limit, config.behind_seconds)
-        self._pushed_at = -math.inf
-        self._to_push: list[tuple[int, bytes]] = []
         self._forget_at: dict[Member, float] = {}
         self._changes: list[MemberChange] = []
         self._arrived: list[tuple[ClusterRecord, SignedRecord]] = []
@@ -232,6 +167,11 @@ class Gossip:
         return self.log.incarnation
 
     @property
+    def leaving(self) -> bool:
+        """Whether `leave` was called."""
+        return self.own_record.leaving
+
+    @property
     def joined(self) -> bool:
         """Whether a contact has answered since the start."""
         return self.contacts.succeeded_once
@@ -243,7 +183,7 @@ class Gossip:
 
     def offer_changed(self) -> None:
         """`describe` would say something else now: sign a new record before the next is sent."""
-        self._offer_changed = True
+        self.own_record.changed()
 
     def hold(self, record: LocationRecord, now: float) -> None:
         """This peer holds a version of a key from now on."""
@@ -255,42 +195,11 @@ class Gossip:
 
     def record(self, now: float) -> SignedRecord:
         """This peer's own record, signed anew when something changed."""
-        own = self.membership.own
-        known = own.record
-        interval = max(self.config.head_seconds, 0.01 * len(self.membership.live()))
-        moved = known is not None and (
-            known.head.sequence != self.log.sequence
-            or known.floors_horizon != self.cluster_records.horizon_hash
-        )
-        if self._offer_changed or (moved and now >= self._signed_at + interval):
-            record = msgspec.structs.replace(
-                self._describe(),
-                peer_id=self.peer_id,
-                cluster=self.config.cluster,
-                incarnation=self.incarnation,
-                sequence=known.sequence + 1 if known else 1,
-                head=self.log.head,
-                leaving=self.leaving,
-                floors_horizon=self.cluster_records.horizon_hash,
-            )
-            self.membership.observe_record(record, sign_peer_record(record, self._signer), now)
-            self._offer_changed, self._signed_at = False, now
-        assert own.signed is not None
-        return own.signed
+        return self.own_record.signed(now)
 
     def pushes(self, now: float) -> list[Push]:
         """This peer's fresh operations for the keys' homes: at once, then at most every 20 ms."""
-        if not self._to_push or now < self._pushed_at + self.config.push_seconds:
-            return []
-        self._pushed_at = now
-        fresh = self._to_push[:MAX_PUSHED_AT_ONCE]
-        del self._to_push[:MAX_PUSHED_AT_ONCE]
-        pushes = []
-        for member, (sequences, operations) in batch_by_home(fresh, self._members()).items():
-            state = self.membership.resolve(member)
-            if state is not None and state is not self.membership.own:
-                pushes.append(Push(state.peer_id, self.incarnation, sequences, operations))
-        return pushes
+        return self._pushes.take(self.incarnation, self._members(), now)
 
     def offer_cluster_record(self, record: ClusterRecord, signed: SignedRecord, now: float) -> bool:
         """Keep and spread a verified cluster record. Whether it was new."""
@@ -308,12 +217,12 @@ class Gossip:
 
     def leave(self, now: float) -> list[Effect]:
         """Tell up to eight members that this peer goes. After it, `tick` starts nothing new."""
-        self.leaving = self._offer_changed = True
+        self.own_record.leave()
         signed = self.record(now)
         others = self.membership.others()
         self.membership.leave(now)
         return [
-            self._ask(state.peer_id, ControlKind.LEAVE, Leave(signed), now)
+            self.questions.ask(state.peer_id, ControlKind.LEAVE, Leave(signed), now)
             for state in self._sample(others, self.config.leave_fanout)
         ]
 
@@ -321,8 +230,12 @@ class Gossip:
 
     def doubts(self, member: Member, version: Version, now: float) -> bool:
         """Whether the member's copy of this version may have been removed while it was away."""
+        return version.clock <= self.doubted_up_to(member, now)
+
+    def doubted_up_to(self, member: Member, now: float) -> int:
+        """The clock up to which a member's versions are doubted; -1 when none are."""
         state = self.membership.resolve(member)
-        return self.floors.doubts(member, state.record if state else None, version, now)
+        return self.floors.doubted_up_to(member, state.record if state else None, now)
 
     def homes(self, digest: bytes) -> list[PeerId]:
         """The key's home peers, best first; this one may be among them."""
@@ -381,6 +294,8 @@ class Gossip:
             self.membership.expel(state.peer_id)
             self.directory.drop(state.member)
             self._forget_at.pop(state.member, None)
+            self.floors.went(state.member)
+            self._exchanges.forget(state.peer_id)
         return [state.peer_id for state in gone]
 
     # --- events ------------------------------------------------------------------------------
@@ -413,7 +328,7 @@ class Gossip:
 
         Raises `ProtocolError`, having taken nothing in, when the reply is nonsense.
         """
-        asked = self._asked.pop(token, None)
+        asked = self.questions.take(token)
         if asked is None:
             return []
         if reply is None:
@@ -442,7 +357,7 @@ class Gossip:
         Raises `ProtocolError`, and changes nothing, for a snapshot that its owner did not sign; it
         is fetched again after a while.
         """
-        asked = self._asked.pop(token, None)
+        asked = self.questions.take(token)
         if asked is None:
             return []
         # A success ends this when the view is seen to have caught up.
@@ -455,14 +370,14 @@ class Gossip:
             asked.member, head.incarnation, head.sequence, head.set_hash, packed
         ):
             self.floors.heard_of(packed, now)
-            self._hurry()
+            self._exchanges.hurry()
         return []
 
     def contacted(self, peer_id: PeerId, addresses: Sequence[str], now: float) -> list[Effect]:
         """A peer answered (and was admitted) at these addresses: exchange everything with it."""
         self.contacts.succeeded(addresses, peer_id, now)
         if peer_id != self.peer_id:
-            self._exchange_with[peer_id] = None
+            self._exchanges.want(peer_id)
         return []
 
     def contact_failed(self, addresses: Sequence[str], now: float) -> list[Effect]:
@@ -473,9 +388,7 @@ class Gossip:
     def connection_lost(self, peer_id: PeerId, now: float) -> list[Effect]:
         """A connection to the peer failed: no verdict, but a reason to probe it at once."""
         state = self.membership.get(peer_id)
-        probing = any(
-            a.peer_id == peer_id and a.kind == ControlKind.PING for a in self._asked.values()
-        )
+        probing = peer_id in self.questions.asked(ControlKind.PING)
         if state is None or state.status != Status.ALIVE or probing or self.leaving:
             return []
         return [self._ping(state, now)]
@@ -490,7 +403,7 @@ class Gossip:
         self.record(now)
         effects: list[Effect] = self._consequences(now)
         effects += self._probe(now)
-        effects += self._start_exchanges(now)
+        effects += self._exchanges.start(now)
         effects += self._spread_fresh(now)
         if now >= self._housekeeping_at:
             self._housekeeping_at = now + HOUSEKEEPING_SECONDS
@@ -510,15 +423,11 @@ class Gossip:
             self._recontact_at,
             self._housekeeping_at,
             self.contacts.next_due(),
+            self._pushes.due(),
+            self._exchanges.due(),
         )
-        if self._to_push:
-            due = min(due, self._pushed_at + self.config.push_seconds)
-        if self.membership.others():
-            due = min(due, self._exchange_due())
-            if self._fresh:
-                due = min(due, self._eager_at)
-        if self._exchange_with:
-            due = now
+        if self._fresh and self.membership.others():
+            due = min(due, self._eager_at)
         return max(due, now)
 
     # --- requests of others ------------------------------------------------------------------
@@ -536,55 +445,19 @@ class Gossip:
         return Ack(self.membership.own.incarnation, self._claims_for(sender))
 
     def _serve_exchange(self, sender: PeerId, request: Exchange, now: float) -> Message:
-        theirs = read_digest(request.digest)
-        buckets = read_buckets(request.cluster_buckets)
+        theirs = read_request(request)
         check_claims(request.claims)
         self._heard(sender, now)
         self.membership.observe_claims(request.claims, now)
         self.record(now)
-        floors = self.floors.answer(request.floors_epoch, request.floors_hash, now)
-        differs = request.cluster_hash != self.cluster_records.hash
-        delta = self.knowledge.delta_for(
-            theirs, self.config.delta_bytes, buckets if differs else None
-        )
-        if has_news(delta):
-            self._hurry()
-        return ExchangeReply(
-            delta,
-            self.knowledge.digest(),
-            self.cluster_records.hash,
-            pack_buckets(self.cluster_records.bucket_hashes) if differs else b"",
-            floors.epoch_end,
-            pack_stamps(floors.seen),
-            pack_stamps(floors.horizon),
-        )
+        return self._exchanges.answer(request, theirs, now)
 
-    def _exchanged(self, asked: _Asked, reply: ExchangeReply, now: float) -> list[Effect]:
-        peer_id = asked.peer_id
-        theirs = read_digest(reply.digest)
-        buckets = read_buckets(reply.cluster_buckets)
-        floors = FloorAnswer(
-            reply.floors_epoch,
-            unpack_stamps(reply.floors_seen),
-            unpack_stamps(reply.floors_horizon),
-        )
-        news = self._take_delta(peer_id, reply.delta, now)
-        differs = reply.cluster_hash != self.cluster_records.hash
-        self.floors.learn(floors, asked.floors_epoch, now, same_now=not differs)
-        (self._cluster_differs.add if differs else self._cluster_differs.discard)(peer_id)
+    def _exchanged(self, asked: Asked, reply: ExchangeReply, now: float) -> list[Ask]:
+        theirs = read_reply(reply)
+        news = self._take_delta(asked.peer_id, reply.delta, now)
+        self._exchanges.learn(asked, reply, theirs, now)
         self.record(now)
-        delta = self.knowledge.delta_for(
-            theirs, self.config.delta_bytes, buckets if differs else None
-        )
-        if news.anything or has_news(delta):
-            self._hurry()
-        else:
-            self._exchange_seconds = min(
-                1.5 * self._exchange_seconds, self.config.idle_exchange_seconds
-            )
-        if has_news(delta) or delta.claims:
-            return [self._ask(peer_id, ControlKind.DELTA, delta, now)]
-        return []
+        return self._exchanges.follow_up(asked.peer_id, theirs, now, news=news.anything)
 
     def _take_delta(self, sender: PeerId, delta: Delta, now: float) -> News:
         checked = self.knowledge.check(delta, now)
@@ -593,11 +466,12 @@ class Gossip:
         for chunk in checked.logs:
             self.floors.heard_of(chunk.operations, now)
         for record in news.own:
-            self._own_record_seen(record, now)
+            if self.own_record.seen(record):
+                self._pushes.clear()
         self._fresh.add(news, sender)
         self._arrived += news.cluster_records
         if news.anything:
-            self._hurry()
+            self._exchanges.hurry()
         return news
 
     def _heard(self, peer_id: PeerId, now: float) -> None:
@@ -606,28 +480,7 @@ class Gossip:
         state = self.membership.get(peer_id)
         if not self._is_live(peer_id) and not (state is not None and state.leaving):
             # It lives: its record is missing here, or it should hear that it is held dead.
-            self._exchange_with[peer_id] = None
-
-    def _own_record_seen(self, record: PeerRecord, now: float) -> None:
-        """A record that this peer's key signed but this process did not: its identity is used
-        twice.
-
-        Records of a past life are lower and never get here. The newer process is to go, but at
-        first it sees lower records only. So the older one makes itself just higher: then the newer
-        one sees that somebody alive signs with its key. Each defends itself once, so one of them
-        goes.
-        """
-        defended = record.incarnation < self.incarnation + self.config.defence_margin
-        if self._defended or defended:
-            self._duplicate = record
-            return
-        if record.incarnation + 1 >= MAX_INCARNATION:
-            return
-        self._defended = self._offer_changed = True
-        # Just above the other record, and not above what refutations have raised the claims to: by that
-        # little the other one tells a defence from a third process.
-        self.log.restart(record.incarnation + 1)
-        self._to_push.clear()
+            self._exchanges.want(peer_id)
 
     # --- what tick starts --------------------------------------------------------------------
 
@@ -646,56 +499,6 @@ class Gossip:
                 effects.append(self._ping(state, now))
         return effects
 
-    def _exchange_due(self) -> float:
-        in_flight = sum(a.kind == ControlKind.EXCHANGE for a in self._asked.values())
-        if in_flight >= MAX_IN_FLIGHT_EXCHANGES:
-            return math.inf
-        if self.membership.has_rumors:
-            return self._exchanged_at + self.config.exchange_seconds
-        return self._exchanged_at + self._exchange_seconds
-
-    def _start_exchanges(self, now: float) -> list[Effect]:
-        wanted, self._exchange_with = self._exchange_with, {}
-        under_way = {a.peer_id for a in self._asked.values() if a.kind == ControlKind.EXCHANGE}
-        effects: list[Effect] = [
-            self._exchange(peer_id, now, wanted=True)
-            for peer_id in wanted
-            if peer_id not in under_way
-        ]
-        if not effects and now >= self._exchange_due():
-            others = self.membership.others()
-            if others:
-                effects.append(self._exchange(self._rng.choice(others).peer_id, now))
-        return effects
-
-    def _exchange(self, peer_id: PeerId, now: float, *, wanted: bool = False) -> Effect:
-        self._exchanged_at = now
-        buckets = b""
-        if peer_id in self._cluster_differs:
-            buckets = pack_buckets(self.cluster_records.bucket_hashes)
-        epoch, epoch_hash = self.floors.question(
-            now, at_once=wanted, soon=self._shows_other_horizon(peer_id)
-        )
-        request = Exchange(
-            self.knowledge.digest(),
-            self.cluster_records.hash,
-            buckets,
-            self._claims_for(peer_id),
-            epoch,
-            epoch_hash,
-        )
-        ask = self._ask(peer_id, ControlKind.EXCHANGE, request, now)
-        self._asked[ask.token].floors_epoch = epoch
-        return ask
-
-    def _shows_other_horizon(self, peer_id: PeerId) -> bool:
-        state = self.membership.get(peer_id)
-        return (
-            state is not None
-            and state.record is not None
-            and state.record.floors_horizon != self.cluster_records.horizon_hash
-        )
-
     def _spread_fresh(self, now: float) -> list[Effect]:
         if now < self._eager_at or not self._fresh:
             return []
@@ -709,7 +512,7 @@ class Gossip:
             claims = self._claims_for(state.peer_id)
             delta = self._fresh.delta_for(state.peer_id, self.config.eager_bytes, claims)
             if delta is not None:
-                effects.append(self._ask(state.peer_id, ControlKind.DELTA, delta, now))
+                effects.append(self.questions.ask(state.peer_id, ControlKind.DELTA, delta, now))
                 if len(effects) == self.config.eager_fanout:
                     break
         self._fresh.clear()
@@ -723,23 +526,12 @@ class Gossip:
             del self._forget_at[member]
             self.directory.forget(member)
         self.floors.housekeep(now, alone=self.alone_by_configuration, shown=self._shown_horizon)
-        lost = [t for t, a in self._asked.items() if a.sent_at + LOST_ANSWER_SECONDS < now]
-        for token in lost:
-            del self._asked[token]
+        self.questions.give_up_lost(now)
         return self._fetch_snapshots(now)
 
     def _fetch_snapshots(self, now: float) -> list[Effect]:
-        fetching = {a.member for a in self._asked.values() if a.kind is None}
-        timeout = self.config.snapshot_timeout_seconds
-        return [
-            FetchSnapshot(
-                self._token(None, state.peer_id, state.member, now),
-                state.peer_id,
-                state.member,
-                timeout,
-            )
-            for state in self._catch_up.due(self.membership.others(), fetching, now)
-        ]
+        owners = self._catch_up.due(self.membership.others(), self.questions.fetching(), now)
+        return [self.questions.fetch_snapshot(state.peer_id, state.member, now) for state in owners]
 
     # --- inside ------------------------------------------------------------------------------
 
@@ -751,7 +543,7 @@ class Gossip:
                 self.floors.went(change.member)
                 self.directory.hide(change.member)
                 self._forget_at[change.member] = now + self.config.forget_seconds
-                self._cluster_differs.discard(change.peer_id)
+                self._exchanges.forget(change.peer_id)
             else:
                 if change.old is None or change.old > Status.SUSPECT:
                     self.floors.came(change.member)
@@ -762,21 +554,16 @@ class Gossip:
     def _consequences(self, now: float) -> list[Effect]:
         """What every event may have caused: members changed, this peer's identity used twice."""
         self._react(now)
-        if self._duplicate is None:
-            return []
-        duplicate, self._duplicate = self._duplicate, None
-        return [Duplicate(duplicate)]
+        duplicate, self.own_record.duplicate = self.own_record.duplicate, None
+        return [] if duplicate is None else [Duplicate(duplicate)]
 
     def _note_operation(self, operation: bytes | None) -> None:
         if operation is None:
             return
         sequence = self.log.sequence
-        self._to_push.append((sequence, operation))
+        self._pushes.add(sequence, operation)
         self._fresh.add_own(sequence)
-        self._hurry()
-
-    def _hurry(self) -> None:
-        self._exchange_seconds = self.config.exchange_seconds
+        self._exchanges.hurry()
 
     def _claims_for(self, peer_id: PeerId) -> list[Claim]:
         return self.membership.claims((peer_id,))
@@ -791,20 +578,7 @@ class Gossip:
 
     def _ping(self, state: MemberState, now: float) -> Ask:
         request = Ping(state.incarnation, self._claims_for(state.peer_id))
-        return self._ask(state.peer_id, ControlKind.PING, request, now)
-
-    def _ask(self, peer_id: PeerId, kind: ControlKind, request: Message, now: float) -> Ask:
-        timeout = self.config.exchange_timeout_seconds
-        if kind == ControlKind.PING:
-            timeout = self.config.membership.probe_timeout_seconds
-        elif kind == ControlKind.LEAVE:
-            timeout = self.config.leave_timeout_seconds
-        return Ask(self._token(kind, peer_id, 0, now), peer_id, kind, request, timeout)
-
-    def _token(self, kind: ControlKind | None, peer_id: PeerId, member: Member, now: float) -> int:
-        self._tokens += 1
-        self._asked[self._tokens] = _Asked(kind, peer_id, member, now)
-        return self._tokens
+        return self.questions.ask(state.peer_id, ControlKind.PING, request, now)
 
     def _sample(self, states: list[MemberState], count: int) -> list[MemberState]:
         return self._rng.sample(states, min(count, len(states)))
@@ -829,8 +603,3 @@ class Gossip:
     def _peer_ids(self, members: Iterable[Member]) -> list[PeerId]:
         states = (self.membership.resolve(member) for member in members)
         return [state.peer_id for state in states if state is not None]
-
-
-def has_news(delta: Delta) -> bool:
-    """Whether a delta says anything besides claims."""
-    return bool(delta.records or delta.logs or delta.cluster_records)

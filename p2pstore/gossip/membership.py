@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from random import Random
 from typing import Final
 
@@ -37,6 +38,7 @@ from p2pstore.gossip.records import (
     member_of,
     public_key_from_peer_id,
 )
+from p2pstore.gossip.rumors import Rumors
 
 MAX_INCARNATION: Final = 1 << 62
 """Higher ones are refused: they would leave no room to refute."""
@@ -91,12 +93,6 @@ class MemberChange:
     new: Status
 
 
-@dataclass(slots=True)
-class _Rumor:
-    claim: Claim
-    sent: int = 0
-
-
 class Membership:
     """See the module's docstring. `me` is a member too, always alive until `leave`."""
 
@@ -109,11 +105,14 @@ class Membership:
         self._states: dict[PeerId, MemberState] = {}
         self._by_member: dict[Member, MemberState] = {}
         self._changes: list[MemberChange] = []
-        self._rumors: dict[PeerId, _Rumor] = {}
+        self._rumors: Rumors[PeerId] = Rumors()
+        self._claims: dict[PeerId, Claim] = {}
+        """What the rumours say."""
         self._round: list[PeerId] = []
         self._suspects: dict[PeerId, float] = {}
         self._failed: dict[PeerId, float] = {}
         self._live: list[MemberState] | None = None
+        self._others: list[MemberState] | None = None
         self._ticked_at = -math.inf
         self._own = self._add(me, Status.ALIVE, incarnation, -math.inf)
         self._changes.clear()
@@ -149,7 +148,9 @@ class Membership:
 
     def others(self) -> list[MemberState]:
         """`live()` without this peer."""
-        return [state for state in self.live() if state is not self._own]
+        if self._others is None:
+            self._others = [state for state in self.live() if state is not self._own]
+        return self._others
 
     def take_changes(self) -> list[MemberChange]:
         """Changes of other members' status since the last call, in order."""
@@ -306,13 +307,11 @@ class Membership:
         The receiver of a message hears first what is said of it, so that it can refute at once.
         """
         chosen = [claim for peer_id in about if (claim := self.accusation(peer_id)) is not None]
-        room = self.config.claims_per_message - len(chosen)
+        room = max(0, self.config.claims_per_message - len(chosen))
         limit = self.retransmit_limit()
-        for peer_id, rumor in sorted(self._rumors.items(), key=lambda item: item[1].sent)[:room]:
-            chosen.append(rumor.claim)
-            rumor.sent += 1
-            if rumor.sent >= limit:
-                del self._rumors[peer_id]
+        for peer_id in list(islice(self._rumors.least_sent(), room)):
+            chosen.append(self._claims[peer_id])
+            self._rumors.sent(peer_id, limit)
         return chosen
 
     def accusation(self, peer_id: PeerId) -> Claim | None:
@@ -330,7 +329,7 @@ class Membership:
     @property
     def has_rumors(self) -> bool:
         """Whether claims wait to be passed on."""
-        return bool(self._rumors)
+        return len(self._rumors) > 0
 
     def retransmit_limit(self) -> int:
         """How many messages each rumour rides on: it grows with the logarithm of the cluster."""
@@ -348,13 +347,13 @@ class Membership:
         self._spread(own)
 
     def _spread(self, state: MemberState, by: Member | None = None) -> None:
-        claim = Claim(
+        self._claims[state.peer_id] = Claim(
             state.peer_id,
             state.incarnation,
             int(state.status),
             self._own.member if by is None else by,
         )
-        self._rumors[state.peer_id] = _Rumor(claim)
+        self._rumors.add(state.peer_id)
 
     def _set(
         self,
@@ -406,12 +405,13 @@ class Membership:
         del self._states[state.peer_id]
         if self._by_member.get(state.member) is state:
             del self._by_member[state.member]
-        for table in (self._rumors, self._suspects, self._failed):
+        self._rumors.discard(state.peer_id)
+        for table in (self._claims, self._suspects, self._failed):
             table.pop(state.peer_id, None)
         self._live_changed()
 
     def _live_changed(self) -> None:
-        self._live = None
+        self._live = self._others = None
         self.version += 1
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Final, TypeVar
 
 from p2pstore.errors import (
@@ -56,6 +57,10 @@ M = TypeVar("M", bound=Message)
 
 RECEIVE_BYTES: Final = 256 * 1024
 BUSY_RETRY_SECONDS: Final = 0.02
+PEER_GONE: Final = (
+    "the connection to the local peer ended: it stopped or was restarted. Connect again; "
+    "`mooncake-p2p join` starts a peer"
+)
 
 _open_connections: weakref.WeakSet[LocalConnection] = weakref.WeakSet()
 
@@ -175,6 +180,15 @@ class LocalConnection:
             for descriptor in descriptors:
                 os.close(descriptor)
 
+    def segment(self, number: int) -> memoryview:
+        """The mapped segment that an answer names. Raises `StoreClosed` when the client was closed since,
+        `ProtocolError` when there is none of that number."""
+        try:
+            return self.segments[number]
+        except IndexError:
+            self.check_usable()
+            raise ProtocolError(f"the local peer has no segment {number}") from None
+
     @property
     def is_inherited(self) -> bool:
         """Whether this is a forked child's copy of its parent's connection."""
@@ -195,7 +209,7 @@ class LocalConnection:
             poll = select.poll()
             poll.register(self._stream.fileno(), select.POLLRDHUP)
             if poll.poll(0):
-                self._end("the connection to the local peer ended: it stopped or was restarted")
+                self._end(PEER_GONE)
         return self._closed_because is not None
 
     async def request(
@@ -214,15 +228,11 @@ class LocalConnection:
         """
         deadline = time.monotonic() + progress_seconds
 
-        def late(frame: tuple[FrameHeader, bytes]) -> None:
-            assert on_late_reply is not None
-            if not frame[0].flags & ERROR:
-                on_late_reply(_reply_in(frame, kind, reply_type))
-
+        on_late_frame = None
+        if on_late_reply is not None:
+            on_late_frame = partial(_take_late_reply, on_late_reply, kind, reply_type)
         while True:
-            frame = await self._exchange(
-                kind, message, deadline, None if on_late_reply is None else late
-            )
+            frame = await self._exchange(kind, message, deadline, progress_seconds, on_late_frame)
             if not frame[0].flags & ERROR:
                 return _reply_in(frame, kind, reply_type)
             failure = decode_body(Failure, frame[1])
@@ -235,6 +245,7 @@ class LocalConnection:
         kind: LocalKind,
         message: Message,
         deadline: float,
+        progress_seconds: float,
         on_late_frame: Callable[[tuple[FrameHeader, bytes]], None] | None,
     ) -> tuple[FrameHeader, bytes]:
         self.check_usable()
@@ -250,12 +261,13 @@ class LocalConnection:
             self._waiters[number] = waiter
         try:
             await self._send(frame)
+            await self._receive_or_wait(waiter, deadline)
             while waiter.frame is None:
                 self.check_usable()
                 if time.monotonic() >= deadline:
                     raise DeadlineExceeded(
-                        f"the local peer did not answer {kind.name} in time: it is overloaded, or "
-                        "what was asked for did not come"
+                        f"the local peer did not answer within {progress_seconds:g} s: it is overloaded, "
+                        "what was asked for did not come, or the timeout is too short"
                     )
                 await self._receive_or_wait(waiter, deadline)
         except BaseException:
@@ -272,7 +284,9 @@ class LocalConnection:
         on_late_frame: Callable[[tuple[FrameHeader, bytes]], None] | None,
     ) -> None:
         with self._state:
-            if not self._receiving:  # that may have been handed to this one: now it is the next one's
+            if (
+                not self._receiving
+            ):  # that may have been handed to this one: now it is the next one's
                 any(other.wake() for other in self._waiters.values() if other is not waiter)
             if waiter.frame is None and on_late_frame is not None:
                 waiter.on_late_frame = on_late_frame
@@ -319,12 +333,19 @@ class LocalConnection:
             try:
                 await self._stream.send_whole(b"".join(frames))
             except DeadlineExceeded:
-                raise self._end("the local peer takes no more requests: it hangs") from None
+                raise self._end(
+                    "the local peer takes no more requests: its process hangs or was stopped; end it, start "
+                    "it again, and connect again"
+                ) from None
             except OSError as error:
-                raise self._end(f"the local peer closed the connection ({error})") from error
+                raise self._end(
+                    f"the local peer closed the connection ({error}): connect again"
+                ) from error
             except BaseException:
                 if self._stream.fileno() < 0:
-                    self._end("the client was interrupted in the middle of a request")
+                    self._end(
+                        "the client was interrupted in the middle of a request: connect again"
+                    )
                 raise
             finally:
                 self._is_sending = False
@@ -351,7 +372,9 @@ class LocalConnection:
         except ProtocolError as error:
             raise self._end(f"the local peer sent what is not the protocol: {error}") from error
         except Exception as error:
-            raise self._end(f"the connection to the local peer broke ({error})") from error
+            raise self._end(
+                f"the connection to the local peer broke ({error}): connect again"
+            ) from error
         finally:
             with self._state:
                 self._receiving = False
@@ -362,22 +385,29 @@ class LocalConnection:
     def _dispatch(self, data: memoryview) -> None:
         """Give the frames that have arrived whole to those who wait for them."""
         if not data:
-            self._end("the connection to the local peer ended: it stopped or was restarted")
+            self._end(PEER_GONE)
+            return
+        frame = self._frames.sole_frame(data)
+        if frame is not None:
+            self._deliver(frame)
             return
         self._frames.feed(data)
         while (frame := self._frames.next_frame()) is not None:
-            number = frame[0].request_id
-            with self._state:
-                waiter = self._waiters.get(number)
-                if waiter is None:
-                    continue
-                waiter.frame = frame
-                waiter.wake()
-                if waiter.on_late_frame is not None:
-                    del self._waiters[number]
-                    self._abandoned -= 1
+            self._deliver(frame)
+
+    def _deliver(self, frame: tuple[FrameHeader, bytes]) -> None:
+        number = frame[0].request_id
+        with self._state:
+            waiter = self._waiters.get(number)
+            if waiter is None:
+                return
+            waiter.frame = frame
+            waiter.wake()
             if waiter.on_late_frame is not None:
-                waiter.on_late_frame(frame)
+                del self._waiters[number]
+                self._abandoned -= 1
+        if waiter.on_late_frame is not None:
+            waiter.on_late_frame(frame)
 
     def _end(self, reason: str) -> StoreClosed:
         """Close; everybody who waits fails with the reason."""
@@ -400,7 +430,9 @@ class LocalConnection:
     def close(self) -> None:
         """End the connection, its leases and reservations. Views of the mappings stay readable."""
         if not self.is_inherited:
-            self._end("the client is closed")
+            self._end(
+                "the client is closed: call inside its `with` block, or before close(), or connect again"
+            )
         self.segments.clear()
 
     def let_go_after_fork(self) -> None:
@@ -431,6 +463,16 @@ def _hangs(path: str) -> DeadlineExceeded:
         f"the peer at {path} does not answer: its process hangs or was stopped; look at its log, or end "
         "it and start it again"
     )
+
+
+def _take_late_reply(
+    on_late_reply: Callable[[M], None],
+    kind: LocalKind,
+    reply_type: type[M],
+    frame: tuple[FrameHeader, bytes],
+) -> None:
+    if not frame[0].flags & ERROR:
+        on_late_reply(_reply_in(frame, kind, reply_type))
 
 
 def _let_go_of_inherited_sockets() -> None:

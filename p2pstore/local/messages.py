@@ -200,12 +200,13 @@ class StoredElsewhere(Message, frozen=True):
 
 class Lease(Message, frozen=True):
     """Hold these objects in local memory while the client looks at them. `digests` packed. With `fetch`,
-    an object that is elsewhere is brought into local memory first."""
+    an object that is elsewhere is brought into local memory first. `key` is the text of the first one."""
 
     digests: bytes
     fetch: bool = True
     wait_ms: int = 0
     deadline_ms: int = 5000
+    key: str = ""
 
 
 class LeaseGrant(Message, frozen=True):
@@ -239,13 +240,15 @@ OWN_COPY: Final = 0
 class Plan(Message, frozen=True):
     """Where can these objects be read? With `wait_ms`, waits that long for the first holder.
     `exclude` are holders (short names, or OWN_COPY) that just failed for the client. `namespace` is the
-    digest of the namespace of all of them: what a flush has removed is not named."""
+    digest of the namespace of all of them: what a flush has removed is not named. `key` is the text of the
+    first one, for people who look at slow operations."""
 
     digests: bytes
     wait_ms: int = 0
     deadline_ms: int = 5000
     exclude: list[int] = []
     namespace: bytes = b""
+    key: str = ""
 
 
 class Holder(Message, frozen=True):
@@ -311,22 +314,37 @@ class PullCount(Message, frozen=True):
 
 
 class SlowRead(Message, frozen=True):
-    """A read from a holder that took long. `code` is the `wire.Code` of how it failed, 0 when it did not."""
+    """A read from a holder that took long. `code` is the `wire.Code` of how it failed, 0 when it did not.
+    `key` is the text of the key, in the namespace of the client's session."""
 
     digest: bytes
     member: int
     transport: str
     seconds: float
     code: int = 0
+    key: str = ""
+
+
+class TransportFallback(Message, frozen=True):
+    """A transport to a holder that failed where the next one to the same holder took over: how often, and why
+    the last time."""
+
+    member: int
+    transport: str
+    count: int = 1
+    text: str = ""
 
 
 class Report(Message, frozen=True):
-    """One way, at most every 100 ms: reads that the peer did not see, and holders that failed."""
+    """One way, at most every 100 ms: reads that the peer did not see, and holders that failed. `misses` counts
+    reads that ended without the value: nobody had it, or nobody who has it could be reached."""
 
     accesses: list[AccessCount]
     failures: list[HolderFailure] = []
     pulls: list[PullCount] = []
     slow: list[SlowRead] = []
+    fallbacks: list[TransportFallback] = []
+    misses: int = 0
 
 
 class Contains(Message, frozen=True):

@@ -14,6 +14,8 @@ from typing import Final
 from p2pstore.errors import AmbiguousLocalPeer, ConfigError, NoLocalPeer
 
 SOCKET_VARIABLE: Final = "MOONCAKE_P2P_SOCKET"
+CHOICES: Final = f"--socket, {SOCKET_VARIABLE} or connect(socket=...)"
+"""How people choose a peer: on the command line, for all programs, in Python."""
 DIRECTORY_NAME: Final = "mooncake-p2p"
 SYSTEM_DIRECTORY: Final = Path("/run") / DIRECTORY_NAME
 DIRECTORY_MODE: Final = 0o755
@@ -57,7 +59,8 @@ def default_socket_path(name: str, *, shared: bool = False) -> Path:
         else:
             return check_socket_path(directory / f"{name}.sock")
     raise ConfigError(
-        f"there is no directory for the local socket ({'; '.join(reasons)}): name one with --socket"
+        f"there is no directory for the local socket ({'; '.join(reasons)}): name one with "
+        "--socket, or PeerConfig(socket=...)"
     )
 
 
@@ -115,7 +118,7 @@ def check_socket_path(path: Path | str) -> Path:
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise ConfigError(
             f"the socket's path {str(path)!r} is longer than {MAX_PATH_BYTES} bytes: "
-            "choose a shorter one with --socket"
+            f"choose a shorter one with {CHOICES}"
         )
     return Path(path)
 
@@ -135,12 +138,12 @@ def find_socket(explicit: str | os.PathLike[str] | None = None) -> Path:
         searched = ", ".join(map(str, socket_directories()))
         raise NoLocalPeer(
             f"no peer runs on this machine (looked in {searched}): start one with "
-            f"`mooncake-p2p join`, or name its socket with --socket or {SOCKET_VARIABLE}"
+            f"`mooncake-p2p join`, or name its socket with {CHOICES}"
         )
     if len(live) > 1:
         raise AmbiguousLocalPeer(
             f"several peers run on this machine ({', '.join(map(str, live))}): choose one with "
-            f"--socket or {SOCKET_VARIABLE}"
+            f"{CHOICES}"
         )
     return live[0]
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import grp
 import itertools
 import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -24,15 +22,15 @@ from typing import Final, Protocol
 import trio
 
 from p2pstore.errors import (
-    ConfigError,
     DeadlineExceeded,
     P2PStoreError,
     ProtocolError,
     ProtocolMismatch,
     StoreClosed,
 )
+from p2pstore.local.listener import MAX_CONNECTIONS, file_identity, listen_at
 from p2pstore.local.messages import REQUESTS, Access, Hello, HelloReply, LocalKind
-from p2pstore.local.paths import answers, check_socket_path
+from p2pstore.local.paths import check_socket_path
 from p2pstore.objects import encode_namespace
 from p2pstore.trio_streams import TrioStream
 from p2pstore.wire import (
@@ -58,7 +56,6 @@ from p2pstore.wire import (
 
 logger = logging.getLogger("p2pstore.local")
 
-MAX_CONNECTIONS: Final = 1024
 MAX_IN_FLIGHT: Final = 64
 HELLO_SECONDS: Final = 5.0
 SEND_SECONDS: Final = 30.0
@@ -135,69 +132,15 @@ async def serve_local(
     """Serve clients at `path` until cancelled; for `nursery.start`, which returns once clients can
     connect. Raises `ConfigError` when another peer serves there or the socket cannot be made."""
     where = check_socket_path(os.fspath(path))
-    listener = await trio.to_thread.run_sync(_listen, where, mode, group)
-    identity = _identity(where)
+    listener = await trio.to_thread.run_sync(listen_at, where, mode, group)
+    identity = file_identity(where)
     try:
         task_status.started(where)
         await _accept_forever(listener, backend, observer)
     finally:
         listener.close()
-        if _identity(where) == identity:  # nobody removed or replaced it meanwhile
+        if file_identity(where) == identity:  # nobody removed or replaced it meanwhile
             where.unlink(missing_ok=True)
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Which file is at `path`, if any."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def _listen(path: Path, mode: int, group: str | None) -> socket.socket:
-    """A listening socket at `path`, after removing one that a dead peer left there."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with _one_peer_at_a_time(path.parent):
-            if path.is_socket():
-                if answers(path):
-                    raise ConfigError(
-                        f"another peer already serves local clients at {path}: "
-                        "give this one another --name or --socket"
-                    )
-                path.unlink()
-            os.fchmod(listener.fileno(), mode)  # bind makes the file with this mode, less the umask
-            listener.bind(os.fspath(path))
-            path.chmod(mode)
-            if group is not None:
-                os.chown(path, -1, grp.getgrnam(group).gr_gid)
-            listener.listen(MAX_CONNECTIONS)
-            listener.setblocking(False)
-    except KeyError:
-        listener.close()
-        path.unlink(missing_ok=True)
-        raise ConfigError(f"socket_group: there is no group {group!r} on this machine") from None
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen for local clients at {path}: {error.strerror}; choose another --socket"
-        ) from error
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-@contextlib.contextmanager
-def _one_peer_at_a_time(directory: Path) -> Iterator[None]:
-    """Two peers that start together must not take each other's fresh socket for a stale one."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 async def _accept_forever(
@@ -237,8 +180,14 @@ def _refuse(sock: socket.socket) -> None:
         sock.send(encode_failure(LocalKind.HELLO, 0, Code.BUSY, text))
 
 
+WRITING: Final = frozenset(
+    {
+        *(LocalKind.RESERVE, LocalKind.COMMIT, LocalKind.ABORT, LocalKind.PLACE, LocalKind.STORED),
+        *(LocalKind.REMOVE, LocalKind.REPLICATE, LocalKind.PIN, LocalKind.FLUSH, LocalKind.LEAVE),
+    }
+)
+"""What a client that connected only to read may not ask for."""
 _holders = itertools.count(1)
-_WRITING: Final = frozenset({LocalKind.RESERVE, LocalKind.COMMIT, LocalKind.ABORT})
 
 
 class _Connection:
@@ -377,7 +326,7 @@ class _Connection:
         message = decode_body(request_type, body)
         begin = time.monotonic()
         try:
-            if header.kind in _WRITING and client.access != Access.WRITE:
+            if header.kind in WRITING and client.access != Access.WRITE:
                 raise ValueError("the client connected only to read: connect with write access")
             outcome = self._backend.handle(client, LocalKind(header.kind), message)
             if isinstance(outcome, Message) or not isinstance(outcome, Awaitable):

@@ -15,7 +15,8 @@ from random import Random
 import trio
 
 import p2pstore
-from p2pstore.client.trio_client import Client, open_client
+from p2pstore.client import answers
+from p2pstore.client.trio_client import Client, open_client, require_trio
 from p2pstore.config import PeerConfig
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError
@@ -31,7 +32,8 @@ from p2pstore.gossip.records import (
     TransportOffer,
     format_peer_id,
 )
-from p2pstore.local.paths import answers, default_socket_path
+from p2pstore.local.paths import answers as somebody_answers
+from p2pstore.local.paths import default_socket_path
 from p2pstore.local.server import serve_local
 from p2pstore.nursery import open_background_nursery
 from p2pstore.objects import HybridClock, clock_from_unix_seconds, key_digest
@@ -43,6 +45,7 @@ from p2pstore.peer.addresses import (
 )
 from p2pstore.peer.credentials import Credentials, log_expelled, refuse_open_door
 from p2pstore.peer.data_backend import PeerDataBackend
+from p2pstore.peer.local_answers import known_copy
 from p2pstore.peer.local_backend import PeerLocalBackend
 from p2pstore.peer.node import Node
 from p2pstore.peer.store_backend import PeerStoreBackend
@@ -109,17 +112,7 @@ class Peer(Client):
         digest = key_digest(key, self.namespace)
         core = self._node.core
         return [
-            Location(
-                peer_id=format_peer_id(copy.peer_id),
-                peer=core.name_of(copy.peer_id),
-                tier=copy.record.tier.name.lower(),
-                size_hint=copy.record.size_units * 4096,
-                version=(copy.record.version.clock, copy.record.version.writer),
-                soft=copy.record.soft,
-                pin=("none", "soft", "hard")[min(copy.record.pin, 2)],
-                local=copy.local,
-                reachable=copy.reachable,
-            )
+            answers.location(known_copy(core, copy))
             for copy in core.known_copies(digest, self._node.now)
             if copy.reachable
         ]
@@ -138,10 +131,14 @@ async def open_peer(
 ) -> AsyncIterator[Peer]:
     """Run a peer while the `async with` block lasts. Leaving it, the peer says goodbye to the others.
 
-    Raises `ConfigError` for settings that cannot work. When the cluster refuses this peer
-    (`AuthenticationFailed`, `ProtocolMismatch`) or another live peer turns out to have its identity
-    (`DuplicateIdentity`), the block is cancelled and the error raised.
+    Raises `RuntimeError` outside of trio, and `ConfigError` for settings that cannot work. When the
+    cluster refuses this peer (`AuthenticationFailed`, `ProtocolMismatch`) or another live peer turns out
+    to have its identity (`DuplicateIdentity`), the block is cancelled and the error raised.
     """
+    require_trio(
+        "a peer in this process",
+        "or start one with `mooncake-p2p join` and use it by p2pstore.aio or p2pstore.blocking",
+    )
     checked = (config or PeerConfig()).checked()
     async with AsyncExitStack() as stack:
         state = (
@@ -408,8 +405,8 @@ def local_socket_path(config: PeerConfig) -> Path:
     for number in range(1, MAX_LOCAL_PEERS + 1):
         name = config.name if number == 1 else f"{config.name}-{number}"
         path = default_socket_path(name, shared=bool(config.socket_mode_bits() & 0o077))
-        if not answers(path):
+        if not somebody_answers(path):
             return path
     raise ConfigError(
-        f"socket: {MAX_LOCAL_PEERS} peers named {config.name} run here; give --socket"
+        f"socket: {MAX_LOCAL_PEERS} peers named {config.name} run here; give --socket, or PeerConfig(socket=...)"
     )

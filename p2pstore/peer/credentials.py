@@ -15,6 +15,7 @@ from p2pstore.config import PeerConfig, is_loopback, join_address
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.records import PeerId, format_peer_id
 from p2pstore.keyring import KeyRing
+from p2pstore.regular_file import open_regular_file
 from p2pstore.statedir import load_cluster_key_file
 
 logger = logging.getLogger("p2pstore.peer")
@@ -100,18 +101,13 @@ def refuse_open_door(config: PeerConfig, setting: str, bound: tuple[str, int]) -
     `PeerConfig.checked` has judged what was written; this judges what became of it: a name may resolve to
     anything.
     """
-    if config.cluster_key_file or config.insecure or is_loopback(bound[0]):
-        return
-    raise ConfigError(
-        f"{setting}: {join_address(*bound)} is reachable by others, but there is no cluster key. Make one with "
-        "`mooncake-p2p keygen FILE` and pass --cluster-key-file on every peer, or say --insecure if the network "
-        "keeps strangers out"
-    )
+    if not is_loopback(bound[0]):
+        config.refuse_without_key(f"{setting}: {join_address(*bound)}")
 
 
 def _load_allow_file(path: str) -> list[PeerId]:
     try:
-        with Path(path).open("rb") as file:
+        with open_regular_file(Path(path)) as file:
             data = file.read(_MAX_ALLOW_FILE_BYTES + 1)
         if len(data) > _MAX_ALLOW_FILE_BYTES:
             raise ConfigError(f"{path} is too long to be a list of peer ids")

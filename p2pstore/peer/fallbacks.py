@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from p2pstore.gossip.records import Member
-from p2pstore.transfer.failover import HolderReport
-from p2pstore.transfer.transport import PullReport
 
 MAX_REMEMBERED: Final = 4096
 
@@ -17,14 +15,15 @@ class Fallbacks:
     def __init__(self) -> None:
         self._said: set[tuple[Member, str]] = set()
 
-    def news(self, report: PullReport) -> list[HolderReport]:
-        """What of this pull's fallbacks was not said yet."""
-        fresh = [
-            each for each in report.fallbacks if (each.member, each.transport) not in self._said
-        ]
-        if len(self._said) + len(fresh) > MAX_REMEMBERED:
+    def failed(self, member: Member, transport: str) -> bool:
+        """A transport to a peer gave way to another one. Whether that was not said yet: now it is."""
+        if (member, transport) in self._said:
+            return False
+        if len(self._said) >= MAX_REMEMBERED:
             self._said.clear()
-        self._said.update((each.member, each.transport) for each in fresh)
-        if report.pulled is not None and report.copy is not None:
-            self._said.discard((report.copy.member, report.pulled.transport))
-        return fresh
+        self._said.add((member, transport))
+        return True
+
+    def worked(self, member: Member, transport: str) -> None:
+        """The transport works: its next failure is news."""
+        self._said.discard((member, transport))

@@ -18,7 +18,7 @@ import trio
 
 from p2pstore.config import is_loopback, split_address
 from p2pstore.errors import ConfigError
-from p2pstore.gossip.link import LinkError, OwnAddress
+from p2pstore.gossip.link import LinkError, OwnAddress, TwinAddress
 from p2pstore.gossip.machine import Effect, Gossip
 from p2pstore.gossip.records import PeerId
 from p2pstore.gossip.sockets import resolve
@@ -42,7 +42,8 @@ Take = Callable[[Callable[[], Sequence[Effect]]], None]
 
 
 class Joining:
-    """Contacts for one peer. `take` feeds the gossip machine; `settled` is set when there is nobody to wait for."""
+    """Contacts for one peer. `take` feeds the gossip machine; `settled` is set when there is nobody to wait for;
+    `on_twin` is told at which address another process has this peer's identity."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Joining:
         now: Callable[[], float],
         rng: Random,
         settled: trio.Event,
+        on_twin: Callable[[str], None],
     ) -> None:
         self._gossip = gossip
         self._bootstrap = bootstrap
@@ -60,6 +62,7 @@ class Joining:
         self._now = now
         self._rng = rng
         self._settled = settled
+        self._on_twin = on_twin
         self._own: set[str] = set()
         self._led_to: dict[str, PeerId] = {}
         self._reported: set[tuple[str, ...]] = set()
@@ -76,6 +79,9 @@ class Joining:
             except OwnAddress:
                 self._met_itself(address, addresses)
                 return
+            except TwinAddress as problem:
+                self._on_twin(address)
+                error = problem
             except (LinkError, OSError, ConfigError) as problem:
                 error = problem
             else:
@@ -127,6 +133,9 @@ class Joining:
             peer_id = await host.discover(record, CONTACT_TIMEOUT_SECONDS)
         except OwnAddress:
             self._own.add(record)
+        except TwinAddress as error:
+            self._on_twin(record)
+            errors.append(LinkError(str(error)))
         except LinkError as error:
             errors.append(error)
         else:

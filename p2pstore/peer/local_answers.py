@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 from typing import Any, Final
 
+from p2pstore.core.effects import KnownCopy
+from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.put import PutEnd
 from p2pstore.errors import (
     DeadlineExceeded,
@@ -12,12 +14,15 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.records import PeerRecord, member_of
 from p2pstore.local import messages as local
-from p2pstore.local.server import LocalClient
 from p2pstore.peer.traffic import Traffic
 from p2pstore.transfer.segment import ObjectEntry
 from p2pstore.wire import Code, Message, code_of
 
 MAX_BATCH: Final = 16_384
+MAX_WAIT_SECONDS: Final = 24 * 3600.0
+"""What a client may have the peer wait at most."""
+SIZE_UNIT_BYTES: Final = 4096
+"""What a location record counts lengths in."""
 
 Answer = Message | None | Awaitable[Message | None]
 """At once, or something to await."""
@@ -28,12 +33,6 @@ def check_batch(items: Sequence[Any]) -> Sequence[Any]:
     if len(items) > MAX_BATCH:
         raise ProtocolError(f"a batch of {len(items):,} items; at most {MAX_BATCH:,} are allowed")
     return items
-
-
-def require_write(client: LocalClient) -> None:
-    """Raise `ProtocolError` for a client that connected for reading only."""
-    if client.access is not local.Access.WRITE:
-        raise ProtocolError("this client connected for reading only")
 
 
 def item_error(error: Exception) -> local.ItemError:
@@ -73,6 +72,23 @@ def lease_grant(number: int, entry: ObjectEntry) -> local.LeaseGrant:
         entry.version.clock,
         entry.version.writer,
         entry.version.root,
+    )
+
+
+def known_copy(core: PeerCore, copy: KnownCopy) -> local.Copy:
+    """A copy as clients see it."""
+    record = copy.record
+    return local.Copy(
+        copy.peer_id,
+        core.name_of(copy.peer_id),
+        int(record.tier),
+        record.size_units * SIZE_UNIT_BYTES,
+        record.version.clock,
+        record.version.writer,
+        record.soft,
+        record.pin,
+        copy.local,
+        copy.reachable,
     )
 
 

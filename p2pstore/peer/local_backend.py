@@ -7,7 +7,6 @@ import os
 from typing import Any, Final
 
 import p2pstore
-from p2pstore.core.effects import KnownCopy
 from p2pstore.core.flush import FlushEnd, FlushOperation
 from p2pstore.core.listing import ListedPage, ListOperation
 from p2pstore.core.lookup import LookupOperation, split_digests
@@ -19,12 +18,14 @@ from p2pstore.gossip.messages import Status
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
 from p2pstore.local.server import LocalClient
+from p2pstore.objects import namespace_digest
 from p2pstore.peer.local_answers import (
+    MAX_WAIT_SECONDS,
     Answer,
     check_batch,
+    known_copy,
     no_such_key,
     peer_entry,
-    require_write,
 )
 from p2pstore.peer.local_gets import LocalGets
 from p2pstore.peer.local_puts import LocalPuts
@@ -36,8 +37,6 @@ from p2pstore.transfer.memory import SharedMemory
 from p2pstore.transfer.messages import ListKeys
 from p2pstore.transfer.segment import SOFT_PIN_SECONDS
 from p2pstore.wire import Empty, Message
-
-MAX_WAIT_SECONDS: Final = 24 * 3600.0
 
 _WITH_EFFECTS: Final = frozenset(
     {
@@ -120,9 +119,7 @@ class PeerLocalBackend:
         if kind not in (LocalKind.STATISTICS, LocalKind.PEERS, LocalKind.RELEASE, LocalKind.ABORT):
             self._node.check_open()
         answer: Answer = self._handlers[kind](client, message)
-        if (
-            kind in _WITH_EFFECTS
-        ):  # a leased view costs a round trip; the rest of it should be small
+        if kind in _WITH_EFFECTS:  # not LEASE: its round trip should cost nothing else
             self._node.process()
         return answer
 
@@ -141,37 +138,25 @@ class PeerLocalBackend:
     # --- asking ------------------------------------------------------------------------------
 
     def _contains(self, client: LocalClient, message: local.Contains) -> local.ContainsReply:
-        return local.ContainsReply(self._presence(message.digests))
+        return local.ContainsReply(self._presence(client, message.digests))
 
     def _match_prefix(self, client: LocalClient, message: local.MatchPrefix) -> local.MatchedPrefix:
-        present = self._presence(message.digests)
+        present = self._presence(client, message.digests)
         first_absent = present.find(0)
         return local.MatchedPrefix(len(present) if first_absent < 0 else first_absent)
 
-    def _presence(self, packed_digests: bytes) -> bytes:
+    def _presence(self, client: LocalClient, packed_digests: bytes) -> bytes:
         """A byte per digest: 1 when some live peer is known to hold it."""
         digests = check_batch(split_digests(packed_digests))
-        known = known_keys(self._core, digests, self._now)
+        known = known_keys(self._core, digests, self._now, namespace_digest(client.namespace))
         return bytes([digest in known for digest in digests])
 
     async def _locate(self, client: LocalClient, message: local.Locate) -> local.Located:
         digests = check_batch(split_digests(message.digests))
         operation = LookupOperation(self._core, digests)
         found = await self._node.complete(self._core.start(operation, self._now))
-        return local.Located([[self._copy(copy) for copy in copies] for copies in found])
-
-    def _copy(self, copy: KnownCopy) -> local.Copy:
-        return local.Copy(
-            copy.peer_id,
-            self._core.name_of(copy.peer_id),
-            int(copy.record.tier),
-            copy.record.size_units * 4096,
-            copy.record.version.clock,
-            copy.record.version.writer,
-            copy.record.soft,
-            copy.record.pin,
-            copy.local,
-            copy.reachable,
+        return local.Located(
+            [[known_copy(self._core, copy) for copy in copies] for copies in found]
         )
 
     async def _list(self, client: LocalClient, message: local.ListKeys) -> local.Keys:
@@ -210,20 +195,17 @@ class PeerLocalBackend:
     # --- changing ----------------------------------------------------------------------------
 
     async def _remove(self, client: LocalClient, message: local.Remove) -> local.Removed:
-        require_write(client)
         check_batch(message.keys)
         operation = RemoveOperation(self._core, message.namespace, message.keys)
         existed = await self._node.complete(self._core.start(operation, self._now))
         return local.Removed(existed)
 
     def _leave(self, client: LocalClient, message: local.Leave) -> Empty:
-        require_write(client)
         self._node.drain_seconds = max(0.0, min(message.drain_seconds, MAX_WAIT_SECONDS))
         self._node.leave_requested.set()
         return Empty()
 
     async def _replicate(self, client: LocalClient, message: local.Replicate) -> local.PutOutcome:
-        require_write(client)
         if not 1 <= message.copies <= MAX_REPLICAS:
             raise ValueError(f"copies must be 1 to {MAX_REPLICAS}, not {message.copies}")
         entry = self._segment.find(message.digest, self._unix)
@@ -240,7 +222,6 @@ class PeerLocalBackend:
         )
 
     def _pin(self, client: LocalClient, message: local.SetPin) -> local.Done:
-        require_write(client)
         if message.pin not in (0, 1, 2):
             raise ValueError(f"pin {message.pin} is not none, soft or hard")
         items = []
@@ -257,7 +238,6 @@ class PeerLocalBackend:
         return local.Done(items)
 
     async def _flush(self, client: LocalClient, message: local.Flush) -> local.Flushed:
-        require_write(client)
         seconds = min(max(0, message.deadline_ms) / 1000, MAX_WAIT_SECONDS)
         operation = FlushOperation(self._core, message.namespace, seconds)
         end: FlushEnd = await self._node.complete(self._core.start(operation, self._now))

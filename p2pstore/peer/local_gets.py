@@ -8,6 +8,7 @@ from typing import Final
 import trio
 
 from p2pstore.core.effects import KnownCopy
+from p2pstore.core.fetch import unavailable
 from p2pstore.core.lookup import LookupOperation, split_digests
 from p2pstore.errors import (
     LeaseLimitExceeded,
@@ -18,6 +19,7 @@ from p2pstore.local.server import LocalClient
 from p2pstore.objects import format_bytes
 from p2pstore.peer.local_answers import (
     MAX_BATCH,
+    MAX_WAIT_SECONDS,
     Answer,
     check_batch,
     item_error,
@@ -28,7 +30,6 @@ from p2pstore.peer.node import Node
 from p2pstore.peer.tickets import TicketOffice
 from p2pstore.wire import Code
 
-MAX_WAIT_SECONDS: Final = 24 * 3600.0
 FETCH_ROUNDS: Final = 3
 HOLDERS_PER_PLAN: Final = 8
 
@@ -90,12 +91,14 @@ class LocalGets:
         self, client: LocalClient, digest: bytes, message: local.Lease
     ) -> local.LeaseGrant:
         error: Exception = NoSuchKey("no live peer holds this key")
-        wait_seconds = min(message.wait_ms / 1000, MAX_WAIT_SECONDS)
+        if message.wait_ms:  # not a part of the fetch, which others share who wait less, or longer
+            wait_seconds = min(message.wait_ms / 1000, MAX_WAIT_SECONDS)
+            lookup = LookupOperation(self._core, [digest], wait_seconds=wait_seconds)
+            await self._node.settle(self._core.start(lookup, self._node.now))
         for _ in range(FETCH_ROUNDS):  # what was just fetched may be evicted before it is leased
             operation = self._core.fetch(
                 digest,
                 self._node.now,
-                wait_seconds=wait_seconds,
                 progress_seconds=message.deadline_ms / 1000,
             )
             await self._node.settle(operation)
@@ -148,11 +151,7 @@ class LocalGets:
         error = local.OK
         if not holders:
             error = (
-                local.ItemError(
-                    int(Code.UNAVAILABLE),
-                    f"{unreachable} known copies, but no holder can be reached now",
-                    unreachable,
-                )
+                local.ItemError(int(Code.UNAVAILABLE), str(unavailable(unreachable)), unreachable)
                 if unreachable
                 else no_such_key()
             )

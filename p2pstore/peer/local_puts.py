@@ -22,7 +22,6 @@ from p2pstore.peer.local_answers import (
     failed_put,
     item_error,
     put_outcome,
-    require_write,
 )
 from p2pstore.peer.node import Node
 from p2pstore.peer.tickets import TicketOffice
@@ -40,7 +39,6 @@ class LocalPuts:
 
     def reserve(self, client: LocalClient, message: local.Reserve) -> local.Reserved:
         """Room for each value, or why there is none."""
-        require_write(client)
         check_batch(message.items)
         return local.Reserved([self._reserve_one(client, item) for item in message.items])
 
@@ -61,7 +59,6 @@ class LocalPuts:
 
     def commit(self, client: LocalClient, message: local.Commit) -> Answer:
         """Publish what was written; with more replicas than one, once they exist."""
-        require_write(client)
         check_batch(message.items)
         operations = [self._start_put(client, message, item) for item in message.items]
         if all(isinstance(each, local.PutOutcome) or each.done for each in operations):
@@ -131,7 +128,6 @@ class LocalPuts:
 
     def place(self, client: LocalClient, message: local.Place) -> local.Placed:
         """Where a value can go that this peer has no room for."""
-        require_write(client)
         if len(message.digest) != DIGEST_BYTES or message.length < 0:
             raise ProtocolError("a request for a place that names no value")
         check_object_length(message.length)
@@ -166,7 +162,6 @@ class LocalPuts:
 
     def stored(self, client: LocalClient, message: local.StoredElsewhere) -> Empty:
         """Take in what a client stored at another peer, as if that peer had told of it."""
-        require_write(client)
         if len(message.record) != LOCATION_BYTES:
             raise ProtocolError("not a location record")
         if message.peer_id != self._core.peer_id:

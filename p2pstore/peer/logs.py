@@ -15,6 +15,7 @@ from typing import Final
 
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
+from p2pstore.objects import printable
 
 LOGGER_NAME: Final = "p2pstore"
 BURST: Final = 20
@@ -35,21 +36,13 @@ def _extra_fields(record: logging.LogRecord) -> dict[str, object]:
     return {key: value for key, value in vars(record).items() if key not in _STANDARD_FIELDS}
 
 
-def _one_line(text: str) -> str:
-    """Text with control characters made visible: names of strangers must not pass for other lines."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in text
-    )
-
-
 class TextFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.123Z INFO  gossip: message key=value`."""
 
     def format(self, record: logging.LogRecord) -> str:
         part = record.name.removeprefix(LOGGER_NAME + ".")
         fields = "".join(f" {key}={value}" for key, value in _extra_fields(record).items())
-        text = _one_line(f"{part}: {record.getMessage()}{fields}")
+        text = printable(f"{part}: {record.getMessage()}{fields}")
         line = f"{_timestamp(record)} {record.levelname:<7} {text}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
@@ -123,6 +116,8 @@ class _LogFile(logging.Handler):
         self.path = os.path.abspath(path)
         self._descriptor = self._open()
         self._lost = 0
+        self._torn = False
+        """Whether the file ends within a line, because the disk was full."""
         self._takes_stderr = False
 
     def _open(self) -> int:
@@ -136,7 +131,10 @@ class _LogFile(logging.Handler):
                 lost = f"({self._lost:,} lines before it could not be written)"
                 record.msg, record.args = f"{record.getMessage()} {lost}", ()
             line = f"{self.format(record)}\n".encode("utf-8", "backslashreplace")
-            complete = os.write(self._descriptor, line) == len(line)
+            line = b"\n" + line if self._torn else line
+            written = os.write(self._descriptor, line)
+            complete = written == len(line)
+            self._torn = not complete and line[written - 1 : written] != b"\n"
         except Exception:  # where should it be told?
             complete = False
         self._lost = 0 if complete else self._lost + 1
@@ -147,6 +145,7 @@ class _LogFile(logging.Handler):
             fresh = self._open()
             os.close(self._descriptor)
             self._descriptor = fresh
+            self._torn = False
         if self._takes_stderr:
             self.take_stderr()
 

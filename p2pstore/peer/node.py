@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import groupby
 from random import Random
@@ -28,7 +27,6 @@ from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import (
     AuthenticationFailed,
-    ConfigError,
     DeadlineExceeded,
     DuplicateIdentity,
     NoSuchKey,
@@ -38,18 +36,17 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
-from p2pstore.gossip.floor_stamps import Stamps
 from p2pstore.gossip.host import ControlHost
 from p2pstore.gossip.link import LinkError
 from p2pstore.gossip.machine import Ask, Contact, Duplicate, FetchSnapshot, SnapshotHead
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.membership import MemberChange
 from p2pstore.gossip.messages import ControlKind, Status
-from p2pstore.gossip.records import PeerId, PeerRecord, SignedRecord, format_peer_id
+from p2pstore.gossip.records import PeerId, PeerRecord, format_peer_id
 from p2pstore.objects import chunk_sums, root_checksum
 from p2pstore.peer.credentials import Credentials
-from p2pstore.peer.fallbacks import Fallbacks
 from p2pstore.peer.joining import Joining
+from p2pstore.peer.saving import StateSaver
 from p2pstore.peer.watching import PeerWatch
 from p2pstore.statedir import StateDirectory
 from p2pstore.transfer.data_pool import DataPool
@@ -77,11 +74,6 @@ DRAIN_CHECKPOINTS: Final = 3
 """Scheduler turns between a timer and its verdict: after a stall of the process, what has arrived
 meanwhile is handled before anybody is declared silent."""
 FAREWELL_SECONDS: Final = 1.0
-FLOORS_SLACK: Final = 1000
-"""Superseded floors in the file before it is written anew."""
-SAVE_INTERVAL_SECONDS: Final = 10.0
-MAX_UNSAVED: Final = 100_000
-"""Floors that wait for a disk that takes none. Beyond it the file is written anew when it takes some."""
 MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
 
 
@@ -100,7 +92,7 @@ class Node:
         self.config = config
         self.core = core
         self.host_id = host_id
-        self.state = state
+        self.saver = StateSaver(core, state) if state is not None else None
         self.rng = rng
         self.watch = PeerWatch(core, config.slow_operation)
         self.served = Traffic()
@@ -116,6 +108,7 @@ class Node:
             now=lambda: self.now,
             rng=rng,
             settled=self.settled,
+            on_twin=self._met_twin,
         )
         self.failure: P2PStoreError | None = None
         self.on_failure: Callable[[], None] = lambda: None
@@ -123,7 +116,6 @@ class Node:
         self.pool: DataPool
         self.credentials: Credentials
         self.transports: Sequence[Transport] = ()
-        self._fallbacks = Fallbacks()
         self._nursery: trio.Nursery
         self._limiter = trio.CapacityLimiter(MAX_EFFECTS_UNDER_WAY)
         self._waiting: dict[int, trio.Event] = {}
@@ -131,10 +123,6 @@ class Node:
         self._tick_due = float("inf")
         self._refused_by: set[PeerId] = set()
         self._doubted: set[bytes] = set()
-        self._unsaved: deque[SignedRecord] = deque(maxlen=MAX_UNSAVED)
-        self._lost_unsaved = False
-        self._save_now = trio.Event()
-        self._saving = trio.Lock()
         self._drained = trio.Event()
 
     @property
@@ -152,7 +140,8 @@ class Node:
         """Drive the core until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            nursery.start_soon(self._save_forever)
+            if self.saver is not None:
+                nursery.start_soon(self.saver.run)
             nursery.start_soon(self.joining.watch_names, self.host)
             task_status.started()
             self.process()
@@ -212,17 +201,10 @@ class Node:
         elif isinstance(effect, Contact):
             self._nursery.start_soon(self._carry_out, self._contact, effect)
         elif isinstance(effect, SaveClusterRecord):
-            if self.state is not None:
-                self._lost_unsaved |= len(self._unsaved) == MAX_UNSAVED
-                self._unsaved.append(effect.signed)
-                self._save_now.set()
+            if self.saver is not None:
+                self.saver.add(effect.signed)
         elif isinstance(effect, Duplicate):
-            self.fail(
-                DuplicateIdentity(
-                    "another live peer uses this peer's identity: its state directory was copied. Give "
-                    "this peer a --state-dir of its own"
-                )
-            )
+            self.fail(duplicate_identity(""))
         else:
             raise TypeError(f"unknown effect {effect!r}")
 
@@ -235,11 +217,18 @@ class Node:
             self.core.abandon(getattr(effect, "operation", 0), self.now)
             self.process()
 
+    def _met_twin(self, address: str) -> None:
+        """Whoever is only about to join is the newer of two processes with one identity, and goes."""
+        error = duplicate_identity(f" at {address}")
+        if self.settled.is_set():
+            logger.error("%s: a newer process does", error, extra={"event": "twin"})
+        else:
+            self.fail(error)
+
     def fail(self, error: P2PStoreError) -> None:
         """This peer cannot go on: `open_peer` ends its block and raises the error."""
         if self.failure is None:
             self.failure = error
-            logger.error("%s", error)
             self.on_failure()
 
     async def complete(self, operation: Operation) -> Any:
@@ -356,7 +345,6 @@ class Node:
             copies = [self.remote_copy(copy) for copy in self.reading_order(effect.copies)]
             report = await pull_with_failover(copies, self.transports, effect.digest, destination)
             failures = report.failures
-            self._say_fallbacks(report)
             if report.pulled is not None:
                 delivered = True
                 destination.commit(self.now)
@@ -371,18 +359,6 @@ class Node:
         )
         self.core.pulled(effect.operation, outcome, self.now)
         self.process()
-
-    def _say_fallbacks(self, report: PullReport) -> None:
-        self.core.counters["transport_fallbacks"] += len(report.fallbacks)
-        for fallback in self._fallbacks.news(report):
-            holder = self.core.gossip.membership.resolve(fallback.member)
-            logger.warning(
-                "%s to %s did not work (%s): falling back to another transport",
-                fallback.transport,
-                self.core.name_of(holder.peer_id) if holder is not None else "a peer",
-                fallback.text,
-                extra={"event": "transport_fallback", "transport": fallback.transport},
-            )
 
     async def _ask_control(self, effect: Ask) -> None:
         reply: Message | None = None
@@ -461,57 +437,6 @@ class Node:
             self._refused_by.add(peer_id)
             logger.warning("refused: %s", error)
 
-    # --- state -------------------------------------------------------------------------------
-
-    async def _save_forever(self) -> None:
-        """Write what must survive: floors at once, clock and address book now and then."""
-        while True:
-            with trio.move_on_after(SAVE_INTERVAL_SECONDS):
-                await self._save_now.wait()
-            self._save_now = trio.Event()
-            await self.save_state()
-
-    async def save_state(self) -> None:
-        """Write floors, clock and address book to the state directory, in a thread: disks take long."""
-        if self.state is not None:
-            async with self._saving:
-                addresses = [each for _, book in self.core.gossip.address_book() for each in book]
-                kept = self.core.gossip.cluster_records
-                crowded = self.state.floors_in_file > 2 * len(kept) + FLOORS_SLACK
-                lost, self._lost_unsaved = self._lost_unsaved, False
-                all_floors = kept.dump() if crowded or lost else None
-                # As of now: what is seen is among the floors that are written first.
-                stamps = self.core.floors.seen_to_save, dict(kept.horizon)
-                written = await trio.to_thread.run_sync(
-                    self._write_state, self.state, addresses, all_floors, stamps
-                )
-                if lost and not written:
-                    self._lost_unsaved = True
-
-    def _write_state(
-        self,
-        state: StateDirectory,
-        addresses: list[str],
-        all_floors: list[SignedRecord] | None,
-        stamps: tuple[Stamps, Stamps],
-    ) -> bool:
-        try:
-            fresh = list(self._unsaved)
-            state.append_floors(fresh)
-            for _ in fresh:  # only now: what could not be written is tried again
-                self._unsaved.popleft()
-            state.save_incarnation(self.core.incarnation)
-            if all_floors is not None:
-                state.save_clock(self.core.clock.latest, floors_horizon=stamps[1])
-                state.replace_floors([*all_floors, *fresh])
-            if not self._lost_unsaved:
-                state.save_clock(self.core.clock.latest, *stamps)
-            state.save_addresses(addresses)
-        except (OSError, ConfigError) as error:
-            logger.warning("the state directory cannot be written: %s", error)
-            return False
-        return True
-
     # --- leaving -----------------------------------------------------------------------------
 
     async def leave(self) -> None:
@@ -527,7 +452,8 @@ class Node:
             async with trio.open_nursery() as nursery:
                 for ask in asks:
                     nursery.start_soon(self._ask_control, ask)
-        await self.save_state()
+        if self.saver is not None:
+            await self.saver.save()
 
     def check_open(self) -> None:
         """Raise `StoreClosed` when this peer is leaving."""
@@ -540,6 +466,14 @@ def _event(change: MemberChange) -> str:
     if change.new is Status.ALIVE:
         return "peer_joined" if change.old is None else "peer_back"
     return f"peer_{change.new.name.lower()}"
+
+
+def duplicate_identity(where: str) -> DuplicateIdentity:
+    """The error of the newer of two live peers with one identity."""
+    return DuplicateIdentity(
+        f"another live peer{where} uses this peer's identity: its state directory was copied. Give this "
+        "peer a --state-dir (state_dir) of its own"
+    )
 
 
 _LINK_ERRORS: Final = (OSError, DeadlineExceeded, ProtocolError, AuthenticationFailed, Unavailable)

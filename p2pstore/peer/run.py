@@ -19,13 +19,14 @@ import trio
 
 import p2pstore
 from p2pstore.config import PeerConfig
-from p2pstore.errors import ConfigError
+from p2pstore.errors import ConfigError, P2PStoreError
 from p2pstore.invite import Invite
 from p2pstore.local.paths import unreachable_by_others
 from p2pstore.nursery import open_background_nursery, sole_cause
 from p2pstore.peer.api import Peer, open_peer
 from p2pstore.peer.logs import configure_logs, reopen_logs, send_stderr_to_log
 from p2pstore.places import keep
+from p2pstore.terminal import has_terminal
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -56,8 +57,11 @@ def run_peer(config: PeerConfig, invite: Invite | None = None, *, detached: bool
     configure_logs(settled)
     try:
         trio.run(_run, settled, detached)
-    except BaseExceptionGroup as group:
-        raise sole_cause(group) from None
+    except BaseException as error:
+        cause = sole_cause(error) if isinstance(error, BaseExceptionGroup) else error
+        if settled.log_file is not None and isinstance(cause, P2PStoreError):
+            logger.error("%s", cause)  # the command says it on stderr, where this log does not go
+        raise cause from None
     logger.info("stopped", extra={"event": "stopped"})
 
 
@@ -78,7 +82,7 @@ def _with_absolute_paths(config: PeerConfig) -> PeerConfig:
 
 async def _run(config: PeerConfig, detached: bool) -> None:
     # Under nohup a terminal may go without its peer.
-    bound_to_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
+    bound_to_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and has_terminal()
     with (
         trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals,
         trio.open_signal_receiver(signal.SIGHUP) as hangups,  # kept until there is a peer to tell
@@ -146,20 +150,11 @@ def _say_started(peer: Peer) -> None:
 
 async def _watch_hangups(hangups: _Hangups, peer: Peer) -> None:
     async for _ in hangups.signals:
-        if hangups.bound_to_terminal and not _has_terminal():
+        if hangups.bound_to_terminal and not has_terminal():
             logger.info("leaving: the terminal is gone", extra={"event": "leaving"})
             peer.node.leave_requested.set()
         else:
             await _on_hangup(peer)
-
-
-def _has_terminal() -> bool:
-    """Whether this process can still talk to the terminal that controls it."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
-    except OSError:
-        return False
-    return True
 
 
 async def _on_hangup(peer: Peer) -> None:
@@ -187,9 +182,11 @@ def _ready_document(peer: Peer) -> dict[str, Any]:
 def _say_ready(document: dict[str, Any]) -> None:
     try:
         print("ready " + json.dumps(document), flush=True)
-    except BrokenPipeError:
-        # Whoever started the peer does not listen; that is no reason to stop serving.
+    except OSError as error:
+        # Nobody listens, or the file's disk is full; that is no reason to stop serving.
+        # What waits in the buffer goes there too, or the end of the process would complain.
         _send_to_nowhere(1)
+        logger.warning("the ready line was not printed: standard output: %s", error.strerror)
 
 
 def _let_go() -> None:

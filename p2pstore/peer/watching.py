@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, get_args
 
+from p2pstore.config import TransportName
 from p2pstore.core.effects import AskPeer, PullObject, Reply
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.local import messages as local
-from p2pstore.local.messages import LocalKind
+from p2pstore.local.messages import LocalKind, PutStatus
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import DIGEST_BYTES, key_digest
+from p2pstore.peer.fallbacks import Fallbacks
 from p2pstore.peer.slow_operations import (
     MAX_DIGESTS,
     SlowOperation,
@@ -26,6 +28,9 @@ from p2pstore.peer.traffic import Traffic
 from p2pstore.transfer.messages import DataKind, Get, Lookup, Replicate
 from p2pstore.transfer.transport import PullReport
 from p2pstore.wire import Code, Failure, Message
+
+TRANSPORTS: Final = frozenset(get_args(TransportName)) | {""}
+"""What clients read by; nothing where no transport reaches a holder."""
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -40,11 +45,11 @@ class PeerWatch:
     def __init__(self, core: PeerCore, threshold_seconds: float) -> None:
         self.slow = SlowOperations(threshold_seconds)
         self.traffic = Traffic()
+        self._fallbacks = Fallbacks()
         self._core = core
         self._counters = core.counters
         self._count: dict[LocalKind, Callable[[Any, Any], None]] = {
             LocalKind.COMMIT: self._count_puts,
-            LocalKind.PLAN: self._count_plans,
             LocalKind.LEASE: self._count_leases,
         }
 
@@ -96,7 +101,8 @@ class PeerWatch:
         if not keys:
             digests = _digests_of(kind, message)
             count = len(getattr(message, "digests", b"")) // DIGEST_BYTES or len(digests)
-            key = self._key_text(digests[0]) if digests else ""
+            said = getattr(message, "key", "")
+            key = self._key_text(digests[0], said, client.namespace) if digests else ""
         return {
             "what": kind.name.lower(),
             "key": key,
@@ -106,7 +112,10 @@ class PeerWatch:
             "outcome": _outcome(answer),
         }
 
-    def _key_text(self, digest: bytes) -> str:
+    def _key_text(self, digest: bytes, said: str, namespace: str) -> str:
+        """A key's text: as the client says, if it is that key's, else as the object here has it."""
+        if said and digest in _digests([said], namespace):
+            return said
         entry = self._core.segment.find(digest, time.time())
         return entry.key if entry is not None else digest.hex()
 
@@ -126,55 +135,58 @@ class PeerWatch:
         for item, outcome in zip(message.items, answer.items, strict=False):
             if outcome.error.code:
                 self._counters["client_puts_failed"] += 1
+            elif outcome.status == PutStatus.KEPT_EXISTING:
+                self._counters["client_puts_kept_existing"] += 1  # nothing was put
             else:
                 self._counters["client_puts"] += 1
                 self._counters["client_put_bytes"] += item.length
 
-    def _count_plans(self, message: local.Plan, answer: local.Planned) -> None:
-        if message.exclude:
-            return  # the second try of a read that was counted
-        for item in answer.items:
-            if item.holders:
-                self._counters["client_reads_elsewhere"] += 1
-            elif item.error.code == Code.NO_SUCH_KEY:
-                self._counters["client_misses"] += 1
-
     def _count_leases(self, message: local.Lease, answer: local.Leased) -> None:
+        """With `fetch` is asked for what was not here a moment ago."""
         for item in answer.items:
             if not item.error.code:
-                self._counters["client_leases"] += 1
+                self._counters["client_reads_elsewhere" if message.fetch else "client_leases"] += 1
+            elif message.fetch and item.error.code in (Code.NO_SUCH_KEY, Code.UNAVAILABLE):
+                self._counters["client_misses"] += 1
 
     def _take_report(self, client: LocalClient, message: Message) -> None:
-        """What the client read from other peers by itself."""
+        """What the client read from other peers by itself. Reads are counted when they have ended: one may
+        ask for several plans, or for none."""
         assert isinstance(message, local.Report)
+        self._counters["client_misses"] += max(0, message.misses)
+        for fallback in message.fallbacks[:MAX_REPORTED]:
+            transport, text = _transport(fallback.transport), fallback.text[:MAX_OUTCOME_LETTERS]
+            self._fell_back(fallback.member, transport, text, count=max(0, fallback.count))
         for pulls in message.pulls[:MAX_REPORTED]:
-            self.traffic.came(
+            self._counters["client_reads_elsewhere"] += max(0, pulls.objects)
+            self._came(
                 pulls.member,
-                pulls.transport[:16],
+                _transport(pulls.transport),
                 objects=max(0, pulls.objects),
                 length_bytes=max(0, pulls.bytes),
                 failures=max(0, pulls.failures),
             )
         for read in message.slow[:MAX_REPORTED]:
-            outcome = "ok" if not read.code else _code_name(read.code)
-            stage = Stage(
-                "pull", read.seconds, self._name_of_member(read.member), read.transport, outcome
-            )
-            named: dict[str, Any] = {
-                "what": "get",
-                "key": self._key_text(read.digest),
-                "keys": 1,
-                "client": client.name or str(client.process_id),
-                "unix": time.time(),
-                "outcome": outcome,
-            }
-            self._note(
-                self.slow.add(
-                    SlowOperation(
-                        **named, seconds=read.seconds, waiting_seconds=0.0, stages=(stage,)
-                    )
+            self._take_slow_read(client, read)
+
+    def _take_slow_read(self, client: LocalClient, read: local.SlowRead) -> None:
+        outcome = "ok" if not read.code else _code_name(read.code)
+        name, transport = self._name_of_member(read.member), _transport(read.transport)
+        self._note(
+            self.slow.add(
+                SlowOperation(
+                    what="get",
+                    key=self._key_text(read.digest, read.key, client.namespace),
+                    keys=1,
+                    client=client.name or str(client.process_id),
+                    unix=time.time(),
+                    outcome=outcome,
+                    seconds=read.seconds,
+                    waiting_seconds=0.0,
+                    stages=(Stage("pull", read.seconds, name, transport, outcome),),
                 )
             )
+        )
 
     # --- what other peers did ----------------------------------------------------------------
 
@@ -203,18 +215,48 @@ class PeerWatch:
         """A pull into this peer's memory ended."""
         stage = Stage("pull", seconds, outcome=str(error)[:MAX_OUTCOME_LETTERS])
         if report is not None:
+            for fallback in report.fallbacks:
+                self._fell_back(fallback.member, fallback.transport, fallback.text)
             for failure in report.failures:
-                self.traffic.came(failure.member, failure.transport, failures=1)
+                self._came(failure.member, failure.transport, failures=1)
             text = "; ".join(f"{each.transport}: {each.text}" for each in report.failures)
             if report.pulled is not None and report.copy is not None:
                 transport, member = report.pulled.transport, report.copy.member
-                self.traffic.came(member, transport, objects=1, length_bytes=report.pulled.length)
+                self._came(member, transport, objects=1, length_bytes=report.pulled.length)
                 outcome = f"ok after {text}" if text else "ok"
                 name = self._core.name_of(report.copy.peer_id)
                 stage = Stage("pull", seconds, name, transport, outcome[:MAX_OUTCOME_LETTERS])
             else:
                 stage = Stage("pull", seconds, outcome=text[:MAX_OUTCOME_LETTERS])
         self.slow.stage([effect.digest], stage, time.monotonic())
+
+    def _came(
+        self,
+        member: Member,
+        transport: str,
+        *,
+        objects: int = 0,
+        length_bytes: int = 0,
+        failures: int = 0,
+    ) -> None:
+        """Objects came from a member, or attempts to get them failed."""
+        self.traffic.came(
+            member, transport, objects=objects, length_bytes=length_bytes, failures=failures
+        )
+        if objects:
+            self._fallbacks.worked(member, transport)
+
+    def _fell_back(self, member: Member, transport: str, text: str, count: int = 1) -> None:
+        """A transport to a member gave way to another one."""
+        self._counters["transport_fallbacks"] += count
+        if self._fallbacks.failed(member, transport):
+            logger.warning(
+                "%s to %s did not work (%s): falling back to another transport",
+                transport,
+                self._name_of_member(member),
+                text,
+                extra={"event": "transport_fallback", "transport": transport},
+            )
 
     def pinged(self, peer_id: PeerId, seconds: float) -> None:
         """A peer answered a ping over an open connection."""
@@ -288,6 +330,12 @@ def _outcome(answer: Message | Exception | None) -> str:
     if errors:
         return f"{len(errors)} failed: {errors[0].text}"[:MAX_OUTCOME_LETTERS]
     return "ok"
+
+
+def _transport(name: str) -> str:
+    """A transport as a client names it. What this peer does not know counts as one: the names that are kept
+    are few, whatever a client makes up."""
+    return name if name in TRANSPORTS else "other"
 
 
 def _code_name(code: int) -> str:

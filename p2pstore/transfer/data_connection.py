@@ -11,6 +11,7 @@ way would be taken for the next reply.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -276,23 +277,43 @@ class DataConnection:
             if progress is not None:
                 progress(end, len(source))
 
-    async def pull(self, digest: bytes, destination: Destination, slot_hint: int = 0) -> Pulled:
-        """Read one object. Raises `PullFailed`, or what `destination.prepare` raises."""
+    async def pull(
+        self,
+        digest: bytes,
+        destination: Destination,
+        slot_hint: int = 0,
+        answer_seconds: float = math.inf,
+    ) -> Pulled:
+        """Read one object. Raises `PullFailed`, or what `destination.prepare` raises, and
+        `DeadlineExceeded` also when the answer does not begin within `answer_seconds`."""
         with self._operation():
             first = GetItem(digest, 0, PART_CHUNKS, slot_hint)
-            return await self._pull(await self._send_get((first,)), destination)
+            expected = await self._send_get((first,))
+            await self._wait_for_answer(answer_seconds)
+            return await self._pull(expected, destination)
 
-    async def pull_many(self, items: Sequence[tuple[bytes, Destination]]) -> list[ItemOutcome]:
+    async def _wait_for_answer(self, seconds: float) -> None:
+        """Wait until the reply begins, where that is not to take as long as other progress may."""
+        if seconds < self.stream.progress_seconds:
+            self.stream.receive_seconds = seconds
+            try:
+                await self._inbox.wait_for_more()
+            finally:
+                self.stream.receive_seconds = None
+
+    async def pull_many(
+        self, items: Sequence[tuple[bytes, Destination]], answer_seconds: float = math.inf
+    ) -> list[ItemOutcome]:
         """Read many objects, small ones together in few frames: per item what was pulled, or why not.
 
         An item's own failure, and what its `destination.prepare` raises, is that item's result. When the
         connection fails on the way, what was pulled before stands and the rest is `PullFailed`; raises
-        only when nothing was pulled.
+        only when nothing was pulled. `answer_seconds` as for `pull`.
         """
         results: list[ItemOutcome] = []
         with self._operation():
             try:
-                await self._pull_batches(items, results)
+                await self._pull_batches(items, results, answer_seconds)
                 for index, result in enumerate(results):
                     if isinstance(result, PullFailed) and result.code is Code.OBJECT_TOO_LARGE:
                         results[index] = await self._pull_alone(*items[index])
@@ -305,10 +326,15 @@ class DataConnection:
         return results
 
     async def _pull_batches(
-        self, items: Sequence[tuple[bytes, Destination]], results: list[ItemOutcome]
+        self,
+        items: Sequence[tuple[bytes, Destination]],
+        results: list[ItemOutcome],
+        answer_seconds: float,
     ) -> None:
         batches = [items[at : at + BATCH_ITEMS] for at in range(0, len(items), BATCH_ITEMS)]
         expected = await self._send_batch(batches[0]) if batches else None
+        if batches:
+            await self._wait_for_answer(answer_seconds)
         for number, batch in enumerate(batches):
             assert expected is not None
             asked = expected.items

@@ -169,7 +169,7 @@ class DataPool:
         def pull(connection: DataConnection) -> Awaitable[Pulled]:
             if guarded.watch is not None:
                 guarded.watch.connected()
-            return connection.pull(digest, guarded, copy.slot)
+            return connection.pull(digest, guarded, copy.slot, copy.answer_seconds)
 
         try:
             return await self._use(copy, self._progress_seconds, pull)
@@ -187,7 +187,9 @@ class DataPool:
         cancellation."""
         try:
             return await self._use(
-                peer, self._progress_seconds, lambda connection: connection.pull_many(items)
+                peer,
+                self._progress_seconds,
+                lambda connection: connection.pull_many(items, peer.answer_seconds),
             )
         except Exception as error:
             if not _is_connection_error(error):
@@ -312,15 +314,23 @@ class DataPool:
     # --- connecting --------------------------------------------------------------------------
 
     async def _connect(self, peer: RemotePeer) -> DataConnection:
-        """Try the peer's addresses in turn. Raises `Unavailable` when none answers, and what the hello
-        raised when one did and refused."""
+        """Try the peer's addresses in turn, for no longer than the pool waits for progress. Raises
+        `Unavailable` when none can be reached, `DeadlineExceeded` when all there was is silence, and what
+        the hello raised when one did answer and refused."""
         if not peer.data:
             raise Unavailable("the peer advertises no data address")
         reasons: list[str] = []
         refusal: Exception | None = None
+        silent = True
+        deadline = time.monotonic() + min(self._progress_seconds, peer.answer_seconds)
         for address in peer.data:
+            left_seconds = deadline - time.monotonic()
+            if reasons and left_seconds <= 0:
+                break
             try:
-                return await self._connect_to(address, self._ticket(peer))
+                return await self._connect_to(
+                    address, self._ticket(peer), min(self._connect_seconds, left_seconds)
+                )
             except (AuthenticationFailed, ProtocolMismatch, ProtocolError) as error:
                 refusal = refusal or error
                 reasons.append(f"{address}: {error}")
@@ -330,18 +340,22 @@ class DataPool:
                 ConfigError,
                 ValueError,
             ) as error:  # also: no address
+                silent = silent and isinstance(error, DeadlineExceeded)
                 reasons.append(f"{address}: {str(error) or type(error).__name__}")
         if refusal is not None:
             raise refusal
-        raise Unavailable(f"the peer cannot be reached over TCP ({'; '.join(reasons)})")
+        kind = DeadlineExceeded if silent else Unavailable
+        raise kind(f"the peer cannot be reached over TCP ({'; '.join(reasons)})")
 
     def _ticket(self, peer: RemotePeer) -> GrantedTicket:
         return peer.ticket if peer.ticket is not None else self._ticket_source(peer)
 
-    async def _connect_to(self, address: str, granted: GrantedTicket) -> DataConnection:
+    async def _connect_to(
+        self, address: str, granted: GrantedTicket, connect_seconds: float
+    ) -> DataConnection:
         host, port = split_address(address, "data address")
-        stream = await self._driver.connect_tcp(host, port, self._connect_seconds)
-        stream.progress_seconds = self._connect_seconds
+        stream = await self._driver.connect_tcp(host, port, connect_seconds)
+        stream.progress_seconds = connect_seconds
         return await DataConnection.open(stream, granted, self._software)
 
 

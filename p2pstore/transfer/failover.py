@@ -6,10 +6,10 @@ and the caller sees an error only when no copy is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from p2pstore.errors import NoSuchKey, P2PStoreError, Unavailable
 from p2pstore.wire import Code
@@ -64,6 +64,45 @@ class HolderReport:
     transport: str
     incarnation: int = 0
     sequence: int = 0
+    hurried: bool = False
+    """Whether it had little time to begin with its answer, as others were left to ask."""
+
+
+def is_silence(failure: object) -> bool:
+    """Whether a holder failed by not answering in time."""
+    return isinstance(failure, PullFailed | HolderReport) and (
+        failure.code is Code.DEADLINE_EXCEEDED
+    )
+
+
+class _Held(Protocol):
+    @property
+    def member(self) -> int: ...
+
+
+H = TypeVar("H", bound=_Held)
+
+
+class SilentHolders:
+    """Holders that did not answer in time, for reads that follow one another: each is waited for once."""
+
+    def __init__(self) -> None:
+        self._hurried: dict[int, bool] = {}
+
+    def add(self, member: int, *, hurried: bool) -> None:
+        """A holder did not answer; `hurried`: though it may have, given more time."""
+        self._hurried[member] = hurried and self._hurried.get(member, True)
+
+    def learn(self, reports: Iterable[HolderReport]) -> None:
+        """`add` for those among the reports that say so."""
+        for report in reports:
+            if is_silence(report):
+                self.add(report.member, hurried=report.hurried)
+
+    def last(self, holders: Sequence[H]) -> list[H]:
+        """The holders to try, in order: those that had little time come last, others are left out."""
+        tried = [each for each in holders if self._hurried.get(each.member, True)]
+        return sorted(tried, key=lambda each: each.member in self._hurried)
 
 
 def order_copies(
@@ -96,6 +135,8 @@ class Attempt:
 
     copy: RemoteCopy
     transport: int
+    hurried: bool = False
+    """Whether another holder is better than waiting long for this one to begin with its answer."""
 
 
 class PullAttempts:
@@ -123,7 +164,8 @@ class PullAttempts:
             copy = self._copies.pop(0)
             offered = [number for number, each in enumerate(self._transports) if each.offers(copy)]
             offered.sort(key=lambda number: self._transports[number].cost(copy))
-            self._ways = [Attempt(copy, number) for number in offered]
+            hurried = bool(self._copies)
+            self._ways = [Attempt(copy, number, hurried) for number in offered]
             if not offered:
                 self.reports.append(
                     HolderReport(
@@ -145,6 +187,7 @@ class PullAttempts:
             self._transports[attempt.transport].name,
             failure.incarnation,
             failure.sequence,
+            attempt.hurried,
         )
         if failure.retriable and self._ways:
             self.fallbacks.append(report)  # the holder itself is not to blame yet

@@ -35,6 +35,12 @@ class Inbox:
                 self._end = self._count(await self._stream.receive_into(self._buffer))
                 position += self._take(view[position:])
 
+    async def wait_for_more(self) -> None:
+        """Return when something is here that nobody has read yet. Raises as `read_into`."""
+        if self._start == self._end:
+            self._start = self._end = 0
+            self._end = self._count(await self._stream.receive_into(self._buffer))
+
     async def read(self, length: int) -> bytearray:
         """The next `length` bytes, in memory of their own."""
         if length <= self._end - self._start:

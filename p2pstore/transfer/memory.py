@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import numpy as np
 
+from p2pstore.cgroups import memory_limits
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB, format_bytes
 from p2pstore.transfer.layout import round_up
@@ -171,36 +172,9 @@ def available_memory(
 ) -> tuple[int, str]:
     """Bytes that this process may still use, and what limits it: the host, or a cgroup."""
     best = (_meminfo(proc, "MemAvailable"), "this host")
-    for limit, used in _cgroup_limits(proc, cgroups):
+    for limit, used in memory_limits(proc, cgroups):
         best = min(best, (max(0, limit - used), f"the cgroup (limit {format_bytes(limit)})"))
     return best
-
-
-def _cgroup_limits(proc: Path, cgroups: Path) -> list[tuple[int, int]]:
-    """(limit, use without page cache that can be dropped) of each cgroup above this process."""
-    limits: list[tuple[int, int]] = []
-    for line in _read(proc / "self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root = cgroups / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        below = root / path.lstrip("/")
-        # In a container, the path is often that of the host, and the limit lies at the root.
-        for folder in {
-            root,
-            below,
-            *(parent for parent in below.parents if root in parent.parents),
-        }:
-            limit, used = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
-            if limit.isdigit() and used.isdigit():
-                fields = _read(folder / "memory.stat").split()
-                statistics = dict(zip(fields[::2], fields[1::2], strict=False))
-                limits.append((int(limit), int(used) - int(statistics.get(names[2], 0))))
-    return limits
 
 
 def _free_huge_page_bytes() -> int:

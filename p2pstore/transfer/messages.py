@@ -203,6 +203,13 @@ class ClusterRecords(Message, frozen=True):
     signatures: Annotated[list[bytes], Meta(max_length=MAX_PUSHED_RECORDS)]
 
 
+class RecordsTaken(Message, frozen=True):
+    """The answer to CLUSTER_RECORDS, once what they forbid is gone. `newest_clock` is the highest stamp that
+    the peer had seen before it heard of them."""
+
+    newest_clock: int = 0
+
+
 class ListKeys(Message, frozen=True):
     """Keys held here that begin with `prefix`, in order, after `after`."""
 
@@ -336,7 +343,7 @@ REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.PUSH: Empty,
     DataKind.REPLICATE: Replicated,
     DataKind.SNAPSHOT: SnapshotReply,
-    DataKind.CLUSTER_RECORDS: Empty,
+    DataKind.CLUSTER_RECORDS: RecordsTaken,
     DataKind.LIST: Keys,
     DataKind.STATISTICS: StatisticsReply,
     DataKind.PING: Pong,

@@ -16,7 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2pstore.errors import BufferTooSmall, ProtocolError
-from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES, MIB, chunk_bounds, chunk_sum
+from p2pstore.objects import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    MIB,
+    chunk_bounds,
+    chunk_sum,
+    format_bytes,
+)
 from p2pstore.transfer.layout import (
     GRANULE_BYTES,
     INDEX_ENTRY_BYTES,
@@ -150,7 +157,8 @@ class SegmentReader:
         slot, trailer = found
         if len(destination) < slot.length:
             raise BufferTooSmall(
-                f"the object has {slot.length:,} bytes, the buffer {len(destination):,}",
+                f"the object has {slot.length:,} bytes ({format_bytes(slot.length)}); the buffer has room for "
+                f"{len(destination):,}: give one of that length, or use get()",
                 slot.length,
             )
         if slot.length <= SMALL_COPY_BYTES:

@@ -125,8 +125,9 @@ class Segment:
             raise CapacityExceeded("this peer offers no memory: it was started with memory 0")
         if capacity > self.data_bytes:
             raise ObjectTooLarge(
-                f"the value has {length:,} bytes and this peer's memory {self.data_bytes:,}: give "
-                "it more --memory, or split the value over several keys"
+                f"the value has {length:,} bytes, takes {capacity:,} with its trailer, and this peer's "
+                f"memory has {self.data_bytes:,}: give it more --memory, or split the value over several "
+                "keys"
             )
         if self._reservations.count_of(holder) >= MAX_RESERVATIONS_PER_HOLDER:
             raise CapacityExceeded(

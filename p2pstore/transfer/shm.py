@@ -14,7 +14,7 @@ from p2pstore.errors import BufferTooSmall, DeadlineExceeded, P2PStoreError
 from p2pstore.local.connection import LocalConnection
 from p2pstore.local.messages import Access
 from p2pstore.objects import DEFAULT_NAMESPACE
-from p2pstore.streams import Driver
+from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver
 from p2pstore.transfer.layout import TrailerBody
 from p2pstore.transfer.reader import Copied, SegmentReader
 from p2pstore.transfer.trace import ReadWatch
@@ -117,8 +117,9 @@ class ShmTransport:
 
     name = "shm"
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
         self._driver = driver
+        self._progress_seconds = progress_seconds
         self._lock = driver.lock()
         self._peers: dict[tuple[str, bytes], _MappedPeer] = {}
 
@@ -141,9 +142,9 @@ class ShmTransport:
         return 0.1
 
     async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
-        """Copy the object out of the holder's segment. Raises `PullFailed`, which is always
-        retriable: what the mapping does not show, the holder may still have and say so over
-        TCP."""
+        """Copy the object out of the holder's segment. Raises `PullFailed`. It is retriable, as what the
+        mapping does not show, the holder may still have and say so over TCP; but for a holder that does not
+        answer: its process hangs, and would not answer over TCP either."""
         peer = await self._session(copy)
         watch = watch_of(destination)
         if watch is not None:
@@ -163,6 +164,8 @@ class ShmTransport:
         async with self._lock:
             peer = self._peers.setdefault((copy.socket, copy.peer_id), _MappedPeer())
             if not peer.usable():
+                if reason := self.why_not(copy):  # found out by whoever had the lock before
+                    raise PullFailed(Code.UNAVAILABLE, reason, retriable=True)
                 peer.close()
                 await self._open(peer, copy)
             return peer
@@ -172,13 +175,16 @@ class ShmTransport:
         peer.retry_at = time.monotonic() + RETRY_CONNECT_SECONDS
         try:
             connection = await LocalConnection.open(
-                self._driver, copy.socket, namespace=DEFAULT_NAMESPACE, access=Access.READ
+                self._driver,
+                copy.socket,
+                namespace=DEFAULT_NAMESPACE,
+                access=Access.READ,
+                timeout_seconds=min(self._progress_seconds, copy.answer_seconds),
             )
+        except DeadlineExceeded as error:
+            raise PullFailed(Code.DEADLINE_EXCEEDED, str(error)) from error
         except (P2PStoreError, OSError) as error:
-            code = (
-                Code.DEADLINE_EXCEEDED if isinstance(error, DeadlineExceeded) else Code.UNAVAILABLE
-            )
-            raise PullFailed(code, str(error), retriable=True) from error
+            raise PullFailed(Code.UNAVAILABLE, str(error), retriable=True) from error
         except BaseException:  # cancelled: that says nothing of the other peer
             peer.retry_at = 0.0
             raise

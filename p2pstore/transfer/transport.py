@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
 
 from p2pstore.errors import BufferTooSmall, NoSuchKey, P2PStoreError
 from p2pstore.objects import ZERO_VERSION, Version, chunk_count, format_bytes
@@ -32,10 +33,16 @@ __all__ = [
     "Transport",
     "check_object",
     "checked_view",
+    "hurried",
     "pull_with_failover",
     "unpack_sums",
     "watch_of",
 ]
+
+
+HURRIED_ANSWER_SECONDS: Final = 1.5
+"""For a holder to begin with its answer while others could be asked: one lost packet of a connection's first
+two is made up for within 1 s."""
 
 
 class Destination(Protocol):
@@ -70,7 +77,7 @@ class BufferDestination:
         if slot.length > len(self._view):
             raise BufferTooSmall(
                 f"the object has {slot.length:,} bytes ({format_bytes(slot.length)}); "
-                f"the buffer has room for {len(self._view):,}",
+                f"the buffer has room for {len(self._view):,}: give one of that length, or use get()",
                 slot.length,
             )
         return self._view[: slot.length]
@@ -92,6 +99,8 @@ class RemotePeer:
     peer_id: bytes
     data: tuple[str, ...] = ()
     ticket: GrantedTicket | None = field(default=None, repr=False)
+    answer_seconds: float = field(default=math.inf, kw_only=True)
+    """How long to wait for each first sign of life; not longer than for any other progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +207,11 @@ class PullReport:
         return self.pulled
 
 
+def hurried(copy: RemoteCopy) -> RemoteCopy:
+    """A copy whose holder gets little time to begin with its answer, because others have the object, too."""
+    return replace(copy, answer_seconds=HURRIED_ANSWER_SECONDS)
+
+
 async def pull_with_failover(
     copies: Sequence[RemoteCopy],
     transports: Sequence[Transport],
@@ -219,7 +233,8 @@ async def pull_with_failover(
         if watch is not None:
             watch.attempt(attempt.copy.member, transports[attempt.transport].name)
         try:
-            pulled = await transports[attempt.transport].pull(attempt.copy, digest, destination)
+            copy = hurried(attempt.copy) if attempt.hurried else attempt.copy
+            pulled = await transports[attempt.transport].pull(copy, digest, destination)
         except PullFailed as failure:
             attempts.failed(failure)
             if watch is not None:

@@ -326,7 +326,7 @@ async def test_a_peer_that_answers_nonsense(tmp_path: Path, lie: Message | Excep
 async def test_addresses_that_are_none(tmp_path: Path, address: str) -> None:
     """They come with another peer's record; a copy elsewhere is still read."""
     async with cluster(tmp_path, 3, transport="tcp") as (a, b, c):
-        describe = b.node.core.gossip._describe
+        describe = b.node.core.gossip.own_record.describe
 
         def lie() -> Any:
             return msgspec.structs.replace(
@@ -334,7 +334,7 @@ async def test_addresses_that_are_none(tmp_path: Path, address: str) -> None:
             )
 
         await c.put("k", os.urandom(5000), replicas=2)
-        b.node.core.gossip._describe = lie
+        b.node.core.gossip.own_record.describe = lie
         b.node.core.gossip.offer_changed()
         record = a.node._record_of
         await until(lambda: [address] == record(b.node.core.peer_id).data)  # type: ignore[union-attr]

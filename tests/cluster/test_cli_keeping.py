@@ -188,3 +188,42 @@ def test_a_peer_that_stands_still_is_named_in_time() -> None:
         assert keys_on(first, "s/") == ["s/there"]
         done(first.run("rm", "--prefix", "s/", "--yes"))
         assert keys_on(second, "s/") == []
+
+
+# --- bench ---------------------------------------------------------------------------------------
+
+
+def test_bench_measures_and_leaves_nothing(pair: tuple[Peer, Peer]) -> None:
+    first, second = pair
+    before = held(first), held(second)
+    arguments = ("bench", "--size", "4KiB", "--size", "16MiB", "--seconds", "0.02", "--json")
+    result = done(first.run(*arguments))
+    names = [each["name"] for each in json.loads(result.stdout)["results"]]
+    for wanted in ("put, 4.0 KiB, median", "get, 4.0 KiB, rate", "lease, 4.0 KiB, median"):
+        assert wanted in names
+    assert "get from second over shm, 4.0 KiB, rate" in names
+    assert not any("16.0 MiB" in name for name in names)
+    assert b"left out 16.0 MiB on first: 5 % of its free memory is" in result.stderr
+    eventually(lambda: (held(first), held(second)) == before)
+    assert "no size fits" in first.run("bench", "--size", "1GiB").stderr.decode()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_bench_that_is_stopped_leaves_nothing(
+    number: int, status: int, pair: tuple[Peer, Peer]
+) -> None:
+    first, _ = pair
+    before = held(first)
+    with started(first, "bench", "--size", "1MiB", "--seconds", "60") as bench:
+        try:
+            eventually(lambda: held(first) > before)
+            bench.send_signal(number)
+            assert bench.wait(10) == status
+        finally:
+            bench.kill()
+    eventually(lambda: held(first) == before)
+
+
+def held(peer: Peer) -> int:
+    """Objects in a peer's memory, of all namespaces."""
+    return int(peer.client.statistics(cluster=False)["peer"]["objects"])

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import threading
@@ -303,8 +304,8 @@ async def test_who_is_not_on_the_list_is_refused_and_who_is_taken_off_it_is_out(
             # The third, whose list knows nothing of it, goes on with both; its word of the
             # second brings that one back nowhere.
             assert await c.get("of b", wait=5) == await c.get("of a", wait=5)
-            rounds = a.node.core.gossip._tokens
-            await until(lambda: a.node.core.gossip._tokens > rounds + 20)
+            rounds = a.node.core.gossip.questions.count
+            await until(lambda: a.node.core.gossip.questions.count > rounds + 20)
             assert [format_peer_id(each) for each in a.node.core.live_peers()] == [ids["c"]]
     assert not [r for r in caplog.records if r.exc_info and r.name.startswith("p2pstore")]
 
@@ -392,7 +393,7 @@ def copied(machine: Machine, original: Process, name: str) -> list[str]:
 
 def ends_as_duplicate(twin: Process) -> None:
     assert twin.process.wait(30) == 1, twin.log.read_text()
-    assert "another live peer uses this peer's identity" in twin.log.read_text()
+    assert re.search(r"another live peer( at \S+)? uses this peer's identity", twin.log.read_text())
 
 
 @pytest.mark.parametrize("through", ["itself", "a third"])
@@ -402,12 +403,8 @@ def test_the_newer_of_two_twins_ends(machine: Machine, through: str) -> None:
     first.client.put("k", b"value")
     door = first if through == "itself" else third
     options = copied(machine, first, "twin")
-    twin = Process(machine, "twin", *options, "--bootstrap", door.ready["control"])
-    if through == "a third":
-        ends_as_duplicate(twin)
-    else:  # it takes the address for its own, knows nobody else, and serves this machine alone
-        twin.wait_until_ready()
-        assert twin.ready["peers"] == 1
+    for _ in range(3):  # as a service manager would try
+        ends_as_duplicate(Process(machine, "twin", *options, "--bootstrap", door.ready["control"]))
     first.client.put("after", b"value")
     assert third.client.get("after", wait=5) == b"value"
     eventually(lambda: third.alive() == 2)

@@ -61,7 +61,9 @@ def machine() -> Iterator[Machine]:
 
 def test_every_example_is_run() -> None:
     mine = Path(__file__).read_text(encoding="utf-8")
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(re.findall(r'"(\w+\.py)"\)', mine))
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(
+        re.findall(r'EXAMPLES / "(\w+\.py)"\)', mine)
+    )
 
 
 def test_quick_start(machine: Machine) -> None:
@@ -93,6 +95,22 @@ def test_a_kv_cache_shared_by_two_processes(machine: Machine) -> None:
     assert "56 of 56 objects were new" in printed
     assert "prefill saved for 224 of 269 tokens (83%)" in printed
     assert "logits identical to those without the cache: True" in printed
+
+
+def test_without_torch_the_example_says_what_to_install(tmp_path: Path) -> None:
+    missing = "raise ModuleNotFoundError('no torch', name='torch')"
+    (tmp_path / "torch.py").write_text(missing)
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "kvcache_transformer.py")],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=EXAMPLE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "scripts/setup --torch" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def python_in_readme() -> list[str]:

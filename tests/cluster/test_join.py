@@ -319,3 +319,42 @@ def test_another_user_gets_in_when_the_socket_lets_him(machine: Machine) -> None
     hidden.mkdir(mode=0o700)
     machine.join("--name", "hidden", "--socket", str(hidden / "s.sock"), "--socket-mode", "0666")
     assert f"but {hidden} keeps them out" in machine.log("hidden")
+
+
+def test_a_ready_line_that_cannot_be_written_ends_nothing(machine: Machine) -> None:
+    with open("/dev/full", "wb") as full, open(machine.folder / "errors", "wb") as errors:
+        peer = machine.start("join", "--name", "a", stdout=full, stderr=errors)
+    eventually(lambda: "the ready line was not printed" in _text(machine.folder / "errors"))
+    with blocking.connect(machine.folder / "mooncake-p2p" / "a.sock") as client:
+        client.put("k", b"v")
+    peer.terminate()
+    assert peer.wait(COMMAND_SECONDS) == 0
+    said = _text(machine.folder / "errors")
+    assert "No space left" in said
+    assert "Traceback" not in said
+    assert "Exception ignored" not in said
+
+
+def test_a_hangup_while_starting_ends_nothing(machine: Machine) -> None:
+    options = ("join", "--name", "a", "--invite", "-")
+    peer = machine.start(
+        *options,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert peer.stdin is not None
+    # It waits for its invite, long before it can take a signal as a peer does.
+    eventually(lambda: _is_caught(peer.pid, signal.SIGHUP))
+    os.kill(peer.pid, signal.SIGHUP)
+    _, complaint = peer.communicate(b"no invite", timeout=COMMAND_SECONDS)
+    assert peer.returncode == 2
+    assert complaint.startswith(b"error: that is no invite")
+
+
+def _is_caught(process_id: int, number: int) -> bool:
+    status = Path(f"/proc/{process_id}/status").read_text()
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    assert caught is not None
+    return bool(int(caught[1], 16) >> (number - 1) & 1)

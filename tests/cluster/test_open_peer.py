@@ -20,7 +20,7 @@ from p2pstore import PeerConfig, errors
 from p2pstore.core import listing, serving
 from p2pstore.keyring import new_cluster_key
 from p2pstore.objects import key_digest
-from p2pstore.peer import Peer, node, open_peer
+from p2pstore.peer import Peer, open_peer, saving
 
 MIB = 1024 * 1024
 
@@ -79,6 +79,19 @@ async def test_what_one_puts_the_others_get(tmp_path: Path) -> None:
             async with b.lease(f"k{size}", wait=5) as view:
                 assert view == value
                 assert view.readonly
+
+
+async def test_a_client_whose_reads_fall_back_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(tmp_path, 2) as (a, b):
+        await a.put("k", b"value")
+        os.rename(a.socket, tmp_path / "elsewhere")  # its memory cannot be mapped any more
+        assert await b.get("k", wait=5) == b"value"
+        counters = b.node.core.counters
+        await until(lambda: counters["transport_fallbacks"] == 1)
+        assert "shm to p0 did not work" in caplog.text
+        os.rename(tmp_path / "elsewhere", a.socket)
 
 
 async def test_statuses_and_overwrite(tmp_path: Path) -> None:
@@ -304,7 +317,8 @@ async def test_the_wrong_cluster_key_is_refused_and_said_on_both_sides(
                     await b.node.leave_requested.wait()
         assert not a.node.core.live_peers()
     said = [r.getMessage() for r in caplog.records if "wrong cluster key" in r.getMessage()]
-    assert any(line.startswith("not admitted by") for line in said), said
+    refused = [r for r in caplog.records if r.getMessage().startswith("not admitted by")]
+    assert refused, said  # why, the error says
     assert any(line.startswith("dropped") for line in said), said
 
 
@@ -510,14 +524,15 @@ async def test_a_cancelled_peer_says_goodbye(tmp_path: Path) -> None:
 async def test_superseded_floors_do_not_fill_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node, "FLOORS_SLACK", 3)
+    monkeypatch.setattr(saving, "FLOORS_SLACK", 3)
     state = str(tmp_path / "state")
     async with open_peer(config(tmp_path, "a", state_dir=state)) as peer:
-        directory = peer.node.state
-        assert directory is not None
+        saver = peer.node.saver
+        assert saver is not None
+        directory = saver.state
         for number in range(12):
             await peer.put("k", b"value %d" % number)
             await peer.remove("k")
-            await peer.node.save_state()
+            await saver.save()
             assert directory.floors_in_file <= 2 * 1 + 3 + 2
         assert len(directory.load_floors()) < 12

@@ -20,7 +20,7 @@ from typing import IO, Any
 import pytest
 
 from p2pstore import blocking
-from p2pstore.objects import MIB, key_digest
+from p2pstore.objects import MIB
 from tests.cluster.test_cli import COMMAND, Machine, Peer, done, eventually, failed, new_machine
 
 ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
@@ -95,6 +95,49 @@ def test_puts_gets_and_bytes_are_counted_where_they_happen(pair: tuple[Peer, Pee
     assert max(map(len, table)) <= 80
 
 
+def test_every_get_is_counted_once(pair: tuple[Peer, Peer]) -> None:
+    """Large and small, here and elsewhere, alone and in batches, awaited, leased, by the command that asks for
+    the length first."""
+    first, second = pair
+    names = [f"once/{number}" for number in range(6)]
+    for name in names:
+        first.client.put(name, b"x" * (3 * MIB if name == names[0] else 1000))
+    second.client.put("once/here", bytes(MIB))
+    eventually(lambda: all(second.client.contains_many(names)))
+    counters = ("client_reads", "client_leases", "client_reads_elsewhere", "client_misses")
+
+    def read() -> list[int]:
+        counted = statistics(second)["peer"]["counters"]
+        return [counted.get(name, 0) for name in counters]
+
+    before = read()
+    with blocking.connect(second.ready["socket"]) as client:
+        for name in names[:2]:
+            assert client.get(name)  # elsewhere: 2
+        client.get("once/here")  # here: 1
+        buffers = [bytearray(1000) for _ in names[1:]]
+        results = client.get_many_into(
+            [*zip(names[1:], buffers, strict=True), ("once/none", bytearray(1))]
+        )
+        assert [each.ok for each in results] == [True] * 5 + [False]  # elsewhere: 5, misses: 1
+        with pytest.raises(KeyError):
+            client.get("once/none", wait=0.2)  # misses: 1
+        with pytest.raises(KeyError):
+            client.take_lease("once/none")  # misses: 1
+        client.take_lease("once/here")  # leases: 1
+        client.take_lease(names[1])  # elsewhere: 1
+        client.get(names[1])  # here by now: 1
+    folder = second.machine.folder
+    for name in (names[0], "once/here"):  # elsewhere: 1, here: 1
+        done(second.run("get", name, "-o", str(folder / "once")))
+    grown = [3, 1, 9, 3]
+
+    def told() -> bool:
+        return [after - was for after, was in zip(read(), before, strict=True)] == grown
+
+    eventually(told)
+
+
 def test_slow_operations_are_kept_with_where_the_time_went(pair: tuple[Peer, Peer]) -> None:
     first, _ = pair
     result = first.client.put("slow/put", os.urandom(16 * MIB), replicas=2)
@@ -132,12 +175,13 @@ def test_a_slow_read_from_another_peer_is_told_by_the_client(pair: tuple[Peer, P
     finally:
         first.process.send_signal(signal.SIGCONT)
     assert reader.wait(20) == 0
-    digest = key_digest("slow/get").hex()
 
     def told() -> list[dict[str, Any]]:
         slow = json.loads(done(second.run("stats", "--slow", "--json")).stdout)
         return [
-            each for each in slow["operations"] if (each["what"], each["key"]) == ("get", digest)
+            each
+            for each in slow["operations"]
+            if (each["what"], each["key"]) == ("get", "slow/get")
         ]
 
     eventually(lambda: bool(told()))

@@ -201,9 +201,12 @@ class SmallBackend:
                 return local.MatchedPrefix(number)
         return local.MatchedPrefix(len(message.digests) // DIGEST_BYTES)
 
-    async def _locate(self, client: LocalClient, message: local.Locate) -> Message:
-        if self.gate is not None:
-            await self.gate.wait()
+    def _locate(self, client: LocalClient, message: local.Locate) -> Awaitable[Message]:
+        return self._locate_behind(self.gate, message)  # the gate of now: a test may set another
+
+    async def _locate_behind(self, gate: trio.Event | None, message: local.Locate) -> Message:
+        if gate is not None:
+            await gate.wait()
         copies = []
         for digest in split(message.digests):
             entry = self.segment.find(digest, time.time())
@@ -320,6 +323,11 @@ class SmallPeer:
 
         self.token.run_sync_soon(run)
         return outcome.result(10)
+
+    def stall(self, seconds: float) -> None:
+        """Have the whole peer stand still for so long, from now on."""
+        assert self.token is not None
+        self.token.run_sync_soon(time.sleep, seconds)
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
         """Wait for something to become true on the peer's thread."""

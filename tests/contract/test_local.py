@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import logging
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import pytest
 import trio
 
 import p2pstore
-from p2pstore import blocking
+from p2pstore import aio, blocking
 from p2pstore.client.trio_client import Client
 from p2pstore.errors import (
     AmbiguousLocalPeer,
@@ -43,12 +44,13 @@ from p2pstore.errors import (
 from p2pstore.local import messages as local
 from p2pstore.local import paths
 from p2pstore.local.connection import LocalConnection
+from p2pstore.local.listener import MAX_CONNECTIONS, listen_at
 from p2pstore.local.messages import Access, LocalKind
-from p2pstore.local.server import MAX_CONNECTIONS, MAX_IN_FLIGHT
+from p2pstore.local.server import MAX_IN_FLIGHT
 from p2pstore.objects import MIB, key_digest
 from p2pstore.streams import BlockingDriver, run_blocking
-from p2pstore.trio_streams import TrioStream
-from p2pstore.wire import HEADER, PREFACE_LOCAL, Code, encode_frame
+from p2pstore.trio_streams import TrioDriver, TrioStream
+from p2pstore.wire import HEADER, PREFACE_LOCAL, Code, Empty, Message, encode_frame
 from tests.contract.small_peer import PEER_ID, SmallPeer, small_peer
 
 
@@ -696,13 +698,13 @@ async def test_the_peer_stops_under_a_client(kind: str, tmp_path: Path) -> None:
 
 CLIENT_THAT_DIES = """
 import os, sys, time
-from p2pstore import blocking
+from p2pstore import aio, blocking
 from p2pstore.local.messages import ReserveItem
 from p2pstore.streams import run_blocking
 client = blocking.connect(sys.argv[1])
 client.put("k", b"x" * 5000)
 view = client.take_lease("k")
-run_blocking(client._session._writer._reserve([ReserveItem(3_000_000, 1000)] * 2))
+run_blocking(client._session._live.writer._reserve([ReserveItem(3_000_000, 1000)] * 2))
 for number in range(4):
     client.put(f"s{number}", b"y" * 5000)
 child = os.fork() if sys.argv[2] == "fork" else 0
@@ -773,7 +775,7 @@ async def test_clients_pickle(peer: SmallPeer) -> None:
         assert isinstance(second, Client)
         assert await second.get("k") == b"value"
     unopened = pickle.loads(pickle.dumps(p2pstore.connect(str(peer.path), namespace="n")))
-    with pytest.raises(StoreClosed, match="not connected"):
+    with pytest.raises(RuntimeError, match=r"not connected.*async with"):
         await unopened.get("k")
 
 
@@ -787,7 +789,104 @@ def test_a_dropped_client_ends_its_connection(peer: SmallPeer) -> None:
     assert bytes(view) == b"value"
 
 
+async def test_a_wait_that_is_nearly_over_does_not_cut_off_who_sends(peer: SmallPeer) -> None:
+    """Of two tasks on one connection, one gives up soon, while the other's request is still being taken."""
+    driver = TrioDriver()
+    connection = await LocalConnection.open(
+        driver, str(peer.path), namespace="n", access=Access.READ
+    )
+    request = local.Locate(bytes(16))
+    large = local.Contains(bytes(2 * MIB))  # more than the socket holds
+
+    async def give_up_soon() -> None:
+        with pytest.raises(DeadlineExceeded):
+            await connection.request(LocalKind.LOCATE, request, local.Located, progress_seconds=0.3)
+
+    gate = peer.backend.gate = peer.call(trio.Event)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(give_up_soon)
+            await eventually(peer, lambda: LocalKind.LOCATE in peer.backend.requests)
+            peer.stall(0.6)
+            reply = await connection.request(LocalKind.CONTAINS, large, local.ContainsReply)
+        assert len(reply.present) == 2 * MIB // 16
+    finally:
+        peer.call(gate.set)
+        connection.close()
+
+
+def test_threads_come_and_go_while_others_wait(peer: SmallPeer) -> None:
+    """Whoever ends goes through those who wait, while others are added and taken away."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    errors: list[BaseException] = []
+    try:
+        with blocking.connect(str(peer.path), timeout=20) as client:
+
+            def work() -> None:
+                try:
+                    for _ in range(60):
+                        client.contains_many(["a", "b"])
+                except BaseException as error:
+                    errors.append(error)
+
+            threads = [threading.Thread(target=work) for _ in range(24)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
+
+
+def test_a_put_ends_when_its_client_is_closed(peer: SmallPeer) -> None:
+    """The peer may give the room to another client then: nothing more is written to it."""
+    pieces: list[int] = []
+    client = blocking.connect(str(peer.path))
+
+    def close_after_the_first(done_bytes: int, total_bytes: int) -> None:
+        pieces.append(done_bytes)
+        client.close()
+
+    with pytest.raises(StoreClosed, match="client is closed"):
+        client.put("k", bytes(12 * MIB), progress=close_after_the_first)
+    assert pieces == [4 * MIB]
+
+
 # --- the socket ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backlog_is_full", [False, True], ids=["no answer", "full backlog"])
+@pytest.mark.parametrize("world", ["trio", "asyncio", "blocking"])
+def test_a_peer_that_hangs_is_given_up_after_the_timeout(
+    world: str, backlog_is_full: bool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "s")
+
+    async def by_trio() -> None:
+        async with p2pstore.connect(path, timeout=0.2):
+            pass
+
+    async def by_asyncio() -> None:
+        async with aio.connect(path, timeout=0.2):
+            pass
+
+    ways: dict[str, Callable[[], object]] = {
+        "trio": lambda: trio.run(by_trio),
+        "asyncio": lambda: asyncio.run(by_asyncio()),
+        "blocking": lambda: blocking.connect(path, timeout=0.2),
+    }
+    with contextlib.ExitStack() as stack:
+        hung = stack.enter_context(socket.socket(socket.AF_UNIX))
+        hung.bind(path)
+        hung.listen(0)
+        if backlog_is_full:
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(path)
+        begin = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="hangs or was stopped"):
+            ways[world]()
+        assert 0.15 < time.monotonic() - begin < 3
 
 
 def test_a_thousand_clients(peer: SmallPeer) -> None:
@@ -862,11 +961,40 @@ def test_a_client_with_read_access_cannot_write(peer: SmallPeer) -> None:
     )
     try:
         assert connection.segments[0].readonly
-        request = local.Reserve([local.ReserveItem(1, 100)])
-        with pytest.raises(ValueError, match="only to read"):
-            run_blocking(connection.request(LocalKind.RESERVE, request, local.Reserved))
+        requests: dict[LocalKind, Message] = {
+            LocalKind.RESERVE: local.Reserve([local.ReserveItem(1, 100)]),
+            LocalKind.COMMIT: local.Commit("n", []),
+            LocalKind.ABORT: local.Abort([1]),
+            LocalKind.PLACE: local.Place(bytes(16), 1),
+            LocalKind.STORED: local.StoredElsewhere(b"p", 1, 1, b""),
+            LocalKind.REMOVE: local.Remove("n", ["k"]),
+            LocalKind.REPLICATE: local.Replicate(bytes(16), 2),
+            LocalKind.PIN: local.SetPin(bytes(16), 1),
+            LocalKind.FLUSH: local.Flush("n"),
+            LocalKind.LEAVE: local.Leave(0.0),
+        }
+        for kind, request in requests.items():
+            with pytest.raises(ValueError, match="only to read"):
+                run_blocking(connection.request(kind, request, Empty))
+        assert peer.backend.requests == []
     finally:
         connection.close()
+
+
+def test_a_socket_that_cannot_be_given_to_its_group_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chown", refuse)
+    path = tmp_path / "s"
+    with pytest.raises(ConfigError, match=r"socket_group: this user .* be a member"):
+        listen_at(path, 0o660, "root")
+    assert not path.exists()
+    with pytest.raises(ConfigError, match="no group 'nobody-has-this'"):
+        listen_at(path, 0o660, "nobody-has-this")
+    assert not path.exists()
 
 
 def test_an_unknown_request_is_unsupported(peer: SmallPeer) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,20 @@ def test_waiting_for_a_key(store: Store, key: str, cluster: Cluster) -> None:
     with pytest.raises(errors.NoSuchKey):
         store.get_into(key + "never", bytearray(1), wait=0.1)
     assert 0.4 <= time.monotonic() - started < 5
+
+
+def test_each_waits_only_as_long_as_it_wants_to(store: Store, key: str, cluster: Cluster) -> None:
+    """Those who want the same absent object in place share its fetch, but not their patience."""
+    with ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(cluster.stores["blocking"].take_lease, key, wait=20)
+        until(lambda: cluster.near.node.core.operations_under_way > 0)
+        started = time.monotonic()
+        with pytest.raises(errors.NoSuchKey):
+            store.take_lease(key)
+        assert time.monotonic() - started < 10
+        assert not patient.done()
+        cluster.distant.put(key, b"value")
+        assert patient.result(10) == b"value"
 
 
 # --- batches ------------------------------------------------------------------------------------
@@ -681,7 +696,7 @@ def test_a_peer_that_hangs_and_dies(cluster: Cluster, tmp_path: Path, key: str) 
         views = [client.take_lease(key) for client in clients]
         victim.process.send_signal(signal.SIGSTOP)
         for client in clients:
-            with pytest.raises(errors.DeadlineExceeded, match="did not answer LOCATE") as caught:
+            with pytest.raises(errors.DeadlineExceeded, match="did not answer within") as caught:
                 client.locate(key)
             assert isinstance(caught.value, TimeoutError)
         victim.process.kill()
@@ -733,7 +748,7 @@ def test_the_list_of_methods_is_whole() -> None:
 
 def fetcher_of(store: Store) -> Fetcher:
     session = store.real._session if store.world == "blocking" else store.real
-    fetcher: Fetcher = session._open_fetcher
+    fetcher: Fetcher = session._live.fetcher
     return fetcher
 
 

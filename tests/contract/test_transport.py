@@ -97,6 +97,7 @@ from p2pstore.transfer.transport import (
     PullFailed,
     RemoteCopy,
     Transport,
+    hurried,
     pull_with_failover,
 )
 from p2pstore.trio_streams import TrioDriver, TrioStream
@@ -1225,6 +1226,41 @@ async def test_a_slow_answer_to_a_request_is_a_deadline(side: Side) -> None:
             await side.run(lambda: pool.request(peer, DataKind.PING, Ping(), 0.1))
         assert pool.open_connections == 0
         pool.close()
+
+
+@pytest.mark.parametrize("says_hello", [False, True])
+async def test_a_holder_that_is_hurried_is_given_up_early(side: Side, says_hello: bool) -> None:
+    """Not for long over the connection, at each of its addresses, nor for the answer; others go on."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as deaf:
+        silence = f"127.0.0.1:{deaf.getsockname()[1]}"
+        async with scripted_owner(answer(then=30)) as peer:
+            data = peer.data if says_hello else (silence, silence)
+            hung = replace(peer, data=data, answer_seconds=0.2)
+            pool = DataPool(side.driver, progress_seconds=30, connect_seconds=30)
+            began = time.monotonic()
+            with pytest.raises(PullFailed) as caught:
+                await side.run(lambda: pool.pull(hung, bytes(16), Unprepared()))
+            (outcome,) = await side.run(lambda: pool.pull_many(hung, [(bytes(16), Unprepared())]))
+            assert 0.35 < time.monotonic() - began < 5
+            assert isinstance(outcome, PullFailed)
+            assert {caught.value.code, outcome.code} == {Code.DEADLINE_EXCEEDED}
+            pool.close()
+
+
+async def test_who_answers_in_time_is_hurried_no_more(tcp: TcpHarness, side: Side) -> None:
+    digest = put(tcp.segment, "key", VALUE)
+    pool = tcp.pool(side.driver)
+    for _ in range(2):
+        buffer = bytearray(len(VALUE))
+        await side.run(
+            lambda buffer=buffer: pool.pull(  # type: ignore[misc]  # mypy: defaults of a lambda
+                hurried(tcp.copy()), digest, BufferDestination(buffer)
+            )
+        )
+        assert buffer == VALUE
+    (places,) = pool._peers.values()
+    assert places[0].connection is not None
+    assert places[0].connection.stream.receive_seconds is None
 
 
 async def test_an_impostor_without_the_cluster_key(side: Side) -> None:

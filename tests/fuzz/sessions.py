@@ -406,7 +406,7 @@ async def control_replies(victim: Victim, rng: Random, sent: Sent) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_run_asking, asking)
             for kind, request in plans:
-                asked = node.core.gossip._ask(
+                asked = node.core.gossip.questions.ask(
                     victim.mallory.peer_id, ControlKind(kind), request, node.now
                 )
                 reply: Message | None = None

@@ -127,7 +127,7 @@ async def test_a_lease_that_waits_ends_with_its_client(tmp_path: Path) -> None:
             encode_frame(LocalKind.HELLO, 1, hello),
             encode_frame(LocalKind.LEASE, 2, lease),
         )
-        await until(lambda: peer.node.core.operations_under_way == 2)
+        await until(lambda: peer.node.core.operations_under_way == 1)
         stream.close()
         await until(lambda: peer.node.core.operations_under_way == 0, 5)
 

@@ -13,8 +13,8 @@ from typing import Final
 import trio
 
 from p2pstore import PeerConfig
+from p2pstore.gossip.exchanges import MAX_IN_FLIGHT_EXCHANGES
 from p2pstore.gossip.identity import Identity
-from p2pstore.gossip.machine import MAX_IN_FLIGHT_EXCHANGES
 from p2pstore.gossip.records import PeerId
 from p2pstore.keyring import KeyRing
 from p2pstore.peer import Peer, open_peer
@@ -158,8 +158,8 @@ class Victim:
             raise Problem("more members than a cluster may have")
         if len(gossip.cluster_records) > gossip.cluster_records.limit:
             raise Problem("more cluster records than are allowed")
-        if len(gossip._asked) > MAX_ASKED + MAX_IN_FLIGHT_EXCHANGES:
-            raise Problem(f"{len(gossip._asked)} requests of gossip are under way")
+        if len(gossip.questions) > MAX_ASKED + MAX_IN_FLIGHT_EXCHANGES:
+            raise Problem(f"{len(gossip.questions)} requests of gossip are under way")
         knowledge = gossip.knowledge
         for state in membership.states():
             if state.signed is None or state is membership.own:

@@ -214,9 +214,11 @@ class Harness:
             Push(OTHER_INCARNATION, [other.sequence], self.location(thing, **flags)),
         )
 
-    def hold(self, other: Other, key: str, value: bytes, **options: Any) -> RemoteObject:
-        """The other holds and announces an object."""
-        thing = remote_object(key, value, **options)
+    def hold(
+        self, other: Other, key: str, value: bytes, *version: int, **options: Any
+    ) -> RemoteObject:
+        """The other holds and announces an object; `version` may be its clock and writer."""
+        thing = remote_object(key, value, *version, **options)
         self.push(other, thing)
         return thing
 

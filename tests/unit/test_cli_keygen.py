@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -103,3 +104,24 @@ def test_a_step_that_is_under_way_is_not_run_into(
     assert "key.new is left" in capsys.readouterr().err
     assert run(["keygen", "--add", str(tmp_path / "none")]) == 1
     assert "cannot change" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_file_that_the_next_try_would_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "key"
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        assert run(["keygen", str(path)]) == 1
+        assert "No space left" in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == []
+    assert run(["keygen", str(path)]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        assert run(["keygen", "--add", str(path)]) == 1
+    assert len(ring(path).keys) == 1
+    assert run(["keygen", "--add", str(path)]) == 0

@@ -93,7 +93,7 @@ def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixt
         (["--wrong"], "no such option"),
         (
             ["put", "k", "f", "--replcas", "2"],
-            "no such option: --replcas (did you mean --replicas)",
+            "no such option: --replcas, did you mean --replicas? (see `mooncake-p2p put --help`)",
         ),
         (["ls", "--limit", "x"], "'--limit': must be a number"),
         (["put"], "missing argument 'KEY'"),
@@ -111,6 +111,18 @@ def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixt
         (["demo", "--blocks", "100"], "--blocks: 100 blocks"),
         (["demo", "--memory", "lots"], "--memory"),
         (["join", "--transport", "pigeon"], "--transport"),
+        *(
+            (["join", option, ""], f"{option} is empty: give a value or leave it out")
+            for option in (
+                *("--invite", "--config", "--cluster-key-file", "--name", "--log-file"),
+                *("--allow-file", "--bootstrap", "--max-objects", "--transport", "--memory"),
+            )
+        ),
+        (["join", "--log-level="], "--log-level is empty"),
+        (["bench", "--size", "0"], "--size: must be at least 1 byte"),
+        (["bench", "--seconds", "61"], "--seconds"),
+        (["ls", "--socket", ""], "--socket is empty"),
+        (["ls", "--namespace", ""], "--namespace: a namespace is"),
         (["join", "--join-timeout", "x"], "--join-timeout"),
     ],
 )
@@ -157,6 +169,7 @@ def test_descriptions_are_one_line_and_say_what_to_do() -> None:
     assert describe(errors.NoSuchKey("no such key: k")) == "no such key: k"
     assert describe(OSError(13, "Permission denied", "/x")) == "/x: Permission denied"
     assert "free some space" in describe(OSError(28, "No space left on device"))
+    assert describe(OSError(28, "x is full; free some space there")).count("free some space") == 1
     assert describe(errors.Unavailable("a\nb\n")) == "a b"
     assert "--debug" in describe(RuntimeError("bug"))
     assert describe(errors.StoreClosed()) == "StoreClosed"
@@ -201,3 +214,49 @@ def test_debug_shows_where(
     captured = capsys.readouterr()
     assert "Traceback" in captured.err
     assert captured.err.splitlines()[-1].startswith("error: unexpected RuntimeError")
+
+
+def test_a_mistake_in_the_environment_is_named_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOONCAKE_P2P_TIMEOUT", "zz")
+    assert run(["stats"]) == ExitCode.USAGE
+    assert capsys.readouterr().err.startswith("error: MOONCAKE_P2P_TIMEOUT: 'zz' is not a")
+    assert run(["stats", "--timeout", "yy"]) == ExitCode.USAGE
+    assert capsys.readouterr().err.startswith("error: --timeout: 'yy' is not a")
+    monkeypatch.delenv("MOONCAKE_P2P_TIMEOUT")
+    for variable in ("MOONCAKE_P2P_INVITE", "MOONCAKE_P2P_CONFIG"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "")
+            assert run(["join"]) == ExitCode.USAGE
+        assert capsys.readouterr().err.startswith(f"error: {variable} is empty")
+
+
+def test_a_full_standard_output_is_named() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mooncake_p2p", "help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=30,
+        )
+    assert done.returncode == ExitCode.FAILED
+    assert done.stderr.startswith(b"error: standard output: No space left on device")
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["get", "-h"]])
+def test_help_has_a_short_option(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 0
+    assert "Usage: mooncake-p2p" in capsys.readouterr().out
+
+
+def test_a_deadline_says_which_option_is_about_it() -> None:
+    assert "--timeout" in describe(errors.DeadlineExceeded("no answer"))
+    assert describe(errors.DeadlineExceeded("give --timeout")) == "give --timeout"
+
+
+def test_a_get_into_a_full_device_names_it() -> None:
+    from mooncake_p2p.commands.objects import _destination
+
+    with pytest.raises(OSError, match="/dev/full"), _destination("/dev/full") as sink:
+        sink(lambda: memoryview(b"value"))

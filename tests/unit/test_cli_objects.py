@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mooncake_p2p.explain import explanation
 from mooncake_p2p.main import run
 from p2pstore.errors import BufferTooSmall, NoSuchKey, Unavailable
 from p2pstore.objects import PART_BYTES
@@ -107,7 +108,7 @@ class MemoryStore:
         self.values.clear()
 
     def list_keys(
-        self, prefix: str, *, after: str, limit: int, local: bool = False, pinned: bool = False
+        self, prefix: str, *, after: str = "", limit: int, local: bool = False, pinned: bool = False
     ) -> KeyPage:
         if self.lists_left is not None:
             self.lists_left -= 1
@@ -129,9 +130,11 @@ class MemoryStore:
             ]
         if key not in self.values:
             return []
-        here = Location("12D3KooWabc", "here", "dram", 4096, (0, 7), False, "soft", True, True)
+        pin: Any = self.pins.get(key, ("soft",))[0]
+        here = Location("12D3KooWabc", "here", "dram", 4096, (0, 7), False, pin, True, True)
         there = Location("12D3KooWdef", "there", "dram", 4096, (0, 7), True, "none", False, False)
-        return [here, there]
+        older = Location("12D3KooWghi", "other", "dram", 4096, (0, 6), False, "none", False, True)
+        return [here, there, older]
 
 
 @pytest.fixture
@@ -298,7 +301,7 @@ def test_get_to_standard_output(
 
 def test_rm_counts_what_existed(store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
     store.values.update(a=b"", b=b"")
-    assert run(["rm", "a", "none"]) == 0
+    assert run(["rm", "a", "none"]) == 3
     assert capsys.readouterr().err == "removed 1 of 2 keys\nerror: no such key: none\n"
     assert run(["rm", "none", "neither"]) == 3
     capsys.readouterr()
@@ -338,13 +341,16 @@ def test_locate(store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
     store.values["k"] = b"value"
     assert run(["locate", "k"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3
-    assert "local, soft pin" in lines[1]
-    assert "soft copy, unreachable" in lines[2]
+    assert len(lines) == 4
+    assert "local, pinned (soft)" in lines[1]
+    assert "spare copy, unreachable" in lines[2]
+    assert [" 5 B " in line for line in lines[1:]] == [True, True, False]
+    assert "<= 4.0 KiB" in lines[3]
     assert run(["locate", "k", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["key"] == "k"
-    assert [copy["peer"] for copy in document["copies"]] == ["here", "there"]
+    assert [copy["peer"] for copy in document["copies"]] == ["here", "there", "other"]
+    assert [copy["length"] for copy in document["copies"]] == [5, 5, None]
     assert run(["locate", "none"]) == 3
 
 
@@ -364,7 +370,7 @@ def test_rm_by_prefix_takes_page_after_page(
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "removed 25 keys\n")
     assert list(many.values) == ["b"]
-    assert run(["rm", "--prefix", "a/", "--yes", "--json"]) == 0
+    assert run(["rm", "--prefix", "a/", "--yes", "--json"]) == 3
     assert json.loads(capsys.readouterr().out) == {
         "removed": 0,
         "failed": {},
@@ -405,7 +411,7 @@ def test_rm_by_prefix_stops_between_batches(
     ("arguments", "complaint"),
     [
         (["rm"], "name keys"),
-        (["rm", "k", "--prefix", "k", "--yes"], "name keys"),
+        (["rm", "k", "--prefix", "k", "--yes"], "not both"),
         (["rm", "--prefix", "", "--yes"], "flush"),
         (["rm", "--prefix", "a/"], "add --yes"),
         (["flush", "n"], "add --yes"),
@@ -443,12 +449,12 @@ def test_pin_and_unpin(many: MemoryStore, capsys: pytest.CaptureFixture[str]) ->
     assert run(["pin", "b", "far", "--ttl", "2h"]) == 0
     assert many.pins == {"b": ("soft", 7200.0), "far": ("soft", 7200.0)}
     assert capsys.readouterr().err == "pinned 2 of 2 keys\n"
-    assert run(["pin", "b", "none", "--pin", "hard"]) == 0
+    assert run(["pin", "b", "none", "--pin", "hard"]) == 3
     assert many.pins["b"] == ("hard", None)
     assert "pinned 1 of 2 keys\nerror: no such key: none\n" in capsys.readouterr().err
     assert run(["pin", "none"]) == 3
     capsys.readouterr()
-    assert run(["unpin", "b", "none", "--json"]) == 0
+    assert run(["unpin", "b", "none", "--json"]) == 3
     document = json.loads(capsys.readouterr().out)
     assert document == {"unpinned": ["b"], "failed": {"none": "no such key: none"}}
     assert many.pins["b"] == ("none", None)
@@ -457,11 +463,48 @@ def test_pin_and_unpin(many: MemoryStore, capsys: pytest.CaptureFixture[str]) ->
     assert "unpin it where it is: there" in capsys.readouterr().err
 
 
+def test_pin_keeps_a_hard_pin_unless_told_otherwise(
+    many: MemoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["pin", "b", "--pin", "hard"]) == 0
+    capsys.readouterr()
+    assert run(["pin", "b", "a/0000"]) == 0
+    assert many.pins == {"b": ("hard", None), "a/0000": ("soft", None)}
+    assert "b stays pinned hard (--pin soft makes it a soft pin)\n" in capsys.readouterr().err
+    assert run(["pin", "b", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"pinned": ["b"], "failed": {}, "kept_hard": ["b"]}
+    assert captured.err == ""
+    assert run(["pin", "b", "--pin", "soft"]) == 0
+    assert many.pins["b"] == ("soft", None)
+
+
 def test_ls_of_what_is_pinned(many: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
     many.pins["a/0007"] = ("hard", None)
     assert run(["ls", "--pinned", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [entry["key"] for entry in document["keys"]] == ["a/0007"]
+    assert run(["ls", "--pinned"]) == 0
+    assert capsys.readouterr().out.split()[:3] == ["KEY", "SIZE", "PINNED"]
+
+
+def test_get_that_waited_says_how_long(
+    store: MemoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["get", "none", "-o", "/dev/null", "--wait", "2"]) == 3
+    assert "none came in the 2 s of --wait" in capsys.readouterr().err
+    assert run(["get", "none", "-o", "/dev/null"]) == 3
+    assert "--wait" not in capsys.readouterr().err
+
+
+def test_a_try_that_failed_is_told_in_short(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "no route; add one with a very long command"
+    trace = FetchTrace(tries=[TransportTry("p", "tcp", True, reason, 0.5)])
+    assert "tried     p over tcp: no route after 500.0 ms" in explanation(trace)
+    trace.tries[0].outcome = "x " * 500
+    assert max(map(len, explanation(trace))) < 140
 
 
 def test_replicate_says_how_many_there_are(

@@ -15,10 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mooncake_p2p.join_settings import spelled_as_given
 from mooncake_p2p.main import run
 from mooncake_p2p.options import parse_timeout
+from p2pstore.errors import ConfigError
 from p2pstore.invite import Invite, format_invite
 from p2pstore.objects import MIB, parse_duration
+from p2pstore.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -258,3 +261,20 @@ def test_config_show_tells_of_variables_that_nobody_reads(
     assert "MOONCAKE_P2P_MEMROY is no setting; did you mean MOONCAKE_P2P_MEMORY?" in (
         capsys.readouterr().err
     )
+
+
+def test_what_the_peer_finds_wrong_is_told_as_it_was_spelled() -> None:
+    settings = Settings(
+        {"interface": "none0", "memory": 1},
+        {"interface": "MOONCAKE_P2P_INTERFACE", "name": "default"},
+    )
+    for said, shown in (
+        ("interface: there is none", "MOONCAKE_P2P_INTERFACE: there is none"),
+        ("data_listen: taken", "--data-listen: taken"),
+        ("name: taken", "--name: taken"),
+        ("the allow file x: gone", "the allow file x: gone"),
+        ("in the wrong place", "in the wrong place"),
+    ):
+        with pytest.raises(ConfigError) as caught, spelled_as_given(settings):
+            raise ConfigError(said)
+        assert str(caught.value) == shown

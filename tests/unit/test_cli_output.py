@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import sys
 import threading
 from collections.abc import Callable
@@ -171,5 +172,8 @@ def test_a_terminal_is_asked(typed: str, agreed: bool, monkeypatch: pytest.Monke
             monkeypatch.undo()
             stdin.close()
             stderr.close()
-    assert b"Remove all? [y/N] " in os.read(primary, 1000)
+    shown = os.read(primary, 1000)  # the echo, and the question at once or later
+    while b"Remove all? [y/N] " not in shown:
+        assert select.select([primary], [], [], 5.0)[0], shown
+        shown += os.read(primary, 1000)
     os.close(primary)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +68,7 @@ def test_defaults_serve_this_machine_alone() -> None:
         ({"join_timeout": "5s"}, "join_timeout: '5s' must be a number"),
         ({"drain_timeout": -1.0}, "drain_timeout: -1.0 must be 0 to 86400"),
         ({"drain_timeout": float("nan")}, "drain_timeout: nan must be"),
+        ({"slow_operation": -0.1}, "slow_operation: -0.1 must be 0 to 86400"),
         ({"socket_mode": "999"}, "socket_mode: '999' is not an octal mode"),
     ],
 )
@@ -144,11 +144,16 @@ def test_a_mistake_is_named_as_its_author_wrote_it() -> None:
             PeerConfig(**settings).checked(spelled)
 
 
-def test_memory_of_a_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tightest limit of all groups above this process is what it may use."""
     host = usable_memory_bytes()
-    limits = {tmp_path / "own": "max\n", tmp_path / "above": f"{64 * MIB}\n"}
-    for file, text in limits.items():
-        file.write_text(text)
-    monkeypatch.setattr(config, "_memory_limit_files", lambda: [*limits, tmp_path / "none"])
+    limits = [(host + 1, 0), (64 * MIB, 5 * MIB), (128 * MIB, 0)]
+    monkeypatch.setattr(config, "memory_limits", lambda: limits)
     assert usable_memory_bytes() == 64 * MIB < host
+
+
+def test_a_setting_that_is_none_suggests_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"no setting 'memry': did you mean memory\?"):
+        PeerConfig(memry="1GiB")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="no setting 'zzz': see help"):
+        PeerConfig(zzz=1)  # type: ignore[call-arg]

@@ -14,7 +14,7 @@ from p2pstore.gossip.floor_sync import FloorAnswer
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import Version, namespace_digest
-from p2pstore.transfer.messages import ClusterRecords, DataKind
+from p2pstore.transfer.messages import ClusterRecords, DataKind, RecordsTaken
 from p2pstore.wire import Code, Empty, Failure
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of
 
@@ -50,6 +50,33 @@ def test_all_live_peers_are_told_at_once() -> None:
     world.answer(asks[-1], None)
     assert operation.result == FlushEnd(3, (asks[-1].peer_id,))
     world.check_idle()
+
+
+def test_who_was_ahead_of_the_floor_is_told_of_a_second_one() -> None:
+    """What it had put before it heard of the flush, by a clock that is ahead, goes as well."""
+    world = Harness(others=2)
+    operation = flush(world)
+    first = floor_of(world)
+    ahead = first.clock + (3000 << 16)
+    early, late = world.asks(DataKind.CLUSTER_RECORDS)
+    world.answer(early, RecordsTaken(first.clock - 1))
+    world.answer(late, RecordsTaken(ahead))
+    assert not operation.done
+    assert floor_of(world).clock > ahead
+    asks = world.asks(DataKind.CLUSTER_RECORDS)
+    assert {ask.peer_id for ask in asks} == {other.peer_id for other in world.others}
+    for ask in asks:
+        world.answer(ask, RecordsTaken(floor_of(world).clock + 1))  # puts go on: that is no news
+    assert operation.result == FlushEnd(2, ())
+    world.check_idle()
+
+
+def test_a_clock_from_the_future_moves_no_floor() -> None:
+    world = Harness(others=1)
+    operation = flush(world)
+    (ask,) = world.asks(DataKind.CLUSTER_RECORDS)
+    world.answer(ask, RecordsTaken(floor_of(world).clock + (3600_000 << 16)))
+    assert operation.result == FlushEnd(1, ())
 
 
 def test_the_floor_is_above_every_version_that_was_heard_of() -> None:
@@ -163,9 +190,13 @@ def test_who_is_told_answers_when_it_has_swept(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(operation, Operation)
     world.pass_time(0.1)
     assert operation.done
-    assert reply_of(operation) == Empty()
+    taken = reply_of(operation)
+    assert isinstance(taken, RecordsTaken)
+    assert taken.newest_clock <= floor.clock  # as it was before it heard of the floor
     assert world.segment.object_count == 0
-    assert world.serve(world.others[0], DataKind.CLUSTER_RECORDS, request) == Empty()
+    again = world.serve(world.others[0], DataKind.CLUSTER_RECORDS, request)
+    assert isinstance(again, RecordsTaken)
+    assert again.newest_clock >= floor.clock
     world.check_idle()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
+from p2pstore.core import peer_core
 from p2pstore.core.effects import AskPeer
 from p2pstore.core.lookup import LOOKUP_TIMEOUT_SECONDS, LookupOperation
 from p2pstore.gossip.machine import Ask
@@ -370,3 +373,83 @@ def test_a_location_of_a_stranger_is_not_a_copy() -> None:
 def test_versions_compare_without_roots() -> None:
     assert Version(5, 1, 9).covers(Version(5, 1, 3))
     assert not Version(5, 1, 9).covers(Version(5, 2, 3))
+
+
+# --- many keys -------------------------------------------------------------------------------
+
+
+def test_many_keys_are_gone_through_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that is held up for long declares others dead."""
+    world = Harness(others=4)
+    monkeypatch.setattr(peer_core, "WORK_PER_STEP", 2 * (8 + 5))
+    assert world.core.keys_per_step == 2
+    looked = Counter[float]()
+    known_copies = world.core.known_copies
+
+    def counted(*arguments: Any) -> Any:
+        looked[world.now] += 1
+        return known_copies(*arguments)
+
+    monkeypatch.setattr(world.core, "known_copies", counted)
+    world.hold(world.others[0], "k3", b"known")
+    keys = [f"k{number}" for number in range(7)]
+    operation = look(world, *keys, "k3")
+    asks: list[AskPeer] = []
+    for _ in range(20):
+        world.pass_time(0.001)
+        asks += world.asks(DataKind.LOOKUP)
+    homes = [home for key in keys if key != "k3" for home in world.core.homes(digest_of(key))]
+    assert Counter(homes) == Counter(ask.peer_id for ask in asks for _ in digests_asked(ask))
+    looked.clear()
+    for ask in asks[:-1]:
+        world.answer(ask, nothing(ask))
+        assert looked.total() <= len(digests_asked(ask)), "only what this peer was asked for"
+        looked.clear()
+    found = remote_object("k5", b"told")
+    last = asks[-1]
+    members = [told(world, world.others[1], found)]
+    wanted = digest_of("k5")
+    world.answer(last, Locations([members if d == wanted else [] for d in digests_asked(last)]))
+    looked.clear()
+    assert not operation.done
+    world.pass_time(0.1)
+    assert max(looked.values()) <= 2
+    assert [len(copies) for copies in operation.result] == [
+        int(key == "k3" or (key == "k5" and wanted in digests_asked(last))) for key in [*keys, "k3"]
+    ]
+    world.check_idle()
+
+
+def test_news_of_many_keys_is_taken_in_steps_and_first_where_somebody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = Harness(others=1)
+    monkeypatch.setattr(peer_core, "WORK_PER_STEP", 3 * (8 + 2))
+    keys = [f"k{number}" for number in range(10)]
+    mine = [world.stored(key, b"mine") for key in keys]
+    waiting = look(world, "wanted", wait_seconds=5.0, ask_homes=False)
+    later = clock_at(1.0)
+    for key in keys:
+        world.hold(world.others[0], key, b"newer", clock=later)
+    world.hold(world.others[0], "wanted", b"value")
+    world.core.gossip_arrived(world.now)
+    assert waiting.done
+    assert sum(world.find(key) is None for key in keys) == 2, "the others are still to be looked at"
+    assert world.core.next_tick(world.now) == world.now
+    world.pass_time(0.1)
+    assert all(world.find(key) is None for key in keys), mine
+    assert not world.gossip.directory.any_touched
+
+
+def test_a_long_wait_keeps_nothing_of_what_was_answered() -> None:
+    world = Harness(others=3)
+    operation = look(world, "k", wait_seconds=3600.0)
+    sizes = []
+    for _ in range(10):
+        answer_all(world, world.asks(DataKind.LOOKUP))
+        sizes.append(len(operation._asked))
+        world.pass_time(2.5)
+    assert sizes == [0] * 10
+    assert operation.homes_asked == len(world.core.homes(digest_of("k"))) > 0
+    world.core.cancel(operation, world.now)
+    world.check_idle()

@@ -7,17 +7,30 @@ from typing import Any
 
 import pytest
 
+from p2pstore.core import sweeping
 from p2pstore.core.put import SLOT_ONLY, PutEnd, PutOperation
-from p2pstore.errors import DeadlineExceeded, NoSuchKey, ProtocolError
+from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.machine import Ask
+from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.local.messages import PutStatus
-from p2pstore.objects import Version
+from p2pstore.objects import Version, namespace_digest
 from p2pstore.transfer.layout import Pin
-from p2pstore.transfer.messages import DataKind, Get, ObjectReply, Objects, ObjectStatus, Replicated
+from p2pstore.transfer.messages import (
+    DataKind,
+    Get,
+    Holding,
+    Locations,
+    ObjectReply,
+    Objects,
+    ObjectStatus,
+    Replicated,
+)
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import (
     HOLDER,
+    NAMESPACE,
     NOT_FOUND,
+    OTHER_INCARNATION,
     Harness,
     Other,
     clock_at,
@@ -169,6 +182,28 @@ def test_overwriting_what_is_elsewhere_asks_nobody() -> None:
     assert [copy.local for copy in world.core.known_copies(digest_of("k"), world.now)] == [True]
 
 
+def test_overwriting_goes_above_a_version_whose_clock_is_ahead() -> None:
+    world = Harness(others=2)
+    remote = world.hold(world.others[0], "k", b"value", clock=clock_at(8.0))
+    end = end_of(world.put("k", b"other", overwrite=True))
+    assert (end.status, end.version > remote.version) == (PutStatus.CREATED, True)
+    world.core.gossip_arrived(world.now)
+    assert world.value("k") == b"other"
+
+
+def test_overwriting_what_is_not_known_asks_the_homes_first() -> None:
+    world = Harness(others=2)
+    operation = world.put("k", b"other", overwrite=True)
+    remote = remote_object("k", b"value", clock=clock_at(8.0))
+    holding = Holding(world.others[1].member, OTHER_INCARNATION, 1, world.location(remote))
+    assert not operation.done
+    world.answer(world.asks(DataKind.LOOKUP)[0], Locations([[holding]]))
+    assert end_of(operation).version > remote.version
+    cancelled = world.put("l", b"other", overwrite=True)
+    world.core.cancel(cancelled, world.now)
+    world.check_idle()
+
+
 def test_a_firmer_pin_and_more_replicas_are_taken_over() -> None:
     world = Harness()
     entry = world.stored("k", b"value", pin=1, replicas=1)
@@ -239,7 +274,7 @@ def test_the_same_root_elsewhere_makes_a_soft_additional_copy_of_that_version() 
     remote = world.hold(world.others[0], "k", b"value")
     operation, ask = compare(world, "k", b"value")
     world.answer(ask, remote.reply)
-    assert end_of(operation) == PutEnd(PutStatus.UNCHANGED, 1, 1, remote.version)
+    assert end_of(operation) == PutEnd(PutStatus.UNCHANGED, 2, 1, remote.version)
     entry = world.find("k")
     assert entry is not None
     assert (entry.version, entry.soft) == (remote.version, True)
@@ -247,6 +282,24 @@ def test_the_same_root_elsewhere_makes_a_soft_additional_copy_of_that_version() 
     assert record is not None
     assert record.soft
     world.check_idle()
+
+
+def test_what_is_kept_says_how_many_copies_of_it_are_known() -> None:
+    world = Harness(others=3)
+    entry = world.stored("k", b"value")
+    for other in world.others[:2]:
+        world.hold(other, "k", b"value", entry.version.clock, entry.version.writer)
+    world.hold(world.others[2], "k", b"older", entry.version.clock - 1, 1)
+    assert end_of(world.put("k", b"other")).copies == 3
+    assert end_of(world.put("k", b"value")).copies == 3
+    world.die(world.others[0])
+    assert end_of(world.put("k", b"other")).copies == 2
+    elsewhere = Harness(others=2)
+    remote = elsewhere.hold(elsewhere.others[0], "k", b"value")
+    elsewhere.hold(elsewhere.others[1], "k", b"value")
+    operation, ask = compare(elsewhere, "k", b"other")
+    elsewhere.answer(ask, remote.reply)
+    assert end_of(operation) == PutEnd(PutStatus.KEPT_EXISTING, 2, 1, remote.version)
 
 
 def test_another_root_elsewhere_keeps_what_exists() -> None:
@@ -396,13 +449,44 @@ def test_cancelling_after_the_client_went_harms_nobody() -> None:
     world.check_idle()
 
 
-def test_a_put_below_a_floor_that_arrived_meanwhile_is_refused() -> None:
+def test_what_was_removed_while_it_was_compared_does_not_stand_in_the_way() -> None:
     world = Harness(others=1)
     remote = world.hold(world.others[0], "k", b"value")
     operation, ask = compare(world, "k", b"value")
     world.learn_floor(world.others[0], digest_of("k"), remote.version)
     world.answer(ask, remote.reply)
-    assert isinstance(operation.result, NoSuchKey)
+    end = end_of(operation)
+    assert end.status == PutStatus.CREATED
+    assert remote.version.covers(end.version) is False
+    world.check_idle()
+
+
+@pytest.mark.parametrize("value", [b"value", b"other"])
+def test_a_put_after_a_flush_ignores_who_has_not_heard_of_it(value: bytes) -> None:
+    """The other peer is silent, and still announces what was flushed."""
+    world = Harness(others=1)
+    remote = world.hold(world.others[0], "k", b"value")
+    namespace = namespace_digest(NAMESPACE)
+    world.core.floors.write(namespace, remote.version, world.now, scope=SCOPE_NAMESPACE)
+    assert end_of(world.put("k", value)).status == PutStatus.CREATED
+    assert world.value("k") == value
+
+
+def test_a_put_during_a_sweep_does_not_rely_on_what_is_swept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = Harness()
+    monkeypatch.setattr(sweeping, "WITHDRAWN_PER_STEP", 1)
+    for key in ("a", "b", "c"):
+        world.stored(key, b"value")
+    newest = Version(world.core.clock.latest, 0xFFFF)
+    namespace = namespace_digest(NAMESPACE)
+    world.core.floors.write(namespace, newest, world.now, scope=SCOPE_NAMESPACE)
+    left = [key for key in ("a", "b", "c") if world.find(key) is not None]
+    assert left, "the sweep is not over"
+    assert end_of(world.put(left[0], b"value")).status == PutStatus.CREATED
+    world.pass_time(0.1)
+    assert world.value(left[0]) == b"value"
     world.check_idle()
 
 

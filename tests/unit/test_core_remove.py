@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from p2pstore.core import remove as removing
 from p2pstore.core.effects import AskPeer, SaveClusterRecord
 from p2pstore.core.remove import RemoveOperation
 from p2pstore.errors import NoSuchKey, ProtocolError
@@ -384,3 +385,33 @@ def test_a_withdrawal_of_an_old_version_leaves_the_new_one_announced() -> None:
     assert record is not None
     assert record.version == Version(new.clock, new.writer)
     assert not world.segment.take_withdrawn(), "announced with the put, not some time later"
+
+
+def test_many_keys_are_removed_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each floor is signed here, and checked where it is pushed to."""
+    monkeypatch.setattr(removing, "KEYS_PER_STEP", 3)
+    monkeypatch.setattr(removing, "FLOORS_PER_PUSH", 4)
+    world = Harness(others=1)
+    keys = [f"k{number}" for number in range(10)]
+    for key in keys:
+        world.hold(world.others[0], key, b"value")
+    operation = remove(world, *keys)
+    assert len(world.effects(SaveClusterRecord)) == 3
+    world.pass_time(0.01)
+    pushes = finish_pushes(world)
+    assert [len(floors_in(ask)) for ask in pushes] == [4, 4, 2]
+    assert {name for ask in pushes for name in floors_in(ask)} == {digest_of(key) for key in keys}
+    assert operation.result == [True] * 10
+    world.check_idle()
+
+
+def test_cancelling_a_removal_of_many_keys_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removing, "KEYS_PER_STEP", 3)
+    world = Harness()
+    for number in range(5):
+        world.stored(f"k{number}", b"value")
+    operation = remove(world, *[f"k{number}" for number in range(5)])
+    world.core.cancel(operation, world.now)
+    world.pass_time(0.1)
+    assert world.segment.object_count == 2
+    world.check_idle()

@@ -112,37 +112,6 @@ def test_a_directory_that_cannot_be_made_is_judged_by_the_one_above(tmp_path: Pa
     assert free_bytes > 0
 
 
-@pytest.mark.parametrize(
-    ("group", "limits"),
-    [
-        ("0::/pod/box\n", [(4096, 100), (8192, 200)]),
-        ("5:cpu:/x\n3:cpu,memory:/box\n", [(4096, 100)]),
-        ("1:name=systemd:/\n", []),
-    ],
-)
-def test_limits_of_all_cgroups_around_count(
-    group: str, limits: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = {
-        "/proc/self/cgroup": group,
-        "/sys/fs/cgroup/pod/box/memory.max": "4096",
-        "/sys/fs/cgroup/pod/box/memory.current": "100",
-        "/sys/fs/cgroup/pod/memory.max": "8192",
-        "/sys/fs/cgroup/pod/memory.current": "200",
-        "/sys/fs/cgroup/memory.max": "max",
-        "/sys/fs/cgroup/memory/box/memory.limit_in_bytes": "4096",
-        "/sys/fs/cgroup/memory/box/memory.usage_in_bytes": "100",
-    }
-
-    def read(path: Path | str) -> str:
-        if str(path) not in files:
-            raise FileNotFoundError(errno.ENOENT, "No such file", str(path))
-        return files[str(path)].strip()
-
-    monkeypatch.setattr(readings, "read_text", read)
-    assert list(readings._cgroup_limits()) == limits
-
-
 def test_a_disk_that_is_not_there_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,3 +51,11 @@ def test_the_newer_one_goes(older_accused: int, newer_accused: int) -> None:
     older.serve(OTHER, ControlKind.PING, Ping(1, [claim]), 1.5)  # a third peer told it as well
     assert not any(isinstance(effect, Duplicate) for effect in hears(older, newer))
     assert any(isinstance(effect, Duplicate) for effect in hears(newer, older))
+
+
+def test_the_older_one_stays_however_many_come() -> None:
+    older = life(STARTED)
+    for number in range(1, 6):
+        newer = life(STARTED + 60_000 * number)
+        assert not any(isinstance(effect, Duplicate) for effect in hears(older, newer))
+        assert any(isinstance(effect, Duplicate) for effect in hears(newer, older))

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.transfer.failover import (
     MAX_ATTEMPTS,
+    HolderReport,
     PullAttempts,
     PullFailed,
+    SilentHolders,
+    is_silence,
     order_copies,
 )
 from p2pstore.transfer.transport import RemoteCopy
@@ -114,6 +117,39 @@ def test_a_holder_without_the_object_is_not_asked_twice() -> None:
         9,
     )
     assert report.transport == "shm"
+
+
+def test_holders_are_hurried_while_others_are_left() -> None:
+    attempts = PullAttempts([copy(1, same_host=True), copy(2)], [TCP, SHM])
+    first = attempts.next()
+    assert first is not None
+    assert first.hurried
+    attempts.failed(PullFailed(Code.DEADLINE_EXCEEDED, "hangs"))
+    last = attempts.next()
+    assert last is not None
+    assert (last.copy.member, last.hurried) == (2, False)
+    attempts.failed(PullFailed(Code.DEADLINE_EXCEEDED, "hangs"))
+    assert [(each.member, each.hurried) for each in attempts.reports] == [(1, True), (2, False)]
+
+
+def test_reads_of_a_batch_wait_for_a_silent_holder_once() -> None:
+    silent = SilentHolders()
+    holders = [copy(1), copy(2), copy(3)]
+    assert members(silent.last(holders)) == [1, 2, 3]
+    silent.learn(
+        [
+            HolderReport(1, Code.DEADLINE_EXCEEDED, "hangs", "tcp", hurried=True),
+            HolderReport(2, Code.DEADLINE_EXCEEDED, "hangs", "tcp"),
+            HolderReport(3, Code.NO_SUCH_KEY, "gone", "tcp"),
+        ]
+    )
+    assert members(silent.last(holders)) == [3, 1]
+    silent.add(1, hurried=False)
+    silent.add(1, hurried=True)
+    assert members(silent.last(holders)) == [3]
+    assert is_silence(PullFailed(Code.DEADLINE_EXCEEDED, "hangs"))
+    assert not is_silence(PullFailed(Code.UNAVAILABLE, "refused"))
+    assert not is_silence(TimeoutError())
 
 
 def test_all_said_not_found() -> None:

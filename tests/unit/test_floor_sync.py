@@ -96,6 +96,21 @@ def test_tables_meet_by_the_higher_stamp(first: Stamps, second: Stamps, third: S
     assert newest_unseen(second, left) == 0
 
 
+def test_of_too_many_writers_all_peers_keep_the_same_newest_ones() -> None:
+    """Else their tables would never be equal, or be too long to send."""
+    common = dict.fromkeys(range(MAX_WRITERS), 50)
+    one, other = dict(common), dict(reversed(common.items()))
+    more: Stamps = {MAX_WRITERS + number: 50 + number % 2 for number in range(100)}
+    for member, stamp in more.items():
+        raise_stamps(one, {member: stamp})
+    assert raise_stamps(other, dict(reversed(more.items())))
+    assert one == other
+    assert len(one) == MAX_WRITERS
+    assert all(one[member] == 51 for member, stamp in more.items() if stamp == 51)
+    unpack_stamps(pack_stamps(one))
+    assert not raise_stamps(one, {0: 1, 1: 49}), "too old to be kept"
+
+
 def test_what_may_have_been_missed_is_the_highest_stamp_above_what_was_seen() -> None:
     horizon = {1: 10, 2: 20, 3: 30}
     assert newest_unseen(horizon, {1: 10, 2: 20, 3: 30}) == 0
@@ -279,26 +294,66 @@ def test_stamps_of_a_month_ago_are_forgotten_together() -> None:
 # --- doubts ----------------------------------------------------------------------------------
 
 
+def test_what_was_discarded_for_a_horizon_is_not_discarded_for_it_again() -> None:
+    """Its writer may never be heard of again: nobody will ever say that its floors were seen."""
+    one, other = pair(100.0)
+    other.records.raise_horizon({WRITER: clock(50.0)})
+    one.ask(other, 100.0)
+    assert one.sync.take_distrusted() == clock(50.0)
+    for now in (105.0, 200.0, 300.0):
+        for side in (one, other):
+            side.tick(now)
+        one.ask(other, now)
+        assert one.sync.take_distrusted() == 0
+    other.records.raise_horizon({WRITER: clock(60.0)})
+    one.ask(other, 305.0)
+    assert one.sync.take_distrusted() == clock(60.0)
+
+
+def test_who_drops_floors_beyond_what_it_has_seen_is_not_spared() -> None:
+    """Of so many floors that memory alone counts: an older one may be on its way, and is refused now."""
+    side = Side(1)
+    side.records.limit = 10
+    for key in range(30):
+        side.hear(key, 50.0 + key)
+    side.tick(100.0)
+    assert side.records.horizon
+    assert side.sync.take_distrusted() == side.records.compacted_before > clock(50.0)
+    side.tick(101.0)
+    assert side.sync.take_distrusted() == 0
+
+
+def test_no_floor_that_is_yet_to_be_written_is_below_the_horizon() -> None:
+    side = Side(1)
+    side.records.limit = 10
+    for key in range(30):
+        side.hear(key, 105.0)  # by a clock that is ahead
+    side.tick(100.0)
+    assert max(side.records.horizon.values(), default=0) < clock(100.0)
+
+
 def test_a_member_that_came_is_doubted_until_it_shows_the_same_horizon() -> None:
     side = Side(1)
     side.records.raise_horizon({WRITER: clock(50.0)})
     side.tick(100.0)
-    old, new = Version(clock(50.0), 1), Version(clock(50.0) + 1, 1)
     without, same = peer_record(2), peer_record(2, floors_horizon=side.records.horizon_hash)
-    assert not side.sync.doubts(5, without, old, 100.0), "it may take its time: it was here before"
+    assert side.sync.doubted_up_to(5, without, 100.0) == -1, (
+        "it may take its time: it was here before"
+    )
     side.sync.came(5)
-    assert side.sync.doubts(5, without, old, 100.0)
-    assert not side.sync.doubts(5, without, new, 100.0)
-    assert not side.sync.doubts(5, same, old, 100.0)
+    assert side.sync.doubted_up_to(5, without, 100.0) == clock(50.0)
+    assert side.sync.doubted_up_to(5, same, 100.0) == -1
     side.sync.housekeep(101.0, alone=False, shown=lambda member: side.records.horizon_hash)
-    assert not side.sync.doubts(5, without, old, 101.0), "it has shown it once"
-    assert side.sync.doubts(6, without, old, 161.0), "and who never follows is doubted in the end"
+    assert side.sync.doubted_up_to(5, without, 101.0) == -1, "it has shown it once"
+    assert side.sync.doubted_up_to(6, without, 161.0) == clock(50.0), (
+        "and who never follows is doubted in the end"
+    )
 
 
 def test_without_a_horizon_nobody_is_doubted() -> None:
     side = Side(1)
     side.sync.came(5)
-    assert not side.sync.doubts(5, peer_record(2), Version(1, 1), 1000.0)
+    assert side.sync.doubted_up_to(5, peer_record(2), 1000.0) == -1
 
 
 def test_versions_that_were_heard_of_count_unless_their_clock_is_wrong() -> None:

@@ -94,8 +94,8 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "lease": (
         LocalKind.LEASE,
         0,
-        local.Lease(DIGEST, True, 10, 4500),
-        ("1300000004030201180000000000000094c410000102030405060708090a0b0c0d0e0fc30acd1194"),
+        local.Lease(DIGEST, True, 10, 4500, "k"),
+        ("13000000040302011a0000000000000095c410000102030405060708090a0b0c0d0e0fc30acd1194a16b"),
     ),
     "leased": (
         LocalKind.LEASE,
@@ -118,8 +118,11 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "plan": (
         LocalKind.PLAN,
         0,
-        local.Plan(DIGEST, 0, 4500, [1]),
-        ("15000000040302011b0000000000000095c410000102030405060708090a0b0c0d0e0f00cd11949101c400"),
+        local.Plan(DIGEST, 0, 4500, [1], b"", "k"),
+        (
+            "15000000040302011d0000000000000096c410000102030405060708090a0b0c0d0e0f00cd119491"
+            "01c400a16b"
+        ),
     ),
     "planned": (
         LocalKind.PLAN,
@@ -137,12 +140,15 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
             [local.AccessCount(DIGEST, 2, 8192)],
             [local.HolderFailure(DIGEST, 1, 7, 2, 3)],
             [local.PullCount(1, "tcp", 2, 300, 1)],
-            [local.SlowRead(DIGEST, 1, "tcp", 0.5, 7)],
+            [local.SlowRead(DIGEST, 1, "tcp", 0.5, 7, "k")],
+            [local.TransportFallback(1, "shm", 2, "no")],
+            3,
         ),
         (
-            "16000400040302016000000000000000949193c410000102030405060708090a0b0c0d0e0f02cd20"
-            "009195c410000102030405060708090a0b0c0d0e0f01070203919501a374637002cd012c019195c4"
-            "10000102030405060708090a0b0c0d0e0f01a3746370cb3fe000000000000007"
+            "16000400040302016e00000000000000969193c410000102030405060708090a0b0c0d0e0f02cd20"
+            "009195c410000102030405060708090a0b0c0d0e0f01070203919501a374637002cd012c019196c4"
+            "10000102030405060708090a0b0c0d0e0f01a3746370cb3fe000000000000007a16b919401a37368"
+            "6d02a26e6f03"
         ),
     ),
     "peers": (
@@ -166,6 +172,16 @@ REPORT_BEFORE_PULLS = (
     "929193c410000102030405060708090a0b0c0d0e0f02cd20009195c410000102030405060708090a0b0c0d0e0f"
     "01070203"
 )
+REPORT_BEFORE_FALLBACKS = (
+    "949193c410000102030405060708090a0b0c0d0e0f02cd20009195c410000102030405060708090a0b0c0d0e0f"
+    "01070203919501a374637002cd012c019195c410000102030405060708090a0b0c0d0e0f01a3746370cb3fe0000000"
+    "00000007"
+)
+REPORT_BEFORE_MISSES = (
+    "959193c410000102030405060708090a0b0c0d0e0f02cd20009195c410000102030405060708090a0b0c0d0e0f"
+    "01070203919501a374637002cd012c019195c410000102030405060708090a0b0c0d0e0f01a3746370cb3fe0000000"
+    "00000007919401a373686d02a26e6f"
+)
 """What clients of 0.1.0's first weeks send."""
 
 
@@ -186,11 +202,21 @@ def test_an_older_report_is_understood() -> None:
     assert report.failures == [local.HolderFailure(DIGEST, 1, 7, 2, 3)]
     assert report.pulls == []
     assert report.slow == []
+    report = decode_body(local.Report, bytes.fromhex(REPORT_BEFORE_FALLBACKS))
+    assert report.slow == [local.SlowRead(DIGEST, 1, "tcp", 0.5, 7)]
+    assert report.fallbacks == []
+    report = decode_body(local.Report, bytes.fromhex(REPORT_BEFORE_MISSES))
+    assert report.fallbacks == [local.TransportFallback(1, "shm", 2, "no")]
+    assert report.misses == 0
 
 
 def test_older_requests_are_understood() -> None:
     plan = bytes.fromhex("94c410000102030405060708090a0b0c0d0e0f00cd11949101")
     assert decode_body(local.Plan, plan) == local.Plan(DIGEST, 0, 4500, [1])
+    plan = bytes.fromhex("95c410000102030405060708090a0b0c0d0e0f00cd11949101c400")
+    assert decode_body(local.Plan, plan) == local.Plan(DIGEST, 0, 4500, [1], b"")
+    lease = bytes.fromhex("94c410000102030405060708090a0b0c0d0e0fc30acd1194")
+    assert decode_body(local.Lease, lease) == local.Lease(DIGEST, True, 10, 4500)
     assert decode_body(local.Flush, bytes.fromhex("91a16e")) == local.Flush("n")
     assert decode_body(local.Flushed, bytes.fromhex("90")) == local.Flushed()
 

@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from p2pstore.gossip.contacts import Contacts
-from p2pstore.gossip.link import LinkError, OwnAddress
+from p2pstore.gossip.link import LinkError, OwnAddress, TwinAddress
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import PeerId
 from p2pstore.peer import joining
@@ -63,6 +63,8 @@ class Net:
     gossip: FakeGossip = field(default_factory=FakeGossip)
     listening: dict[str, PeerId] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)
+    twins: set[str] = field(default_factory=set)
+    twins_met: list[str] = field(default_factory=list)
     records: list[str] = field(default_factory=list)
     dialled: list[str] = field(default_factory=list)
     settled: trio.Event = field(default_factory=trio.Event)
@@ -70,6 +72,8 @@ class Net:
     async def discover(self, address: str, timeout_seconds: float) -> PeerId:
         self.dialled.append(address)
         await trio.lowlevel.checkpoint()
+        if address in self.twins:
+            raise TwinAddress(f"another process with this peer's identity listens at {address}")
         if address in self.own:
             raise OwnAddress(f"{address} is this peer itself")
         if address not in self.listening:
@@ -93,6 +97,7 @@ class Net:
             now=trio.current_time,
             rng=Random(1),
             settled=self.settled,
+            on_twin=self.twins_met.append,
         )
 
 
@@ -190,3 +195,13 @@ async def test_a_failure_is_said_once(
     assert "pool:1 cannot be joined: cannot be resolved; trying again" in lines[0]
     assert "serving alone meanwhile" in lines[1]
     assert len(net.gossip.failed) == 6
+
+
+async def test_a_twin_is_told_and_is_no_peer_to_join(net: Net) -> None:
+    net.twins.add("10.0.0.1:1")
+    net.records = ["10.0.0.1:1"]
+    for address in ("10.0.0.1:1", "pool:1"):
+        await net.joining(address).contact(cast(Any, net), (address,))
+    assert net.twins_met == ["10.0.0.1:1", "10.0.0.1:1"]
+    assert net.gossip.failed == [("10.0.0.1:1",), ("pool:1",)]
+    assert not net.settled.is_set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -167,3 +168,22 @@ def test_configuring_twice_writes_each_line_once(logger: logging.Logger, tmp_pat
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"log_file: .* cannot be written"):
         configure_logs(PeerConfig(log_file=str(tmp_path / "none" / "log")))
+
+
+def test_a_line_torn_by_a_full_disk_spoils_no_other(
+    logger: logging.Logger, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "log"
+    configure_logs(PeerConfig(log_file=str(file)))
+    write = os.write
+    with monkeypatch.context() as disk:
+        disk.setattr("os.write", lambda descriptor, line: write(descriptor, line[:30]))
+        logger.info("torn")
+        disk.setattr("os.write", lambda descriptor, line: write(descriptor, line[:1]))
+        logger.info("only its line break")
+    logger.info("whole")
+    logger.info("as usual")
+    first, second, third = file.read_text().splitlines()
+    assert len(first) == 30
+    assert second.endswith("whole (2 lines before it could not be written)")
+    assert third.endswith("as usual")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from p2pstore.errors import ConfigError
-from p2pstore.invite import Invite
+from p2pstore.invite import Invite, parse_invite
 from p2pstore.places import BY_NAME, keep, settle, state_root
 from p2pstore.settings import Settings, load_settings
 from p2pstore.statedir import StateDirectory, StateDirectoryInUse
@@ -111,3 +111,18 @@ def test_a_kept_invite_that_is_damaged_or_open_to_others(home: Path) -> None:
         ConfigError, match=r"invite is how this peer joined, but others may read it"
     ):
         settle(said(name="n"))
+
+
+def test_a_kept_invite_whose_key_is_gone_is_not_followed_without_it(home: Path) -> None:
+    keep(INVITE, str(home / "n"))
+    kept = (home / "n" / "invite").read_text()
+    assert parse_invite(kept) == Invite("blue", ("10.0.0.1:17946",))  # as earlier versions read it
+    key = home / "n" / "cluster.key"
+    key.unlink()
+    with pytest.raises(ConfigError, match=rf"{key} is missing.*--cluster-key-file"):
+        settle(said(name="n"))
+    assert settle(said(name="n", cluster_key_file="own")).config().cluster_key_file == "own"
+    key.symlink_to(key)  # cannot be read, which is for whoever reads it to say
+    assert settle(said(name="n")).config().cluster_key_file == str(key)
+    keep(Invite("blue", ("10.0.0.1:17946",)), str(home / "m"))
+    assert settle(said(name="m")).config().cluster_key_file is None

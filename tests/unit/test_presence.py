@@ -7,9 +7,11 @@ from random import Random
 import pytest
 
 from p2pstore.core.presence import known_keys
+from p2pstore.gossip.floor_sync import FloorAnswer
 from p2pstore.gossip.messages import Status
-from p2pstore.objects import Version, newest_accepted_clock
-from tests.unit.core_harness import UNIX, Harness, clock_at, digest_of
+from p2pstore.gossip.records import SCOPE_NAMESPACE
+from p2pstore.objects import Version, namespace_digest, newest_accepted_clock
+from tests.unit.core_harness import NAMESPACE, UNIX, Harness, clock_at, digest_of, remote_object
 
 
 def known_one_by_one(world: Harness, digests: list[bytes]) -> set[bytes]:
@@ -69,6 +71,17 @@ def test_a_floor_decides_by_version() -> None:
     assert known(world, "old", "new") == [False, True]
 
 
+def test_a_holder_that_may_have_missed_a_floor_does_not_count() -> None:
+    world = Harness(others=1)
+    thing = remote_object("old", b"1")
+    horizon = FloorAnswer(horizon={1: thing.version.clock})
+    world.gossip.floors.learn(horizon, 0, world.now, same_now=False)
+    late = world.join(7)
+    world.push(late, thing)
+    world.hold(late, "new", b"1", clock=thing.version.clock + 1)
+    assert known(world, "old", "new") == [False, True]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_it_agrees_with_the_slow_way_whatever_happened(seed: int) -> None:
     rng = Random(seed)
@@ -98,3 +111,16 @@ def test_it_agrees_with_the_slow_way_whatever_happened(seed: int) -> None:
                 world.pass_time(rng.uniform(0, 0.2))
         assert known_keys(world.core, digests, world.now) == known_one_by_one(world, digests)
     assert Status.ALIVE in {state.status for state in world.core.gossip.membership.states()}
+
+
+def test_a_flushed_namespace_counts_for_nothing() -> None:
+    world = Harness(others=1)
+    world.hold(world.others[0], "old", b"1", clock=clock_at(1))
+    world.hold(world.others[0], "new", b"1", clock=clock_at(3))
+    name = namespace_digest(NAMESPACE)
+    world.core.floors.write(name, Version(clock_at(2), 1, 0), world.now, scope=SCOPE_NAMESPACE)
+    digests = [digest_of("old"), digest_of("new")]
+    assert known_keys(world.core, digests, world.now, name) == {digest_of("new")}
+    for digest in digests:
+        copies = world.core.known_copies(digest, world.now, name)
+        assert bool(copies) == (digest == digest_of("new"))

@@ -424,7 +424,9 @@ def test_capacity_errors_say_what_keeps_the_memory() -> None:
         put(segment, "k", one_granule(2))
     for figure in ("4.0 KiB are leased", "4.0 KiB hard-pinned", "8.0 KiB being written"):
         assert figure in str(caught.value)
-    with pytest.raises(ObjectTooLarge, match="--memory"):
+    with pytest.raises(
+        ObjectTooLarge, match=r"16,384 bytes, takes 20,480 with its trailer.* 16,384: .*--memory"
+    ):
         segment.reserve(4 * GRANULE_BYTES, 100, holder="h", now=100)
     segment.check()
 

@@ -38,13 +38,29 @@ def test_text_of_the_environment_becomes_what_the_setting_is() -> None:
         "MOONCAKE_P2P_MAX_OBJECTS": "17",
         "MOONCAKE_P2P_DRAIN_TIMEOUT": "2m",
         "MOONCAKE_P2P_JOIN_TIMEOUT": "3",
-        "MOONCAKE_P2P_LISTEN": "",
     }
     settings = load_settings(None, environment, {})
     config = settings.config()
     assert (config.bootstrap, config.insecure, config.max_objects) == (["a:1", "b:2"], True, 17)
     assert (config.drain_timeout, config.join_timeout) == (120.0, 3.0)
-    assert "listen" not in settings.origins  # an empty variable says nothing
+    assert "listen" not in settings.origins
+
+
+@pytest.mark.parametrize("name", sorted(PeerConfig.__struct_fields__))
+def test_nothing_may_be_empty(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "peer.toml"
+    several = isinstance(getattr(PeerConfig(), name), list)
+    path.write_text(f"{name} = {['']}" if several else f'{name} = " "')
+    sources: list[tuple[str | None, dict[str, str], dict[str, Any], str]] = [
+        (str(path), {}, {}, rf"peer.toml:1: {name}"),
+        (None, {f"MOONCAKE_P2P_{name.upper()}": ""}, {}, f"MOONCAKE_P2P_{name.upper()}"),
+    ]
+    if name not in ("insecure", "max_objects"):
+        flag = [""] if several else ""
+        sources.append((None, {}, {name: flag}, "--" + name.replace("_", "-")))
+    for toml, environment, flags, origin in sources:
+        with pytest.raises(ConfigError, match=f"{origin} is empty: give a value or leave it out"):
+            load_settings(toml, environment, flags)
 
 
 @pytest.mark.parametrize(

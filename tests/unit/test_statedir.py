@@ -154,6 +154,12 @@ def test_an_unfit_identity_is_refused_and_left_alone(
             b'{"format":1,"incarnation":1,"clock":1,"floors_horizon":{"1":-1}}',
             "damaged",
         ),
+        ("state.json", b'{"format":1,"clock":' + b"[" * 100_000, "damaged"),
+        ("addresses.json", b'{"format":1,"addresses":' + b"[" * 100_000, "damaged"),
+        ("state.json", b'{"format":1,"incarnation":1,"clock":18446744073709551615}', "damaged"),
+        ("state.json", b'{"format":1,"incarnation":1,"clock":-1}', "damaged"),
+        ("state.json", b'{"format":1,"incarnation":-1,"clock":1}', "damaged"),
+        ("state.json", b'{"format":1,"incarnation":18446744073709551615,"clock":1}', "damaged"),
         ("addresses.json", b'{"format":3}', "format 3, this program knows up to 1"),
         ("addresses.json", b'{"format":1,"addresses":7}', "damaged"),
         ("floors.bin", b"P2PSFLR\0\x02\0\0\0", "format 2, this program knows up to 1"),
@@ -227,6 +233,43 @@ def test_cluster_key_files(tmp_path: Path) -> None:
         load_cluster_key_file(path)
     path.chmod(0o600)
     assert load_cluster_key_file(path).keys == (bytes.fromhex(key),)
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    with pytest.raises(ConfigError, match=r"cluster.key is not a regular file"):
+        load_cluster_key_file(path)
+    path.unlink()
+    path.touch(0o600)
     path.write_text("short\n")
     with pytest.raises(ConfigError, match=r"cluster.key, line 1"):
         load_cluster_key_file(path)
+
+
+@pytest.mark.parametrize("name", ["state.json", "addresses.json", "floors.bin", "identity.key"])
+def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path, name: str) -> None:
+    def use() -> None:
+        with StateDirectory.open(tmp_path) as state:
+            state.load_addresses()
+            state.load_floors()
+            state.identity()
+
+    path = tmp_path / name
+    os.mkfifo(path, 0o600)
+    with pytest.raises(ConfigError, match=rf"{name} is not a regular file but a pipe"):
+        use()
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=rf"{name} is not a regular file"):
+        use()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=rf"{name} is not a regular file but a directory"):
+        use()
+
+
+def test_a_pipe_in_the_way_of_a_new_file(tmp_path: Path) -> None:
+    with StateDirectory.open(tmp_path) as state:
+        os.mkfifo(tmp_path / "addresses.json.new")
+        with pytest.raises(OSError, match=r"addresses.json cannot be written"):
+            state.save_addresses(["10.0.0.1:1"])
+        state.save_addresses(["10.0.0.1:1"])
+        assert state.load_addresses() == ["10.0.0.1:1"]

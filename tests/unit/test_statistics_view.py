@@ -154,6 +154,7 @@ def test_slow_operations_show_where_the_time_went() -> None:
     slow = {"threshold_seconds": 0.1, "total": 200, "operations": [operation]}
     lines = slow_lines(slow)
     assert lines[0] == "1 of 200 operations of 0.1 s or more, the latest first"
+    assert slow_lines({**slow, "total": 1})[0] == "1 operation of 0.1 s or more, the latest first"
     assert "+2" in lines[2]
     assert "1.50 s" in lines[2]
     assert "waiting 250.0 ms, pull 1.25 s from b by tcp" in lines[3]

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from p2pstore.client import pull_ledger
-from p2pstore.client.pull_ledger import MAX_HOLDERS, MAX_SLOW_READS, SLOW_SECONDS, PullLedger
-from p2pstore.local.messages import PullCount, SlowRead
+from p2pstore.client.pull_ledger import (
+    MAX_FALLBACKS,
+    MAX_HOLDERS,
+    MAX_SLOW_READS,
+    SLOW_SECONDS,
+    PullLedger,
+)
+from p2pstore.local.messages import PullCount, SlowRead, TransportFallback
 from p2pstore.objects import Version
 from p2pstore.peer import traffic
 from p2pstore.peer.traffic import ROUND_TRIPS, Traffic, Use
@@ -67,19 +75,19 @@ def test_strangers_cannot_make_it_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_client_tells_what_it_read_and_what_was_slow() -> None:
     ledger = PullLedger()
     assert not ledger
-    ledger.pulled(DIGEST, report("shm", pulled="tcp"), SLOW_SECONDS / 2)
-    ledger.pulled(DIGEST, report(pulled="tcp"), SLOW_SECONDS)
-    ledger.pulled(DIGEST, report("tcp"), 2.0)
+    ledger.pulled("k", DIGEST, report("shm", pulled="tcp"), SLOW_SECONDS / 2)
+    ledger.pulled("k", DIGEST, report(pulled="tcp"), SLOW_SECONDS)
+    ledger.pulled("k", DIGEST, report("tcp"), 2.0)
     assert ledger
-    counts, slow = ledger.take()
+    counts, slow, _, _ = ledger.take()
     assert counts == [
         PullCount(1, "shm", 0, 0, 1),
         PullCount(2, "tcp", 2, 200, 0),
         PullCount(1, "tcp", 0, 0, 1),
     ]
     assert slow == [
-        SlowRead(DIGEST, 2, "tcp", SLOW_SECONDS),
-        SlowRead(DIGEST, 1, "tcp", 2.0, int(Code.UNAVAILABLE)),
+        SlowRead(DIGEST, 2, "tcp", SLOW_SECONDS, 0, "k"),
+        SlowRead(DIGEST, 1, "tcp", 2.0, int(Code.UNAVAILABLE), "k"),
     ]
     assert not ledger
 
@@ -89,8 +97,32 @@ def test_a_report_is_bounded() -> None:
     for member in range(MAX_HOLDERS + 5):
         ledger.count(member, "tcp", objects=1)
     for _ in range(MAX_SLOW_READS + 5):
-        ledger.pulled(DIGEST, report(pulled="tcp"), 1.0)
-    counts, slow = ledger.take()
+        ledger.pulled("k", DIGEST, report(pulled="tcp"), 1.0)
+    counts, slow, _, _ = ledger.take()
     assert len(counts) == MAX_HOLDERS
     assert len(slow) == MAX_SLOW_READS
     assert pull_ledger.SLOW_SECONDS < 0.1  # below the peer's default threshold
+
+
+def test_a_client_tells_which_transports_gave_way() -> None:
+    ledger = PullLedger()
+    for text in ("refused", "x" * 1000):
+        fallback = HolderReport(2, Code.UNAVAILABLE, text, "shm")
+        ledger.pulled(
+            "k", DIGEST, dataclasses.replace(report(pulled="tcp"), fallbacks=(fallback,)), 0.0
+        )
+    assert ledger.take()[2] == [TransportFallback(2, "shm", 2, "x" * 200)]
+    assert not ledger
+    for member in range(MAX_FALLBACKS + 5):
+        fallback = HolderReport(member, Code.UNAVAILABLE, "refused", "shm")
+        ledger.pulled("k", DIGEST, dataclasses.replace(report(), fallbacks=(fallback,)), 0.0)
+    assert len(ledger.take()[2]) == MAX_FALLBACKS
+
+
+def test_a_client_tells_how_many_reads_found_nothing() -> None:
+    ledger = PullLedger()
+    ledger.missed()
+    ledger.missed()
+    assert ledger
+    assert ledger.take()[3] == 2
+    assert not ledger

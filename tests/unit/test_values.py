@@ -291,7 +291,7 @@ def test_large_values_are_filled_in_pieces() -> None:
             calls += 1
             return function()
 
-    sums = run_blocking(fill(Counting(), memoryview(target), memoryview(source)))
+    sums = run_blocking(fill(Counting(), memoryview(target), memoryview(source), lambda: None))
     assert (bytes(target), sums, calls) == (source, chunk_sums(source), 3)
 
 

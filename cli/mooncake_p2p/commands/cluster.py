@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -18,13 +19,18 @@ from mooncake_p2p.options import (
     parse_timeout,
 )
 from mooncake_p2p.output import print_json, print_table, progress, remark, short_id
+from p2pstore.errors import DeadlineExceeded, StoreClosed
 from p2pstore.objects import parse_duration
 
 if TYPE_CHECKING:
+    from p2pstore.blocking import BlockingClient
     from p2pstore.results import PeerInfo
 
 DEFAULT_INTERVAL: Final = "1"
 MIN_INTERVAL_SECONDS: Final = 0.1
+FAREWELL_SECONDS: Final = 5.0
+"""What a peer may need beside draining: to tell the others, and to write what it keeps."""
+LOOK_SECONDS: Final = 0.05
 
 
 def stats(
@@ -147,11 +153,26 @@ def leave(
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
 ) -> None:
-    """Make the local peer leave the cluster and end."""
+    """Make the local peer leave the cluster and end. Returns when it has left."""
     drain_seconds = parse_duration(drain, "--drain")
     with connected(socket, timeout=timeout) as client, progress("leaving"):
         client.leave(drain=drain_seconds)
+        _wait_until_gone(client, drain_seconds + FAREWELL_SECONDS + parse_timeout(timeout))
     if json:
         print_json({"left": True})
     else:
         remark("the peer left the cluster")
+
+
+def _wait_until_gone(client: BlockingClient, seconds: float) -> None:
+    """Wait until the peer lets go of its clients, which is the last thing it does."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            client.statistics(cluster=False)
+        except StoreClosed:
+            return
+        time.sleep(LOOK_SECONDS)
+    raise DeadlineExceeded(
+        f"the peer was asked to leave {seconds:.0f} s ago and is still there: see its log"
+    )

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from mooncake_p2p.detach import DETACHED_VARIABLE, start_detached
-from mooncake_p2p.join_settings import BY_NAME, gather, refuse_socket_of_another
+from mooncake_p2p.join_settings import gather, refuse_socket_of_another, spelled_as_given
+from p2pstore.terminal import survive_hangups
 
 MAX_ATTEMPTS: Final = 8
 
@@ -74,7 +75,7 @@ def join(
     ] = None,
     memory: Annotated[
         str | None,
-        _option("SIZE", "Memory to offer [default: an eighth, at most 4GiB]."),
+        _option("SIZE", "Memory to offer; 0: none [default: an eighth, at most 4GiB]."),
     ] = None,
     max_objects: Annotated[int | None, _option("N", "Most objects to hold.")] = None,
     max_leased: Annotated[
@@ -153,6 +154,8 @@ def join(
 
 def _run(given: Mapping[str, Any], detached: bool) -> None:
     """Run the peer in this process. Of several that start at once and take the same free name, one gets it."""
+    survive_hangups()
+    from p2pstore.places import BY_NAME
     from p2pstore.statedir import StateDirectoryInUse
 
     for attempt in range(MAX_ATTEMPTS):
@@ -162,7 +165,8 @@ def _run(given: Mapping[str, Any], detached: bool) -> None:
         from p2pstore.peer import run_peer
 
         try:
-            run_peer(config, invite, detached=detached)
+            with spelled_as_given(settings):
+                run_peer(config, invite, detached=detached)
             return
         except StateDirectoryInUse:
             if settings.origins["state_dir"] != BY_NAME or attempt == MAX_ATTEMPTS - 1:

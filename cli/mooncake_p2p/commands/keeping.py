@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -26,6 +27,10 @@ from p2pstore.objects import encode_key
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
+    from p2pstore.results import PinName
+
+
+NOTHING: Final[Mapping[str, list[str]]] = MappingProxyType({})
 
 
 class Firmness(StrEnum):
@@ -36,8 +41,12 @@ class Firmness(StrEnum):
 def pin(
     keys: Keys,
     pin: Annotated[
-        Firmness, typer.Option(help="soft: evicted last; hard: never evicted.")
-    ] = Firmness.soft,
+        Firmness | None,
+        typer.Option(
+            help="soft: evicted last; hard: never evicted  [default: soft, and hard stays hard].",
+            show_default=False,
+        ),
+    ] = None,
     ttl: Annotated[
         str | None,
         typer.Option(
@@ -54,21 +63,30 @@ def pin(
     """Keep objects in this peer's memory.
 
     An object that only other peers hold is brought here first. What is pinned hard stays until it is
-    unpinned or removed, and takes up memory that nothing else can use.
+    unpinned or removed, and takes up memory that nothing else can use. Without --pin a hard pin stays
+    as it is, and the command says so; `--pin soft` makes it a soft one.
     """
     if ttl is not None and pin is Firmness.hard:
         raise CommandFailed("--ttl is for soft pins; a hard pin stays until unpin", ExitCode.USAGE)
     ttl_seconds = None if ttl is None else parse_timeout(ttl, "--ttl")
+    firmness: PinName = "hard" if pin is Firmness.hard else "soft"
+    kept_hard: list[str] = []
 
     def keep(client: BlockingClient, key: str) -> None:
+        if pin is None and any(copy.local and copy.pin == "hard" for copy in client.locate(key)):
+            kept_hard.append(key)
+            return
         try:
-            client.pin(key, pin.value, ttl=ttl_seconds)
+            client.pin(key, firmness, ttl=ttl_seconds)
         except NoSuchKey:  # not here; what is leased is, and stays until it is pinned
             with client.lease(key):
-                client.pin(key, pin.value, ttl=ttl_seconds)
+                client.pin(key, firmness, ttl=ttl_seconds)
 
     with connected(socket, namespace, timeout) as client:
-        return _for_each(client, keys, keep, "pinned", json)
+        status = _for_each(client, keys, keep, "pinned", json, {"kept_hard": kept_hard})
+    for key in () if json else kept_hard:
+        remark(f"{printable(key)} stays pinned hard (--pin soft makes it a soft pin)")
+    return status
 
 
 def unpin(
@@ -104,8 +122,10 @@ def _for_each(
     action: Callable[[BlockingClient, str], None],
     word: str,
     json: bool,
+    also: Mapping[str, list[str]] = NOTHING,
 ) -> int:
-    """Do one thing with every key; tells what became of each, and returns the exit status."""
+    """Do one thing with every key; tells what became of each, and returns the exit status: the first
+    failure's, where a key that is missing counts only beside no other. `also` goes into the JSON."""
     for key in keys:
         encode_key(key)
     done: list[str] = []
@@ -119,7 +139,8 @@ def _for_each(
             else:
                 done.append(key)
     if json:
-        print_json({word: done, "failed": {key: describe(error) for key, error in failed.items()}})
+        reasons = {key: describe(error) for key, error in failed.items()}
+        print_json({word: done, "failed": reasons, **also})
     elif done:
         remark(f"{word} {len(done)} of {len(keys)} keys" if len(keys) > 1 else word)
     for key, error in failed.items():
@@ -129,7 +150,7 @@ def _for_each(
     serious = [error for error in failed.values() if not isinstance(error, NoSuchKey)]
     if serious:
         return exit_code(serious[0])
-    return ExitCode.DONE if done else ExitCode.NO_SUCH_KEY
+    return ExitCode.NO_SUCH_KEY if failed else ExitCode.DONE
 
 
 def replicate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Annotated
@@ -115,13 +116,18 @@ def _change(path: Path, step: str) -> list[str]:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Make a file for this user only, on the disk when this returns. Raises `OSError`."""
+    """Make a file for this user only, on the disk when this returns. Raises `OSError`, leaving none."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w") as out:
-        os.fchmod(out.fileno(), 0o600)  # whatever the umask
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
+    try:
+        with os.fdopen(descriptor, "w") as out:
+            os.fchmod(out.fileno(), 0o600)  # whatever the umask
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()  # an empty file would keep the next try from making one
+        raise
 
 
 def _ids(text: str, path: Path) -> list[str]:

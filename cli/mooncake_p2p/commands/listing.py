@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,6 +29,10 @@ from mooncake_p2p.output import (
 )
 from p2pstore.errors import NoSuchKey
 from p2pstore.objects import format_bytes, unix_seconds_from_clock
+
+if TYPE_CHECKING:
+    from p2pstore.blocking import BlockingClient
+    from p2pstore.results import Location
 
 
 def ls(
@@ -53,6 +58,11 @@ def ls(
     """List keys of the whole cluster, in order.
 
     Says on stderr when there are more, and when peers did not answer; their keys are missing then.
+    COPIES are those of the peers that answered. With --pinned the column is PINNED, and counts
+    the pinned copies only; `locate` shows all.
+
+    NOTES: "pinned (hard)" is never evicted, "pinned (soft)" last; a "spare copy" is one of several
+    that a peer made for itself, and the first to go when its memory is full.
     """
     with connected(socket, namespace, timeout) as client, progress("asking all peers"):
         page = client.list_keys(prefix, after=after, limit=limit, local=local, pinned=pinned)
@@ -66,7 +76,7 @@ def ls(
         )
     elif page.keys:
         print_table(
-            ("KEY", "SIZE", "COPIES", "PEERS", "NOTES"),
+            ("KEY", "SIZE", "PINNED" if pinned else "COPIES", "PEERS", "NOTES"),
             [
                 (
                     entry.key,
@@ -77,7 +87,7 @@ def ls(
                 )
                 for entry in page.keys
             ],
-            right=("SIZE", "COPIES"),
+            right=("SIZE", "COPIES", "PINNED"),
             fold=("PEERS", "NOTES"),
         )
     else:
@@ -96,13 +106,19 @@ def locate(
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
 ) -> None:
-    """Show which peers hold a key, as far as the local peer knows."""
+    """Show which peers hold a key, as far as the local peer knows.
+
+    Of copies elsewhere it knows the size rounded up to 4 KiB: SIZE then begins with <=. NOTES are those
+    of `ls`; "local" is this peer's own copy, "unreachable" one whose peer does not answer.
+    """
     with connected(socket, namespace, timeout) as client:
         copies = client.locate(key)
+        lengths = _exact_lengths(client, key, copies)
     if not copies:
         raise NoSuchKey(f"no such key: {printable(key)}")
     if json:
-        print_json({"key": key, "copies": [asdict(copy) for copy in copies]})
+        documents = [{**asdict(copy), "length": lengths.get(copy.version)} for copy in copies]
+        print_json({"key": key, "copies": documents})
         return
     print_table(
         ("PEER", "TIER", "SIZE", "WRITTEN", "NOTES", "PEER ID"),
@@ -110,7 +126,9 @@ def locate(
             (
                 copy.peer,
                 copy.tier,
-                format_bytes(copy.size_hint),
+                format_bytes(lengths[copy.version])
+                if copy.version in lengths
+                else f"<= {format_bytes(copy.size_hint)}",
                 _local_time(unix_seconds_from_clock(copy.version[0])),
                 ", ".join(
                     note
@@ -130,10 +148,21 @@ def locate(
     )
 
 
+def _exact_lengths(
+    client: BlockingClient, key: str, copies: Sequence[Location]
+) -> dict[tuple[int, int], int]:
+    """Version -> its length, where the local peer holds a copy and so knows it to the byte."""
+    own = next((copy for copy in copies if copy.local), None)
+    if own is None:
+        return {}
+    listed = client.list_keys(key, limit=1, local=True).keys
+    return {own.version: listed[0].length} if listed and listed[0].key == key else {}
+
+
 def _notes(pin: str, soft: bool, expires_unix: float | None) -> str:
-    notes = [f"{pin} pin"] if pin != "none" else []
+    notes = [f"pinned ({pin})"] if pin != "none" else []
     if soft:
-        notes.append("soft copy")
+        notes.append("spare copy")
     if expires_unix is not None:
         notes.append(f"expires in {max(0, expires_unix - time.time()):.0f} s")
     return ", ".join(notes)

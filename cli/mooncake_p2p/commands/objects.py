@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from mooncake_p2p import transfers
-from mooncake_p2p.errors import CommandFailed
+from mooncake_p2p.errors import STANDARD_OUTPUT, CommandFailed
 from mooncake_p2p.new_file import NewFile
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
@@ -25,7 +25,7 @@ from mooncake_p2p.options import (
     parse_timeout,
 )
 from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark
-from p2pstore.errors import BufferTooSmall, ConfigError
+from p2pstore.errors import BufferTooSmall, ConfigError, NoSuchKey
 from p2pstore.objects import PART_BYTES, encode_key, parse_duration
 
 if TYPE_CHECKING:
@@ -165,6 +165,11 @@ def get(
         begin = time.perf_counter()
         try:
             length_bytes = sink(lambda: reading.fetch(client))
+        except NoSuchKey as error:
+            reading.tell()
+            if not wait_seconds:
+                raise
+            raise NoSuchKey(f"{error}, and none came in the {wait_seconds:g} s of --wait") from None
         except BaseException:
             reading.tell()
             raise
@@ -242,7 +247,7 @@ _Sink = Callable[[Fetch], int]
 
 def _destination(output: str | None) -> AbstractContextManager[_Sink]:
     if output is None or output == "-":
-        return _stream(transfers.standard_output(binary_to_terminal=output == "-"))
+        return _stream(transfers.standard_output(binary_to_terminal=output == "-"), STANDARD_OUTPUT)
     return _special_file(output) if transfers.is_stream(output) else _file(output)
 
 
@@ -264,11 +269,15 @@ def _file(path: str) -> Iterator[_Sink]:
 
 
 @contextmanager
-def _stream(descriptor: int) -> Iterator[_Sink]:
+def _stream(descriptor: int, name: str) -> Iterator[_Sink]:
     def sink(fetch: Fetch) -> int:
         value = fetch()
         with progress("writing", len(value)) as bar:
-            transfers.write_all(descriptor, value, bar.advance)
+            try:
+                transfers.write_all(descriptor, value, bar.advance)
+            except OSError as error:
+                error.filename = name
+                raise
         return len(value)
 
     yield sink
@@ -276,5 +285,5 @@ def _stream(descriptor: int) -> Iterator[_Sink]:
 
 @contextmanager
 def _special_file(path: str) -> Iterator[_Sink]:
-    with open(path, "wb", buffering=0) as file, _stream(file.fileno()) as sink:
+    with open(path, "wb", buffering=0) as file, _stream(file.fileno(), path) as sink:
         yield sink

@@ -53,10 +53,13 @@ def rm(
 ) -> int:
     """Remove keys everywhere.
 
-    A key that does not exist is reported. With --prefix, keys that appear meanwhile may stay, and so
-    do those of peers that did not answer; then it says so. Ctrl-C stops between two batches of 1,000.
+    A key that does not exist is reported, and the others are removed. With --prefix, keys that appear
+    meanwhile may stay, and so do those of peers that did not answer; then it says so. Ctrl-C stops
+    between two batches of 1,000.
     """
-    if bool(keys) == (prefix is not None):
+    if keys and prefix is not None:
+        raise CommandFailed("name keys to remove, or give --prefix TEXT: not both", ExitCode.USAGE)
+    if not keys and prefix is None:
         raise CommandFailed("name keys to remove, or give --prefix TEXT", ExitCode.USAGE)
     if prefix is None:
         assert keys
@@ -101,7 +104,7 @@ def _remove_named(
         remark(f"error: {printable(key)}: {describe(error)}")
     if failed:
         return exit_code(next(iter(failed.values())))
-    return ExitCode.DONE if removed else ExitCode.NO_SUCH_KEY
+    return ExitCode.NO_SUCH_KEY if missing else ExitCode.DONE
 
 
 @dataclass
@@ -123,7 +126,9 @@ class _Removal:
     def status(self) -> int:
         if self.failed:
             return exit_code(next(iter(self.failed.values())))
-        return ExitCode.FAILED if self.silent_peers else ExitCode.DONE
+        if self.silent_peers:
+            return ExitCode.FAILED
+        return ExitCode.DONE if self.removed else ExitCode.NO_SUCH_KEY
 
 
 def _remove_prefix(client: BlockingClient, prefix: str, json: bool) -> int:

@@ -1,0 +1,88 @@
+"""Writing what must survive this process: floors at once, the clock and the address book now and then. Shell."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Final
+
+import trio
+
+from p2pstore.core.peer_core import PeerCore
+from p2pstore.errors import ConfigError
+from p2pstore.gossip.floor_stamps import Stamps
+from p2pstore.gossip.records import SignedRecord
+from p2pstore.statedir import StateDirectory
+
+logger = logging.getLogger("p2pstore.peer")
+
+FLOORS_SLACK: Final = 1000
+"""Superseded floors in the file before it is written anew."""
+SAVE_INTERVAL_SECONDS: Final = 10.0
+MAX_UNSAVED: Final = 100_000
+"""Floors that wait for a disk that takes none. Beyond it the file is written anew when it takes some."""
+
+
+class StateSaver:
+    """Keeps one peer's state directory up to date. A disk that fails costs a log line; it is tried again."""
+
+    def __init__(self, core: PeerCore, state: StateDirectory) -> None:
+        self._core = core
+        self.state = state
+        self._unsaved: deque[SignedRecord] = deque(maxlen=MAX_UNSAVED)
+        self._lost_unsaved = False
+        self._save_now = trio.Event()
+        self._saving = trio.Lock()
+
+    def add(self, record: SignedRecord) -> None:
+        """Have a cluster record written soon."""
+        self._lost_unsaved |= len(self._unsaved) == MAX_UNSAVED
+        self._unsaved.append(record)
+        self._save_now.set()
+
+    async def run(self) -> None:
+        """Save until cancelled."""
+        while True:
+            with trio.move_on_after(SAVE_INTERVAL_SECONDS):
+                await self._save_now.wait()
+            self._save_now = trio.Event()
+            await self.save()
+
+    async def save(self) -> None:
+        """Write floors, clock and address book, in a thread: disks take long."""
+        async with self._saving:
+            gossip = self._core.gossip
+            addresses = [each for _, book in gossip.address_book() for each in book]
+            kept = gossip.cluster_records
+            crowded = self.state.floors_in_file > 2 * len(kept) + FLOORS_SLACK
+            lost, self._lost_unsaved = self._lost_unsaved, False
+            all_floors = kept.dump() if crowded or lost else None
+            # As of now: what is seen is among the floors that are written first.
+            stamps = self._core.floors.seen_to_save, dict(kept.horizon)
+            written = await trio.to_thread.run_sync(self._write, addresses, all_floors, stamps)
+            if lost and not written:
+                self._lost_unsaved = True
+
+    def _write(
+        self,
+        addresses: list[str],
+        all_floors: list[SignedRecord] | None,
+        stamps: tuple[Stamps, Stamps],
+    ) -> bool:
+        state, core = self.state, self._core
+        try:
+            fresh = list(self._unsaved)
+            state.append_floors(fresh)
+            for _ in fresh:  # only now: what could not be written is tried again
+                self._unsaved.popleft()
+            state.save_incarnation(core.incarnation)
+            if all_floors is not None:
+                state.save_clock(core.clock.latest, floors_horizon=stamps[1])
+                state.replace_floors([*all_floors, *fresh])
+            if not self._lost_unsaved:
+                state.save_clock(core.clock.latest, *stamps)
+            state.save_addresses(addresses)
+        except (OSError, ConfigError) as error:
+            logger.warning("the state directory cannot be written: %s", error)
+            return False
+        return True

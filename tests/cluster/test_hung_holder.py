@@ -1,0 +1,100 @@
+"""Holders whose process was stopped: a read waits for one once, and not for long while another has the object."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from p2pstore import blocking
+from p2pstore.errors import DeadlineExceeded, Unavailable
+from p2pstore.results import ItemResult
+from tests.cluster.test_cli import Machine, Peer, eventually, new_machine
+
+SPARE_SECONDS = 2.0
+"""For a busy machine; a second wait for the same holder would take longer."""
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with new_machine() as machine:
+        yield machine
+
+
+def cluster(machine: Machine, *names: str) -> list[Peer]:
+    peers = [machine.join(names[0])]
+    peers += [machine.join(name, "--bootstrap", peers[0].ready["control"]) for name in names[1:]]
+    eventually(lambda: all(peer.alive() == len(names) for peer in peers))
+    return peers
+
+
+@contextlib.contextmanager
+def stopped(peer: Peer) -> Iterator[None]:
+    peer.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        peer.process.send_signal(signal.SIGCONT)
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    began = time.monotonic()
+    action()
+    return time.monotonic() - began
+
+
+def test_the_only_holder_hangs(machine: Machine) -> None:
+    reader, holder = cluster(machine, "reader", "holder")
+    keys = [f"k{number}" for number in range(5)]
+    for key in keys:
+        holder.client.put(key, b"value")
+    eventually(lambda: all(reader.client.contains_many(keys)))
+    results: list[ItemResult[int]] = []
+
+    def get() -> None:
+        with pytest.raises(Unavailable, match="hangs or was stopped"):
+            client.get(keys[0])
+
+    def get_all() -> None:
+        items = [(key, bytearray(5)) for key in keys]
+        results.extend(other.get_many_into(items))
+
+    with (
+        blocking.connect(reader.ready["socket"], timeout=3) as client,
+        blocking.connect(reader.ready["socket"], timeout=3) as other,
+        stopped(holder),
+    ):
+        assert 2.9 < seconds_of(get) < 3 + SPARE_SECONDS
+        assert seconds_of(get_all) < 3 + SPARE_SECONDS  # not that for each key
+        assert not any(each.ok for each in results)
+
+
+def test_another_holder_is_asked_soon(machine: Machine) -> None:
+    reader, first, second = cluster(machine, "reader", "first", "second")
+    keys = [f"k{number}" for number in range(16)]  # each read begins at one of the two, by chance
+    for key in keys:
+        first.client.put(key, b"value")
+        second.client.take_lease(key, wait=5)  # brings a copy there
+
+    def on_both() -> bool:
+        places = [{place.peer for place in reader.client.locate(key)} for key in keys]
+        return all(each == {"first", "second"} for each in places)
+
+    eventually(on_both)
+    with blocking.connect(reader.ready["socket"], timeout=20) as client, stopped(first):
+        assert seconds_of(lambda: [client.get(key) for key in keys]) < 1.5 + SPARE_SECONDS
+
+
+def test_a_local_peer_that_hangs_is_given_up_after_the_timeout(machine: Machine) -> None:
+    peer = machine.join("alone")
+
+    def ask() -> None:
+        with pytest.raises(DeadlineExceeded), blocking.connect(peer.ready["socket"], timeout=1):
+            pass
+
+    with stopped(peer):
+        assert seconds_of(ask) < 1 + SPARE_SECONDS
+        assert seconds_of(lambda: peer.run("stats", "--timeout", "1")) < 2 + SPARE_SECONDS

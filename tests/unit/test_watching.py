@@ -1,0 +1,118 @@
+"""What a peer makes of its clients' reports."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from p2pstore.local import messages as local
+from p2pstore.local.messages import Access, LocalKind
+from p2pstore.local.server import LocalClient
+from p2pstore.objects import key_digest
+from p2pstore.peer.watching import PeerWatch
+from p2pstore.wire import Code
+from tests.unit.core_harness import Harness
+
+CLIENT = LocalClient(1, "default", Access.WRITE, 7, "")
+
+
+@pytest.fixture
+def watch() -> PeerWatch:
+    return PeerWatch(Harness().core, threshold_seconds=0.1)
+
+
+def take(watch: PeerWatch, report: local.Report) -> None:
+    watch.answered(CLIENT, LocalKind.REPORT, report, None, 0.0, None)
+
+
+def test_fallbacks_of_clients_are_counted_and_told_once(
+    watch: PeerWatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fallback = local.Report([], fallbacks=[local.TransportFallback(9, "shm", 3, "refused")])
+    works = local.Report([], pulls=[local.PullCount(9, "shm", 1, 10)])
+    with caplog.at_level(logging.WARNING, "p2pstore.peer"):
+        take(watch, fallback)
+        take(watch, fallback)
+        assert len(caplog.records) == 1
+        take(watch, works)
+        take(watch, fallback)
+    assert watch._counters["transport_fallbacks"] == 9
+    assert len(caplog.records) == 2
+    assert "shm to" in caplog.text
+    assert "(refused)" in caplog.text
+
+
+def test_transports_that_a_client_makes_up_count_as_one(watch: PeerWatch) -> None:
+    for number in range(100):
+        take(watch, local.Report([], pulls=[local.PullCount(1, f"t{number}", 1, 10)]))
+    take(watch, local.Report([], pulls=[local.PullCount(1, "tcp", 1, 10)]))
+    document = watch.traffic.document()
+    assert {name: use["objects"] for name, use in document.items()} == {"other": 100, "tcp": 1}
+
+
+def counted(watch: PeerWatch) -> dict[str, int]:
+    return {name: count for name, count in watch._counters.items() if count}
+
+
+def test_reads_elsewhere_are_counted_when_they_have_ended(watch: PeerWatch) -> None:
+    """However many plans they took."""
+    digest = key_digest("k")
+    plan = local.Plan(digest, key="k")
+    for _ in range(3):
+        watch.answered(CLIENT, LocalKind.PLAN, plan, local.Planned([]), 0.0, None)
+    assert counted(watch) == {}
+    take(watch, local.Report([], pulls=[local.PullCount(1, "tcp", 2, 10, 4)], misses=3))
+    assert counted(watch) == {"client_reads_elsewhere": 2, "client_misses": 3}
+
+
+def test_leases_are_counted_by_where_the_object_was(watch: PeerWatch) -> None:
+    digest = key_digest("k")
+    good = local.Leased([local.LeaseGrant(1, 0, 0, 1, 1)])
+    nobody = local.ItemError(int(Code.NO_SUCH_KEY), "no")
+    missing = local.Leased([local.LeaseGrant(0, 0, 0, 0, 0, error=nobody)])
+
+    def answered(fetch: bool, answer: local.Leased) -> None:
+        watch.answered(CLIENT, LocalKind.LEASE, local.Lease(digest, fetch=fetch), answer, 0.0, None)
+
+    answered(False, good)
+    answered(False, missing)  # the client asks again, with fetch
+    answered(True, missing)
+    answered(True, good)
+    assert counted(watch) == {
+        "client_leases": 1,
+        "client_misses": 1,
+        "client_reads_elsewhere": 1,
+    }
+
+
+def test_what_was_kept_was_not_put(watch: PeerWatch) -> None:
+    item = local.CommitItem(1, "k", 100, b"", 0)
+    outcomes = [
+        local.PutOutcome(0, 1, 1, 1, 1),
+        local.PutOutcome(2, 2, 1, 1, 1),
+        local.PutOutcome(0, 0, 0, 0, 0, local.ItemError(int(Code.UNAVAILABLE), "no")),
+    ]
+    commit, committed = local.Commit("default", [item] * 3), local.Committed(outcomes)
+    watch.answered(CLIENT, LocalKind.COMMIT, commit, committed, 0.0, None)
+    assert counted(watch) == {
+        "client_puts": 1,
+        "client_put_bytes": 100,
+        "client_puts_kept_existing": 1,
+        "client_puts_failed": 1,
+    }
+
+
+@pytest.mark.parametrize("said", ["the key", "another key", "x" * 5000, ""])
+def test_a_slow_read_is_shown_by_its_key_when_the_client_says_the_right_one(
+    watch: PeerWatch, caplog: pytest.LogCaptureFixture, said: str
+) -> None:
+    digest = key_digest("the key")
+    shown = said if said == "the key" else digest.hex()
+    with caplog.at_level(logging.INFO, "p2pstore.peer"):
+        take(watch, local.Report([], slow=[local.SlowRead(digest, 1, "tcp", 2.0, key=said)]))
+    assert f"slow get of {shown}:" in caplog.text
+    plan = local.Plan(digest, key=said)
+    watch.answered(CLIENT, LocalKind.PLAN, plan, local.Planned([]), 1.0, None)
+    kept = watch.slow.document()["operations"]
+    assert [each["key"] for each in kept] == [shown, shown]
