@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import xxhash
@@ -117,6 +118,7 @@ def batch_key_hasher(namespace: str) -> Callable[[Sequence[str]], list[bytes]]:
     return digests
 
 
+@lru_cache(maxsize=1024)
 def namespace_digest(namespace: str) -> bytes:
     """BLAKE2b-128 of the namespace alone: the name of its floor."""
     return hashlib.blake2b(
