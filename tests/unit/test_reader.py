@@ -350,13 +350,13 @@ def test_a_thread_never_reads_a_wrong_byte() -> None:
     owner = threading.Thread(target=own)
     owner.start()
     try:
-        counts = read_many(SegmentReader(view), 3000, seed=3)
+        counts = read_many(SegmentReader(view), 9000, seed=3)
     finally:
         stop.set()
         owner.join(30)
     assert not owner.is_alive()
     assert counts["wrong"] == 0
-    assert counts["right"] > 30  # a machine may be busy
+    assert counts["right"] > 300
     segment.check()
 
 
