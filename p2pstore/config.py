@@ -29,6 +29,8 @@ NOT_SPELLED: Final[Mapping[str, str]] = MappingProxyType({})
 _PORT: Final = re.compile(r"[0-9]{1,5}")
 
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
+NetworkName = Literal["lan", "wan", "local"]
+DirectoryName = Literal["auto", "full", "partitioned"]
 
 
 class _NamesAreChecked(msgspec.StructMeta):
@@ -56,7 +58,10 @@ class PeerConfig(
     that leads to a bootstrap peer; else loopback. The port is then 17946, or any free one when that is
     taken. `state_dir` unset: a new identity that is forgotten at the end. `memory` unset: an eighth of what
     this process may use, at most 4 GiB; 0: none, for a peer that only lets clients of its host use the
-    others.
+    others. `network` says how long the others may take to answer before they are suspected: `lan` within a
+    data centre, `wan` between data centres, `local` on one machine. `directory`: whether this peer knows
+    where all objects are (`full`), or its part of that, and asks others (`partitioned`); `auto` as
+    `index_memory` and the size of the cluster allow.
     """
 
     name: str = ""
@@ -68,9 +73,12 @@ class PeerConfig(
     data_advertise: list[str] = []
     bootstrap: list[str] = []
     join_timeout: float = 5.0
+    network: NetworkName = "lan"
     memory: str | int | None = None
     max_objects: int | None = None
     transport: TransportName = "auto"
+    directory: DirectoryName = "auto"
+    index_memory: str | int = "1GiB"
     cluster_key_file: str | None = None
     allow_file: str | None = None
     insecure: bool = False
@@ -112,6 +120,8 @@ class PeerConfig(
             value = getattr(self, setting)
             if not 0 <= value <= 86_400:
                 raise ConfigError(f"{says[setting]}: {value!r} must be 0 to 86400 seconds")
+        if not parse_bytes(self.index_memory, says["index_memory"]):
+            raise ConfigError(f"{says['index_memory']}: must be above 0 bytes")
         self.socket_mode_bits(says["socket_mode"])
         self.max_leased_bytes(memory, says["max_leased"])
         return msgspec.structs.replace(self, name=name, memory=memory)

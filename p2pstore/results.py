@@ -122,6 +122,8 @@ class PeerInfo:
     """Of a ping; None where none was answered yet."""
     transports: dict[str, dict[str, int]] = field(default_factory=dict)
     """What this peer and its clients read from it by which transport: objects, bytes, failures."""
+    directory: str = ""
+    """How much it knows of where objects are: `full` or `partitioned`."""
 
 
 @runtime_checkable

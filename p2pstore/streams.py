@@ -214,7 +214,13 @@ class BlockingStream:
 
     async def send_whole(self, *parts: BytesLike) -> None:
         try:
+            if len(parts) == 1 and len(parts[0]) <= SEND_PIECE_BYTES:
+                self._sock.sendall(parts[0])
+                return
             await self.send(*parts)
+        except BlockingIOError:
+            self.close()
+            raise stalled(self._send_limit) from None
         except BaseException:
             self.close()
             raise

@@ -209,7 +209,7 @@ class FrameBuffer:
         self._data = bytearray()
         self._position = 0
 
-    def sole_frame(self, data: memoryview) -> tuple[FrameHeader, bytes] | None:
+    def sole_frame(self, data: bytes | memoryview) -> tuple[FrameHeader, bytes] | None:
         """The frame that `data` is, when nothing was fed before and it is one, whole: what a lone caller
         receives nearly always. Otherwise None, and `data` is to be fed."""
         if self._position < len(self._data) or len(data) < HEADER_BYTES:

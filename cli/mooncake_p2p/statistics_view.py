@@ -161,6 +161,21 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
             f"{peer['objects']:,} here ({format_bytes(leased) if leased else 'nothing'} leased), "
             f"{_copies(peer['known_locations'])} known elsewhere",
         ),
+        *_directory_lines(peer.get("directory", {})),
+    ]
+
+
+def _directory_lines(directory: Document) -> list[str]:
+    """How much the peer knows of where objects are, when that is not all."""
+    mode = directory.get("mode", "full")
+    if mode == "full":
+        return []
+    return [
+        _fact(
+            "directory",
+            f"{printable(mode)}: home of {directory['home_partitions']:,} of 1,024 partitions, "
+            f"{_copies(directory['home_locations'])} there",
+        )
     ]
 
 

@@ -129,6 +129,7 @@ def peer_infos(reply: PeersReply) -> list[PeerInfo]:
                 use.name: {"objects": use.objects, "bytes": use.bytes, "failures": use.failures}
                 for use in entry.transports
             },
+            directory=entry.directory,
         )
         for entry in reply.items
     ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from p2pstore.client.leases import LeaseBook
@@ -22,6 +22,7 @@ from p2pstore.local.messages import (
     Release,
     Report,
 )
+from p2pstore.local.requests import RequestAhead
 from p2pstore.streams import Driver
 from p2pstore.transfer.reader import SegmentReader
 from p2pstore.transfer.transport import PullReport
@@ -98,6 +99,20 @@ class PeerLink:
             if self.connection.peer_is_gone():
                 self.connection.check_usable()
 
+    def ask(self, kind: LocalKind, message: Message, reply_type: type[M]) -> Awaitable[M]:
+        """One request with this link's deadline, of which nothing is left to give back when it fails."""
+        return self.connection.request(
+            kind, message, reply_type, progress_seconds=self.timeout_seconds
+        )
+
+    def ask_ahead(
+        self, kind: LocalKind, message: Message, reply_type: type[M]
+    ) -> Awaitable[RequestAhead[M]]:
+        """`ask`, but the reply is received later: `receive` or `abandon` must follow."""
+        return self.connection.request_ahead(
+            kind, message, reply_type, progress_seconds=self.timeout_seconds
+        )
+
     async def request(
         self,
         kind: LocalKind,
@@ -169,7 +184,16 @@ class PeerLink:
         """Holders that did not deliver, told before anything else is asked."""
         self._failures.extend(failures)
 
-    def _collect_one_way(self) -> list[bytes]:
+    def _collect_one_way(self) -> Sequence[bytes]:
+        if not (
+            self.leases.keeps
+            or self._aborts
+            or self._failures
+            or self._reads
+            or self._pulls
+            or self._give_all_back
+        ):
+            return ()
         frames = []
         ended = self.leases.take_ended(everything=self._give_all_back)
         self._give_all_back = False

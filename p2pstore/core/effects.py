@@ -24,7 +24,7 @@ class KnownCopy:
 class AskPeer:
     """Send a request over a data connection; `core.answered(operation, tag, reply)` brings the outcome.
 
-    Operation 0 wants no answer.
+    Operation 0 wants no answer; -1 stands for what gossip tells homes.
     """
 
     operation: int

@@ -14,7 +14,13 @@ from p2pstore.core.operation import Operation
 from p2pstore.errors import (
     ProtocolError,
 )
-from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    LocationRecord,
+    PeerId,
+    decode_location,
+    member_of,
+)
 from p2pstore.objects import DIGEST_BYTES
 from p2pstore.transfer.messages import (
     DataKind,
@@ -26,15 +32,25 @@ if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 LOOKUP_TIMEOUT_SECONDS: Final = 1.0
+NEXT_HOME_SECONDS: Final = 0.5
+"""How long to wait for one home when the next one is to be asked after it."""
 WAIT_FIRST_RETRY_SECONDS: Final = 0.05
 WAIT_LAST_RETRY_SECONDS: Final = 2.0
 """Who waits hears by gossip as well: homes are asked again for what gossip has not brought."""
+PARTITIONED_LAST_RETRY_SECONDS: Final = 0.5
+"""Who does not follow all logs hears by asking only."""
+UNSURE_SECONDS: Final = 2.0
+"""How long homes are asked again that do not know yet what there is. Longer than it takes to tell them."""
 DIGESTS_PER_LOOKUP: Final = 1_024
 """The home peer answers them in one go."""
 
 
 class LookupOperation(Operation):
     """Find copies of keys: in what this peer knows, else by asking the keys' home peers once.
+
+    A peer that follows all logs seldom misses a key, and asks all three homes of one at a time: what it has not
+    heard of is so young that a home may not have heard of it either. In partitioned mode it asks one home, and
+    the next one when that does not answer or says that it may not know all.
 
     The result is a list, per digest, of `KnownCopy` (best first). With `wait_seconds` it goes on until every
     key was found or the time is over: it looks again at any news of a missing key, and now and then
@@ -65,6 +81,9 @@ class LookupOperation(Operation):
         """Keys that this round has yet to look for."""
         self._to_ask: dict[PeerId, list[bytes]] = {}
         """What this round has not found, by home."""
+        self._homes_left: dict[bytes, list[PeerId]] = {}
+        """Keys of this round that nobody could tell of yet, and who is left to ask; in partitioned mode."""
+        self._unsure_until = 0.0
         self._asked: dict[int, tuple[PeerId, list[bytes]]] = {}
         """Questions under way."""
         self._next_tag = 0
@@ -79,6 +98,7 @@ class LookupOperation(Operation):
 
     def start(self, now: float) -> None:
         self._wait_until = now + self._wait_seconds
+        self._unsure_until = now + UNSURE_SECONDS
         self._to_look.extend(dict.fromkeys(self.digests))
         self._look_on(now)
 
@@ -99,14 +119,27 @@ class LookupOperation(Operation):
 
     def answered(self, tag: int, reply: Reply, now: float) -> None:
         home, digests = self._asked.pop(tag)
+        unsure: Sequence[int] = range(len(digests))
         if isinstance(reply, Locations):
             self.core.learn_locations(digests, reply, now)
             for digest in digests:
                 if digest in self._missed and self._usable(digest, now):
                     del self._missed[digest]
+            unsure = [place for place in reply.unsure if 0 <= place < len(digests)]
         elif reply is None:
             self.core.peer_failed(home, now)
+        if self._homes_left:
+            self._ask_others(digests, {digests[place] for place in unsure})
         self._settle(now)
+
+    def _ask_others(self, digests: Sequence[bytes], unsure: set[bytes]) -> None:
+        """Ask the next home for what one was asked for and cannot tell."""
+        for digest in digests:
+            if digest in self._homes_left and (digest not in self._missed or digest not in unsure):
+                del self._homes_left[digest]
+            elif digest in self._homes_left:
+                self._choose_home(digest)
+        self._ask_chosen()
 
     def wake(self, now: float) -> None:
         if self._collected is not None:
@@ -114,7 +147,8 @@ class LookupOperation(Operation):
         elif self._to_look:
             self._look_on(now)
         elif not self._asked and now >= self._ask_again_at:
-            self._to_look.extend(self._missed)
+            waiting = now < self._wait_until
+            self._to_look.extend(d for d in self._missed if waiting or d in self._homes_left)
             self._look_on(now)
         else:
             self._settle(now)
@@ -132,43 +166,68 @@ class LookupOperation(Operation):
             if self._usable(digest, now):
                 self._missed.pop(digest, None)
             else:
-                self._note_missed(digest)
+                self._note_missed(digest, now)
         if self._to_look:
             self._wake_soon(now)
             return
         self._ask_again_at = now + self._retry_seconds
-        self._retry_seconds = min(2 * self._retry_seconds, WAIT_LAST_RETRY_SECONDS)
+        follows = self.core.gossip.partitions.knows_all
+        longest = WAIT_LAST_RETRY_SECONDS if follows else PARTITIONED_LAST_RETRY_SECONDS
+        self._retry_seconds = min(2 * self._retry_seconds, longest)
+        self._ask_chosen()
+        self._settle(now)
+
+    def _ask_chosen(self) -> None:
         to_ask, self._to_ask = self._to_ask, {}
         for home, digests in to_ask.items():
             for start in range(0, len(digests), DIGESTS_PER_LOOKUP):
                 self._ask(home, digests[start : start + DIGESTS_PER_LOOKUP])
-        self._settle(now)
 
-    def _note_missed(self, digest: bytes) -> None:
+    def _note_missed(self, digest: bytes, now: float) -> None:
         self._missed[digest] = None
         if self._wait_seconds > 0:
             self.core.await_keys(self, [digest])
-        if self._ask_homes:
-            for home in self.core.homes(digest):
-                if member_of(home) not in self._exclude:
-                    self._to_ask.setdefault(home, []).append(digest)
+        if not self._ask_homes:
+            return
+        homes = [home for home in self.core.homes(digest) if member_of(home) not in self._exclude]
+        if self.core.gossip.partitions.knows_all:
+            for home in homes:
+                self._to_ask.setdefault(home, []).append(digest)
+        elif homes and not self.core.gossip.partitions.vouches(digest, now):
+            self.core.rng.shuffle(homes)
+            homes.sort(key=lambda home: self.core.is_avoided(member_of(home), now))
+            self._homes_left[digest] = homes
+            self._choose_home(digest)
+
+    def _choose_home(self, digest: bytes) -> None:
+        """Whom to ask next for a key: who is asked for others anyway, or else the first one that is left. With
+        none left, the key stays in `_homes_left`: nobody knows."""
+        homes = self._homes_left[digest]
+        if homes:
+            home = next((each for each in homes if each in self._to_ask), homes[0])
+            homes.remove(home)
+            self._to_ask.setdefault(home, []).append(digest)
 
     def _ask(self, home: PeerId, digests: list[bytes]) -> None:
         tag, self._next_tag = self._next_tag, self._next_tag + 1
         self._asked[tag] = (home, digests)
         self._homes.add(home)
-        self.ask(tag, home, DataKind.LOOKUP, Lookup(b"".join(digests)), LOOKUP_TIMEOUT_SECONDS)
+        others_are_left = any(digest in self._homes_left for digest in digests)
+        timeout = NEXT_HOME_SECONDS if others_are_left else LOOKUP_TIMEOUT_SECONDS
+        self.ask(tag, home, DataKind.LOOKUP, Lookup(b"".join(digests)), timeout)
 
     def _settle(self, now: float) -> None:
         """Nothing is left to look for: end, or wait for answers and news."""
         if self.done or self._to_look or self._collected is not None:
             return
-        if not self._missed or (not self._asked and now >= self._wait_until):
+        unsure = not self._missed.keys().isdisjoint(self._homes_left)
+        until = max(self._wait_until, self._unsure_until) if unsure else self._wait_until
+        if not self._missed or (not self._asked and now >= until):
             self._collected = []
             self._collect(now)
-        elif now < self._wait_until:
+        elif now < until:
             next_ask = float("inf") if self._asked else self._ask_again_at
-            self.wake_at = min(next_ask, self._wait_until)
+            self.wake_at = min(next_ask, until)
             self.core.set_alarm(self)
         else:
             self.wake_at = float("inf")
@@ -178,14 +237,12 @@ class LookupOperation(Operation):
         assert self._collected is not None
         start = len(self._collected)
         some = self.digests[start : start + self.core.keys_per_step]
-        self._collected += [
-            [
-                copy
-                for copy in self.core.known_copies(digest, now, self._namespace)
-                if copy.member not in self._exclude
-            ]
-            for digest in some
-        ]
+        for digest in some:
+            known = self.core.known_copies(digest, now, self._namespace)
+            copies = [copy for copy in known if copy.member not in self._exclude]
+            if copies and not copies[0].local:
+                self.core.gossip.partitions.used(digest, now)
+            self._collected.append(copies)
         if len(self._collected) == len(self.digests):
             self.finish(self._collected, now)
         else:
@@ -203,10 +260,15 @@ def split_digests(packed: bytes) -> list[bytes]:
     return [packed[start : start + DIGEST_BYTES] for start in range(0, len(packed), DIGEST_BYTES)]
 
 
+def holding_record(packed: bytes) -> LocationRecord | None:
+    """A location record in an answer; None when it is none, or says that nothing is held."""
+    if len(packed) != LOCATION_BYTES:
+        return None
+    record = decode_location(packed)
+    return None if record.removed else record
+
+
 def check_holding_record(packed: bytes, digest: bytes) -> bool:
     """Whether a location record in an answer is one of the key that was asked for."""
-    return (
-        len(packed) == LOCATION_BYTES
-        and decode_location(packed).digest == digest
-        and not decode_location(packed).removed
-    )
+    record = holding_record(packed)
+    return record is not None and record.digest == digest

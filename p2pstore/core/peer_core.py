@@ -25,6 +25,7 @@ from p2pstore.core.effects import (
 )
 from p2pstore.core.fetch import FetchOperation
 from p2pstore.core.floors import Floors
+from p2pstore.core.home_messages import message_of, rivals_of
 from p2pstore.core.lookup import check_holding_record
 from p2pstore.core.operation import Operation
 from p2pstore.core.serving import serve
@@ -51,7 +52,7 @@ from p2pstore.transfer.messages import (
     Locations,
     Objects,
     ObjectStatus,
-    Push,
+    Pushed,
 )
 from p2pstore.transfer.segment import ObjectEntry, Segment
 from p2pstore.wire import Code, Message
@@ -59,7 +60,8 @@ from p2pstore.wire import Code, Message
 AVOID_SECONDS: Final = 3.0
 """How long a peer whose connection failed is asked last."""
 EXPIRE_INTERVAL_SECONDS: Final = 1.0
-PUSH_TIMEOUT_SECONDS: Final = 2.0
+TO_HOMES: Final = -1
+"""In place of an operation's number: pushes to homes, which gossip asks for."""
 WORK_PER_STEP: Final = 12_000
 """Keys times members: a hash and a look into a table each, of 0.25 us."""
 
@@ -99,7 +101,7 @@ class PeerCore:
         self._namespaces: dict[str, bytes] = {}
         self._awaited: dict[bytes, set[int]] = {}
         self.floors = Floors(self)
-        gossip.directory.watch(segment.digests(), self._awaited.keys())
+        gossip.locations.watch(segment.digests(), self._awaited.keys())
 
     # --- driving -----------------------------------------------------------------------------
 
@@ -168,9 +170,21 @@ class PeerCore:
 
     def answered(self, operation: int, tag: int, reply: Reply, now: float) -> None:
         """The outcome of an `AskPeer`: its reply, a `Failure`, or None when nothing came in time."""
+        if operation == TO_HOMES:
+            self._push_answered(tag, reply, now)
+            return
         machine = self._operations.get(operation)
         if machine is not None:
             machine.answered(tag, reply, now)
+
+    def _push_answered(self, token: int, reply: Reply, now: float) -> None:
+        if isinstance(reply, Pushed):
+            self.gossip.push_answered(token, reply.behind, rivals_of(reply), now)
+            return
+        home = self.gossip.partitions.pushes.home_of(token)
+        self.gossip.push_answered(token, None, (), now)
+        if reply is None and home is not None:
+            self.peer_failed(home, now)
 
     def pulled(self, operation: int, outcome: PullOutcome, now: float) -> None:
         """The outcome of a `PullObject`."""
@@ -227,12 +241,12 @@ class PeerCore:
         for push in self.gossip.pushes(now):
             self.emit(
                 AskPeer(
-                    0,
-                    0,
+                    TO_HOMES,
+                    push.token,
                     push.peer_id,
                     DataKind.PUSH,
-                    Push(self.incarnation, push.sequences, push.operations),
-                    PUSH_TIMEOUT_SECONDS,
+                    message_of(push),
+                    push.timeout_seconds,
                 )
             )
 
@@ -288,7 +302,7 @@ class PeerCore:
             copies.append(
                 KnownCopy(self.member, self.peer_id, location_of(entry), reachable=True, local=True)
             )
-        for holding in self.gossip.directory.holders(digest):
+        for holding in self.gossip.holders(digest, now):
             version = holding.record.version
             if self.gossip.cluster_records.forbids(digest, namespace, version):
                 continue
@@ -318,9 +332,8 @@ class PeerCore:
             for holding in holdings[:64]:
                 if holding.member != self.member and check_holding_record(holding.record, digest):
                     self.gossip.floors.heard_of(holding.record, now)
-                    self.gossip.directory.early(
-                        holding.member, holding.incarnation, [holding.sequence], holding.record, now
-                    )
+                    position = (holding.incarnation, holding.sequence)
+                    self.gossip.locations.heard(holding.member, position, holding.record, now)
 
     def is_avoided(self, member: Member, now: float) -> bool:
         """Whether a connection to the member failed a moment ago."""
@@ -337,7 +350,7 @@ class PeerCore:
         self.counters["holder_failures"] += 1
         state = self.gossip.membership.resolve(failure.member)
         if failure.code == Code.NO_SUCH_KEY:
-            self.gossip.directory.mark_stale(
+            self.gossip.locations.mark_stale(
                 failure.member, digest, failure.incarnation, failure.sequence
             )
         elif failure.code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED) and state is not None:

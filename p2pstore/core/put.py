@@ -128,20 +128,28 @@ class PutOperation(Operation):
             self._keep(existing, now)
         elif spec.reservation is None:
             self.finish(None, now)
-        elif spec.overwrite:  # above what there is, also where clocks differ
+        elif spec.overwrite or not self.core.gossip.partitions.knows_all:
+            # Above what there is, also where clocks differ; and where this peer does not know what there is.
             self._lookup = LookupOperation(self.core, [self.digest], on_finish=self._looked)
             self.core.start(self._lookup, now)
         else:
-            self._comparing = [
-                copy
-                for copy in self.core.known_copies(self.digest, now, self._namespace)
-                if copy.reachable and not copy.local
-            ][:3]
-            self._compare(now)
+            self._compare_known(now)
 
     def _looked(self, result: Any, now: float) -> None:
-        if not self.done:
+        if self.done:
+            return
+        if self.spec.overwrite:
             self._create(now)
+        else:
+            self._compare_known(now)
+
+    def _compare_known(self, now: float) -> None:
+        self._comparing = [
+            copy
+            for copy in self.core.known_copies(self.digest, now, self._namespace)
+            if copy.reachable and not copy.local
+        ][:3]
+        self._compare(now)
 
     def _compare(self, now: float) -> None:
         if not self._comparing:

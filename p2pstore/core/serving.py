@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from p2pstore.core import home_messages
 from p2pstore.core.describe import key_info, location_of
 from p2pstore.core.effects import (
     KnownCopy,
@@ -26,6 +27,7 @@ from p2pstore.transfer.layout import (
     round_up,
 )
 from p2pstore.transfer.messages import (
+    MAX_LOOKUP_DIGESTS,
     ClusterRecords,
     Holding,
     Keys,
@@ -35,17 +37,17 @@ from p2pstore.transfer.messages import (
     Ping,
     Pong,
     Push,
+    Pushed,
     RecordsTaken,
     Replicate,
     Replicated,
 )
 from p2pstore.transfer.segment import ObjectEntry
-from p2pstore.wire import Code, Empty, Failure, Message
+from p2pstore.wire import Code, Failure, Message
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
-MAX_LOOKUP_DIGESTS: Final = 4_096
 MAX_HOLDINGS: Final = 8
 """Holders named per key: a reply of 4,096 keys stays under 3 MiB."""
 MAX_LIST_LIMIT: Final = 2_000
@@ -60,11 +62,7 @@ def serve(
     if isinstance(request, Lookup):
         return _serve_lookup(core, request, now)
     if isinstance(request, Push):
-        core.gossip.directory.early(
-            member_of(sender), request.incarnation, request.sequences, request.operations, now
-        )
-        core.gossip.floors.heard_of(request.operations, now)
-        return Empty()
+        return _serve_push(core, sender, request, now)
     if isinstance(request, Replicate):
         return _serve_replicate(core, sender, request, now)
     if isinstance(request, ClusterRecords):
@@ -86,11 +84,24 @@ def serve(
     return Failure(int(Code.UNSUPPORTED), f"this peer does not answer requests of kind {kind}")
 
 
+def _serve_push(core: PeerCore, sender: PeerId, request: Push, now: float) -> Pushed:
+    behind, rivals = core.gossip.take_push(member_of(sender), request, now)
+    return home_messages.reply_of(behind, rivals)
+
+
 def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations:
     digests = split_digests(request.digests)
     if len(digests) > MAX_LOOKUP_DIGESTS:
         raise ProtocolError(f"a lookup of {len(digests):,} keys; at most {MAX_LOOKUP_DIGESTS:,}")
-    return Locations([_holdings(core, digest, now) for digest in digests])
+    vouches = core.gossip.partitions.vouches
+    items = [_holdings(core, digest, now) for digest in digests]
+    for digest, holdings in zip(digests, items, strict=True):
+        if holdings:
+            core.gossip.partitions.used(digest, now)
+    return Locations(
+        items,
+        [place for place, digest in enumerate(digests) if not vouches(digest, now)],
+    )
 
 
 def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
@@ -105,16 +116,14 @@ def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
                 location_of(entry).encode(),
             )
         )
-    for known in core.gossip.directory.holders(digest):
+    for known in core.gossip.holders(digest, now):
         version = known.record.version
         if not (
             known.hidden
             or core.gossip.cluster_records.forbids(digest, None, version)
             or core.gossip.doubts(known.member, version, now)
         ):
-            holdings.append(
-                Holding(known.member, known.incarnation, known.sequence, known.record.encode())
-            )
+            holdings.append(home_messages.holding_of(known))
     return holdings[:MAX_HOLDINGS]
 
 

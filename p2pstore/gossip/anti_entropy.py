@@ -3,33 +3,46 @@ Pure.
 
 Scuttlebutt (van Renesse et al. 2008) in three legs: A sends its digest, B answers with what A lacks
 and its own digest, A sends what B lacks. A delta is checked whole before any of it is taken in.
+
+Nothing here may hold the loop for more than some 5 ms. A signature takes 0.1 ms to check, and holds the
+interpreter while it does, in whatever thread; an operation takes up to 9 us to carry out. So of one delta a
+bounded number of either is taken; what is left over is as if it had not come, and the next digests ask for it.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
+import numpy as np
+
 from p2pstore.errors import ProtocolError
+from p2pstore.gossip.cluster_comparison import TheirRecords, records_for
 from p2pstore.gossip.cluster_records import ClusterRecords
+from p2pstore.gossip.digest_table import DigestTable
+from p2pstore.gossip.digests import (
+    MAX_PACKED_SEQUENCE,
+    MAX_RUN_OPERATIONS,
+    Digest,
+    Run,
+    check_runs,
+    pack_runs,
+    read_runs,
+)
 from p2pstore.gossip.directory import Directory, Outcome
 from p2pstore.gossip.log import OwnLog, check_run
-from p2pstore.gossip.membership import MAX_INCARNATION, Membership, MemberState, check_claim
+from p2pstore.gossip.membership import MAX_INCARNATION, Membership, check_claim
 from p2pstore.gossip.messages import (
-    CLUSTER_BUCKETS,
     MAX_CLAIMS,
     MAX_RECORDS,
     Claim,
     Delta,
-    DigestEntry,
     LogChunk,
-    pack_digest,
-    unpack_digest,
 )
 from p2pstore.gossip.records import (
+    LOCATION_BYTES,
     ClusterRecord,
     Member,
     NewerFormat,
@@ -43,13 +56,22 @@ from p2pstore.gossip.records import (
     read_peer_record,
 )
 
-SEND_RECORDS: Final = 64
-"""At most this many of each are sent in one delta: each costs its receiver a signature check."""
+MAX_CHECKS: Final = 40
+"""Signatures of one delta that are checked: 4 ms."""
+MAX_READ_RECORDS: Final = 160
+"""Peer records, and cluster records, of one delta that are looked at: 2 ms."""
+SEND_RECORDS: Final = MAX_CHECKS
+"""At most this many records are sent in one delta: its receiver would check no more."""
+SEND_MICROSECONDS: Final = 5_000
+"""Operations are sent up to so much work for the receiver (`work_microseconds`) ..."""
+TAKE_MICROSECONDS: Final = 6_000
+"""... who takes no more than this of one delta."""
+RUN_MICROSECONDS: Final = 170
+OPERATION_MICROSECONDS: Final = 9
+MAX_READ_RUNS: Final = TAKE_MICROSECONDS // OPERATION_MICROSECONDS
+"""Runs of one delta that are looked at: of more than so many, no more could be taken."""
 MAX_SEQUENCE: Final = 1 << 62
 MAX_RECORD_SEQUENCE: Final = (1 << 32) - 1
-_BUCKETS: Final = struct.Struct(f"<{CLUSTER_BUCKETS}Q")
-
-Digest = dict[Member, DigestEntry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +92,8 @@ class News:
     """Peers that joined, restarted or left; not those whose figures merely changed."""
     logs: dict[Member, int] = field(default_factory=dict)
     """Member -> first of its new operations."""
+    operations: int = 0
+    """How many new ones."""
     cluster_records: list[tuple[ClusterRecord, SignedRecord]] = field(default_factory=list)
     own: list[PeerRecord] = field(default_factory=list)
     """Records signed with this peer's own key that are newer than its own."""
@@ -99,31 +123,16 @@ class Knowledge:
         self.verifier = verifier
         self.accepts_clock = accepts_clock
         self.accepts_peer = accepts_peer
+        self.table = DigestTable(membership, directory, log)
         self._rng = rng
 
-    # --- digests -----------------------------------------------------------------------------
-
-    def digest(self) -> bytes:
-        """What this peer knows of each live member."""
-        return pack_digest(self._entries())
-
-    def _entries(self) -> Iterable[DigestEntry]:
-        for state in self.membership.live():
-            record = state.record
-            assert record is not None
-            sequence = self.position(state)
-            if self.directory.diverged(state.member):
-                # Fed wrong operations: take no more from relays, wait for the owner's snapshot.
-                sequence = max(sequence, record.head.sequence)
-            yield DigestEntry(state.member, record.incarnation, record.sequence, sequence)
-
-    def position(self, state: MemberState) -> int:
-        """How far this peer is in the member's current log."""
-        assert state.record is not None
-        if state is self.membership.own:
-            return self.log.sequence
-        incarnation, sequence = self.directory.position(state.member)
-        return sequence if incarnation == state.record.incarnation else 0
+    def lacks(self, theirs: Digest) -> bool:
+        """Whether somebody with this digest has operations to send here. Who wants none says that it has all."""
+        mine = self.table.current()
+        _, incarnations, _, log_sequences = theirs.along(mine.of.members)
+        same = incarnations == mine.of.incarnations
+        more = (log_sequences > mine.log_sequences) & (log_sequences != MAX_PACKED_SEQUENCE)
+        return bool(np.any(same & more))
 
     def operations_since(self, member: Member, sequence: int, limit_bytes: int) -> bytes | None:
         """Operations of any member's log after `sequence`, this peer's own included."""
@@ -133,65 +142,103 @@ class Knowledge:
 
     # --- making deltas -----------------------------------------------------------------------
 
-    def delta_for(self, theirs: Digest, limit_bytes: int, buckets: list[int] | None) -> Delta:
-        """What somebody with this digest (and these bucket hashes, when given) lacks."""
-        records: list[SignedRecord] = []
-        behind: list[tuple[int, int, MemberState]] = []
-        for state in self.membership.live():
-            record, signed = state.record, state.signed
-            assert record is not None
-            assert signed is not None
-            entry = theirs.get(state.member)
-            theirs_at = (entry.incarnation, entry.record_sequence) if entry else (0, 0)
-            if theirs_at < (record.incarnation, record.sequence):
-                if len(records) < SEND_RECORDS and limit_bytes > len(signed.body):
-                    records.append(signed)
-                    limit_bytes -= len(signed.body) + len(signed.signature)
-                elif theirs_at[0] < record.incarnation:
-                    continue
-            # Who does not name the member may hold it dead: its log waits for the next exchange.
-            if entry is None and state is not self.membership.own:
-                continue
-            if theirs_at[0] <= record.incarnation:
-                known = (
-                    entry.log_sequence if entry and entry.incarnation == record.incarnation else 0
-                )
-                missing = self.position(state) - known
-                if missing > 0:
-                    behind.append((missing, known, state))
-        behind.sort(key=lambda item: item[0], reverse=True)
-        logs = []
-        for _, known, state in behind:
-            operations = self.operations_since(state.member, known, limit_bytes)
-            if operations and state.record is not None:
-                limit_bytes -= len(operations)
-                logs.append(LogChunk(state.member, state.record.incarnation, known + 1, operations))
-        cluster_records = self._differing_records(buckets, limit_bytes) if buckets else []
-        named = (self.membership.resolve(member) for member in theirs)
-        about = [state.peer_id for state in named if state is not None and not state.alive]
-        return Delta(
-            records, logs, cluster_records, self.membership.claims(about[: MAX_CLAIMS // 2])
-        )
+    def delta_for(
+        self,
+        theirs: Digest,
+        limit_bytes: int,
+        their_records: TheirRecords | None = None,
+        *,
+        as_runs: bool = False,
+        to: PeerId | None = None,
+    ) -> Delta:
+        """What somebody (`to`) lacks who has this digest, and these cluster records. `as_runs`: it named this
+        peer's set of members."""
+        mine = self.table.current()
+        named, incarnations, record_sequences, log_sequences = theirs.along(mine.of.members)
+        older = incarnations < mine.of.incarnations
+        same = incarnations == mine.of.incarnations
+        lacking = older | (same & (record_sequences < mine.record_sequences))
+        records, sent, limit_bytes = self._records_at(np.flatnonzero(lacking).tolist(), limit_bytes)
 
-    def _differing_records(self, theirs: list[int], limit_bytes: int) -> list[SignedRecord]:
-        mine = self.cluster_records.bucket_hashes
-        differing = [number for number in range(CLUSTER_BUCKETS) if mine[number] != theirs[number]]
-        self._rng.shuffle(differing)
-        candidates: list[SignedRecord] = []
-        for number in differing:
-            candidates += self.cluster_records.bucket(number)
-            if len(candidates) >= 16 * SEND_RECORDS:
+        # Who does not name the member may hold it dead: its log waits for the next exchange.
+        told = named | (mine.of.members == self.membership.own.member)
+        known = np.where(same, log_sequences, 0)
+        behind = (same | older) & told & (mine.log_sequences > known)
+        places = np.flatnonzero(behind)
+        missing = (mine.log_sequences[places] - known[places]).astype(np.int64)
+        places = places[np.argsort(-missing, kind="stable")]
+        unsent = set(np.flatnonzero(older).tolist()) - sent
+        runs = self._runs_at(
+            [(place, int(known[place])) for place in places.tolist() if place not in unsent],
+            limit_bytes,
+        )
+        limit_bytes -= sum(len(run.operations) for run in runs)
+        cluster_records = (
+            records_for(
+                self.cluster_records,
+                their_records,
+                SEND_RECORDS - len(records),
+                limit_bytes,
+                self._rng,
+            )
+            if their_records is not None
+            else []
+        )
+        claims = self.membership.claims(self._not_alive(theirs.beside(mine.of.members)), to)
+        claims += self.membership.refuted(mine.of.members[~named].tolist(), MAX_CLAIMS // 4)
+        if as_runs and all(run.first_sequence <= MAX_PACKED_SEQUENCE for run in runs):
+            packed = pack_runs(runs)
+            return Delta(records, [], cluster_records, claims, mine.of.hash, *packed)
+        logs = [
+            LogChunk(
+                int(mine.of.members[run.place]),
+                int(mine.of.incarnations[run.place]),
+                run.first_sequence,
+                run.operations,
+            )
+            for run in runs
+        ]
+        return Delta(records, logs, cluster_records, claims)
+
+    def _records_at(
+        self, places: list[int], limit_bytes: int
+    ) -> tuple[list[SignedRecord], set[int], int]:
+        """(peer records of the members at these places, whose they are, bytes that are left)."""
+        if len(places) > SEND_RECORDS:  # others send some, too: not all of us the same
+            places = self._rng.sample(places, SEND_RECORDS)
+        records: list[SignedRecord] = []
+        sent: set[int] = set()
+        for place in places:
+            signed = self.table.states[place].signed
+            if signed is not None and limit_bytes > len(signed.body):
+                records.append(signed)
+                sent.add(place)
+                limit_bytes -= len(signed.body) + len(signed.signature)
+        return records, sent, limit_bytes
+
+    def _runs_at(self, places: list[tuple[int, int]], limit_bytes: int) -> list[Run]:
+        """Operations of the members at these places, after those that are known."""
+        runs: list[Run] = []
+        work = SEND_MICROSECONDS
+        for place, known in places:
+            most = min(MAX_RUN_OPERATIONS, max(work - RUN_MICROSECONDS, 1))
+            if limit_bytes < LOCATION_BYTES or work <= 0:
                 break
-        if len(candidates) > SEND_RECORDS:
-            # Which of them the other side lacks is not known: a random choice gets to all of them.
-            candidates = self._rng.sample(candidates, SEND_RECORDS)
-        chosen = []
-        for signed in candidates:
-            limit_bytes -= len(signed.body) + len(signed.signature)
-            if limit_bytes < 0:
-                break
-            chosen.append(signed)
-        return chosen
+            member = self.table.states[place].member
+            operations = self.operations_since(
+                member, known, min(most * LOCATION_BYTES, limit_bytes)
+            )
+            if operations:
+                limit_bytes -= len(operations)
+                work -= work_microseconds(len(operations) // LOCATION_BYTES)
+                runs.append(Run(place, known + 1, operations))
+        return runs
+
+    def _not_alive(self, members: list[Member]) -> list[PeerId]:
+        """Those of them that this peer knows to be gone, to be told of it."""
+        states = (self.membership.resolve(member) for member in members)
+        gone = [state.peer_id for state in states if state is not None and not state.alive]
+        return gone[: MAX_CLAIMS // 2]
 
     # --- taking in ---------------------------------------------------------------------------
 
@@ -201,24 +248,54 @@ class Knowledge:
             raise ProtocolError(f"a delta with over {MAX_RECORDS:,} records")
         if len(delta.logs) > self.membership.config.max_members:
             raise ProtocolError("a delta with more logs than a cluster may have members")
-        for chunk in delta.logs:
+        chunks = delta.logs[:MAX_READ_RUNS]
+        for chunk in chunks:
             if not 1 <= chunk.first_sequence <= MAX_SEQUENCE:
                 raise ProtocolError(f"operations numbered from {chunk.first_sequence}")
-            check_run(chunk.operations)
+            if not check_run(chunk.operations):
+                raise ProtocolError("a run of no operations")
         check_claims(delta.claims)
-        records = [pair for signed in delta.records if (pair := self.check_record(signed))]
-        cluster_records = []
-        for signed in delta.cluster_records:
-            try:
-                wanted = self.cluster_records.wants(read_cluster_record(signed))
-            except NewerFormat:
-                continue
-            if wanted:
-                record = open_cluster_record(signed, self.verifier)
-                if not self.accepts_clock(record.clock, now):
-                    raise ProtocolError("a cluster record from the future: check the hosts' clocks")
+        rows = check_runs(delta.runs, delta.operations)
+        of = self.table.known_set(delta.members_hash)
+        # Members that were this peer's some sets ago: the next digest asks again.
+        runs = [] if of is None else read_runs(rows[:MAX_READ_RUNS], delta.operations, of)
+        records, cluster_records = self._check_signed(delta, now)
+        logs = _in_time([*chunks, *runs])
+        return CheckedDelta(records, logs, cluster_records, list(delta.claims))
+
+    def _check_signed(
+        self, delta: Delta, now: float
+    ) -> tuple[
+        list[tuple[PeerRecord, SignedRecord]],
+        list[tuple[ClusterRecord, SignedRecord]],
+    ]:
+        """The first that are news of the records of either kind. Raises `ProtocolError`."""
+        records: list[tuple[PeerRecord, SignedRecord]] = []
+        cluster_records: list[tuple[ClusterRecord, SignedRecord]] = []
+        for signed in delta.records[:MAX_READ_RECORDS]:
+            if len(records) == MAX_CHECKS:
+                break
+            if (pair := self.check_record(signed)) is not None:
+                records.append(pair)
+        for signed in delta.cluster_records[:MAX_READ_RECORDS]:
+            if len(records) + len(cluster_records) == MAX_CHECKS:
+                break
+            if (record := self._check_cluster_record(signed, now)) is not None:
                 cluster_records.append((record, signed))
-        return CheckedDelta(records, list(delta.logs), cluster_records, list(delta.claims))
+        return records, cluster_records
+
+    def _check_cluster_record(self, signed: SignedRecord, now: float) -> ClusterRecord | None:
+        """A cluster record that is right; None for one that is no news, or of a format that is not known.
+        Raises `ProtocolError`."""
+        try:
+            if not self.cluster_records.wants(read_cluster_record(signed)):
+                return None
+        except NewerFormat:
+            return None
+        record = open_cluster_record(signed, self.verifier)
+        if not self.accepts_clock(record.clock, now):
+            raise ProtocolError("a cluster record from the future: check the hosts' clocks")
+        return record
 
     def check_record(self, signed: SignedRecord) -> tuple[PeerRecord, SignedRecord] | None:
         """A peer record that is right and newer than the one known; None for a known one, and for one
@@ -251,21 +328,24 @@ class Knowledge:
             raise ProtocolError(f"a log head with sequence {record.head.sequence}")
         return record, signed
 
-    def apply(self, delta: CheckedDelta, now: float) -> News:
+    def apply(self, delta: CheckedDelta, now: float, sender: PeerId | None = None) -> News:
         """Take in a checked delta: records, then claims, then operations, then cluster records."""
         news = News()
         for record, signed in delta.records:
             self._apply_record(record, signed, news, now)
-        self.membership.observe_claims(delta.claims, now)
+        self.membership.observe_claims(delta.claims, now, sender)
         for chunk in delta.logs:
-            if chunk.member == self.membership.own.member:
+            if chunk.member == self.membership.own.member or not self.table.follows_logs:
                 continue
             _, before = self.directory.position(chunk.member)
             applied = self.directory.apply(
                 chunk.member, chunk.incarnation, chunk.first_sequence, chunk.operations
             )
+            if applied.outcome is not Outcome.STALE:
+                self.table.moved(chunk.member)
             if applied.outcome is Outcome.APPLIED:
                 news.logs.setdefault(chunk.member, before + 1)
+                news.operations += applied.count
                 news.anything = True
         for cluster_record, signed in delta.cluster_records:
             if self.cluster_records.offer(cluster_record, signed):
@@ -286,6 +366,7 @@ class Knowledge:
         state = self.membership.get(record.peer_id)
         assert state is not None
         self.directory.observe_head(state.member, record.incarnation, record.head)
+        self.table.moved(state.member)
         if not state.alive:
             self.directory.hide(state.member)
         news.anything = True
@@ -297,28 +378,25 @@ class Knowledge:
             news.records.append(record.peer_id)
 
 
+def work_microseconds(operations: int) -> int:
+    """About how long it takes to carry out a run: few one by one, many side by side."""
+    return min(OPERATION_MICROSECONDS * operations, RUN_MICROSECONDS + operations)
+
+
+def _in_time(logs: list[LogChunk]) -> list[LogChunk]:
+    """Those that can be carried out without holding up everything else."""
+    taken, work = [], 0
+    for chunk in logs:
+        needed = work_microseconds(len(chunk.operations) // LOCATION_BYTES)
+        if work + needed <= TAKE_MICROSECONDS:
+            work += needed
+            taken.append(chunk)
+    return taken
+
+
 def check_claims(claims: list[Claim]) -> None:
     """Raise `ProtocolError` for too many claims or for one that makes no sense."""
     if len(claims) > MAX_CLAIMS:
         raise ProtocolError(f"a message with {len(claims):,} claims; at most {MAX_CLAIMS:,}")
     for claim in claims:
         check_claim(claim)
-
-
-def read_digest(packed: bytes) -> Digest:
-    """A digest by member. Raises `ProtocolError` when it is malformed."""
-    return {entry.member: entry for entry in unpack_digest(packed)}
-
-
-def pack_buckets(hashes: list[int]) -> bytes:
-    """64 bucket hashes as they travel."""
-    return _BUCKETS.pack(*hashes)
-
-
-def read_buckets(packed: bytes) -> list[int] | None:
-    """Bucket hashes; None when there are none. Raises `ProtocolError` when they are not 64."""
-    if not packed:
-        return None
-    if len(packed) != _BUCKETS.size:
-        raise ProtocolError(f"cluster record buckets of {len(packed)} bytes")
-    return list(_BUCKETS.unpack(packed))

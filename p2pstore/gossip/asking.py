@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from p2pstore.gossip.config import GossipConfig
 from p2pstore.gossip.effects import Ask, FetchSnapshot
+from p2pstore.gossip.message_budget import MessageBudget
 from p2pstore.gossip.messages import ControlKind
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.wire import Message
@@ -17,14 +21,16 @@ LOST_ANSWER_SECONDS: Final = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One question. `kind` is None for a snapshot of what `member` holds; `floors_epoch` is that of which an
-    exchange asks."""
+    """One question to `peer_id`. `kind` is None for a snapshot of what `member` holds; `floors_epoch` is that of
+    which an exchange asks."""
 
     kind: ControlKind | None
     peer_id: PeerId
     member: Member
     sent_at: float
     floors_epoch: int = 0
+    about: PeerId = b""
+    """Whom a PING_REQUEST asks to ping."""
 
 
 class Questions:
@@ -32,9 +38,14 @@ class Questions:
 
     def __init__(self, config: GossipConfig) -> None:
         self._config = config
+        self.budget = MessageBudget(config.messages_per_second, config.message_burst)
+        """Each question is taken from it together with its answer; who serves those of others takes them, too."""
         self.count = 0
         """How many were asked so far."""
         self._open: dict[int, Asked] = {}
+        self._of_kind: defaultdict[ControlKind | None, dict[int, Asked]] = defaultdict(dict)
+        """The same by kind: after every event somebody wants to know how many of a kind there are."""
+        self._overdue_up_to = 0
 
     def __len__(self) -> int:
         """How many are not answered yet."""
@@ -48,14 +59,17 @@ class Questions:
         now: float,
         *,
         floors_epoch: int = 0,
+        timeout_seconds: float | None = None,
+        about: PeerId = b"",
     ) -> Ask:
-        """Ask a peer something on its control stream."""
-        timeout = self._config.exchange_timeout_seconds
-        if kind == ControlKind.PING:
-            timeout = self._config.membership.probe_timeout_seconds
-        elif kind == ControlKind.LEAVE:
+        """Ask a peer something on its control stream; by default with the timeout of exchanges, or of farewells."""
+        timeout = timeout_seconds
+        if timeout is None and kind == ControlKind.LEAVE:
             timeout = self._config.leave_timeout_seconds
-        token = self._note(Asked(kind, peer_id, 0, now, floors_epoch))
+        elif timeout is None:
+            timeout = self._config.exchange_timeout_seconds
+        self.budget.take(2, now)
+        token = self._note(Asked(kind, peer_id, 0, now, floors_epoch, about))
         return Ask(token, peer_id, kind, request, timeout)
 
     def fetch_snapshot(self, peer_id: PeerId, member: Member, now: float) -> FetchSnapshot:
@@ -65,22 +79,51 @@ class Questions:
 
     def take(self, token: int) -> Asked | None:
         """What the answer with this token is to; None when it is not waited for any more."""
-        return self._open.pop(token, None)
+        asked = self._open.pop(token, None)
+        if asked is not None:
+            del self._of_kind[asked.kind][token]
+        return asked
 
     def asked(self, kind: ControlKind) -> list[PeerId]:
         """Who is being asked questions of this kind."""
-        return [each.peer_id for each in self._open.values() if each.kind == kind]
+        return [each.peer_id for each in self._of_kind[kind].values()]
+
+    def open_count(self, kind: ControlKind) -> int:
+        """How many questions of this kind are not answered yet."""
+        return len(self._of_kind[kind])
+
+    def newest_sent_at(self, kind: ControlKind, place: int = 1) -> float:
+        """When the newest question of this kind that is under way was asked; the one before it for `place` 2, and
+        so on. Minus infinity where there are fewer."""
+        newest = islice(reversed(self._of_kind[kind].values()), place - 1, place)
+        return next((each.sent_at for each in newest), -math.inf)
 
     def fetching(self) -> set[Member]:
         """Of whom snapshots are under way."""
-        return {each.member for each in self._open.values() if each.kind is None}
+        return {each.member for each in self._of_kind[None].values()}
+
+    def overdue(self, since: float, before: float) -> list[PeerId]:
+        """Who was asked something, other than to answer a probe, after `since` and before `before`, and has not
+        answered yet. Each question is named once."""
+        found: list[PeerId] = []
+        for token, asked in self._open.items():
+            if asked.sent_at >= before:
+                break
+            if token > self._overdue_up_to:
+                self._overdue_up_to = token
+                if (
+                    asked.kind in (ControlKind.EXCHANGE, ControlKind.DELTA)
+                    and asked.sent_at > since
+                ):
+                    found.append(asked.peer_id)
+        return found
 
     def give_up_lost(self, now: float) -> None:
         """Forget what was never answered."""
         for token in [t for t, a in self._open.items() if a.sent_at + LOST_ANSWER_SECONDS < now]:
-            del self._open[token]
+            self.take(token)
 
     def _note(self, asked: Asked) -> int:
         self.count += 1
-        self._open[self.count] = asked
+        self._open[self.count] = self._of_kind[asked.kind][self.count] = asked
         return self.count

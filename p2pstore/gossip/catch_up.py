@@ -8,7 +8,7 @@ what the view believes to have.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,7 +20,8 @@ MAX_IN_FLIGHT: Final = 4
 FIRST_RETRY_SECONDS: Final = 0.5
 LAST_RETRY_SECONDS: Final = 30.0
 UNSIGNED_SECONDS: Final = 5.0
-"""How long operations may wait for a signed head that covers them; owners sign every 0.2 s."""
+"""How long operations may wait for a signed head that covers them, beyond twice the time that owners take to sign
+one (`GossipConfig.head_interval_seconds`)."""
 
 
 @dataclass(slots=True)
@@ -46,25 +47,35 @@ class CatchUp:
     behind than the owner's ring reaches or was fed wrong operations.
     """
 
-    def __init__(self, directory: Directory, ring_limit: int, patience_seconds: float) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        ring_limit: int,
+        patience_seconds: float,
+        head_interval_seconds: Callable[[int], float] = lambda members: 0.0,
+    ) -> None:
         self._directory = directory
         self._ring_limit = ring_limit
         self._patience_seconds = patience_seconds
+        self._head_interval_seconds = head_interval_seconds
         self._behind: dict[Member, _Behind] = {}
         self._ahead: dict[Member, _Ahead] = {}
 
     def due(
-        self, owners: Iterable[MemberState], fetching: set[Member], now: float
+        self, owners: Sequence[MemberState], fetching: set[Member], now: float
     ) -> list[MemberState]:
         """Owners whose snapshots to fetch now; `fetching` are under way. Call it a few times a second."""
         behind: dict[Member, _Behind] = {}
         chosen: list[MemberState] = []
-        owners = list(owners)
-        self._distrust_unsigned([owner.member for owner in owners], now)
-        for owner in owners:
+        unsettled = self._directory.unsettled
+        watched = [owner for owner in owners if owner.member in unsettled] if unsettled else []
+        self._distrust_unsigned(
+            watched, UNSIGNED_SECONDS + 2 * self._head_interval_seconds(len(owners) + 1), now
+        )
+        for owner in watched:
             member = owner.member
             lag, diverged = self._directory.lag(member), self._directory.diverged(member)
-            if not (lag or diverged):
+            if not (lag or diverged) or self._directory.staging(member):
                 continue
             sequence = self._directory.position(member)[1]
             entry = behind[member] = self._behind.get(member) or _Behind(sequence, now)
@@ -83,10 +94,13 @@ class CatchUp:
         self._behind = behind
         return chosen
 
-    def _distrust_unsigned(self, members: Iterable[Member], now: float) -> None:
+    def _distrust_unsigned(
+        self, owners: Sequence[MemberState], patience_seconds: float, now: float
+    ) -> None:
         """Drop the views whose operations no head came to cover."""
         ahead: dict[Member, _Ahead] = {}
-        for member in members:
+        for owner in owners:
+            member = owner.member
             signed, position = (
                 self._directory.head(member).sequence,
                 self._directory.position(member)[1],
@@ -96,7 +110,7 @@ class CatchUp:
             entry = self._ahead.get(member)
             if entry is None or signed >= entry.sequence:
                 entry = _Ahead(position, now)
-            if now < entry.since + UNSIGNED_SECONDS:
+            if now < entry.since + patience_seconds:
                 ahead[member] = entry
             else:
                 self._directory.distrust(member)

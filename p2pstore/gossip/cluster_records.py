@@ -2,7 +2,7 @@
 Pure.
 
 Of each (kind, scope, name) the record with the highest version is kept. Sets of two peers are
-compared by the XOR hashes of 64 buckets and spread twice: a new record rides on a bounded number of
+compared by the XOR hashes of 64 buckets of 64 cells and spread twice: a new record rides on a bounded number of
 messages at once, and whoever missed it gets it when buckets are compared.
 
 A floor forbids all copies of a key, or of a namespace's keys, up to its version. A floor of a
@@ -16,7 +16,7 @@ Records go in steps (`purge`), some hundred at a time: a loop that is held up de
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -27,7 +27,7 @@ import xxhash
 from p2pstore.gossip.floor_epochs import FloorEpochs
 from p2pstore.gossip.floor_index import FloorIndex
 from p2pstore.gossip.floor_stamps import Stamps, hash_stamps, raise_stamps, without_older
-from p2pstore.gossip.messages import CLUSTER_BUCKETS
+from p2pstore.gossip.messages import CLUSTER_BUCKETS, CLUSTER_CELLS
 from p2pstore.gossip.records import (
     SCOPE_KEY,
     SCOPE_NAMESPACE,
@@ -53,6 +53,8 @@ SEEN_SLACK: Final = clock_from_unix_seconds(120.0)
 MAX_OTHER_RECORDS: Final = 10_000
 MAX_OTHER_BYTES: Final = 16 * 1024 * 1024
 PURGE_STEP: Final = 500
+RUMOR_AGE: Final = clock_from_unix_seconds(60.0)
+"""Older records are no rumours: who is told of many such was away, and the others have them."""
 
 RecordName = tuple[int, int, bytes]
 """(kind, scope, name): what a record is about."""
@@ -116,9 +118,12 @@ class ClusterRecords:
         self._floor_hash = 0
         self._other_bytes = 0
         self._epochs = FloorEpochs()
-        self._buckets: list[set[RecordName]] = [set() for _ in range(CLUSTER_BUCKETS)]
+        self._cells: defaultdict[tuple[int, int], dict[RecordName, None]] = defaultdict(dict)
+        self._sizes = [0] * CLUSTER_BUCKETS
         self._hashes = [0] * CLUSTER_BUCKETS
+        self._cell_hashes = [[0] * CLUSTER_CELLS for _ in range(CLUSTER_BUCKETS)]
         self._rumors: Rumors[RecordName] = Rumors()
+        self._rumors_since = 0
         self._index: FloorIndex[RecordName] = FloorIndex()
         self._beyond: dict[RecordName, None] = {}
         """Old floors that the horizon leaves, taken out of the index so as not to be met again."""
@@ -149,7 +154,7 @@ class ClusterRecords:
         return not self._is_superseded(record, namespace_of_floor(record))
 
     def offer(self, record: ClusterRecord, signed: SignedRecord) -> bool:
-        """Keep a verified record. Whether it was new; new ones join the rumours."""
+        """Keep a verified record. Whether it was new; recent ones join the rumours."""
         if not self.wants(record):
             return False
         name = name_of(record)
@@ -164,10 +169,12 @@ class ClusterRecords:
             namespace_of_floor(record),
         )
         self._kept[name] = kept
-        bucket = bucket_of(record.name)
-        self._buckets[bucket].add(name)
-        self._hashes[bucket] ^= kept.hash
-        self._rumors.add(name)
+        bucket, cell = cell_of(record.name)
+        self._cells[bucket, cell][name] = None
+        self._sizes[bucket] += 1
+        self._hash(bucket, cell, kept)
+        if record.clock >= self._rumors_since:
+            self._rumors.add(name)
         if kept.is_floor:
             self._add_floor(name, kept)
         else:
@@ -207,11 +214,17 @@ class ClusterRecords:
         """64 hashes, each the XOR of xxh3-64 over its records' bodies."""
         return list(self._hashes)
 
-    def bucket(self, number: int) -> list[SignedRecord]:
-        """The records of one bucket, newest first."""
-        kept = [self._kept[name] for name in self._buckets[number]]
-        kept.sort(key=lambda entry: rank_of(entry.record), reverse=True)
-        return [entry.signed for entry in kept]
+    def bucket_size(self, bucket: int) -> int:
+        """How many records a bucket has."""
+        return self._sizes[bucket]
+
+    def cell_hashes(self, bucket: int) -> list[int]:
+        """The hashes of a bucket's 64 cells; their XOR is the bucket's."""
+        return self._cell_hashes[bucket]
+
+    def cell(self, bucket: int, cell: int) -> list[SignedRecord]:
+        """The records of one cell."""
+        return [self._kept[name].signed for name in self._cells.get((bucket, cell), ())]
 
     @property
     def has_rumors(self) -> bool:
@@ -231,8 +244,9 @@ class ClusterRecords:
         return chosen
 
     def roll_epochs(self, clock_now: int) -> None:
-        """Keep the hashes of the last epochs. Call it a few times a minute at least."""
+        """Keep the hashes of the last epochs, and tell what is recent. Call it a few times a minute at least."""
         self._epochs.roll(clock_now, self._floor_hash_below)
+        self._rumors_since = max(0, clock_now - RUMOR_AGE)
 
     def settled_epoch(self, clock_now: int) -> tuple[int, int]:
         """The end of an epoch whose floors all live peers ought to have, and the hash of those here; end
@@ -334,6 +348,10 @@ class ClusterRecords:
         floor = self._floors.get((SCOPE_NAMESPACE, namespace)) if namespace else None
         return floor is not None and floor.covers(record.version)
 
+    def _hash(self, bucket: int, cell: int, kept: _Kept) -> None:
+        self._hashes[bucket] ^= kept.hash
+        self._cell_hashes[bucket][cell] ^= kept.hash
+
     def _add_floor(self, name: RecordName, kept: _Kept) -> None:
         record = kept.record
         self._floors[record.scope, record.name] = record.version
@@ -354,9 +372,13 @@ class ClusterRecords:
     def _remove(self, name: RecordName, kept: _Kept, by_clock: int | None = None) -> None:
         """Take a record out, for good or because one of `by_clock` takes its place."""
         del self._kept[name]
-        bucket = bucket_of(kept.record.name)
-        self._buckets[bucket].discard(name)
-        self._hashes[bucket] ^= kept.hash
+        bucket, cell = cell_of(kept.record.name)
+        names = self._cells[bucket, cell]
+        del names[name]
+        if not names:
+            del self._cells[bucket, cell]
+        self._sizes[bucket] -= 1
+        self._hash(bucket, cell, kept)
         self._rumors.discard(name)
         if kept.is_floor:
             self._remove_floor(name, kept, by_clock)
@@ -424,6 +446,9 @@ class ClusterRecords:
         return total
 
 
-def bucket_of(name: bytes) -> int:
-    """Which of the 64 buckets a record's name belongs to."""
-    return name[0] % CLUSTER_BUCKETS if name else 0
+def cell_of(name: bytes) -> tuple[int, int]:
+    """Which of the 64 buckets a record's name belongs to, and which of the bucket's 64 cells."""
+    return (
+        name[0] % CLUSTER_BUCKETS if name else 0,
+        name[1] % CLUSTER_CELLS if len(name) > 1 else 0,
+    )

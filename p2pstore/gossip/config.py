@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from p2pstore.gossip.active_view import MAX_NEIGHBOURS, ROTATION_SECONDS
 from p2pstore.gossip.cluster_records import DEFAULT_KEPT_SECONDS, DEFAULT_LIMIT
 from p2pstore.gossip.directory import DirectoryConfig
+from p2pstore.gossip.directory_mode import DirectorySetting, ModeLimits
 from p2pstore.gossip.log import DEFAULT_RING_LIMIT
 from p2pstore.gossip.membership import MembershipConfig
+from p2pstore.gossip.partitions import PartitionConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,9 @@ class GossipConfig:
     cluster: str = "default"
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     directory: DirectoryConfig = field(default_factory=DirectoryConfig)
+    directory_setting: DirectorySetting = "auto"
+    mode_limits: ModeLimits = field(default_factory=ModeLimits)
+    partitions: PartitionConfig = field(default_factory=PartitionConfig)
     ring_limit: int = DEFAULT_RING_LIMIT
     cluster_record_limit: int = DEFAULT_LIMIT
     floor_kept_seconds: float = DEFAULT_KEPT_SECONDS
@@ -24,13 +30,27 @@ class GossipConfig:
     idle_exchange_seconds: float = 1.0
     exchange_timeout_seconds: float = 5.0
     delta_bytes: int = 160 * 1024
-    eager_fanout: int = 3
+    messages_per_second: float = 108.0
+    """All messages of gossip, in and out and answers too, that exchanges and eager relay may fill up to; probes
+    do not wait for it."""
+    message_burst: float = 40.0
+    active_view: int = MAX_NEIGHBOURS
+    """How many members exchanges and eager messages go to."""
+    view_rotation_seconds: float = ROTATION_SECONDS
+    eager_fanout: int = 4
     eager_seconds: float = 0.05
     """Shortest time between two eager messages to the same number of members."""
     eager_bytes: int = 128 * 1024
-    push_seconds: float = 0.02
+    eager_operations_per_second: float = 500.0
+    """Above this rate of operations in the cluster they are left to exchanges, until there are half as many."""
     head_seconds: float = 0.2
-    """Shortest time between two signatures made only because the log moved on."""
+    head_seconds_a_member: float = 0.05
+    """Shortest time between two signatures made only because the log moved on, by the size of the cluster:
+    everybody is sent each, and checks it. So all of them together are some 20 a second, or less."""
+    longest_head_seconds: float = 300.0
+    partitioned_digest_bytes_per_second: float = 15_000.0
+    """How much of digests a peer in partitioned mode sends of its own accord: of thousands of members they are
+    large."""
     behind_seconds: float = 1.0
     """How long a view may stand still behind its owner's head before a snapshot is fetched."""
     snapshot_timeout_seconds: float = 60.0
@@ -41,3 +61,9 @@ class GossipConfig:
     defence_margin: int = 16
     """A record of this peer's identity whose incarnation (ms of its start) is less than this above its
     own is an older process defending itself: this one gives way."""
+
+    def head_interval_seconds(self, members: int) -> float:
+        """How long a head may be behind its log in a cluster of so many members."""
+        return min(
+            max(self.head_seconds, self.head_seconds_a_member * members), self.longest_head_seconds
+        )

@@ -1,93 +1,57 @@
-"""One authenticated connection and its streams, with limits on what the other side may leave unread. Shell."""
+"""One authenticated connection and what it is used for. Shell."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Final, Generic, Protocol, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
 
 import trio
 
-from p2pstore.gossip.link import ADMISSION_SECONDS, AskingStream
+from p2pstore.gossip.connection_limits import Use
+from p2pstore.gossip.link import ADMISSION_SECONDS, Activity, AskingStream
+from p2pstore.gossip.multiplexer import Multiplexer
 from p2pstore.gossip.records import PeerId
 from p2pstore.gossip.sockets import GuardedSocket
 
-_STRANGER_STREAM_BYTES: Final = 32 * 1024
-"""What a stream may carry before it is admitted."""
 _STRANGER_BYTES: Final = 256 * 1024
-"""All that a connection may carry before it is admitted: a handshake is 1 KiB. The multiplexer would collect
-one frame of up to 16 MiB before anybody could look at it."""
-_BUFFER_BYTES: Final = 40 * 1024 * 1024
-"""Unread bytes of one connection: yamux announces windows of up to 16 MiB but does not enforce them."""
-_RESET_SECONDS: Final = 0.5
+"""All that a connection may carry before it is admitted: a handshake is 1 KiB."""
 
 
-class YamuxLike(Protocol):
-    """What a connection needs of its multiplexer."""
+@dataclass(slots=True)
+class ConnectionCounts:
+    """What became of this host's connections since it was opened."""
 
-    @property
-    def stream_buffers(self) -> Mapping[int, bytearray]: ...
-
-
-class YamuxStreamLike(Protocol):
-    """What a stream is made from."""
-
-    async def read(self, n: int | None = -1) -> bytes: ...
-
-    async def write(self, data: bytes) -> None: ...
-
-    async def reset(self) -> None: ...
+    opened: int = 0
+    """By this side."""
+    accepted: int = 0
+    """Those of the other side whose identity was proved."""
+    closed_idle: int = 0
+    closed_surplus: int = 0
+    """To stay within the limit."""
+    closed_by_others: int = 0
+    """With a farewell."""
 
 
-M = TypeVar("M", bound=YamuxLike)
+class Connection:
+    """One authenticated connection; its tasks run in its own nursery. `muxed` is set before any of them."""
 
-
-class Stream:
-    """A yamux stream whose every failure is an `OSError`, with a cap on what a stranger may send."""
-
-    def __init__(self, stream: YamuxStreamLike) -> None:
-        self._stream = stream
-        self._allowance_bytes: int | None = _STRANGER_STREAM_BYTES
-
-    def lift_allowance(self) -> None:
-        self._allowance_bytes = None
-
-    async def read(self, n: int | None = None) -> bytes:
-        try:
-            data = await self._stream.read(n)
-        except Exception as error:
-            raise ConnectionResetError(f"the stream ended ({type(error).__name__})") from None
-        if self._allowance_bytes is not None:
-            self._allowance_bytes -= len(data)
-            if self._allowance_bytes < 0:
-                raise ConnectionResetError("it sends more than a handshake needs")
-        return data
-
-    async def write(self, data: bytes) -> None:
-        try:
-            await self._stream.write(data)
-        except Exception as error:
-            raise ConnectionResetError(f"the stream broke ({type(error).__name__})") from None
-
-    async def close(self) -> None:
-        """Tell the other side that the stream is over, if that is possible at once."""
-        with trio.CancelScope(shield=True), trio.move_on_after(_RESET_SECONDS), suppress(Exception):
-            await self._stream.reset()
-
-
-class Connection(Generic[M]):
-    """One authenticated connection; its tasks run in its own nursery."""
+    muxed: Multiplexer
 
     def __init__(
-        self, peer_id: PeerId, address: str, muxed: M, sock: GuardedSocket, *, incoming: bool
+        self, peer_id: PeerId, address: str, sock: GuardedSocket, *, incoming: bool
     ) -> None:
         self.peer_id = peer_id
         self.incoming = incoming
         self.address = address
-        self.muxed = muxed
         self.asking: AskingStream | None = None
+        self.activity = Activity()
         self.ever_admitted = False
-        self.opened_by_other = 0
+        self.parting = False
+        """Whether this side closes it on purpose."""
+        self.unused = False
+        """Whether that is because nobody used it: who wants to now may open another one."""
         self.ended = trio.Event()
         self.nursery: trio.Nursery | None = None
         self.stranger: trio.CancelScope | None = None
@@ -102,6 +66,21 @@ class Connection(Generic[M]):
     @property
     def admitted(self) -> bool:
         return bool(self.key_ids)
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether there is a stream for our requests."""
+        return self.asking is not None and self.asking.usable
+
+    @property
+    def parted(self) -> bool:
+        """Whether either side closes it, or closed it, on purpose: its end is no loss."""
+        return self.parting or self.muxed.said_goodbye
+
+    def use(self, *, kept: bool) -> Use:
+        """What decides whether it stays open."""
+        activity = self.activity
+        return Use(kept, not self.incoming, activity.in_flight > 0, activity.used_at)
 
     def abort(self) -> None:
         """End the connection at once."""
@@ -135,10 +114,6 @@ class Connection(Generic[M]):
             await self._unused.wait()
 
     def _check_received(self) -> None:
-        unread = sum(map(len, self.muxed.stream_buffers.values()))
         if not self.ever_admitted and self._sock.received_bytes > _STRANGER_BYTES:
             self._sock.abort()
             raise ConnectionResetError("it sends more than a handshake needs")
-        if unread > _BUFFER_BYTES:
-            self._sock.abort()
-            raise ConnectionResetError(f"{unread:,} bytes that nobody reads")

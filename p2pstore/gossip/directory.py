@@ -5,22 +5,35 @@ It moves by contiguous operations, or is replaced whole by a snapshot. The owner
 what the set's hash is at some sequence; a view that passes there with another hash was fed wrong
 operations by a relay, and is dropped until its owner itself gives a snapshot.
 
+The records of all views are in one `LocationIndex`, a slot per view. A snapshot is put into a slot of its own,
+in pieces, which `work` goes on with; nothing of it is seen until the view takes that slot over. Until then the
+view stands where it stood, and moves on by operations if there are any.
+
 Two things stand beside the views, both short-lived: operations that were pushed here ahead of the
 log (`early`), and locations that their owner denied (`mark_stale`). Each belongs to a place in the
 owner's log and has no effect once the view has passed it.
+
+`holders` may be called from any thread when `share` was given a lock.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
-from typing import Final
+from functools import wraps
+from itertools import compress
+from typing import Concatenate, Final, ParamSpec, TypeVar
+
+import numpy as np
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.log import LocationSet, OperationRing, check_run, unpack_set
+from p2pstore.gossip.denials import Denials
+from p2pstore.gossip.early_operations import EarlyOperations
+from p2pstore.gossip.location_index import DEFAULT_SALT, LocationIndex, Matches, digests_of
+from p2pstore.gossip.log import REMOVED, OperationRing, check_run
+from p2pstore.gossip.log import Position as Position
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     LocationRecord,
@@ -28,16 +41,17 @@ from p2pstore.gossip.records import (
     Member,
     decode_location,
 )
+from p2pstore.gossip.snapshots import CheckedSnapshot
+from p2pstore.gossip.staging import Staged, Staging
+from p2pstore.gossip.watched_keys import STEP_RECORDS, WatchedKeys
 from p2pstore.objects import DIGEST_BYTES
 
 _FLAGS: Final = LOCATION_BYTES - 1
-_REMOVED: Final = 0x80
 _CLOCK: Final = slice(DIGEST_BYTES, DIGEST_BYTES + 8)
-_START: Final = (-1, 0)
-"""Before every place of every log."""
+_MAX_CLOCK: Final = (1 << 64) - 1
 
-Position = tuple[int, int]
-"""(incarnation, sequence): a place in a member's log."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +60,10 @@ class DirectoryConfig:
 
     max_records: int = 20_000_000
     relay_limit: int = 8_192
-    """Operations of each owner that are kept to pass on."""
+    """Operations of each owner that are kept to pass on, while owners are few."""
+    relay_total: int = 131_072
+    """Of all owners together, about; but at least `relay_least` of each."""
+    relay_least: int = 512
     max_early: int = 100_000
     early_seconds: float = 60.0
     max_stale: int = 100_000
@@ -88,9 +105,10 @@ class Applied:
 
 @dataclass(slots=True)
 class _View:
+    member: Member
     incarnation: int
+    slot: int
     ring: OperationRing
-    set: LocationSet = field(default_factory=LocationSet)
     head: LogHead = field(default_factory=LogHead)
     hidden: bool = False
     diverged: bool = False
@@ -99,68 +117,99 @@ class _View:
     def sequence(self) -> int:
         return self.ring.last
 
+    @property
+    def position(self) -> Position:
+        return self.incarnation, self.ring.last
 
-@dataclass(frozen=True, slots=True)
-class _Early:
-    position: Position
-    operation: bytes
-    arrived_at: float
+
+def _exclusive(
+    method: Callable[Concatenate[Directory, _P], _R],
+) -> Callable[Concatenate[Directory, _P], _R]:
+    """Under the lock that `share` was given."""
+
+    @wraps(method)
+    def locked(self: Directory, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked
 
 
 class Directory:
-    """See the module's docstring. A view exists once `observe_head` was told of its owner."""
+    """See the module's docstring. A view exists once `observe_head` was told of its owner.
 
-    def __init__(self, config: DirectoryConfig | None = None) -> None:
+    `salt`: 128 bits that other members cannot guess, for the index.
+    """
+
+    def __init__(self, config: DirectoryConfig | None = None, salt: int = DEFAULT_SALT) -> None:
         self.config = config or DirectoryConfig()
-        self.record_count = 0
-        """Records in all views."""
+        # More rows than records: a snapshot is staged beside the view that it replaces.
+        self._index = LocationIndex(self.config.max_records * 3 // 2 + (1 << 16), salt)
+        self._lock: AbstractContextManager[object] = nullcontext()
         self._views: dict[Member, _View] = {}
-        self._early: dict[bytes, dict[Member, _Early]] = {}
-        self._early_order: deque[tuple[float, bytes, Member]] = deque()
-        self._stale: dict[tuple[Member, bytes], Position] = {}
-        self._held: Set[bytes] = frozenset()
-        self._awaited: Set[bytes] = frozenset()
-        self._touched: set[bytes] = set()
+        self._of_slot: dict[int, _View] = {}
+        """The slots that count. A snapshot's does not before it is whole."""
+        self._staging = Staging(self._index)
+        self._watched = WatchedKeys(self._index)
+        self._relay_limit = self.config.relay_limit
+        self._early = EarlyOperations(self.config.max_early, self.config.early_seconds)
+        self._denials = Denials(self.config.max_stale)
+        self._unsettled: set[Member] = set()
+        self._moved: set[Member] = set()
+
+    def share(self, lock: AbstractContextManager[object]) -> None:
+        """From now on other threads may call `holders`; `lock` keeps them apart."""
+        self._lock = lock
+
+    @property
+    def record_count(self) -> int:
+        """Records in all views."""
+        return self._index.record_count - self._staging.done_count
 
     def watch(self, held: Set[bytes], awaited: Set[bytes]) -> None:
         """Note every change that concerns a digest in one of these live views of sets, for
         `take_touched`."""
-        self._held, self._awaited = held, awaited
+        self._watched.watch(held, awaited)
 
     @property
     def any_touched(self) -> bool:
         """Whether `take_touched` would give some."""
-        return bool(self._touched)
+        return self._watched.any_touched
 
     def take_touched(self, limit: int) -> list[bytes]:
         """Some of the watched digests that operations, pushes or snapshots of others were about, each once.
         Those that somebody waits for come first: a member that is back touches all that is held in common."""
-        taken = list(islice(self._awaited & self._touched, limit))
-        self._touched.difference_update(taken)
-        while self._touched and len(taken) < limit:
-            taken.append(self._touched.pop())
-        return taken
+        return self._watched.take(limit)
+
+    def touch(self, digest: bytes) -> None:
+        """Have a digest looked at, though nothing new was heard of it."""
+        self._watched.touch(digest)
 
     # --- views -------------------------------------------------------------------------------
 
+    @_exclusive
     def observe_head(self, member: Member, incarnation: int, head: LogHead) -> bool:
         """Take in the head of a verified record. False when the view was dropped for a wrong hash.
 
         A higher incarnation voids everything known of the member before.
         """
         view = self._views.get(member)
-        if view is None or incarnation > view.incarnation:
-            hidden = view is not None and view.hidden
-            self._reset(member)
-            view = self._views[member] = _View(incarnation, self._ring(), hidden=hidden)
+        if view is None:
+            view = self._open(member, incarnation)
+        elif incarnation > view.incarnation:
+            self._staging.drop(member)
+            self._reset(view)
+            view.incarnation, view.head = incarnation, LogHead()
         if incarnation == view.incarnation and head.sequence >= view.head.sequence:
             view.head = head
-        return self._agrees(member, view)
+        agrees = self._agrees(view)
+        self._note_moved(view)
+        return agrees
 
     def position(self, member: Member) -> Position:
         """Where the view stands; (0, 0) without one."""
         view = self._views.get(member)
-        return (0, 0) if view is None else (view.incarnation, view.sequence)
+        return (0, 0) if view is None else view.position
 
     def head(self, member: Member) -> LogHead:
         """The latest signed head that was observed."""
@@ -172,6 +221,17 @@ class Directory:
         view = self._views.get(member)
         return view is not None and view.diverged
 
+    @property
+    def unsettled(self) -> Set[Member]:
+        """Whose views are not where their signed heads are, or are `diverged`. Changes with the directory."""
+        return self._unsettled
+
+    def take_moved(self) -> set[Member]:
+        """Whose views moved, were replaced or forgotten, or got a head since the last call."""
+        moved, self._moved = self._moved, set()
+        return moved
+
+    @_exclusive
     def apply(
         self, member: Member, incarnation: int, first_sequence: int, operations: bytes
     ) -> Applied:
@@ -190,28 +250,25 @@ class Directory:
         if known < 0:
             return Applied(Outcome.GAP)
         if not self.has_room(count - known):
-            self._reset(member)
+            self._staging.drop(member)
+            self._reset(view)
+            self._note_moved(view)
             return Applied(Outcome.FULL)
-        operations = operations[known * LOCATION_BYTES :]
-        before = len(view.set)
+        agrees = self._apply_news(view, operations[known * LOCATION_BYTES :])
+        self._note_moved(view)
+        return Applied(Outcome.APPLIED, count - known) if agrees else Applied(Outcome.DIVERGED)
+
+    def _apply_news(self, view: _View, operations: bytes) -> bool:
+        """Carry out operations that follow the view. Whether it then agrees with its head."""
         steps = [operations]
         to_head = (view.head.sequence - view.sequence) * LOCATION_BYTES
         if 0 < to_head < len(operations):
             steps = [operations[:to_head], operations[to_head:]]
         for step in steps:
-            for start in range(0, len(step), LOCATION_BYTES):
-                operation = step[start : start + LOCATION_BYTES]
-                view.set.apply(operation)
-                self._touch_watched(operation[:DIGEST_BYTES])
-            view.ring.extend(step)
-            if self._early:
-                self._drop_overtaken(member, (view.incarnation, view.sequence), step)
-            if view.sequence == view.head.sequence and not self._matches(view):
-                self.record_count += len(view.set) - before
-                self._agrees(member, view)
-                return Applied(Outcome.DIVERGED)
-        self.record_count += len(view.set) - before
-        return Applied(Outcome.APPLIED, count - known)
+            self._move_on(view, step)
+            if not self._agrees(view):
+                return False
+        return True
 
     def since(self, member: Member, sequence: int, limit_bytes: int) -> bytes | None:
         """A member's operations after `sequence`, to pass on; None when they are not here."""
@@ -223,50 +280,7 @@ class Directory:
         view = self._views.get(member)
         if view is None or not view.sequence:
             return None
-        return view.incarnation, view.sequence, view.set.hash, view.set.pack()
-
-    def install_snapshot(
-        self,
-        member: Member,
-        incarnation: int,
-        sequence: int,
-        set_hash: int,
-        packed: bytes,
-    ) -> bool:
-        """Replace a view whole. False, and no effect, when it is not ahead of the view or has no
-        room.
-
-        Raises `ProtocolError`, and changes nothing, when the records do not add up to `set_hash`,
-        or that is not what the owner signed.
-        """
-        view = self._views.get(member)
-        if view is None or incarnation != view.incarnation:
-            return False
-        if sequence <= view.sequence and not view.diverged:
-            return False
-        records = unpack_set(packed)
-        head = view.head
-        if records.hash != set_hash or (
-            sequence == head.sequence and (set_hash, len(records)) != (head.set_hash, head.count)
-        ):
-            raise ProtocolError(
-                "a snapshot of locations does not have the hash that its owner signed"
-            )
-        if not self.has_room(len(records) - len(view.set)):
-            return False
-        self.record_count += len(records) - len(view.set)
-        view.set = records
-        self._touch_all(records.records.keys())
-        view.ring = self._ring(sequence)
-        view.diverged = False
-        return True
-
-    def distrust(self, member: Member) -> None:
-        """Drop the view, for good reasons of the caller's: it takes nothing but a snapshot."""
-        view = self._views.get(member)
-        if view is not None:
-            self._reset(member)
-            view.diverged = True
+        return *view.position, self._index.hash(view.slot), self._index.pack(view.slot)
 
     def lag(self, member: Member) -> int:
         """How many operations the view is behind the latest signed head."""
@@ -274,8 +288,10 @@ class Directory:
         return 0 if view is None else max(0, view.head.sequence - view.sequence)
 
     def has_room(self, count: int) -> bool:
-        """Whether that many more records fit."""
-        return self.record_count + count <= self.config.max_records
+        """Whether that many more records fit, besides snapshots that are being put in."""
+        coming = self.record_count + self._staging.coming_count + count
+        fits = coming <= self.config.max_records
+        return fits and self._index.has_room(count)
 
     def hide(self, member: Member) -> None:
         """The member is believed dead: its locations come last, and are marked."""
@@ -288,31 +304,118 @@ class Directory:
         view = self._views.get(member)
         if view is not None:
             view.hidden = False
-            self._touch_all(view.set.records.keys())
+            self._watched.heard_of_all(view.slot)
 
-    def touch(self, digest: bytes) -> None:
-        """Have a digest looked at, though nothing new was heard of it."""
-        self._touched.add(digest)
+    @_exclusive
+    def distrust(self, member: Member) -> None:
+        """Drop the view, for good reasons of the caller's: it takes nothing but a snapshot."""
+        view = self._views.get(member)
+        if view is not None:
+            self._reset(view)
+            view.diverged = True
+            self._note_moved(view)
 
-    def _touch_watched(self, digest: bytes) -> None:
-        if digest in self._held or digest in self._awaited:
-            self._touched.add(digest)
-
-    def _touch_all(self, digests: Set[bytes]) -> None:
-        self._touched |= self._held & digests
-        self._touched |= self._awaited & digests
-
+    @_exclusive
     def forget(self, member: Member) -> None:
         """Free everything that is known of the member's locations; `hide` and incarnation stay."""
-        self._reset(member)
+        view = self._views.get(member)
+        if view is not None:
+            self._staging.drop(member)
+            self._reset(view)
+            self._note_moved(view)
 
+    @_exclusive
     def drop(self, member: Member) -> None:
         """Forget that the member ever had a log."""
-        self._reset(member)
-        self._views.pop(member, None)
+        view = self._views.pop(member, None)
+        if view is not None:
+            self._staging.drop(member)
+            self._discard(view.slot)
+            self._unsettled.discard(member)
+            self._moved.add(member)
+            self._share_relay()
+
+    # --- snapshots ---------------------------------------------------------------------------
+
+    @_exclusive
+    def install_snapshot(
+        self,
+        member: Member,
+        incarnation: int,
+        sequence: int,
+        set_hash: int,
+        snapshot: CheckedSnapshot,
+    ) -> bool:
+        """Have a view replaced whole: now, or when `work` has put in a large one. False, and no effect,
+        when it is not ahead of the view or has no room.
+
+        Raises `ProtocolError`, and changes nothing, when the records do not add up to `set_hash`,
+        or that is not what the owner signed.
+        """
+        view = self._views.get(member)
+        if view is None or incarnation != view.incarnation:
+            return False
+        coming = self._staging.get(member)
+        if not self._wants(view, sequence) or (coming and sequence <= coming.sequence):
+            return False
+        head, count = view.head, snapshot.count
+        if snapshot.set_hash != set_hash or (
+            sequence == head.sequence and (set_hash, count) != (head.set_hash, head.count)
+        ):
+            raise ProtocolError(
+                "a snapshot of locations does not have the hash that its owner signed"
+            )
+        self._staging.drop(member)
+        if not self.has_room(count - self._index.count(view.slot)):
+            return False
+        staged = self._staging.begin(member, sequence, snapshot)
+        if count <= STEP_RECORDS:
+            self._stage(view, staged, count)
+        return True
+
+    def staging(self, member: Member) -> bool:
+        """Whether a snapshot of the member is being put in."""
+        return self._staging.get(member) is not None
+
+    @property
+    def work_pending(self) -> bool:
+        """Whether `work` has something to do."""
+        return bool(self._staging or self._watched.work_pending or self._index.any_discarded)
+
+    @_exclusive
+    def work(self, limit_records: int | None = None) -> bool:
+        """Go on with what takes long, a few milliseconds of it (`STEP_RECORDS`). Whether a view was
+        replaced."""
+        limit_records = STEP_RECORDS if limit_records is None else limit_records
+        self._index.sweep(limit_records)
+        self._watched.work(limit_records)
+        staged = self._staging.first
+        return staged is not None and self._stage(self._views[staged.member], staged, limit_records)
+
+    def _stage(self, view: _View, staged: Staged, limit_records: int) -> bool:
+        """Put in some records of a snapshot. Whether it is whole, and the view's."""
+        if not self._wants(view, staged.sequence):
+            self._staging.drop(view.member)  # operations brought the view there meanwhile
+            return False
+        self._staging.put(staged, limit_records)
+        if not staged.whole:
+            return False
+        self._discard(view.slot)
+        view.slot = self._staging.take(staged)
+        self._of_slot[view.slot] = view
+        view.ring = OperationRing(self._relay_limit, staged.sequence)
+        view.diverged = False
+        if self._agrees(view):  # the head may have come to stand there
+            self._watched.heard_of_all(view.slot)
+        self._note_moved(view)
+        return True
+
+    def _wants(self, view: _View, sequence: int) -> bool:
+        return sequence > view.sequence or view.diverged
 
     # --- ahead of the log --------------------------------------------------------------------
 
+    @_exclusive
     def early(
         self,
         member: Member,
@@ -328,56 +431,37 @@ class Directory:
         """
         if check_run(operations) != len(sequences):
             raise ProtocolError("a push has not one sequence number per location record")
-        news = 0
+        news: set[bytes] = set()
+        count = 0
         standing = self.position(member)
         for index, sequence in enumerate(sequences):
+            operation = operations[index * LOCATION_BYTES : (index + 1) * LOCATION_BYTES]
             position = (incarnation, sequence)
-            start = index * LOCATION_BYTES
-            digest = operations[start : start + DIGEST_BYTES]
-            known = self._early.get(digest, {}).get(member)
-            if position <= standing or (known is not None and position <= known.position):
-                continue
-            operation = operations[start : start + LOCATION_BYTES]
-            self._early.setdefault(digest, {})[member] = _Early(position, operation, now)
-            self._early_order.append((now, digest, member))
-            self._touch_watched(digest)
-            news += 1
-        while len(self._early_order) > self.config.max_early:
-            self._expire_oldest_early()
-        return news
+            if position > standing and self._early.note(member, position, operation, now):
+                news.add(operation[:DIGEST_BYTES])
+                count += 1
+        self._watched.heard_of(news)
+        return count
 
+    @_exclusive
     def expire_early(self, now: float) -> None:
         """Drop what was pushed so long ago that the log must have told it."""
-        while self._early_order and self._early_order[0][0] + self.config.early_seconds <= now:
-            self._expire_oldest_early()
+        self._early.expire(now)
 
+    @_exclusive
     def mark_stale(self, member: Member, digest: bytes, incarnation: int, sequence: int) -> None:
         """The owner denied the key at this place of its log: hide it until the view is past it."""
-        key = (member, digest)
-        self._stale[key] = max(self._stale.pop(key, (0, 0)), (incarnation, sequence))
-        while len(self._stale) > self.config.max_stale:
-            del self._stale[next(iter(self._stale))]
+        self._denials.note(member, digest, (incarnation, sequence))
 
     # --- looking up --------------------------------------------------------------------------
 
+    @_exclusive
     def holders(self, digest: bytes) -> list[Location]:
         """Who holds the key: owners believed alive first, among them the newest version first."""
-        found: list[Location] = []
-        early = self._early.get(digest, {})
-        for member, view in list(self._views.items()):  # may be called from any thread
-            packed = view.set.records.get(digest)
-            if packed is not None and member not in early:
-                position = (view.incarnation, view.sequence)
-                self._collect(found, member, position, packed, view.hidden)
-        for member, entry in list(early.items()):
-            owner = self._views.get(member)
-            if owner is not None and entry.position <= (owner.incarnation, owner.sequence):
-                packed = owner.set.records.get(digest)
-                position = (owner.incarnation, owner.sequence)
-            else:
-                packed, position = entry.operation, entry.position
-            if packed is not None and not packed[_FLAGS] & _REMOVED:
-                self._collect(found, member, position, packed, owner is not None and owner.hidden)
+        found = [
+            Location(member, *position, decode_location(packed), hidden)
+            for member, position, packed, hidden in self._standing(digest)
+        ]
         if len(found) > 1:
             found.sort(
                 key=lambda location: (
@@ -388,107 +472,121 @@ class Directory:
             )
         return found
 
+    @_exclusive
     def held(self, digests: Set[bytes], believed: Callable[[Member], range]) -> set[bytes]:
         """Which of the keys have a holder that is not hidden, in a version whose clock is in the range that
-        is believed of that member. Set operations of whole views: a fraction of a microsecond a key."""
-        early = self._early.keys() & digests
-        found: set[bytes] = set()
-        for member, view in self._views.items():
-            clocks = range(0) if view.hidden else believed(member)
-            if not clocks:
-                continue
-            records = view.set.records
-            matched = records.keys() & digests
-            position = (view.incarnation, view.sequence)
-            if early:  # what was pushed ahead of the log counts instead
-                matched -= {d for d in matched & early if self._is_ahead(d, member, position)}
-            if self._stale:
-                denied = self._stale
-                matched -= {d for d in matched if denied.get((member, d), _START) >= position}
-            number = int.from_bytes
-            found.update(
-                [
-                    digest
-                    for digest in matched
-                    if number(records[digest][_CLOCK], "little") in clocks
-                ]
-            )
-        for digest in early - found:
-            for member, entry in self._early[digest].items():
-                if (
-                    not entry.operation[_FLAGS] & _REMOVED
-                    and self._is_ahead(digest, member, self.position(member))
-                    and self._stale.get((member, digest), _START) < entry.position
-                    and not self._is_hidden(member)
-                    and int.from_bytes(entry.operation[_CLOCK], "little") in believed(member)
-                ):
-                    found.add(digest)
+        is believed of that member. A fraction of a microsecond a key, however many members there are."""
+        keys = [digest for digest in digests if len(digest) == DIGEST_BYTES]
+        matches = self._index.find_many(b"".join(keys))
+        is_held = np.zeros(len(keys), np.bool_)
+        is_held[matches.queries[self._believed(matches, believed)]] = True
+        found = set(compress(keys, is_held.tolist()))
+        # Few: what was pushed ahead of the log counts instead, and what was denied does not.
+        apart = (self._early.digests | self._denials.digests) & digests if self._any_apart else ()
+        for digest in apart:
+            found.discard(digest)
+            if self._is_held(digest, believed):
+                found.add(digest)
         return found
 
-    def _is_hidden(self, member: Member) -> bool:
-        view = self._views.get(member)
-        return view is not None and view.hidden
+    def _believed(
+        self, matches: Matches, believed: Callable[[Member], range]
+    ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which of the records count, by their owner and clock."""
+        slots, of_slot = np.unique(matches.slots, return_inverse=True)
+        first, last = np.ones(slots.size, np.uint64), np.zeros(slots.size, np.uint64)
+        for place, slot in enumerate(slots.tolist()):
+            view = self._of_slot.get(slot)
+            clocks = range(0) if view is None or view.hidden else believed(view.member)
+            if clocks:
+                first[place] = max(clocks.start, 0)
+                last[place] = min(clocks.stop - 1, _MAX_CLOCK)
+        clocks_held = self._index.clocks(matches.rows)
+        return (clocks_held >= first[of_slot]) & (clocks_held <= last[of_slot])
 
-    def _is_ahead(self, digest: bytes, member: Member, position: Position) -> bool:
-        """Whether what the member pushed of the key is ahead of that place of its log."""
-        entry = self._early[digest].get(member)
-        return entry is not None and entry.position > position
+    @property
+    def _any_apart(self) -> bool:
+        return bool(self._early.digests or self._denials)
+
+    def _is_held(self, digest: bytes, believed: Callable[[Member], range]) -> bool:
+        return any(
+            not hidden and int.from_bytes(packed[_CLOCK], "little") in believed(member)
+            for member, _, packed, hidden in self._standing(digest)
+        )
+
+    def _standing(self, digest: bytes) -> Iterator[tuple[Member, Position, bytes, bool]]:
+        """What counts of a key: (owner, place in its log, packed record, whether it is hidden)."""
+        early = self._early.of(digest)
+        for slot, packed in self._index.find(digest):
+            view = self._of_slot.get(slot)
+            if view is None or view.member in early:
+                continue
+            if not self._denials.covers(view.member, digest, view.position):
+                yield view.member, view.position, packed, view.hidden
+        for member, entry in early.items():
+            known = self._views.get(member)
+            position, operation = entry.position, entry.operation
+            if known is not None and position <= known.position:
+                position, operation = known.position, self._index.get(known.slot, digest) or b""
+            counts = operation and not operation[_FLAGS] & REMOVED
+            if counts and not self._denials.covers(member, digest, position):
+                yield member, position, operation, known is not None and known.hidden
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _collect(
-        self,
-        found: list[Location],
-        member: Member,
-        position: Position,
-        packed: bytes,
-        hidden: bool,
-    ) -> None:
-        if self._stale:
-            key = (member, packed[:DIGEST_BYTES])
-            denied = self._stale.get(key)
-            if denied is not None:
-                if position <= denied:
-                    return
-                del self._stale[key]
-        found.append(Location(member, *position, decode_location(packed), hidden))
+    def _open(self, member: Member, incarnation: int) -> _View:
+        ring = OperationRing(self._relay_limit)
+        view = self._views[member] = _View(member, incarnation, self._index.open(), ring)
+        self._of_slot[view.slot] = view
+        self._share_relay()
+        return view
 
-    def _ring(self, last: int = 0) -> OperationRing:
-        return OperationRing(self.config.relay_limit, last)
+    def _move_on(self, view: _View, operations: bytes) -> None:
+        self._index.apply(view.slot, operations)
+        view.ring.extend(operations)
+        digests = set(digests_of(operations))
+        self._watched.heard_of(digests)
+        self._early.overtaken(view.member, view.position, digests)
 
-    def _matches(self, view: _View) -> bool:
-        return (view.set.hash, len(view.set)) == (view.head.set_hash, view.head.count)
-
-    def _agrees(self, member: Member, view: _View) -> bool:
-        if view.diverged or view.sequence != view.head.sequence or self._matches(view):
+    def _agrees(self, view: _View) -> bool:
+        """Whether the view may be right. A wrong one is dropped."""
+        held = self._index.hash(view.slot), self._index.count(view.slot)
+        if (
+            view.diverged
+            or view.sequence != view.head.sequence
+            or held == (view.head.set_hash, view.head.count)
+        ):
             return True
-        self._reset(member)
+        self._reset(view)
         view.diverged = True
         return False
 
-    def _reset(self, member: Member) -> None:
-        view = self._views.get(member)
-        if view is not None:
-            self.record_count -= len(view.set)
-            view.set = LocationSet()
-            view.ring = self._ring()
-            view.diverged = False
+    def _reset(self, view: _View) -> None:
+        self._discard(view.slot)
+        view.slot = self._index.open()
+        self._of_slot[view.slot] = view
+        view.ring = OperationRing(self._relay_limit)
+        view.diverged = False
 
-    def _drop_overtaken(self, member: Member, position: Position, operations: bytes) -> None:
-        """Drop what was pushed ahead of these operations: the view is past it now."""
-        for start in range(0, len(operations), LOCATION_BYTES):
-            digest = operations[start : start + DIGEST_BYTES]
-            entries = self._early.get(digest)
-            if entries and member in entries and entries[member].position <= position:
-                del entries[member]
-                if not entries:
-                    del self._early[digest]
+    def _note_moved(self, view: _View) -> None:
+        """Call it after each change of where a view or its head stands: others look at no other views."""
+        self._moved.add(view.member)
+        if view.diverged or view.sequence != view.head.sequence:
+            self._unsettled.add(view.member)
+        else:
+            self._unsettled.discard(view.member)
 
-    def _expire_oldest_early(self) -> None:
-        arrived_at, digest, member = self._early_order.popleft()
-        entries = self._early.get(digest)
-        # A newer push of the same key has its own place in the order.
-        if entries is not None and member in entries and entries[member].arrived_at == arrived_at:
-            del entries[member]
-            if not entries:
-                del self._early[digest]
+    def _discard(self, slot: int) -> None:
+        del self._of_slot[slot]
+        self._watched.forget(slot)
+        self._index.discard(slot)
+
+    def _share_relay(self) -> None:
+        """What is kept to pass on is bounded over all owners: halve each one's share when there are many."""
+        config, limit = self.config, self.config.relay_limit
+        while limit > config.relay_least and limit * len(self._views) > config.relay_total:
+            limit = max(limit // 2, config.relay_least)
+        if limit != self._relay_limit:
+            self._relay_limit = limit
+            for view in self._views.values():
+                view.ring.resize(limit)

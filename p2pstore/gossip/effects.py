@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from p2pstore.gossip.messages import ControlKind
 from p2pstore.gossip.records import Member, PeerId, PeerRecord
@@ -44,17 +44,57 @@ class Duplicate:
     record: PeerRecord
 
 
-Effect = Ask | FetchSnapshot | Contact | Duplicate
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The reply (`Failure` for an error) to the request that was answered by the `Later` of this token.
+
+    Comes once for each `Later`, unless the peer leaves first.
+    """
+
+    token: int
+    reply: Message
+
+
+Effect = Ask | FetchSnapshot | Contact | Duplicate | Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """What `serve` returns in place of a reply that another peer has yet to be asked for: an `Answer` with
+    this token brings it, at the latest after `timeout_seconds`."""
+
+    token: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionSet:
+    """All that a peer holds of one partition after its operation `number`: packed location records."""
+
+    partition: int
+    number: int
+    set_hash: int
+    records: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Fresh operations of this peer's log for one home peer of their keys."""
+    """Send a home peer what it should know of this peer's log; the outcome goes to `push_answered`.
 
+    The fields from `incarnation` on are those of the message PUSH.
+    """
+
+    token: int
     peer_id: PeerId
+    timeout_seconds: float
     incarnation: int
     sequences: list[int]
     operations: bytes
+    numbers: bytes = b""
+    sequence: int = 0
+    sets: list[PartitionSet] = field(default_factory=list)
+    audit: bytes = b""
+    audit_seconds: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,7 @@ class FloorSync:
         self._note_horizon(now)
         self._unproven = {m for m in self._unproven if shown(m) != self._horizon_hash}
 
-    def heard_of(self, operations: bytes, now: float) -> None:
+    def heard_of(self, operations: bytes | bytearray | memoryview, now: float) -> None:
         """Locations were heard of, in packed records. Those from a clock that is too far ahead do not
         count: nothing can be written above them that others would take."""
         limit = self._wall_clock(now) + clock_from_unix_seconds(MAX_CLOCK_SKEW_SECONDS)

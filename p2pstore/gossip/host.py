@@ -1,10 +1,14 @@
 """The control host: admitted, encrypted connections to other peers. Shell; the only module that knows libp2p.
 
-From libp2p come the peer id, Noise, yamux and multistream-select, so the wire is libp2p's own. Sockets,
-dialling and tasks are ours instead of its `Swarm` and `BasicHost`: those leak sockets when cancelled, end
+From libp2p come the peer id, Noise and multistream-select, and the wire is libp2p's own. Sockets, dialling
+and tasks are ours instead of its `Swarm` and `BasicHost`: those leak sockets when cancelled, end
 the process when a handler raises, listen with SO_REUSEPORT (two peers on one port would each get half of
-the connections), wait 250 ms in every dial, and dial on their own. Here every connection is a task of the
-host's nursery, and whatever goes wrong in it ends that connection with one line in the log.
+the connections), wait 250 ms in every dial, and dial on their own. (Why yamux is ours too, `yamux` says.)
+Here every connection is a task of the host's nursery, and whatever goes wrong in it ends that connection
+with one line in the log.
+
+Connections with the peers named to its `keeper` stay open; others are closed, with a farewell, when nobody has
+used them for a while or there are too many.
 
 Only Noise is offered: with libp2p's default choice a stranger negotiates plaintext and claims any identity.
 """
@@ -12,7 +16,6 @@ Only Noise is offered: with libp2p's default choice a stranger negotiates plaint
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,10 +24,6 @@ from functools import partial
 from typing import Final, TypeVar
 
 import trio
-
-# Read by yamux at run time: without it every read sends a window update of its own.
-os.environ.setdefault("PY_YAMUX_RELEASE_ON_READ", "0")
-
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import X25519PrivateKey
 from libp2p.custom_types import TProtocol
@@ -37,19 +36,17 @@ from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL
 from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.security.security_multistream import SecurityMultistream
-from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
-from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL
-from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 
 from p2pstore.allowlist import AllowList
 from p2pstore.config import join_address
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
-from p2pstore.gossip.connection import Connection, Stream
+from p2pstore.gossip.connection import Connection
+from p2pstore.gossip.connection_keeper import ConnectionKeeper
+from p2pstore.gossip.connection_limits import ConnectionLimits
 from p2pstore.gossip.identity import Identity
 from p2pstore.gossip.link import (
     ADMISSION_SECONDS,
-    AskingStream,
     Handler,
     LinkError,
     OwnAddress,
@@ -58,6 +55,7 @@ from p2pstore.gossip.link import (
     open_asking_stream,
     printable,
 )
+from p2pstore.gossip.multiplexer import Multiplexer, MuxedStream, Secured
 from p2pstore.gossip.records import PeerId, format_peer_id, public_key_from_peer_id
 from p2pstore.gossip.refusals import Refusals, call_back
 from p2pstore.gossip.sockets import (
@@ -68,6 +66,7 @@ from p2pstore.gossip.sockets import (
     listen_tcp,
     resolve,
 )
+from p2pstore.gossip.yamux import PROTOCOL as YAMUX_PROTOCOL
 from p2pstore.keyring import KeyRing
 from p2pstore.nursery import open_background_nursery
 from p2pstore.strangers import Strangers
@@ -85,12 +84,22 @@ MAX_STRANGERS_PER_HOST: Final = 128
 MAX_STREAMS_PER_CONNECTION: Final = 4
 """Streams that the other side may have open: it needs one, and one more while that is replaced."""
 
+MAX_FAREWELLS: Final = 3
+"""A request that crosses the farewell of an idle connection is made again; more often than this is no chance."""
+FAREWELL_SECONDS: Final = 0.5
+"""By when a connection has ended whose stream is lost."""
 OWN_ARRIVAL_SECONDS: Final = 2.0
 """By when a dial of this peer's own address has arrived here."""
 
 _PROTOCOL: Final = TProtocol(CONTROL_PROTOCOL)
+_YAMUX: Final = TProtocol(YAMUX_PROTOCOL)
+_LIMITS: Final = ConnectionLimits()
 _UPGRADE_BYTES: Final = 32 * 1024
 """What the other side may send before Noise and yamux are set up; they need about 500 bytes."""
+
+
+class _Farewell(LinkError):
+    """The connection was closed as useless while a request was on its way: it was not read, and may be made again."""
 
 
 class _Forward(logging.Handler):
@@ -127,6 +136,7 @@ class ControlHost:
         on_lost: Callable[[PeerId], None],
         on_refused: Callable[[str, str], None],
         software: str,
+        limits: ConnectionLimits,
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.listening = (host, port)
@@ -141,7 +151,8 @@ class ControlHost:
         self._on_lost = on_lost
         self._refusals = Refusals(on_refused)
         self._software = software
-        self._connections: dict[PeerId, list[Connection[Yamux]]] = {}
+        self._connections: dict[PeerId, list[Connection]] = {}
+        self.keeper = ConnectionKeeper(self._connections, limits)
         self._opening: dict[PeerId, trio.Lock] = {}
         self._own_arrivals = 0
         self._own_arrived = trio.Event()
@@ -154,7 +165,6 @@ class ControlHost:
             create_new_key_pair(identity.seed), noise_privkey=X25519PrivateKey.new()
         )
         self._security = SecurityMultistream({NOISE_PROTOCOL: self._noise})
-        self._muxers = MuxerMultistream({TProtocol(YAMUX_PROTOCOL): Yamux})
 
     # --- what the peer calls -----------------------------------------------------------------
 
@@ -181,17 +191,24 @@ class ControlHost:
         """
         try:
             with trio.fail_after(timeout_seconds):
-                stream = await self._asking_stream(peer_id, addresses, timeout_seconds)
-                return await stream.ask(kind, request)
+                for _ in range(MAX_FAREWELLS):
+                    with suppress(_Farewell):
+                        return await self._ask(peer_id, addresses, kind, request, timeout_seconds)
+                raise LinkError(f"{format_peer_id(peer_id)} closes every connection at once")
         except trio.TooSlowError:
             raise LinkError(
                 f"{format_peer_id(peer_id)} did not answer within {timeout_seconds:g} s"
             ) from None
 
+    @property
+    def open_connections(self) -> int:
+        """How many there are now, of both directions."""
+        return sum(map(len, self._connections.values()))
+
     async def disconnect(self, peer_id: PeerId) -> None:
         """End all connections with a peer; `on_lost` is not called."""
         for connection in list(self._connections.get(peer_id, ())):
-            connection.ever_admitted = False
+            connection.parting = True
             connection.abort()
             await connection.ended.wait()
         await trio.lowlevel.checkpoint()
@@ -203,7 +220,7 @@ class ControlHost:
             for connection in list(connections):
                 self._recheck(connection)
 
-    def _recheck(self, connection: Connection[Yamux]) -> None:
+    def _recheck(self, connection: Connection) -> None:
         if not connection.admitted:
             return  # its streams are yet to be admitted, by what holds then
         if not self._allowed.allows(connection.peer_id):
@@ -229,6 +246,7 @@ class ControlHost:
         with self._scope:
             async with trio.open_nursery() as self._nursery:
                 self._nursery.start_soon(self._accept_connections)
+                self._nursery.start_soon(self.keeper.run)
                 task_status.started()
 
     def close(self) -> None:
@@ -246,39 +264,54 @@ class ControlHost:
 
     # --- dialling ----------------------------------------------------------------------------
 
-    async def _asking_stream(
+    async def _ask(
+        self,
+        peer_id: PeerId,
+        addresses: Sequence[str],
+        kind: int,
+        request: Message,
+        timeout_seconds: float,
+    ) -> Message:
+        connection = await self._asking(peer_id, addresses, timeout_seconds)
+        assert connection.asking is not None
+        try:
+            return await connection.asking.ask(kind, request)
+        except LinkError as error:
+            if not error.refused:
+                await self._notice_farewell(connection)
+            raise
+
+    async def _notice_farewell(self, connection: Connection) -> None:
+        """Raise `_Farewell` if that is why a request failed. A write may fail before the farewell was read."""
+        with trio.move_on_after(FAREWELL_SECONDS):
+            await connection.ended.wait()
+        if connection.muxed.said_goodbye or connection.unused:
+            raise _Farewell("the connection was closed just when it was used")
+
+    async def _asking(
         self, peer_id: PeerId, addresses: Sequence[str], timeout_seconds: float
-    ) -> AskingStream:
-        stream = self._usable_stream(peer_id)
-        if stream is not None:
-            return stream
+    ) -> Connection:
+        """A connection with a usable stream for our requests. Raises `LinkError`."""
+        connection = self.keeper.newest(peer_id)
+        if connection is not None and connection.can_ask:
+            return connection
         lock = self._opening.setdefault(peer_id, trio.Lock())
         try:
             async with lock:
-                stream = self._usable_stream(peer_id)
-                if stream is not None:
-                    return stream
-                connections = self._connections.get(peer_id)
-                if connections:
-                    connection = connections[-1]
-                else:
+                connection = self.keeper.newest(peer_id)
+                if connection is None:
                     connection = await self._dial(peer_id, addresses, timeout_seconds)
-                return await self._open_asking(connection)
+                if not connection.can_ask:
+                    await self._open_asking(connection)
+                return connection
         finally:
             statistics = lock.statistics()
             if not statistics.locked and not statistics.tasks_waiting:
                 self._opening.pop(peer_id, None)
 
-    def _usable_stream(self, peer_id: PeerId) -> AskingStream | None:
-        """Our stream on the newest connection. A peer that came back without a word, after its machine lost
-        power, does not hear what is said on an older one."""
-        connections = self._connections.get(peer_id)
-        stream = connections[-1].asking if connections else None
-        return stream if stream is not None and stream.usable else None
-
     async def _dial(
         self, peer_id: PeerId | None, addresses: Sequence[str], timeout_seconds: float
-    ) -> Connection[Yamux]:
+    ) -> Connection:
         """A connection to `peer_id`, or to whoever listens there. Raises `LinkError`."""
         where = ", ".join(addresses) or "no address"
         try:
@@ -291,7 +324,7 @@ class ControlHost:
         except (OSError, ConfigError, ValueError) as error:  # ValueError: a name that cannot be one
             raise LinkError(f"cannot reach {where}: {error}") from None
 
-    async def _dial_endpoint(self, peer_id: PeerId | None, endpoint: Endpoint) -> Connection[Yamux]:
+    async def _dial_endpoint(self, peer_id: PeerId | None, endpoint: Endpoint) -> Connection:
         try:
             sock = GuardedSocket(await connect(endpoint), _UPGRADE_BYTES)
         except OSError as error:
@@ -301,6 +334,7 @@ class ControlHost:
             connection = await self._upgrade(sock, str(endpoint), outgoing=True, expected=peer_id)
             if connection.peer_id == self._identity.peer_id:
                 raise await self._itself_or_twin(endpoint, arrivals)
+            self.keeper.counts.opened += 1
             await self._nursery.start(self._run_connection, connection)
             return connection
         except LinkError:
@@ -327,7 +361,7 @@ class ControlHost:
 
     async def _upgrade(
         self, sock: GuardedSocket, address: str, *, outgoing: bool, expected: PeerId | None = None
-    ) -> Connection[Yamux]:
+    ) -> Connection:
         """Noise and yamux over a connected socket: afterwards the other side's identity is proved."""
         raw = RawConnection(sock, outgoing)  # type: ignore[arg-type] # has its four methods
         with trio.fail_after(ADMISSION_SECONDS):
@@ -339,39 +373,51 @@ class ControlHost:
                 secured = await self._security.secure_inbound(raw)
             peer_id = secured.get_remote_peer().to_bytes()
             public_key_from_peer_id(peer_id)
-            muxed = await self._muxers.new_conn(secured, ID(peer_id))
-        assert isinstance(muxed, Yamux)
-        return Connection(peer_id, address, muxed, sock, incoming=not outgoing)
+            if outgoing:
+                await MultiselectClient().select_one_of([_YAMUX], _communicator(secured))
+            else:
+                await Multiselect({_YAMUX: None}).negotiate(_communicator(secured))
+        connection = Connection(peer_id, address, sock, incoming=not outgoing)
+        connection.muxed = Multiplexer(
+            secured,
+            initiator=outgoing,
+            max_incoming=MAX_STREAMS_PER_CONNECTION,
+            accept=partial(self._accept_stream, connection),
+        )
+        return connection
 
-    async def _open_asking(self, connection: Connection[Yamux]) -> AskingStream:
+    async def _open_asking(self, connection: Connection) -> None:
         """The stream for our requests on a connection. Raises `LinkError`."""
         who = f"{format_peer_id(connection.peer_id)} at {connection.address}"
         assert connection.nursery is not None
+        connection.activity.begin()
         try:
-            stream: AskingStream = await connection.nursery.start(self._run_asking, connection)
+            await connection.nursery.start(self._run_asking, connection)
         except AdmissionRefused as refusal:
             self._refusals.say(connection.address, f"not admitted by {who}")
             raise LinkError(f"{who}: {refusal}", refused=True, code=refusal.code) from None
         except Exception as error:  # RuntimeError when the connection ends meanwhile
+            await self._notice_farewell(connection)
             raise LinkError(f"no stream to {who}: {_reason(error)}") from None
-        return stream
+        finally:
+            connection.activity.end()
 
     async def _run_asking(
         self,
-        connection: Connection[Yamux],
-        task_status: trio.TaskStatus[AskingStream] = trio.TASK_STATUS_IGNORED,
+        connection: Connection,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        with trio.fail_after(ADMISSION_SECONDS):
-            stream = Stream(await connection.muxed.open_stream())
+        stream = await connection.muxed.open_stream()
         try:
             with trio.fail_after(ADMISSION_SECONDS):
                 await MultiselectClient().select_one_of([_PROTOCOL], _communicator(stream))
-            asking = await open_asking_stream(stream, self._side(Opener, connection))
-            stream.lift_allowance()
+            side = self._side(Opener, connection)
+            asking = await open_asking_stream(stream, side, connection.activity)
+            await stream.lift_allowance()
             with connection.using(asking.key_id):
                 self._admitted(connection)
                 connection.asking = asking
-                task_status.started(asking)
+                task_status.started()
                 try:
                     await asking.run()
                 except OSError as error:
@@ -422,6 +468,7 @@ class ControlHost:
                 sock = GuardedSocket(accepted, _UPGRADE_BYTES)
                 connection = await self._upgrade(sock, address, outgoing=False)
                 connection.stranger = scope
+                self.keeper.counts.accepted += 1
                 if connection.peer_id == self._identity.peer_id:  # `discover` of our own address
                     self._own_arrivals += 1
                     self._own_arrived.set()
@@ -439,7 +486,7 @@ class ControlHost:
                 sock.abort()
             accepted.close()
 
-    def _admitted(self, connection: Connection[Yamux]) -> None:
+    def _admitted(self, connection: Connection) -> None:
         """A stream of the connection was admitted just now."""
         if connection.stranger is not None:
             self._strangers.leave(connection.stranger)
@@ -447,7 +494,7 @@ class ControlHost:
 
     async def _run_connection(
         self,
-        connection: Connection[Yamux],
+        connection: Connection,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Everything that happens on a connection; ends, without an error, when it does."""
@@ -456,7 +503,8 @@ class ControlHost:
             async with trio.open_nursery() as nursery:
                 connection.nursery = nursery
                 self._connections.setdefault(peer_id, []).append(connection)
-                for task in (self._run_muxer, self._accept_streams, self._end_when_useless):
+                self.keeper.review()
+                for task in (self._run_muxer, self._end_when_useless):
                     nursery.start_soon(task, connection)
                 task_status.started()
         except* OSError as group:  # the ordinary end
@@ -468,44 +516,36 @@ class ControlHost:
             connection.ended.set()
             self._forget(connection)
 
-    def _forget(self, connection: Connection[Yamux]) -> None:
+    def _forget(self, connection: Connection) -> None:
         connections = self._connections.get(connection.peer_id, [])
         with suppress(ValueError):
             connections.remove(connection)
         if not connections:
             self._connections.pop(connection.peer_id, None)
+        if connection.muxed.said_goodbye and not connection.parting:
+            self.keeper.counts.closed_by_others += 1
         others = any(each.ever_admitted for each in connections)
-        if connection.ever_admitted and not others and not self._closing:
+        lost = connection.ever_admitted and not connection.parted
+        if lost and not others and not self._closing:
             call_back(partial(self._on_lost, connection.peer_id))
 
-    async def _run_muxer(self, connection: Connection[Yamux]) -> None:
+    async def _run_muxer(self, connection: Connection) -> None:
         try:
-            await connection.muxed.start()
+            await connection.muxed.run()
         finally:
             connection.abort()
 
-    async def _end_when_useless(self, connection: Connection[Yamux]) -> None:
+    async def _end_when_useless(self, connection: Connection) -> None:
         await connection.wait_useless()
         who = format_peer_id(connection.peer_id)
         self._refusals.dropped(connection.address, f"{who} opened no stream that was admitted")
         connection.abort()
 
-    async def _accept_streams(self, connection: Connection[Yamux]) -> None:
+    def _accept_stream(self, connection: Connection, stream: MuxedStream) -> None:
         assert connection.nursery is not None
-        while True:
-            try:
-                accepted = await connection.muxed.accept_stream()
-            except Exception:  # the connection ends; `_run_muxer` sees it too
-                return
-            assert isinstance(accepted, YamuxStream)
-            stream = Stream(accepted)
-            if connection.opened_by_other >= MAX_STREAMS_PER_CONNECTION:
-                await stream.close()
-                continue
-            connection.opened_by_other += 1
-            connection.nursery.start_soon(self._serve_stream, connection, stream)
+        connection.nursery.start_soon(self._serve_stream, connection, stream)
 
-    async def _serve_stream(self, connection: Connection[Yamux], stream: Stream) -> None:
+    async def _serve_stream(self, connection: Connection, stream: MuxedStream) -> None:
         """Admit whoever opened this stream, then answer its requests."""
         try:
             with trio.fail_after(ADMISSION_SECONDS):
@@ -515,8 +555,9 @@ class ControlHost:
                 self._side(Listener, connection),
                 self._handler,
                 full=self._admitted_streams >= MAX_ADMITTED_STREAMS,
+                activity=connection.activity,
             )
-            stream.lift_allowance()
+            await stream.lift_allowance()
             self._admitted_streams += 1
             try:
                 with connection.using(answering.key_id):
@@ -533,11 +574,10 @@ class ControlHost:
             self._refusals.dropped(connection.address, _reason(error))
         finally:
             await stream.close()
-            connection.opened_by_other -= 1
 
     # --- small things ------------------------------------------------------------------------
 
-    def _side(self, side: type[_S], connection: Connection[Yamux]) -> _S:
+    def _side(self, side: type[_S], connection: Connection) -> _S:
         return side(
             ring=self._ring,
             allowed=self._allowed,
@@ -549,7 +589,7 @@ class ControlHost:
         )
 
 
-def _communicator(stream: Stream) -> MultiselectCommunicator:
+def _communicator(stream: MuxedStream | Secured) -> MultiselectCommunicator:
     return MultiselectCommunicator(stream)  # type: ignore[arg-type] # it needs read and write only
 
 
@@ -583,12 +623,14 @@ async def open_control_host(
     on_refused: Callable[[str, str], None] = _ignore,
     software: str,
     allowed: AllowList | None = None,
+    limits: ConnectionLimits = _LIMITS,
 ) -> AsyncIterator[ControlHost]:
     """A host that listens at `listen` (port 0: any) and serves `handler` to admitted peers until the block ends.
-    After `ring` or `allowed` (None: everybody who holds a key) were changed, call its `recheck`.
+    After `ring` or `allowed` (None: everybody who holds a key) were changed, call its `recheck`; tell its `keeper`
+    the peers that it is to stay connected with.
 
-    `on_lost(peer_id)` is called when the last connection of an admitted peer has ended other than by
-    `disconnect`; `on_refused(address, reason)` whenever something of a stranger was dropped. Raises
+    `on_lost(peer_id)` is called when the last connection of an admitted peer has ended without either side having
+    meant it; `on_refused(address, reason)` whenever something of a stranger was dropped. Raises
     `ConfigError` when the address cannot be bound. Errors of the block come out as themselves.
     """
     _contain_logging()
@@ -603,6 +645,7 @@ async def open_control_host(
         on_lost=on_lost,
         on_refused=on_refused,
         software=software,
+        limits=limits,
     )
     async with open_background_nursery() as nursery:
         try:

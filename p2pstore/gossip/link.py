@@ -85,7 +85,7 @@ class TwinAddress(LinkError):
 
 
 class Link(Protocol):
-    """What a peer uses to reach others: the control host, or the simulator's network."""
+    """What a peer uses to reach others: the control host, or streams in memory (`memory_link`)."""
 
     async def ask(
         self,
@@ -186,6 +186,26 @@ class _Frames:
         return decode_body(message_type, body)
 
 
+class Activity:
+    """What a connection is used for: how many requests are under way on it, and when one last began or ended."""
+
+    __slots__ = ("in_flight", "used_at")
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.used_at = trio.current_time()
+
+    def begin(self) -> None:
+        """A request begins, in either direction."""
+        self.in_flight += 1
+        self.used_at = trio.current_time()
+
+    def end(self) -> None:
+        """It ended, one way or another."""
+        self.in_flight -= 1
+        self.used_at = trio.current_time()
+
+
 class _Pending:
     """A request that waits for its reply."""
 
@@ -200,12 +220,15 @@ class _Pending:
 class AskingStream:
     """The opener's end of an admitted stream."""
 
-    def __init__(self, frames: _Frames, software: str, key_id: bytes = b"") -> None:
+    def __init__(
+        self, frames: _Frames, software: str, key_id: bytes, activity: Activity | None
+    ) -> None:
         self.software = software
         """What the listener says it runs."""
         self.key_id = key_id
         """The cluster key with which it was admitted."""
         self._frames = frames
+        self._activity = activity if activity is not None else Activity()
         self._slots = trio.Semaphore(MAX_REQUESTS_IN_FLIGHT)
         self._pending: dict[int, _Pending] = {}
         self._last_id = 0
@@ -217,6 +240,13 @@ class AskingStream:
 
     async def ask(self, kind: int, request: Message) -> Message:
         """The reply. No deadline of its own. Raises `LinkError`."""
+        self._activity.begin()
+        try:
+            return await self._ask(kind, request)
+        finally:
+            self._activity.end()
+
+    async def _ask(self, kind: int, request: Message) -> Message:
         async with self._slots:
             if self._lost is not None:
                 raise LinkError(self._lost)
@@ -244,7 +274,7 @@ class AskingStream:
         Raises `ProtocolError` and `OSError`.
         """
         try:
-            with _single_error():
+            with single_error():
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._frames.run_writer)
                     while True:
@@ -270,8 +300,12 @@ class AskingStream:
         pending.event.set()
 
 
-async def open_asking_stream(stream: MuxedStream, opener: Opener) -> AskingStream:
-    """Be admitted. Raises `AdmissionRefused`, `ProtocolError`, `OSError`, `trio.TooSlowError` (10 s)."""
+async def open_asking_stream(
+    stream: MuxedStream, opener: Opener, activity: Activity | None = None
+) -> AskingStream:
+    """Be admitted; `activity` counts the requests.
+
+    Raises `AdmissionRefused`, `ProtocolError`, `OSError`, `trio.TooSlowError` (10 s)."""
     frames = _Frames(stream)
     with trio.fail_after(ADMISSION_SECONDS):
         await frames.write(encode_frame(ControlKind.HELLO, 1, opener.hello()))
@@ -284,25 +318,31 @@ async def open_asking_stream(stream: MuxedStream, opener: Opener) -> AskingStrea
         await frames.write(encode_frame(ControlKind.PROOF, 2, proof))
         opener.receive_welcome(await frames.expect(ControlKind.PROOF, REPLY, Welcome))
     frames.admitted()
-    return AskingStream(frames, opener.their_software, opener.key_id)
+    return AskingStream(frames, opener.their_software, opener.key_id, activity)
 
 
 class AnsweringStream:
     """The listener's end of an admitted stream."""
 
     def __init__(
-        self, frames: _Frames, peer_id: PeerId, handler: Handler, key_id: bytes = b""
+        self,
+        frames: _Frames,
+        peer_id: PeerId,
+        handler: Handler,
+        key_id: bytes,
+        activity: Activity | None,
     ) -> None:
         self.key_id = key_id
         """The cluster key with which the opener was admitted."""
         self._frames = frames
         self._peer_id = peer_id
         self._handler = handler
+        self._activity = activity if activity is not None else Activity()
         self._slots = trio.Semaphore(MAX_REQUESTS_IN_FLIGHT)
 
     async def run(self) -> None:
         """Answer until the stream ends. Raises `ProtocolError` and `OSError`."""
-        with _single_error():
+        with single_error():
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._frames.run_writer)
                 while True:
@@ -310,6 +350,7 @@ class AnsweringStream:
                     if header.flags & (REPLY | ERROR):
                         raise ProtocolError("a reply on a stream that only the other side asks on")
                     await self._slots.acquire()
+                    self._activity.begin()
                     nursery.start_soon(self._answer, header, body)
 
     async def _answer(self, header: FrameHeader, body: bytes) -> None:
@@ -318,6 +359,7 @@ class AnsweringStream:
             if not header.flags & ONE_WAY:
                 await self._frames.enqueue(frame)
         finally:
+            self._activity.end()
             self._slots.release()
 
     async def _reply(self, header: FrameHeader, body: bytes) -> bytes:
@@ -332,7 +374,7 @@ class AnsweringStream:
                 reply = await self._handler(self._peer_id, kind, request)
             frame = encode_frame(kind, request_id, reply, flags=REPLY)
             if len(frame) > CONTROL_LIMITS.body_bytes:
-                raise ValueError(f"a reply of {len(frame):,} bytes does not fit in a frame")
+                raise RuntimeError(f"a reply of {len(frame):,} bytes does not fit in a frame")
         except trio.TooSlowError:
             text = f"no answer was found within {HANDLER_SECONDS:g} s"
             return encode_failure(kind, request_id, Code.DEADLINE_EXCEEDED, text)
@@ -353,9 +395,15 @@ class AnsweringStream:
 
 
 async def admit_stream(
-    stream: MuxedStream, listener: Listener, handler: Handler, *, full: bool
+    stream: MuxedStream,
+    listener: Listener,
+    handler: Handler,
+    *,
+    full: bool,
+    activity: Activity | None = None,
 ) -> AnsweringStream:
-    """Admit the opener. `full`: refuse it as BUSY, because this side has its hands full.
+    """Admit the opener. `full`: refuse it as BUSY, because this side has its hands full; `activity` counts the
+    requests.
 
     Raises `AdmissionRefused` (after telling the opener), `ProtocolError`, `OSError`, `trio.TooSlowError`.
     """
@@ -374,7 +422,7 @@ async def admit_stream(
             raise
         await frames.write(encode_frame(kind, 2, welcome, flags=REPLY))
     frames.admitted()
-    return AnsweringStream(frames, listener.peer_id, handler, listener.key_id)
+    return AnsweringStream(frames, listener.peer_id, handler, listener.key_id, activity)
 
 
 async def _refuse(frames: _Frames, kind: ControlKind, refusal: AdmissionRefused) -> None:
@@ -385,8 +433,8 @@ async def _refuse(frames: _Frames, kind: ControlKind, refusal: AdmissionRefused)
 
 
 @contextmanager
-def _single_error() -> Iterator[None]:
-    """Raise what ended a stream as itself, not in a nursery's group: the others are its echoes."""
+def single_error() -> Iterator[None]:
+    """Raise what ended a stream or a connection as itself, not in a nursery's group: the others are its echoes."""
     try:
         yield
     except BaseExceptionGroup as group:

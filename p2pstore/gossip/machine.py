@@ -7,9 +7,9 @@ every event; and feed in everything that has arrived before `tick`, which judges
 `Ask`, `FetchSnapshot` and `Contact` is answered exactly once, by `answered`, `snapshot_fetched`,
 and `contacted` or `contact_failed`.
 
-How news travels. A new operation, member or cluster record goes to three random members at once,
-and those for whom it is new do the same. What that misses, one exchange with one random member
-brings: every 67 ms while there are differences, once a second when there are none. A reader behind
+How news travels. A new operation, member or cluster record goes to four random neighbours at once
+(see `active_view`), and those for whom it is new do the same. What that misses, one exchange with one
+random neighbour brings: every 67 ms while there are differences, once a second when there are none. A reader behind
 everybody's ring fetches a snapshot from the log's owner. A key's home peers are told of its
 locations directly (`pushes`).
 """
@@ -21,7 +21,10 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Final
 
+import msgspec
+
 from p2pstore.errors import ProtocolError
+from p2pstore.gossip.active_view import ActiveView
 from p2pstore.gossip.anti_entropy import (
     Knowledge,
     News,
@@ -34,26 +37,28 @@ from p2pstore.gossip.cluster_records import (
 )
 from p2pstore.gossip.config import GossipConfig
 from p2pstore.gossip.contacts import Contacts
-from p2pstore.gossip.directory import Directory
+from p2pstore.gossip.directory import Directory, Location
 from p2pstore.gossip.effects import (
+    Answer,
     Ask,
     Contact,
     Duplicate,
     Effect,
     FetchSnapshot,
+    Later,
     Push,
     SnapshotHead,
 )
 from p2pstore.gossip.exchanges import Exchanges, read_reply, read_request
 from p2pstore.gossip.floor_sync import FloorSync
 from p2pstore.gossip.fresh_news import FreshNews
-from p2pstore.gossip.home_pushes import HomePushes
+from p2pstore.gossip.home_updates import HomeUpdate
+from p2pstore.gossip.hot_locations import unpack_hot
 from p2pstore.gossip.log import OwnLog
 from p2pstore.gossip.membership import (
     MAX_INCARNATION,
     MemberChange,
     Membership,
-    MemberState,
 )
 from p2pstore.gossip.messages import (
     Ack,
@@ -64,10 +69,14 @@ from p2pstore.gossip.messages import (
     ExchangeReply,
     Leave,
     Ping,
+    PingRequest,
     Status,
 )
+from p2pstore.gossip.operation_rate import OperationRate
 from p2pstore.gossip.own_record import OwnRecord
-from p2pstore.gossip.placement import homes, rank
+from p2pstore.gossip.partitioned_directory import PartitionedDirectory
+from p2pstore.gossip.placement import rank
+from p2pstore.gossip.probing import Probing
 from p2pstore.gossip.records import (
     ClusterRecord,
     LocationRecord,
@@ -79,10 +88,12 @@ from p2pstore.gossip.records import (
     Verifier,
     format_peer_id,
 )
-from p2pstore.objects import Version
+from p2pstore.gossip.snapshots import CheckedSnapshot, check_snapshot
+from p2pstore.objects import Version, unix_seconds_from_clock
 from p2pstore.wire import Code, Empty, Failure, Message
 
 __all__ = [
+    "Answer",
     "Ask",
     "Contact",
     "Duplicate",
@@ -90,6 +101,7 @@ __all__ = [
     "FetchSnapshot",
     "Gossip",
     "GossipConfig",
+    "Later",
     "Push",
     "SnapshotHead",
 ]
@@ -120,10 +132,15 @@ class Gossip:
     ) -> None:
         self.peer_id: PeerId = signer.peer_id
         self.config = config
-        self.membership = Membership(signer.peer_id, incarnation, config.membership, rng)
+        self.membership = Membership(
+            signer.peer_id,
+            incarnation,
+            config.membership,
+            lambda now: 1000 * unix_seconds_from_clock(wall_clock(now)),
+        )
         self.member: Member = self.membership.own.member
         self.log = OwnLog(incarnation, config.ring_limit)
-        self.directory = Directory(config.directory)
+        self.directory = Directory(config.directory, rng.getrandbits(128))
         self.cluster_records = ClusterRecords(
             config.cluster_record_limit, kept_seconds=config.floor_kept_seconds
         )
@@ -141,19 +158,29 @@ class Gossip:
             accepts_peer,
         )
         self.own_record = OwnRecord(
-            signer, describe, config, self.membership, self.log, self.cluster_records
+            signer, self._describe, config, self.membership, self.log, self.cluster_records
         )
+        self._offer = describe
         self.questions = Questions(config)
-        self._exchanges = Exchanges(config, self.knowledge, self.floors, self.questions, rng)
-        self._pushes = HomePushes(self.membership, config.push_seconds)
-        self._rng = rng
+        self.view = ActiveView(
+            self.membership, rng, config.active_view, config.view_rotation_seconds
+        )
+        rate = OperationRate(config.eager_operations_per_second)
+        self._exchanges = Exchanges(
+            config, self.knowledge, self.floors, self.questions, self.view, rng, rate
+        )
+        self.partitions = PartitionedDirectory(
+            config, self.membership, self.directory, self.log, rng
+        )
+        self.locations = self.partitions.known
+        self._exchanges.hot_for = self.partitions.hot_for
 
-        self._probe_at = -math.inf
-        self._recontact_at = -math.inf
+        self._probing = Probing(self.membership, self.questions, rng)
         self._housekeeping_at = -math.inf
-        self._eager_at = -math.inf
-        self._fresh = FreshNews(self.knowledge)
-        self._catch_up = CatchUp(self.directory, config.ring_limit, config.behind_seconds)
+        self._fresh = FreshNews(config, self.knowledge, self.view, self.questions, rate)
+        self._catch_up = CatchUp(
+            self.directory, config.ring_limit, config.behind_seconds, config.head_interval_seconds
+        )
         self._forget_at: dict[Member, float] = {}
         self._changes: list[MemberChange] = []
         self._arrived: list[tuple[ClusterRecord, SignedRecord]] = []
@@ -187,19 +214,38 @@ class Gossip:
 
     def hold(self, record: LocationRecord, now: float) -> None:
         """This peer holds a version of a key from now on."""
-        self._note_operation(self.log.add(record))
+        self._note_operation(self.log.add(record), now)
 
     def release(self, digest: bytes, version: Version, now: float) -> None:
         """This peer no longer holds that version."""
-        self._note_operation(self.log.remove(digest, version))
+        self._note_operation(self.log.remove(digest, version), now)
 
     def record(self, now: float) -> SignedRecord:
         """This peer's own record, signed anew when something changed."""
         return self.own_record.signed(now)
 
     def pushes(self, now: float) -> list[Push]:
-        """This peer's fresh operations for the keys' homes: at once, then at most every 20 ms."""
-        return self._pushes.take(self.incarnation, self._members(), now)
+        """What homes should know of this peer's log: at once, then at most every 20 ms."""
+        return self.partitions.take_pushes(now)
+
+    def push_answered(
+        self, token: int, behind: list[int] | None, rivals: Iterable[Location], now: float
+    ) -> None:
+        """The outcome of a `Push`: partitions that are wanted whole (None when nothing came), and other versions
+        that the home knows of keys that were pushed."""
+        self.partitions.pushed(token, behind, rivals, now)
+
+    def take_push(
+        self, sender: Member, update: HomeUpdate, now: float
+    ) -> tuple[list[int], list[Location]]:
+        """Take in what an owner pushes; what to answer: see `push_answered`. Raises `ProtocolError`, and
+        changes nothing, for nonsense."""
+        taken = self.partitions.take(sender, update, now)
+        self.floors.heard_of(update.operations, now)
+        for whole in update.sets:
+            if whole.records:
+                self.floors.heard_of(whole.records, now)
+        return taken
 
     def offer_cluster_record(self, record: ClusterRecord, signed: SignedRecord, now: float) -> bool:
         """Keep and spread a verified cluster record. Whether it was new."""
@@ -219,11 +265,11 @@ class Gossip:
         """Tell up to eight members that this peer goes. After it, `tick` starts nothing new."""
         self.own_record.leave()
         signed = self.record(now)
-        others = self.membership.others()
+        told = self.view.sample(self.config.leave_fanout)
         self.membership.leave(now)
         return [
             self.questions.ask(state.peer_id, ControlKind.LEAVE, Leave(signed), now)
-            for state in self._sample(others, self.config.leave_fanout)
+            for state in told
         ]
 
     # --- what is known -----------------------------------------------------------------------
@@ -237,9 +283,13 @@ class Gossip:
         state = self.membership.resolve(member)
         return self.floors.doubted_up_to(member, state.record if state else None, now)
 
+    def holders(self, digest: bytes, now: float) -> list[Location]:
+        """Who is known to hold the key: owners believed alive first, among them the newest version first."""
+        return self.locations.holders(digest, now)
+
     def homes(self, digest: bytes) -> list[PeerId]:
         """The key's home peers, best first; this one may be among them."""
-        return self._peer_ids(homes(digest, self._members()))
+        return self._peer_ids(self.partitions.homes(digest))
 
     def rank(self, digest: bytes) -> list[PeerId]:
         """The other live members in rendezvous order for a key."""
@@ -251,6 +301,10 @@ class Gossip:
         if state is not None and state.record is not None and state.record.name:
             return state.record.name
         return format_peer_id(peer_id)[-8:]
+
+    def neighbours(self) -> list[PeerId]:
+        """The members that this peer talks to all the time: connections with them are worth keeping."""
+        return self.view.neighbours()
 
     def addresses_of(self, peer_id: PeerId) -> list[str]:
         """Control addresses of a peer, from its record or the address book."""
@@ -268,11 +322,13 @@ class Gossip:
         return None if known is None else (SnapshotHead(*known[:3]), known[3])
 
     def address_book(self) -> list[tuple[PeerId, tuple[str, ...]]]:
-        """Where the members (dead ones too) were last, for the state directory."""
-        book = self.contacts.book()
-        for state in self.membership.states():
-            if state.record is not None and state.record.control and state.peer_id != self.peer_id:
+        """Where the members (dead ones too, after the living) were last, for the state directory."""
+        book: dict[PeerId, tuple[str, ...]] = {}
+        for state in sorted(self.membership.states(), key=lambda state: state.status):
+            if state.record is not None and state.record.control:
                 book[state.peer_id] = tuple(state.record.control)
+        for peer_id, addresses in self.contacts.book().items():
+            book.setdefault(peer_id, addresses)
         book.pop(self.peer_id, None)
         return list(book.items())
 
@@ -292,7 +348,7 @@ class Gossip:
         gone = [s for s in self.membership.states() if not accepts(s.peer_id)]
         for state in gone:
             self.membership.expel(state.peer_id)
-            self.directory.drop(state.member)
+            self.partitions.drop(state.member)
             self._forget_at.pop(state.member, None)
             self.floors.went(state.member)
             self._exchanges.forget(state.peer_id)
@@ -302,14 +358,23 @@ class Gossip:
 
     def serve(
         self, sender: PeerId, kind: int, request: Message, now: float
-    ) -> tuple[Message, list[Effect]]:
-        """Answer a peer's request. Raises `ProtocolError`, and changes nothing, for nonsense."""
+    ) -> tuple[Message | Later, list[Effect]]:
+        """Answer a peer's request; `Later` when another peer has to be asked first (see there).
+
+        Raises `ProtocolError`, and changes nothing, for nonsense.
+        """
+        reply: Message | Later
+        effects: list[Effect] = []
+        self.questions.budget.take(2, now)
         match request:
             case Ping():
                 reply = self._serve_ping(sender, request, now)
+            case PingRequest():
+                reply, effects = self._serve_ping_request(sender, request, now)
             case Exchange():
                 reply = self._serve_exchange(sender, request, now)
             case Delta():
+                self._exchanges.delta_came(sender)
                 self._take_delta(sender, request, now)
                 self._heard(sender, now)
                 reply = Empty()
@@ -321,7 +386,7 @@ class Gossip:
                 reply = Empty()
             case _:
                 reply = Failure(int(Code.UNSUPPORTED), f"requests of kind {kind} are not answered")
-        return reply, self._consequences(now)
+        return reply, effects + self._consequences(now)
 
     def answered(self, token: int, reply: Message | None, now: float) -> list[Effect]:
         """The outcome of an `Ask`: its reply, a `Failure`, or None when nothing came in time.
@@ -331,28 +396,21 @@ class Gossip:
         asked = self.questions.take(token)
         if asked is None:
             return []
+        if asked.kind in (ControlKind.PING, ControlKind.PING_REQUEST):
+            return self._probe_answered(token, asked, reply, now)
         if reply is None:
-            if asked.kind == ControlKind.PING:
-                self.membership.on_probe_failed(asked.peer_id, asked.sent_at)
-                return []
+            self.view.failed(asked.peer_id, now)
             return self.connection_lost(asked.peer_id, now)
-        if isinstance(reply, Ack):
-            check_claims(reply.claims)
-            self._heard(asked.peer_id, now)
-            self.membership.on_ack(asked.peer_id, now)
-            self.membership.observe_claims(
-                [*reply.claims, self._self_claim(asked.peer_id, reply.incarnation)], now
-            )
-        elif isinstance(reply, ExchangeReply):
+        if isinstance(reply, ExchangeReply):
             return self._exchanged(asked, reply, now) + self._consequences(now)
-        else:
-            self.membership.heard(asked.peer_id, now)
+        self.membership.heard(asked.peer_id, now)
         return self._consequences(now)
 
     def snapshot_fetched(
-        self, token: int, head: SnapshotHead | None, packed: bytes, now: float
+        self, token: int, head: SnapshotHead | None, packed: bytes | CheckedSnapshot, now: float
     ) -> list[Effect]:
-        """The outcome of a `FetchSnapshot`; `head` None when it failed.
+        """The outcome of a `FetchSnapshot`; `head` None when it failed. A shell with threads has a snapshot
+        checked in one; what comes as bytes is checked here.
 
         Raises `ProtocolError`, and changes nothing, for a snapshot that its owner did not sign; it
         is fetched again after a while.
@@ -366,10 +424,11 @@ class Gossip:
             return []
         if not 0 <= head.sequence < MAX_INCARNATION:
             raise ProtocolError(f"a snapshot at sequence {head.sequence}")
+        checked = packed if isinstance(packed, CheckedSnapshot) else check_snapshot(packed)
         if self.directory.install_snapshot(
-            asked.member, head.incarnation, head.sequence, head.set_hash, packed
+            asked.member, head.incarnation, head.sequence, head.set_hash, checked
         ):
-            self.floors.heard_of(packed, now)
+            self.floors.heard_of(checked.packed, now)
             self._exchanges.hurry()
         return []
 
@@ -388,10 +447,9 @@ class Gossip:
     def connection_lost(self, peer_id: PeerId, now: float) -> list[Effect]:
         """A connection to the peer failed: no verdict, but a reason to probe it at once."""
         state = self.membership.get(peer_id)
-        probing = peer_id in self.questions.asked(ControlKind.PING)
-        if state is None or state.status != Status.ALIVE or probing or self.leaving:
+        if state is None or state.status != Status.ALIVE or self.leaving:
             return []
-        return [self._ping(state, now)]
+        return [*self._probing.probe(peer_id, now)]
 
     # --- time --------------------------------------------------------------------------------
 
@@ -401,10 +459,13 @@ class Gossip:
             return []
         self.membership.tick(now)
         self.record(now)
+        self.view.tick(now)
         effects: list[Effect] = self._consequences(now)
-        effects += self._probe(now)
+        effects += self._probing.tick(now, self.view.neighbours())
         effects += self._exchanges.start(now)
-        effects += self._spread_fresh(now)
+        effects += self._fresh.spread(now)
+        if self.directory.work():
+            self._exchanges.hurry()
         if now >= self._housekeeping_at:
             self._housekeeping_at = now + HOUSEKEEPING_SECONDS
             effects += self._housekeep(now)
@@ -417,17 +478,18 @@ class Gossip:
         """When `tick`, or `pushes`, has something to do next."""
         if self.leaving:
             return math.inf
+        if self.directory.work_pending:
+            return now
         due = min(
             self.membership.next_tick(),
-            self._probe_at,
-            self._recontact_at,
+            self._probing.due(),
             self._housekeeping_at,
             self.contacts.next_due(),
-            self._pushes.due(),
+            self.partitions.due(),
             self._exchanges.due(),
+            self._fresh.due(),
+            self.view.due(),
         )
-        if self._fresh and self.membership.others():
-            due = min(due, self._eager_at)
         return max(due, now)
 
     # --- requests of others ------------------------------------------------------------------
@@ -441,33 +503,71 @@ class Gossip:
             # Somebody made it up, or this peer's clock went back: be above it, or nobody listens.
             claims.append(Claim(self.peer_id, ping.incarnation, int(Status.SUSPECT), self.member))
         self._heard(sender, now)
-        self.membership.observe_claims(claims, now)
+        self.membership.observe_claims(claims, now, sender)
         return Ack(self.membership.own.incarnation, self._claims_for(sender))
 
+    def _serve_ping_request(
+        self, sender: PeerId, request: PingRequest, now: float
+    ) -> tuple[Message | Later, list[Effect]]:
+        self._heard(sender, now)
+        if request.peer_id == self.peer_id:
+            return Ack(self.membership.own.incarnation, self._claims_for(sender)), []
+        reply, asks = self._probing.relay(sender, request, now)
+        return reply, [*asks]
+
     def _serve_exchange(self, sender: PeerId, request: Exchange, now: float) -> Message:
-        theirs = read_request(request)
+        theirs = read_request(request, self.knowledge.table)
+        hot = unpack_hot(request.hot)
         check_claims(request.claims)
         self._heard(sender, now)
-        self.membership.observe_claims(request.claims, now)
+        self.membership.observe_claims(request.claims, now, sender)
+        self.partitions.learn_hot(hot, now)
         self.record(now)
-        return self._exchanges.answer(request, theirs, now)
+        return self._exchanges.answer(sender, request, theirs, now)
+
+    def _probe_answered(
+        self, token: int, asked: Asked, reply: Message | None, now: float
+    ) -> list[Effect]:
+        if isinstance(reply, Ack):
+            pinged = asked.about or asked.peer_id
+            try:
+                check_claims(reply.claims)
+            except ProtocolError:
+                answers = self._probing.answered(token, asked, None)
+                if answers:  # who waits for the answer is told that there is none
+                    return [*answers]
+                raise
+            self._heard(asked.peer_id, now)
+            self.membership.observe_claims(
+                [*reply.claims, self._self_claim(pinged, reply.incarnation)], now, pinged
+            )
+        elif reply is not None:
+            self.membership.heard(asked.peer_id, now)
+        answers = self._probing.answered(token, asked, reply)
+        return [*answers, *self._consequences(now)]
 
     def _exchanged(self, asked: Asked, reply: ExchangeReply, now: float) -> list[Ask]:
-        theirs = read_reply(reply)
+        theirs = read_reply(reply, self.knowledge.table)
+        hot = unpack_hot(reply.hot)
         news = self._take_delta(asked.peer_id, reply.delta, now)
+        self.partitions.learn_hot(hot, now)
         self._exchanges.learn(asked, reply, theirs, now)
         self.record(now)
         return self._exchanges.follow_up(asked.peer_id, theirs, now, news=news.anything)
 
     def _take_delta(self, sender: PeerId, delta: Delta, now: float) -> News:
         checked = self.knowledge.check(delta, now)
-        news = self.knowledge.apply(checked, now)
+        known = [self.membership.get(record.peer_id) for record, _ in checked.records]
+        records = [state.record if state is not None else None for state in known]
+        news = self.knowledge.apply(checked, now, sender)
+        for before, (record, _) in zip(records, checked.records, strict=True):
+            self.partitions.observe_record(before, record, now)
         self.membership.heard(sender, now)
         for chunk in checked.logs:
             self.floors.heard_of(chunk.operations, now)
         for record in news.own:
             if self.own_record.seen(record):
-                self._pushes.clear()
+                self.partitions.log_restarted(now)
         self._fresh.add(news, sender)
         self._arrived += news.cluster_records
         if news.anything:
@@ -484,70 +584,56 @@ class Gossip:
 
     # --- what tick starts --------------------------------------------------------------------
 
-    def _probe(self, now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        config = self.config.membership
-        if now >= self._probe_at:
-            self._probe_at = now + config.probe_interval_seconds
-            state = self.membership.next_probe()
-            if state is not None:
-                effects.append(self._ping(state, now))
-        if now >= self._recontact_at:
-            self._recontact_at = now + config.recontact_interval_seconds
-            state = self.membership.recontact()
-            if state is not None:
-                effects.append(self._ping(state, now))
-        return effects
-
-    def _spread_fresh(self, now: float) -> list[Effect]:
-        if now < self._eager_at or not self._fresh:
-            return []
-        others = self.membership.others()
-        if not others:
-            self._fresh.clear()
-            return []
-        self._eager_at = now + self.config.eager_seconds
-        effects: list[Effect] = []
-        for state in self._sample(others, len(others)):
-            claims = self._claims_for(state.peer_id)
-            delta = self._fresh.delta_for(state.peer_id, self.config.eager_bytes, claims)
-            if delta is not None:
-                effects.append(self.questions.ask(state.peer_id, ControlKind.DELTA, delta, now))
-                if len(effects) == self.config.eager_fanout:
-                    break
-        self._fresh.clear()
-        return effects
-
     def _housekeep(self, now: float) -> list[Effect]:
         for state in self.membership.expire(now):
-            self.directory.drop(state.member)
+            self.partitions.drop(state.member)
+            if state.record is not None and not state.leaving and not self.membership.others():
+                # Without this a peer that was cut off for long would stay alone for good.
+                self.contacts.add(state.record.control, state.peer_id, bootstrap=False)
         self.directory.expire_early(now)
+        if self.partitions.housekeep(now, agreed=self._exchanges.agreed):
+            self.own_record.changed()
+        self.knowledge.table.follows_logs = self.partitions.mode.follows_logs
+        self.knowledge.table.logs_are_read = self.partitions.logs_are_read
+        self.knowledge.table.read_anew()
         for member in [m for m, due in self._forget_at.items() if due <= now]:
             del self._forget_at[member]
-            self.directory.forget(member)
+            self.partitions.forget(member)
         self.floors.housekeep(now, alone=self.alone_by_configuration, shown=self._shown_horizon)
         self.questions.give_up_lost(now)
-        return self._fetch_snapshots(now)
+        return [*self._doubt_the_late(now), *self._fetch_snapshots(now)]
+
+    def _doubt_the_late(self, now: float) -> list[Ask]:
+        patience = self.config.membership.probe_timeout_seconds * self.membership.health.multiplier
+        late = self.questions.overdue(self.membership.resumed_at, now - patience)
+        return self._probing.doubt(late, now)
 
     def _fetch_snapshots(self, now: float) -> list[Effect]:
+        if not self.partitions.mode.follows_logs:
+            return []
         owners = self._catch_up.due(self.membership.others(), self.questions.fetching(), now)
         return [self.questions.fetch_snapshot(state.peer_id, state.member, now) for state in owners]
 
     # --- inside ------------------------------------------------------------------------------
 
+    def _describe(self) -> PeerRecord:
+        return msgspec.structs.replace(self._offer(), directory=int(self.partitions.mode.shown))
+
     def _react(self, now: float) -> None:
         """Follow members' changes: hide what the dead hold, show what the living do."""
         for change in self.membership.take_changes():
             self._changes.append(change)
+            self.view.follow(change)
+            self._probing.follow(change)
             if change.new > Status.SUSPECT:
                 self.floors.went(change.member)
-                self.directory.hide(change.member)
+                self.partitions.hide(change.member)
                 self._forget_at[change.member] = now + self.config.forget_seconds
                 self._exchanges.forget(change.peer_id)
             else:
                 if change.old is None or change.old > Status.SUSPECT:
                     self.floors.came(change.member)
-                self.directory.show(change.member)
+                self.partitions.show(change.member)
                 self._forget_at.pop(change.member, None)
         del self._changes[: -self.config.membership.max_members]
 
@@ -557,16 +643,17 @@ class Gossip:
         duplicate, self.own_record.duplicate = self.own_record.duplicate, None
         return [] if duplicate is None else [Duplicate(duplicate)]
 
-    def _note_operation(self, operation: bytes | None) -> None:
+    def _note_operation(self, operation: bytes | None, now: float) -> None:
         if operation is None:
             return
         sequence = self.log.sequence
-        self._pushes.add(sequence, operation)
-        self._fresh.add_own(sequence)
-        self._exchanges.hurry()
+        self.partitions.note(operation, now)
+        if self.partitions.logs_are_read:
+            self._fresh.add_own(sequence)
+            self._exchanges.hurry()
 
     def _claims_for(self, peer_id: PeerId) -> list[Claim]:
-        return self.membership.claims((peer_id,))
+        return self.membership.claims((peer_id,), peer_id)
 
     def _self_claim(self, peer_id: PeerId, incarnation: int) -> Claim:
         """What a peer's own acknowledgement says: it is alive, at this incarnation."""
@@ -575,13 +662,6 @@ class Gossip:
         return Claim(
             peer_id, bounded, int(Status.ALIVE), state.member if state is not None else self.member
         )
-
-    def _ping(self, state: MemberState, now: float) -> Ask:
-        request = Ping(state.incarnation, self._claims_for(state.peer_id))
-        return self.questions.ask(state.peer_id, ControlKind.PING, request, now)
-
-    def _sample(self, states: list[MemberState], count: int) -> list[MemberState]:
-        return self._rng.sample(states, min(count, len(states)))
 
     def _is_live(self, peer_id: PeerId) -> bool:
         if peer_id == self.peer_id:

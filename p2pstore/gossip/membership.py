@@ -1,4 +1,6 @@
-"""Who is a member and who is alive: SWIM's failure detector as a state machine. Pure.
+"""Who is a member and who is alive: what SWIM's members claim of each other, as a state machine. Pure.
+
+Whom to probe, and when a probe has failed, `probing` decides; how long a suspect has to refute, `suspicion`.
 
 Two incarnations, kept apart on purpose. A *peer record* carries the incarnation of the process's
 start (wall-clock milliseconds, and above the one saved last time); a peer's location log belongs to
@@ -13,22 +15,26 @@ incarnation is the maximum over all evidence, whatever status came with it. A re
 alive only when its incarnation is above the stored one. A record marked leaving is final: only a
 record of a later incarnation brings that peer back.
 
+What is passed on. Every news, once: the accuser's name goes with a suspicion, so that every member counts
+who confirmed it; a death by whoever judged it, so that all know within the time a rumour takes. Who is told
+later what it missed (`accusation`) hears of a death as a suspicion, and judges itself.
+
 A timeout is judged in `tick` and nowhere else. The shell calls `tick` after it has fed in
 everything that had arrived: after a stall of this process its timers have all run out while the
-acknowledgements wait in the sockets, and a verdict passed before reading them would be wrong. A
-failed probe is therefore only noted, and forgotten if the peer was heard of since it was sent.
+acknowledgements wait in the sockets, and a verdict passed before reading them would be wrong.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
-from random import Random
+from itertools import chain
 from typing import Final
 
 from p2pstore.errors import ProtocolError
+from p2pstore.gossip.claim_rumors import ClaimRumors
+from p2pstore.gossip.local_health import LocalHealth
 from p2pstore.gossip.messages import Claim, Status
 from p2pstore.gossip.records import (
     Member,
@@ -38,18 +44,35 @@ from p2pstore.gossip.records import (
     member_of,
     public_key_from_peer_id,
 )
-from p2pstore.gossip.rumors import Rumors
+from p2pstore.gossip.suspicion import (
+    LONGEST_MULTIPLIER,
+    Suspicion,
+    expected_confirmations,
+    shortest_suspicion_seconds,
+)
 
 MAX_INCARNATION: Final = 1 << 62
-"""Higher ones are refused: they would leave no room to refute."""
+"""Higher ones are nonsense."""
+MAX_AHEAD_MS: Final = 24 * 3600 * 1000
+"""Incarnations begin at a wall clock's milliseconds. Accusations that are further ahead are passed over, so that
+there is always room to refute."""
+REFUTATION_ROOM: Final = 3600 * 1000
+MAX_HEARSAY: Final = 1024
+"""Peers that are remembered only because somebody claims that they are dead."""
+
+STALL_SECONDS: Final = 0.5
+"""Between two ticks of a process that runs lie at most 0.25 s (see `machine`): more is a stall."""
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipConfig:
-    """Timing and bounds; the defaults are memberlist's for a local network."""
+    """Timing and bounds; the defaults are memberlist's for a local network (see `presets` for others)."""
 
     probe_interval_seconds: float = 1.0
     probe_timeout_seconds: float = 0.5
+    """How long a direct ping may take before others are asked."""
+    indirect_probes: int = 3
+    """How many others are asked to ping who did not answer."""
     suspicion_multiplier: float = 4.0
     retransmit_multiplier: int = 4
     claims_per_message: int = 32
@@ -91,26 +114,38 @@ class MemberChange:
     member: Member
     old: Status | None
     new: Status
+    by: Member | None = None
+    """Who claims it; None when this peer found it out."""
 
 
 class Membership:
     """See the module's docstring. `me` is a member too, always alive until `leave`."""
 
-    def __init__(self, me: PeerId, incarnation: int, config: MembershipConfig, rng: Random) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        incarnation: int,
+        config: MembershipConfig,
+        wall_clock_ms: Callable[[float], float] = lambda now: math.inf,
+    ) -> None:
         self.me = me
         self.config = config
+        self._wall_clock_ms = wall_clock_ms
+        self.health = LocalHealth()
         self.version = 0
         """Grows whenever the set of live members changes."""
-        self._rng = rng
+        self.resumed_at = -math.inf
+        """When this process last found that it had stood still: nothing that ran out before proves anything."""
         self._states: dict[PeerId, MemberState] = {}
         self._by_member: dict[Member, MemberState] = {}
         self._changes: list[MemberChange] = []
-        self._rumors: Rumors[PeerId] = Rumors()
-        self._claims: dict[PeerId, Claim] = {}
-        """What the rumours say."""
-        self._round: list[PeerId] = []
-        self._suspects: dict[PeerId, float] = {}
-        self._failed: dict[PeerId, float] = {}
+        self._gone: dict[PeerId, None] = {}
+        """The dead that have a record, those first that have been dead longest."""
+        self._hearsay: dict[PeerId, None] = {}
+        """The dead of whom nothing is known but claims, the oldest first."""
+        self._rumors = ClaimRumors()
+        self._suspects: dict[PeerId, Suspicion] = {}
+        self._unproved: list[PeerId] = []
         self._live: list[MemberState] | None = None
         self._others: list[MemberState] | None = None
         self._ticked_at = -math.inf
@@ -171,6 +206,7 @@ class Membership:
             return False
         fresh = state.record is None
         state.record, state.signed = record, signed
+        self._note_gone(state)
         if state is self._own:
             # A restarted log (see `machine`) raises both incarnations together.
             state.incarnation = max(state.incarnation, record.incarnation)
@@ -182,25 +218,41 @@ class Membership:
             self._live_changed()
         return True
 
-    def observe_claims(self, claims: Iterable[Claim], now: float) -> None:
+    def observe_claims(
+        self, claims: Iterable[Claim], now: float, sender: PeerId | None = None
+    ) -> None:
         """Take in what others claim (see `check_claim`); refute what they claim of this peer."""
+        newest = self._wall_clock_ms(now) + MAX_AHEAD_MS
         for claim in claims:
             if claim.status > Status.LEFT:
                 continue  # a newer version's
+            if claim.incarnation > newest + (
+                REFUTATION_ROOM if claim.status == Status.ALIVE else 0
+            ):
+                continue  # made up, so high that nobody could refute it
             if claim.peer_id == self.me:
                 self._refute(claim)
                 continue
             state = self._states.get(claim.peer_id)
-            status = Status(claim.status)
-            if state is None:
+            if state is not None:
+                self._observe(state, claim, now)
+                agree = (claim.incarnation, claim.status) == (state.incarnation, state.status)
+                if agree and sender is not None:
+                    self._rumors.known_to(claim.peer_id, sender)
+            elif claim.status > Status.SUSPECT:
                 # Remembered, so that an old record of this peer does not bring it back.
-                if status > Status.SUSPECT:
-                    self._add(claim.peer_id, status, claim.incarnation, now)
-            elif not state.leaving and (claim.incarnation, status) > (
-                state.incarnation,
-                state.status,
-            ):
-                self._set(state, status, claim.incarnation, now, by=claim.by)
+                while len(self._hearsay) >= MAX_HEARSAY:
+                    self._drop(self._states[next(iter(self._hearsay))])
+                self._add(claim.peer_id, Status(claim.status), claim.incarnation, now)
+
+    def _observe(self, state: MemberState, claim: Claim, now: float) -> None:
+        status = Status(claim.status)
+        if state.leaving:
+            return
+        if (claim.incarnation, status) > (state.incarnation, state.status):
+            self._set(state, status, claim.incarnation, now, by=claim.by)
+        elif (claim.incarnation, status) == (state.incarnation, Status.SUSPECT):
+            self._confirm(state, claim.by)
 
     def heard(self, peer_id: PeerId, now: float) -> None:
         """Something came from the peer itself (the connection proves who it is)."""
@@ -208,14 +260,17 @@ class Membership:
         if state is not None:
             state.heard_at = now
 
-    def on_ack(self, peer_id: PeerId, now: float) -> None:
-        """The peer answered a probe. A suspect must still refute, with the claims in its answer."""
-        self._failed.pop(peer_id, None)
-        self.heard(peer_id, now)
-
-    def on_probe_failed(self, peer_id: PeerId, sent_at: float) -> None:
-        """No answer to a probe sent at `sent_at`. Judged by the next `tick`."""
-        self._failed.setdefault(peer_id, sent_at)
+    def suspect(self, peer_id: PeerId, now: float) -> None:
+        """A probe of this peer's own has failed: accuse the member, or confirm what others say of it."""
+        state = self._states.get(peer_id)
+        if state is None or state is self._own:
+            return
+        if state.status == Status.ALIVE:
+            self._set(state, Status.SUSPECT, state.incarnation, now)
+        suspicion = self._suspects.get(peer_id)
+        if suspicion is not None:
+            suspicion.failed_at = now
+            self._confirm(state, self._own.member)
 
     def leave(self, now: float) -> None:
         """This peer leaves: LEFT, finally, for its incarnation."""
@@ -226,60 +281,49 @@ class Membership:
     # --- time --------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Judge what ran out. Call it only after everything that arrived until now was fed in."""
-        stalled = now - self._ticked_at - 2 * self.config.probe_interval_seconds
-        if 0 < stalled < math.inf:
-            # Nobody could refute to this process while it stood still.
-            for peer_id in self._suspects:
-                self._suspects[peer_id] += stalled
+        """Judge what ran out. Call it every 0.25 s or more often, after everything that arrived until now was
+        fed in."""
+        stalled = now - self._ticked_at
+        if STALL_SECONDS <= stalled < math.inf:
+            # Nobody could refute to this process while it stood still, and what came meanwhile may be
+            # more than the shell has read by now.
+            self.resumed_at = now
+            for suspicion in self._suspects.values():
+                suspicion.postpone(stalled, now + self.config.probe_interval_seconds)
         self._ticked_at = now
-        failed, self._failed = self._failed, {}
-        for peer_id, sent_at in failed.items():
-            state = self._states.get(peer_id)
-            if state is not None and state.status == Status.ALIVE and state.heard_at < sent_at:
-                self._set(state, Status.SUSPECT, state.incarnation, now)
-        for peer_id, deadline in list(self._suspects.items()):
-            if deadline > now:
-                continue
-            state = self._states[peer_id]
-            if state.heard_at > state.status_since:
-                # It talks to us: others may hold it dead, this peer does not say so on its own.
-                state.status_since = now
-                self._suspects[peer_id] = now + self.suspicion_seconds()
-            else:
-                self._set(state, Status.DEAD, state.incarnation, now)
+        for peer_id, suspicion in list(self._suspects.items()):
+            if self._due(suspicion) <= now:
+                self._judge(self._states[peer_id], suspicion, now)
+
+    def _judge(self, state: MemberState, suspicion: Suspicion, now: float) -> None:
+        if not suspicion.is_proved:
+            suspicion.asked_at = now
+            self._unproved.append(state.peer_id)
+        elif state.heard_at > state.status_since:
+            # It talks to us: others may hold it dead, this peer does not say so on its own.
+            state.status_since = now
+            self._suspects[state.peer_id] = self._suspicion(now)
+        else:
+            self._set(state, Status.DEAD, state.incarnation, now)
+
+    def _due(self, suspicion: Suspicion) -> float:
+        probe_seconds = self.config.probe_interval_seconds * self.health.multiplier
+        return suspicion.due(self._own.member in suspicion.accusers, probe_seconds)
+
+    def take_unproved(self) -> list[PeerId]:
+        """Suspects, since the last call, that this peer has to probe before it may declare them dead."""
+        unproved, self._unproved = self._unproved, []
+        return unproved
 
     def next_tick(self) -> float:
-        """When `tick` has something to judge; minus infinity for at once."""
-        if self._failed:
-            return -math.inf
-        return min(self._suspects.values(), default=math.inf)
+        """When `tick` has something to judge."""
+        return min(map(self._due, self._suspects.values()), default=math.inf)
 
     def suspicion_seconds(self) -> float:
-        """How long a suspect has to refute: it grows with the logarithm of the cluster."""
-        scale = max(1.0, math.log10(max(1, len(self.live()))))
-        return self.config.suspicion_multiplier * scale * self.config.probe_interval_seconds
-
-    def next_probe(self) -> MemberState | None:
-        """Whom to probe now: every other live member once a round, in random order."""
-        for _ in range(2):
-            while self._round:
-                state = self._states.get(self._round.pop())
-                if state is not None and state.alive and state is not self._own:
-                    return state
-            self._round = [state.peer_id for state in self.others()]
-            self._rng.shuffle(self._round)
-        return None
-
-    def recontact(self) -> MemberState | None:
-        """A random dead member to try again, with probability dead / live; call it once a second.
-
-        One contact anywhere in the cluster is enough, since its refutation spreads.
-        """
-        dead = [s for s in self._states.values() if not s.alive and s.record and s is not self._own]
-        if not dead or self._rng.random() >= len(dead) / max(1, len(self.live())):
-            return None
-        return self._rng.choice(dead)
+        """How long a suspect has to refute at least."""
+        return shortest_suspicion_seconds(
+            self.config.suspicion_multiplier, len(self.live()), self.config.probe_interval_seconds
+        )
 
     def expire(self, now: float) -> list[MemberState]:
         """Forget those that have been dead too long. They are returned."""
@@ -301,17 +345,15 @@ class Membership:
 
     # --- claims to pass on -------------------------------------------------------------------
 
-    def claims(self, about: Iterable[PeerId] = ()) -> list[Claim]:
-        """Claims to ride on the next message: those about `about`, then the least sent ones.
+    def claims(self, about: Iterable[PeerId] = (), to: PeerId | None = None) -> list[Claim]:
+        """Claims to ride on the next message: those about `about`, then the least sent ones, except what was
+        last heard from, or told, the receiver `to`.
 
         The receiver of a message hears first what is said of it, so that it can refute at once.
         """
         chosen = [claim for peer_id in about if (claim := self.accusation(peer_id)) is not None]
         room = max(0, self.config.claims_per_message - len(chosen))
-        limit = self.retransmit_limit()
-        for peer_id in list(islice(self._rumors.least_sent(), room)):
-            chosen.append(self._claims[peer_id])
-            self._rumors.sent(peer_id, limit)
+        chosen += self._rumors.take(to, room, self.retransmit_limit())
         return chosen
 
     def accusation(self, peer_id: PeerId) -> Claim | None:
@@ -325,6 +367,22 @@ class Membership:
             return None
         status = Status.LEFT if state.status == Status.LEFT else Status.SUSPECT
         return Claim(peer_id, state.incarnation, int(status), self._own.member)
+
+    def refuted(self, members: Iterable[Member], limit: int) -> list[Claim]:
+        """What to tell somebody who does not name these live members, and may hold them dead: which of them have
+        refuted something in this life. A rumour misses somebody now and then; this is what mends it."""
+        found: list[Claim] = []
+        for member in members:
+            state = self._by_member.get(member)
+            if state is None or state.record is None or state.status != Status.ALIVE:
+                continue
+            if state.incarnation > state.record.incarnation:
+                found.append(
+                    Claim(state.peer_id, state.incarnation, int(Status.ALIVE), self._own.member)
+                )
+                if len(found) == limit:
+                    break
+        return found
 
     @property
     def has_rumors(self) -> bool:
@@ -344,16 +402,28 @@ class Membership:
         if own.status == Status.LEFT or claim.incarnation + 1 >= MAX_INCARNATION:
             return
         own.incarnation = claim.incarnation + 1
+        self.health.worse()  # others could not reach this peer
         self._spread(own)
 
-    def _spread(self, state: MemberState, by: Member | None = None) -> None:
-        self._claims[state.peer_id] = Claim(
-            state.peer_id,
-            state.incarnation,
-            int(state.status),
-            self._own.member if by is None else by,
+    def _confirm(self, state: MemberState, by: Member) -> None:
+        suspicion = self._suspects.get(state.peer_id)
+        if suspicion is not None and suspicion.confirm(by):
+            self._spread(state, by)
+
+    def _suspicion(self, now: float, by: Member | None = None) -> Suspicion:
+        multiplier, members = self.config.suspicion_multiplier, len(self.live())
+        shortest = self.suspicion_seconds()
+        return Suspicion(
+            began_at=now,
+            shortest_seconds=shortest,
+            longest_seconds=LONGEST_MULTIPLIER * shortest,
+            expected=expected_confirmations(multiplier, members),
+            accusers={self._own.member if by is None else by},
         )
-        self._rumors.add(state.peer_id)
+
+    def _spread(self, state: MemberState, by: Member | None = None) -> None:
+        accuser = self._own.member if by is None else by
+        self._rumors.spread(Claim(state.peer_id, state.incarnation, int(state.status), accuser))
 
     def _set(
         self,
@@ -369,18 +439,19 @@ class Membership:
         state.status = status
         if status != old:
             state.status_since = now
-            self._changes.append(MemberChange(state.peer_id, state.member, old, status))
+            self._changes.append(MemberChange(state.peer_id, state.member, old, status, by))
         if status == Status.SUSPECT:
             if risen or status != old:
-                self._suspects[state.peer_id] = now + self.suspicion_seconds()
+                self._suspects[state.peer_id] = self._suspicion(now, by)
         else:
             self._suspects.pop(state.peer_id, None)
         if state.alive != was_alive:
+            self._note_gone(state)
             self._live_changed()
         self._spread(state, by)
 
     def _add(self, peer_id: PeerId, status: Status, incarnation: int, now: float) -> MemberState:
-        while len(self._states) >= self.config.max_members:
+        if len(self._states) >= self.config.max_members:
             self._make_room()
         state = MemberState(
             peer_id, member_of(peer_id), status, incarnation, None, None, now, -math.inf
@@ -388,27 +459,38 @@ class Membership:
         self._states[peer_id] = state
         self._by_member[state.member] = state
         self._changes.append(MemberChange(peer_id, state.member, None, status))
-        self._live_changed()
-        # Joins are probed within the current round, at a random place.
-        self._round.insert(self._rng.randint(0, len(self._round)), peer_id)
+        self._note_gone(state)
         return state
 
     def _make_room(self) -> None:
-        dead = [s for s in self._states.values() if not s.alive and s is not self._own]
-        if not dead:
-            raise ProtocolError(
-                f"the cluster has over {self.config.max_members:,} members; one more is refused"
-            )
-        self._drop(min(dead, key=lambda state: state.status_since))
+        for peer_id in chain(self._hearsay, self._gone):
+            self._drop(self._states[peer_id])
+            return
+        raise ProtocolError(
+            f"the cluster has over {self.config.max_members:,} members; one more is refused"
+        )
+
+    def _note_gone(self, state: MemberState) -> None:
+        """Keep the dead in the order in which they go when there is no room."""
+        if state.peer_id == self.me:
+            return
+        known = state.peer_id in self._gone
+        if state.alive or state.record is None or not known:
+            self._gone.pop(state.peer_id, None)
+            self._hearsay.pop(state.peer_id, None)
+            if not state.alive:
+                (self._hearsay if state.record is None else self._gone)[state.peer_id] = None
 
     def _drop(self, state: MemberState) -> None:
         del self._states[state.peer_id]
         if self._by_member.get(state.member) is state:
             del self._by_member[state.member]
         self._rumors.discard(state.peer_id)
-        for table in (self._claims, self._suspects, self._failed):
-            table.pop(state.peer_id, None)
-        self._live_changed()
+        self._gone.pop(state.peer_id, None)
+        self._hearsay.pop(state.peer_id, None)
+        self._suspects.pop(state.peer_id, None)
+        if state.alive and state.record is not None:
+            self._live_changed()
 
     def _live_changed(self) -> None:
         self._live = self._others = None

@@ -14,14 +14,11 @@ authenticated), both nonces and the cluster's name. A cluster without a key uses
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import Annotated, Final
 
 from msgspec import Meta
 
-from p2pstore.errors import ProtocolError
 from p2pstore.gossip.records import SignedRecord
 from p2pstore.wire import Empty, Message
 
@@ -120,38 +117,10 @@ class Leave(Message, frozen=True):
 
 # --- anti-entropy ----------------------------------------------------------------------------
 
-_DIGEST_ENTRY: Final = struct.Struct("<QQIQ")
-DIGEST_ENTRY_BYTES: Final = _DIGEST_ENTRY.size
-
 CLUSTER_BUCKETS: Final = 64
 """Cluster records are compared by the XOR hash of 64 buckets, chosen by the record name's first byte."""
-
-
-class DigestEntry(Message, frozen=True):
-    """What the sender knows of one member: its incarnation, peer record and log sequence."""
-
-    member: int
-    incarnation: int
-    record_sequence: int
-    log_sequence: int
-
-
-def pack_digest(entries: Iterable[DigestEntry]) -> bytes:
-    """28 bytes an entry."""
-    return b"".join(
-        _DIGEST_ENTRY.pack(
-            entry.member, entry.incarnation, entry.record_sequence, entry.log_sequence
-        )
-        for entry in entries
-    )
-
-
-def unpack_digest(packed: bytes) -> Iterator[DigestEntry]:
-    """Raises `ProtocolError` when the bytes are not whole entries."""
-    if len(packed) % DIGEST_ENTRY_BYTES:
-        raise ProtocolError(f"a digest of {len(packed)} bytes")
-    for member, incarnation, record_sequence, log_sequence in _DIGEST_ENTRY.iter_unpack(packed):
-        yield DigestEntry(member, incarnation, record_sequence, log_sequence)
+CLUSTER_CELLS: Final = 64
+"""Each bucket is 64 cells, chosen by the name's second byte."""
 
 
 class LogChunk(Message, frozen=True):
@@ -171,12 +140,19 @@ SignedRecords = Annotated[list[SignedRecord], Meta(max_length=MAX_RECORDS)]
 
 
 class Delta(Message, frozen=True):
-    """What the receiver lacks: peer records, then log operations, then cluster records."""
+    """What the receiver lacks: peer records, then log operations, then cluster records.
+
+    More log operations are in `operations`, which `runs` divides among the members that `members_hash`
+    stands for (`digests`). They are sent to those only who have named that hash.
+    """
 
     records: SignedRecords
     logs: Annotated[list[LogChunk], Meta(max_length=MAX_LOG_CHUNKS)]
     cluster_records: SignedRecords
     claims: Claims
+    members_hash: int = 0
+    runs: bytes = b""
+    operations: bytes = b""
 
 
 class Exchange(Message, frozen=True):
@@ -185,6 +161,12 @@ class Exchange(Message, frozen=True):
 
     Now and then `floors_epoch` asks whether the receiver knew the same floors at that end of an epoch,
     which `floors_hash` stands for (`floor_sync`); 0 does not ask.
+
+    `members_hash` stands for the members that the sender knows (`digests`); 0 comes from an older sender.
+    Who has named one is asked with `positions` in place of `digest`. `cluster_cells` are hashes of the
+    cells of some buckets that differ: `u8 bucket | 64 u64` each.
+
+    `hot` tells peers in partitioned mode, now and then, where keys are that many look for (`hot_locations`).
     """
 
     digest: bytes
@@ -193,6 +175,10 @@ class Exchange(Message, frozen=True):
     claims: Claims
     floors_epoch: int = 0
     floors_hash: int = 0
+    members_hash: int = 0
+    positions: bytes = b""
+    cluster_cells: bytes = b""
+    hot: bytes = b""
 
 
 class ExchangeReply(Message, frozen=True):
@@ -200,6 +186,10 @@ class ExchangeReply(Message, frozen=True):
 
     When asked of floors: the replier's horizon; and where the epochs agree, `floors_epoch` again and up
     to where the replier has seen each writer's floors. Both are 16 bytes a writer.
+
+    `members_hash` and `positions` as in `Exchange`: the digest is in full where the members differ. With
+    neither digest nor positions the replier wants nothing now.
+    `cluster_cells` are those of the buckets that were asked of.
     """
 
     delta: Delta
@@ -209,6 +199,10 @@ class ExchangeReply(Message, frozen=True):
     floors_epoch: int = 0
     floors_seen: bytes = b""
     floors_horizon: bytes = b""
+    members_hash: int = 0
+    positions: bytes = b""
+    cluster_cells: bytes = b""
+    hot: bytes = b""
 
 
 REQUESTS: Final[dict[int, type[Message]]] = {

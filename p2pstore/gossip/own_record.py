@@ -50,7 +50,7 @@ class OwnRecord:
         """The record, signed anew when something changed."""
         own = self._membership.own
         known = own.record
-        interval = max(self._config.head_seconds, 0.01 * len(self._membership.live()))
+        interval = self._config.head_interval_seconds(len(self._membership.live()))
         moved = known is not None and (
             known.head.sequence != self._log.sequence
             or known.floors_horizon != self._cluster_records.horizon_hash

@@ -210,6 +210,7 @@ class PeerRecord(Message, frozen=True):
     `control` and `data` are `host:port` addresses (`[v6]:port`), `socket` the local socket's path on
     the host that `host_id` names. Sizes in bytes, `load_permille` of one core. `floors_horizon` is a
     hash of the floors' horizon that the peer has taken in (`floor_stamps`), 0 while there is none.
+    `directory` is a `directory_mode.KeptDirectory`.
     """
 
     format: int
@@ -236,6 +237,7 @@ class PeerRecord(Message, frozen=True):
     max_protocol: int = 1
     topology: bytes = b""
     floors_horizon: int = 0
+    directory: int = 0
 
 
 class ClusterRecordKind(IntEnum):

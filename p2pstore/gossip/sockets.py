@@ -26,6 +26,8 @@ MAX_ENDPOINTS: Final = 64
 """Addresses tried in one dial: a headless service may have a record for every peer of a large cluster."""
 
 _RECEIVE_BYTES: Final = 64 * 1024
+_READS_A_TURN: Final = 64
+"""Reads that find their bytes there (32 encrypted messages: a millisecond) before other tasks have a turn."""
 _BACKLOG: Final = 512
 _DEAD_AFTER_SECONDS: Final = 20
 
@@ -44,7 +46,8 @@ class Endpoint:
 class GuardedSocket:
     """What libp2p reads from and writes to: raises `ConnectionResetError` once the connection is over.
 
-    A read returns exactly what was asked, out of a buffer that one receive fills. A write is shielded from
+    A read returns exactly what was asked, out of a buffer that one receive fills. Whoever sends faster than this
+    process reads would never let it wait; so a reader gives way now and then. A write is shielded from
     cancellation, because half an encrypted message would make the rest of the connection unreadable.
     """
 
@@ -60,6 +63,8 @@ class GuardedSocket:
         self.received_bytes = 0
         """All that has come since the connection was made."""
         self._unchecked_bytes = 0
+        self._reads = 0
+        """Since the reader last gave way; `_READS_A_TURN` for that it is to with the next one."""
         self._check: Callable[[], None] = lambda: None
 
     def lift_allowance(self, check: Callable[[], None]) -> None:
@@ -70,6 +75,10 @@ class GuardedSocket:
     async def read(self, n: int | None = None) -> bytes:
         """Exactly `n` bytes; without `n`, what has arrived (at least one byte)."""
         wanted = 1 if n is None else n
+        self._reads += 1
+        if self._reads >= _READS_A_TURN:
+            self._reads = 0
+            await trio.lowlevel.checkpoint()
         while len(self._data) - self._position < wanted:
             await self._receive()
         end = len(self._data) if n is None else self._position + n
@@ -78,11 +87,13 @@ class GuardedSocket:
         return taken
 
     async def _receive(self) -> None:
+        self._reads = _READS_A_TURN  # unless it waits: more is there than was read so far
         while True:
             try:
                 data = self._sock.recv(_RECEIVE_BYTES)
                 break
             except BlockingIOError:
+                self._reads = 0
                 with _closed_is_reset():
                     await trio.lowlevel.wait_readable(self._sock)
             except OSError as error:
@@ -104,15 +115,21 @@ class GuardedSocket:
 
     async def write(self, data: bytes) -> None:
         """Send everything."""
-        view = memoryview(data)
-        with trio.CancelScope(shield=True):
-            while view:
-                try:
-                    view = view[self._sock.send(view) :]
-                except BlockingIOError:
+        rest = self._send(memoryview(data))
+        if rest:  # seldom: a shield costs as much as the sending
+            with trio.CancelScope(shield=True):
+                while rest:
                     await self._wait_writable()
-                except OSError as error:
-                    raise ConnectionResetError(f"the connection broke: {error.strerror}") from None
+                    rest = self._send(rest)
+
+    def _send(self, data: memoryview) -> memoryview:
+        """Send what the kernel takes at once; the rest is returned."""
+        try:
+            return data[self._sock.send(data) :]
+        except BlockingIOError:
+            return data
+        except OSError as error:
+            raise ConnectionResetError(f"the connection broke: {error.strerror}") from None
 
     async def _wait_writable(self) -> None:
         with trio.move_on_after(WRITE_SECONDS) as scope, _closed_is_reset():

@@ -14,7 +14,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -26,6 +26,7 @@ from p2pstore.errors import (
     StoreClosed,
 )
 from p2pstore.local.messages import Access, Hello, HelloReply, LocalKind
+from p2pstore.local.requests import Frame, LateFrame, RequestAhead, Waiter, reply_in
 from p2pstore.streams import (
     DEFAULT_PROGRESS_SECONDS,
     MAX_PASSED_DESCRIPTORS,
@@ -41,11 +42,9 @@ from p2pstore.wire import (
     MAX_PROTOCOL_VERSION,
     MIN_PROTOCOL_VERSION,
     PREFACE_LOCAL,
-    REPLY,
     Code,
     Failure,
     FrameBuffer,
-    FrameHeader,
     Message,
     decode_body,
     encode_frame,
@@ -65,25 +64,6 @@ PEER_GONE: Final = (
 _open_connections: weakref.WeakSet[LocalConnection] = weakref.WeakSet()
 
 
-class _Waiter:
-    """One request on its way."""
-
-    __slots__ = ("event", "frame", "on_late_frame")
-
-    def __init__(self) -> None:
-        self.frame: tuple[FrameHeader, bytes] | None = None
-        self.event: Event | None = None
-        self.on_late_frame: Callable[[tuple[FrameHeader, bytes]], None] | None = None
-        """Set when the caller has given up, but its reply may hold something to give back."""
-
-    def wake(self) -> bool:
-        """Let the caller look again. Whether it was waiting."""
-        event, self.event = self.event, None
-        if event is not None:
-            event.set()
-        return event is not None
-
-
 class LocalConnection:
     """An open connection to the local peer. Make one with `LocalConnection.open`.
 
@@ -96,7 +76,7 @@ class LocalConnection:
         self.path = path
         self.hello: HelloReply
         self.segments: list[memoryview] = []
-        self.collect_one_way: Callable[[], list[bytes]] = list
+        self.collect_one_way: Callable[[], Sequence[bytes]] = tuple
         self._driver = driver
         self._stream = stream
         self._process_id = os.getpid()
@@ -104,8 +84,9 @@ class LocalConnection:
         self._frames = FrameBuffer(LOCAL_LIMITS)
         self._receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._numbers = itertools.count(1)
-        self._waiters: dict[int, _Waiter] = {}
+        self._waiters: dict[int, Waiter] = {}
         self._receiving = False
+        self._receive_seconds = 0.0
         self._abandoned = 0
         # Guards the three above; held for microseconds, never awaited in.
         self._state = threading.Lock()
@@ -167,7 +148,7 @@ class LocalConnection:
                 if len(descriptors) > MAX_PASSED_DESCRIPTORS:
                     raise ProtocolError("the peer passed more descriptors than it has segments")
                 self._frames.feed(self._receive_buffer[:count])
-            self.hello = _reply_in(frame, LocalKind.HELLO, HelloReply)
+            self.hello = reply_in(frame, LocalKind.HELLO, HelloReply)
             negotiate_version(self.hello.version, self.hello.version)
             if len(descriptors) != len(self.hello.segments):
                 raise ProtocolError("the peer did not pass one descriptor per segment")
@@ -234,7 +215,7 @@ class LocalConnection:
         while True:
             frame = await self._exchange(kind, message, deadline, progress_seconds, on_late_frame)
             if not frame[0].flags & ERROR:
-                return _reply_in(frame, kind, reply_type)
+                return reply_in(frame, kind, reply_type)
             failure = decode_body(Failure, frame[1])
             if failure.code != Code.BUSY or time.monotonic() + BUSY_RETRY_SECONDS > deadline:
                 raise error_of(failure.code, failure.text, failure.detail)
@@ -246,8 +227,49 @@ class LocalConnection:
         message: Message,
         deadline: float,
         progress_seconds: float,
-        on_late_frame: Callable[[tuple[FrameHeader, bytes]], None] | None,
-    ) -> tuple[FrameHeader, bytes]:
+        on_late_frame: LateFrame | None,
+    ) -> Frame:
+        waiter, frame = self._register(kind, message)
+        try:
+            await self._send(frame)
+            await self._receive_or_wait(waiter, deadline)
+            if waiter.frame is None:
+                await self._receive_until(waiter, deadline, progress_seconds)
+        except BaseException:
+            self.give_up(waiter, on_late_frame)
+            raise
+        return self._taken(waiter)
+
+    async def request_ahead(
+        self,
+        kind: LocalKind,
+        message: Message,
+        reply_type: type[M],
+        *,
+        progress_seconds: float = DEFAULT_PROGRESS_SECONDS,
+    ) -> RequestAhead[M]:
+        """Send a request whose reply is received later, so that this process and the peer work at the same
+        time. `receive` or `abandon` must follow. Raises as `request`."""
+        waiter, frame = self._register(kind, message)
+        try:
+            await self._send(frame)
+        except BaseException:
+            self.give_up(waiter)
+            raise
+        return RequestAhead(self, waiter, kind, message, reply_type, progress_seconds)
+
+    async def reply_to(self, waiter: Waiter, progress_seconds: float) -> Frame:
+        """The reply to a request that was sent ahead. For `RequestAhead`."""
+        deadline = time.monotonic() + progress_seconds
+        try:
+            await self._receive_until(waiter, deadline, progress_seconds)
+        except BaseException:
+            self.give_up(waiter)
+            raise
+        return self._taken(waiter)
+
+    def _register(self, kind: LocalKind, message: Message) -> tuple[Waiter, bytes]:
+        """A new request and its frame to send; `_taken` or `give_up` must follow."""
         self.check_usable()
         number = next(self._numbers) & 0xFFFF_FFFF
         frame = encode_frame(kind, number, message)
@@ -256,33 +278,33 @@ class LocalConnection:
                 f"the batch needs a request of {len(frame):,} bytes; at most "
                 f"{LOCAL_LIMITS.body_bytes:,} are allowed: split it"
             )
-        waiter = _Waiter()
+        waiter = Waiter(number)
         with self._state:  # another thread may be going through them
             self._waiters[number] = waiter
-        try:
-            await self._send(frame)
+        return waiter, frame
+
+    async def _receive_until(
+        self, waiter: Waiter, deadline: float, progress_seconds: float
+    ) -> None:
+        """Receive, or have others receive, until the reply is there."""
+        while waiter.frame is None:
+            self.check_usable()
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(
+                    f"the local peer did not answer within {progress_seconds:g} s: it is overloaded, "
+                    "what was asked for did not come, or the timeout is too short"
+                )
             await self._receive_or_wait(waiter, deadline)
-            while waiter.frame is None:
-                self.check_usable()
-                if time.monotonic() >= deadline:
-                    raise DeadlineExceeded(
-                        f"the local peer did not answer within {progress_seconds:g} s: it is overloaded, "
-                        "what was asked for did not come, or the timeout is too short"
-                    )
-                await self._receive_or_wait(waiter, deadline)
-        except BaseException:
-            self._give_up(number, waiter, on_late_frame)
-            raise
+
+    def _taken(self, waiter: Waiter) -> Frame:
+        """The reply that has come."""
         with self._state:
-            del self._waiters[number]
+            del self._waiters[waiter.number]
+        assert waiter.frame is not None
         return waiter.frame
 
-    def _give_up(
-        self,
-        number: int,
-        waiter: _Waiter,
-        on_late_frame: Callable[[tuple[FrameHeader, bytes]], None] | None,
-    ) -> None:
+    def give_up(self, waiter: Waiter, on_late_frame: LateFrame | None = None) -> None:
+        """Nobody waits for this reply any more; `on_late_frame` gets it when it comes after all."""
         with self._state:
             if (
                 not self._receiving
@@ -292,7 +314,7 @@ class LocalConnection:
                 waiter.on_late_frame = on_late_frame
                 self._abandoned += 1
                 return
-            del self._waiters[number]
+            del self._waiters[waiter.number]
         if waiter.frame is not None and on_late_frame is not None:
             on_late_frame(waiter.frame)
 
@@ -304,34 +326,33 @@ class LocalConnection:
     async def receive_late_replies(self, timeout_seconds: float) -> None:
         """Receive for those who gave up, for at most that long."""
         deadline = time.monotonic() + timeout_seconds
-        onlooker = _Waiter()
-        number = -next(self._numbers)
+        onlooker = Waiter(-next(self._numbers))
         with self._state:
-            self._waiters[number] = onlooker
+            self._waiters[onlooker.number] = onlooker
         try:
             while self._abandoned and time.monotonic() < deadline:
                 self.check_usable()
                 await self._receive_or_wait(onlooker, deadline)
         finally:
             with self._state:
-                del self._waiters[number]
+                del self._waiters[onlooker.number]
 
     async def flush(self) -> None:
         """Send what `collect_one_way` has, if anything."""
         self.check_usable()
         await self._send()
 
-    async def _send(self, *frames: bytes) -> None:
+    async def _send(self, frame: bytes = b"") -> None:
         """Send whole frames: half a frame would spoil the connection for everybody who uses it."""
         async with self._sending:
             unasked = self.collect_one_way()
             if unasked:
-                frames = (*unasked, *frames)
-            if not frames:
+                frame = b"".join((*unasked, frame))
+            if not frame:
                 return
             self._is_sending = True
             try:
-                await self._stream.send_whole(b"".join(frames))
+                await self._stream.send_whole(frame)
             except DeadlineExceeded:
                 raise self._end(
                     "the local peer takes no more requests: its process hangs or was stopped; end it, start "
@@ -350,23 +371,23 @@ class LocalConnection:
             finally:
                 self._is_sending = False
 
-    async def _receive_or_wait(self, waiter: _Waiter, deadline: float) -> None:
+    async def _receive_or_wait(self, waiter: Waiter, deadline: float) -> None:
         """Receive once for everybody, or wait until somebody who receives has news for `waiter`."""
         event: Event | None = None
         with self._state:
-            receive = not self._receiving
-            if receive:
-                self._receiving = True
-            elif waiter.frame is None:
+            if waiter.frame is not None:  # who received before brought it along
+                return
+            if self._receiving:
                 event = waiter.event = self._driver.event()
-        if not receive:
-            if event is not None:
-                await event.wait(deadline - time.monotonic())
+            else:
+                self._receiving = True
+        if event is not None:
+            await event.wait(deadline - time.monotonic())
             return
         try:
-            self._stream.receive_seconds = max(0.001, deadline - time.monotonic())
+            self._limit_receiving(deadline - time.monotonic())
             count = await self._stream.receive_into(self._receive_buffer)
-            self._dispatch(self._receive_buffer[:count])
+            self._dispatch(self._receive_buffer[:count], waiter)
         except DeadlineExceeded:
             pass  # whose deadline it was, its waiter finds out
         except ProtocolError as error:
@@ -382,20 +403,28 @@ class LocalConnection:
                     if other.wake():
                         break  # that one receives from now on
 
-    def _dispatch(self, data: memoryview) -> None:
+    def _limit_receiving(self, seconds: float) -> None:
+        """Have the next receive take at most that long, or 1 % more: a new limit costs a system call."""
+        if not 0.99 * seconds <= self._receive_seconds <= 1.01 * seconds:
+            self._receive_seconds = self._stream.receive_seconds = max(0.001, seconds)
+
+    def _dispatch(self, data: memoryview, receiver: Waiter) -> None:
         """Give the frames that have arrived whole to those who wait for them."""
         if not data:
             self._end(PEER_GONE)
             return
         frame = self._frames.sole_frame(data)
         if frame is not None:
-            self._deliver(frame)
+            if frame[0].request_id == receiver.number:
+                receiver.frame = frame
+            else:
+                self._deliver(frame)
             return
         self._frames.feed(data)
         while (frame := self._frames.next_frame()) is not None:
             self._deliver(frame)
 
-    def _deliver(self, frame: tuple[FrameHeader, bytes]) -> None:
+    def _deliver(self, frame: Frame) -> None:
         number = frame[0].request_id
         with self._state:
             waiter = self._waiters.get(number)
@@ -445,19 +474,6 @@ class LocalConnection:
             os.close(nowhere)
 
 
-def _reply_in(frame: tuple[FrameHeader, bytes], kind: LocalKind, reply_type: type[M]) -> M:
-    """The reply in a frame. Raises the error that it carries instead."""
-    header, body = frame
-    if header.flags & ERROR:
-        failure = decode_body(Failure, body)
-        raise error_of(failure.code, failure.text, failure.detail)
-    if header.kind != kind or not header.flags & REPLY:
-        raise ProtocolError(
-            f"the local peer answered {kind.name} with a frame of kind {header.kind}"
-        )
-    return decode_body(reply_type, body)
-
-
 def _hangs(path: str) -> DeadlineExceeded:
     return DeadlineExceeded(
         f"the peer at {path} does not answer: its process hangs or was stopped; look at its log, or end "
@@ -469,10 +485,10 @@ def _take_late_reply(
     on_late_reply: Callable[[M], None],
     kind: LocalKind,
     reply_type: type[M],
-    frame: tuple[FrameHeader, bytes],
+    frame: Frame,
 ) -> None:
     if not frame[0].flags & ERROR:
-        on_late_reply(_reply_in(frame, kind, reply_type))
+        on_late_reply(reply_in(frame, kind, reply_type))
 
 
 def _let_go_of_inherited_sockets() -> None:

@@ -447,7 +447,8 @@ class TransportUse(Message, frozen=True):
 
 
 class PeerEntry(Message, frozen=True):
-    """A member. `round_trip_seconds` is a ping's, below 0 where none was answered yet."""
+    """A member. `round_trip_seconds` is a ping's, below 0 where none was answered yet; `directory` says how much
+    it knows of where objects are: `full`, `partitioned`, or empty where that is not known."""
 
     peer_id: bytes
     name: str
@@ -463,6 +464,7 @@ class PeerEntry(Message, frozen=True):
     heard_seconds_ago: float
     round_trip_seconds: float = -1.0
     transports: list[TransportUse] = []
+    directory: str = ""
 
 
 class PeersReply(Message, frozen=True):

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -20,9 +21,11 @@ from p2pstore.client.trio_client import Client, open_client, require_trio
 from p2pstore.config import PeerConfig
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError
+from p2pstore.gossip.directory_mode import ModeLimits
 from p2pstore.gossip.host import open_control_host
 from p2pstore.gossip.identity import Ed25519Verifier
 from p2pstore.gossip.machine import Gossip, GossipConfig
+from p2pstore.gossip.presets import preset
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
     ClusterRecord,
@@ -36,7 +39,7 @@ from p2pstore.local.paths import answers as somebody_answers
 from p2pstore.local.paths import default_socket_path
 from p2pstore.local.server import serve_local
 from p2pstore.nursery import open_background_nursery
-from p2pstore.objects import HybridClock, clock_from_unix_seconds, key_digest
+from p2pstore.objects import HybridClock, clock_from_unix_seconds, key_digest, parse_bytes
 from p2pstore.peer.addresses import (
     advertised,
     control_listen_address,
@@ -245,7 +248,7 @@ class _Assembly:
             self.verifier,
             self.incarnation,
             lambda: self._describe(segment),
-            GossipConfig(cluster=self.config.cluster),
+            self._gossip_config(),
             self.rng,
             wall_clock=lambda now: clock_from_unix_seconds(core.unix(now)),
             accepts_clock=lambda stamp, now: clock.observe(stamp, core.unix(now)),
@@ -261,6 +264,16 @@ class _Assembly:
             unix_offset_seconds=time.time() - time.monotonic(),
         )
         return core
+
+    def _gossip_config(self) -> GossipConfig:
+        config = self.config
+        index_bytes = parse_bytes(config.index_memory, "index_memory")
+        return replace(
+            preset(config.network),
+            cluster=config.cluster,
+            directory_setting=config.directory,
+            mode_limits=ModeLimits(index_bytes=index_bytes),
+        )
 
     def _describe(self, segment: Segment) -> PeerRecord:
         """What this peer offers now; gossip fills in sequence and head, and signs."""

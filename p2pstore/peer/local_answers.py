@@ -12,6 +12,7 @@ from p2pstore.errors import (
     DeadlineExceeded,
     ProtocolError,
 )
+from p2pstore.gossip.directory_mode import kept_name
 from p2pstore.gossip.records import PeerRecord, member_of
 from p2pstore.local import messages as local
 from p2pstore.peer.traffic import Traffic
@@ -120,4 +121,5 @@ def peer_entry(
             local.TransportUse(name, use.objects, use.bytes, use.failures)
             for name, use in sorted(traffic.used(member_of(record.peer_id)).items())
         ],
+        kept_name(record.directory),
     )

@@ -10,7 +10,7 @@ import p2pstore
 from p2pstore.core.flush import FlushEnd, FlushOperation
 from p2pstore.core.listing import ListedPage, ListOperation
 from p2pstore.core.lookup import LookupOperation, split_digests
-from p2pstore.core.presence import known_keys
+from p2pstore.core.presence import is_known, known_keys
 from p2pstore.core.put import MAX_REPLICAS
 from p2pstore.core.remove import RemoveOperation
 from p2pstore.core.replicate import ReplicateOperation
@@ -18,7 +18,7 @@ from p2pstore.gossip.messages import Status
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
 from p2pstore.local.server import LocalClient
-from p2pstore.objects import namespace_digest
+from p2pstore.objects import DIGEST_BYTES, namespace_digest
 from p2pstore.peer.local_answers import (
     MAX_WAIT_SECONDS,
     Answer,
@@ -50,6 +50,13 @@ _WITH_EFFECTS: Final = frozenset(
     }
 )
 """Requests answered at once that give the shell something to do; what is awaited sees to it itself."""
+
+_WHILE_LEAVING: Final = frozenset(
+    {LocalKind.STATISTICS, LocalKind.PEERS, LocalKind.RELEASE, LocalKind.ABORT}
+)
+"""Requests that are answered to the end."""
+_KNOWN: Final = local.ContainsReply(b"\1")
+_UNKNOWN: Final = local.ContainsReply(b"\0")
 
 
 class PeerLocalBackend:
@@ -116,7 +123,7 @@ class PeerLocalBackend:
 
     def handle(self, client: LocalClient, kind: LocalKind, message: Message) -> Answer:
         """The answer, or something to await that gives it."""
-        if kind not in (LocalKind.STATISTICS, LocalKind.PEERS, LocalKind.RELEASE, LocalKind.ABORT):
+        if kind not in _WHILE_LEAVING:
             self._node.check_open()
         answer: Answer = self._handlers[kind](client, message)
         if kind in _WITH_EFFECTS:  # not LEASE: its round trip should cost nothing else
@@ -137,18 +144,42 @@ class PeerLocalBackend:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def _contains(self, client: LocalClient, message: local.Contains) -> local.ContainsReply:
-        return local.ContainsReply(self._presence(client, message.digests))
+    def _contains(self, client: LocalClient, message: local.Contains) -> Answer:
+        packed, space = message.digests, namespace_digest(client.namespace)
+        if not self._core.gossip.partitions.knows_all:
+            return self._ask_contains(packed, space)
+        if len(packed) == DIGEST_BYTES:  # its round trip should cost nothing else
+            return _KNOWN if is_known(self._core, packed, self._now, space) else _UNKNOWN
+        return local.ContainsReply(self._presence(packed, space))
 
-    def _match_prefix(self, client: LocalClient, message: local.MatchPrefix) -> local.MatchedPrefix:
-        present = self._presence(client, message.digests)
-        first_absent = present.find(0)
-        return local.MatchedPrefix(len(present) if first_absent < 0 else first_absent)
+    async def _ask_contains(self, packed: bytes, space: bytes) -> local.ContainsReply:
+        return local.ContainsReply(await self._ask_presence(packed, space))
 
-    def _presence(self, client: LocalClient, packed_digests: bytes) -> bytes:
+    def _match_prefix(self, client: LocalClient, message: local.MatchPrefix) -> Answer:
+        packed, space = message.digests, namespace_digest(client.namespace)
+        if not self._core.gossip.partitions.knows_all:
+            return self._ask_match_prefix(packed, space)
+        return _matched(self._presence(packed, space))
+
+    async def _ask_match_prefix(self, packed: bytes, space: bytes) -> local.MatchedPrefix:
+        return _matched(await self._ask_presence(packed, space))
+
+    async def _ask_presence(self, packed_digests: bytes, namespace: bytes) -> bytes:
+        """As `_presence`, asking homes of keys that are not known here: it need not know all."""
+        digests = check_batch(split_digests(packed_digests))
+        known = known_keys(self._core, digests, self._now, namespace)
+        missing = [digest for digest in digests if digest not in known]
+        operation = LookupOperation(self._core, missing, namespace=namespace)
+        found = await self._node.complete(self._core.start(operation, self._now))
+        for digest, copies in zip(missing, found, strict=True):
+            if any(copy.reachable for copy in copies):
+                known.add(digest)
+        return bytes([digest in known for digest in digests])
+
+    def _presence(self, packed_digests: bytes, namespace: bytes) -> bytes:
         """A byte per digest: 1 when some live peer is known to hold it."""
         digests = check_batch(split_digests(packed_digests))
-        known = known_keys(self._core, digests, self._now, namespace_digest(client.namespace))
+        known = known_keys(self._core, digests, self._now, namespace)
         return bytes([digest in known for digest in digests])
 
     async def _locate(self, client: LocalClient, message: local.Locate) -> local.Located:
@@ -248,3 +279,8 @@ class PeerLocalBackend:
             if self._segment.find(digest, self._unix) is None:
                 self._core.fetch(digest, self._now)
         return Empty()
+
+
+def _matched(present: bytes) -> local.MatchedPrefix:
+    first_absent = present.find(0)
+    return local.MatchedPrefix(len(present) if first_absent < 0 else first_absent)

@@ -166,12 +166,9 @@ class LocalPuts:
             raise ProtocolError("not a location record")
         if message.peer_id != self._core.peer_id:
             now = self._node.now
-            self._core.gossip.directory.early(
-                member_of(message.peer_id),
-                message.incarnation,
-                [message.sequence],
-                message.record,
-                now,
+            position = (message.incarnation, message.sequence)
+            self._core.gossip.locations.heard(
+                member_of(message.peer_id), position, message.record, now
             )
             stamp = decode_location(message.record).version.clock
             self._core.clock.observe(stamp, self._core.unix(now))  # later puts are above it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import groupby
@@ -38,14 +39,24 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.host import ControlHost
 from p2pstore.gossip.link import LinkError
-from p2pstore.gossip.machine import Ask, Contact, Duplicate, FetchSnapshot, SnapshotHead
+from p2pstore.gossip.machine import (
+    Answer,
+    Ask,
+    Contact,
+    Duplicate,
+    FetchSnapshot,
+    Later,
+    SnapshotHead,
+)
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.membership import MemberChange
 from p2pstore.gossip.messages import ControlKind, Status
 from p2pstore.gossip.records import PeerId, PeerRecord, format_peer_id
+from p2pstore.gossip.snapshots import CheckedSnapshot, check_snapshot
 from p2pstore.objects import chunk_sums, root_checksum
 from p2pstore.peer.credentials import Credentials
 from p2pstore.peer.joining import Joining
+from p2pstore.peer.later_replies import LaterReplies
 from p2pstore.peer.saving import StateSaver
 from p2pstore.peer.watching import PeerWatch
 from p2pstore.statedir import StateDirectory
@@ -60,7 +71,7 @@ from p2pstore.transfer.transport import (
     Transport,
     pull_with_failover,
 )
-from p2pstore.wire import Code, Failure, Message, code_of
+from p2pstore.wire import Code, Failure, Message, code_of, error_of
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -91,6 +102,8 @@ class Node:
     ) -> None:
         self.config = config
         self.core = core
+        core.gossip.directory.share(threading.Lock())  # see `Peer.locate_nowait`
+        core.gossip.locations.share(threading.Lock())
         self.host_id = host_id
         self.saver = StateSaver(core, state) if state is not None else None
         self.rng = rng
@@ -117,6 +130,7 @@ class Node:
         self.credentials: Credentials
         self.transports: Sequence[Transport] = ()
         self._nursery: trio.Nursery
+        self._later_replies = LaterReplies()
         self._limiter = trio.CapacityLimiter(MAX_EFFECTS_UNDER_WAY)
         self._waiting: dict[int, trio.Event] = {}
         self._wake = trio.Event()
@@ -124,6 +138,8 @@ class Node:
         self._refused_by: set[PeerId] = set()
         self._doubted: set[bytes] = set()
         self._drained = trio.Event()
+        self._kept_version = -1
+        self._ended = False
 
     @property
     def now(self) -> float:
@@ -145,7 +161,12 @@ class Node:
             nursery.start_soon(self.joining.watch_names, self.host)
             task_status.started()
             self.process()
-            await self._tick_forever()
+            try:
+                await self._tick_forever()
+            finally:
+                # Other peers ask on until the host has closed their connections, and a nursery that is
+                # about to end takes no more tasks.
+                self._ended = True
 
     async def _tick_forever(self) -> None:
         while True:
@@ -161,9 +182,19 @@ class Node:
             self.core.unix_offset_seconds = time.time() - self.now
             self.core.tick(self.now)
             self.process()
+            self._keep_neighbours()
+
+    def _keep_neighbours(self) -> None:
+        """Let the host keep the connections that gossip uses all the time, and close others."""
+        view = self.core.gossip.view
+        if view.version != self._kept_version:
+            self._kept_version = view.version
+            self.host.keeper.keep(view.neighbours())
 
     def process(self) -> None:
         """Carry out what the core has decided. Call it after everything that touches the core."""
+        if self._ended:
+            return
         self.core.gossip_arrived(self.now)
         for change in self.core.gossip.take_changes():
             self._member_changed(change)
@@ -184,6 +215,8 @@ class Node:
         )
         if change.new > Status.SUSPECT:
             self._nursery.start_soon(self.host.disconnect, change.peer_id)
+        elif change.new is Status.ALIVE and self.saver is not None:
+            self.saver.member_came()
 
     def _execute(self, effect: object) -> None:
         if isinstance(effect, OperationFinished):
@@ -194,6 +227,8 @@ class Node:
             self._nursery.start_soon(self._carry_out, self._ask_peer, effect)
         elif isinstance(effect, Ask):
             self._nursery.start_soon(self._carry_out, self._ask_control, effect)
+        elif isinstance(effect, Answer):
+            self._later_replies.give(effect)
         elif isinstance(effect, PullObject):
             self._nursery.start_soon(self._carry_out, self._pull, effect)
         elif isinstance(effect, FetchSnapshot):
@@ -371,6 +406,10 @@ class Node:
         except LinkError as error:
             if error.code in ADMISSION_CODES:
                 self._refused(effect.peer_id, error)
+            elif (
+                error.refused and error.code is not None and effect.kind == ControlKind.PING_REQUEST
+            ):
+                reply = Failure(int(error.code), str(error))  # the helper is well
             logger.debug("control request to %s failed: %s", format_peer_id(effect.peer_id), error)
         else:
             if not self.contacted.is_set():
@@ -395,20 +434,28 @@ class Node:
         self.process()
 
     async def serve_control(self, sender: PeerId, kind: int, request: Message) -> Message:
-        """The control host's handler."""
+        """The control host's handler. Raises `StoreClosed` when this peer does not run any more."""
+        if self._ended:
+            raise StoreClosed("this peer has left")
         reply, effects = self.core.gossip.serve(sender, ControlKind(kind), request, self.now)
         for effect in effects:
             self.core.emit(effect)
         self.process()
+        if isinstance(reply, Later):
+            reply = await self._later_replies.wait(reply)
+        if isinstance(reply, Failure):
+            raise error_of(reply.code, reply.text, reply.detail)
         return reply
 
     def control_lost(self, peer_id: PeerId) -> None:
-        """The control connection to a peer broke."""
-        self._take(lambda: self.core.gossip.connection_lost(peer_id, self.now))
+        """The control connection to a peer broke: readers turn to others at once; whether the peer is gone,
+        gossip finds out."""
+        self.core.peer_failed(peer_id, self.now)
+        self.process()
 
     async def _fetch_snapshot(self, effect: FetchSnapshot) -> None:
         head: SnapshotHead | None = None
-        packed = b""
+        checked: bytes | CheckedSnapshot = b""
         with trio.move_on_after(effect.timeout_seconds):
             try:
                 reply, bulk = await self.pool.request_bulk(
@@ -418,11 +465,15 @@ class Node:
                     MAX_SNAPSHOT_BYTES,
                 )
                 if isinstance(reply, SnapshotReply):
+                    checked = await trio.to_thread.run_sync(
+                        check_snapshot, bulk, abandon_on_cancel=True
+                    )
                     head = SnapshotHead(reply.incarnation, reply.sequence, reply.set_hash)
-                    packed = bytes(bulk)
+            except ProtocolError as error:
+                logger.warning("dropped what a peer sent: %s", error)
             except (P2PStoreError, OSError, ValueError) as error:
                 logger.debug("snapshot failed: %s", error)
-        self._take(lambda: self.core.gossip.snapshot_fetched(effect.token, head, packed, self.now))
+        self._take(lambda: self.core.gossip.snapshot_fetched(effect.token, head, checked, self.now))
 
     async def _contact(self, effect: Contact) -> None:
         await self.joining.contact(self.host, effect.addresses)

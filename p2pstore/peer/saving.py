@@ -1,4 +1,5 @@
-"""Writing what must survive this process: floors at once, the clock and the address book now and then. Shell."""
+"""Writing what must survive this process: floors at once, the address book soon after members came, the clock now
+and then. Shell."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ logger = logging.getLogger("p2pstore.peer")
 FLOORS_SLACK: Final = 1000
 """Superseded floors in the file before it is written anew."""
 SAVE_INTERVAL_SECONDS: Final = 10.0
+MEMBERS_SECONDS: Final = 0.5
+"""Members come in groups: those of so long are saved together."""
 MAX_UNSAVED: Final = 100_000
 """Floors that wait for a disk that takes none. Beyond it the file is written anew when it takes some."""
 
@@ -31,6 +34,7 @@ class StateSaver:
         self.state = state
         self._unsaved: deque[SignedRecord] = deque(maxlen=MAX_UNSAVED)
         self._lost_unsaved = False
+        self._save_soon = trio.Event()
         self._save_now = trio.Event()
         self._saving = trio.Lock()
 
@@ -38,14 +42,21 @@ class StateSaver:
         """Have a cluster record written soon."""
         self._lost_unsaved |= len(self._unsaved) == MAX_UNSAVED
         self._unsaved.append(record)
+        self._save_soon.set()
         self._save_now.set()
+
+    def member_came(self) -> None:
+        """Have the address book written soon: a cluster of which all are killed finds itself by nothing else."""
+        self._save_soon.set()
 
     async def run(self) -> None:
         """Save until cancelled."""
         while True:
             with trio.move_on_after(SAVE_INTERVAL_SECONDS):
-                await self._save_now.wait()
-            self._save_now = trio.Event()
+                await self._save_soon.wait()
+                with trio.move_on_after(MEMBERS_SECONDS):
+                    await self._save_now.wait()
+            self._save_soon, self._save_now = trio.Event(), trio.Event()
             await self.save()
 
     async def save(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import p2pstore
 from p2pstore.core.peer_core import PeerCore
+from p2pstore.gossip.directory_mode import kept_name
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import format_peer_id
 
@@ -31,7 +33,8 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         "leased_bytes": segment.leased_bytes,
         "objects": segment.object_count,
         "operations": core.operations_under_way,
-        "known_locations": core.gossip.directory.record_count,
+        "known_locations": core.gossip.locations.record_count,
+        "directory": core.gossip.partitions.document(),
         "floors": len(core.gossip.cluster_records),
         "log_sequence": core.gossip.log.sequence,
         "counters": dict(sorted(core.counters.items())),
@@ -39,6 +42,7 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         "joined": node.contacted.is_set(),
         "served": {"tcp": {"objects": node.served.objects, "bytes": node.served.bytes}},
         "received": node.watch.traffic.document(),
+        "connections": _connections(node),
     }
     if private:
         record = core.gossip.membership.own.record
@@ -48,6 +52,15 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         document["data"] = list(record.data) if record is not None else []
         document["slow"] = node.watch.slow.document()
     return document
+
+
+def _connections(node: Node) -> dict[str, int]:
+    """Control connections: how many are open, how many neighbours they are kept for, and what became of others."""
+    return {
+        "open": node.host.open_connections,
+        "neighbours": len(node.core.gossip.neighbours()),
+        **asdict(node.host.keeper.counts),
+    }
 
 
 def _seconds_ago(then: float, now: float) -> float | None:
@@ -69,6 +82,7 @@ def cluster_document(core: PeerCore, now: float) -> dict[str, Any]:
                 now if record.peer_id == core.peer_id else state.heard_at, now
             ),
             "software": record.software,
+            "directory": kept_name(record.directory),
         }
         for state in core.gossip.membership.live()
         if (record := state.record) is not None

@@ -29,10 +29,12 @@ from p2pstore.core.serving import reply_of
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.gossip import messages as control
 from p2pstore.gossip.machine import (
+    Answer,
     Ask,
     Contact,
     FetchSnapshot,
     Gossip,
+    Later,
     SnapshotHead,
 )
 from p2pstore.gossip.records import (
@@ -92,6 +94,8 @@ class SimulatedPeer:
         self.life = 0
         self.core: PeerCore | None = None
         self.memory = memoryview(b"")
+        self.answered_later: dict[int, Callable[[Any], None]] = {}
+        """What to do with the reply to a control request that was answered by `Later`."""
         self._waiting: dict[int, Callable[[Any], None]] = {}
         self._tick_at = float("inf")
 
@@ -144,6 +148,7 @@ class SimulatedPeer:
         if self.keeps_cold:
             self.core.floors.return_with(self.disk.cold_objects(), now)
         self._waiting.clear()
+        self.answered_later.clear()
         self._tick_at = float("inf")
         self._save_later(self.life)
         self.settle()
@@ -219,6 +224,8 @@ class SimulatedPeer:
     def _execute(self, effect: object) -> None:
         if isinstance(effect, Ask):
             self._ask_control(effect)
+        elif isinstance(effect, Answer):
+            self.answered_later.pop(effect.token)(effect.reply)
         elif isinstance(effect, AskPeer):
             self._ask_data(effect)
         elif isinstance(effect, PullObject):
@@ -301,7 +308,15 @@ class SimulatedPeer:
                 return
             for effect in effects:
                 peer.core.emit(effect)
-            reply(decode_body(control.REPLIES[ask.kind], encode_body(answer)))
+
+            def send(message: Message) -> None:
+                kind = Failure if isinstance(message, Failure) else control.REPLIES[ask.kind]
+                reply(decode_body(kind, encode_body(message)))
+
+            if isinstance(answer, Later):
+                peer.answered_later[answer.token] = send
+            else:
+                send(answer)
 
         def finish(answer: Any) -> None:
             assert self.core is not None

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from p2pstore.errors import BufferTooSmall, ProtocolError
 from p2pstore.objects import (
     CHUNK_BYTES,
-    DIGEST_BYTES,
     MIB,
     chunk_bounds,
     chunk_sum,
@@ -91,11 +90,12 @@ class SegmentReader:
     def contains(self, digest: bytes) -> bool:
         """Whether the index lists `digest` now. Not verified: expired objects count until the
         owner collects them, and a key may be missed for the moment in which its entry moves."""
-        start = self._index_offset + index_home(digest, self._index_entries) * INDEX_ENTRY_BYTES
-        if (
-            self._view[start : start + DIGEST_BYTES] == digest
-        ):  # nearly always where it would be best
-            return True
+        home = index_home(digest, self._index_entries)
+        there, _, used = decode_index_entry(
+            self._view, self._index_offset + home * INDEX_ENTRY_BYTES
+        )
+        if not used or there == digest:  # nearly always that settles it
+            return used
         return self._find_slot(digest) is not None
 
     def contains_many(self, digests: bytes) -> NDArray[np.bool_]:

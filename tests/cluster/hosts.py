@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import secrets
@@ -12,12 +13,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Final
 
 COMMAND = [sys.executable, "-m", "mooncake_p2p"]
 COMMAND_SECONDS = 60.0
 NAMES = Path("/etc/netns")
 """`ip netns exec` puts what is in here over /etc."""
+_CLONE_NEWNET: Final = 0x40000000
 
 
 def ip(*arguments: str) -> None:
@@ -59,6 +61,17 @@ class Host:
             "MOONCAKE_P2P_MEMORY": "16MiB",
             "MOONCAKE_P2P_NAME": name,
         }
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Sockets that this thread opens in the block are on this host."""
+        with Path("/proc/thread-self/ns/net").open() as outside:
+            with Path("/run/netns", self.name).open() as here:
+                _enter(here)
+            try:
+                yield
+            finally:
+                _enter(outside)
 
     def run(self, *arguments: str, input: str = "") -> subprocess.CompletedProcess[str]:
         """A command on this host."""
@@ -108,6 +121,13 @@ class Host:
         shutil.rmtree(NAMES / self.name, ignore_errors=True)
 
 
+def _enter(namespace: IO[str]) -> None:
+    """`os.setns` is younger than the oldest Python here."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+
+
 def _command_line(process_id: str) -> str:
     try:
         return Path(f"/proc/{process_id}/cmdline").read_text()
@@ -132,8 +152,9 @@ class Network:
         self.hosts.append(host)
         return host
 
-    def connect(self, host: Host, interface: str, *addresses: str) -> None:
-        """Give the host an interface on the bridge, with these addresses (`ADDRESS/LENGTH`)."""
+    def connect(self, host: Host, interface: str, *addresses: str) -> str:
+        """Give the host an interface on the bridge, with these addresses (`ADDRESS/LENGTH`). Returns the
+        bridge's end of its cable, for `unplug` and `plug_in`."""
         other = f"v{secrets.token_hex(4)}"
         ip("-n", host.name, "link", "add", interface, "type", "veth", "peer", "name", other)
         ip("-n", host.name, "link", "set", other, "netns", self.name)
@@ -143,6 +164,15 @@ class Network:
             # Without `nodad` an IPv6 address can be bound only a second later.
             extra = ["nodad"] if ":" in address else []
             ip("-n", host.name, "address", "add", address, "dev", interface, *extra)
+        return other
+
+    def unplug(self, cable: str) -> None:
+        """Lose all that comes from and goes to that host, without a word to it: its link stays up."""
+        ip("-n", self.name, "link", "set", cable, "nomaster")
+
+    def plug_in(self, cable: str) -> None:
+        """End what `unplug` began."""
+        ip("-n", self.name, "link", "set", cable, "master", "bridge")
 
     def name_hosts(self, name: str, addresses: Sequence[str]) -> None:
         """Let `name` stand for these addresses on every host."""

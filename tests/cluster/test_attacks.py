@@ -55,6 +55,7 @@ from p2pstore.wire import Empty, Message
 from tests.cluster.test_cli import Peer as Process
 from tests.cluster.test_cli import eventually, new_machine
 from tests.cluster.test_open_peer import cluster, config, until
+from tests.long_runs import only_in_long_runs
 
 HUGE = 2**64 - 1
 
@@ -524,7 +525,8 @@ for number in range(10**9):
 
 
 @pytest.mark.slow
-def test_peers_and_clients_killed_at_any_moment() -> None:
+@pytest.mark.parametrize("rounds", [6, pytest.param(24, marks=only_in_long_runs)])
+def test_peers_and_clients_killed_at_any_moment(rounds: int) -> None:
     """While joining, in puts, leases and replication: who stays serves, and keeps nothing of the dead."""
     rng = Random(3)
     with new_machine() as machine:
@@ -532,7 +534,7 @@ def test_peers_and_clients_killed_at_any_moment() -> None:
         bootstrap = ["--bootstrap", first.ready["control"]]
         second = machine.join("second", *bootstrap)
         value = rng.randbytes(2 * MIB)
-        for number in range(12):
+        for number in range(rounds):
             victim = Process(machine, "victim", *bootstrap)
             if number % 3 == 0:
                 time.sleep(rng.random())
@@ -562,8 +564,8 @@ def test_peers_and_clients_killed_at_any_moment() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [3, 12])
-def test_a_stopped_peer_holds_nobody_up_and_comes_back(seconds: float) -> None:
+def test_a_stopped_peer_holds_nobody_up_and_comes_back() -> None:
+    """Once before it is declared dead, and once after that."""
     with new_machine() as machine:
         first = machine.join("first")
         bootstrap = ["--bootstrap", first.ready["control"]]
@@ -573,21 +575,22 @@ def test_a_stopped_peer_holds_nobody_up_and_comes_back(seconds: float) -> None:
         second.client.put("alone", b"alone")
         third.client.put("both", b"both", replicas=3)
         eventually(lambda: first.client.contains("alone"))
-        second.process.send_signal(signal.SIGSTOP)
-        try:
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:
-                begin = time.monotonic()
-                with suppress(errors.NoSuchKey, errors.Unavailable, errors.DeadlineExceeded):
-                    first.client.get("alone")
-                assert first.client.get("both") == b"both"
-                first.client.put(f"new/{begin}", b"value", replicas=2)
-                assert time.monotonic() - begin < 15
-        finally:
-            second.process.send_signal(signal.SIGCONT)
-        eventually(lambda: all(peer.alive() == 3 for peer in peers))
-        assert first.client.get("alone", wait=5) == b"alone"
-        second.client.put("after", b"after")
-        assert third.client.get("after", wait=5) == b"after"
+        for seconds in (3, 12):
+            second.process.send_signal(signal.SIGSTOP)
+            try:
+                end = time.monotonic() + seconds
+                while time.monotonic() < end:
+                    begin = time.monotonic()
+                    with suppress(errors.NoSuchKey, errors.Unavailable, errors.DeadlineExceeded):
+                        first.client.get("alone")
+                    assert first.client.get("both") == b"both"
+                    first.client.put(f"new/{begin}", b"value", replicas=2)
+                    assert time.monotonic() - begin < 15
+            finally:
+                second.process.send_signal(signal.SIGCONT)
+            eventually(lambda: all(peer.alive() == 3 for peer in peers))
+            assert first.client.get("alone", wait=5) == b"alone"
+            second.client.put(f"after {seconds}", b"after")
+            assert third.client.get(f"after {seconds}", wait=5) == b"after"
         for peer in peers:
             assert "Traceback" not in peer.log.read_text()

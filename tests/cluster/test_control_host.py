@@ -33,7 +33,6 @@ from p2pstore.gossip import host as host_module
 from p2pstore.gossip import link as link_module
 from p2pstore.gossip import sockets as sockets_module
 from p2pstore.gossip.admission import Opener
-from p2pstore.gossip.connection import Stream
 from p2pstore.gossip.host import ControlHost, open_control_host
 from p2pstore.gossip.identity import Identity
 from p2pstore.gossip.link import LinkError, open_asking_stream
@@ -316,10 +315,10 @@ class Attacker:
     @classmethod
     async def connect(cls, host: ControlHost, victim: ControlHost) -> Attacker:
         connection = await host._dial(None, [address_of(victim)], SECONDS)
-        stream = Stream(await connection.muxed.open_stream())
+        stream = await connection.muxed.open_stream()
         communicator = MultiselectCommunicator(stream)  # type: ignore[arg-type]
         await MultiselectClient().select_one_of([host_module._PROTOCOL], communicator)
-        stream.lift_allowance()
+        await stream.lift_allowance()
         return cls(connection, stream)
 
     async def be_admitted(self, host: ControlHost) -> None:
@@ -377,18 +376,16 @@ async def test_streams_beyond_four_are_reset(victim: Victim) -> None:
     host, _ = victim
     async with opened(3) as hostile:
         connection = await hostile._dial(None, [address_of(host)], SECONDS)
-        streams = [Stream(await connection.muxed.open_stream()) for _ in range(30)]
+        streams = [await connection.muxed.open_stream() for _ in range(30)]
         for stream in streams[10:]:
             await Attacker(connection, stream).expect_closed()
-        assert all(each.opened_by_other <= 4 for each in host._connections[peer_id(3)])
+        [connection] = host._connections[peer_id(3)]
+        assert len(connection.muxed._session.streams) <= 4
 
 
 @pytest.mark.parametrize("admitted", [False, True])
-async def test_unread_data_is_bounded(
-    victim: Victim, monkeypatch: pytest.MonkeyPatch, admitted: bool
-) -> None:
-    """yamux does not enforce its own windows: a flood that nobody reads ends the connection."""
-    monkeypatch.setattr(connection_module, "_BUFFER_BYTES", 1024 * 1024)
+async def test_unread_data_is_bounded(victim: Victim, admitted: bool) -> None:
+    """A flood that does not care for the window ends the connection."""
     host, seen = victim
     async with opened(3) as hostile:
         attacker = await Attacker.connect(hostile, host)
@@ -398,14 +395,14 @@ async def test_unread_data_is_bounded(
                 request = PingRequest(b"", 1)
                 await attacker.stream.write(encode_frame(ControlKind.PING_REQUEST, number, request))
             await until(lambda: seen.held == 64)
-            flooded = attacker.stream._stream.stream_id
+            flooded = attacker.stream.state.number
         else:
             flooded = 99  # opened by this very frame
         with contextlib.suppress(Exception), trio.fail_after(SECONDS):
             for number in range(400):
                 flags = 1 if number == 0 and not admitted else 0
                 header = struct.pack("!BBHII", 0, 0, flags, flooded, 65536)
-                await attacker.connection.muxed._write_frame(header + bytes(65536))
+                await attacker.connection.muxed.send(header + bytes(65536))
         await until(attacker.connection.ended.is_set)
         await until(lambda: peer_id(3) not in host._connections)
         assert bool(seen.lost) == admitted
@@ -679,3 +676,34 @@ async def test_a_callback_that_fails_does_not_end_the_host() -> None:
         dial(host).close()
         async with opened(3) as other:
             await ping(other, peer_id(1), address_of(host))
+
+
+async def test_who_sends_faster_than_is_read_does_not_hold_up_everything_else() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    guarded = sockets_module.GuardedSocket(accepted, 1 << 30)
+    sender.setblocking(False)
+    sent = bytes(range(256)) * 1024
+    left = memoryview(sent)
+    others = 0
+
+    async def other() -> None:
+        nonlocal others
+        while True:
+            await trio.lowlevel.checkpoint()
+            others += 1
+
+    received = bytearray()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other)
+        with trio.fail_after(10):
+            while len(received) < len(sent):
+                with contextlib.suppress(BlockingIOError):  # there is always more to read
+                    left = left[sender.send(left) :]
+                received += await guarded.read(64)
+        nursery.cancel_scope.cancel()
+    assert received == sent
+    assert others >= len(sent) / 64 / 64 / 2
+    guarded.abort()
+    sender.close()

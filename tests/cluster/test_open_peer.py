@@ -18,6 +18,7 @@ import trio
 import p2pstore
 from p2pstore import PeerConfig, errors
 from p2pstore.core import listing, serving
+from p2pstore.gossip.messages import ControlKind, Ping
 from p2pstore.keyring import new_cluster_key
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer, saving
@@ -536,3 +537,28 @@ async def test_superseded_floors_do_not_fill_the_disk(
             await saver.save()
             assert directory.floors_in_file <= 2 * 1 + 3 + 2
         assert len(directory.load_floors()) < 12
+
+
+async def test_a_peer_that_has_left_refuses_what_others_still_ask(tmp_path: Path) -> None:
+    """Their connections end a moment after it does; that is no error of this program."""
+    async with open_peer(config(tmp_path, "gone")) as peer:
+        node = peer.node
+    with pytest.raises(errors.StoreClosed, match="has left"):
+        await node.serve_control(node.core.peer_id, ControlKind.PING, Ping(1, []))
+    node.process()
+
+
+async def test_addresses_are_kept_as_soon_as_peers_have_met(tmp_path: Path) -> None:
+    """Who is killed a moment later finds the others by them."""
+    states = [str(tmp_path / name) for name in ("state-a", "state-b")]
+    async with (
+        open_peer(config(tmp_path, "a", state_dir=states[0])) as a,
+        open_peer(config(tmp_path, "b", a, state_dir=states[1])) as b,
+    ):
+
+        def kept(state: str, other: Peer) -> bool:
+            book = Path(state, "addresses.json")
+            return book.exists() and other.control in book.read_text()
+
+        seconds = saving.SAVE_INTERVAL_SECONDS / 2
+        await until(lambda: kept(states[0], b) and kept(states[1], a), seconds)

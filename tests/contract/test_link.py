@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import trio
@@ -14,8 +15,10 @@ from p2pstore.errors import CapacityExceeded
 from p2pstore.gossip.host import open_control_host
 from p2pstore.gossip.identity import Identity
 from p2pstore.gossip.link import Handler, Link, LinkError
+from p2pstore.gossip.memory_link import MemoryNetwork, open_memory_link
 from p2pstore.gossip.messages import (
     Ack,
+    Claim,
     ControlKind,
     Delta,
     Exchange,
@@ -26,6 +29,7 @@ from p2pstore.gossip.messages import (
 )
 from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.keyring import KeyRing
+from p2pstore.nursery import open_background_nursery
 from p2pstore.wire import Code, Empty, Message
 
 SECONDS = 10.0
@@ -38,12 +42,14 @@ class Answerer:
 
     gate: trio.Event = field(default_factory=trio.Event)
     held: int = 0
+    pings: int = 0
     callers: set[PeerId] = field(default_factory=set)
 
     async def __call__(self, peer_id: PeerId, kind: int, request: Message) -> Message:
         self.callers.add(peer_id)
         match request:
             case Ping():
+                self.pings += 1
                 return Ack(request.incarnation + 1, request.claims)
             case PingRequest():  # answered when the gate opens
                 self.held += 1
@@ -54,6 +60,8 @@ class Answerer:
                 return ExchangeReply(nothing, request.digest[::-1], request.cluster_hash, b"")
             case Leave():  # refuses on purpose
                 raise CapacityExceeded("no room")
+            case Delta() if request.claims:  # more than a frame takes
+                return Exchange(bytes(4 * 1024 * 1024), 0, b"", [])
         raise RuntimeError("secret detail")
 
 
@@ -69,12 +77,100 @@ class Pair:
     lost: list[PeerId]
     stop_peer: Callable[[], Awaitable[None]]
     """Make the answering side go away without a word."""
+    cut: Callable[[str], None]
+    """Let nothing pass "there" (to the answering side) or "back" any more; it arrives after `heal`."""
+    heal: Callable[[], None]
+    peer: Link
+    """The other side's link."""
+    addresses_of_asker: list[str] = field(default_factory=list)
 
     async def ask(self, kind: int, request: Message, timeout: float = SECONDS) -> Message:
         return await self.link.ask(self.peer_id, self.addresses, kind, request, timeout)
 
     async def ping(self, number: int) -> None:
         assert await self.ask(ControlKind.PING, Ping(number, [])) == Ack(number + 1, [])
+
+
+class Proxy:
+    """A TCP connection's way through this test, each direction of which can be held up."""
+
+    def __init__(self, nursery: trio.Nursery, target: tuple[str, int]) -> None:
+        self._nursery = nursery
+        self._target = target
+        self._gates = {"there": trio.Event(), "back": trio.Event()}
+        self.heal()
+
+    async def listen(self) -> int:
+        """The port that leads to the target."""
+        serve = partial(trio.serve_tcp, self._connected, 0, host="127.0.0.1")
+        [listener] = await self._nursery.start(serve)
+        port: int = listener.socket.getsockname()[1]
+        return port
+
+    def cut(self, direction: str) -> None:
+        self._gates[direction] = trio.Event()
+
+    def heal(self) -> None:
+        for gate in self._gates.values():
+            gate.set()
+
+    async def _connected(self, client: trio.SocketStream) -> None:
+        try:
+            server = await trio.open_tcp_stream(*self._target)
+        except OSError:
+            return  # it is gone: the client's connection ends with this task
+        async with server, trio.open_nursery() as nursery:
+            nursery.start_soon(self._pump, "there", client, server, nursery.cancel_scope)
+            nursery.start_soon(self._pump, "back", server, client, nursery.cancel_scope)
+
+    async def _pump(
+        self,
+        direction: str,
+        source: trio.SocketStream,
+        target: trio.SocketStream,
+        scope: trio.CancelScope,
+    ) -> None:
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            while data := await source.receive_some(65536):
+                await self._gates[direction].wait()
+                await target.send_all(data)
+        scope.cancel()
+
+
+@asynccontextmanager
+async def memory_links(answerer: Handler) -> AsyncIterator[Pair]:
+    """Two links over streams in memory."""
+    lost: list[PeerId] = []
+    ours, theirs = (Identity(bytes([number]) * 32).peer_id for number in (1, 2))
+    assert isinstance(answerer, Answerer)
+    network = MemoryNetwork()
+    opened = partial(
+        open_memory_link, ring=KeyRing([b"k" * 32]), cluster="contract", handler=answerer
+    )
+    async with (
+        opened(network, "one", peer_id=ours, on_lost=lost.append) as link,
+        opened(network, "two", peer_id=theirs, on_lost=lambda _: None) as other,
+    ):
+
+        async def stop_peer() -> None:
+            other.close()
+
+        def cut(direction: str) -> None:
+            network.cut(*((ours, theirs) if direction == "there" else (theirs, ours)))
+
+        yield Pair(
+            link,
+            ours,
+            theirs,
+            ["two"],
+            answerer,
+            lost,
+            stop_peer,
+            cut,
+            network.heal,
+            other,
+            ["one"],
+        )
 
 
 @asynccontextmanager
@@ -102,17 +198,31 @@ async def control_hosts(answerer: Handler) -> AsyncIterator[Pair]:
             on_lost=lambda _: None,
             software="answerer",
         ) as other,
+        open_background_nursery() as nursery,
     ):
+        proxy = Proxy(nursery, other.listening)
+        address = f"127.0.0.1:{await proxy.listen()}"
 
         async def stop_peer() -> None:
             other.close()
 
-        address = f"127.0.0.1:{other.listening[1]}"
-        yield Pair(link, ours.peer_id, theirs.peer_id, [address], answerer, lost, stop_peer)
+        yield Pair(
+            link,
+            ours.peer_id,
+            theirs.peer_id,
+            [address],
+            answerer,
+            lost,
+            stop_peer,
+            proxy.cut,
+            proxy.heal,
+            other,
+        )
 
 
 LINKS: dict[str, Callable[[Answerer], AbstractAsyncContextManager[Pair]]] = {
-    "control_host": control_hosts
+    "control_host": control_hosts,
+    "memory": memory_links,
 }
 
 
@@ -208,6 +318,14 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_sent(pair: Pair) ->
     await pair.ping(1)
 
 
+async def test_a_reply_over_the_limit_is_a_failure_of_that_request_alone(pair: Pair) -> None:
+    claims = [Claim(pair.own_id, 1, 0, 1)]
+    with pytest.raises(LinkError) as error:
+        await pair.ask(ControlKind.DELTA, Delta([], [], [], claims))
+    assert (error.value.refused, error.value.code) == (True, Code.INTERNAL)
+    await pair.ping(1)
+
+
 async def test_large_bodies_both_ways_at_once_do_not_lock_up(pair: Pair) -> None:
     async def exchange(number: int) -> None:
         digest = bytes([number]) * 1_000_000
@@ -241,6 +359,82 @@ async def test_a_cancelled_request_leaves_the_link_usable(pair: Pair) -> None:
             await pair.ask(ControlKind.EXCHANGE, large)
     for number in range(3):
         await pair.ping(number)
+
+
+async def test_those_who_gave_up_leave_their_places_to_others(pair: Pair) -> None:
+    """All that may be in flight are cancelled while they wait for their answers."""
+    async with trio.open_nursery() as nursery:
+        for number in range(64):
+            request = PingRequest(b"", number)
+            nursery.start_soon(pair.ask, ControlKind.PING_REQUEST, request)
+        await until(lambda: pair.answerer.held == 64)
+        nursery.cancel_scope.cancel()
+    pair.answerer.gate.set()
+    async with trio.open_nursery() as nursery:
+        for number in range(100):
+            nursery.start_soon(pair.ping, number)
+
+
+async def test_both_sides_may_ask_at_once(pair: Pair) -> None:
+    await pair.ping(0)
+
+    async def ask_back(number: int) -> None:
+        reply = await pair.peer.ask(
+            pair.own_id, pair.addresses_of_asker, ControlKind.PING, Ping(number, []), SECONDS
+        )
+        assert reply == Ack(number + 1, [])
+
+    async with trio.open_nursery() as nursery:
+        for number in range(20):
+            nursery.start_soon(pair.ping, number)
+            nursery.start_soon(ask_back, number)
+    assert pair.answerer.callers == {pair.own_id, pair.peer_id}
+    assert pair.peer.connected() == [pair.own_id]
+
+
+@pytest.mark.parametrize("direction", ["there", "back"])
+async def test_a_partition_in_one_direction_is_a_timeout_and_heals(
+    pair: Pair, direction: str
+) -> None:
+    """With a connection that was open before, and with one that is to be opened."""
+    await pair.ping(0)
+    calls = pair.answerer.pings
+    pair.cut(direction)
+    for number in range(3):
+        with pytest.raises(LinkError, match=r"within 0.1 s") as error:
+            await pair.ask(ControlKind.PING, Ping(number, []), timeout=0.1)
+        assert not error.value.refused
+    if direction == "back":  # it was heard, and answered into the void
+        assert pair.answerer.pings == calls + 3
+    else:
+        assert pair.answerer.pings == calls
+    pair.heal()
+    for number in range(5):
+        await pair.ping(number)
+    await until(lambda: pair.answerer.pings == calls + 8)
+
+    await pair.link.disconnect(pair.peer_id)
+    pair.cut(direction)
+    with pytest.raises(LinkError, match=r"within 0.1 s"):
+        await pair.ask(ControlKind.PING, Ping(1, []), timeout=0.1)
+    pair.heal()
+    await pair.ping(1)
+
+
+async def test_a_peer_that_dies_while_a_large_body_is_on_its_way(pair: Pair) -> None:
+    await pair.ping(0)
+    pair.cut("there")
+    async with trio.open_nursery() as nursery:
+
+        async def exchange() -> None:
+            with pytest.raises(LinkError) as error:
+                await pair.ask(ControlKind.EXCHANGE, Exchange(bytes(4_000_000), 0, b"", []))
+            assert not error.value.refused
+
+        nursery.start_soon(exchange)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        await pair.stop_peer()
+    await until(lambda: pair.lost == [pair.peer_id])
 
 
 async def test_a_peer_that_goes_away_fails_what_waits_and_is_reported(pair: Pair) -> None:

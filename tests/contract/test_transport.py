@@ -75,6 +75,7 @@ from p2pstore.transfer.messages import (
     Pong,
     Proof,
     Push,
+    Pushed,
     Replicate,
     Replicated,
     Snapshot,
@@ -257,7 +258,7 @@ class Backend:
                 return SnapshotReply(message.member, 7, 42, 99), (b"a" * 34, memoryview(b"b" * 34))
             case Push():
                 self.pushes.append((claims.issuer, message))
-                return Pong(0, 0), ()
+                return Pushed([5]), ()
             case Replicate():
                 self.waiting += 1
                 self.most_waiting = max(self.most_waiting, self.waiting)
@@ -754,7 +755,7 @@ async def test_requests_and_their_failures(tcp: TcpHarness, side: Side) -> None:
     assert pool.open_connections == 1  # refusals do not cost the connection
     with pytest.raises(ProtocolError, match="68 bytes"):
         await side.run(lambda: pool.request_bulk(peer, DataKind.SNAPSHOT, Snapshot(3), 67))
-    await ask(DataKind.PUSH, Push(1, [1], b""))
+    assert await ask(DataKind.PUSH, Push(1, [1], b"")) == Pushed([5])
     assert tcp.backend.pushes == [(READER.peer_id, Push(1, [1], b""))]
 
 

@@ -16,8 +16,14 @@ import xxhash
 from p2pstore.allowlist import parse_peer_ids
 from p2pstore.config import split_address
 from p2pstore.errors import AuthenticationFailed, ConfigError, ProtocolError
+from p2pstore.gossip.digests import (
+    check_runs,
+    digest_from,
+    read_runs,
+    unpack_digest,
+    unpack_positions,
+)
 from p2pstore.gossip.identity import Ed25519Verifier, Identity
-from p2pstore.gossip.messages import unpack_digest
 from p2pstore.gossip.records import (
     ClusterRecord,
     LogHead,
@@ -222,7 +228,14 @@ def packed_lists(rng: Random, sent: list[bytes]) -> None:
         for record in iterate_locations(_mutated(rng, sent, rng.randbytes(34 * 3))):
             record.encode()
     with suppress(ProtocolError):
-        list(unpack_digest(_mutated(rng, sent, rng.randbytes(32 * 3))))
+        unpack_digest(_mutated(rng, sent, rng.randbytes(28 * 3)))
+    members = digest_from([(member, 1, 1, 1) for member in range(3)]).of
+    with suppress(ProtocolError):
+        unpack_positions(_mutated(rng, sent, rng.randbytes(9 * 3)), members)
+    operations = rng.randbytes(34 * rng.randrange(4))
+    with suppress(ProtocolError):
+        rows = check_runs(_mutated(rng, sent, b"\0\0\1\0\1\0\0\0\0" * 3), operations)
+        list(read_runs(rows, operations, members))
 
 
 # --- text ------------------------------------------------------------------------------------

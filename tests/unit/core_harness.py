@@ -13,6 +13,7 @@ from p2pstore.core.lookup import split_digests
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.put import PutOperation, PutSpec
+from p2pstore.gossip.directory_mode import DirectorySetting
 from p2pstore.gossip.machine import Gossip, GossipConfig
 from p2pstore.gossip.messages import Claim, ControlKind, Delta, Ping, Status
 from p2pstore.gossip.records import (
@@ -137,7 +138,12 @@ NOT_FOUND = Objects(
 class Harness:
     """One core over a bytearray, `others` members that are alive, and the time in `now`."""
 
-    def __init__(self, others: int = 0, memory_bytes: int = 256 * 1024) -> None:
+    def __init__(
+        self,
+        others: int = 0,
+        memory_bytes: int = 256 * 1024,
+        directory: DirectorySetting = "auto",
+    ) -> None:
         self.now = 100.0
         self.signer = SimulatedSigner(0)
         geometry = plan_geometry(memory_bytes)
@@ -150,7 +156,7 @@ class Harness:
             verifier,
             1,
             lambda: describe(self.signer, 0),
-            GossipConfig(cluster="unit"),
+            GossipConfig(cluster="unit", directory_setting=directory),
             Random(1),
             wall_clock=lambda at: clock_from_unix_seconds(at + self.unix_offset),
             accepts_clock=lambda stamp, at: clock.observe(stamp, at + self.unix_offset),

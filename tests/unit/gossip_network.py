@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 from p2pstore.errors import ProtocolError
+from p2pstore.gossip.directory import Location
+from p2pstore.gossip.effects import Push
 from p2pstore.gossip.machine import (
+    Answer,
     Ask,
     Contact,
     Duplicate,
@@ -17,6 +20,7 @@ from p2pstore.gossip.machine import (
     FetchSnapshot,
     Gossip,
     GossipConfig,
+    Later,
 )
 from p2pstore.gossip.messages import REPLIES, REQUESTS, ControlKind
 from p2pstore.gossip.records import (
@@ -27,6 +31,7 @@ from p2pstore.gossip.records import (
     PeerRecord,
 )
 from p2pstore.objects import Version, clock_from_unix_seconds
+from p2pstore.simulation.signer import SimulatedVerifier, simulated_signature
 from p2pstore.wire import Failure, Message, decode_body, encode_body
 
 UNIX = 1_800_000_000.0
@@ -37,9 +42,7 @@ def peer_id_of(number: int) -> PeerId:
     return ED25519_PREFIX + hashlib.sha256(b"peer %d" % number).digest()
 
 
-def fake_signature(peer_id: PeerId, message: bytes) -> bytes:
-    """Anybody could make it; good enough to tell whose it is meant to be, and whether it fits."""
-    return hashlib.blake2b(message, digest_size=64, key=peer_id).digest()
+FakeVerifier = SimulatedVerifier
 
 
 class FakeSigner:
@@ -53,12 +56,7 @@ class FakeSigner:
 
     def sign(self, message: bytes) -> bytes:
         self.signed += 1
-        return fake_signature(self._peer_id, message)
-
-
-class FakeVerifier:
-    def verify(self, peer_id: PeerId, message: bytes, signature: bytes) -> bool:
-        return signature == fake_signature(peer_id, message)
+        return simulated_signature(self._peer_id, message)
 
 
 def peer_record(number: int, **fields: object) -> PeerRecord:
@@ -114,6 +112,7 @@ class Node:
             wall_clock=lambda now: clock_from_unix_seconds(UNIX + now),
         )
         self.held: dict[bytes, LocationRecord] = {}
+        self.answered_later: dict[int, Callable[[Message], None]] = {}
         self.duplicate = False
         self.running = True
         self.wake_at = 0.0
@@ -150,6 +149,7 @@ class Network:
         self.nodes: dict[int, Node] = {}
         self.groups: dict[int, int] = {}
         self.messages = 0
+        self.pushes = 0
         self.snapshots = 0
         self.refused: list[ProtocolError] = []
         self.tamper: Callable[[Node, Node, Message], Message] | None = None
@@ -231,6 +231,8 @@ class Network:
                     self._fetch(node, effect)
                 case Contact():
                     self._contact(node, effect)
+                case Answer():
+                    node.answered_later.pop(effect.token)(effect.reply)
                 case Duplicate():
                     node.duplicate = True
                     if self.nodes.get(node.number) is node:
@@ -265,16 +267,25 @@ class Network:
             target = self.reachable(node, ask.peer_id)
             if target is None:
                 return
+
+            def answer(reply: Message) -> None:
+                if self.reachable(target, node.peer_id) is node:
+                    self.later(
+                        self._delay(), lambda: finish(self._carried(target, node, ask, reply))
+                    )
+
             reply = self.serve(node, target, ask.kind, ask.request)
-            if reply is not None and self.reachable(target, node.peer_id) is node:
-                self.later(self._delay(), lambda: finish(reply))
+            if isinstance(reply, Later):
+                target.answered_later[reply.token] = answer
+            elif reply is not None:
+                answer(reply)
 
         self.later(self._delay(), arrive)
         self.later(ask.timeout_seconds, lambda: finish(None))
 
     def serve(
         self, source: Node, target: Node, kind: ControlKind, request: Message
-    ) -> Message | None:
+    ) -> Message | Later | None:
         if self.tamper is not None:
             request = self.tamper(source, target, request)
         request = decode_body(REQUESTS[kind], encode_body(request))
@@ -285,11 +296,15 @@ class Network:
             return None
         self.do(target, effects)
         self.rest(target)
+        return reply
+
+    def _carried(self, target: Node, source: Node, ask: Ask, reply: Message) -> Message:
+        """A reply as it arrives."""
         if isinstance(reply, Failure):
             return reply
         if self.tamper is not None:
             reply = self.tamper(target, source, reply)
-        return decode_body(REPLIES[kind], encode_body(reply))
+        return decode_body(REPLIES[ask.kind], encode_body(reply))
 
     def _fetch(self, node: Node, fetch: FetchSnapshot) -> None:
         def arrive() -> None:
@@ -328,8 +343,25 @@ class Network:
 
     def _push(self, node: Node) -> None:
         for push in node.gossip.pushes(self.now):
+            self._push_one(node, push)
+
+    def _push_one(self, node: Node, push: Push) -> None:
+        answered = [False]
+
+        def finish(behind: list[int] | None, rivals: Sequence[Location]) -> None:
+            if not answered[0] and node.running:
+                answered[0] = True
+                node.gossip.push_answered(push.token, behind, rivals, self.now)
+                self.rest(node)
+
+        def arrive() -> None:
             target = self.reachable(node, push.peer_id)
             if target is not None:
-                target.gossip.directory.early(
-                    node.gossip.member, push.incarnation, push.sequences, push.operations, self.now
-                )
+                taken = target.gossip.take_push(node.gossip.member, push, self.now)
+                self.rest(target)
+                if self.reachable(target, node.peer_id) is node:
+                    self.later(self._delay(), lambda: finish(*taken))
+
+        self.pushes += 1
+        self.later(self._delay(), arrive)
+        self.later(push.timeout_seconds, lambda: finish(None, ()))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from random import Random
-
 from p2pstore.gossip.catch_up import UNSIGNED_SECONDS, CatchUp
 from p2pstore.gossip.directory import Directory, DirectoryConfig
 from p2pstore.gossip.log import OwnLog
 from p2pstore.gossip.membership import Membership, MembershipConfig, MemberState
 from p2pstore.gossip.records import LOCATION_BYTES
+from p2pstore.gossip.snapshots import check_snapshot
+from p2pstore.gossip.watched_keys import STEP_RECORDS
 from tests.unit.gossip_network import location, peer_id_of
 
 
 def setting() -> tuple[OwnLog, Directory, MemberState, CatchUp]:
     """An owner's log, somebody else's directory of it, and what watches that."""
-    membership = Membership(peer_id_of(1), 1, MembershipConfig(), Random(1))
+    membership = Membership(peer_id_of(1), 1, MembershipConfig())
     log, directory = OwnLog(1), Directory(DirectoryConfig())
     directory.observe_head(membership.own.member, 1, log.head)
     return log, directory, membership.own, CatchUp(directory, 1000, 1.0)
@@ -53,5 +53,23 @@ def test_operations_that_no_head_ever_covers_were_made_up() -> None:
     assert catch_up.due([owner], set(), UNSIGNED_SECONDS) == [owner]
     assert directory.diverged(owner.member)
     head = log.head
-    assert directory.install_snapshot(owner.member, 1, head.sequence, head.set_hash, log.snapshot())
+    snapshot = check_snapshot(log.snapshot())
+    assert directory.install_snapshot(owner.member, 1, head.sequence, head.set_hash, snapshot)
     assert catch_up.due([owner], set(), UNSIGNED_SECONDS + 1) == []
+
+
+def test_a_large_snapshot_is_fetched_once_while_it_is_put_in() -> None:
+    log, directory, owner, catch_up = setting()
+    for number in range(STEP_RECORDS + 1):  # over its ring as well
+        log.add(location(number))
+    head = log.head
+    directory.observe_head(owner.member, 1, head)
+    assert catch_up.due([owner], set(), 0.0) == [owner]
+    snapshot = check_snapshot(log.snapshot())
+    assert directory.install_snapshot(owner.member, 1, head.sequence, head.set_hash, snapshot)
+    assert directory.lag(owner.member) == head.sequence
+    assert catch_up.due([owner], set(), 100.0) == []
+    while directory.work_pending:
+        directory.work()
+    assert directory.lag(owner.member) == 0
+    assert catch_up.due([owner], set(), 200.0) == []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import xor
 from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.gossip.cluster_records import ClusterRecords, bucket_of
+from p2pstore.gossip.cluster_records import ClusterRecords, cell_of
 from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,
@@ -99,19 +101,25 @@ def test_only_what_is_new_is_new() -> None:
     assert len(records) == 1
 
 
-def test_buckets_hold_all_records_newest_first() -> None:
+def test_cells_hold_all_records_and_add_up_to_their_buckets() -> None:
     records = ClusterRecords()
     pairs = [floor(key, key + 1) for key in range(200)]
     for pair in pairs:
         records.offer(*pair)
-    listed = [signed for number in range(64) for signed in records.bucket(number)]
-    assert {s.body for s in listed} == {signed.body for _, signed in pairs}
+    for key in range(0, 200, 3):
+        records.offer(*floor(key, key + 500))  # in the place of the one before
+    listed: dict[bytes, tuple[int, int]] = {}
+    for bucket in range(64):
+        hashes = records.cell_hashes(bucket)
+        assert reduce(xor, hashes) == records.bucket_hashes[bucket]
+        cells = [records.cell(bucket, cell) for cell in range(64)]
+        assert [hash_ != 0 for hash_ in hashes] == [bool(cell) for cell in cells]
+        assert sum(map(len, cells)) == records.bucket_size(bucket)
+        listed |= {s.body: (bucket, number) for number, cell in enumerate(cells) for s in cell}
+    assert listed.keys() == {signed.body for signed in records.dump()}
     assert len(listed) == 200
-    full = max(range(64), key=lambda number: len(records.bucket(number)))
-    clocks = [record.clock for record, _ in reversed(pairs) if bucket_of(record.name) == full]
-    assert [signed.body for signed in records.bucket(full)] == [
-        signed.body for clock in clocks for record, signed in pairs if record.clock == clock
-    ]
+    name = records.dump()[7]
+    assert listed[name.body] == cell_of(read_cluster_record(name).name)
 
 
 def test_rumours_ride_a_bounded_number_of_times() -> None:

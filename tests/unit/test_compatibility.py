@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from random import Random
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -27,7 +26,9 @@ from p2pstore import wire
 from p2pstore.errors import ConfigError, P2PStoreError, ProtocolError, ProtocolMismatch
 from p2pstore.gossip import messages as control
 from p2pstore.gossip.admission import AdmissionRefused, Listener, Opener
+from p2pstore.gossip.cluster_comparison import TheirRecords
 from p2pstore.gossip.cluster_records import ClusterRecords
+from p2pstore.gossip.digests import digest_from
 from p2pstore.gossip.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.link import LinkError
 from p2pstore.gossip.membership import Membership, MembershipConfig
@@ -175,7 +176,7 @@ def test_values_that_a_newer_version_made_up() -> None:
     assert decode_location(bytes(packed)).tier is Tier.DRAM
     assert type(wire.error_of(60_000, "text")) is P2PStoreError
     ids = [Identity(bytes([number]) * 32).peer_id for number in range(2)]
-    members = Membership(ids[0], 1, MembershipConfig(), Random(1))
+    members = Membership(ids[0], 1, MembershipConfig())
     members.observe_claims([Claim(ids[1], 1, Status.DEAD, 0), Claim(ids[1], 9, 17, 0)], 0.0)
     members.observe_claims([Claim(ids[0], 9, 17, 0)], 0.0)
     state = members.get(ids[1])
@@ -302,7 +303,9 @@ def test_an_older_peer_passes_newer_records_on_as_they_are() -> None:
     unknown = ClusterRecord(1, 77, b"name", 5, 6, identity.peer_id, 3, b"what it says")
     cluster = signed_by_a_newer_version(identity, unknown, CLUSTER_CONTEXT)
     relay.serve(nodes[0].peer_id, ControlKind.DELTA, Delta([peer], [], [cluster], []), now)
-    passed_on = relay.knowledge.delta_for({}, 1 << 20, [0] * control.CLUSTER_BUCKETS)
+    passed_on = relay.knowledge.delta_for(
+        digest_from([]), 1 << 20, TheirRecords([0] * control.CLUSTER_BUCKETS)
+    )
     assert peer in passed_on.records
     assert passed_on.cluster_records == [cluster]
     own = Delta([peer], [], passed_on.cluster_records, [])

@@ -65,6 +65,7 @@ def test_defaults_serve_this_machine_alone() -> None:
         ({"max_leased": "nan%"}, "max_leased: 'nan%'"),
         ({"transport": "rdma"}, "transport: this version has no rdma"),
         ({"transport": "ipx"}, "transport: 'ipx' is not one of auto, shm, rdma, tcp"),
+        ({"network": "internet"}, "network: 'internet' is not one of lan, wan, local"),
         ({"join_timeout": "5s"}, "join_timeout: '5s' must be a number"),
         ({"drain_timeout": -1.0}, "drain_timeout: -1.0 must be 0 to 86400"),
         ({"drain_timeout": float("nan")}, "drain_timeout: nan must be"),

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.directory import Applied, Directory, DirectoryConfig, Outcome
+from p2pstore.gossip import watched_keys
+from p2pstore.gossip.directory import (
+    Applied,
+    Directory,
+    DirectoryConfig,
+    Outcome,
+)
 from p2pstore.gossip.log import OwnLog
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead
+from p2pstore.gossip.snapshots import check_snapshot
+from p2pstore.gossip.watched_keys import STEP_RECORDS
 from p2pstore.objects import Version
 from tests.unit.gossip_network import digest_of, location
 
@@ -38,8 +51,28 @@ def reading(log: OwnLog, member: int = A, **config: float) -> Directory:
     return directory
 
 
+def install(directory: Directory, log: OwnLog, member: int = A) -> bool:
+    head, snapshot = log.head, check_snapshot(log.snapshot())
+    return directory.install_snapshot(
+        member, log.incarnation, head.sequence, head.set_hash, snapshot
+    )
+
+
 def held(directory: Directory, number: int) -> list[int]:
     return [found.member for found in directory.holders(digest_of(number))]
+
+
+def records_in(packed: bytes) -> set[bytes]:
+    return {
+        packed[start : start + LOCATION_BYTES] for start in range(0, len(packed), LOCATION_BYTES)
+    }
+
+
+def known_set(directory: Directory) -> tuple[int, int, int, set[bytes]]:
+    """What is known of A's log, as of where."""
+    snapshot = directory.snapshot(A)
+    assert snapshot is not None
+    return *snapshot[:3], records_in(snapshot[3])
 
 
 def test_operations_apply_once_in_order_and_not_across_a_gap() -> None:
@@ -53,7 +86,7 @@ def test_operations_apply_once_in_order_and_not_across_a_gap() -> None:
     assert directory.apply(A, 1, 1, operations) == Applied(Outcome.APPLIED, 6)
     assert directory.apply(A, 1, 1, operations) == Applied(Outcome.STALE)
     assert directory.position(A) == (1, 10)
-    assert directory.snapshot(A) == (1, 10, log.head.set_hash, log.snapshot())
+    assert known_set(directory) == (1, 10, log.head.set_hash, records_in(log.snapshot()))
     assert directory.record_count == 10
 
 
@@ -90,7 +123,7 @@ def test_wrong_operations_are_found_at_the_head(count: int, wrong: int, step: in
     assert directory.record_count == 0
     # Nobody but the owner is believed now.
     assert feed(directory, log).outcome is Outcome.STALE
-    assert directory.install_snapshot(A, 1, log.sequence, log.head.set_hash, log.snapshot())
+    assert install(directory, log)
     assert not directory.diverged(A)
     assert directory.position(A) == (1, count)
 
@@ -110,21 +143,32 @@ def test_a_snapshot_is_all_or_nothing() -> None:
     directory = reading(old)
     directory.observe_head(A, 1, log.head)
     packed, head = log.snapshot(), log.head
+    checked = check_snapshot(packed)
     broken = bytearray(packed)
     broken[5] ^= 1
     for wrong in (bytes(broken), packed[:-34], packed[:-1], packed + packed[:34]):
         with pytest.raises(ProtocolError):
-            directory.install_snapshot(A, 1, 50, head.set_hash, wrong)
+            directory.install_snapshot(A, 1, 50, head.set_hash, check_snapshot(wrong))
     with pytest.raises(ProtocolError, match="signed"):  # consistent, but not what was signed
-        directory.install_snapshot(A, 1, 50, log_of(49).head.set_hash, log_of(49).snapshot())
+        other = log_of(49)
+        directory.install_snapshot(A, 1, 50, other.head.set_hash, check_snapshot(other.snapshot()))
     assert directory.position(A) == (1, 2)
-    assert directory.snapshot(A) == (1, 2, old.head.set_hash, old.snapshot())
-    assert not directory.install_snapshot(A, 2, 50, head.set_hash, packed)
-    assert directory.install_snapshot(A, 1, 50, head.set_hash, packed)
-    assert not directory.install_snapshot(A, 1, 50, head.set_hash, packed)  # no news
+    assert known_set(directory) == (1, 2, old.head.set_hash, records_in(old.snapshot()))
+    assert not directory.install_snapshot(A, 2, 50, head.set_hash, checked)
+    assert directory.install_snapshot(A, 1, 50, head.set_hash, checked)
+    assert not directory.install_snapshot(A, 1, 50, head.set_hash, checked)  # no news
     assert directory.record_count == 50
     assert directory.since(A, 49, 100) is None  # nothing to relay from before the snapshot
     assert directory.since(A, 50, 100) == b""
+
+
+def test_a_snapshot_may_be_of_nothing() -> None:
+    log, directory = log_of(1), Directory()
+    log.remove(digest_of(0), Version(1, 1))
+    directory.observe_head(A, 1, log.head)
+    assert install(directory, log)
+    assert (directory.position(A), directory.record_count) == ((1, 2), 0)
+    assert directory.snapshot(A) == (1, 2, 0, b"")
 
 
 def test_newest_first_and_the_dead_last() -> None:
@@ -216,7 +260,7 @@ def test_records_are_bounded() -> None:
     other = log_of(4)
     directory.observe_head(B, 1, other.head)
     assert feed(directory, other, member=B).outcome is Outcome.FULL
-    assert not directory.install_snapshot(B, 1, 4, other.head.set_hash, other.snapshot())
+    assert not install(directory, other, B)
     assert directory.record_count == 8
     directory.forget(A)
     assert feed(directory, other, member=B).outcome is Outcome.APPLIED
@@ -250,7 +294,357 @@ def test_a_reader_by_steps_equals_a_reader_by_snapshot(
     assert by_steps.observe_head(A, 1, log.head)
     if log.sequence:
         by_snapshot.observe_head(A, 1, log.head)
-        assert by_snapshot.install_snapshot(A, 1, log.sequence, log.head.set_hash, log.snapshot())
+        assert install(by_snapshot, log)
         for number in range(4):
             assert by_steps.holders(digest_of(number)) == by_snapshot.holders(digest_of(number))
     assert by_steps.record_count == log.head.count
+
+
+# --- snapshots in steps -----------------------------------------------------------------------
+
+LARGE = 3 * STEP_RECORDS + 10
+
+
+def large_log(incarnation: int = 1) -> OwnLog:
+    return log_of(LARGE, incarnation)
+
+
+def staging(log: OwnLog, old: OwnLog) -> Directory:
+    """A directory that knows the log as it was, and has begun to put in a snapshot of what it is."""
+    directory = reading(old)
+    directory.observe_head(A, log.incarnation, log.head)
+    assert install(directory, log)
+    assert directory.staging(A)
+    return directory
+
+
+def finish(directory: Directory) -> int:
+    """How many steps it takes until there is nothing to do."""
+    steps = 0
+    while directory.work_pending:
+        directory.work()
+        steps += 1
+        assert steps < 1_000
+    return steps
+
+
+def test_nothing_of_a_large_snapshot_is_seen_before_all_of_it_is() -> None:
+    old, log = OwnLog(1), large_log()
+    old.add(location(-1))
+    directory = staging(log, old)
+    everything = {digest_of(number) for number in range(LARGE)}
+    directory.watch(everything, frozenset())
+    for _ in range(LARGE // STEP_RECORDS):
+        assert not directory.work()
+        assert not any(directory.holders(digest) for digest in everything)
+        assert directory.held(everything, lambda _: range(100)) == set()
+        assert held(directory, -1) == [A]  # what was known still is
+        assert (directory.position(A), directory.record_count) == ((1, 1), 1)
+        assert directory.snapshot(A) == (1, 1, old.head.set_hash, old.snapshot())
+        assert not directory.any_touched
+    assert directory.work()
+    assert directory.position(A) == (1, LARGE)
+    assert directory.held(everything, lambda _: range(100)) == everything
+    assert (held(directory, -1), directory.record_count) == ([], LARGE)
+    finish(directory)
+    assert set(directory.take_touched(2 * LARGE)) == everything
+
+
+def test_a_view_goes_on_by_operations_while_its_snapshot_is_put_in() -> None:
+    log, old = large_log(), log_of(2)
+    directory = staging(log, old)
+    directory.work()
+    third = log.since(2, LOCATION_BYTES)
+    assert third is not None
+    assert directory.apply(A, 1, 3, third).outcome is Outcome.APPLIED
+    assert held(directory, 2) == [A]
+    assert directory.apply(A, 1, LARGE + 1, third).outcome is Outcome.GAP
+    finish(directory)
+    assert directory.position(A) == (1, LARGE)
+    assert directory.record_count == LARGE
+
+
+def test_a_snapshot_that_operations_overtook_is_dropped() -> None:
+    log, old = large_log(), log_of(2)
+    directory = staging(log, old)
+    log.add(location(LARGE))
+    operations = log.since(2, 1 << 30)
+    assert operations is not None
+    assert directory.apply(A, 1, 3, operations).outcome is Outcome.APPLIED
+    finish(directory)
+    assert not directory.staging(A)
+    assert directory.position(A) == (1, LARGE + 1)
+    assert directory.record_count == LARGE + 1
+    assert held(directory, LARGE) == [A]
+
+
+def test_a_head_that_comes_while_a_snapshot_is_put_in_decides_over_it() -> None:
+    log = large_log()
+    directory = reading(log_of(2))
+    assert install(directory, log)  # ahead of all heads
+    head = log.head
+    directory.observe_head(A, 1, LogHead(head.sequence, head.count, head.set_hash ^ 1))
+    finish(directory)
+    assert directory.diverged(A)
+    assert directory.record_count == 0
+    directory.observe_head(A, 1, head)
+    assert install(directory, log)
+    finish(directory)
+    assert directory.position(A) == (1, LARGE)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda directory: directory.forget(A),
+        lambda directory: directory.drop(A),
+        lambda directory: directory.observe_head(A, 2, LogHead()),
+    ],
+)
+def test_a_snapshot_of_somebody_who_is_forgotten_goes(end: Callable[[Directory], None]) -> None:
+    directory = staging(large_log(), log_of(2))
+    directory.work()
+    end(directory)
+    assert not directory.staging(A)
+    finish(directory)
+    assert (directory.record_count, directory.position(A)[1]) == (0, 0)
+    assert held(directory, 1) == []
+    assert directory.has_room(DirectoryConfig().max_records)
+
+
+def test_a_snapshot_on_its_way_counts_for_the_room_that_is_left() -> None:
+    log = large_log()
+    directory = Directory(DirectoryConfig(max_records=LARGE + 5))
+    for member in (A, B):
+        directory.observe_head(member, 1, log.head)
+    assert install(directory, log, A)
+    assert not install(directory, log, A)  # it is coming already
+    assert not install(directory, log, B)
+    other = log_of(6)
+    directory.observe_head(222, 1, other.head)
+    finish(directory)
+    directory.forget(A)
+    assert install(directory, log, B)
+    finish(directory)
+    assert held(directory, 1) == [B]
+
+
+def test_replacing_a_large_view_again_and_again_takes_no_more_room() -> None:
+    log = large_log()
+    directory = Directory(DirectoryConfig(max_records=LARGE + 5))
+    for clock in range(2, 25):
+        directory.observe_head(A, 1, log.head)
+        assert install(directory, log)
+        finish(directory)
+        assert directory.record_count == LARGE
+        log.add(location(7, clock))
+
+
+def test_a_member_that_is_back_touches_all_that_is_watched_in_steps() -> None:
+    log = large_log()
+    directory = Directory()
+    directory.observe_head(A, 1, log.head)
+    install(directory, log)
+    finish(directory)
+    directory.hide(A)
+    watched = {digest_of(number) for number in range(0, LARGE + 100, 3)}
+    directory.watch(watched, {digest_of(LARGE - 1)})
+    directory.show(A)
+    assert not directory.any_touched  # nothing is done at once
+    while directory.work_pending:  # records change their places meanwhile
+        directory.work()
+        before = log.sequence
+        for number in (before % 90, LARGE - before % 90):
+            log.remove(digest_of(number), Version(1, 1))
+        assert feed(directory, log, before + 1).outcome is Outcome.APPLIED
+    expected = {d for d in watched | {digest_of(LARGE - 1)} if directory.holders(d)}
+    assert len(expected) > LARGE // 4
+    assert expected <= set(directory.take_touched(2 * LARGE))
+
+
+def test_no_more_is_touched_than_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_keys, "MAX_AHEAD", 500)
+    log, everything = large_log(), {digest_of(number) for number in range(LARGE)}
+    directory = Directory()
+    directory.observe_head(A, 1, log.head)
+    install(directory, log)
+    finish(directory)
+    directory.watch(everything, frozenset())
+    directory.show(A)
+    taken: list[bytes] = []
+    while directory.work_pending:
+        for _ in range(3):
+            directory.work(100)
+        found = directory.take_touched(200)
+        assert found
+        taken += found
+        assert len(taken) < LARGE + 1
+    assert set(taken + directory.take_touched(1_000)) == everything
+    assert not directory.any_touched
+
+
+def test_who_is_back_and_goes_again_touches_nothing_more() -> None:
+    log = large_log()
+    directory = Directory()
+    directory.observe_head(A, 1, log.head)
+    install(directory, log)
+    finish(directory)
+    directory.show(A)
+    directory.drop(A)
+    directory.observe_head(B, 1, log.head)  # its view may be where that of the other was
+    feed(directory, log, member=B)
+    directory.watch({digest_of(number) for number in range(LARGE)}, frozenset())
+    finish(directory)
+    assert not directory.any_touched
+
+
+# --- many keys at once ------------------------------------------------------------------------
+
+
+def random_directory(rng: Random, members: int) -> Directory:
+    """Views of many members, some of them dead, with pushes ahead of their logs and denials."""
+    directory = Directory(DirectoryConfig(), rng.getrandbits(128))
+    for member in range(members):
+        log = OwnLog(1)
+        for _ in range(rng.randrange(60)):
+            log.add(location(rng.randrange(40), rng.randrange(1, 9)))
+        directory.observe_head(member, 1, LogHead())
+        known = rng.randrange(log.sequence + 1)
+        directory.apply(member, 1, 1, (log.since(0, 1 << 20) or b"")[: known * LOCATION_BYTES])
+        for _ in range(rng.randrange(4)):
+            operation = location(rng.randrange(40), rng.randrange(1, 9))
+            log.remove(operation.digest, Version(operation.version.clock, 1))
+            early = rng.choice([operation.encode(), log.since(log.sequence - 1, 34) or b""])
+            if early:
+                directory.early(member, 1, [known + rng.randrange(5)], early, 0.0)
+            directory.mark_stale(
+                member, digest_of(rng.randrange(40)), 1, known + rng.randrange(-3, 3)
+            )
+        if rng.random() < 0.3:
+            directory.hide(member)
+    return directory
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_keys_at_once_are_answered_as_one_by_one(seed: int) -> None:
+    rng = Random(seed)
+    directory = random_directory(rng, rng.choice([0, 1, 5, 20]))
+    believed = {member: range(rng.randrange(5), rng.randrange(10)) for member in range(20)}
+    digests = {digest_of(number) for number in range(50)} | {b"no digest"}
+    expected = {
+        digest
+        for digest in digests
+        if any(
+            not found.hidden and found.record.version.clock in believed[found.member]
+            for found in directory.holders(digest)
+        )
+    }
+    assert directory.held(digests, lambda member: believed[member]) == expected
+
+
+def test_clocks_may_be_any_number() -> None:
+    log = OwnLog(1)
+    log.add(location(1, (1 << 64) - 1))
+    directory = reading(log)
+    assert directory.held({digest_of(1)}, lambda _: range(-5, 1 << 70)) == {digest_of(1)}
+    assert directory.held({digest_of(1)}, lambda _: range(0, (1 << 64) - 1)) == set()
+
+
+# --- bounds and threads -----------------------------------------------------------------------
+
+
+def test_what_is_kept_to_pass_on_is_bounded_over_all_owners() -> None:
+    directory = Directory(DirectoryConfig(relay_limit=64, relay_total=256, relay_least=16))
+    log = log_of(200)
+
+    def kept(member: int) -> int:
+        return next(n for n in range(200) if directory.since(member, 200 - n - 1, 34) is None)
+
+    for member in range(1, 41):
+        directory.observe_head(member, 1, log.head)
+        feed(directory, log, member=member)
+        if member in (4, 8, 16, 40):
+            expected = {4: 64, 8: 32, 16: 16, 40: 16}[member]
+            assert all(kept(each) == expected for each in range(1, member + 1))
+    for member in range(5, 41):
+        directory.drop(member)
+    log.add(location(200))
+    feed(directory, log, 201, member=1)
+    assert directory.since(1, 200 - 16, 1 << 20) is not None  # nothing is lost that was kept
+
+
+@pytest.fixture
+def eager_threads() -> Iterator[None]:
+    """Threads take turns all the time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("eager_threads")
+def test_another_thread_finds_what_is_there_while_all_of_it_moves() -> None:
+    directory, rng = Directory(), Random(6)
+    directory.share(threading.Lock())
+    steady = log_of(400)
+    directory.observe_head(A, 1, steady.head)
+    feed(directory, steady)
+    directory.observe_head(B, 1, LogHead())
+    missed: list[bytes] = []
+    done = threading.Event()
+    digests = [digest_of(number) for number in range(400)]
+
+    def look() -> None:
+        while not done.is_set():
+            missed.extend(digest for digest in digests if not directory.holders(digest))
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    try:
+        for number in range(8):
+            run = b"".join(rng.randbytes(LOCATION_BYTES - 1) + b"\0" for _ in range(3_000))
+            directory.apply(B, 1, 3_000 * number + 1, run)
+            if number == 5:
+                directory.forget(B)
+                directory.observe_head(B, 2, LogHead())
+            directory.work()
+    finally:
+        done.set()
+        reader.join()
+    assert missed == []
+
+
+class CountingLock:
+    """How often it was taken; it may not be taken twice."""
+
+    def __init__(self) -> None:
+        self.taken, self.held = 0, False
+
+    def __enter__(self) -> None:
+        assert not self.held
+        self.taken, self.held = self.taken + 1, True
+
+    def __exit__(self, *_: object) -> None:
+        self.held = False
+
+
+def test_whatever_moves_records_is_kept_apart_from_readers() -> None:
+    log, directory, lock = log_of(3), Directory(), CountingLock()
+    directory.share(lock)
+    steps: list[Callable[[], object]] = [
+        lambda: directory.observe_head(A, 1, log.head),
+        lambda: feed(directory, log),
+        lambda: directory.early(A, 1, [9], location(9).encode(), 0.0),
+        lambda: directory.mark_stale(A, digest_of(1), 1, 9),
+        lambda: directory.holders(digest_of(1)),
+        lambda: directory.held({digest_of(1)}, lambda _: range(9)),
+        lambda: directory.expire_early(99.0),
+        lambda: directory.distrust(A),
+        lambda: install(directory, log),
+        lambda: directory.work(),
+        lambda: directory.forget(A),
+        lambda: directory.drop(A),
+    ]
+    for number, step in enumerate(steps, 1):
+        step()
+        assert lock.taken == number

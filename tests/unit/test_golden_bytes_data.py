@@ -13,16 +13,20 @@ from p2pstore.transfer.messages import (
     GetItem,
     Hello,
     HelloReply,
+    Holding,
+    Locations,
     Lookup,
     Measure,
     Measured,
     ObjectReply,
     Objects,
     ObjectStatus,
+    PartitionSet,
     Ping,
     Pong,
     Proof,
     Push,
+    Pushed,
     Replicate,
     Store,
     Stored,
@@ -39,6 +43,7 @@ from p2pstore.wire import (
     REPLY,
     Code,
     Message,
+    decode_body,
     encode_failure,
     encode_frame,
 )
@@ -87,7 +92,15 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
         len(VALUE),
     ),
     "lookup": (DataKind.LOOKUP, 2, Lookup(DIGEST), 0, 0),
-    "push": (DataKind.PUSH, 3, Push(7, [42], b"op"), ONE_WAY, 0),
+    "push": (
+        DataKind.PUSH,
+        3,
+        Push(7, [42], b"op", b"numb", 8, [PartitionSet(1023, 3, 4, b"set")], b"audit", 10),
+        ONE_WAY,
+        0,
+    ),
+    "pushed": (DataKind.PUSH, 3, Pushed([1023], [Holding(1, 2, 3, b"record")]), REPLY, 0),
+    "locations": (DataKind.LOOKUP, 2, Locations([[Holding(1, 2, 3, b"r")], []], [1]), REPLY, 0),
     "replicate": (DataKind.REPLICATE, 4, Replicate(DIGEST, 5, 6, 12, True), 0, 0),
     "ping": (DataKind.PING, 5, Ping(), 0, 0),
     "pong": (DataKind.PING, 5, Pong(7, 42), REPLY, 0),
@@ -123,7 +136,12 @@ GOLDEN: dict[str, str] = {
         "003da7fbd52c30000100a0900c0000909701c400c40000072a909702c400c400000000920304"
     ),
     "lookup": "1100000002000000130000000000000091c410dccec363d9fb256bb2d52a0704475a00",
-    "push": "120004000300000008000000000000009307912ac4026f70",
+    "push": (
+        "120004000300000023000000000000009807912ac4026f70c4046e756d62089194cd03ff0304c403736574c40561"
+        "756469740a"
+    ),
+    "pushed": "120001000300000012000000000000009291cd03ff9194010203c4067265636f7264",
+    "locations": "11000100020000000d0000000000000092929194010203c40172909101",
     "replicate": "13000000040000001b0000000000000097c410dccec363d9fb256bb2d52a0704475a0005060cc3c400c400",
     "store": (
         "19000000060000002b000000000000009ca764656661756c74a36b65790cc4086c003da7fbd52c30"
@@ -153,6 +171,13 @@ def test_frames(name: str) -> None:
     kind, request_id, message, flags, bulk_length = FRAMES[name]
     frame = encode_frame(kind, request_id, message, flags=flags, bulk_length=bulk_length)
     assert frame.hex() == GOLDEN[name]
+
+
+def test_a_push_of_an_earlier_version() -> None:
+    """It ends before `numbers`; and what answered it was empty."""
+    assert decode_body(Push, bytes.fromhex("9307912ac4026f70")) == Push(7, [42], b"op")
+    assert decode_body(Pushed, bytes.fromhex("90")) == Pushed()
+    assert decode_body(Locations, bytes.fromhex("919190")) == Locations([[]])
 
 
 def test_header_preface_and_failure() -> None:

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from p2pstore.gossip.cluster_comparison import pack_cells, read_cells
+from p2pstore.gossip.cluster_records import ClusterRecords
+from p2pstore.gossip.digests import (
+    Run,
+    check_runs,
+    digest_from,
+    pack_digest,
+    pack_positions,
+    pack_record_positions,
+    pack_runs,
+    read_runs,
+    unpack_digest,
+    unpack_positions,
+)
 from p2pstore.gossip.floor_stamps import hash_stamps, pack_stamps
 from p2pstore.gossip.messages import (
     Claim,
     Delta,
-    DigestEntry,
     Exchange,
     ExchangeReply,
+    LogChunk,
     Status,
-    pack_digest,
-    unpack_digest,
 )
 from p2pstore.gossip.placement import weight
 from p2pstore.gossip.records import (
@@ -84,10 +96,41 @@ def test_location_record() -> None:
 
 
 def test_digest_entry() -> None:
-    entry = DigestEntry(1, 2, 3, 4)
-    packed = pack_digest([entry])
+    packed = pack_digest(digest_from([(1, 2, 3, 4)]))
     assert packed.hex() == "01000000000000000200000000000000030000000400000000000000"
-    assert list(unpack_digest(packed)) == [entry]
+    assert pack_digest(unpack_digest(packed)) == packed
+
+
+def test_what_those_say_who_know_the_same_members() -> None:
+    digest = digest_from([(2, 5, 6, 7), (1, 2, 3, 0x0405060708)])
+    assert digest.of.hash == 0x91F5CB63FC36CDE5
+    packed = pack_positions(digest)
+    assert packed is not None
+    assert packed.hex() == "030000000807060504060000000700000000"
+    assert pack_positions(unpack_positions(packed, digest.of)) == packed
+    packed = pack_record_positions(digest)
+    assert packed.hex() == "0300000006000000"
+    assert unpack_positions(packed, digest.of).record_sequences.tolist() == [3, 6]
+    assert unpack_positions(packed, digest.of).log_sequences.tolist() == [(1 << 40) - 1] * 2
+    runs, operations = pack_runs([Run(1, 0x0908070605, bytes(68)), Run(0, 1, b"\1" * 34)])
+    assert runs.hex() == "010002000506070809000001000100000000"
+    assert operations == bytes(68) + b"\1" * 34
+    assert list(read_runs(check_runs(runs, operations), operations, digest.of)) == [
+        LogChunk(2, 5, 0x0908070605, bytes(68)),
+        LogChunk(1, 2, 1, b"\1" * 34),
+    ]
+
+
+def test_cells() -> None:
+    records = ClusterRecords()
+    record = ClusterRecord(1, int(ClusterRecordKind.FLOOR), b"\x43\x42" + bytes(14), 5, 2, PEER)
+    records.offer(record, sign_cluster_record(record, RecordingSigner()))
+    packed = pack_cells(records, [3])
+    assert len(packed) == 513
+    assert packed[0] == 3
+    assert packed[1 + 8 * 2 : 1 + 8 * 3].hex() == "446adc0822bb1d56"
+    assert not any(packed[1 : 1 + 8 * 2] + packed[1 + 8 * 3 :])
+    assert read_cells(packed) == {3: tuple(records.cell_hashes(3))}
 
 
 def test_claim() -> None:
@@ -123,21 +166,22 @@ def test_peer_record() -> None:
         software="x",
         topology=b"t",
         floors_horizon=11,
+        directory=1,
     )
     signer = RecordingSigner()
     signed = sign_peer_record(record, signer)
     assert signed.body.hex() == (
-        "dc001801c426002408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
+        "dc001901c426002408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
         "1c1d1e1fa764656661756c74a46e6f6465cf0000018bcfe5680002c4016891ae31302e302e302e31"
         "3a313739343691ae31302e302e302e313a3137393437a22f739192a3746370c401709192c4037365"
-        "67cd100003040506079308090ac3a1780101c401740b"
+        "67cd100003040506079308090ac3a1780101c401740b01"
     )
     assert signer.message == b"p2pstore peer record 1\0" + signed.body
     assert decode_body(PeerRecord, signed.body) == record
 
 
 def test_a_peer_record_of_an_earlier_version() -> None:
-    """It ends before `floors_horizon`."""
+    """It ends before `floors_horizon`, and so before `directory`."""
     earlier = bytes.fromhex(
         "dc001701c426002408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
         "1c1d1e1fa764656661756c74a46e6f6465cf0000018bcfe5680002c4016891ae31302e302e302e31"
@@ -145,15 +189,20 @@ def test_a_peer_record_of_an_earlier_version() -> None:
         "67cd100003040506079308090ac3a1780101c40174"
     )
     record = decode_body(PeerRecord, earlier)
-    assert (record.topology, record.floors_horizon) == (b"t", 0)
+    assert (record.topology, record.floors_horizon, record.directory) == (b"t", 0, 0)
 
 
 def test_exchange() -> None:
-    exchange = Exchange(b"digest", 5, b"buckets", [], 1 << 56, 6)
+    exchange = Exchange(b"digest", 5, b"buckets", [], 1 << 56, 6, 7, b"positions", b"cells", b"hot")
     assert encode_body(exchange).hex() == (
-        "96c40664696765737405c4076275636b65747390cf010000000000000006"
+        "9ac40664696765737405c4076275636b65747390cf01000000000000000607c409706f736974696f6e73c40563656c6c73"
+        "c403686f74"
     )
     assert decode_body(Exchange, encode_body(exchange)) == exchange
+    before_positions = bytes.fromhex("96c40664696765737405c4076275636b65747390cf010000000000000006")
+    assert decode_body(Exchange, before_positions) == Exchange(
+        b"digest", 5, b"buckets", [], 1 << 56, 6
+    )
     earlier = bytes.fromhex("94c40664696765737405c4076275636b65747390")
     assert decode_body(Exchange, earlier) == Exchange(b"digest", 5, b"buckets", [])
 
@@ -161,12 +210,23 @@ def test_exchange() -> None:
 def test_exchange_reply() -> None:
     stamps = pack_stamps({2: 3, 1: 1 << 56})
     assert stamps.hex() == "0100000000000000000000000000000102000000000000000300000000000000"
-    delta = Delta([], [], [], [])
-    reply = ExchangeReply(delta, b"digest", 5, b"buckets", 7, stamps, b"h")
+    delta = Delta([], [], [], [], 9, b"runs", b"operations")
+    reply = ExchangeReply(
+        delta, b"digest", 5, b"buckets", 7, stamps, b"h", 8, b"positions", b"c", b"hot"
+    )
     assert encode_body(reply).hex() == (
-        "979490909090c40664696765737405c4076275636b65747307c420" + stamps.hex() + "c40168"
+        "9b979090909009c40472756e73c40a6f7065726174696f6e73c40664696765737405c4076275636b65747307c420"
+        + stamps.hex()
+        + "c4016808c409706f736974696f6e73c40163c403686f74"
     )
     assert decode_body(ExchangeReply, encode_body(reply)) == reply
+    before_positions = bytes.fromhex(
+        "979490909090c40664696765737405c4076275636b65747307c420" + stamps.hex() + "c40168"
+    )
+    delta = Delta([], [], [], [])
+    assert decode_body(ExchangeReply, before_positions) == ExchangeReply(
+        delta, b"digest", 5, b"buckets", 7, stamps, b"h"
+    )
     earlier = bytes.fromhex("949490909090c40664696765737405c4076275636b657473")
     assert decode_body(ExchangeReply, earlier) == ExchangeReply(delta, b"digest", 5, b"buckets")
 

@@ -1,65 +1,556 @@
-"""New locations to home peers: in batches, of bounded work; and what was asked and never answered."""
+"""What owners tell homes, and what homes make of it: whatever is lost, late, repeated or restarted meanwhile."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from p2pstore.errors import ProtocolError
 from p2pstore.gossip import home_pushes
 from p2pstore.gossip.asking import LOST_ANSWER_SECONDS, Questions
 from p2pstore.gossip.config import GossipConfig
+from p2pstore.gossip.effects import PartitionSet, Push
 from p2pstore.gossip.home_pushes import HomePushes
-from p2pstore.gossip.membership import Membership, MembershipConfig
+from p2pstore.gossip.home_updates import AUDIT_ENTRY, check_update
+from p2pstore.gossip.home_views import HomeViews
+from p2pstore.gossip.log import OwnLog
 from p2pstore.gossip.messages import ControlKind, Ping
-from p2pstore.gossip.records import sign_peer_record
-from tests.unit.gossip_network import FakeSigner, digest_of, location, peer_id_of, peer_record
+from p2pstore.gossip.partition_homes import table_of
+from p2pstore.gossip.partitions import PartitionConfig, partition_of
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    LocationRecord,
+    decode_location,
+    location_hash,
+)
+from tests.unit.gossip_network import digest_of, location, peer_id_of
+
+CONFIG = PartitionConfig(audit_seconds=10.0, max_records=100_000)
+OWNER, HOME, OTHER = 11, 22, 33
 
 
-def with_one_other() -> Membership:
-    membership = Membership(peer_id_of(0), 1, MembershipConfig(), Random(1))
-    for number in (0, 1):
-        record = peer_record(number)
-        membership.observe_record(
-            record, sign_peer_record(record, FakeSigner(peer_id_of(number))), 0.0
+class Owner:
+    """An owner with its log, as far as homes are concerned."""
+
+    def __init__(
+        self, members: list[int], keeps: bool = True, config: PartitionConfig = CONFIG
+    ) -> None:
+        self.log = OwnLog(5)
+        self.keeps = keeps
+        self.pushes = HomePushes(
+            OWNER,
+            self.log,
+            config,
+            Random(1),
+            lambda member: peer_id_of(member),
+            lambda _: self.keeps,
         )
-    return membership
+        self.pushes.homes_changed(table_of(members), 0.0)
+        self.pushes.keepers(len(members) - 1 if keeps else 0, 0.0)
+
+    def hold(self, number: int, clock: int = 1) -> None:
+        operation = self.log.add(location(number, clock))
+        assert operation is not None
+        self.pushes.note(operation)
+
+    def release(self, number: int) -> None:
+        held = self.log.held(digest_of(number))
+        if held is not None:
+            operation = self.log.remove(digest_of(number), decode_location(held).version)
+            assert operation is not None
+            self.pushes.note(operation)
+
+    def take(self, now: float) -> list[Push]:
+        return self.pushes.take(now)
+
+    def bring_up(self, now: float) -> list[Push]:
+        """Answer everything until nothing is left to say."""
+        said = []
+        for _ in range(50):
+            now += 0.05
+            pushes = self.take(now)
+            said += pushes
+            for push in pushes:
+                self.pushes.answered(push.token, [], now)
+        return said
 
 
-def test_a_batch_is_due_at_once_then_after_a_pause_and_much_takes_several(
-    monkeypatch: pytest.MonkeyPatch,
+def views() -> HomeViews:
+    return HomeViews(CONFIG, lambda digest: None)
+
+
+def take(home: HomeViews, push: Push, now: float = 0.0) -> list[int]:
+    return home.take(OWNER, check_update(push), now)
+
+
+def packed_view(home: HomeViews, numbers: range) -> set[bytes]:
+    """All that the home would say of these keys."""
+    return {
+        found.record.encode() for number in numbers for found in home.holders(digest_of(number))
+    }
+
+
+# --- the owner -------------------------------------------------------------------------------
+
+
+def test_a_new_home_is_sent_its_partitions_whole_then_operations_by_number() -> None:
+    owner = Owner([OWNER, HOME])
+    for number in range(20):
+        owner.hold(number)
+    first, *rest = owner.bring_up(1.0)
+    assert not first.sequences, "all of it is in the whole partitions"
+    assert (
+        sum(len(each.records) for push in (first, *rest) for each in push.sets)
+        == 20 * LOCATION_BYTES
+    )
+    assert len(first.sets) == 1024, "empty ones, too"
+    assert owner.pushes.lacking() == 0
+    owner.hold(3, clock=2)
+    (push,) = owner.take(10.0)
+    assert (push.peer_id, push.incarnation, push.sets) == (peer_id_of(HOME), 5, [])
+    assert push.operations == location(3, 2).encode()
+    assert int.from_bytes(push.numbers, "little") == owner.pushes.sets.number(
+        partition_of(digest_of(3))
+    )
+    assert push.sequences == [21]
+
+
+def test_one_message_at_a_time_and_a_pause_between_batches() -> None:
+    owner = Owner([OWNER, HOME], keeps=False)
+    assert owner.pushes.due() == pytest.approx(owner.pushes.due())
+    owner.hold(1)
+    (push,) = owner.take(10.0)
+    owner.hold(2)
+    assert owner.take(10.1) == [], "the first one is not answered yet"
+    owner.pushes.answered(push.token, [], 10.1)
+    (push,) = owner.take(10.1)
+    assert push.operations == location(2).encode()
+    owner.pushes.answered(push.token, [], 10.1)
+    owner.hold(3)
+    assert owner.take(10.11) == [], "a batch every 20 ms"
+    assert owner.pushes.due() == pytest.approx(10.12)
+    assert len(owner.take(10.12)) == 1
+
+
+def test_full_homes_are_told_of_operations_only_and_never_again() -> None:
+    owner = Owner([OWNER, HOME], keeps=False)
+    owner.hold(1)
+    (push,) = owner.take(10.0)
+    assert (push.numbers, push.sets, push.audit) == (b"", [], b"")
+    owner.pushes.answered(push.token, None, 10.5)
+    assert owner.take(11.5) == []
+    assert owner.pushes.lacking() == 0
+
+
+def test_a_home_that_did_not_answer_is_sent_the_partition_whole() -> None:
+    owner = Owner([OWNER, HOME])
+    owner.bring_up(1.0)
+    owner.hold(1)
+    (push,) = owner.take(10.0)
+    owner.hold(1, clock=2)  # waits behind it, and is void with it
+    owner.pushes.answered(push.token, None, 10.5)
+    (again,) = owner.take(11.0)
+    assert again.operations == b""
+    (whole,) = again.sets
+    assert whole.partition == partition_of(digest_of(1))
+    assert (whole.number, whole.records) == (2, location(1, 2).encode())
+    owner.pushes.answered(again.token, [], 11.0)
+    assert owner.pushes.lacking() == 0
+
+
+def test_a_whole_partition_that_changed_on_the_way_is_sent_again() -> None:
+    owner = Owner([OWNER, HOME])
+    owner.bring_up(1.0)
+    owner.hold(1)
+    (push,) = owner.take(10.0)
+    partition = partition_of(digest_of(1))
+    owner.pushes.answered(push.token, [partition], 10.0)
+    (whole,) = owner.take(10.1)
+    owner.hold(1, clock=2)
+    owner.pushes.answered(whole.token, [], 10.1)
+    (again,) = owner.take(10.2)
+    assert [each.number for each in again.sets] == [2]
+    owner.pushes.answered(again.token, [], 10.2)
+    owner.hold(1, clock=3)
+    (push,) = owner.take(10.3)
+    assert (push.sequences, push.sets) == ([3], [])
+
+
+def test_a_home_that_refuses_is_asked_less_and_less_often() -> None:
+    owner = Owner([OWNER, HOME])
+    owner.bring_up(1.0)
+    partition = partition_of(digest_of(1))
+    owner.hold(1)
+    now, sent = 10.0, []
+    while now < 20.0:
+        for push in owner.take(now):
+            sent.append(now)
+            owner.pushes.answered(push.token, [partition], now)
+        now += 0.01
+    pauses = [later - earlier for earlier, later in pairwise(sent)]
+    assert max(pauses) > 0.9
+    assert 7 < len(sent) < 25
+
+
+def test_a_restarted_home_gets_everything_anew() -> None:
+    owner = Owner([OWNER, HOME, OTHER])
+    owner.hold(1)
+    owner.bring_up(1.0)
+    owner.pushes.renewed(HOME, 10.0)
+    assert owner.pushes.lacking() == 1024
+    pushes = [push for push in owner.bring_up(10.0) if push.sets]
+    assert {push.peer_id for push in pushes} == {peer_id_of(HOME)}
+    assert owner.pushes.lacking() == 0
+
+
+def test_all_homes_get_everything_anew_when_the_log_begins_anew() -> None:
+    owner = Owner([OWNER, HOME, OTHER])
+    owner.bring_up(1.0)
+    owner.log.restart(6)
+    owner.pushes.voided(10.0)
+    assert owner.pushes.lacking() == 2048
+    assert {push.incarnation for push in owner.bring_up(10.0)} == {6}
+    assert owner.pushes.lacking() == 0
+
+
+def test_who_is_home_no_longer_is_told_for_a_while_yet() -> None:
+    members = [OWNER, HOME, OTHER, 44]
+    owner = Owner(members)
+    owner.bring_up(1.0)
+    table = table_of([*members, 55])
+    number = next(
+        n for n in range(10_000)
+        if 55 in table.homes[partition_of(digest_of(n))]
+        and OWNER not in owner.pushes.table.homes[partition_of(digest_of(n))]
+    )  # fmt: skip
+    partition = partition_of(digest_of(number))
+    (former,) = set(owner.pushes.table.homes[partition]) - set(table.homes[partition])
+    owner.pushes.homes_changed(table, 10.0)
+    owner.bring_up(10.0)
+    for now, told in ((15.0, True), (15.0 + CONFIG.former_home_seconds, False)):
+        owner.hold(number, clock=int(now))
+        pushes = [push for push in owner.take(now) if push.operations]
+        assert (peer_id_of(former) in {push.peer_id for push in pushes}) is told
+        for push in pushes:
+            owner.pushes.answered(push.token, [], now)
+        owner.bring_up(now)
+
+
+def test_wholes_to_new_homes_go_at_a_bounded_rate() -> None:
+    config = PartitionConfig(syncs_per_second=10.0, sync_spread_seconds=0.0, audit_seconds=1e6)
+    owner = Owner([OWNER, *range(100, 140)], config=config)
+    sent, now = 0, 1.0
+    for _ in range(100):
+        now += 0.02
+        for push in owner.take(now):
+            sent += 1
+            owner.pushes.answered(push.token, [], now)
+    assert 15 <= sent <= 25
+
+
+def test_audits_go_round_and_name_what_a_home_should_have() -> None:
+    owner = Owner([OWNER, HOME, OTHER])
+    owner.hold(1)
+    owner.bring_up(1.0)
+    now, audited = 20.0, []
+    while now < 40.0:
+        now += 0.02
+        for push in owner.take(now):
+            if push.audit:
+                audited.append(push.peer_id)
+                entries = {p: (n, h) for p, n, h in AUDIT_ENTRY.iter_unpack(push.audit)}
+                partition = partition_of(digest_of(1))
+                assert len(entries) == 1024
+                assert entries[partition] == (1, location_hash(location(1).encode()))
+                assert push.audit_seconds == 10
+            owner.pushes.answered(push.token, [], now)
+    assert sorted(map(audited.count, {peer_id_of(HOME), peer_id_of(OTHER)})) in (
+        [3, 3],
+        [4, 4],
+    )
+
+
+def test_what_waits_for_one_home_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home_pushes, "MAX_RUNS", 10)
+    owner = Owner([OWNER, HOME])
+    owner.bring_up(1.0)
+    for number in range(30):
+        owner.hold(number)
+    (push,) = owner.take(10.0)
+    partitions = {partition_of(digest_of(number)) for number in range(30)}
+    told = {partition_of(push.operations[at : at + 2]) for at in range(0, len(push.operations), 34)}
+    assert told | {each.partition for each in push.sets} == partitions
+    assert len(push.sequences) <= 10
+
+
+def test_the_shell_that_loses_an_answer_does_not_end_it() -> None:
+    owner = Owner([OWNER, HOME])
+    owner.bring_up(1.0)
+    owner.hold(1)
+    assert len(owner.take(10.0)) == 1
+    assert owner.take(11.0) == []
+    assert owner.pushes.due() < math.inf
+    owner.take(12.0)  # notes that nothing comes any more
+    assert any(push.sets for push in owner.bring_up(12.0))
+
+
+def test_the_sets_are_made_when_they_are_needed_and_are_right_whenever_that_is() -> None:
+    owner = Owner([OWNER, HOME], keeps=False)
+    for number in range(50):
+        owner.hold(number)
+    for number in range(0, 50, 3):
+        owner.release(number)
+    assert not owner.pushes.sets.any_made, "nobody keeps partitions"
+    for turn in range(2):
+        owner.hold(100 + turn)
+        partition = partition_of(digest_of(1))
+        assert owner.pushes.sets.number(partition) == 1
+        assert owner.pushes.sets.pack(partition) == location(1).encode()
+        owner.hold(60 + turn)
+        owner.release(1 if turn else 2)
+        packed = b"".join(owner.pushes.sets.pack(each) for each in range(1024))
+        records = {packed[at : at + LOCATION_BYTES] for at in range(0, len(packed), LOCATION_BYTES)}
+        whole = owner.log.snapshot()
+        assert records == {
+            whole[at : at + LOCATION_BYTES] for at in range(0, len(whole), LOCATION_BYTES)
+        }
+        assert owner.pushes.sets.set_hash(partition) == (
+            0 if turn else location_hash(location(1).encode())
+        )
+        if not turn:
+            owner.pushes.sets.forget()
+
+
+# --- the home --------------------------------------------------------------------------------
+
+
+def update(**fields: object) -> Push:
+    values: dict[str, object] = {"incarnation": 5, "sequences": [], "operations": b""}
+    return Push(1, b"", 1.0, **(values | fields))  # type: ignore[arg-type]  # by name
+
+
+def run_of(*numbered: tuple[int, bytes]) -> Push:
+    return update(
+        sequences=[100 + number for number, _ in numbered],
+        operations=b"".join(operation for _, operation in numbered),
+        numbers=b"".join(number.to_bytes(4, "little") for number, _ in numbered),
+    )
+
+
+def whole_of(*records: LocationRecord, number: int = 7, sequence: int = 90) -> Push:
+    packed = b"".join(record.encode() for record in records)
+    total = 0
+    for record in records:
+        total ^= location_hash(record.encode())
+    return update(
+        sets=[PartitionSet(partition_of(packed), number, total, packed)], sequence=sequence
+    )
+
+
+def test_a_gap_is_seen_and_only_a_whole_partition_mends_it() -> None:
+    home = views()
+    record, partition = location(1), partition_of(digest_of(1))
+    assert take(home, run_of((1, record.encode()))) == []
+    assert take(home, run_of((3, location(1, 3).encode()))) == [partition]
+    assert take(home, run_of((4, location(1, 4).encode()))) == [partition], "and stays a gap"
+    assert [found.record.version.clock for found in home.holders(digest_of(1))] == [1]
+    assert take(home, whole_of(location(1, 4), number=4)) == []
+    assert [found.record.version.clock for found in home.holders(digest_of(1))] == [4]
+    assert take(home, run_of((5, location(1, 5).encode()))) == []
+    assert take(home, run_of((5, location(1, 5).encode()))) == [], "said twice"
+    assert take(home, whole_of(location(1, 4), number=4)) == [], "comes late"
+    assert [found.record.version.clock for found in home.holders(digest_of(1))] == [5]
+
+
+def test_an_unknown_partition_begins_with_its_first_operation_or_whole() -> None:
+    home = views()
+    assert take(home, run_of((2, location(1).encode()))) == [partition_of(digest_of(1))]
+    assert home.record_count == 0
+
+
+def test_an_audit_finds_what_is_missing_or_wrong() -> None:
+    home, partition = views(), partition_of(digest_of(1))
+    right = location_hash(location(1).encode())
+
+    def audit(number: int, set_hash: int) -> list[int]:
+        entry = AUDIT_ENTRY.pack(partition, number, set_hash)
+        return take(home, update(audit=entry, audit_seconds=10, sequence=95))
+
+    assert audit(7, right) == [partition]
+    take(home, whole_of(location(1)))
+    assert audit(7, right) == []
+    assert audit(6, 0) == [], "it comes late"
+    assert audit(8, right) == [partition]
+    take(home, whole_of(location(1), number=8))
+    assert audit(8, right ^ 1) == [partition]
+
+
+def test_a_partition_is_vouched_for_when_all_owners_told_of_it_lately() -> None:
+    home, partition = views(), partition_of(digest_of(1))
+    owners = [(OWNER, 5), (OTHER, 6)]
+
+    def vouches(now: float) -> bool:
+        return home.complete(partition, 1, owners, now)
+
+    assert not vouches(0.0)
+    take(home, whole_of(location(1)))
+    assert not vouches(1.0)
+    home.take(
+        OTHER, check_update(update(incarnation=6, sets=[PartitionSet(partition, 0, 0, b"")])), 1.0
+    )
+    assert vouches(1.0)
+    assert not home.complete(partition, 2, [(OWNER, 6), (OTHER, 6)], 1.0), "it began anew"
+    take(home, run_of((99, location(1).encode())))
+    assert not vouches(2.0), "something was missed"
+    take(home, whole_of(location(1), number=99))
+    assert vouches(3.0)
+    home.hide(OTHER)
+    home.show(OTHER)
+    assert not vouches(4.0), "what it said meanwhile may not have come"
+    audit = AUDIT_ENTRY.pack(partition, 0, 0)
+    home.take(OTHER, check_update(update(incarnation=6, audit=audit, audit_seconds=10)), 5.0)
+    assert vouches(6.0)
+    assert vouches(5.0 + 24.0)
+    assert not vouches(5.0 + 26.0), "nothing was heard for long"
+
+
+def test_a_restarted_owner_voids_what_it_said_before() -> None:
+    home = views()
+    take(home, whole_of(location(1)))
+    assert home.record_count == 1
+    home.take(OWNER, check_update(update(incarnation=6)), 0.0)
+    assert home.record_count == 0
+    assert take(home, whole_of(location(1))) == [], "from the earlier life"
+    assert home.record_count == 0
+
+
+def test_the_dead_are_hidden_and_then_forgotten() -> None:
+    home = views()
+    take(home, whole_of(location(1)))
+    home.hide(OWNER)
+    assert [found.hidden for found in home.holders(digest_of(1))] == [True]
+    home.drop(OWNER)
+    assert home.holders(digest_of(1)) == []
+    assert (home.record_count, home.partition_count) == (0, 0)
+
+
+def test_partitions_of_others_are_forgotten_after_a_while() -> None:
+    home, partition = views(), partition_of(digest_of(1))
+    take(home, whole_of(location(1)))
+    home.housekeep([partition], 0.0)
+    home.housekeep([], 100.0)
+    home.housekeep([], 100.0 + 2.9 * CONFIG.former_home_seconds)
+    assert home.record_count == 1
+    home.housekeep([], 100.0 + 3.1 * CONFIG.former_home_seconds)
+    assert (home.record_count, home.partition_count) == (0, 0)
+
+
+def test_a_full_home_says_so_and_keeps_what_it_has() -> None:
+    home = HomeViews(PartitionConfig(max_records=200), lambda digest: None)
+    records = [location(number) for number in range(10_000)]
+    by_partition = {partition_of(record.digest): record for record in records}
+    full = [p for p, record in by_partition.items() if take(home, run_of((1, record.encode())))]
+    assert full
+    assert home.record_count == len(by_partition) - len(full) > 0
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        update(sequences=[1], operations=b"short", numbers=bytes(4)),
+        update(sequences=[1], operations=bytes(34), numbers=bytes(3)),
+        update(sequences=[1, 2], operations=bytes(34), numbers=bytes(4)),
+        update(sequences=[-1], operations=bytes(34), numbers=bytes(4)),
+        update(incarnation=-1),
+        update(incarnation=1 << 62),
+        update(sequence=1 << 62),
+        update(audit=bytes(13)),
+        update(audit=AUDIT_ENTRY.pack(1024, 1, 1)),
+        update(audit_seconds=-1),
+        update(audit_seconds=100_000),
+        update(sets=[PartitionSet(1024, 1, 0, b"")]),
+        update(sets=[PartitionSet(-1, 1, 0, b"")]),
+        update(sets=[PartitionSet(0, 1 << 32, 0, b"")]),
+        update(sets=[PartitionSet(0, -1, 0, b"")]),
+        update(sets=[PartitionSet(0, 1, 1, b"")]),
+        update(sets=[PartitionSet(1023, 1, location_hash(bytes(34)), bytes(34))]),
+    ],
+)
+def test_nonsense_changes_nothing(nonsense: Push) -> None:
+    home = views()
+    take(home, whole_of(location(1)))
+    with pytest.raises(ProtocolError):
+        take(home, nonsense)
+    assert packed_view(home, range(3)) == {location(1).encode()}
+
+
+# --- both ------------------------------------------------------------------------------------
+
+KEYS = 12
+events = st.one_of(
+    st.tuples(st.sampled_from(["hold", "release"]), st.integers(0, KEYS - 1)),
+    st.tuples(
+        st.sampled_from(["deliver", "lose", "lose answer", "late", "pass", "restart"]), st.just(0)
+    ),
+)
+
+
+@given(st.lists(events, max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_a_home_never_vouches_for_less_than_the_owner_confirmed(
+    history: list[tuple[str, int]],
 ) -> None:
-    monkeypatch.setattr(home_pushes, "PUSH_WORK", 4 * (8 + 2))
-    membership = with_one_other()
-    members = [state.member for state in membership.live()]
-    pushes = HomePushes(membership, 0.02)
-    assert pushes.due() == math.inf
-    assert pushes.take(5, members, 10.0) == []
-    for number in range(1, 7):
-        pushes.add(number, location(number).encode())
-    (first,) = pushes.take(5, members, 10.0)
-    assert (first.peer_id, first.incarnation) == (peer_id_of(1), 5)
-    assert first.sequences == [1, 2, 3, 4]
-    assert pushes.due() == pytest.approx(10.02)
-    assert pushes.take(5, members, 10.01) == []
-    (second,) = pushes.take(5, members, 10.03)
-    assert second.sequences == [5, 6]
-    assert second.operations == location(5).encode() + location(6).encode()
-    assert digest_of(5) in second.operations
-    assert pushes.due() == math.inf
+    """Whatever is lost or late, what a home vouches for is the owner's set after some operation, and once
+    everything arrives it is what the owner holds."""
+    owner, home = Owner([OWNER, HOME]), views()
+    hashes: dict[int, list[int]] = {}
+    """What each partition's set hash was after each of its operations."""
+    clock, now = 0, 1.0
+    late: list[Push] = []
 
+    def exchange(kind: str) -> None:
+        nonlocal home
+        for push in owner.take(now):
+            if kind == "lose":
+                owner.pushes.answered(push.token, None, now)
+                late.append(push)
+                continue
+            behind = take(home, push, now)
+            owner.pushes.answered(push.token, None if kind == "lose answer" else behind, now)
 
-def test_what_waits_is_bounded_and_the_newest_stays() -> None:
-    membership = with_one_other()
-    pushes = HomePushes(membership, 0.02)
-    operation = location(1).encode()
-    for number in range(home_pushes.MAX_TO_PUSH + 10):
-        pushes.add(number, operation)
-    (first,) = pushes.take(5, [state.member for state in membership.live()], 10.0)
-    assert first.sequences[0] == 10
-    pushes.clear()
-    assert pushes.due() == math.inf
+    for kind, number in history:
+        now += 0.1
+        if kind == "hold":
+            clock += 1
+            owner.hold(number, clock)
+        elif kind == "release":
+            owner.release(number)
+        elif kind == "late" and late:
+            take(home, late.pop(), now)
+        elif kind == "restart":
+            home = views()
+            owner.pushes.renewed(HOME, now)
+        elif kind != "pass":
+            exchange(kind)
+        partition = partition_of(digest_of(number))
+        past = hashes.setdefault(partition, [0])
+        if owner.pushes.sets.number(partition) == len(past):
+            past.append(owner.pushes.sets.set_hash(partition))
+        for partition, views_of in home._views.items():
+            view = views_of.get(OWNER)
+            if view is not None and view.whole:
+                assert home._hash(view) == hashes.get(partition, [0])[view.number]
+    for _ in range(60):
+        now += 0.1
+        exchange("deliver")
+    assert owner.pushes.lacking() == 0
+    held = (owner.log.held(digest_of(number)) for number in range(KEYS))
+    assert packed_view(home, range(KEYS)) == {packed for packed in held if packed is not None}
 
 
 def test_a_question_is_answered_once_or_given_up() -> None:

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.log import LocationSet, OperationRing, OwnLog, unpack_set
+from p2pstore.gossip.log import OperationRing, OwnLog, newest_clock
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, iterate_locations, location_hash
+from p2pstore.gossip.snapshots import check_snapshot
 from p2pstore.objects import Version
 from tests.unit.gossip_network import digest_of, location
+from tests.unit.location_set import LocationSet
 
 steps = st.lists(
     st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 3)),
@@ -41,7 +43,7 @@ def test_operations_are_contiguous_and_add_up_to_the_head(
     for start in range(0, len(operations), LOCATION_BYTES):
         reader.apply(operations[start : start + LOCATION_BYTES])
     assert LogHead(log.sequence, len(reader), reader.hash) == log.head
-    assert unpack_set(log.snapshot()).hash == log.head.set_hash
+    assert check_snapshot(log.snapshot()).set_hash == log.head.set_hash
 
 
 @given(steps)
@@ -125,7 +127,7 @@ def test_a_restarted_log_holds_the_same_from_one() -> None:
 )
 def test_a_malformed_set_is_refused(packed: bytes) -> None:
     with pytest.raises(ProtocolError):
-        unpack_set(packed)
+        check_snapshot(packed)
 
 
 def test_a_withdrawal_of_another_version_takes_nothing_from_a_reader() -> None:
@@ -135,3 +137,12 @@ def test_a_withdrawal_of_another_version_takes_nothing_from_a_reader() -> None:
     assert len(reader) == 1
     reader.apply(replace(location(1, 2), removed=True).encode())
     assert (len(reader), reader.hash) == (0, 0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 60, 70, 500])
+def test_the_newest_clock_that_is_not_too_far_ahead(count: int) -> None:
+    clocks = [number * 7919 % 1009 for number in range(1, count + 1)]
+    packed = b"".join(location(1, clock).encode() for clock in clocks)
+    for limit in (0, 500, 1 << 63):
+        expected = max([clock for clock in clocks if clock <= limit], default=0)
+        assert newest_clock(packed, limit) == newest_clock(bytearray(packed), limit) == expected

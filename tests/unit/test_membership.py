@@ -1,4 +1,4 @@
-"""SWIM's rules: precedence, refutation, probing, timeouts, forgetting."""
+"""What members claim of each other: precedence, refutation, suspicion and its end, forgetting, rumours."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.membership import MAX_INCARNATION, Membership, MembershipConfig, check_claim
+from p2pstore.gossip.membership import (
+    MAX_AHEAD_MS,
+    MAX_HEARSAY,
+    MAX_INCARNATION,
+    Membership,
+    MembershipConfig,
+    check_claim,
+)
 from p2pstore.gossip.messages import Claim, Status
-from p2pstore.gossip.records import SignedRecord
+from p2pstore.gossip.records import PeerId, SignedRecord
 from tests.unit.gossip_network import peer_id_of, peer_record
 
 SIGNED = SignedRecord(b"", b"")
@@ -20,15 +27,15 @@ SIGNED = SignedRecord(b"", b"")
 
 def membership(count: int = 4, **config: float) -> Membership:
     """Peer 0's view of `count` peers."""
-    made = Membership(peer_id_of(0), 1, MembershipConfig(**config), Random(1))  # type: ignore[arg-type]
+    made = Membership(peer_id_of(0), 1, MembershipConfig(**config))  # type: ignore[arg-type]
     for number in range(count):
         made.observe_record(peer_record(number), SIGNED, 0.0)
     made.take_changes()
     return made
 
 
-def claim(number: int, status: Status, incarnation: int = 1) -> Claim:
-    return Claim(peer_id_of(number), incarnation, int(status), 7)
+def claim(number: int, status: Status, incarnation: int = 1, by: int = 7) -> Claim:
+    return Claim(peer_id_of(number), incarnation, int(status), by)
 
 
 def status_of(made: Membership, number: int) -> tuple[Status, int]:
@@ -102,80 +109,138 @@ def test_leaving_is_final_until_a_later_start() -> None:
     assert status_of(made, 1) == (Status.ALIVE, 9)
 
 
-def test_a_suspect_that_stays_silent_dies_after_the_suspicion_time() -> None:
-    made = membership()
-    made.tick(0.9)
-    made.on_probe_failed(peer_id_of(1), 0.5)
-    assert made.next_tick() == -math.inf
-    assert status_of(made, 1)[0] == Status.ALIVE  # not judged outside of tick
-    made.tick(1.0)
+def ticks(made: Membership, begin: float, end: float) -> None:
+    """A process that runs: it ticks every quarter of a second."""
+    for quarter in range(round(4 * begin), round(4 * end) + 1):
+        made.tick(quarter / 4)
+
+
+def look_in_vain(made: Membership, begin: float, end: float) -> list[float]:
+    """As `ticks`; each probe that is wanted fails a second later. When they were wanted."""
+    wanted: list[float] = []
+    failing: list[tuple[float, PeerId]] = []
+    for quarter in range(round(4 * begin), round(4 * end) + 1):
+        now = quarter / 4
+        while failing and failing[0][0] <= now:
+            made.suspect(failing.pop(0)[1], now)
+        made.tick(now)
+        for peer_id in made.take_unproved():
+            wanted.append(now)
+            failing.append((now + 1, peer_id))
+    return wanted
+
+
+def test_a_confirmed_suspect_that_stays_silent_dies_after_the_suspicion_time() -> None:
+    made = membership(8)
+    ticks(made, 0, 1)
+    made.suspect(peer_id_of(1), 1.0)
+    assert status_of(made, 1)[0] == Status.SUSPECT
+    made.observe_claims([claim(1, Status.SUSPECT, by=2), claim(1, Status.SUSPECT, by=3)], 1.5)
+    assert look_in_vain(made, 1.25, 4.75) == [4.0]  # once more, just before the end
+    made.suspect(peer_id_of(1), 4.9)
     assert status_of(made, 1)[0] == Status.SUSPECT
     assert made.next_tick() == 1.0 + made.suspicion_seconds() == 5.0
-    for time in (2.0, 3.0, 4.0, 4.9):
-        made.tick(time)
-    assert status_of(made, 1)[0] == Status.SUSPECT
     made.tick(5.0)
     assert status_of(made, 1)[0] == Status.DEAD
     changes = [(change.old, change.new) for change in made.take_changes()]
     assert changes == [(Status.ALIVE, Status.SUSPECT), (Status.SUSPECT, Status.DEAD)]
 
 
-def test_what_arrived_before_the_tick_counts() -> None:
+def test_time_alone_makes_nobody_dead() -> None:
     made = membership()
-    made.on_probe_failed(peer_id_of(1), 0.5)
-    made.on_ack(peer_id_of(1), 1.0)
-    made.on_probe_failed(peer_id_of(2), 0.5)
-    made.heard(peer_id_of(2), 0.6)
-    made.tick(1.0)
-    assert status_of(made, 1)[0] == status_of(made, 2)[0] == Status.ALIVE
+    made.observe_claims([claim(1, Status.SUSPECT)], 0.0)
+    ticks(made, 0, 200)
+    assert status_of(made, 1)[0] == Status.SUSPECT
+    assert set(made.take_unproved()) == {peer_id_of(1)}
 
 
-def test_a_stalled_process_gives_suspects_the_time_it_stood_still() -> None:
-    made = membership()
+def test_who_only_heard_of_a_suspicion_gives_its_accusers_time_to_judge() -> None:
+    accuser, other = membership(3), membership(3)
+    accuser.suspect(peer_id_of(1), 0.0)
+    other.observe_claims([claim(1, Status.SUSPECT)], 0.0)
+    assert look_in_vain(accuser, 0, 10)[0] == 3.0
+    assert look_in_vain(other, 0, 10)[0] == 5.0
+
+
+def test_an_unconfirmed_suspicion_lasts_six_times_as_long() -> None:
+    made = membership(8)
+    made.observe_claims([claim(1, Status.SUSPECT)], 0.0)
+    look_in_vain(made, 0, 24.75)
+    assert status_of(made, 1)[0] == Status.SUSPECT
+    look_in_vain(made, 25, 27)
+    assert status_of(made, 1)[0] == Status.DEAD
+
+
+def test_a_confirmation_is_passed_on_and_the_same_accuser_counts_once() -> None:
+    made = membership(8)
+    made.observe_claims([claim(1, Status.SUSPECT, by=2)], 0.0)
+    unconfirmed = made.next_tick()
+    for _ in range(3):
+        made.observe_claims([claim(1, Status.SUSPECT, by=2)], 0.5)
+    assert made.next_tick() == unconfirmed
+    assert [told.by for told in made.claims()] == [2]
+    made.observe_claims([claim(1, Status.SUSPECT, by=3)], 0.5)
+    assert made.next_tick() < unconfirmed
+    assert [told.by for told in made.claims()] == [3]
+    for _ in range(made.retransmit_limit()):
+        made.claims()
+    made.observe_claims([claim(1, Status.SUSPECT, by=3)], 0.5)
+    assert not made.has_rumors  # it was no news
+
+
+def test_a_process_that_stood_still_gives_its_suspects_that_time_and_looks_again() -> None:
+    made = membership(3)
+    made.tick(0.0)
+    made.suspect(peer_id_of(1), 0.0)
+    look_in_vain(made, 0.25, 3.75)
+    made.suspect(peer_id_of(1), 3.75)
+    made.tick(60.0)  # it was about to judge, and slept for a minute
+    assert made.resumed_at == 60.0
+    assert made.next_tick() > 60.0
+    assert len(look_in_vain(made, 60, 65)) == 1
+    assert status_of(made, 1)[0] == Status.DEAD
+
+
+def test_the_time_that_a_process_stood_still_does_not_count() -> None:
+    made = membership(3)
     made.tick(0.0)
     made.observe_claims([claim(1, Status.SUSPECT)], 0.0)
-    made.tick(60.0)  # this process slept for a minute
-    assert status_of(made, 1)[0] == Status.SUSPECT
-    for time in range(61, 70):
-        made.tick(float(time))
-    assert status_of(made, 1)[0] == Status.DEAD
+    due = made.next_tick()
+    made.tick(60.0)
+    assert made.next_tick() == due + 60.0
+
+
+def test_a_process_that_runs_never_thinks_it_stood_still() -> None:
+    made = membership()
+    ticks(made, 0, 10)
+    assert made.resumed_at == -math.inf
+    made.tick(10.6)
+    assert made.resumed_at == 10.6
 
 
 def test_nobody_is_killed_by_one_who_hears_it() -> None:
     made = membership()
-    made.observe_claims([claim(1, Status.SUSPECT)], 0.0)
-    for tenth in range(100):
+    made.suspect(peer_id_of(1), 0.0)
+    for tenth in range(400):
         made.heard(peer_id_of(1), tenth / 10)
+        made.suspect(peer_id_of(1), tenth / 10)
         made.tick(tenth / 10)
     assert status_of(made, 1)[0] == Status.SUSPECT
 
 
 def test_a_second_suspicion_has_its_own_time() -> None:
-    made = membership()
+    made = membership(3)
     made.observe_claims([claim(1, Status.SUSPECT)], 0.0)
     made.observe_claims([claim(1, Status.SUSPECT, 2)], 3.0)
-    assert made.next_tick() == 3.0 + made.suspicion_seconds()
+    assert look_in_vain(made, 3, 10)[0] == 3.0 + 4.0 + 1.0
 
 
-def test_every_other_member_is_probed_once_a_round() -> None:
-    made = membership(10)
-    rounds = [[made.next_probe() for _ in range(9)] for _ in range(3)]
-    orders = [[state.peer_id for state in states if state] for states in rounds]
-    for order in orders[1:]:
-        assert sorted(order) == sorted(peer_id_of(number) for number in range(1, 10))
-    assert orders[1] != orders[2]
-
-
-def test_alone_there_is_nobody_to_probe() -> None:
-    assert membership(1).next_probe() is None
-
-
-@pytest.mark.parametrize(("dead", "expected"), [(1, 1 / 9), (5, 1.0)])
-def test_the_dead_are_tried_again(dead: int, expected: float) -> None:
-    made = membership(10)
-    made.observe_claims([claim(n, Status.DEAD) for n in range(1, dead + 1)], 0.0)
-    tries = sum(made.recontact() is not None for _ in range(3000)) / 3000
-    assert tries == pytest.approx(expected, abs=0.03)
+def test_having_to_refute_tells_a_peer_that_it_is_not_well() -> None:
+    made = membership()
+    made.observe_claims([claim(0, Status.ALIVE, 1), claim(0, Status.SUSPECT, 0)], 0.0)
+    assert made.health.score == 0  # nothing to refute
+    made.observe_claims([claim(0, Status.SUSPECT, 1)], 0.0)
+    assert made.health.score == 1
 
 
 def test_claims_ride_a_bounded_number_of_times_and_the_receivers_own_goes_first() -> None:
@@ -187,6 +252,27 @@ def test_claims_ride_a_bounded_number_of_times_and_the_receivers_own_goes_first(
     assert not made.has_rumors
     about = made.claims((peer_id_of(3), peer_id_of(9)))
     assert about == [Claim(peer_id_of(3), 1, int(Status.SUSPECT), made.own.member)]
+
+
+def test_a_rumour_does_not_go_back_to_where_it_came_from_nor_twice_to_one_peer() -> None:
+    made = membership(4)
+    made.observe_claims([claim(1, Status.SUSPECT)], 0.0, sender=peer_id_of(2))
+    assert made.claims(to=peer_id_of(2)) == []
+    assert len(made.claims(to=peer_id_of(3))) == 1
+    assert made.claims(to=peer_id_of(3)) == []
+    assert len(made.claims(to=peer_id_of(2))) == 1
+
+
+def test_who_may_have_missed_a_refutation_is_told_of_it() -> None:
+    made = membership(5)
+    made.observe_claims([claim(1, Status.ALIVE, 4), claim(2, Status.ALIVE, 4)], 0.0)
+    made.observe_claims([claim(2, Status.SUSPECT, 4), claim(3, Status.DEAD, 9)], 0.0)
+    everybody = [state.member for state in made.states()]
+    told = Claim(peer_id_of(1), 4, int(Status.ALIVE), made.own.member)
+    assert made.refuted([*everybody, 12345], 9) == [told]
+    made.observe_claims([claim(4, Status.ALIVE, 4)], 0.0)
+    assert len(made.refuted(everybody, 9)) == 2
+    assert len(made.refuted(everybody, 1)) == 1
 
 
 def test_a_message_carries_a_bounded_number_of_claims() -> None:
@@ -205,8 +291,8 @@ def test_a_death_is_told_to_others_as_a_suspicion() -> None:
 
 def test_the_dead_are_forgotten_after_a_day_and_the_oldest_when_room_is_short() -> None:
     made = membership(6, max_members=6)
-    made.observe_claims([claim(1, Status.DEAD)], 10.0)
     made.observe_claims([claim(2, Status.DEAD)], 5.0)
+    made.observe_claims([claim(1, Status.DEAD)], 10.0)
     made.observe_record(peer_record(6), SIGNED, 20.0)
     assert made.get(peer_id_of(2)) is None
     assert made.get(peer_id_of(1)) is not None
@@ -214,6 +300,40 @@ def test_the_dead_are_forgotten_after_a_day_and_the_oldest_when_room_is_short() 
     made.observe_record(peer_record(7), SIGNED, 20.0)
     with pytest.raises(ProtocolError, match="members"):
         made.observe_record(peer_record(8), SIGNED, 20.0)
+
+
+def test_peers_of_whom_there_are_only_claims_do_not_crowd_out_those_that_were_met() -> None:
+    made = membership(6)
+    made.observe_claims([claim(5, Status.DEAD)], 1.0)
+    for number in range(100, 100 + 2 * MAX_HEARSAY):
+        made.observe_claims([claim(number, Status.DEAD)], 2.0)
+    assert len(made) == 6 + MAX_HEARSAY
+    assert made.get(peer_id_of(5)) is not None
+    assert made.get(peer_id_of(100)) is None
+    assert made.get(peer_id_of(99 + 2 * MAX_HEARSAY)) is not None
+    version = made.version
+    made.observe_record(peer_record(99 + 2 * MAX_HEARSAY, incarnation=2), SIGNED, 3.0)
+    assert made.version > version
+    made.observe_claims([claim(7_000 + number, Status.DEAD) for number in range(MAX_HEARSAY)], 4.0)
+    assert made.get(peer_id_of(99 + 2 * MAX_HEARSAY)) in made.live()
+
+
+def test_an_accusation_so_high_that_it_leaves_no_room_to_refute_is_passed_over() -> None:
+    year_ms = 1_800_000_000_000
+    made = Membership(peer_id_of(0), year_ms, MembershipConfig(), lambda now: year_ms + 1000 * now)
+    made.observe_record(peer_record(1, incarnation=year_ms), SIGNED, 0.0)
+    highest = year_ms + MAX_AHEAD_MS
+    made.observe_claims(
+        [claim(1, Status.DEAD, highest + 1), claim(0, Status.DEAD, highest + 1)], 0.0
+    )
+    assert made.own.incarnation == year_ms
+    other = made.get(peer_id_of(1))
+    assert other is not None
+    assert (other.status, other.incarnation) == (Status.ALIVE, year_ms)
+    made.observe_claims([claim(1, Status.DEAD, highest), claim(0, Status.DEAD, highest)], 0.0)
+    assert made.own.incarnation == highest + 1
+    made.observe_claims([claim(1, Status.ALIVE, highest + 1)], 0.0)  # as peer 1 refutes
+    assert (other.status, other.incarnation) == (Status.ALIVE, highest + 1)
 
 
 @pytest.mark.parametrize(

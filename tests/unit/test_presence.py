@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from p2pstore.core.presence import known_keys
+from p2pstore.core.presence import is_known, known_keys
 from p2pstore.gossip.floor_sync import FloorAnswer
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import SCOPE_NAMESPACE
@@ -26,6 +26,7 @@ def known(world: Harness, *keys: str) -> list[bool]:
     digests = [digest_of(key) for key in keys]
     found = known_keys(world.core, digests, world.now)
     assert found == known_one_by_one(world, digests)
+    assert found == {digest for digest in digests if is_known(world.core, digest, world.now)}
     return [digest in found for digest in digests]
 
 
@@ -87,7 +88,6 @@ def test_it_agrees_with_the_slow_way_whatever_happened(seed: int) -> None:
     rng = Random(seed)
     world = Harness(others=4)
     keys = [f"k{number}" for number in range(12)]
-    digests = [digest_of(key) for key in keys]
     for _ in range(80):
         key, other = rng.choice(keys), rng.choice(world.others)
         match rng.randrange(6):
@@ -109,7 +109,7 @@ def test_it_agrees_with_the_slow_way_whatever_happened(seed: int) -> None:
                 rng.choice((directory.hide, directory.show))(other.member)
             case _:
                 world.pass_time(rng.uniform(0, 0.2))
-        assert known_keys(world.core, digests, world.now) == known_one_by_one(world, digests)
+        known(world, *keys)
     assert Status.ALIVE in {state.status for state in world.core.gossip.membership.states()}
 
 
@@ -124,3 +124,4 @@ def test_a_flushed_namespace_counts_for_nothing() -> None:
     for digest in digests:
         copies = world.core.known_copies(digest, world.now, name)
         assert bool(copies) == (digest == digest_of("new"))
+        assert is_known(world.core, digest, world.now, name) == bool(copies)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from p2pstore.results import PeerInfo
 
 DEFAULT_INTERVAL: Final = "1"
+KNOWN_PART: Final = {"full": "all", "partitioned": "a part"}
 MIN_INTERVAL_SECONDS: Final = 0.1
 FAREWELL_SECONDS: Final = 5.0
 """What a peer may need beside draining: to tell the others, and to write what it keeps."""
@@ -95,6 +96,7 @@ def peers(
     """List the members of the cluster, as the local peer sees them.
 
     RTT is the shortest of the last pings, HEARD how long ago something came from the member itself.
+    KNOWS is shown when some know only a part of where objects are (join --directory).
     READ BY names the transports by which this peer and its clients read from it, with the reads
     that failed.
     """
@@ -106,8 +108,9 @@ def peers(
     from mooncake_p2p.statistics_view import ago, share
     from mooncake_p2p.statistics_view import seconds as length
 
+    knows = ("KNOWS",) if any(member.directory == "partitioned" for member in members) else ()
     print_table(
-        ("NAME", "STATUS", "RTT", "HEARD", "USED", "CONTROL", "READ BY", "PEER ID"),
+        ("NAME", "STATUS", "RTT", "HEARD", "USED", *knows, "CONTROL", "READ BY", "PEER ID"),
         [
             (
                 member.name,
@@ -115,6 +118,7 @@ def peers(
                 "-" if member.round_trip_seconds is None else length(member.round_trip_seconds),
                 "me" if member.me else ago(_finite(member.heard_seconds_ago)),
                 share(member.memory_used, member.memory_capacity).partition(" of")[0],
+                *(KNOWN_PART.get(member.directory, "-") for _ in knows),
                 ", ".join(member.control),
                 _read_by(member),
                 short_id(member.peer_id),

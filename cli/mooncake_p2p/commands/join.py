@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping
 from enum import StrEnum
@@ -20,6 +21,18 @@ class Transport(StrEnum):
     auto = "auto"
     shm = "shm"
     tcp = "tcp"
+
+
+class Network(StrEnum):
+    lan = "lan"
+    wan = "wan"
+    local = "local"
+
+
+class DirectoryKept(StrEnum):
+    auto = "auto"
+    full = "full"
+    partitioned = "partitioned"
 
 
 class LogLevel(StrEnum):
@@ -55,6 +68,12 @@ def join(
         str | None,
         _option("SECONDS", "How long to try bootstrap peers at first [default: 5]."),
     ] = None,
+    network: Annotated[
+        Network | None,
+        typer.Option(
+            help="How soon silent peers are suspected [default: lan].", show_default=False
+        ),
+    ] = None,
     listen: Annotated[
         str | None,
         _option("HOST:PORT", "Control address [default: where bootstrap peers can call back]."),
@@ -84,6 +103,17 @@ def join(
     transport: Annotated[
         Transport | None,
         typer.Option(help="Anything but auto is strict [default: auto].", show_default=False),
+    ] = None,
+    directory: Annotated[
+        DirectoryKept | None,
+        typer.Option(
+            help="How much this peer knows of where objects are [default: auto].",
+            show_default=False,
+        ),
+    ] = None,
+    index_memory: Annotated[
+        str | None,
+        _option("SIZE", "What the full directory may take before auto lets go [default: 1GiB]."),
     ] = None,
     cluster_key_file: Annotated[
         str | None, _option("FILE", "The cluster's key, see keygen. Without one: loopback only.")
@@ -162,8 +192,10 @@ def _run(given: Mapping[str, Any], detached: bool) -> None:
         settings, invite = gather(given)
         refuse_socket_of_another(settings)
         config = settings.checked()  # a mistake is told before the peer's modules are loaded
+        gc.disable()  # what the modules make stays: looking for garbage in it takes a tenth of the start
         from p2pstore.peer import run_peer
 
+        gc.enable()
         try:
             with spelled_as_given(settings):
                 run_peer(config, invite, detached=detached)

@@ -1,0 +1,1 @@
+"""Figures of gossip, measured in virtual time: one module each, with `SIZES`, perhaps `QUICK_SIZES`, and `measure`."""

@@ -1,0 +1,123 @@
+"""The figures that `scripts/simulate --measure` takes: which there are, taking one, table and picture."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from p2pstore.simulation.measures.figures import Case, Curve, Measured
+
+NAMES = (
+    "spread",
+    "crash",
+    "false-deaths",
+    "heal",
+    "bandwidth",
+    "partitioned",
+    "memory",
+    "restart",
+)
+
+
+@dataclass(slots=True)
+class Taken:
+    """One measure at one size."""
+
+    name: str
+    peers: int
+    seconds: float
+    """Of this machine's time."""
+    measured: Measured
+
+
+def cases(
+    names: Sequence[str], peers: int | None, seed: int, quick: bool
+) -> list[tuple[str, Case]]:
+    """What to take: every size that a figure is about, or only `peers`; the largest first."""
+    chosen = [
+        (name, Case(size, seed, quick))
+        for name in names
+        for size in ((peers,) if peers else _sizes(name, quick))
+    ]
+    return sorted(chosen, key=lambda each: each[1].peers, reverse=True)
+
+
+def _sizes(name: str, quick: bool) -> tuple[int, ...]:
+    module = _module(name)
+    sizes: tuple[int, ...] = getattr(module, "QUICK_SIZES", module.SIZES) if quick else module.SIZES
+    return sizes
+
+
+def take(name: str, case: Case) -> Taken:
+    """Take one; in a process of its own."""
+    begin = time.perf_counter()
+    measured = _module(name).measure(replace(case, resident_bytes=resident_bytes))
+    return Taken(name, case.peers, time.perf_counter() - begin, measured)
+
+
+def resident_bytes() -> int:
+    """Of this process, as Linux counts it."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _module(name: str) -> ModuleType:
+    """They all have `SIZES` and `measure`, and some fewer or smaller `QUICK_SIZES`."""
+    return import_module(f"p2pstore.simulation.measures.{name.replace('-', '_')}")
+
+
+def print_table(taken: Sequence[Taken], seconds: float) -> None:
+    """All figures; what has to hold and does not is marked FAIL."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"figures of gossip in virtual time ({seconds:.0f} s)")
+    for heading, justify in (
+        ("figure", "left"),
+        ("value", "right"),
+        ("wanted", "right"),
+        ("", "left"),
+    ):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]  # literals
+    for each in taken:
+        for figure in each.measured.figures:
+            verdict = "" if figure.limit is None else "pass" if figure.holds else "FAIL"
+            value = f"{figure.value:,.0f}" if abs(figure.value) >= 1000 else f"{figure.value:.3g}"
+            table.add_row(figure.name, f"{value} {figure.unit}", figure.wanted, verdict)
+    Console(width=max(120, Console().width)).print(table)
+
+
+def plot(taken: Sequence[Taken], path: str) -> None:
+    """A picture of the curves: one plot for each title, by size and loss. Ends the program without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit(
+            "simulate: --plot needs matplotlib, which scripts/setup installs with the tests' tools"
+        )
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    titles: dict[str, dict[str, Curve]] = {}
+    for each in taken:
+        for title, curves in each.measured.curves.items():
+            titles.setdefault(title, {}).update(curves)
+    if not titles:
+        sys.exit("simulate: these figures have no course over time to show")
+    figure, axes = pyplot.subplots(
+        len(titles), 1, figsize=(9, 4.5 * len(titles)), squeeze=False, layout="constrained"
+    )
+    for (title, curves), axis in zip(titles.items(), axes[:, 0], strict=True):
+        for label, points in curves.items():
+            axis.step([x for x, _ in points], [y for _, y in points], where="post", label=label)
+        axis.set(title=title, xlabel="virtual seconds")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

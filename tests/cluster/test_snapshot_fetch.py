@@ -1,0 +1,79 @@
+"""A large location set fetched whole from its owner, between real peers."""
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord
+from p2pstore.gossip.snapshots import check_snapshot
+from p2pstore.gossip.watched_keys import STEP_RECORDS
+from p2pstore.objects import Version
+from p2pstore.peer import Peer, node
+from tests.cluster.test_open_peer import cluster, until
+from tests.unit.gossip_network import digest_of
+
+COUNT = 3 * STEP_RECORDS
+
+
+def hold(owner: Peer) -> None:
+    """Have a peer say that it holds many keys."""
+    core = owner.node.core
+    version = core.new_version(0, owner.node.now)
+    for number in range(COUNT):
+        stamp = Version(version.clock, version.writer)
+        core.gossip.hold(LocationRecord(digest_of(number), stamp, number, 1), owner.node.now)
+    owner.node.process()
+
+
+def knows_all(reader: Peer, owner: Peer) -> bool:
+    mine, theirs = reader.node.core.gossip, owner.node.core.gossip
+    return mine.directory.position(theirs.member) == (theirs.incarnation, theirs.log.sequence)
+
+
+async def test_a_lost_view_is_fetched_whole_and_checked_beside_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked_in: list[int] = []
+
+    def check(packed: bytes) -> object:
+        checked_in.append(threading.get_ident())
+        return check_snapshot(packed)
+
+    monkeypatch.setattr(node, "check_snapshot", check)
+    async with cluster(tmp_path, 2) as (a, b):
+        hold(a)
+        await until(lambda: knows_all(b, a))
+        directory, member = b.node.core.gossip.directory, a.node.core.gossip.member
+        directory.distrust(member)
+        assert directory.holders(digest_of(1)) == []
+        await until(lambda: knows_all(b, a) and not directory.work_pending)
+        assert directory.record_count == COUNT
+        assert [each.member for each in directory.holders(digest_of(COUNT - 1))] == [member]
+    assert checked_in
+    assert threading.get_ident() not in checked_in
+
+
+async def test_a_snapshot_that_is_nonsense_is_dropped_and_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(tmp_path, 2) as (a, b):
+        hold(a)
+        await until(lambda: knows_all(b, a))
+        real, served = a.node.core.gossip.snapshot, 0
+
+        def first_broken(member: int) -> object:
+            nonlocal served
+            served += 1
+            found = real(member)
+            assert found is not None
+            head, packed = found
+            return head, packed + packed[:LOCATION_BYTES] if served == 1 else packed
+
+        monkeypatch.setattr(a.node.core.gossip, "snapshot", first_broken)
+        with caplog.at_level(logging.WARNING, "p2pstore.peer"):
+            b.node.core.gossip.directory.distrust(a.node.core.gossip.member)
+            await until(lambda: knows_all(b, a))
+        assert served >= 2
+        assert "names a key twice" in caplog.text

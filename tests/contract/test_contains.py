@@ -1,0 +1,255 @@
+"""How clients ask whether keys are anywhere: many questions under way at once, and what ends them early."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import p2pstore
+from p2pstore import blocking
+from p2pstore.client.presence import CONTAINS_KEYS
+from p2pstore.errors import DeadlineExceeded
+from p2pstore.local import messages as local
+from p2pstore.local.connection import LocalConnection
+from p2pstore.local.messages import Access, LocalKind
+from p2pstore.local.requests import Waiter
+from p2pstore.local.server import MAX_IN_FLIGHT, TURN_SECONDS
+from p2pstore.objects import DIGEST_BYTES
+from p2pstore.streams import BlockingDriver, run_blocking
+from p2pstore.wire import PREFACE_LOCAL, Message, encode_frame
+from tests.contract.small_peer import SmallPeer, small_peer
+
+KEYS = [f"k{number}" for number in range(3 * CONTAINS_KEYS + 100)]
+HELD = range(0, len(KEYS), 1000)
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[SmallPeer]:
+    with small_peer(tmp_path / "peer.sock") as running:
+        yield running
+
+
+@pytest.fixture
+def client(peer: SmallPeer) -> Iterator[blocking.BlockingClient]:
+    with blocking.connect(str(peer.path), timeout=2) as opened:
+        opened.put_many([(KEYS[number], b"value") for number in HELD])
+        peer.backend.requests.clear()
+        yield opened
+
+
+def elsewhere(peer: SmallPeer, monkeypatch: pytest.MonkeyPatch, hold_up: Any = None) -> None:
+    """Have the peer say of every second key it is asked about that it is known elsewhere."""
+
+    def contains(client: object, message: local.Contains) -> Message:
+        if hold_up is not None:
+            hold_up()
+        count = len(message.digests) // DIGEST_BYTES
+        return local.ContainsReply(bytes(number % 2 for number in range(count)))
+
+    monkeypatch.setattr(peer.backend, "_contains", contains, raising=False)
+
+
+def waiting(client: Any) -> int:
+    """How many requests of a client's connection are not settled."""
+    return len(client._link.connection._waiters)
+
+
+def test_answers_of_many_questions_come_to_their_keys(
+    peer: SmallPeer, client: blocking.BlockingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere(peer, monkeypatch)
+    expected: list[bool] = []
+    for start in range(0, len(KEYS), CONTAINS_KEYS):
+        asked = 0
+        for number in range(start, min(start + CONTAINS_KEYS, len(KEYS))):
+            if number in HELD:
+                expected.append(True)
+                continue
+            expected.append(asked % 2 == 1)
+            asked += 1
+    assert client.contains_many(KEYS) == expected
+    assert peer.backend.requests == [LocalKind.CONTAINS] * 4
+    assert waiting(client._session) == 0
+
+
+def test_the_next_keys_are_asked_about_before_the_answer_has_come(
+    peer: SmallPeer, client: blocking.BlockingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer does not answer the first question before the second one is on its way."""
+    sent = threading.Semaphore(0)
+    answered = 0
+
+    def hold_up() -> None:
+        nonlocal answered
+        answered += 1
+        if answered == 1:
+            assert sent.acquire(timeout=5)
+            assert sent.acquire(timeout=5)
+
+    elsewhere(peer, monkeypatch, hold_up)
+    whole = LocalConnection._send
+
+    async def send(self: LocalConnection, *frames: bytes) -> None:
+        await whole(self, *frames)
+        sent.release()
+
+    monkeypatch.setattr(LocalConnection, "_send", send)
+    begin = time.monotonic()
+    assert len(client.contains_many(KEYS)) == len(KEYS)
+    assert time.monotonic() - begin < 2  # or the client had waited for the first answer
+
+
+def test_a_bad_key_among_the_last_leaves_nothing_under_way(
+    peer: SmallPeer, client: blocking.BlockingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere(peer, monkeypatch)
+    with pytest.raises(ValueError, match="empty"):
+        client.contains_many([*KEYS[: 2 * CONTAINS_KEYS], ""])
+    assert waiting(client._session) == 0
+    assert client.contains_many(["x", "y"]) == [False, True]
+    assert [each.name for each in client.peers()] == ["small"]
+
+
+async def test_cancelled_in_the_middle_nothing_is_left_under_way(
+    peer: SmallPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stands, go_on = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        stands.set()
+        go_on.wait(5)
+
+    async with p2pstore.connect(str(peer.path)) as store:
+        elsewhere(peer, monkeypatch, stand)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.contains_many, KEYS)
+            await trio.to_thread.run_sync(stands.wait, 5)
+            nursery.cancel_scope.cancel()
+        go_on.set()
+        assert waiting(store) == 0
+        assert await store.contains_many(["x", "y"]) == [False, True]
+
+
+def open_connection(peer: SmallPeer) -> LocalConnection:
+    return run_blocking(
+        LocalConnection.open(BlockingDriver(), str(peer.path), namespace="n", access=Access.READ)
+    )
+
+
+def test_a_reply_that_came_with_another_is_not_waited_for(
+    peer: SmallPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who received before this one looked had its reply as well: to receive again would wait for nothing."""
+    connection = open_connection(peer)
+    whole = LocalConnection._send
+
+    async def send_and_have_another_receive(self: LocalConnection, *frames: bytes) -> None:
+        await whole(self, *frames)
+        await self._receive_or_wait(Waiter(-1), time.monotonic() + 5)
+
+    monkeypatch.setattr(LocalConnection, "_send", send_and_have_another_receive)
+    begin = time.monotonic()
+    asked = connection.request(LocalKind.PEERS, local.Peers(), local.PeersReply, progress_seconds=3)
+    assert len(run_blocking(asked).items) == 1
+    assert time.monotonic() - begin < 2
+    connection.close()
+
+
+def test_requests_ahead_are_answered_in_any_order(peer: SmallPeer) -> None:
+    connection = open_connection(peer)
+    first, second, third = (
+        run_blocking(connection.request_ahead(LocalKind.PEERS, local.Peers(), local.PeersReply))
+        for _ in range(3)
+    )
+    assert len(run_blocking(second.receive()).items) == 1
+    third.abandon()
+    assert len(run_blocking(first.receive()).items) == 1
+    for each in (first, second, third):
+        each.abandon()  # once more, for nothing
+    assert not connection._waiters
+    connection.close()
+
+
+def test_a_request_ahead_that_is_refused_as_too_many_is_made_again(
+    peer: SmallPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = peer.backend.gate = peer.call(trio.Event)
+    asked = 0
+
+    def contains(client: object, message: local.Contains) -> Awaitable[Message]:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            gate.set()
+        return answer()
+
+    async def answer() -> Message:
+        return local.ContainsReply(b"\1")
+
+    monkeypatch.setattr(peer.backend, "_contains", contains, raising=False)
+    connection = open_connection(peer)
+    locate = (LocalKind.LOCATE, local.Locate(bytes(16)), local.Located)
+    in_flight = [run_blocking(connection.request_ahead(*locate)) for _ in range(MAX_IN_FLIGHT)]
+    peer.wait_until(lambda: peer.backend.requests.count(LocalKind.LOCATE) == MAX_IN_FLIGHT)
+    question = (LocalKind.CONTAINS, local.Contains(bytes(16)), local.ContainsReply)
+    ahead = run_blocking(connection.request_ahead(*question))
+    assert run_blocking(ahead.receive()).present == b"\1"
+    assert asked > 1
+    for each in in_flight:
+        run_blocking(each.receive())
+    connection.close()
+
+
+def test_a_request_ahead_has_its_deadline(peer: SmallPeer) -> None:
+    connection = open_connection(peer)
+    peer.backend.gate = peer.call(trio.Event)
+    ahead = run_blocking(
+        connection.request_ahead(
+            LocalKind.LOCATE, local.Locate(bytes(16)), local.Located, progress_seconds=0.1
+        )
+    )
+    with pytest.raises(DeadlineExceeded, match="did not answer"):
+        run_blocking(ahead.receive())
+    assert not connection._waiters
+    connection.close()
+
+
+def test_who_asks_without_a_pause_leaves_others_their_turn(
+    peer: SmallPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are answered without a turn of the peer's event loop only for a moment."""
+    turns, turn_of_run, run, longest_run = [0], 0, 0, 0
+
+    def answered() -> None:
+        nonlocal turn_of_run, run, longest_run
+        run = run + 1 if turn_of_run == turns[0] else 1
+        turn_of_run = turns[0]
+        longest_run = max(longest_run, run)
+        time.sleep(TURN_SECONDS / 4)  # the next request comes meanwhile
+
+    async def count_turns() -> None:
+        while True:
+            turns[0] += 1
+            await trio.lowlevel.checkpoint()
+
+    elsewhere(peer, monkeypatch, answered)
+    peer.call(lambda: trio.lowlevel.spawn_system_task(count_turns))
+    question = encode_frame(LocalKind.CONTAINS, 1, local.Contains(bytes(60 * 1024)))
+    hello = encode_frame(LocalKind.HELLO, 0, local.Hello(1, 1, "n", Access.READ, 1))
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(10)
+        asking.connect(str(peer.path))
+        asking.sendall(PREFACE_LOCAL + hello)
+        sender = threading.Thread(target=asking.sendall, args=(question * 200,))
+        sender.start()
+        while len(peer.backend.requests) < 200:
+            assert asking.recv(1 << 20)
+        sender.join()
+    assert longest_run < 25

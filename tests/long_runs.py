@@ -1,0 +1,12 @@
+"""Runs of tests that take minutes and find hardly more than their short versions, which the suite has."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+only_in_long_runs = pytest.mark.skipif(
+    not os.environ.get("P2PSTORE_LONG_TESTS"),
+    reason="takes minutes: P2PSTORE_LONG_TESTS=1 scripts/test -m slow",
+)

@@ -1,0 +1,69 @@
+"""`scripts/simulate`: options, replaying, JSON, figures and pictures, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def simulate(*options: str) -> subprocess.CompletedProcess[str]:
+    """Run it in a small way."""
+    command = [sys.executable, str(ROOT / "scripts" / "simulate"), "--processes", "1", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def document(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_a_seed_replays_exactly_by_the_command_that_is_printed_for_it(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    done = simulate("--peers", "4", "--seed", "5", "--seeds", "2", "--quick", "--json", str(first))
+    assert done.returncode == 0, done.stderr
+    seed = document(first)["seeds"][1]
+    again = re.split(r"\s+", seed["replay"])[1:]
+    done = simulate(*again, "--json", str(second))
+    assert done.returncode == 0, done.stderr
+    assert f"trace {seed['trace_hash']}" in done.stdout
+    assert document(second)["seeds"] == [seed]
+
+
+def test_json_on_stdout_is_nothing_but_json() -> None:
+    done = simulate("--peers", "3", "--seeds", "1", "--quick", "--faults", "none", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["seeds"][0]["problems"] == []
+
+
+def test_figures_are_measured_compared_and_drawn(tmp_path: Path) -> None:
+    picture = tmp_path / "spread.png"
+    done = simulate("--measure", "spread", "--peers", "6", "--quick", "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert "6 peers, loss 5%: 99 % know, median" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--whole", "--absences"], "exclude each other"),
+        (["--whole", "--faults", "random"], "is for gossip"),
+        (["--measure", "spread", "--whole"], "is about gossip"),
+        (["--plot", "x.png"], "--measure"),
+        (["--peers", "1"], "2 to 5,000"),
+        (["--whole", "--peers", "500"], "2 to 200"),
+        (["--seeds", "-1"], "above zero"),
+        (["--faults", "worse"], "invalid choice"),
+    ],
+)
+def test_options_that_make_no_sense_end_with_status_2(options: list[str], complaint: str) -> None:
+    done = simulate(*options)
+    assert done.returncode == 2
+    assert complaint in done.stderr

@@ -1,0 +1,37 @@
+"""What a log's operations add up to, said as plainly as can be: the oracle for the index of locations."""
+
+from __future__ import annotations
+
+from p2pstore.gossip.records import LOCATION_BYTES, location_hash
+from p2pstore.objects import DIGEST_BYTES
+
+_FLAGS = LOCATION_BYTES - 1
+_REMOVED = 0x80
+_VERSION = slice(DIGEST_BYTES, DIGEST_BYTES + 10)
+
+
+class LocationSet:
+    """One record per digest, the last one written; a withdrawal counts only for the version that is held."""
+
+    def __init__(self, operations: bytes = b"") -> None:
+        self.records: dict[bytes, bytes] = {}
+        self.apply(operations)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @property
+    def hash(self) -> int:
+        total = 0
+        for record in self.records.values():
+            total ^= location_hash(record)
+        return total
+
+    def apply(self, operations: bytes) -> None:
+        for start in range(0, len(operations), LOCATION_BYTES):
+            operation = operations[start : start + LOCATION_BYTES]
+            digest = operation[:DIGEST_BYTES]
+            if not operation[_FLAGS] & _REMOVED:
+                self.records[digest] = operation
+            elif digest in self.records and self.records[digest][_VERSION] == operation[_VERSION]:
+                del self.records[digest]

@@ -1,0 +1,304 @@
+"""A peer that knows a part of the directory: one home is asked, the next one where that cannot tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from p2pstore.core.effects import AskPeer
+from p2pstore.core.lookup import NEXT_HOME_SECONDS, UNSURE_SECONDS, LookupOperation
+from p2pstore.gossip.directory_mode import KeptDirectory
+from p2pstore.gossip.partitions import PARTITION_COUNT, partition_of
+from p2pstore.local.messages import PutStatus
+from p2pstore.transfer.messages import (
+    DataKind,
+    Holding,
+    Locations,
+    Lookup,
+    PartitionSet,
+    Push,
+    Pushed,
+)
+from p2pstore.wire import Code, Failure
+from tests.unit.core_harness import (
+    OTHER_INCARNATION,
+    Harness,
+    Other,
+    RemoteObject,
+    clock_at,
+    digest_of,
+    digests_asked,
+    remote_object,
+)
+
+OTHERS = 6
+
+
+def partitioned(others: int = OTHERS) -> Harness:
+    """A peer in partitioned mode, as all others."""
+    world = Harness(others, directory="partitioned")
+    for other in world.others:
+        world.offer(other, directory=int(KeptDirectory.PARTITIONED))
+    for push in pushes_of(world, 1.0):
+        world.answer(push, Pushed())
+    return world
+
+
+def pushes_of(world: Harness, seconds: float = 0.1) -> list[AskPeer]:
+    asks = []
+    for _ in range(int(seconds / 0.05)):
+        world.pass_time(0.05)
+        asks += world.asks(DataKind.PUSH)
+    return asks
+
+
+def foreign_key(world: Harness, number: int = 0) -> str:
+    """A key that this peer is no home of."""
+    return foreign_keys(world)[number]
+
+
+def foreign_keys(world: Harness) -> list[str]:
+    keys = [f"k{number}" for number in range(200)]
+    return [key for key in keys if len(world.core.homes(digest_of(key))) == 3]
+
+
+def home_key(world: Harness) -> str:
+    """A key that this peer is a home of."""
+    keys = (f"k{number}" for number in range(1000))
+    return next(key for key in keys if len(world.core.homes(digest_of(key))) == 2)
+
+
+def look(world: Harness, *keys: str, **options: object) -> LookupOperation:
+    operation = LookupOperation(world.core, [digest_of(key) for key in keys], **options)  # type: ignore[arg-type]  # by name
+    world.start(operation)
+    return operation
+
+
+def told(other: Other, thing: RemoteObject, world: Harness) -> Holding:
+    return Holding(other.member, OTHER_INCARNATION, 1, world.location(thing))
+
+
+def absent(ask: AskPeer, unsure: Sequence[int] = ()) -> Locations:
+    return Locations([[] for _ in digests_asked(ask)], list(unsure))
+
+
+def test_one_home_is_asked_and_believed() -> None:
+    world = partitioned()
+    key = foreign_key(world)
+    operation = look(world, key)
+    (ask,) = world.asks(DataKind.LOOKUP)
+    assert ask.peer_id in world.core.homes(digest_of(key))
+    assert ask.timeout_seconds == NEXT_HOME_SECONDS
+    world.answer(ask, absent(ask))
+    assert operation.result == [[]]
+    assert not world.asks(DataKind.LOOKUP)
+    world.check_idle()
+
+
+def test_what_a_home_says_is_kept_for_the_next_time() -> None:
+    world = partitioned()
+    key, holder = foreign_key(world), world.others[0]
+    operation = look(world, key)
+    (ask,) = world.asks(DataKind.LOOKUP)
+    thing = remote_object(key, b"1")
+    world.answer(ask, Locations([[told(holder, thing, world)]]))
+    assert [[copy.peer_id for copy in copies] for copies in operation.result] == [[holder.peer_id]]
+    again = look(world, key)
+    assert again.done
+    assert not world.asks(DataKind.LOOKUP)
+    world.gossip.locations.mark_stale(holder.member, digest_of(key), OTHER_INCARNATION, 5)
+    look(world, key)
+    assert world.asks(DataKind.LOOKUP), "it was wrong: a home is asked again"
+
+
+def test_a_home_that_cannot_tell_is_followed_by_the_next() -> None:
+    world = partitioned()
+    key = foreign_key(world)
+    operation = look(world, key)
+    asked = []
+    for reply in ("unsure", "silent", "refuses"):
+        (ask,) = world.asks(DataKind.LOOKUP)
+        asked.append(ask.peer_id)
+        if reply == "unsure":
+            world.answer(ask, absent(ask, [0]))
+        elif reply == "silent":
+            world.answer(ask, None)
+        else:
+            world.answer(ask, Failure(int(Code.BUSY), "later"))
+    assert set(asked) == set(world.core.homes(digest_of(key)))
+    assert not operation.done, "nobody could tell"
+    world.pass_time(0.06)
+    (ask,) = world.asks(DataKind.LOOKUP)
+    assert ask.peer_id != asked[1], "who was silent is asked last"
+    world.answer(ask, absent(ask))
+    assert operation.result == [[]]
+
+
+def test_nobody_can_tell_for_long() -> None:
+    world = partitioned()
+    operation = look(world, foreign_key(world))
+    begin = world.now
+    while not operation.done:
+        assert world.now < begin + UNSURE_SECONDS + 1.0
+        for ask in world.asks(DataKind.LOOKUP):
+            world.answer(ask, absent(ask, [0]))
+        world.pass_time(0.02)
+    assert operation.result == [[]]
+    assert world.now >= begin + UNSURE_SECONDS
+    world.check_idle()
+
+
+def test_only_keys_that_a_home_could_not_tell_of_go_to_the_next() -> None:
+    world = partitioned()
+    one, *rest = foreign_keys(world)
+    homes = set(world.core.homes(digest_of(one)))
+    other = next(key for key in rest if set(world.core.homes(digest_of(key))) == homes)
+    operation = look(world, one, other)
+    (ask,) = world.asks(DataKind.LOOKUP)
+    digests = digests_asked(ask)
+    assert set(digests) == {digest_of(one), digest_of(other)}, "both of the same home"
+    world.answer(ask, absent(ask, [digests.index(digest_of(other))]))
+    (again,) = world.asks(DataKind.LOOKUP)
+    assert digests_asked(again) == [digest_of(other)]
+    world.answer(again, absent(again))
+    assert operation.result == [[], []]
+
+
+def test_a_batch_goes_to_few_homes() -> None:
+    world = partitioned()
+    keys = foreign_keys(world)[:40]
+    operation = look(world, *keys)
+    asks = world.asks(DataKind.LOOKUP)
+    assert len({ask.peer_id for ask in asks}) == len(asks) <= OTHERS
+    assert sum(len(digests_asked(ask)) for ask in asks) == 40, "each key of one home"
+    for ask in asks:
+        world.answer(ask, absent(ask))
+    assert operation.done
+
+
+def empty_partitions() -> Push:
+    """What a member says that holds nothing."""
+    sets = [PartitionSet(partition, 0, 0, b"") for partition in range(PARTITION_COUNT)]
+    return Push(OTHER_INCARNATION, [], b"", b"", 1, sets)
+
+
+def acquainted(world: Harness) -> Harness:
+    """Everybody has told this peer what it should know, and knows the same members."""
+    for other in world.others:
+        assert world.serve(other, DataKind.PUSH, empty_partitions()) == Pushed()
+    world.gossip.partitions.housekeep(world.now, agreed=True)
+    pushes_of(world, 1.1)
+    return world
+
+
+def numbered(world: Harness, thing: RemoteObject, number: int, sequence: int) -> Push:
+    packed = world.location(thing)
+    return Push(OTHER_INCARNATION, [sequence], packed, number.to_bytes(4, "little"))
+
+
+def test_a_home_vouches_for_its_partitions_and_for_no_others() -> None:
+    world = acquainted(partitioned())
+    mine, theirs = home_key(world), foreign_key(world)
+    assert look(world, mine).result == [[]]
+    assert not world.asks(DataKind.LOOKUP), "it would know"
+    packed = digest_of(mine) + digest_of(theirs)
+    reply = world.serve(world.others[0], DataKind.LOOKUP, Lookup(packed))
+    assert reply == Locations([[], []], [1])
+
+
+def test_a_home_knows_what_owners_push_and_says_what_it_missed() -> None:
+    world = acquainted(partitioned())
+    key, owner = home_key(world), world.others[0]
+    thing = remote_object(key, b"1")
+    assert world.serve(owner, DataKind.PUSH, numbered(world, thing, 1, 50)) == Pushed()
+    (copies,) = look(world, key).result
+    assert [copy.peer_id for copy in copies] == [owner.peer_id]
+    later = remote_object(key, b"2", clock=clock_at(-30.0))
+    partition = partition_of(digest_of(key))
+    assert world.serve(owner, DataKind.PUSH, numbered(world, later, 3, 52)) == Pushed([partition])
+    reply = world.serve(world.others[1], DataKind.LOOKUP, Lookup(digest_of(key)))
+    assert reply.unsure == [0]
+
+
+def test_a_stale_location_is_hidden_until_its_owner_says_more() -> None:
+    world = acquainted(partitioned())
+    key, owner = home_key(world), world.others[0]
+    thing = remote_object(key, b"1")
+    world.serve(owner, DataKind.PUSH, numbered(world, thing, 1, 50))
+    world.gossip.locations.mark_stale(owner.member, digest_of(key), OTHER_INCARNATION, 60)
+    assert look(world, key).result == [[]]
+    later = remote_object(key, b"2", clock=clock_at(-30.0))
+    world.serve(owner, DataKind.PUSH, numbered(world, later, 2, 61))
+    assert len(look(world, key).result[0]) == 1
+
+
+def test_a_put_asks_a_home_whether_the_key_exists() -> None:
+    world = partitioned()
+    key, holder = foreign_key(world), world.others[0]
+    put = world.put(key, b"mine")
+    (ask,) = world.asks(DataKind.LOOKUP)
+    theirs = remote_object(key, b"theirs")
+    world.answer(ask, Locations([[told(holder, theirs, world)]]))
+    (compare,) = world.asks(DataKind.GET)
+    world.answer(compare, theirs.reply)
+    assert put.result.status is PutStatus.KEPT_EXISTING
+    fresh = world.put(foreign_key(world, 1), b"mine")
+    (ask,) = world.asks(DataKind.LOOKUP)
+    world.answer(ask, absent(ask))
+    assert fresh.result.status is PutStatus.CREATED
+
+
+def test_of_two_first_puts_the_older_one_hears_of_the_newer_from_the_home() -> None:
+    """The home names other versions to who pushes; who pushed the newer one tells the other holder."""
+    world = acquainted(partitioned())
+    key, first, second = home_key(world), *world.others[:2]
+    old = remote_object(key, b"old", clock=clock_at(-50.0), writer=3)
+    new = remote_object(key, b"new", clock=clock_at(-40.0), writer=4)
+    assert world.serve(first, DataKind.PUSH, numbered(world, old, 1, 50)) == Pushed()
+    reply = world.serve(second, DataKind.PUSH, numbered(world, new, 1, 70))
+    assert [holding.member for holding in reply.rivals] == [first.member]
+    assert reply.rivals[0].record == world.location(old)
+
+
+def test_who_is_told_of_a_newer_version_withdraws_its_own() -> None:
+    world = partitioned()
+    key, rival = foreign_key(world), world.others[0]
+    put = world.put(key, b"mine")
+    (ask,) = world.asks(DataKind.LOOKUP)
+    world.answer(ask, absent(ask))
+    assert put.result.status is PutStatus.CREATED
+    asks = pushes_of(world)
+    assert {ask.peer_id for ask in asks} == set(world.core.homes(digest_of(key)))
+    newer = remote_object(key, b"theirs", clock=clock_at(5.0))
+    rivals = [Holding(rival.member, OTHER_INCARNATION, 9, world.location(newer))]
+    world.answer(asks[0], Pushed([], rivals))
+    world.pass_time(0.05)
+    assert world.find(key) is None
+
+
+def test_who_has_the_newer_version_tells_the_other_holder() -> None:
+    world = partitioned()
+    key = foreign_key(world)
+    rival = next(o for o in world.others if o.peer_id not in world.core.homes(digest_of(key)))
+    world.put(key, b"mine")
+    (ask,) = world.asks(DataKind.LOOKUP)
+    world.answer(ask, absent(ask))
+    asks = pushes_of(world)
+    older = remote_object(key, b"theirs", clock=clock_at(-100.0))
+    rivals = [Holding(rival.member, OTHER_INCARNATION, 9, world.location(older))]
+    for ask in asks:
+        world.answer(ask, Pushed([], rivals))
+    told_rival = [ask for ask in pushes_of(world) if ask.peer_id == rival.peer_id]
+    assert told_rival
+    request = told_rival[0].request
+    assert isinstance(request, Push)
+    assert request.numbers[:4] == bytes(4), "it is no home of the key"
+    assert world.find(key) is not None
+
+
+def test_what_a_member_tells_of_itself_is_taken_in_by_who_is_no_home() -> None:
+    world = partitioned()
+    key = foreign_key(world)
+    thing = remote_object(key, b"1")
+    assert world.serve(world.others[0], DataKind.PUSH, numbered(world, thing, 0, 5)) == Pushed()
+    assert len(look(world, key).result[0]) == 1
+    assert world.gossip.locations.views.record_count == 0

@@ -1,0 +1,125 @@
+"""Digests as columns, and operations that name their members by place."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.digests import (
+    MAX_PACKED_SEQUENCE,
+    Digest,
+    Run,
+    check_runs,
+    digest_from,
+    pack_digest,
+    pack_positions,
+    pack_runs,
+    read_runs,
+    unpack_digest,
+    unpack_positions,
+)
+
+u64 = st.integers(0, (1 << 64) - 1)
+rows = st.lists(st.tuples(u64, u64, st.integers(0, (1 << 32) - 1), u64), max_size=8)
+
+
+def rows_of(digest: Digest) -> list[tuple[int, int, int, int]]:
+    columns = (
+        digest.of.members,
+        digest.of.incarnations,
+        digest.record_sequences,
+        digest.log_sequences,
+    )
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@given(rows)
+def test_a_digest_in_full_comes_back_in_order_of_members(
+    given_rows: list[tuple[int, int, int, int]],
+) -> None:
+    expected = sorted({row[0]: row for row in given_rows}.values())
+    packed = b"".join(struct.pack("<QQIQ", *row) for row in given_rows)
+    assert rows_of(unpack_digest(packed)) == expected
+    assert rows_of(digest_from(given_rows)) == expected
+    assert rows_of(unpack_digest(pack_digest(digest_from(given_rows)))) == expected
+
+
+@given(rows, rows)
+def test_one_digest_along_the_members_of_another(
+    ours: list[tuple[int, int, int, int]], others: list[tuple[int, int, int, int]]
+) -> None:
+    mine, theirs = digest_from(ours), digest_from([*others, *ours[:3]])
+    table = {row[0]: row for row in rows_of(theirs)}
+    named, *columns = theirs.along(mine.of.members)
+    for place, member in enumerate(mine.of.members.tolist()):
+        assert bool(named[place]) == (member in table)
+        found = tuple(int(column[place]) for column in columns)
+        assert found == table.get(member, (0, 0, 0, 0))[1:]
+    assert sorted(theirs.beside(mine.of.members)) == sorted(
+        table.keys() - set(mine.of.members.tolist())
+    )
+
+
+def test_the_hash_tells_members_and_incarnations_apart() -> None:
+    digest = digest_from([(1, 5, 0, 0), (2, 6, 0, 0)])
+    assert digest.of.hash == digest_from([(2, 6, 7, 8), (1, 5, 9, 9)]).of.hash
+    others = [[(1, 5, 0, 0)], [(1, 6, 0, 0), (2, 5, 0, 0)], [(1, 5, 0, 0), (3, 6, 0, 0)], []]
+    assert digest.of.hash not in {digest_from(other).of.hash for other in others}
+
+
+def test_positions_are_of_all_members_or_none() -> None:
+    digest = digest_from([(1, 5, 6, MAX_PACKED_SEQUENCE), (2, 6, (1 << 32) - 1, 0)])
+    packed = pack_positions(digest)
+    assert packed is not None
+    assert rows_of(unpack_positions(packed, digest.of)) == rows_of(digest)
+    for wrong in (packed[:9], packed + packed, packed[:-1], b""):
+        with pytest.raises(ProtocolError):
+            unpack_positions(wrong, digest.of)
+    assert pack_positions(digest_from([(1, 5, 6, MAX_PACKED_SEQUENCE + 1)])) is None
+
+
+def test_runs_name_members_by_place() -> None:
+    members = digest_from([(70, 5, 0, 0), (80, 6, 0, 0), (90, 7, 0, 0)]).of
+    sent = [Run(2, MAX_PACKED_SEQUENCE, b"a" * 34), Run(0, 1, b"b" * 68), Run(2, 9, b"c" * 34)]
+    packed, operations = pack_runs(sent)
+    chunks = list(read_runs(check_runs(packed, operations), operations, members))
+    assert [
+        (chunk.member, chunk.incarnation, chunk.first_sequence, chunk.operations)
+        for chunk in chunks
+    ] == [
+        (90, 7, MAX_PACKED_SEQUENCE, b"a" * 34),
+        (70, 5, 1, b"b" * 68),
+        (90, 7, 9, b"c" * 34),
+    ]
+    with pytest.raises(ProtocolError, match="member 3 of 3"):
+        list(read_runs(check_runs(*pack_runs([Run(3, 1, b"a" * 34)])), b"a" * 34, members))
+
+
+@pytest.mark.parametrize(
+    ("runs", "operations"),
+    [
+        (b"x", b""),
+        (struct.pack("<HHIB", 0, 1, 1, 0), b""),
+        (struct.pack("<HHIB", 0, 1, 1, 0), bytes(33)),
+        (struct.pack("<HHIB", 0, 1, 1, 0), bytes(68)),
+        (struct.pack("<HHIB", 0, 0, 1, 0) + struct.pack("<HHIB", 0, 1, 1, 0), bytes(34)),
+        (struct.pack("<HHIB", 0, 1, 0, 0), bytes(34)),
+        (struct.pack("<HHIB", 0, 1, 1, 0) * 16_385, bytes(34) * 16_385),
+        (b"", bytes(34)),
+    ],
+)
+def test_runs_that_make_no_sense(runs: bytes, operations: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        check_runs(runs, operations)
+
+
+def test_a_digest_is_bounded_before_it_is_sorted() -> None:
+    with pytest.raises(ProtocolError, match="16,385 entries"):
+        unpack_digest(bytes(28 * 16_385))
+    assert len(unpack_digest(bytes(28 * 16_384)).of) == 1  # all the same member
+    assert np.array_equal(unpack_digest(b"").of.members, [])

@@ -1,0 +1,325 @@
+"""What exchanges cost: bytes and messages, and what is sent to whom. In virtual time, with real encoding."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from p2pstore.gossip.anti_entropy import SEND_MICROSECONDS, TAKE_MICROSECONDS, work_microseconds
+from p2pstore.gossip.digests import digest_from
+from p2pstore.gossip.effects import Ask
+from p2pstore.gossip.machine import GossipConfig
+from p2pstore.gossip.messages import ControlKind, Delta, Exchange, ExchangeReply, LogChunk
+from p2pstore.gossip.records import (
+    ClusterRecord,
+    ClusterRecordKind,
+    sign_cluster_record,
+    sign_peer_record,
+)
+from p2pstore.wire import HEADER_BYTES, Message, encode_body
+from tests.unit.gossip_network import (
+    FakeSigner,
+    FakeVerifier,
+    Network,
+    Node,
+    digest_of,
+    location,
+    peer_id_of,
+    peer_record,
+)
+
+PEERS = 20
+CHANGES_PER_SECOND = 100.0
+
+
+class CountingNetwork(Network):
+    """Counts the frames' bytes and the messages of each peer, and keeps what was sent."""
+
+    def __init__(self, seed: int, config: GossipConfig | None = None) -> None:
+        super().__init__(seed, config)
+        self.received_bytes: Counter[int] = Counter()
+        self.messages_of: Counter[int] = Counter()
+        self.operations_received = 0
+        self.sent: list[Message] = []
+        self.tamper = self._count
+        self.due: list[tuple[float, int]] = []
+
+    def _count(self, source: Node, target: Node, message: Message) -> Message:
+        self.received_bytes[target.number] += HEADER_BYTES + len(encode_body(message))
+        self.messages_of.update((source.number, target.number))
+        self.sent.append(message)
+        delta = message.delta if isinstance(message, ExchangeReply) else message
+        if isinstance(delta, Delta):
+            packed = len(delta.operations) + sum(len(chunk.operations) for chunk in delta.logs)
+            self.operations_received += packed // 34
+        return message
+
+    def rest(self, node: Node) -> None:
+        super().rest(node)
+        heapq.heappush(self.due, (node.wake_at, node.number))
+
+    def start(self, number: int, bootstrap: int | None = 0) -> Node:
+        heapq.heappush(self.due, (0.0, number))
+        return super().start(number, bootstrap)
+
+    def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
+        """As in `Network`, but looks at those only that are due: loaded clusters make many events."""
+        end = self.now + seconds
+        while not (until is not None and until()):
+            while self.due and not self._is_due(*self.due[0]):
+                heapq.heappop(self.due)
+            step = min(self._events[0][0] if self._events else end, self.due[0][0])
+            if step >= end:
+                self.now = end
+                return until is not None and until()
+            self.now = max(self.now, step)
+            while self._events and self._events[0][0] <= self.now:
+                heapq.heappop(self._events)[2]()
+            while self.due and self.due[0][0] <= self.now:
+                wake_at, number = heapq.heappop(self.due)
+                if self._is_due(wake_at, number):
+                    node = self.nodes[number]
+                    self.do(node, node.gossip.tick(self.now))
+                    self._push(node)
+                    self.rest(node)
+        return True
+
+    def _is_due(self, wake_at: float, number: int) -> bool:
+        return number in self.nodes and self.nodes[number].wake_at == wake_at
+
+    def begin(self) -> None:
+        self.received_bytes.clear()
+        self.messages_of.clear()
+        self.sent.clear()
+        self.operations_received = 0
+
+
+def formed(count: int, seed: int = 1, config: GossipConfig | None = None) -> CountingNetwork:
+    net = CountingNetwork(seed, config)
+    net.start_all(count)
+    assert net.run(30, net.converged)
+    return net
+
+
+def load(net: CountingNetwork, per_second: float) -> None:
+    """Every peer changes what it holds so often, from now on."""
+    keys = iter(range(10_000_000))
+
+    def change(node: Node) -> None:
+        node.hold(location(key := next(keys), key + 1), net.now)
+        net.rest(node)
+        net.later(net.rng.uniform(0.5, 1.5) / per_second, lambda: change(node))
+
+    for node in net.nodes.values():
+        net.later(net.rng.random() / per_second, partial(change, node))
+
+
+def test_the_cost_of_a_loaded_cluster() -> None:
+    net = formed(PEERS)
+    load(net, CHANGES_PER_SECOND)
+    net.run(1.5)
+    net.begin()
+    seconds = 1.5
+    net.run(seconds)
+    ideal = (PEERS - 1) * CHANGES_PER_SECOND * seconds
+    received = sum(net.received_bytes.values()) / PEERS
+    assert ideal * 34 * 0.9 < received < ideal * 34 * 1.3
+    assert net.operations_received / PEERS < ideal * 1.05  # hardly anything comes twice
+    assert max(net.messages_of.values()) / seconds < 125
+    assert sum(net.messages_of.values()) / PEERS / seconds < 120
+    lags = [
+        (other.gossip.log.sequence - node.gossip.directory.position(other.gossip.member)[1])
+        for node in net.nodes.values()
+        for other in net.nodes.values()
+        if node is not other
+    ]
+    assert max(lags) / CHANGES_PER_SECOND < 0.8
+
+
+def test_the_cost_of_an_idle_cluster() -> None:
+    net = formed(PEERS)
+    net.run(8)
+    net.begin()
+    net.run(5)
+    assert sum(net.messages_of.values()) / PEERS / 5 < 16
+    assert sum(net.received_bytes.values()) / PEERS / 5 < 60 * PEERS
+
+
+def test_messages_are_bounded_when_operations_trickle() -> None:
+    """Too few to count as load, enough to keep everybody busy telling everybody."""
+    net = formed(PEERS)
+    load(net, 5.0)
+    net.run(1)
+    net.begin()
+    net.run(3)
+    assert 60 < sum(net.messages_of.values()) / PEERS / 3 < 120
+
+
+def reached(net: Network, writer: Node, sequence: int) -> bool:
+    return all(
+        node is writer or node.gossip.directory.position(writer.gossip.member)[1] >= sequence
+        for node in net.nodes.values()
+    )
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.05])
+def test_one_put_is_everywhere_soon(loss: float) -> None:
+    net = formed(PEERS, seed=3)
+    writer, needed = net.nodes[5], []
+    net.loss = loss
+    for key in range(9):
+        net.run(4)
+        begin = net.now
+        writer.hold(location(key), net.now)
+        net.rest(writer)
+        assert net.run(2, partial(reached, net, writer, writer.gossip.log.sequence))
+        needed.append(net.now - begin)
+    assert sorted(needed)[4] < 0.15
+    assert max(needed) < 0.8
+
+
+def test_numbers_alone_are_sent_to_those_who_know_the_same_members() -> None:
+    net = formed(5)
+    net.run(5)
+    net.begin()
+    net.run(5)
+    asked = [message for message in net.sent if isinstance(message, Exchange | ExchangeReply)]
+    assert len(asked) >= 40
+    for message in asked:
+        assert (message.digest, len(message.positions)) == (b"", 9 * 5)
+    net.begin()
+    net.start(5)
+    assert net.run(5, net.converged)
+    assert any(message.digest for message in net.sent if isinstance(message, Exchange))
+
+
+def one_ask(node: Node, now: float) -> Ask:
+    asks = [
+        effect
+        for effect in node.gossip.tick(now)
+        if isinstance(effect, Ask) and effect.kind == ControlKind.EXCHANGE
+    ]
+    assert len(asks) == 1
+    return asks[0]
+
+
+def test_a_peer_of_an_earlier_version_is_sent_digests_in_full() -> None:
+    """One that names no hash of its members: a digest left out would tell it that nothing is known here."""
+    net = formed(2)
+    net.run(5)
+    node, other, now = net.nodes[0], net.nodes[1], net.now
+    ask = one_ask(node, now := now + 5)
+    assert isinstance(ask.request, Exchange)
+    assert ask.request.positions  # the other one is of this version
+    old = ExchangeReply(Delta([], [], [], []), b"", node.gossip.cluster_records.hash, b"")
+    effects = node.gossip.answered(ask.token, old, now)
+    (sent,) = (e.request for e in effects if isinstance(e, Ask) and e.kind == ControlKind.DELTA)
+    assert isinstance(sent, Delta)
+    assert not sent.runs
+    request = one_ask(node, now + 5).request
+    assert isinstance(request, Exchange)
+    assert len(request.digest) == 2 * 28
+    assert not request.positions
+    question = Exchange(b"", node.gossip.cluster_records.hash, b"", [])
+    node.hold(location(1), now)
+    reply, _ = node.gossip.serve(other.peer_id, ControlKind.EXCHANGE, question, now)
+    assert isinstance(reply, ExchangeReply)
+    assert len(reply.digest) == 2 * 28
+    assert len(reply.delta.logs) == 1
+    assert not reply.delta.runs
+
+
+def test_operations_of_members_that_are_not_known_here_change_nothing() -> None:
+    net = formed(2)
+    node, other = net.nodes[0], net.nodes[1]
+    of = node.gossip.knowledge.table.current().of
+    place = of.members.tolist().index(other.gossip.member)
+    run = bytes((place, 0, 1, 0, 1, 0, 0, 0, 0))
+    for members_hash, expected in ((of.hash + 1, 0), (of.hash, 1)):
+        delta = Delta([], [], [], [], members_hash, run, location(1).encode())
+        node.gossip.serve(other.peer_id, ControlKind.DELTA, delta, net.now)
+        assert node.gossip.directory.position(other.gossip.member)[1] == expected
+
+
+def test_an_exchange_that_is_not_answered_holds_up_the_others_for_half_a_second_only() -> None:
+    net = formed(6)
+    node, now = net.nodes[0], net.now + 5
+    asked: list[Ask] = []
+    for _ in range(400):
+        now += 0.02
+        node.gossip.hold(location(len(asked), 1 + len(asked)), now)
+        effects = node.gossip.tick(now)
+        asked += [e for e in effects if isinstance(e, Ask) and e.kind == ControlKind.EXCHANGE]
+    assert len(asked) == 16  # and never more than these, while nobody answers at all
+
+
+def test_a_joiner_takes_in_many_floors_in_little_steps() -> None:
+    net = formed(3)
+    for key in range(600):
+        signer = net.nodes[0].signer
+        record = ClusterRecord(
+            1, int(ClusterRecordKind.FLOOR), digest_of(key), key + 1, 1, signer.peer_id
+        )
+        signed = sign_cluster_record(record, signer)
+        for node in net.nodes.values():
+            node.gossip.cluster_records.load([(record, signed)])
+    net.run(5)
+    net.begin()
+    joiner = net.start(3)
+    records = joiner.gossip.cluster_records
+    assert net.run(3, lambda: len(records) == 600)
+    sent = [m.delta if isinstance(m, ExchangeReply) else m for m in net.sent]
+    counts = [len(delta.cluster_records) for delta in sent if isinstance(delta, Delta)]
+    assert max(counts) == 40
+    assert sum(counts) < 1.5 * 600
+
+
+def test_one_delta_brings_no_more_than_its_receiver_can_carry_out_at_once() -> None:
+    net = formed(3)
+    node, other = net.nodes[0], net.nodes[1]
+    for key in range(6000):
+        node.hold(location(key, key + 1), net.now)
+    net.rest(node)
+    (at,) = (s for s in node.gossip.membership.live() if s is node.gossip.membership.own)
+    delta = node.gossip.knowledge.delta_for(digest_from([]), 1 << 22)
+    (chunk,) = delta.logs
+    assert work_microseconds(len(chunk.operations) // 34) == SEND_MICROSECONDS
+    assert at.record is not None
+    whole = node.gossip.log.since(0, 1 << 22)
+    assert whole is not None
+    pieces = [
+        LogChunk(at.member, at.record.incarnation, first + 1, whole[34 * first : 34 * (first + 4)])
+        for first in range(0, 6000, 4)
+    ]
+    taken = other.gossip.knowledge.check(Delta([], pieces, [], []), net.now).logs
+    assert taken == pieces[: TAKE_MICROSECONDS // (4 * 9)]
+    too_long = LogChunk(at.member, at.record.incarnation, 1, whole)
+    assert other.gossip.knowledge.check(Delta([], [too_long], [], []), net.now).logs == []
+    assert net.run(10, net.converged)
+
+
+def test_of_one_delta_a_bounded_number_of_signatures_is_checked() -> None:
+    net = formed(2)
+    node, sender = net.nodes[0], net.nodes[1]
+    records = []
+    for number in range(10, 300):
+        signer = FakeSigner(peer_id_of(number))
+        records.append(sign_peer_record(peer_record(number), signer))
+    verified: list[bytes] = []
+
+    class Counting(FakeVerifier):
+        def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool:
+            verified.append(peer_id)
+            return super().verify(peer_id, message, signature)
+
+    node.gossip.knowledge.verifier = Counting()
+    delta = Delta(records, [], [], [])
+    for expected in (40, 80):
+        node.gossip.serve(sender.peer_id, ControlKind.DELTA, delta, net.now)
+        assert len(verified) == expected
+    node.gossip.serve(sender.peer_id, ControlKind.DELTA, Delta(records[250:], [], [], []), net.now)
+    assert len(verified) == 120

@@ -1,0 +1,109 @@
+"""What a member cannot do to another one by what it says in exchanges and deltas."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.anti_entropy import TAKE_MICROSECONDS
+from p2pstore.gossip.digests import Run, pack_runs
+from p2pstore.gossip.effects import Ask
+from p2pstore.gossip.messages import Claim, ControlKind, Delta, Exchange, LogChunk, Status
+from p2pstore.gossip.records import LOCATION_BYTES
+from tests.unit.gossip_network import Network, Node, location, peer_id_of
+
+
+def formed(count: int) -> Network:
+    net = Network(1)
+    net.start_all(count)
+    assert net.run(20, net.converged)
+    return net
+
+
+def exchanges_of(node: Node, seconds: float, now: float, question: Exchange | None) -> int:
+    """How many exchanges a peer under load begins, while another member asks it this 17 times a second."""
+    gossip, begun = node.gossip, 0
+    for step in range(int(seconds * 50)):
+        now += 0.02
+        if step % 10 == 0:
+            for _ in range(200):
+                gossip.hold(location(step, 1 + len(gossip.log.since(0, 1 << 20) or b"")), now)
+        if question is not None and step % 3 == 0:
+            gossip.serve(peer_id_of(1), ControlKind.EXCHANGE, question, now)
+        for effect in gossip.tick(now):
+            if isinstance(effect, Ask):
+                begun += effect.kind == ControlKind.EXCHANGE
+                gossip.questions.take(effect.token)
+    return begun
+
+
+def test_who_never_sends_what_it_promises_does_not_keep_a_loaded_peer_from_asking_others() -> None:
+    net = formed(4)
+    node, hostile = net.nodes[0], net.nodes[1]
+    for number in range(10):
+        hostile.hold(location(number), net.now)
+    (ask,) = (
+        effect
+        for effect in hostile.gossip.tick(net.now + 5)
+        if isinstance(effect, Ask) and effect.kind == ControlKind.EXCHANGE
+    )
+    assert isinstance(ask.request, Exchange)
+    undisturbed = exchanges_of(node, 10, net.now, None)
+    assert undisturbed > 50
+    assert exchanges_of(node, 10, net.now + 10, ask.request) > undisturbed / 3
+
+
+def test_of_one_delta_a_bounded_number_of_runs_is_looked_at() -> None:
+    net = formed(2)
+    node, other = net.nodes[0], net.nodes[1]
+    operation = location(1).encode()
+    member, incarnation = other.gossip.member, other.gossip.incarnation
+    check = node.gossip.knowledge.check
+    most = TAKE_MICROSECONDS // 9
+    chunks = [LogChunk(member, incarnation, 1, operation)] * 9_000
+    assert len(check(Delta([], chunks, [], []), net.now).logs) == most
+    # Those beyond are not even looked at.
+    chunks[most] = LogChunk(member, incarnation, -1, b"?")
+    assert len(check(Delta([], chunks, [], []), net.now).logs) == most
+    runs, operations = pack_runs([Run(0, 1, operation)] * most + [Run(9_999, 1, operation)] * 9_000)
+    of = node.gossip.knowledge.table.current().of
+    packed = Delta([], [], [], [], of.hash, runs, operations)
+    assert len(check(packed, net.now).logs) == most
+
+
+def test_runs_of_no_operations_are_nonsense() -> None:
+    net = formed(2)
+    node, other = net.nodes[0], net.nodes[1]
+    empty = LogChunk(other.gossip.member, other.gossip.incarnation, 1, b"")
+    with pytest.raises(ProtocolError, match="no operations"):
+        node.gossip.knowledge.check(Delta([], [empty], [], []), net.now)
+
+
+def test_nothing_is_kept_of_askers_that_are_no_members() -> None:
+    net = formed(2)
+    gossip = net.nodes[0].gossip
+    question = Exchange(b"", 0, b"", [], members_hash=5)
+    for number in range(100, 200):
+        gossip.serve(peer_id_of(number), ControlKind.EXCHANGE, question, net.now)
+    exchanges = gossip._exchanges
+    kept = exchanges._readers | exchanges._invited.keys() | exchanges._unreliable
+    assert kept <= {peer_id_of(1)}
+
+
+def test_claims_wait_for_a_message_that_goes() -> None:
+    """Who brought the news is not told it; so no claim rides on that message either."""
+    net = formed(2)
+    node, other = net.nodes[0], net.nodes[1]
+    now = net.now + 1
+    dead = Claim(peer_id_of(9), 1, int(Status.DEAD), other.gossip.member)
+    node.gossip.membership.observe_claims([dead], now)
+    node.gossip.membership.observe_claims([Claim(peer_id_of(9), 2, int(Status.DEAD), 7)], now)
+    of = node.gossip.knowledge.table.current().of
+    runs = pack_runs(
+        [Run(of.members.tolist().index(other.gossip.member), 1, bytes(LOCATION_BYTES))]
+    )
+    node.gossip.serve(other.peer_id, ControlKind.DELTA, Delta([], [], [], [], of.hash, *runs), now)
+    assert node.gossip._fresh
+    assert node.gossip._fresh.spread(now) == []
+    claims = node.gossip.membership.claims(to=other.peer_id)
+    assert [claim.peer_id for claim in claims] == [peer_id_of(9)]

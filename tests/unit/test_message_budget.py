@@ -1,0 +1,73 @@
+"""How many messages gossip may send, and when a cluster is under load."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pstore.gossip.message_budget import MessageBudget
+from p2pstore.gossip.operation_rate import OperationRate
+
+
+def test_a_budget_lets_a_burst_pass_and_then_its_rate() -> None:
+    budget = MessageBudget(100.0, 40.0)
+    times = [50.0]
+    for _ in range(260):
+        budget.take(4, times[-1])
+        times.append(max(times[-1], budget.ready_at(4)))
+    assert times[9] == 50.0
+    assert times[10] > 50.0
+    assert times[260] == pytest.approx(50.0 + (260 * 4 - 40 + 4) / 100, abs=0.1)
+
+
+def test_what_others_send_is_missing_but_not_for_ever() -> None:
+    budget = MessageBudget(100.0, 40.0)
+    budget.take(100_000, 5.0)
+    assert budget.ready_at(4) == pytest.approx(5.0 + 44 / 100)
+    budget.take(2, 5.2)  # a probe, which does not wait
+    assert budget.ready_at(4) == pytest.approx(5.2 + 26 / 100)
+
+
+def test_more_than_the_burst_waits_for_a_full_bucket() -> None:
+    budget = MessageBudget(100.0, 40.0)
+    assert budget.ready_at(1000) < 0
+    budget.take(10, 1.0)
+    assert budget.ready_at(1000) == pytest.approx(1.1)
+    with pytest.raises(ValueError, match="some messages"):
+        MessageBudget(0.0, 1.0)
+
+
+def test_a_clock_that_stands_still_gives_nothing() -> None:
+    budget = MessageBudget(100.0, 4.0)
+    budget.take(4, 7.0)
+    assert budget.ready_at(4) == pytest.approx(7.04)
+    budget.take(0, 6.0)
+    assert budget.ready_at(4) == pytest.approx(7.04)
+
+
+def judged(rate: OperationRate, per_second: float, begin: float, seconds: float) -> float:
+    for step in range(int(seconds * 10)):
+        rate.add(int(per_second / 10))
+        rate.judge(begin + step / 10)
+    return begin + seconds
+
+
+def test_load_begins_above_the_limit_and_ends_below_half_of_it() -> None:
+    rate = OperationRate(1000.0)
+    now = judged(rate, 900.0, 0.0, 10.0)
+    assert not rate.is_high
+    now = judged(rate, 1200.0, now, 10.0)
+    assert rate.is_high
+    now = judged(rate, 600.0, now, 10.0)
+    assert rate.is_high
+    judged(rate, 400.0, now, 10.0)
+    assert not rate.is_high
+
+
+def test_one_batch_of_many_is_soon_forgotten() -> None:
+    rate = OperationRate(1000.0)
+    now = judged(rate, 0.0, 0.0, 5.0)
+    rate.add(4096)
+    now = judged(rate, 0.0, now, 0.5)
+    assert rate.is_high
+    judged(rate, 0.0, now, 5.0)
+    assert not rate.is_high

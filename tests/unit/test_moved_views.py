@@ -1,0 +1,145 @@
+"""Who looks only at the views that moved, and at the unsettled ones, misses none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from p2pstore.gossip import directory as directory_module
+from p2pstore.gossip.catch_up import UNSIGNED_SECONDS, CatchUp
+from p2pstore.gossip.directory import Applied, Directory, DirectoryConfig, Outcome, Position
+from p2pstore.gossip.log import OwnLog
+from p2pstore.gossip.membership import MemberState
+from p2pstore.gossip.messages import Status
+from p2pstore.gossip.records import LOCATION_BYTES, LogHead, Member
+from p2pstore.gossip.snapshots import check_snapshot
+from tests.unit.gossip_network import location, peer_id_of
+
+MEMBERS = range(1, 5)
+
+Standing = tuple[Position, LogHead, bool]
+
+
+def standings(directory: Directory) -> dict[Member, Standing]:
+    return {
+        member: (directory.position(member), directory.head(member), directory.diverged(member))
+        for member in MEMBERS
+    }
+
+
+class Story:
+    """Random things happen to a small directory of four logs, one a call of `step`."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.directory = Directory(DirectoryConfig(max_records=60))
+        self.logs = {member: OwnLog(1) for member in MEMBERS}
+        self.seen: Counter[str] = Counter()
+
+    def step(self) -> None:
+        member = self.rng.choice(MEMBERS)
+        log = self.logs[member]
+        what = self.rng.choices(
+            ("write", "head", "relay", "lie", "snapshot", "work", "restart", "forget", "drop"),
+            (6, 6, 8, 2, 3, 4, 1, 1, 1),
+        )[0]
+        match what:
+            case "write":
+                for _ in range(self.rng.randrange(1, 12)):
+                    log.add(location(self.rng.randrange(25), log.sequence + 1))
+            case "head":
+                self.directory.observe_head(member, log.incarnation, log.head)
+            case "relay":
+                self._relay(member, lies=False)
+            case "lie":
+                self._relay(member, lies=True)
+            case "snapshot":
+                self._snapshot(member)
+            case "work":
+                self.seen["replaced"] += self.directory.work(3)
+            case "restart":
+                self.logs[member] = OwnLog(log.incarnation + 1)
+            case "forget":
+                self.rng.choice((self.directory.forget, self.directory.distrust))(member)
+            case "drop":
+                self.directory.drop(member)
+
+    def _relay(self, member: Member, *, lies: bool) -> None:
+        incarnation, known = self.directory.position(member)
+        operations = bytes(LOCATION_BYTES * 3)
+        if not lies:
+            count = self.rng.randrange(1, 9)
+            told = self.logs[member].since(known, count * LOCATION_BYTES)
+            incarnation, operations = self.logs[member].incarnation, told or b""
+        applied: Applied = self.directory.apply(member, incarnation, known + 1, operations)
+        self.seen[applied.outcome.value] += 1
+
+    def _snapshot(self, member: Member) -> None:
+        log = self.logs[member]
+        head, snapshot = log.head, check_snapshot(log.snapshot())
+        self.seen["staged"] += self.directory.install_snapshot(
+            member, log.incarnation, head.sequence, head.set_hash, snapshot
+        )
+
+
+def test_every_change_is_noted_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "STEP_RECORDS", 4)
+    seen: Counter[str] = Counter()
+    for seed in range(20):
+        story = Story(seed)
+        directory, before = story.directory, standings(story.directory)
+        for _ in range(200):
+            story.step()
+            after = standings(directory)
+            changed = {member for member in MEMBERS if after[member] != before[member]}
+            assert changed <= directory.take_moved()
+            assert directory.take_moved() == set()
+            assert directory.unsettled == {
+                member
+                for member, (position, head, diverged) in after.items()
+                if diverged or position[1] != head.sequence
+            }
+            before = after
+        seen += story.seen
+    for outcome in Outcome:
+        assert seen[outcome.value] > 5, f"the story has hardly any {outcome}"
+    assert min(seen["staged"], seen["replaced"]) > 5
+
+
+class CountingDirectory(Directory):
+    """Counts how often it is asked where a view stands."""
+
+    looks = 0
+
+    def position(self, member: Member) -> Position:
+        self.looks += 1
+        return super().position(member)
+
+
+def test_views_that_are_where_their_heads_are_cost_nothing_to_watch() -> None:
+    log, directory = OwnLog(1), CountingDirectory()
+    log.add(location(1))
+    operations = log.since(0, LOCATION_BYTES)
+    assert operations is not None
+    owners = [
+        MemberState(peer_id_of(number), number, Status.ALIVE, 1, None, None, 0.0, 0.0)
+        for number in range(1, 301)
+    ]
+    for owner in owners:
+        directory.observe_head(owner.member, 1, log.head)
+        directory.apply(owner.member, 1, 1, operations)
+    directory.apply(7, 1, 2, bytes(LOCATION_BYTES))  # that nobody signed
+    sizes: list[int] = []
+
+    def head_interval_seconds(members: int) -> float:
+        sizes.append(members)
+        return 1.0
+
+    catch_up = CatchUp(directory, 1000, 1.0, head_interval_seconds)
+    directory.looks = 0
+    assert catch_up.due(owners, set(), 0.0) == []
+    assert 0 < directory.looks < 5
+    assert sizes == [301]
+    assert catch_up.due(owners, set(), UNSIGNED_SECONDS + 2.0) == [owners[6]]

@@ -1,0 +1,101 @@
+"""The homes of partitions: the same for all who know the same members, however they came to know them."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pstore.gossip.partition_homes import HOME_COUNT, NO_HOMES, HomeTable, table_of
+from p2pstore.gossip.partitions import PARTITION_COUNT, partition_of
+from tests.unit.gossip_network import digest_of
+
+WORD = (1 << 64) - 1
+
+
+def weight(member: int, partition: int) -> int:
+    """SplitMix64's finalizer, in plain integers."""
+    mixed = member ^ ((partition + 1) * 0x9E3779B97F4A7C15 & WORD)
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & WORD
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & WORD
+    return mixed ^ mixed >> 31
+
+
+def members(count: int, seed: int = 1) -> list[int]:
+    rng = Random(seed)
+    return [rng.getrandbits(64) for _ in range(count)]
+
+
+def by_hand(live: list[int], partition: int) -> tuple[int, ...]:
+    return tuple(sorted(live, key=lambda m: weight(m, partition), reverse=True)[:HOME_COUNT])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 50])
+def test_the_homes_are_the_members_with_the_highest_weights(count: int) -> None:
+    live = members(count)
+    table = table_of(live)
+    assert len(table.homes) == PARTITION_COUNT
+    for partition in (0, 1, 500, 1023):
+        assert table.homes[partition] == by_hand(live, partition)
+
+
+def test_these_homes_never_change() -> None:
+    """Peers of different versions must agree on them."""
+    assert weight(1, 0) == 0xE4D971771B652C20
+    table = table_of([1, 2, 3, 4, 5])
+    assert [table.homes[partition] for partition in (0, 1, 1023)] == [
+        (1, 4, 2),
+        (3, 4, 5),
+        (2, 1, 3),
+    ]
+    assert [partition_of(bytes.fromhex(text) + bytes(14)) for text in ("0000", "0040", "ffff")] == [
+        0,
+        1,
+        1023,
+    ]
+
+
+@given(st.lists(st.sets(st.integers(0, 11), max_size=12), min_size=1, max_size=6))
+@settings(max_examples=40, deadline=None)
+def test_a_table_is_the_same_whatever_it_was_made_from(history: list[set[int]]) -> None:
+    names = members(12)
+    table = NO_HOMES
+    for live in history:
+        table = table.changed(frozenset(names[number] for number in live))
+    # Made anew, not taken from among those in use.
+    fresh = NO_HOMES._made_for(table.members)
+    assert table.homes == fresh.homes
+    assert table.differing(fresh) == []
+
+
+def test_who_joins_or_leaves_changes_only_its_own_partitions() -> None:
+    live = members(20)
+    before = table_of(live[:-1])
+    after = table_of(live)
+    changed = before.differing(after)
+    assert changed == after.by_home[live[-1]]
+    assert 90 < len(changed) < 220, "about three twentieths"
+    for partition in changed:
+        kept = [home for home in after.homes[partition] if home != live[-1]]
+        assert kept == [home for home in before.homes[partition] if home in kept]
+    shares = [len(partitions) for partitions in after.by_home.values()]
+    assert sum(shares) == HOME_COUNT * PARTITION_COUNT
+    assert min(shares) > 100
+
+
+def test_those_who_know_the_same_members_share_a_table() -> None:
+    live = members(9)
+    table = table_of(live)
+    assert table_of(reversed(live)) is table
+    assert table_of(live[:-1]).changed(frozenset(live)) is table
+    assert isinstance(table, HomeTable)
+
+
+def test_partitions_are_alike_in_size() -> None:
+    counts = [0] * PARTITION_COUNT
+    for number in range(20_480):
+        counts[partition_of(digest_of(number))] += 1
+    assert min(counts) > 4
+    assert max(counts) < 50
