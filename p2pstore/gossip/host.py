@@ -615,7 +615,7 @@ def _ignore(_address: str, _reason: str) -> None:
 async def open_control_host(
     *,
     identity: Identity,
-    listen: tuple[str, int],
+    listen: tuple[str, int | None],
     ring: KeyRing,
     cluster: str,
     handler: Handler,
@@ -625,9 +625,9 @@ async def open_control_host(
     allowed: AllowList | None = None,
     limits: ConnectionLimits = _LIMITS,
 ) -> AsyncIterator[ControlHost]:
-    """A host that listens at `listen` (port 0: any) and serves `handler` to admitted peers until the block ends.
-    After `ring` or `allowed` (None: everybody who holds a key) were changed, call its `recheck`; tell its `keeper`
-    the peers that it is to stay connected with.
+    """A host that listens at `listen` (port 0: any; None: the default one, or any when that is taken) and serves
+    `handler` to admitted peers until the block ends. After `ring` or `allowed` (None: everybody who holds a key)
+    were changed, call its `recheck`; tell its `keeper` the peers that it is to stay connected with.
 
     `on_lost(peer_id)` is called when the last connection of an admitted peer has ended without either side having
     meant it; `on_refused(address, reason)` whenever something of a stranger was dropped. Raises

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 import trio
 
-from p2pstore.config import join_address, split_address
+from p2pstore.config import DEFAULT_CONTROL_PORT, join_address, split_address
 from p2pstore.errors import ConfigError
 from p2pstore.streams import tune_tcp
 
@@ -175,8 +175,25 @@ def _detect_dead_hosts(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_AFTER_SECONDS * 1000)
 
 
-async def listen_tcp(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `ConfigError` naming the address and what to do."""
+async def listen_tcp(host: str, port: int | None) -> socket.socket:
+    """A listening socket; port 0 is any free one, None the default one or, when that is taken, any.
+
+    Raises `ConfigError` naming the address and what to do.
+    """
+    if port is None:
+        # Only listening takes a port: looked at before, it may be free for two processes that start at once.
+        try:
+            return await _listen_tcp(host, DEFAULT_CONTROL_PORT)
+        except _PortTaken:
+            port = 0
+    return await _listen_tcp(host, port)
+
+
+class _PortTaken(ConfigError):
+    """Somebody listens there already."""
+
+
+async def _listen_tcp(host: str, port: int) -> socket.socket:
     where = join_address(host, port)
     try:
         records = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -196,7 +213,8 @@ async def listen_tcp(host: str, port: int) -> socket.socket:
             errno.EADDRNOTAVAIL: "no interface of this machine has that address: choose another with --listen",
             errno.EACCES: "this user may not bind that port: choose one above 1023 with --listen",
         }.get(error.errno or 0, "choose another address with --listen")
-        raise ConfigError(
+        kind_of_error = _PortTaken if error.errno == errno.EADDRINUSE else ConfigError
+        raise kind_of_error(
             f"cannot listen on {where}: {os.strerror(error.errno or 0)}; {advice}"
         ) from None
     return sock

@@ -14,7 +14,6 @@ from typing import Final
 import ifaddr
 
 from p2pstore.config import (
-    DEFAULT_CONTROL_PORT,
     PeerConfig,
     is_loopback,
     is_wildcard,
@@ -38,10 +37,10 @@ def host_identity() -> bytes:
 # --- listening -------------------------------------------------------------------------------
 
 
-def control_listen_address(config: PeerConfig) -> tuple[str, int]:
+def control_listen_address(config: PeerConfig) -> tuple[str, int | None]:
     """(host, port) for the control listener: as configured; else on the chosen interface; else, with a
-    cluster key, on the address that leads to a bootstrap peer; else on loopback. The default port, when it
-    is free.
+    cluster key, on the address that leads to a bootstrap peer; else on loopback. Port None: the
+    default one, else any.
 
     Raises `ConfigError` with the candidates when the address is not clear, or would be open to strangers.
     """
@@ -55,7 +54,7 @@ def control_listen_address(config: PeerConfig) -> tuple[str, int]:
             config.refuse_without_key(f"interface: {host}")
     else:
         host = _host_towards_bootstrap(config)
-    return host, _port_on(host)
+    return host, None
 
 
 def _check_own(host: str) -> None:
@@ -94,17 +93,6 @@ def _is_here(bootstrap: str) -> bool:
     if is_loopback(host) or host == socket.gethostname():
         return True
     return host in own_addresses()
-
-
-def _port_on(host: str) -> int:
-    """The default control port, or 0 (any) when somebody listens there already."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, DEFAULT_CONTROL_PORT))
-        except OSError:
-            return 0
-    return DEFAULT_CONTROL_PORT
 
 
 def data_listen_addresses(config: PeerConfig, control_host: str) -> list[str]:

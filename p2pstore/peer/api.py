@@ -325,7 +325,7 @@ class _Assembly:
             transports.append(TcpTransport(node.pool))
         node.transports = transports
 
-    async def _open_control(self, node: Node, listen: tuple[str, int]) -> None:
+    async def _open_control(self, node: Node, listen: tuple[str, int | None]) -> None:
         config = self.config
         node.host = await self.stack.enter_async_context(
             open_control_host(

@@ -27,6 +27,7 @@ from libp2p.protocol_muxer.multiselect_client import MultiselectClient
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.security.noise.transport import Transport as NoiseTransport
 
+from p2pstore.config import DEFAULT_CONTROL_PORT
 from p2pstore.errors import ConfigError
 from p2pstore.gossip import connection as connection_module
 from p2pstore.gossip import host as host_module
@@ -543,6 +544,14 @@ async def test_a_taken_port_is_a_config_error() -> None:
         with pytest.raises(ConfigError, match=reason):
             async with opened(2, listen=listen):
                 pass
+
+
+async def test_a_taken_default_port_is_no_obstacle() -> None:
+    anywhere: dict[str, Any] = {
+        "listen": ("127.0.0.1", None)
+    }  # the default port may be taken before
+    async with opened(1, **anywhere) as first, opened(2, **anywhere) as second:
+        assert second.listening not in {first.listening, ("127.0.0.1", DEFAULT_CONTROL_PORT)}
 
 
 async def test_wildcard_and_ipv6_and_names() -> None:

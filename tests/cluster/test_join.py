@@ -89,9 +89,8 @@ class Machine:
 
     def close(self) -> None:
         for process in self.started:
-            if process.poll() is None:
+            with process:  # closes its pipes, also after a test that failed half-way
                 process.kill()
-            process.wait()
         for lock in self.state.glob("*/lock"):
             with contextlib.suppress(OSError, ValueError):
                 number = int(lock.read_text())
