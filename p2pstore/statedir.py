@@ -31,9 +31,9 @@ import msgspec
 import xxhash
 
 from p2pstore.errors import ConfigError, ProtocolError
-from p2pstore.gossip.floor_stamps import Stamps, stamps_as_text, stamps_from_text
-from p2pstore.gossip.identity import SEED_BYTES, Identity
-from p2pstore.gossip.membership import MAX_INCARNATION
+from p2pstore.gossip.floors.floor_stamps import Stamps, stamps_as_text, stamps_from_text
+from p2pstore.gossip.links.identity import SEED_BYTES, Identity
+from p2pstore.gossip.members.membership import MAX_INCARNATION
 from p2pstore.gossip.records import MAX_RECORD_BYTES, SignedRecord
 from p2pstore.invite import Invite, KeptInvite, format_invite
 from p2pstore.keyring import KeyRing, parse_cluster_keys

@@ -86,8 +86,8 @@ class Driver(Protocol):
     async def connect_unix(self, path: str, timeout_seconds: float) -> ByteStream: ...
 
     async def run_in_thread(self, function: Callable[[], T]) -> T:
-        """Run a long copy or hash (over 5 ms) where it does not stop others. Not cancelled: the call
-        returns only when `function` has."""
+        """Run a long copy or hash (over 5 ms) where it does not stop others. It may be cancelled before it
+        begins, but not then: the call returns only when `function` has."""
         ...
 
     async def sleep(self, seconds: float) -> None: ...

@@ -180,6 +180,7 @@ class TrioDriver:
             raise
 
     async def run_in_thread(self, function: Callable[[], T]) -> T:
+        await trio.lowlevel.checkpoint_if_cancelled()
         with trio.CancelScope(shield=True):  # what it writes to is busy until it returns
             result: T = await trio.to_thread.run_sync(function)
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -31,21 +32,38 @@ class Taken:
 
     name: str
     peers: int
+    part: str
     seconds: float
     """Of this machine's time."""
+    peak_bytes: int
+    """The most memory that was resident in the process that took it, and others before."""
     measured: Measured
 
 
 def cases(
-    names: Sequence[str], peers: int | None, seed: int, quick: bool
+    names: Sequence[str], peers: int | None, part: str | None, seed: int, quick: bool
 ) -> list[tuple[str, Case]]:
-    """What to take: every size that a figure is about, or only `peers`; the largest first."""
+    """What to take: every size that a figure is about, or only `peers`, and every part, or only `part`; the largest
+    first."""
     chosen = [
-        (name, Case(size, seed, quick))
+        (name, Case(size, seed, quick, each))
         for name in names
         for size in ((peers,) if peers else _sizes(name, quick))
+        for each in parts(name)
+        if part in (None, each)
     ]
     return sorted(chosen, key=lambda each: each[1].peers, reverse=True)
+
+
+def parts(name: str) -> tuple[str, ...]:
+    """What of a measure can be taken apart from the rest; one nameless part where nothing can."""
+    return tuple(getattr(_module(name), "PARTS", ("",)))
+
+
+def parts_of(measure: str) -> list[str]:
+    """The parts of one measure, or of `all`."""
+    names = NAMES if measure == "all" else (measure,)
+    return list(dict.fromkeys(part for name in names for part in parts(name)))
 
 
 def _sizes(name: str, quick: bool) -> tuple[int, ...]:
@@ -58,7 +76,8 @@ def take(name: str, case: Case) -> Taken:
     """Take one; in a process of its own."""
     begin = time.perf_counter()
     measured = _module(name).measure(replace(case, resident_bytes=resident_bytes))
-    return Taken(name, case.peers, time.perf_counter() - begin, measured)
+    peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return Taken(name, case.peers, case.part, time.perf_counter() - begin, peak_bytes, measured)
 
 
 def resident_bytes() -> int:
@@ -68,7 +87,7 @@ def resident_bytes() -> int:
 
 
 def _module(name: str) -> ModuleType:
-    """They all have `SIZES` and `measure`, and some fewer or smaller `QUICK_SIZES`."""
+    """They all have `SIZES` and `measure`, some fewer or smaller `QUICK_SIZES`, and some `PARTS`."""
     return import_module(f"p2pstore.simulation.measures.{name.replace('-', '_')}")
 
 

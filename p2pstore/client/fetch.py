@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from random import Random
 from typing import Final
 
 from p2pstore.client.answers import error_in, name_key, tier_name
+from p2pstore.client.known_holders import KnownHolders, OwnPlan
 from p2pstore.client.link import PeerLink
 from p2pstore.errors import NoSuchKey, P2PStoreError, Unavailable
 from p2pstore.local.messages import (
@@ -22,7 +24,7 @@ from p2pstore.local.messages import (
 )
 from p2pstore.objects import Version, namespace_digest
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
-from p2pstore.transfer.failover import SilentHolders
+from p2pstore.transfer.failover import HolderReport, SilentHolders
 from p2pstore.transfer.messages import Ticket
 from p2pstore.transfer.reader import Copied
 from p2pstore.transfer.shm import ShmTransport, copy_in_pieces, expired, read_mapped
@@ -46,6 +48,8 @@ PLAN_DIGESTS: Final = 4096
 FIRST_PAUSE_SECONDS: Final = 0.05
 LAST_PAUSE_SECONDS: Final = 0.5
 """Between two plans for a key that is waited for and that no named holder delivered."""
+_OF_THE_HOLDER: Final = (Code.NO_SUCH_KEY, Code.STALE, Code.DEADLINE_EXCEEDED)
+"""Failures that mean the same wherever the holder is by now."""
 FETCH_SECONDS: Final = 60.0
 """How long the peer may take to bring an object here. It watches over the progress itself."""
 
@@ -59,9 +63,11 @@ class Fetcher:
         self._shm = ShmTransport(link.driver, link.timeout_seconds)
         self._pool = DataPool(link.driver, progress_seconds=link.timeout_seconds)
         self._transports: list[Transport] = [self._shm, TcpTransport(self._pool)]
+        self._known = KnownHolders(link.elsewhere, Random())
 
     def close(self) -> None:
         """Close the connections to other peers."""
+        self._known.close()
         self._shm.close()
         self._pool.close()
 
@@ -78,7 +84,9 @@ class Fetcher:
             if copied is not None:
                 return copied
             left_seconds = max(0.0, wait_until - time.monotonic())
-            plan = await self._plan_watched(key, digest, destination, left_seconds)
+            plan: PlanItem | None = self._own_plan(digest, destination)
+            if plan is None:
+                plan = await self._plan_watched(key, digest, destination, left_seconds)
             try:
                 return await self.fetch_planned(key, digest, destination, plan)
             except (NoSuchKey, Unavailable) as error:  # whoever had it just dropped it, or died
@@ -100,6 +108,15 @@ class Fetcher:
         if copied is not None:
             watch.was_here(self._link.connection.hello.name, copied.length, watch.clock() - began)
         return copied
+
+    def _own_plan(self, digest: bytes, destination: Destination) -> OwnPlan | None:
+        """A plan without asking the peer. Not for who wants to see how a read goes, nor for what is here and only
+        could not be read just now."""
+        if watch_of(destination) is not None:
+            return None
+        if any(reader.contains(digest) for reader in self._link.readers):
+            return None
+        return self._known.plan(digest)
 
     async def _plan_watched(
         self,
@@ -145,7 +162,15 @@ class Fetcher:
 
     async def plan(self, first_key: str, digests: Sequence[bytes]) -> list[PlanItem]:
         """Where these objects can be read, one item each; `first_key` is the text of the first one."""
-        return (await self._plan(first_key, digests)).items
+        plans: list[PlanItem | None] = [self._known.plan(digest) for digest in digests]
+        unplanned = [number for number, plan in enumerate(plans) if plan is None]
+        if unplanned:
+            asked = await self._plan(
+                first_key if unplanned[0] == 0 else "", [digests[number] for number in unplanned]
+            )
+            for number, plan in zip(unplanned, asked.items, strict=True):
+                plans[number] = plan
+        return [plan for plan in plans if plan is not None]
 
     async def _plan(
         self,
@@ -173,6 +198,7 @@ class Fetcher:
             if len(reply.items) != len(some):
                 raise P2PStoreError("the local peer answered for another number of keys")
             items += reply.items
+            self._known.note(reply.items)
             homes_asked = max(homes_asked, reply.homes_asked)
         return Planned(items, homes_asked)
 
@@ -189,7 +215,8 @@ class Fetcher:
         silent = silent or SilentHolders()
         failed: list[int] = []
         error: P2PStoreError | ValueError | None = None
-        for attempt in range(PLANS):
+        attempts = PLANS + isinstance(plan, OwnPlan)
+        for attempt in range(attempts):
             if plan.local:
                 copied, leased = await self._read_under_lease(digest, destination)
                 if copied is not None:
@@ -203,19 +230,20 @@ class Fetcher:
                 raise error if isinstance(error, Unavailable) and error is not None else planned
             else:
                 holders = silent.last(plan.holders)
-                if not holders:
+                if not holders and not isinstance(plan, OwnPlan):
                     raise error or Unavailable(
                         f"{key!r}: the peers that hold it did not answer a moment ago. Retry, or see "
                         "`mooncake-p2p peers`"
                     )
-                report = await self._pull(key, digest, destination, holders)
-                silent.learn(report.failures)
-                if report.pulled is not None:
-                    return report.pulled
-                failed += [failure.member for failure in report.failures]
-                assert report.error is not None
-                error = name_key(key, report.error)
-            if attempt + 1 < PLANS:
+                if holders:
+                    report = await self._pull(key, digest, destination, plan, holders)
+                    silent.learn(report.failures)
+                    if report.pulled is not None:
+                        return report.pulled
+                    failed += [each.member for each in _blamed(plan, report)]
+                    assert report.error is not None
+                    error = name_key(key, report.error)
+            if attempt + 1 < attempts:
                 plan = await self._plan_watched(key, digest, destination, exclude=failed)
         raise error or Unavailable(f"{key!r} changed or moved while it was read: try again")
 
@@ -225,23 +253,26 @@ class Fetcher:
             self._link.note_miss()
 
     async def _pull(
-        self, key: str, digest: bytes, destination: Destination, holders: Sequence[Holder]
+        self,
+        key: str,
+        digest: bytes,
+        destination: Destination,
+        plan: PlanItem,
+        holders: Sequence[Holder],
     ) -> PullReport:
         copies = [remote_copy(holder) for holder in holders]
         began = time.monotonic()
         report = await pull_with_failover(copies, self._transports, digest, destination)
         self._link.note_pull(key, digest, report, time.monotonic() - began)
-        self.report(digest, report)
-        return report
-
-    def report(self, digest: bytes, report: PullReport) -> None:
-        """Tell the local peer of the holders that failed."""
+        self._known.forget(each.member for each in report.failures)
+        # The local peer is told of the holders that failed.
         self._link.note_failures(
             [
                 HolderFailure(digest, each.member, int(each.code), each.incarnation, each.sequence)
-                for each in report.failures
+                for each in _blamed(plan, report)
             ]
         )
+        return report
 
     async def pull_many(
         self, holder: Holder, items: Sequence[tuple[bytes, Destination]], *, others: bool
@@ -253,6 +284,8 @@ class Fetcher:
             await self._pool.pull_many(hurried(copy) if others else copy, items)
         )
         pulled = [each for each in outcomes if isinstance(each, Pulled)]
+        if len(pulled) < len(outcomes):
+            self._known.forget([holder.member])
         self._link.note_pulls(
             holder.member,
             TcpTransport.name,
@@ -287,6 +320,12 @@ class Fetcher:
             if not grant.error.code:
                 self._link.leases.give_back(grant.lease)
         self._link.stir()
+
+
+def _blamed(plan: PlanItem, report: PullReport) -> list[HolderReport]:
+    """Of the holders that did not deliver, those of whom that says something."""
+    own = isinstance(plan, OwnPlan)
+    return [each for each in report.failures if not own or each.code in _OF_THE_HOLDER]
 
 
 def deadline_ms(timeout_seconds: float) -> int:

@@ -7,11 +7,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Final, TypeVar
 
+from p2pstore.client.known_elsewhere import KnownElsewhere
 from p2pstore.client.leases import LeaseBook
 from p2pstore.client.pull_ledger import PullLedger
 from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
+from p2pstore.errors import ProtocolMismatch
 from p2pstore.local.connection import LocalConnection
 from p2pstore.local.messages import (
     Abort,
@@ -51,6 +54,10 @@ class PeerLink:
         self.connection = connection
         self.timeout_seconds = timeout_seconds
         self.readers = [SegmentReader(view) for view in connection.segments]
+        self.elsewhere: KnownElsewhere | None = None
+        if connection.location_table is not None:
+            with suppress(ProtocolMismatch):  # another version's: the peer is asked
+                self.elsewhere = KnownElsewhere(connection.location_table)
         self.leases = LeaseBook()
         total_bytes = sum(len(view) for view in connection.segments)
         self.ahead = GrantedAhead(min(AHEAD_MAX_BYTES, total_bytes // AHEAD_SHARE))
@@ -73,7 +80,12 @@ class PeerLink:
         """Connect to the peer at `path`. Raises `NoLocalPeer` when none is there, `DeadlineExceeded` when
         it does not answer."""
         connection = await LocalConnection.open(
-            driver, path, namespace=namespace, access=access, timeout_seconds=timeout_seconds
+            driver,
+            path,
+            namespace=namespace,
+            access=access,
+            timeout_seconds=timeout_seconds,
+            location_table=True,
         )
         try:
             return cls(driver, connection, timeout_seconds)
@@ -88,6 +100,7 @@ class PeerLink:
             self.connection.say_last(_one_way(LocalKind.REPORT, self._take_report()))
         self.connection.close()
         self.readers.clear()
+        self.elsewhere = None
 
     def check(self) -> None:
         """Raises `StoreClosed` once the peer is gone, `ClientForked` in a forked child. Costs a

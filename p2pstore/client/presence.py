@@ -1,4 +1,4 @@
-"""Whether objects are anywhere: from the mapping what is here, from the local peer what is elsewhere."""
+"""Whether objects are anywhere: from the mappings, and from the local peer where those do not tell."""
 
 from __future__ import annotations
 
@@ -45,12 +45,23 @@ class Presence:
     async def contains(self, digest: bytes) -> bool:
         """Whether some live peer is known to hold the object."""
         link = self._link
-        for reader in link.readers:
-            if reader.contains(digest):
-                return True
+        if self._is_here(digest):
+            return True
+        elsewhere = link.elsewhere
+        if elsewhere is not None:
+            known = elsewhere.contains(digest)
+            # What is here may be missed for the moment in which its entry moves.
+            if known is not None:
+                return known or self._is_here(digest)
         reply = await link.ask(LocalKind.CONTAINS, local.Contains(digest), local.ContainsReply)
         _check_count(reply, 1)
         return reply.present == b"\1"
+
+    def _is_here(self, digest: bytes) -> bool:
+        for reader in self._link.readers:  # noqa: SIM110 - a generator would take as long again
+            if reader.contains(digest):
+                return True
+        return False
 
     async def contains_many(self, keys: Sequence[str]) -> list[bool]:
         """`contains` for many keys, in at most one request per 4,096: the peer looks some up while the next
@@ -60,11 +71,11 @@ class Presence:
         try:
             for start in range(0, len(keys), CONTAINS_KEYS):
                 packed = b"".join(self._digests_of(keys[start : start + CONTAINS_KEYS]))
-                here = self._are_here(packed)
-                present[start : start + len(here)] = here
-                absent = np.flatnonzero(~here)
-                if len(absent):
-                    asked.append(await self._ask_ahead(packed, absent, start))
+                known, unclear = self._look_up(packed)
+                present[start : start + len(known)] = known
+                numbers = np.flatnonzero(unclear)
+                if len(numbers):
+                    asked.append(await self._ask_ahead(packed, numbers, start))
                 while len(asked) > 1:
                     await asked.popleft().note(present)
             while asked:
@@ -78,8 +89,11 @@ class Presence:
     async def match_prefix(self, keys: Sequence[str]) -> int:
         """How many of these keys, from the first on, some live peer is known to hold."""
         packed = b"".join(self._digests_of(keys))
-        absent = np.flatnonzero(~self._are_here(packed))
+        known, unclear = self._look_up(packed)
+        absent = np.flatnonzero(~known)
         length = int(absent[0]) if len(absent) else len(keys)
+        if length < len(keys) and not unclear[length]:
+            return length
         while length < len(keys):
             some = packed[length * DIGEST_BYTES : (length + CONTAINS_KEYS) * DIGEST_BYTES]
             count = len(some) // DIGEST_BYTES
@@ -93,6 +107,20 @@ class Presence:
                 break
         return length
 
+    def _look_up(self, packed: bytes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Which of these digests are known without asking, and of which the peer must be asked."""
+        known = self._are_here(packed)
+        unclear = ~known
+        absent = np.flatnonzero(unclear)
+        elsewhere = self._link.elsewhere
+        if len(absent) and elsewhere is not None:
+            some = _pick(packed, absent)
+            held, unclear[absent] = elsewhere.contains_many(some)
+            # What is here may have been missed for the moment in which its entry moved.
+            known[absent] = held | self._are_here(some)
+            unclear &= ~known
+        return known, unclear
+
     def _are_here(self, packed: bytes) -> NDArray[np.bool_]:
         """Which of these digests are in the mapped segments."""
         self._link.check()
@@ -101,14 +129,19 @@ class Presence:
             here |= reader.contains_many(packed)
         return here
 
-    async def _ask_ahead(self, packed: bytes, absent: NDArray[np.intp], start: int) -> _Asked:
+    async def _ask_ahead(self, packed: bytes, numbers: NDArray[np.intp], start: int) -> _Asked:
         """Ask the peer about some of these digests, the first of which is that of key number `start`."""
-        if len(absent) * DIGEST_BYTES < len(packed):
-            packed = np.frombuffer(packed, dtype=f"V{DIGEST_BYTES}")[absent].tobytes()
         request = await self._link.ask_ahead(
-            LocalKind.CONTAINS, local.Contains(packed), local.ContainsReply
+            LocalKind.CONTAINS, local.Contains(_pick(packed, numbers)), local.ContainsReply
         )
-        return _Asked(request, absent + start)
+        return _Asked(request, numbers + start)
+
+
+def _pick(packed: bytes, numbers: NDArray[np.intp]) -> bytes:
+    """Some of many packed digests."""
+    if len(numbers) * DIGEST_BYTES == len(packed):
+        return packed
+    return np.frombuffer(packed, dtype=f"V{DIGEST_BYTES}")[numbers].tobytes()
 
 
 def _check_count(reply: local.ContainsReply, count: int) -> None:

@@ -10,7 +10,7 @@ from p2pstore.core.cold_return import ColdObject, ColdReturn
 from p2pstore.core.effects import AskPeer, SaveClusterRecord
 from p2pstore.core.sweeping import Sweep
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.floor_stamps import Stamps
+from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
     SCOPE_KEY,

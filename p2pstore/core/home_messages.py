@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from p2pstore.core.lookup import holding_record
-from p2pstore.gossip.directory import Location
 from p2pstore.gossip.effects import Push
+from p2pstore.gossip.locations.directory import Location
 from p2pstore.transfer import messages
 
 

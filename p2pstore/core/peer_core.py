@@ -29,6 +29,7 @@ from p2pstore.core.home_messages import message_of, rivals_of
 from p2pstore.core.lookup import check_holding_record
 from p2pstore.core.operation import Operation
 from p2pstore.core.serving import serve
+from p2pstore.core.taking_pushes import PushesComing
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
@@ -100,6 +101,10 @@ class PeerCore:
         self._next_expire = 0.0
         self._namespaces: dict[str, bytes] = {}
         self._awaited: dict[bytes, set[int]] = {}
+        self._late: dict[tuple[int, int], PeerId] = {}
+        """Questions of operations that have ended. Each has an outcome, so none stays."""
+        self.pushes_coming = PushesComing()
+        """Large ones, which are taken in one after the other."""
         self.floors = Floors(self)
         gossip.locations.watch(segment.digests(), self._awaited.keys())
 
@@ -174,8 +179,16 @@ class PeerCore:
             self._push_answered(tag, reply, now)
             return
         machine = self._operations.get(operation)
+        late = self._late.pop((operation, tag), None)
         if machine is not None:
             machine.answered(tag, reply, now)
+        elif late is not None and reply is None:
+            self.peer_failed(late, now)
+
+    def expect_late(self, operation: Operation, tag: int, peer_id: PeerId) -> None:
+        """The operation ends before this question of it was answered. Whether it ever is says something of that
+        peer."""
+        self._late[operation.number, tag] = peer_id
 
     def _push_answered(self, token: int, reply: Reply, now: float) -> None:
         if isinstance(reply, Pushed):

@@ -67,7 +67,7 @@ class ReplicateOperation(Operation):
 
     def _offers_memory(self, peer_id: PeerId) -> bool:
         state = self.core.gossip.membership.get(peer_id)
-        return state is not None and state.record is not None and state.record.memory_capacity > 0
+        return state is not None and state.memory_capacity > 0
 
     def _proceed(self, now: float) -> None:
         entry = self._entry

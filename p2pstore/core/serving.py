@@ -13,6 +13,7 @@ from p2pstore.core.fetch import FetchOperation
 from p2pstore.core.lookup import split_digests
 from p2pstore.core.operation import Operation
 from p2pstore.core.sweeping import SweepOperation
+from p2pstore.core.taking_pushes import TakePushOperation
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.messages import ControlKind, Delta
 from p2pstore.gossip.records import (
@@ -43,7 +44,7 @@ from p2pstore.transfer.messages import (
     Replicated,
 )
 from p2pstore.transfer.segment import ObjectEntry
-from p2pstore.wire import Code, Failure, Message
+from p2pstore.wire import Code, Failure, Message, code_of
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -84,9 +85,12 @@ def serve(
     return Failure(int(Code.UNSUPPORTED), f"this peer does not answer requests of kind {kind}")
 
 
-def _serve_push(core: PeerCore, sender: PeerId, request: Push, now: float) -> Pushed:
-    behind, rivals = core.gossip.take_push(member_of(sender), request, now)
-    return home_messages.reply_of(behind, rivals)
+def _serve_push(core: PeerCore, sender: PeerId, request: Push, now: float) -> Pushed | Operation:
+    member = member_of(sender)
+    intake = core.gossip.intake(member, request)
+    if intake.step(now):  # as nearly always
+        return home_messages.reply_of(intake.behind, intake.rivals)
+    return core.start(TakePushOperation(core, member, intake), now)
 
 
 def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations:
@@ -96,7 +100,9 @@ def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations:
     vouches = core.gossip.partitions.vouches
     items = [_holdings(core, digest, now) for digest in digests]
     for digest, holdings in zip(digests, items, strict=True):
-        if holdings:
+        if (
+            holdings
+        ):  # hot keys are those that are wanted, whether their holders can be reached or not
             core.gossip.partitions.used(digest, now)
     return Locations(
         items,
@@ -105,10 +111,13 @@ def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations:
 
 
 def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
-    holdings = []
+    """Copies of a key; those of members that are believed dead only when there are no others. Who asks knows its
+    members as well, and so tells a key whose holders cannot be reached from one that never was."""
+    alive: list[Holding] = []
+    dead: list[Holding] = []
     entry = core.find(digest, now)
     if entry is not None:
-        holdings.append(
+        alive.append(
             Holding(
                 core.member,
                 core.incarnation,
@@ -119,12 +128,11 @@ def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
     for known in core.gossip.holders(digest, now):
         version = known.record.version
         if not (
-            known.hidden
-            or core.gossip.cluster_records.forbids(digest, None, version)
+            core.gossip.cluster_records.forbids(digest, None, version)
             or core.gossip.doubts(known.member, version, now)
         ):
-            holdings.append(home_messages.holding_of(known))
-    return holdings[:MAX_HOLDINGS]
+            (dead if known.hidden else alive).append(home_messages.holding_of(known))
+    return (alive or dead)[:MAX_HOLDINGS]
 
 
 def _serve_replicate(
@@ -163,13 +171,15 @@ def _serve_replicate(
 
 
 def reply_of(operation: Operation) -> Message:
-    """The answer to REPLICATE once its fetch has finished, and to CLUSTER_RECORDS once what they forbid
-    is gone."""
+    """The answer to REPLICATE once its fetch has finished, to CLUSTER_RECORDS once what they forbid
+    is gone, and to PUSH once it was taken in."""
     result = operation.result
-    if isinstance(result, RecordsTaken):
+    if isinstance(result, RecordsTaken | Pushed):
         return result
     if isinstance(result, ObjectEntry):
         return Replicated(result.version.clock, result.version.writer)
+    if isinstance(operation, TakePushOperation):
+        return Failure(int(code_of(result)), str(result))
     return Failure(int(Code.CAPACITY_EXCEEDED), str(result))
 
 

@@ -24,12 +24,12 @@ from p2pstore.doctor.finding import Finding, broken, fine, skipped
 from p2pstore.doctor.way_data import examine_data_address
 from p2pstore.doctor.way_shm import examine_shared_memory
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
-from p2pstore.gossip.host import ControlHost, open_control_host
-from p2pstore.gossip.identity import Ed25519Verifier, Identity
-from p2pstore.gossip.link import LinkError
+from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
+from p2pstore.gossip.links.link import LinkError
+from p2pstore.gossip.links.sockets import Endpoint, connect
 from p2pstore.gossip.messages import ControlKind, Exchange, ExchangeReply, Ping
 from p2pstore.gossip.records import PeerId, PeerRecord, format_peer_id, open_peer_record
-from p2pstore.gossip.sockets import Endpoint, connect
 from p2pstore.keyring import KeyRing
 from p2pstore.nursery import sole_cause
 from p2pstore.peer.addresses import host_identity

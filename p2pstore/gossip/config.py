@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from p2pstore.gossip.active_view import MAX_NEIGHBOURS, ROTATION_SECONDS
-from p2pstore.gossip.cluster_records import DEFAULT_KEPT_SECONDS, DEFAULT_LIMIT
-from p2pstore.gossip.directory import DirectoryConfig
-from p2pstore.gossip.directory_mode import DirectorySetting, ModeLimits
-from p2pstore.gossip.log import DEFAULT_RING_LIMIT
-from p2pstore.gossip.membership import MembershipConfig
-from p2pstore.gossip.partitions import PartitionConfig
+from p2pstore.gossip.floors.cluster_records import DEFAULT_KEPT_SECONDS, DEFAULT_LIMIT
+from p2pstore.gossip.homes.directory_mode import DirectorySetting, ModeLimits
+from p2pstore.gossip.homes.partitions import PartitionConfig
+from p2pstore.gossip.locations.directory import DirectoryConfig
+from p2pstore.gossip.locations.log import DEFAULT_RING_LIMIT
+from p2pstore.gossip.members.active_view import MAX_NEIGHBOURS, ROTATION_SECONDS
+from p2pstore.gossip.members.membership import MembershipConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,20 +24,7 @@ from typing import Final
 import msgspec
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.active_view import ActiveView
-from p2pstore.gossip.anti_entropy import (
-    Knowledge,
-    News,
-    check_claims,
-)
-from p2pstore.gossip.asking import Asked, Questions
-from p2pstore.gossip.catch_up import CatchUp
-from p2pstore.gossip.cluster_records import (
-    ClusterRecords,
-)
 from p2pstore.gossip.config import GossipConfig
-from p2pstore.gossip.contacts import Contacts
-from p2pstore.gossip.directory import Directory, Location
 from p2pstore.gossip.effects import (
     Answer,
     Ask,
@@ -49,17 +36,39 @@ from p2pstore.gossip.effects import (
     Push,
     SnapshotHead,
 )
-from p2pstore.gossip.exchanges import Exchanges, read_reply, read_request
-from p2pstore.gossip.floor_sync import FloorSync
-from p2pstore.gossip.fresh_news import FreshNews
-from p2pstore.gossip.home_updates import HomeUpdate
-from p2pstore.gossip.hot_locations import unpack_hot
-from p2pstore.gossip.log import OwnLog
-from p2pstore.gossip.membership import (
+from p2pstore.gossip.exchange.anti_entropy import (
+    Knowledge,
+    News,
+    check_claims,
+)
+from p2pstore.gossip.exchange.asking import Asked, Questions
+from p2pstore.gossip.exchange.exchanges import Exchanges, read_reply, read_request
+from p2pstore.gossip.exchange.fresh_news import FreshNews
+from p2pstore.gossip.exchange.operation_rate import OperationRate
+from p2pstore.gossip.floors.cluster_records import (
+    ClusterRecords,
+)
+from p2pstore.gossip.floors.floor_sync import FloorSync
+from p2pstore.gossip.homes.directory_mode import Phase
+from p2pstore.gossip.homes.home_updates import CheckedUpdate, HomeUpdate
+from p2pstore.gossip.homes.hot_locations import unpack_hot
+from p2pstore.gossip.homes.partitioned_directory import PartitionedDirectory
+from p2pstore.gossip.homes.placement import rank
+from p2pstore.gossip.homes.push_intake import PushIntake
+from p2pstore.gossip.locations.catch_up import CatchUp
+from p2pstore.gossip.locations.directory import Directory, Location
+from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.locations.published_locations import PublishedLocations
+from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot
+from p2pstore.gossip.members.active_view import ActiveView
+from p2pstore.gossip.members.contacts import Contacts
+from p2pstore.gossip.members.membership import (
     MAX_INCARNATION,
     MemberChange,
     Membership,
 )
+from p2pstore.gossip.members.own_record import OwnRecord
+from p2pstore.gossip.members.probing import Probing
 from p2pstore.gossip.messages import (
     Ack,
     Claim,
@@ -72,11 +81,6 @@ from p2pstore.gossip.messages import (
     PingRequest,
     Status,
 )
-from p2pstore.gossip.operation_rate import OperationRate
-from p2pstore.gossip.own_record import OwnRecord
-from p2pstore.gossip.partitioned_directory import PartitionedDirectory
-from p2pstore.gossip.placement import rank
-from p2pstore.gossip.probing import Probing
 from p2pstore.gossip.records import (
     ClusterRecord,
     LocationRecord,
@@ -88,8 +92,8 @@ from p2pstore.gossip.records import (
     Verifier,
     format_peer_id,
 )
-from p2pstore.gossip.snapshots import CheckedSnapshot, check_snapshot
-from p2pstore.objects import Version, unix_seconds_from_clock
+from p2pstore.location_table import LocationTable
+from p2pstore.objects import Version, newest_accepted_clock, unix_seconds_from_clock
 from p2pstore.wire import Code, Empty, Failure, Message
 
 __all__ = [
@@ -115,6 +119,7 @@ class Gossip:
     `describe` returns what this peer offers now; the machine fills in incarnation, sequence, head,
     horizon and leaving, and signs. `incarnation` is that of this start: wall-clock ms, above the last one
     used. `wall_clock(now)` is the hybrid clock's reading of the wall clock at the monotonic time `now`.
+    `location_table`: an empty one that clients may map, with `config.directory.max_rows` rows.
     """
 
     def __init__(
@@ -129,9 +134,11 @@ class Gossip:
         wall_clock: Callable[[float], int],
         accepts_clock: Callable[[int, float], bool] = lambda clock, now: True,
         accepts_peer: Callable[[PeerId], bool] = lambda peer_id: True,
+        location_table: LocationTable | None = None,
     ) -> None:
         self.peer_id: PeerId = signer.peer_id
         self.config = config
+        self._wall_clock = wall_clock
         self.membership = Membership(
             signer.peer_id,
             incarnation,
@@ -140,9 +147,12 @@ class Gossip:
         )
         self.member: Member = self.membership.own.member
         self.log = OwnLog(incarnation, config.ring_limit)
-        self.directory = Directory(config.directory, rng.getrandbits(128))
+        self.published = None if location_table is None else PublishedLocations(location_table)
+        self.directory = Directory(config.directory, rng.getrandbits(128), self.published)
         self.cluster_records = ClusterRecords(
-            config.cluster_record_limit, kept_seconds=config.floor_kept_seconds
+            config.cluster_record_limit,
+            kept_seconds=config.floor_kept_seconds,
+            published=self.published,
         )
         self.floors = FloorSync(self.member, self.cluster_records, accepts_clock, wall_clock)
         self.contacts = Contacts(rng)
@@ -208,10 +218,6 @@ class Gossip:
         """Whether there is nobody else: no member, none that was, and no address to try."""
         return self.contacts.is_empty and len(self.membership) == 1
 
-    def offer_changed(self) -> None:
-        """`describe` would say something else now: sign a new record before the next is sent."""
-        self.own_record.changed()
-
     def hold(self, record: LocationRecord, now: float) -> None:
         """This peer holds a version of a key from now on."""
         self._note_operation(self.log.add(record), now)
@@ -239,13 +245,24 @@ class Gossip:
         self, sender: Member, update: HomeUpdate, now: float
     ) -> tuple[list[int], list[Location]]:
         """Take in what an owner pushes; what to answer: see `push_answered`. Raises `ProtocolError`, and
-        changes nothing, for nonsense."""
-        taken = self.partitions.take(sender, update, now)
-        self.floors.heard_of(update.operations, now)
-        for whole in update.sets:
-            if whole.records:
-                self.floors.heard_of(whole.records, now)
-        return taken
+        changes nothing, for nonsense. A large one takes tenths of a second: see `intake`."""
+        intake = self.intake(sender, update)
+        while not intake.step(now):
+            pass
+        return intake.behind, intake.rivals
+
+    def intake(self, sender: Member, update: HomeUpdate) -> PushIntake:
+        """What takes in what an owner pushes, in steps of a few milliseconds. Raises `ProtocolError`, as its
+        first steps do, for nonsense."""
+        return PushIntake(sender, update, self._take_pushed)
+
+    def _take_pushed(
+        self, owner: Member, part: CheckedUpdate, max_rivals: int, now: float
+    ) -> tuple[list[int], list[Location]]:
+        self.floors.heard_of(part.packed_operations, now)
+        for whole in part.sets:
+            self.floors.heard_of(whole.records, now)
+        return self.partitions.take(owner, part, max_rivals, now)
 
     def offer_cluster_record(self, record: ClusterRecord, signed: SignedRecord, now: float) -> bool:
         """Keep and spread a verified cluster record. Whether it was new."""
@@ -281,7 +298,8 @@ class Gossip:
     def doubted_up_to(self, member: Member, now: float) -> int:
         """The clock up to which a member's versions are doubted; -1 when none are."""
         state = self.membership.resolve(member)
-        return self.floors.doubted_up_to(member, state.record if state else None, now)
+        shown = None if state is None or state.signed is None else state.floors_horizon
+        return self.floors.doubted_up_to(member, shown, now)
 
     def holders(self, digest: bytes, now: float) -> list[Location]:
         """Who is known to hold the key: owners believed alive first, among them the newest version first."""
@@ -298,8 +316,8 @@ class Gossip:
     def name_of(self, peer_id: PeerId) -> str:
         """The peer's name, or the end of its id where the name is not known."""
         state = self.membership.get(peer_id)
-        if state is not None and state.record is not None and state.record.name:
-            return state.record.name
+        if state is not None and (record := state.record) is not None and record.name:
+            return record.name
         return format_peer_id(peer_id)[-8:]
 
     def neighbours(self) -> list[PeerId]:
@@ -309,8 +327,8 @@ class Gossip:
     def addresses_of(self, peer_id: PeerId) -> list[str]:
         """Control addresses of a peer, from its record or the address book."""
         state = self.membership.get(peer_id)
-        if state is not None and state.record is not None:
-            return list(state.record.control)
+        if state is not None and (record := state.record) is not None:
+            return list(record.control)
         return list(self.contacts.book().get(peer_id, ()))
 
     def snapshot(self, member: Member) -> tuple[SnapshotHead, bytes] | None:
@@ -325,8 +343,8 @@ class Gossip:
         """Where the members (dead ones too, after the living) were last, for the state directory."""
         book: dict[PeerId, tuple[str, ...]] = {}
         for state in sorted(self.membership.states(), key=lambda state: state.status):
-            if state.record is not None and state.record.control:
-                book[state.peer_id] = tuple(state.record.control)
+            if (record := state.record) is not None and record.control:
+                book[state.peer_id] = tuple(record.control)
         for peer_id, addresses in self.contacts.book().items():
             book.setdefault(peer_id, addresses)
         book.pop(self.peer_id, None)
@@ -361,11 +379,14 @@ class Gossip:
     ) -> tuple[Message | Later, list[Effect]]:
         """Answer a peer's request; `Later` when another peer has to be asked first (see there).
 
-        Raises `ProtocolError`, and changes nothing, for nonsense.
+        Raises `ProtocolError`, and changes nothing, for nonsense. Who asks far more often than it may
+        (`message_budget`) is told so, and nothing else.
         """
         reply: Message | Later
         effects: list[Effect] = []
-        self.questions.budget.take(2, now)
+        if not self.questions.budget.serve(sender, now):
+            self.membership.heard(sender, now)
+            return Failure(int(Code.BUSY), "that peer asks too much; let it ask less often"), []
         match request:
             case Ping():
                 reply = self._serve_ping(sender, request, now)
@@ -464,7 +485,7 @@ class Gossip:
         effects += self._probing.tick(now, self.view.neighbours())
         effects += self._exchanges.start(now)
         effects += self._fresh.spread(now)
-        if self.directory.work():
+        if self.directory.work_pending and self.directory.work():
             self._exchanges.hurry()
         if now >= self._housekeeping_at:
             self._housekeeping_at = now + HOUSEKEEPING_SECONDS
@@ -587,21 +608,43 @@ class Gossip:
     def _housekeep(self, now: float) -> list[Effect]:
         for state in self.membership.expire(now):
             self.partitions.drop(state.member)
-            if state.record is not None and not state.leaving and not self.membership.others():
+            record = None if state.leaving or self.membership.others() else state.record
+            if record is not None:
                 # Without this a peer that was cut off for long would stay alone for good.
-                self.contacts.add(state.record.control, state.peer_id, bootstrap=False)
+                self.contacts.add(record.control, state.peer_id, bootstrap=False)
         self.directory.expire_early(now)
         if self.partitions.housekeep(now, agreed=self._exchanges.agreed):
             self.own_record.changed()
         self.knowledge.table.follows_logs = self.partitions.mode.follows_logs
         self.knowledge.table.logs_are_read = self.partitions.logs_are_read
         self.knowledge.table.read_anew()
-        for member in [m for m, due in self._forget_at.items() if due <= now]:
-            del self._forget_at[member]
+        overdue = [member for member, due in self._forget_at.items() if due <= now]
+        if overdue:  # a dictionary that was large once stays so: a smaller one takes its place
+            self._forget_at = {m: due for m, due in self._forget_at.items() if due > now}
+        for member in overdue:
             self.partitions.forget(member)
         self.floors.housekeep(now, alone=self.alone_by_configuration, shown=self._shown_horizon)
         self.questions.give_up_lost(now)
+        self._vouch(now)
         return [*self._doubt_the_late(now), *self._fetch_snapshots(now)]
+
+    def close(self) -> None:
+        """This peer ends: clients can no longer look things up in its table, whose memory is let go. Nothing else may
+        be called after that."""
+        if self.published is not None:
+            self.published.close()
+        self.directory.close()
+
+    def _vouch(self, now: float) -> None:
+        """Let clients answer from the table by themselves for a while, or not."""
+        if self.published is None:
+            return
+        if self.partitions.mode.phase is Phase.FULL:
+            self.published.vouch(
+                now, newest_accepted_clock(unix_seconds_from_clock(self._wall_clock(now)))
+            )
+        else:
+            self.published.withdraw()
 
     def _doubt_the_late(self, now: float) -> list[Ask]:
         patience = self.config.membership.probe_timeout_seconds * self.membership.health.multiplier
@@ -667,11 +710,11 @@ class Gossip:
         if peer_id == self.peer_id:
             return True
         state = self.membership.get(peer_id)
-        return state is not None and state.alive and state.record is not None
+        return state is not None and state.live
 
     def _shown_horizon(self, member: Member) -> int:
         state = self.membership.resolve(member)
-        return state.record.floors_horizon if state is not None and state.record is not None else 0
+        return 0 if state is None else state.floors_horizon
 
     def _members(self) -> list[Member]:
         version, members = self._placement

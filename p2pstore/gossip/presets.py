@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 from p2pstore.gossip.config import GossipConfig
-from p2pstore.gossip.membership import MembershipConfig
+from p2pstore.gossip.members.membership import MembershipConfig
 
 Network = Literal["lan", "wan", "local"]
 """The values of the setting `network` (`p2pstore.config`, which clients read and this module is not for)."""

@@ -9,7 +9,6 @@ location logs are vouched for by the set hash in their owner's signed record.
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,6 +17,8 @@ from typing import Final, Protocol
 import xxhash
 
 from p2pstore.errors import ProtocolError
+from p2pstore.location_table import LOCATION
+from p2pstore.location_table import LOCATION_BYTES as LOCATION_BYTES
 from p2pstore.objects import Version
 from p2pstore.objects import format_peer_id as format_peer_id
 from p2pstore.wire import Message, decode_body, encode_body
@@ -79,11 +80,6 @@ class Verifier(Protocol):
 
 # --- location records ------------------------------------------------------------------------
 
-# digest, clock, writer, slot number, size in 4 KiB units (3 bytes), flags
-_LOCATION: Final = struct.Struct("<16sQHI3sB")
-LOCATION_BYTES: Final = _LOCATION.size
-assert LOCATION_BYTES == 34
-
 _REMOVED: Final = 0x80
 
 
@@ -120,7 +116,7 @@ class LocationRecord:
             | (self.pin & 3) << 5
             | (_REMOVED if self.removed else 0)
         )
-        return _LOCATION.pack(
+        return LOCATION.pack(
             self.digest,
             self.version.clock,
             self.version.writer,
@@ -137,7 +133,7 @@ class LocationRecord:
 
 def decode_location(packed: bytes | memoryview, offset: int = 0) -> LocationRecord:
     """The record at `offset`. Every 34 bytes are a record; unknown tiers read as DRAM."""
-    digest, clock, writer, slot, size, flags = _LOCATION.unpack_from(packed, offset)
+    digest, clock, writer, slot, size, flags = LOCATION.unpack_from(packed, offset)
     tier = flags & 3
     return LocationRecord(
         digest,

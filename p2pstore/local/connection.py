@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import os
 import select
 import threading
@@ -34,7 +35,7 @@ from p2pstore.streams import (
     Driver,
     Event,
 )
-from p2pstore.transfer.memory import map_read_only, map_writable
+from p2pstore.transfer.memory import map_read_only, map_table, map_writable
 from p2pstore.wire import (
     ERROR,
     HEADER_BYTES,
@@ -68,14 +69,15 @@ class LocalConnection:
     """An open connection to the local peer. Make one with `LocalConnection.open`.
 
     `hello` is what the peer said; `segments` are its mapped segments in the hello's order,
-    writable for WRITE access. `collect_one_way` is asked for frames to go out with whatever is
-    sent next.
+    writable for WRITE access; `location_table` is mapped, too, when it was wanted and there is one.
+    `collect_one_way` is asked for frames to go out with whatever is sent next.
     """
 
     def __init__(self, driver: Driver, stream: ByteStream, path: str) -> None:
         self.path = path
         self.hello: HelloReply
         self.segments: list[memoryview] = []
+        self.location_table: mmap.mmap | None = None
         self.collect_one_way: Callable[[], Sequence[bytes]] = tuple
         self._driver = driver
         self._stream = stream
@@ -102,9 +104,11 @@ class LocalConnection:
         namespace: str,
         access: Access,
         timeout_seconds: float = DEFAULT_PROGRESS_SECONDS,
+        location_table: bool = False,
     ) -> LocalConnection:
-        """Connect and say hello. Raises `NoLocalPeer` when nobody listens at `path`, and
-        `DeadlineExceeded` when the peer takes longer than `timeout_seconds` over either."""
+        """Connect and say hello; with `location_table`, map the peer's table of locations, too. Raises
+        `NoLocalPeer` when nobody listens at `path`, and `DeadlineExceeded` when the peer takes longer than
+        `timeout_seconds` over either."""
         try:
             stream = await driver.connect_unix(path, timeout_seconds)
         except DeadlineExceeded as error:
@@ -121,7 +125,7 @@ class LocalConnection:
         stream.progress_seconds = timeout_seconds
         connection = cls(driver, stream, path)
         try:
-            await connection._greet(namespace, access)
+            await connection._greet(namespace, access, location_table)
         except ConnectionError as error:
             connection.close()
             raise StoreClosed(f"the peer at {path} closed the connection at once") from error
@@ -134,8 +138,11 @@ class LocalConnection:
         _open_connections.add(connection)
         return connection
 
-    async def _greet(self, namespace: str, access: Access) -> None:
-        hello = Hello(MIN_PROTOCOL_VERSION, MAX_PROTOCOL_VERSION, namespace, access, os.getpid())
+    async def _greet(self, namespace: str, access: Access, location_table: bool) -> None:
+        hello = Hello(
+            *(MIN_PROTOCOL_VERSION, MAX_PROTOCOL_VERSION, namespace, access, os.getpid()),
+            location_table=location_table,
+        )
         with contextlib.suppress(BrokenPipeError):  # refused: the reason can still be received
             await self._stream.send(PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, hello))
         descriptors: list[int] = []
@@ -150,13 +157,17 @@ class LocalConnection:
                 self._frames.feed(self._receive_buffer[:count])
             self.hello = reply_in(frame, LocalKind.HELLO, HelloReply)
             negotiate_version(self.hello.version, self.hello.version)
-            if len(descriptors) != len(self.hello.segments):
+            table_bytes = self.hello.location_table_bytes
+            if len(descriptors) != len(self.hello.segments) + bool(table_bytes):
                 raise ProtocolError("the peer did not pass one descriptor per segment")
             map_segment = map_writable if access == Access.WRITE else map_read_only
             self.segments = [
                 map_segment(descriptor, segment.total_bytes)
-                for descriptor, segment in zip(descriptors, self.hello.segments, strict=True)
+                for descriptor, segment in zip(descriptors, self.hello.segments, strict=False)
             ]
+            if table_bytes:
+                with contextlib.suppress(OSError):  # no room to map it: the peer can be asked
+                    self.location_table = map_table(descriptors[-1], table_bytes)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -463,6 +474,7 @@ class LocalConnection:
                 "the client is closed: call inside its `with` block, or before close(), or connect again"
             )
         self.segments.clear()
+        self.location_table = None
 
     def let_go_after_fork(self) -> None:
         """In a forked child: give up the socket, or the parent's leases would outlive it."""

@@ -50,6 +50,8 @@ class Hello(Message, frozen=True):
     access: int
     process_id: int
     client: str = ""
+    location_table: bool = False
+    """Whether the client can look keys up in the peer's table of locations."""
 
 
 class SegmentInfo(Message, frozen=True):
@@ -65,6 +67,8 @@ class HelloReply(Message, frozen=True):
     segments: list[SegmentInfo]
     max_leased_bytes: int
     software: str = ""
+    location_table_bytes: int = 0
+    """Of the table, whose read-only descriptor follows those of the segments; 0 when there is none."""
 
 
 class ItemError(Message, frozen=True):

@@ -76,6 +76,8 @@ class LocalClient:
     access: Access
     process_id: int
     name: str
+    reads_locations: bool = False
+    """Whether it can use the peer's table of locations."""
 
     def __hash__(self) -> int:
         return self.holder
@@ -86,7 +88,8 @@ class LocalBackend(Protocol):
 
     def welcome(self, client: LocalClient, version: int) -> tuple[HelloReply, list[int]]:
         """The answer to a client's hello, and a descriptor per segment in it: read-only ones for
-        READ access, writable ones for WRITE. The descriptors stay the backend's."""
+        READ access, writable ones for WRITE; then, where the hello names one and the client reads it, a read-only
+        one of the table of locations. The descriptors stay the backend's."""
         ...
 
     def handle(
@@ -308,7 +311,8 @@ class _Connection:
         self, header: FrameHeader, hello: Hello, access: Access, version: int
     ) -> LocalClient | None:
         client = LocalClient(
-            next(_holders), hello.namespace, access, hello.process_id, hello.client[:64]
+            *(next(_holders), hello.namespace, access, hello.process_id, hello.client[:64]),
+            reads_locations=hello.location_table,
         )
         try:
             reply, descriptors = self._backend.welcome(client, version)

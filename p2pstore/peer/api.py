@@ -21,9 +21,9 @@ from p2pstore.client.trio_client import Client, open_client, require_trio
 from p2pstore.config import PeerConfig
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError
-from p2pstore.gossip.directory_mode import ModeLimits
-from p2pstore.gossip.host import open_control_host
-from p2pstore.gossip.identity import Ed25519Verifier
+from p2pstore.gossip.homes.directory_mode import ModeLimits
+from p2pstore.gossip.links.host import open_control_host
+from p2pstore.gossip.links.identity import Ed25519Verifier
 from p2pstore.gossip.machine import Gossip, GossipConfig
 from p2pstore.gossip.presets import preset
 from p2pstore.gossip.records import (
@@ -38,6 +38,7 @@ from p2pstore.gossip.records import (
 from p2pstore.local.paths import answers as somebody_answers
 from p2pstore.local.paths import default_socket_path
 from p2pstore.local.server import serve_local
+from p2pstore.location_table import LocationTable, block_count, format_table, table_bytes
 from p2pstore.nursery import open_background_nursery
 from p2pstore.objects import HybridClock, clock_from_unix_seconds, key_digest, parse_bytes
 from p2pstore.peer.addresses import (
@@ -59,7 +60,7 @@ from p2pstore.statedir import StateDirectory, ephemeral
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.layout import plan_geometry
-from p2pstore.transfer.memory import SharedMemory, create_memory, prefault
+from p2pstore.transfer.memory import SharedMemory, create_memory, create_table_memory, prefault
 from p2pstore.transfer.messages import MAX_DATA_VERSION, MIN_DATA_VERSION
 from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.shm import ShmTransport
@@ -111,7 +112,8 @@ class Peer(Client):
         return bool(self.locate_nowait(key))
 
     def locate_nowait(self, key: str) -> list[Location]:
-        """The known copies that can be reached."""
+        """The known copies that can be reached. Raises `StoreClosed` when the peer has ended."""
+        self._node.check_open()
         digest = key_digest(key, self.namespace)
         core = self._node.core
         return [
@@ -190,6 +192,7 @@ class _Assembly:
         self.socket_path = local_socket_path(config)
         self.control: list[str] = []
         self.data: list[str] = []
+        self.location_memory: SharedMemory | None = None
 
     async def start(self, namespace: str) -> Peer:
         """The running peer."""
@@ -241,19 +244,35 @@ class _Assembly:
         self.stack.callback(segment.close)
         return segment
 
+    def _make_location_table(self, max_rows: int) -> LocationTable | None:
+        """An empty one, in memory that clients may map; None where there can be no such memory."""
+        blocks = block_count(max_rows)
+        try:
+            memory = create_table_memory(table_bytes(blocks), "p2pstore-locations")
+        except ConfigError as error:
+            logger.warning("clients must ask this peer for what others hold: %s", error)
+            return None
+        self.stack.callback(memory.close)
+        self.location_memory = memory
+        return format_table(memory.mapping, blocks, self.rng.getrandbits(128))
+
     def _make_core(self, segment: Segment) -> PeerCore:
         clock = HybridClock(self.state.clock if self.state is not None else 0)
+        config = self._gossip_config()
+        table = self._make_location_table(config.directory.max_rows)
         gossip = Gossip(
             self.identity,
             self.verifier,
             self.incarnation,
             lambda: self._describe(segment),
-            self._gossip_config(),
+            config,
             self.rng,
             wall_clock=lambda now: clock_from_unix_seconds(core.unix(now)),
             accepts_clock=lambda stamp, now: clock.observe(stamp, core.unix(now)),
             accepts_peer=self.credentials.allowed.allows,
+            location_table=table,
         )
+        self.stack.callback(gossip.close)
         core = PeerCore(
             signer=self.identity,
             verifier=self.verifier,
@@ -354,7 +373,9 @@ class _Assembly:
         nursery = await self.stack.enter_async_context(open_background_nursery())
         await nursery.start(node.run)
         max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
-        backend = PeerLocalBackend(node, self.memory, office, max_leased_bytes)
+        backend = PeerLocalBackend(
+            node, self.memory, self.location_memory, office, max_leased_bytes
+        )
         self.stack.callback(backend.close)
         data_server = DataServer(
             PeerDataBackend(node),

@@ -1,5 +1,5 @@
 """Finding peers at the addresses this one was given. Shell: dials; when to try is decided by
-`p2pstore.gossip.contacts`.
+`p2pstore.gossip.members.contacts`.
 
 A host name may stand for many peers (a headless service), and for other ones tomorrow: it is resolved anew
 at every try, every record that leads to no known peer is tried, and that is repeated while the peer runs. So two
@@ -18,10 +18,10 @@ import trio
 
 from p2pstore.config import is_loopback, split_address
 from p2pstore.errors import ConfigError
-from p2pstore.gossip.link import LinkError, OwnAddress, TwinAddress
+from p2pstore.gossip.links.link import LinkError, OwnAddress, TwinAddress
+from p2pstore.gossip.links.sockets import resolve
 from p2pstore.gossip.machine import Effect, Gossip
 from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.sockets import resolve
 
 logger = logging.getLogger("p2pstore.peer")
 

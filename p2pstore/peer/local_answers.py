@@ -12,7 +12,7 @@ from p2pstore.errors import (
     DeadlineExceeded,
     ProtocolError,
 )
-from p2pstore.gossip.directory_mode import kept_name
+from p2pstore.gossip.homes.directory_mode import kept_name
 from p2pstore.gossip.records import PeerRecord, member_of
 from p2pstore.local import messages as local
 from p2pstore.peer.traffic import Traffic

@@ -6,6 +6,8 @@ import json
 import os
 from typing import Any, Final
 
+import msgspec
+
 import p2pstore
 from p2pstore.core.flush import FlushEnd, FlushOperation
 from p2pstore.core.listing import ListedPage, ListOperation
@@ -63,13 +65,22 @@ class PeerLocalBackend:
     """Satisfies `p2pstore.local.server.LocalBackend`."""
 
     def __init__(
-        self, node: Node, memory: SharedMemory, office: TicketOffice, max_leased_bytes: int
+        self,
+        node: Node,
+        memory: SharedMemory,
+        location_table: SharedMemory | None,
+        office: TicketOffice,
+        max_leased_bytes: int,
     ) -> None:
         self._node = node
         self._core = node.core
         self._segment = node.core.segment
         self._memory = memory
         self._read_only = memory.read_only_descriptor()
+        self._location_table = location_table
+        self._table_descriptor = (
+            -1 if location_table is None else location_table.read_only_descriptor()
+        )
         self._puts = LocalPuts(node, office)
         self._gets = LocalGets(node, office, max_leased_bytes)
         self._max_leased_bytes = max_leased_bytes
@@ -98,10 +109,10 @@ class PeerLocalBackend:
         }
 
     def close(self) -> None:
-        """Close the descriptor that readers are given."""
-        if self._read_only >= 0:
-            os.close(self._read_only)
-            self._read_only = -1
+        """Close the descriptors that readers are given."""
+        for descriptor in {self._read_only, self._table_descriptor} - {-1}:
+            os.close(descriptor)
+        self._read_only = self._table_descriptor = -1
 
     def welcome(self, client: LocalClient, version: int) -> tuple[local.HelloReply, list[int]]:
         """Who this peer is, and the segment's descriptor."""
@@ -119,7 +130,11 @@ class PeerLocalBackend:
             self._max_leased_bytes,
             p2pstore.__version__,
         )
-        return reply, [descriptor]
+        table = self._location_table
+        if table is None or not client.reads_locations:
+            return reply, [descriptor]
+        with_table = msgspec.structs.replace(reply, location_table_bytes=table.length)
+        return with_table, [descriptor, self._table_descriptor]
 
     def handle(self, client: LocalClient, kind: LocalKind, message: Message) -> Answer:
         """The answer, or something to await that gives it."""

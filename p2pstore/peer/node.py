@@ -37,8 +37,9 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
-from p2pstore.gossip.host import ControlHost
-from p2pstore.gossip.link import LinkError
+from p2pstore.gossip.links.host import ControlHost
+from p2pstore.gossip.links.link import LinkError
+from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot
 from p2pstore.gossip.machine import (
     Answer,
     Ask,
@@ -49,10 +50,9 @@ from p2pstore.gossip.machine import (
     SnapshotHead,
 )
 from p2pstore.gossip.machine import Effect as GossipEffect
-from p2pstore.gossip.membership import MemberChange
+from p2pstore.gossip.members.membership import MemberChange
 from p2pstore.gossip.messages import ControlKind, Status
-from p2pstore.gossip.records import PeerId, PeerRecord, format_peer_id
-from p2pstore.gossip.snapshots import CheckedSnapshot, check_snapshot
+from p2pstore.gossip.records import Member, PeerId, PeerRecord, format_peer_id
 from p2pstore.objects import chunk_sums, root_checksum
 from p2pstore.peer.credentials import Credentials
 from p2pstore.peer.joining import Joining
@@ -198,6 +198,8 @@ class Node:
         self.core.gossip_arrived(self.now)
         for change in self.core.gossip.take_changes():
             self._member_changed(change)
+        for member, count in self.core.gossip.directory.shares.take_news().items():
+            self._locations_refused(member, count)
         self.core.flush_pushes(self.now)
         for effect in self.core.take_effects():
             self._execute(effect)
@@ -217,6 +219,17 @@ class Node:
             self._nursery.start_soon(self.host.disconnect, change.peer_id)
         elif change.new is Status.ALIVE and self.saver is not None:
             self.saver.member_came()
+
+    def _locations_refused(self, member: Member, count: int) -> None:
+        state = self.core.gossip.membership.resolve(member)
+        name = self.core.name_of(state.peer_id) if state is not None else f"{member:016x}"
+        logger.error(
+            "peer %s says that it holds %s objects, more than a peer can: its objects are ignored. Restart it "
+            "with the version that the others run; if that does not help, take it out of the cluster",
+            name,
+            f"{count:,}",
+            extra={"event": "locations_refused"},
+        )
 
     def _execute(self, effect: object) -> None:
         if isinstance(effect, OperationFinished):

@@ -11,7 +11,7 @@ import trio
 
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError
-from p2pstore.gossip.floor_stamps import Stamps
+from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.gossip.records import SignedRecord
 from p2pstore.statedir import StateDirectory
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import p2pstore
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.gossip.directory_mode import kept_name
+from p2pstore.gossip.homes.directory_mode import kept_name
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import format_peer_id
 
@@ -35,6 +35,7 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         "operations": core.operations_under_way,
         "known_locations": core.gossip.locations.record_count,
         "directory": core.gossip.partitions.document(),
+        "members_refused": core.gossip.membership.refused_count,
         "floors": len(core.gossip.cluster_records),
         "log_sequence": core.gossip.log.sequence,
         "counters": dict(sorted(core.counters.items())),

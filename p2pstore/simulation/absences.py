@@ -15,7 +15,7 @@ from typing import Final
 
 from p2pstore.core.put import PutEnd
 from p2pstore.errors import P2PStoreError
-from p2pstore.gossip.cluster_records import LAST_FACTOR
+from p2pstore.gossip.floors.cluster_records import LAST_FACTOR
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import Version, key_digest, namespace_digest

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from p2pstore.core.cold_return import ColdObject, ColdSorted
 from p2pstore.errors import P2PStoreError
-from p2pstore.gossip.floor_stamps import Stamps
+from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.objects import Version, namespace_digest
 from p2pstore.transfer.layout import TrailerBody, decode_trailer, encode_trailer

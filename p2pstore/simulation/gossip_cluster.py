@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from p2pstore.gossip.machine import Gossip, GossipConfig
-from p2pstore.gossip.membership import MemberChange
+from p2pstore.gossip.members.membership import MemberChange
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, location_hash
 from p2pstore.simulation.gossip_network import GossipNetwork

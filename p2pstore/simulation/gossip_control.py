@@ -54,6 +54,11 @@ class ControlTalk:
             self._expired.append(token)
             self._peer.wake()
 
+    @property
+    def any_expired(self) -> bool:
+        """Whether `fail_expired` has something to do."""
+        return bool(self._expired)
+
     def fail_expired(self) -> None:
         """Fail the questions that ran out until now."""
         for _ in range(len(self._expired)):

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from p2pstore.gossip.membership import MemberChange
+from p2pstore.gossip.members.membership import MemberChange
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import PeerId
 from p2pstore.simulation.gossip_cluster import GossipCluster, packed_hash

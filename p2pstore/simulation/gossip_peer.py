@@ -18,7 +18,7 @@ from p2pstore.gossip.machine import (
     Gossip,
     SnapshotHead,
 )
-from p2pstore.gossip.membership import MemberChange
+from p2pstore.gossip.members.membership import MemberChange
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
@@ -74,6 +74,10 @@ class GossipPeer(GossipHost):
         self.control: ControlTalk
         self._gossip: Gossip | None = None
         self._close_spare_at = -math.inf
+        self._next_tick: float | None = None
+        """What the machine said last of when it is due; None once something was fed in."""
+        self._seen_version = -1
+        """Of its members, when it said so."""
 
     # --- life --------------------------------------------------------------------------------
 
@@ -110,6 +114,7 @@ class GossipPeer(GossipHost):
             wall_clock=lambda at: clock_from_unix_seconds(self.unix(at)),
         )
         self._gossip = gossip
+        self._next_tick, self._seen_version = None, -1
         self.truth[incarnation] = LogTruth()
         gossip.load_address_book(self.saved.addresses)
         gossip.add_bootstrap([address for address in bootstrap if address != self.address])
@@ -185,6 +190,7 @@ class GossipPeer(GossipHost):
         self._note_operation(digest, None)
 
     def _note_operation(self, digest: bytes, packed: bytes | None) -> None:
+        self._next_tick = None
         if self.cluster.keeps_truth:
             self.truth[self.gossip.incarnation].note(digest, packed)
         if not self.stalled:
@@ -194,6 +200,7 @@ class GossipPeer(GossipHost):
         """Sign a cluster record and spread it."""
         signed = sign_cluster_record(record, self.signer)
         self.gossip.offer_cluster_record(record, signed, self.now)
+        self._next_tick = None
         if not self.stalled:
             self.settle()
         return signed
@@ -206,6 +213,12 @@ class GossipPeer(GossipHost):
 
     # --- turns -------------------------------------------------------------------------------
 
+    def drain(self) -> None:
+        """See `GossipHost`."""
+        if self._inbox or self.control.any_expired:
+            self._next_tick = None
+        super().drain()
+
     def fail_expired(self) -> None:
         """Fail the questions that ran out."""
         self.control.fail_expired()
@@ -213,21 +226,29 @@ class GossipPeer(GossipHost):
     def tick_if_due(self) -> None:
         """Let the machine do what is due."""
         gossip, now = self.gossip, self.now
-        if gossip.next_tick(now) <= now:
+        if self._next_tick is None or gossip.membership.version != self._seen_version:
+            self._next_tick = gossip.next_tick(now)
+        if self._next_tick <= now:
+            self._next_tick = None
             self.carry_out(gossip.tick(now))
 
     def settle(self) -> None:
         """Send what the machine has for homes, note changes, and see when the next turn is due."""
         gossip = self.gossip
         now = self.now
-        for push in gossip.pushes(now):
+        pushes = gossip.pushes(now)
+        for push in pushes:
             HomePush(self, push).start()
+        if pushes or gossip.membership.version != self._seen_version:
+            self._next_tick, self._seen_version = None, gossip.membership.version
         for change in gossip.take_changes():
             self._note_change(change)
         if self.kernel.now >= self._close_spare_at:
             self._close_spare_at = self.kernel.now + CLOSE_SPARE_SECONDS
             self.cluster.close_spare(self)
-        self.tick_at(gossip.next_tick(now))
+        if self._next_tick is None:
+            self._next_tick = gossip.next_tick(now)
+        self.tick_at(self._next_tick)
         if self.cluster.after_turn is not None:
             self.cluster.after_turn(self)
 

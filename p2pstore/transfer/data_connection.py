@@ -87,6 +87,8 @@ ItemOutcome = Pulled | P2PStoreError | ValueError
 """One item of a batch: pulled, or why not."""
 
 PART_CHUNKS: Final = PART_BYTES // CHUNK_BYTES
+NO_CHUNK: Final = MAX_OBJECT_BYTES // CHUNK_BYTES
+"""Beyond the end of any object: asks for its slot and trailer alone."""
 BATCH_ITEMS: Final = 512
 """Objects in one GET of `pull_many`."""
 DISCARD_BYTES: Final = MIB
@@ -291,6 +293,16 @@ class DataConnection:
             expected = await self._send_get((first,))
             await self._wait_for_answer(answer_seconds)
             return await self._pull(expected, destination)
+
+    async def look(
+        self, digest: bytes, slot_hint: int = 0, answer_seconds: float = math.inf
+    ) -> tuple[Slot, TrailerBody]:
+        """An object's slot and trailer, verified, and none of its bytes. Raises like `pull`."""
+        with self._operation():
+            expected = await self._send_get((GetItem(digest, NO_CHUNK, 0, slot_hint),))
+            await self._wait_for_answer(answer_seconds)
+            (reply,) = await self._receive_objects(expected)
+            return self._check_reply(reply, expected.items[0])
 
     async def _wait_for_answer(self, seconds: float) -> None:
         """Wait until the reply begins, where that is not to take as long as other progress may."""

@@ -31,6 +31,7 @@ from p2pstore.transfer.data_connection import (
     ItemOutcome,
     failure_of,
 )
+from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.messages import DataKind, Store, Stored
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.trace import Progress
@@ -180,6 +181,19 @@ class DataPool:
                 raise
             raise failure_of(error) from error
 
+    async def look(self, copy: RemoteCopy, digest: bytes) -> tuple[Slot, TrailerBody]:
+        """An object's slot and trailer, verified, as the holder tells them. Raises `PullFailed`."""
+        try:
+            return await self._use(
+                copy,
+                self._progress_seconds,
+                lambda connection: connection.look(digest, copy.slot, copy.answer_seconds),
+            )
+        except Exception as error:
+            if not _is_connection_error(error):
+                raise
+            raise failure_of(error) from error
+
     async def pull_many(
         self, peer: RemotePeer, items: Sequence[tuple[bytes, Destination]]
     ) -> list[ItemOutcome]:
@@ -195,6 +209,11 @@ class DataPool:
             if not _is_connection_error(error):
                 raise
             return [failure_of(error)] * len(items)
+
+    async def dial(self, peer: RemotePeer) -> DataConnection:
+        """A fresh connection for the caller alone, who closes it: not one of the pool's. Raises `Unavailable` when
+        the peer cannot be reached, `DeadlineExceeded` when it does not answer, and what its hello raised."""
+        return await self._connect(peer)
 
     def close(self) -> None:
         """Close every connection; those in use fail at their next step."""

@@ -47,6 +47,7 @@ from p2pstore.transfer.messages import (
     HelloReply,
     Proof,
 )
+from p2pstore.transfer.rdma_serving import RdmaBackend
 from p2pstore.transfer.store_intake import StoreBackend
 from p2pstore.transfer.tickets import (
     NONCE_BYTES,
@@ -181,13 +182,16 @@ class DataServer:
         software: str = "",
         allowed: AllowList | None = None,
         stores: StoreBackend | None = None,
+        rdma: RdmaBackend | None = None,
     ) -> None:
-        """`stores`: where values go that others store here; None for taking none.
+        """`stores`: where values go that others store here; None for taking none. `rdma`: who lets others read
+        by RDMA; None for nobody.
 
         `allowed`: whose tickets are taken; None for everybody's. After it or `ring` were changed, call
         `recheck`."""
         self._backend = backend
         self._stores = stores
+        self._rdma = rdma
         self._limits = limits or ServerLimits()
         self.connections = 0
         self.traffic = Traffic()
@@ -300,6 +304,7 @@ class DataServer:
                 version=version,
                 backend=self._backend,
                 stores=self._stores,
+                rdma=self._rdma,
                 limits=self._limits,
                 traffic=self.traffic,
             )

@@ -35,11 +35,13 @@ from p2pstore.transfer.messages import (
     ObjectReply,
     Objects,
     ObjectStatus,
+    RdmaConnect,
     Store,
     Stored,
     StorePart,
     StoreReply,
 )
+from p2pstore.transfer.rdma_serving import RdmaBackend, ReadableEnd
 from p2pstore.transfer.store_intake import StoreBackend, receive_value
 from p2pstore.transfer.tickets import Scope, TicketClaims
 from p2pstore.trio_streams import TrioStream
@@ -143,6 +145,7 @@ class DataSession:
         version: int,
         backend: DataBackend,
         stores: StoreBackend | None,
+        rdma: RdmaBackend | None,
         limits: ServerLimits,
         traffic: Traffic,
     ) -> None:
@@ -153,6 +156,8 @@ class DataSession:
         self._frames = frames
         self._claims = claims
         self._stores = stores
+        self._rdma = rdma
+        self._readable: list[ReadableEnd] = []
         self._takes_values = stores is not None and version >= STORE_VERSION
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._sending = trio.Lock()
@@ -174,6 +179,8 @@ class DataSession:
                 self._ended_by = error
             finally:
                 self._let_go_all()
+                for each in self._readable:
+                    each.close()
             if not self._retiring:
                 nursery.cancel_scope.cancel()  # nobody is left to hear the answers
         if self._ended_by is not None:
@@ -216,6 +223,9 @@ class DataSession:
             if isinstance(message, Store):
                 await self._flush()
                 await self._store(header, message)
+            elif isinstance(message, RdmaConnect):
+                await self._flush()
+                await self._connect_rdma(header, message)
             elif isinstance(message, Measure):
                 self._gather_measured(header, message)
                 await self._flush()
@@ -375,6 +385,21 @@ class DataSession:
             await self._send(answer)
         finally:
             stores.abandon_store(opened)
+
+    # --- RDMA --------------------------------------------------------------------------------
+
+    async def _connect_rdma(self, header: FrameHeader, request: RdmaConnect) -> None:
+        """Let the other side's queue pair read, until this connection ends."""
+        if self._rdma is None:
+            self._refuse(header, Code.UNSUPPORTED, "this peer does not let others read by RDMA")
+            return
+        try:
+            end = await self._rdma.connect(request, self._claims)
+        except Exception as error:
+            await self._send(_failure(header, error))
+            return
+        self._readable.append(end)
+        await self._send(_reply(header, end.reply))
 
     # --- everything else ---------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ _MADV_POPULATE_WRITE: Final = 23
 """Linux 5.14: fault pages in for writing without changing them. Not in the mmap module yet."""
 
 _MFD_HUGE_2MB: Final = 21 << 26
+_F_SEAL_FUTURE_WRITE: Final = 0x10
+"""Linux 5.1. Not in the fcntl module yet."""
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -40,6 +42,11 @@ class SharedMemory:
         self.length = length
         self.view = memoryview(mapping)[:length]
         self._mapping = mapping
+
+    @property
+    def mapping(self) -> mmap.mmap:
+        """The mapping itself: slices of it are bytes."""
+        return self._mapping
 
     def read_only_descriptor(self) -> int:
         """A new descriptor of the same memory, only good for reading; the caller closes it."""
@@ -92,14 +99,43 @@ def create_memory(total_bytes: int, name: str, *, hugepages: HugePages = "try") 
     return memory
 
 
-def _create(total_bytes: int, name: str, flags: int, page_bytes: int) -> SharedMemory:
+def create_table_memory(total_bytes: int, name: str) -> SharedMemory:
+    """Zeroed shared memory that only this process can write, whoever gets a descriptor of it. A page counts only
+    once something was written there, so it may be far larger than what is left.
+
+    Raises `ConfigError` where the system does not let a process reserve that much, or cannot seal memory so.
+    """
+    try:
+        memory = _create(total_bytes, name, 0, mmap.PAGESIZE, sealed=False)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot reserve {format_bytes(total_bytes)} of address space ({error.strerror}): raise the limit "
+            "(`ulimit -v`, `ulimit -f`) or lower the number of locations a peer may know"
+        ) from error
+    try:
+        # After its own mapping was made: this one stays writable.
+        fcntl.fcntl(memory.descriptor, fcntl.F_ADD_SEALS, _SEALS | _F_SEAL_FUTURE_WRITE)
+    except OSError as error:
+        memory.close()
+        raise ConfigError(
+            f"this kernel cannot keep others from writing to shared memory ({error.strerror}): Linux 5.1 or "
+            "newer can"
+        ) from error
+    _advise(memory.view, 0, total_bytes, mmap.MADV_NOHUGEPAGE)  # a page per entry would be 2 MiB
+    return memory
+
+
+def _create(
+    total_bytes: int, name: str, flags: int, page_bytes: int, *, sealed: bool = True
+) -> SharedMemory:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.fchmod(
             descriptor, 0o600
         )  # who was given a read-only descriptor cannot reopen it for writing
         os.ftruncate(descriptor, round_up(total_bytes, page_bytes))
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        if sealed:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         return SharedMemory(descriptor, mmap.mmap(descriptor, 0), total_bytes)
     except BaseException:
         os.close(descriptor)
@@ -112,15 +148,20 @@ def map_read_only(descriptor: int, length: int) -> memoryview:
     The caller keeps its descriptor and may close it. Raises `ConfigError` for memory that is too
     short, or that somebody could shrink: touching a page that is gone would end this process.
     """
-    return _map(descriptor, length, mmap.PROT_READ)
+    return memoryview(_map(descriptor, length, mmap.PROT_READ))[:length]
 
 
 def map_writable(descriptor: int, length: int) -> memoryview:
     """Like `map_read_only`, for writing."""
-    return _map(descriptor, length, mmap.PROT_READ | mmap.PROT_WRITE)
+    return memoryview(_map(descriptor, length, mmap.PROT_READ | mmap.PROT_WRITE))[:length]
 
 
-def _map(descriptor: int, length: int, protection: int) -> memoryview:
+def map_table(descriptor: int, length: int) -> mmap.mmap:
+    """The mapping behind `map_read_only`: slices of it are bytes."""
+    return _map(descriptor, length, mmap.PROT_READ)
+
+
+def _map(descriptor: int, length: int, protection: int) -> mmap.mmap:
     actual = os.fstat(descriptor).st_size
     try:
         sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
@@ -131,7 +172,7 @@ def _map(descriptor: int, length: int, protection: int) -> memoryview:
             f"the peer's shared memory has {actual:,} bytes ({'' if sealed else 'not '}sealed), "
             f"{length:,} were announced: this is not a memory segment that can be mapped safely"
         )
-    return memoryview(mmap.mmap(descriptor, 0, prot=protection))[:length]
+    return mmap.mmap(descriptor, 0, prot=protection)
 
 
 def prefault(view: memoryview, should_stop: Callable[[], bool], pause: Callable[[], None]) -> int:

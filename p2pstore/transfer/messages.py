@@ -53,6 +53,7 @@ class DataKind(IntEnum):
     STORE = 25
     STORE_PART = 26
     MEASURE = 32
+    RDMA_CONNECT = 33
 
 
 class Ticket(Message, frozen=True):
@@ -360,6 +361,31 @@ class StorePart(Message, frozen=True):
     offset: int
 
 
+class RdmaConnect(Message, frozen=True):
+    """Let my queue pair read the memory that you share. It may as long as this connection lasts. The fields
+    are `p2pstore.transfer.rdma_rules.Endpoint`: the end of the one who asks."""
+
+    queue_pair: int
+    packet_number: int
+    gid: bytes
+    path_mtu_bytes: int
+    reads: int
+
+
+class RdmaConnected(Message, frozen=True):
+    """The other end, which is connected already, and the memory that it lets read: a whole segment, from its
+    header on."""
+
+    queue_pair: int
+    packet_number: int
+    gid: bytes
+    path_mtu_bytes: int
+    reads: int
+    address: int
+    length_bytes: int
+    key: int
+
+
 REQUESTS: Final[dict[int, type[Message]]] = {
     DataKind.HELLO: Hello,
     DataKind.PROOF: Proof,
@@ -375,6 +401,7 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     DataKind.STORE: Store,
     DataKind.STORE_PART: StorePart,
     DataKind.MEASURE: Measure,
+    DataKind.RDMA_CONNECT: RdmaConnect,
 }
 REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.HELLO: HelloReply,
@@ -390,6 +417,7 @@ REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.STORE: StoreReply,
     DataKind.STORE_PART: Stored,
     DataKind.MEASURE: Measured,
+    DataKind.RDMA_CONNECT: RdmaConnected,
 }
 READ_KINDS: Final = frozenset(
     {DataKind.GET, DataKind.LOOKUP, DataKind.LIST, DataKind.STATISTICS, DataKind.PING}

@@ -23,7 +23,7 @@ import trio
 import p2pstore
 from p2pstore import errors
 from p2pstore.client.trio_client import Client
-from p2pstore.gossip.identity import Identity
+from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import LocationRecord, SignedRecord, member_of
 from p2pstore.keyring import KeyRing
 from p2pstore.local import messages as local
@@ -153,10 +153,10 @@ async def test_a_client_goes_while_its_puts_are_compared_elsewhere(tmp_path: Pat
         for number in range(8):
             await a.put(f"k{number}", b"value")
         await until(lambda: all(b.contains_nowait(f"k{n}") for n in range(8)))
-        request_of = b.node.pool.request
+        request_of, gone = b.node.pool.request, trio.Event()
 
         async def slow_request(*arguments: Any) -> Message:
-            await trio.sleep(0.2)
+            await gone.wait()
             return await request_of(*arguments)
 
         b.node.pool.request = slow_request  # type: ignore[method-assign, assignment]
@@ -166,6 +166,7 @@ async def test_a_client_goes_while_its_puts_are_compared_elsewhere(tmp_path: Pat
                 await request(client, LocalKind.COMMIT, commit, local.Committed)
 
         for way in ("close", "abort"):
+            gone = trio.Event()
             async with open_second_client(b) as client:
                 rooms = await reserve(client, 5, 8)
                 items = [
@@ -182,8 +183,11 @@ async def test_a_client_goes_while_its_puts_are_compared_elsewhere(tmp_path: Pat
                             local.Abort([room.reservation for room in rooms]),
                             Empty,
                         )
+                        gone.set()
                     else:
                         nursery.cancel_scope.cancel()
+            gone.set()
+            await until(lambda: b.node.core.operations_under_way == 0)
         await still_well(a, b)
 
 
@@ -336,7 +340,7 @@ async def test_addresses_that_are_none(tmp_path: Path, address: str) -> None:
 
         await c.put("k", os.urandom(5000), replicas=2)
         b.node.core.gossip.own_record.describe = lie
-        b.node.core.gossip.offer_changed()
+        b.node.core.gossip.own_record.changed()
         record = a.node._record_of
         await until(lambda: [address] == record(b.node.core.peer_id).data)  # type: ignore[union-attr]
         with trio.fail_after(20):

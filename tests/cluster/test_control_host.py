@@ -29,14 +29,14 @@ from libp2p.security.noise.transport import Transport as NoiseTransport
 
 from p2pstore.config import DEFAULT_CONTROL_PORT
 from p2pstore.errors import ConfigError
-from p2pstore.gossip import connection as connection_module
-from p2pstore.gossip import host as host_module
-from p2pstore.gossip import link as link_module
-from p2pstore.gossip import sockets as sockets_module
-from p2pstore.gossip.admission import Opener
-from p2pstore.gossip.host import ControlHost, open_control_host
-from p2pstore.gossip.identity import Identity
-from p2pstore.gossip.link import LinkError, open_asking_stream
+from p2pstore.gossip.links import connection as connection_module
+from p2pstore.gossip.links import host as host_module
+from p2pstore.gossip.links import link as link_module
+from p2pstore.gossip.links import sockets as sockets_module
+from p2pstore.gossip.links.admission import Opener
+from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.links.link import LinkError, open_asking_stream
 from p2pstore.gossip.messages import Ack, ControlKind, Exchange, Ping, PingRequest
 from p2pstore.gossip.records import PeerId
 from p2pstore.keyring import KeyRing
@@ -444,8 +444,8 @@ async def test_a_connection_that_takes_no_bytes_is_dropped(monkeypatch: pytest.M
 
 PEER = """
 import sys, trio
-from p2pstore.gossip.host import open_control_host
-from p2pstore.gossip.identity import Identity
+from p2pstore.gossip.links.host import open_control_host
+from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.messages import Ack, Ping
 from p2pstore.keyring import KeyRing
 
@@ -594,7 +594,7 @@ async def test_every_host_asks_every_other_at_once() -> None:
                                         ping, one, peer_id(number), address_of(other)
                                     )
             assert all(len(host.connected()) == 4 for host in hosts)
-            assert not any(host._opening for host in hosts)
+            assert not any(len(host._attempts) for host in hosts)
 
 
 def open_descriptors() -> int:

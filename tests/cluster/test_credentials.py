@@ -18,9 +18,9 @@ import pytest
 import trio
 
 from p2pstore import blocking, errors
-from p2pstore.gossip.host import ControlHost, open_control_host
-from p2pstore.gossip.identity import Identity
-from p2pstore.gossip.link import LinkError
+from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.links.link import LinkError
 from p2pstore.gossip.messages import Ack, ControlKind, Ping
 from p2pstore.gossip.records import format_peer_id
 from p2pstore.keyring import KeyRing, new_cluster_key, parse_cluster_keys

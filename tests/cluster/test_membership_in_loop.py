@@ -7,7 +7,7 @@ from pathlib import Path
 
 import trio
 
-from p2pstore.gossip.link import LinkError
+from p2pstore.gossip.links.link import LinkError
 from p2pstore.gossip.messages import Ack, ControlKind, PingRequest, Status
 from p2pstore.gossip.records import PeerId
 from p2pstore.peer import Peer

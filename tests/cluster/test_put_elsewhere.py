@@ -20,7 +20,7 @@ import p2pstore
 from p2pstore import blocking, errors
 from p2pstore.client import elsewhere
 from p2pstore.client.fetch import remote_copy
-from p2pstore.gossip.identity import Identity
+from p2pstore.gossip.links.identity import Identity
 from p2pstore.keyring import KeyRing
 from p2pstore.local import messages as local
 from p2pstore.local.connection import LocalConnection

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from p2pstore.gossip.locations.snapshots import check_snapshot
+from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord
-from p2pstore.gossip.snapshots import check_snapshot
-from p2pstore.gossip.watched_keys import STEP_RECORDS
 from p2pstore.objects import Version
 from p2pstore.peer import Peer, node
+from p2pstore.peer.data_backend import PeerDataBackend
 from tests.cluster.test_open_peer import cluster, until
 from tests.unit.gossip_network import digest_of
 
@@ -61,17 +62,15 @@ async def test_a_snapshot_that_is_nonsense_is_dropped_and_fetched_again(
     async with cluster(tmp_path, 2) as (a, b):
         hold(a)
         await until(lambda: knows_all(b, a))
-        real, served = a.node.core.gossip.snapshot, 0
+        real, served = PeerDataBackend._own_snapshot, 0
 
-        def first_broken(member: int) -> object:
+        async def first_broken(backend: PeerDataBackend) -> object:
             nonlocal served
             served += 1
-            found = real(member)
-            assert found is not None
-            head, packed = found
-            return head, packed + packed[:LOCATION_BYTES] if served == 1 else packed
+            reply, parts = await real(backend)
+            return reply, [*parts, parts[0][:LOCATION_BYTES]] if served == 1 else parts
 
-        monkeypatch.setattr(a.node.core.gossip, "snapshot", first_broken)
+        monkeypatch.setattr(PeerDataBackend, "_own_snapshot", first_broken)
         with caplog.at_level(logging.WARNING, "p2pstore.peer"):
             b.node.core.gossip.directory.distrust(a.node.core.gossip.member)
             await until(lambda: knows_all(b, a))

@@ -24,14 +24,15 @@ import trio
 
 from p2pstore import errors
 from p2pstore.config import split_address
-from p2pstore.gossip import connection as connection_module
-from p2pstore.gossip import host as host_module
-from p2pstore.gossip import link as link_module
-from p2pstore.gossip import refusals as refusals_module
-from p2pstore.gossip.admission import Opener
-from p2pstore.gossip.host import ControlHost, open_control_host
-from p2pstore.gossip.identity import Identity
-from p2pstore.gossip.link import LinkError
+from p2pstore.gossip.links import connection as connection_module
+from p2pstore.gossip.links import host as host_module
+from p2pstore.gossip.links import link as link_module
+from p2pstore.gossip.links import refusals as refusals_module
+from p2pstore.gossip.links.admission import Opener
+from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.links.link import LinkError
+from p2pstore.gossip.links.multiplexer import MuxedStream
 from p2pstore.gossip.messages import (
     MAX_CLAIMS,
     MAX_LOG_CHUNKS,
@@ -47,7 +48,6 @@ from p2pstore.gossip.messages import (
     Proof,
     Status,
 )
-from p2pstore.gossip.multiplexer import MuxedStream
 from p2pstore.gossip.records import (
     ClusterRecord,
     SignedRecord,

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import AsyncIterator
 
 import pytest
 import trio
 
-from p2pstore.gossip.identity import Identity
+from p2pstore.gossip.links.identity import Identity
 from p2pstore.keyring import KeyRing
 from p2pstore.peer.tickets import TicketOffice
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS
 from p2pstore.transfer import data_server
 from p2pstore.transfer.data_connection import DataConnection
-from p2pstore.transfer.data_session import RETIRING_IDLE_SECONDS
 from p2pstore.transfer.messages import DataKind, Ping, Replicate, Replicated
 from p2pstore.transfer.tickets import Scope
 from p2pstore.transfer.transport import RemotePeer
@@ -51,9 +49,12 @@ async def ended(connection: DataConnection, seconds: float) -> None:
 
 async def test_a_key_that_is_still_accepted_ends_nothing(tcp: TcpHarness) -> None:
     connection = await connected(tcp)
-    RING.replace([NEW_KEY, *RING.keys])
+    kept = RING.keys
+    RING.replace([NEW_KEY, *kept])
+    removed = await connected(tcp)
+    RING.replace(kept)
     tcp.server.recheck()
-    await trio.sleep(2 * RETIRING_IDLE_SECONDS)
+    await ended(removed, 2)
     await connection.request(DataKind.PING, Ping())
     connection.close()
 
@@ -67,7 +68,7 @@ async def test_idle_connections_of_a_removed_key_end_at_once(tcp: TcpHarness) ->
 
 
 async def test_what_is_under_way_is_answered_first(tcp: TcpHarness) -> None:
-    connection = await connected(tcp)
+    connection, idle = await connected(tcp), await connected(tcp)
     answers: list[object] = []
 
     async def ask() -> None:
@@ -79,7 +80,7 @@ async def test_what_is_under_way_is_answered_first(tcp: TcpHarness) -> None:
             await trio.sleep(0.005)
         RING.replace([NEW_KEY])
         tcp.server.recheck()
-        await trio.sleep(2 * RETIRING_IDLE_SECONDS)
+        await ended(idle, 2)
         tcp.backend.release.set()
     assert answers == [Replicated(5, 6)]
     await ended(connection, 2)
@@ -131,7 +132,9 @@ async def test_new_tickets_and_connections_are_made_with_the_new_key(tcp: TcpHar
     kept = place.connection
     await pool.request(remote, DataKind.PING, Ping())
     assert place.connection is kept
-    time.sleep(0.001)  # noqa: ASYNC251 - a clock that stands still would hide the order
+    before = trio.current_time()
+    while trio.current_time() == before:  # a clock that stands still would hide the order
+        await trio.lowlevel.checkpoint()
     pool.renew()
     await pool.request(remote, DataKind.PING, Ping())
     [[place]] = pool._peers.values()

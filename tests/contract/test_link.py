@@ -12,10 +12,10 @@ import trio
 import trio.testing
 
 from p2pstore.errors import CapacityExceeded
-from p2pstore.gossip.host import open_control_host
-from p2pstore.gossip.identity import Identity
-from p2pstore.gossip.link import Handler, Link, LinkError
-from p2pstore.gossip.memory_link import MemoryNetwork, open_memory_link
+from p2pstore.gossip.links.host import open_control_host
+from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.links.link import Handler, Link, LinkError
+from p2pstore.gossip.links.memory_link import MemoryNetwork, open_memory_link
 from p2pstore.gossip.messages import (
     Ack,
     Claim,

@@ -11,7 +11,7 @@ import trio
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.yamux.yamux import Yamux
 
-from p2pstore.gossip.multiplexer import Multiplexer, MuxedStream
+from p2pstore.gossip.links.multiplexer import Multiplexer, MuxedStream
 
 SECONDS = 20.0
 

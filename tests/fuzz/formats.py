@@ -16,14 +16,13 @@ import xxhash
 from p2pstore.allowlist import parse_peer_ids
 from p2pstore.config import split_address
 from p2pstore.errors import AuthenticationFailed, ConfigError, ProtocolError
-from p2pstore.gossip.digests import (
+from p2pstore.gossip.exchange.digests import (
     check_runs,
-    digest_from,
     read_runs,
     unpack_digest,
     unpack_positions,
 )
-from p2pstore.gossip.identity import Ed25519Verifier, Identity
+from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.records import (
     ClusterRecord,
     LogHead,
@@ -55,6 +54,7 @@ from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.tickets import Scope, issue_ticket, open_ticket
 from tests.fuzz.mutation import HEADER, Mutator
 from tests.fuzz.victim import Problem
+from tests.unit.digest_rows import digest_from
 
 UNIX: Final = 1_800_000_000.0
 IDENTITY: Final = Identity(bytes(range(32)))

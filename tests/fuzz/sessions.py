@@ -16,8 +16,8 @@ import trio
 
 from p2pstore.config import split_address
 from p2pstore.errors import P2PStoreError, ProtocolError
-from p2pstore.gossip.admission import AdmissionRefused, Listener, Opener
-from p2pstore.gossip.link import LinkError, admit_stream, open_asking_stream
+from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
+from p2pstore.gossip.links.link import LinkError, admit_stream, open_asking_stream
 from p2pstore.gossip.messages import REPLIES as CONTROL_REPLIES
 from p2pstore.gossip.messages import REQUESTS as CONTROL_REQUESTS
 from p2pstore.gossip.messages import ControlKind

@@ -13,8 +13,9 @@ from typing import Final
 import trio
 
 from p2pstore import PeerConfig
-from p2pstore.gossip.exchanges import MAX_IN_FLIGHT_EXCHANGES
-from p2pstore.gossip.identity import Identity
+from p2pstore.gossip.exchange.exchanges import MAX_IN_FLIGHT_EXCHANGES
+from p2pstore.gossip.exchange.message_budget import SharedBudget
+from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import PeerId
 from p2pstore.keyring import KeyRing
 from p2pstore.peer import Peer, open_peer
@@ -197,6 +198,8 @@ async def open_victim(folder: Path) -> AsyncIterator[Victim]:
             open_peer(settings("victim")) as peer,
             open_peer(settings("friend", peer.control)) as friend,
         ):
+            for each in (peer, friend):  # else most of what mallory sends would be refused unread
+                each.node.core.gossip.questions.budget = SharedBudget(1e9, 1e9)
             victim = Victim(peer, friend, listener)
             with trio.fail_after(SECONDS):
                 while not peer.node.core.live_peers():

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from p2pstore.gossip import directory as directory_module
+from p2pstore.gossip.locations import directory as directory_module
 from p2pstore.simulation.gossip_run import GossipOutcome, GossipScenario, run_gossip_seed
 
 SEEDS = range(1000, 1200)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from p2pstore.gossip.connection_limits import ConnectionLimits
+from p2pstore.gossip.links.connection_limits import ConnectionLimits
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.messages import Status
 from p2pstore.simulation.gossip_cluster import GossipCluster

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip import membership as membership_module
-from p2pstore.gossip.directory import Applied
+from p2pstore.gossip.locations.directory import Applied
+from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.machine import FetchSnapshot, Gossip, SnapshotHead
-from p2pstore.gossip.membership import Membership
+from p2pstore.gossip.members import membership as membership_module
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.messages import Claim
 from p2pstore.gossip.records import LOCATION_BYTES, Member
-from p2pstore.gossip.snapshots import check_snapshot
 from p2pstore.simulation.gossip_cluster import GossipCluster, packed_hash
 from p2pstore.simulation.gossip_peer import GossipPeer
 from p2pstore.simulation.gossip_run import GossipOutcome, GossipScenario, run_gossip_seed

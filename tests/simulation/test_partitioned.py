@@ -12,7 +12,7 @@ import pytest
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.put import PutEnd
 from p2pstore.gossip.config import GossipConfig
-from p2pstore.gossip.directory_mode import DirectorySetting, ModeLimits
+from p2pstore.gossip.homes.directory_mode import DirectorySetting, ModeLimits
 from p2pstore.objects import key_digest
 from p2pstore.simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
 from p2pstore.simulation.kernel import Faults, FaultyNetwork, Kernel
@@ -105,10 +105,10 @@ class World:
         ]
 
     def look_around(self, count: int) -> None:
-        """Have random peers look for random keys. A push to a home that is lost is sent again after half a second,
-        and may be lost again."""
+        """Have random peers look for random keys. A push to a home that is lost is sent again after 0.15 s, and then
+        after half a second."""
         running = self.cluster.running
-        keys = self.expected(2.5 if self.faults.loss else 1.0)
+        keys = self.expected(1.5 if self.faults.loss else 1.0)
         for _ in range(count if keys else 0):
             self.look(self.rng.choice(running), self.rng.choice(keys))
 

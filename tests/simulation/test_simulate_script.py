@@ -50,6 +50,31 @@ def test_figures_are_measured_compared_and_drawn(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_one_part_of_a_figure_is_taken_alone(tmp_path: Path) -> None:
+    file = tmp_path / "heal.json"
+    options = ("--measure", "heal", "--part", "one alone", "--peers", "5", "--quick")
+    done = simulate(*options, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    (taken,) = document(file)["measures"]
+    assert taken["part"] == "one alone"
+    assert taken["peak_bytes"] > 1e7
+    assert "one alone: " in done.stderr
+    values = {each["name"].split(": ")[-1]: each["value"] for each in taken["measured"]["figures"]}
+    assert values["given up before"] == 1.0
+    assert values["full membership"] <= 5.0
+
+
+def test_a_partitioned_cluster_that_is_settled_at_once_goes_on_as_one_does(tmp_path: Path) -> None:
+    file = tmp_path / "partitioned.json"
+    done = simulate("--measure", "partitioned", "--peers", "20", "--quick", "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (taken,) = document(file)["measures"]
+    values = {each["name"].split(": ")[-1]: each["value"] for each in taken["measured"]["figures"]}
+    assert values["lookups answered at the first home"] == 1.0
+    assert values["keys that are nowhere, known at the first home"] == 1.0
+    assert 200 < values["home pushes sent"] < 900
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -57,6 +82,8 @@ def test_figures_are_measured_compared_and_drawn(tmp_path: Path) -> None:
         (["--whole", "--faults", "random"], "is for gossip"),
         (["--measure", "spread", "--whole"], "is about gossip"),
         (["--plot", "x.png"], "--measure"),
+        (["--part", "halves"], "--measure"),
+        (["--measure", "heal", "--part", "thirds"], "its parts: halves, one alone"),
         (["--peers", "1"], "2 to 5,000"),
         (["--whole", "--peers", "500"], "2 to 200"),
         (["--seeds", "-1"], "above zero"),

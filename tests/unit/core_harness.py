@@ -13,7 +13,7 @@ from p2pstore.core.lookup import split_digests
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.put import PutOperation, PutSpec
-from p2pstore.gossip.directory_mode import DirectorySetting
+from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.gossip.machine import Gossip, GossipConfig
 from p2pstore.gossip.messages import Claim, ControlKind, Delta, Ping, Status
 from p2pstore.gossip.records import (

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.directory import Location
 from p2pstore.gossip.effects import Push
+from p2pstore.gossip.locations.directory import Location
 from p2pstore.gossip.machine import (
     Answer,
     Ask,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from p2pstore.allowlist import AllowList, parse_peer_id, parse_peer_ids
 from p2pstore.errors import ConfigError
-from p2pstore.gossip.admission import AdmissionRefused, Listener, Opener
-from p2pstore.gossip.identity import Identity
+from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
+from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.messages import Proof, Welcome
 from p2pstore.gossip.records import format_peer_id
 from p2pstore.keyring import (

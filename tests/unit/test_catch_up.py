@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from p2pstore.gossip.catch_up import UNSIGNED_SECONDS, CatchUp
-from p2pstore.gossip.directory import Directory, DirectoryConfig
-from p2pstore.gossip.log import OwnLog
-from p2pstore.gossip.membership import Membership, MembershipConfig, MemberState
+from p2pstore.gossip.locations.catch_up import UNSIGNED_SECONDS, CatchUp
+from p2pstore.gossip.locations.directory import Directory, DirectoryConfig
+from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.locations.snapshots import check_snapshot
+from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
+from p2pstore.gossip.members.membership import Membership, MembershipConfig, MemberState
 from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.snapshots import check_snapshot
-from p2pstore.gossip.watched_keys import STEP_RECORDS
 from tests.unit.gossip_network import location, peer_id_of
 
 

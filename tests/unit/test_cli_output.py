@@ -29,10 +29,12 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, stream: str, work: Callable[[],
     with os.fdopen(primary, "rb", buffering=0) as screen, os.fdopen(secondary, "w") as terminal:
         monkeypatch.setattr(sys, stream, terminal)
         work()
-        terminal.flush()
-        os.set_blocking(screen.fileno(), False)
-        shown = screen.read(1 << 20) or b""
         monkeypatch.undo()
+        terminal.close()
+        shown = b""
+        with contextlib.suppress(OSError):  # what was written comes in pieces, and then an error
+            while piece := screen.read(1 << 20):
+                shown += piece
     return shown.decode()
 
 

@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.gossip.cluster_records import ClusterRecords, cell_of
+from p2pstore.gossip.floors.cluster_records import ClusterRecords, cell_of
 from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,

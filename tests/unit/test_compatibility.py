@@ -25,13 +25,12 @@ import xxhash
 from p2pstore import wire
 from p2pstore.errors import ConfigError, P2PStoreError, ProtocolError, ProtocolMismatch
 from p2pstore.gossip import messages as control
-from p2pstore.gossip.admission import AdmissionRefused, Listener, Opener
-from p2pstore.gossip.cluster_comparison import TheirRecords
-from p2pstore.gossip.cluster_records import ClusterRecords
-from p2pstore.gossip.digests import digest_from
-from p2pstore.gossip.identity import Ed25519Verifier, Identity
-from p2pstore.gossip.link import LinkError
-from p2pstore.gossip.membership import Membership, MembershipConfig
+from p2pstore.gossip.floors.cluster_comparison import TheirRecords
+from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
+from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
+from p2pstore.gossip.links.link import LinkError
+from p2pstore.gossip.members.membership import Membership, MembershipConfig
 from p2pstore.gossip.messages import Claim, ControlKind, Delta, Status
 from p2pstore.gossip.records import (
     MAX_RECORD_BYTES,
@@ -91,6 +90,7 @@ from tests.contract.test_transport import (
     segment_of,
 )
 from tests.unit.core_harness import Harness, remote_object
+from tests.unit.digest_rows import digest_from
 from tests.unit.gossip_network import Network, peer_record
 
 FROM_THE_FUTURE: list[Any] = ["new", {"and": [1, b"2"]}, None]

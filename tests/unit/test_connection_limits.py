@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from p2pstore.gossip.connection_limits import ConnectionLimits, Use, idle, next_due, surplus
+from p2pstore.gossip.links.connection_limits import ConnectionLimits, Use, idle, next_due, surplus
 
 LIMITS = ConnectionLimits(idle_seconds=100.0, max_open=4)
 

@@ -1,8 +1,9 @@
 """Whom to try: bootstrap addresses always, the address book only while alone."""
 
+import math
 from random import Random
 
-from p2pstore.gossip.contacts import Contacts
+from p2pstore.gossip.members.contacts import Contacts
 
 
 def test_an_address_of_the_book_that_is_named_as_bootstrap_is_tried_by_those_not_alone() -> None:
@@ -14,6 +15,40 @@ def test_an_address_of_the_book_that_is_named_as_bootstrap_is_tried_by_those_not
     contacts.add(("both",))
     contacts.add(("both",), bootstrap=False)
     assert contacts.due(0.0, lambda peer_id: False, alone=False) == [("both",)]
-    assert contacts.has_bootstrap
     assert not contacts.is_empty
     assert Contacts(Random(1)).is_empty
+
+
+class CountedDict(dict[tuple[str, ...], object]):
+    """Counts how often somebody goes through all of it."""
+
+    rounds = 0
+
+    def items(self):  # type: ignore[no-untyped-def]  # as of every dictionary
+        self.rounds += 1
+        return super().items()
+
+    def values(self):  # type: ignore[no-untyped-def]
+        self.rounds += 1
+        return super().values()
+
+
+def test_a_large_address_book_is_gone_through_only_when_an_entry_is_due() -> None:
+    contacts = Contacts(Random(1))
+    contacts._contacts = counted = CountedDict()  # type: ignore[assignment]
+    for number in range(2_000):
+        contacts.add((f"10.0.0.{number}:1",), bootstrap=False)
+    for step in range(1_000):  # ten seconds of events
+        contacts.due(step / 100, lambda peer_id: False, alone=False)
+        assert contacts.next_due() > step / 100
+    assert counted.rounds <= 2 * 21
+    # And whoever is alone tries them, a few at a time, as soon as one was answered or not.
+    tried: set[tuple[str, ...]] = set()
+    now, waiting = 20.0, contacts.due(20.0, lambda peer_id: False, alone=True)
+    while waiting and len(tried) < 100:
+        tried.update(waiting)
+        assert contacts.next_due() == math.inf
+        contacts.failed(waiting[0], now)
+        assert contacts.next_due() <= now
+        waiting = waiting[1:] + contacts.due(now, lambda peer_id: False, alone=True)
+    assert len(tried) == 100

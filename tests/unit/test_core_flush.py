@@ -10,7 +10,7 @@ from p2pstore.core.flush import PUSHES_AT_ONCE, FlushEnd, FlushOperation
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.serving import reply_of
-from p2pstore.gossip.floor_sync import FloorAnswer
+from p2pstore.gossip.floors.floor_sync import FloorAnswer
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import Version, namespace_digest

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2pstore.core.effects import AskPeer
-from p2pstore.core.lookup import NEXT_HOME_SECONDS, UNSURE_SECONDS, LookupOperation
-from p2pstore.gossip.directory_mode import KeptDirectory
-from p2pstore.gossip.partitions import PARTITION_COUNT, partition_of
+from p2pstore.core.fetch import FetchOperation
+from p2pstore.core.lookup import (
+    HEDGE_PROBE_TIMEOUTS,
+    NEXT_HOME_SECONDS,
+    UNSURE_SECONDS,
+    LookupOperation,
+)
+from p2pstore.errors import NoSuchKey, Unavailable
+from p2pstore.gossip.homes.directory_mode import KeptDirectory
+from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
+from p2pstore.gossip.records import member_of
 from p2pstore.local.messages import PutStatus
 from p2pstore.transfer.messages import (
     DataKind,
@@ -302,3 +310,94 @@ def test_what_a_member_tells_of_itself_is_taken_in_by_who_is_no_home() -> None:
     assert world.serve(world.others[0], DataKind.PUSH, numbered(world, thing, 0, 5)) == Pushed()
     assert len(look(world, key).result[0]) == 1
     assert world.gossip.locations.views.record_count == 0
+
+
+def test_the_next_home_is_asked_as_well_when_one_is_silent() -> None:
+    world = partitioned()
+    patience = HEDGE_PROBE_TIMEOUTS * world.gossip.config.membership.probe_timeout_seconds
+    key = foreign_key(world)
+    operation = look(world, key)
+    (silent,) = world.asks(DataKind.LOOKUP)
+    world.pass_time(0.9 * patience)
+    assert not world.asks(DataKind.LOOKUP)
+    world.pass_time(0.2 * patience)
+    (second,) = world.asks(DataKind.LOOKUP)
+    assert second.peer_id != silent.peer_id
+    world.answer(second, absent(second))
+    assert operation.result == [[]], "it vouches: nobody waits for the silent one"
+    assert not world.core.is_avoided(member_of(silent.peer_id), world.now)
+    world.answer(silent, None)
+    assert world.core.is_avoided(member_of(silent.peer_id), world.now), (
+        "the next lookup asks others"
+    )
+    world.check_idle()
+
+
+def test_a_put_does_not_wait_for_homes_that_just_died() -> None:
+    world = partitioned()
+    begin = world.now
+    put = world.put(foreign_key(world), b"mine")
+    asked = world.asks(DataKind.LOOKUP)
+    while len(asked) < 3:
+        assert world.now < begin + 1.0
+        world.pass_time(0.01)
+        asked += world.asks(DataKind.LOOKUP)
+    assert len({ask.peer_id for ask in asked}) == 3
+    world.answer(asked[2], absent(asked[2]))
+    assert put.result.status is PutStatus.CREATED
+    assert world.now - begin < 0.5 * NEXT_HOME_SECONDS
+
+
+def test_the_third_home_is_asked_once_when_two_are_silent() -> None:
+    world = partitioned()
+    operation = look(world, foreign_key(world))
+    asked = world.asks(DataKind.LOOKUP)
+    world.pass_time(0.15)
+    asked += world.asks(DataKind.LOOKUP)
+    assert len(asked) == 2
+    world.answer(asked[0], None)
+    assert not world.asks(DataKind.LOOKUP), "the second one may answer yet"
+    world.answer(asked[1], None)
+    (third,) = world.asks(DataKind.LOOKUP)
+    assert third.peer_id not in {ask.peer_id for ask in asked}
+    world.answer(third, absent(third))
+    assert operation.result == [[]]
+    world.check_idle()
+
+
+def test_an_unsure_answer_to_a_hedged_question_does_not_end_the_lookup() -> None:
+    world = partitioned()
+    key, holder = foreign_key(world), world.others[0]
+    operation = look(world, key)
+    (first,) = world.asks(DataKind.LOOKUP)
+    world.pass_time(0.15)
+    (second,) = world.asks(DataKind.LOOKUP)
+    world.answer(second, absent(second, [0]))
+    assert not operation.done
+    world.answer(first, Locations([[told(holder, remote_object(key, b"1"), world)]]))
+    assert [[copy.peer_id for copy in copies] for copies in operation.result] == [[holder.peer_id]]
+
+
+def test_a_key_whose_only_holder_died_is_not_one_that_never_was() -> None:
+    """The home names the dead holder; who asked knows that it is dead."""
+    world = partitioned()
+    key, holder = foreign_key(world), world.others[0]
+    world.die(holder)
+    outcomes = []
+    for name, holdings in ((key, [told(holder, remote_object(key, b"1"), world)]), ("never", [])):
+        fetch = FetchOperation(world.core, digest_of(name))
+        world.start(fetch)
+        (ask,) = world.asks(DataKind.LOOKUP)
+        world.answer(ask, Locations([holdings]))
+        outcomes.append(type(fetch.result))
+    assert outcomes == [Unavailable, NoSuchKey]
+
+
+def test_a_home_names_the_holder_that_died() -> None:
+    world = acquainted(partitioned())
+    key, owner = home_key(world), world.others[0]
+    thing = remote_object(key, b"1")
+    world.serve(owner, DataKind.PUSH, numbered(world, thing, 1, 50))
+    world.die(owner)
+    reply = world.serve(world.others[1], DataKind.LOOKUP, Lookup(digest_of(key)))
+    assert [[each.member for each in holdings] for holdings in reply.items] == [[owner.member]]

@@ -68,13 +68,22 @@ def test_a_lookup_names_the_copy_here_and_those_known_elsewhere() -> None:
     assert holding.record == world.location(thing)
 
 
-def test_a_lookup_tells_of_no_copy_of_the_dead_and_none_that_a_floor_forbids() -> None:
+def test_a_lookup_tells_of_the_dead_only_when_nobody_else_holds_a_key() -> None:
     world = Harness(others=3)
-    world.hold(world.others[0], "held by the dead", b"1")
+    dead, alive = world.others[:2]
+    world.hold(dead, "held by the dead", b"1")
+    world.hold(dead, "held by both", b"1")
+    world.hold(alive, "held by both", b"1")
+    world.die(dead)
+    (only,), (best,) = look_up(world, "held by the dead", "held by both")
+    assert (only.member, best.member) == (dead.member, alive.member)
+
+
+def test_a_lookup_tells_of_no_copy_that_a_floor_forbids() -> None:
+    world = Harness(others=3)
     thing = world.hold(world.others[1], "removed", b"2")
-    world.die(world.others[0])
     world.learn_floor(world.others[2], digest_of("removed"), thing.version)
-    assert look_up(world, "held by the dead", "removed") == [[], []]
+    assert look_up(world, "removed") == [[]]
 
 
 def test_a_lookup_names_a_few_holders() -> None:

@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.digests import (
+from p2pstore.gossip.exchange.digests import (
     MAX_PACKED_SEQUENCE,
     Digest,
     Run,
     check_runs,
-    digest_from,
     pack_digest,
     pack_positions,
     pack_runs,
@@ -23,6 +22,7 @@ from p2pstore.gossip.digests import (
     unpack_digest,
     unpack_positions,
 )
+from tests.unit.digest_rows import digest_from
 
 u64 = st.integers(0, (1 << 64) - 1)
 rows = st.lists(st.tuples(u64, u64, st.integers(0, (1 << 32) - 1), u64), max_size=8)

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip import watched_keys
-from p2pstore.gossip.directory import (
+from p2pstore.gossip.locations import watched_keys
+from p2pstore.gossip.locations.directory import (
     Applied,
     Directory,
     DirectoryConfig,
     Outcome,
 )
-from p2pstore.gossip.log import OwnLog
+from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.locations.snapshots import check_snapshot
+from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead
-from p2pstore.gossip.snapshots import check_snapshot
-from p2pstore.gossip.watched_keys import STEP_RECORDS
 from p2pstore.objects import Version
 from tests.unit.gossip_network import digest_of, location
 
@@ -256,12 +256,12 @@ def test_denials_are_bounded() -> None:
 
 
 def test_records_are_bounded() -> None:
-    directory = reading(log_of(8), max_records=10)
-    other = log_of(4)
+    directory = reading(log_of(4), max_records=10)
+    other = log_of(8)
     directory.observe_head(B, 1, other.head)
     assert feed(directory, other, member=B).outcome is Outcome.FULL
     assert not install(directory, other, B)
-    assert directory.record_count == 8
+    assert directory.record_count == 4
     directory.forget(A)
     assert feed(directory, other, member=B).outcome is Outcome.APPLIED
 

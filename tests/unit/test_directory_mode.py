@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from p2pstore.gossip.directory_mode import (
+from p2pstore.gossip.homes.directory_mode import (
     ClusterLoad,
     DirectoryMode,
     DirectorySetting,
@@ -14,9 +14,9 @@ from p2pstore.gossip.directory_mode import (
     Phase,
     kept_name,
 )
-from p2pstore.gossip.membership import MemberState
+from p2pstore.gossip.members.membership import MemberState
 from p2pstore.gossip.messages import Status
-from p2pstore.gossip.records import LogHead, member_of
+from p2pstore.gossip.records import LogHead, SignedRecord, member_of
 from tests.unit.gossip_network import peer_id_of, peer_record
 
 LIMITS = ModeLimits()
@@ -82,7 +82,8 @@ def states(count: int, objects: int, sequence: int = 0) -> list[MemberState]:
     for number in range(count):
         record = replace(peer_record(number), head=LogHead(sequence, objects, 0))
         peer_id = peer_id_of(number)
-        state = MemberState(peer_id, member_of(peer_id), Status.ALIVE, 1, record, None, 0.0, 0.0)
+        state = MemberState(peer_id, member_of(peer_id), Status.ALIVE, 1, 0.0)
+        state.note(record, SignedRecord(b"", b""))
         made.append(state)
     return made
 
@@ -101,8 +102,7 @@ def test_the_load_is_the_worst_of_locations_changes_and_members() -> None:
 
 
 def replace_incarnation(state: MemberState) -> MemberState:
-    assert state.record is not None
-    state.record = replace(state.record, incarnation=2)
+    state.record_incarnation = 2
     return state
 
 

@@ -9,9 +9,12 @@ from functools import partial
 
 import pytest
 
-from p2pstore.gossip.anti_entropy import SEND_MICROSECONDS, TAKE_MICROSECONDS, work_microseconds
-from p2pstore.gossip.digests import digest_from
 from p2pstore.gossip.effects import Ask
+from p2pstore.gossip.exchange.anti_entropy import (
+    SEND_MICROSECONDS,
+    TAKE_MICROSECONDS,
+    work_microseconds,
+)
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.messages import ControlKind, Delta, Exchange, ExchangeReply, LogChunk
 from p2pstore.gossip.records import (
@@ -20,7 +23,8 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
     sign_peer_record,
 )
-from p2pstore.wire import HEADER_BYTES, Message, encode_body
+from p2pstore.wire import HEADER_BYTES, Failure, Message, encode_body
+from tests.unit.digest_rows import digest_from
 from tests.unit.gossip_network import (
     FakeSigner,
     FakeVerifier,
@@ -129,7 +133,8 @@ def test_the_cost_of_a_loaded_cluster() -> None:
     received = sum(net.received_bytes.values()) / PEERS
     assert ideal * 34 * 0.9 < received < ideal * 34 * 1.3
     assert net.operations_received / PEERS < ideal * 1.05  # hardly anything comes twice
-    assert max(net.messages_of.values()) / seconds < 125
+    bound = net.config.messages_per_second * seconds + net.config.message_burst
+    assert max(net.messages_of.values()) <= bound
     assert sum(net.messages_of.values()) / PEERS / seconds < 120
     lags = [
         (other.gossip.log.sequence - node.gossip.directory.position(other.gossip.member)[1])
@@ -157,6 +162,41 @@ def test_messages_are_bounded_when_operations_trickle() -> None:
     net.begin()
     net.run(3)
     assert 60 < sum(net.messages_of.values()) / PEERS / 3 < 120
+
+
+def test_one_that_floods_a_peer_does_not_keep_it_from_beginning_exchanges() -> None:
+    net = formed(6)
+    net.run(3)
+    victim, flooder = net.nodes[2], net.nodes[3]
+    question = Exchange(b"", victim.gossip.cluster_records.hash, b"", [])
+    keys, begun = iter(range(10_000)), 0
+
+    def ask(sender: Node) -> type:
+        reply, _ = victim.gossip.serve(sender.peer_id, ControlKind.EXCHANGE, question, net.now)
+        return type(reply)
+
+    def count(source: Node, _target: Node, message: Message) -> Message:
+        nonlocal begun
+        begun += source is victim and isinstance(message, Exchange)
+        return message
+
+    def change() -> None:
+        victim.hold(location(next(keys)), net.now)
+        net.later(0.05, change)
+
+    net.tamper = count
+    change()
+    answers: Counter[type] = Counter()
+    for _ in range(4 * 250):
+        net.run(0.004)
+        answers[ask(flooder)] += 1
+    assert begun / 4 > 4
+    assert answers[ExchangeReply] <= 5 * net.config.messages_per_second
+    assert answers[Failure] == 1000 - answers[ExchangeReply]
+    assert ask(net.nodes[4]) is ExchangeReply
+    assert net.run(5, partial(reached, net, victim, victim.gossip.log.sequence))
+    net.run(1)
+    assert ask(flooder) is ExchangeReply
 
 
 def reached(net: Network, writer: Node, sequence: int) -> bool:

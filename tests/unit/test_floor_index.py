@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from p2pstore.gossip.floor_index import SLICE_BITS, FloorIndex
+from p2pstore.gossip.floors.floor_index import SLICE_BITS, FloorIndex
 
 
 @pytest.mark.parametrize("span", [4, 1000], ids=["dense", "sparse"])

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.cluster_records import ClusterRecords
-from p2pstore.gossip.floor_stamps import (
+from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.floors.floor_stamps import (
     MAX_WRITERS,
     Stamps,
     hash_stamps,
@@ -20,7 +20,7 @@ from p2pstore.gossip.floor_stamps import (
     unpack_stamps,
     without_older,
 )
-from p2pstore.gossip.floor_sync import FloorAnswer, FloorSync
+from p2pstore.gossip.floors.floor_sync import FloorAnswer, FloorSync
 from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,
@@ -337,15 +337,15 @@ def test_a_member_that_came_is_doubted_until_it_shows_the_same_horizon() -> None
     side.records.raise_horizon({WRITER: clock(50.0)})
     side.tick(100.0)
     without, same = peer_record(2), peer_record(2, floors_horizon=side.records.horizon_hash)
-    assert side.sync.doubted_up_to(5, without, 100.0) == -1, (
+    assert side.sync.doubted_up_to(5, without.floors_horizon, 100.0) == -1, (
         "it may take its time: it was here before"
     )
     side.sync.came(5)
-    assert side.sync.doubted_up_to(5, without, 100.0) == clock(50.0)
-    assert side.sync.doubted_up_to(5, same, 100.0) == -1
+    assert side.sync.doubted_up_to(5, without.floors_horizon, 100.0) == clock(50.0)
+    assert side.sync.doubted_up_to(5, same.floors_horizon, 100.0) == -1
     side.sync.housekeep(101.0, alone=False, shown=lambda member: side.records.horizon_hash)
-    assert side.sync.doubted_up_to(5, without, 101.0) == -1, "it has shown it once"
-    assert side.sync.doubted_up_to(6, without, 161.0) == clock(50.0), (
+    assert side.sync.doubted_up_to(5, without.floors_horizon, 101.0) == -1, "it has shown it once"
+    assert side.sync.doubted_up_to(6, without.floors_horizon, 161.0) == clock(50.0), (
         "and who never follows is doubted in the end"
     )
 
@@ -353,7 +353,7 @@ def test_a_member_that_came_is_doubted_until_it_shows_the_same_horizon() -> None
 def test_without_a_horizon_nobody_is_doubted() -> None:
     side = Side(1)
     side.sync.came(5)
-    assert side.sync.doubted_up_to(5, peer_record(2), 1000.0) == -1
+    assert side.sync.doubted_up_to(5, peer_record(2).floors_horizon, 1000.0) == -1
 
 
 def test_versions_that_were_heard_of_count_unless_their_clock_is_wrong() -> None:

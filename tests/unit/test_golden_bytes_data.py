@@ -27,6 +27,8 @@ from p2pstore.transfer.messages import (
     Proof,
     Push,
     Pushed,
+    RdmaConnect,
+    RdmaConnected,
     Replicate,
     Store,
     Stored,
@@ -117,6 +119,14 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     "store: unchanged": (DataKind.STORE, 6, StoreReply(False, STORED), REPLY, 0),
     "store part": (DataKind.STORE_PART, 7, StorePart(0), ONE_WAY, 16 * 1024 * 1024),
     "stored": (DataKind.STORE_PART, 7, STORED, REPLY, 0),
+    "rdma connect": (DataKind.RDMA_CONNECT, 9, RdmaConnect(17, 99, b"g" * 16, 4096, 16), 0, 0),
+    "rdma connected": (
+        DataKind.RDMA_CONNECT,
+        9,
+        RdmaConnected(18, 98, b"h" * 16, 1024, 8, 1 << 46, 1 << 30, 7),
+        REPLY,
+        0,
+    ),
 }
 GOLDEN: dict[str, str] = {
     "hello": (
@@ -155,6 +165,11 @@ GOLDEN: dict[str, str] = {
     "pong": "1800010005000000030000000000000092072a",
     "measure": "2000000008000000060000000300000091ce00100000",
     "measured": "20000100080000000b000000000010009203cf000001a3185c5000",
+    "rdma connect": "21000000090000001900000000000000951163c41067676767676767676767676767676767cd100010",
+    "rdma connected": (
+        "21000100090000002800000000000000981262c41068686868686868686868686868686868cd0400"
+        "08cf0000400000000000ce4000000007"
+    ),
 }
 FAILURE = "10000300060000000900000000000000930ea56c6174657201"
 CLAIMS = (

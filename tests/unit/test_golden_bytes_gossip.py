@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from p2pstore.gossip.cluster_comparison import pack_cells, read_cells
-from p2pstore.gossip.cluster_records import ClusterRecords
-from p2pstore.gossip.digests import (
+from p2pstore.gossip.exchange.digests import (
     Run,
     check_runs,
-    digest_from,
     pack_digest,
     pack_positions,
     pack_record_positions,
@@ -18,7 +15,10 @@ from p2pstore.gossip.digests import (
     unpack_digest,
     unpack_positions,
 )
-from p2pstore.gossip.floor_stamps import hash_stamps, pack_stamps
+from p2pstore.gossip.floors.cluster_comparison import pack_cells, read_cells
+from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.floors.floor_stamps import hash_stamps, pack_stamps
+from p2pstore.gossip.homes.placement import weight
 from p2pstore.gossip.messages import (
     Claim,
     Delta,
@@ -27,7 +27,6 @@ from p2pstore.gossip.messages import (
     LogChunk,
     Status,
 )
-from p2pstore.gossip.placement import weight
 from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,
@@ -49,6 +48,7 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.objects import Version
 from p2pstore.wire import decode_body, encode_body
+from tests.unit.digest_rows import digest_from
 
 PEER = peer_id_from_public_key(bytes(range(32)))
 LOCATION = LocationRecord(

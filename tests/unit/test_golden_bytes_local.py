@@ -12,20 +12,23 @@ DIGEST = bytes(range(16))
 HOLDER = local.Holder(*(1, b"\x01\x02", "n", ["h:1"], "/s", True, 2, 3, 4, 5, 0, b"c", b"s", b"k"))
 ITEM = local.CommitItem(7, "k", 3, b"\x01" * 8, 9, 2, 1, 60_000, True, False, "float32", (3,))
 
+HELLO_BEFORE_TABLES = "960101a764656661756c7401cd1092a474657374"
+REPLY_BEFORE_TABLES = "9701c40101a16e059192c410000102030405060708090a0b0c0d0e0fcd100006a176"
+
 GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "hello": (
         LocalKind.HELLO,
         0,
-        local.Hello(1, 1, "default", 1, 4242, "test"),
-        ("01000000040302011400000000000000960101a764656661756c7401cd1092a474657374"),
+        local.Hello(1, 1, "default", 1, 4242, "test", True),
+        "01000000040302011500000000000000970101a764656661756c7401cd1092a474657374c3",
     ),
     "hello reply": (
         LocalKind.HELLO,
         REPLY,
-        local.HelloReply(1, b"\x01", "n", 5, [local.SegmentInfo(DIGEST, 4096)], 6, "v"),
+        local.HelloReply(1, b"\x01", "n", 5, [local.SegmentInfo(DIGEST, 4096)], 6, "v", 4096),
         (
-            "010001000403020122000000000000009701c40101a16e059192c410000102030405060708090a0b"
-            "0c0d0e0fcd100006a176"
+            "010001000403020125000000000000009801c40101a16e059192c410000102030405060708090a0b"
+            "0c0d0e0fcd100006a176cd1000"
         ),
     ),
     "reserve": (
@@ -196,6 +199,14 @@ def test_bytes(name: str) -> None:
     frame = encode_frame(kind, 0x01020304, message, flags=flags)
     assert frame.hex() == expected
     assert decode_body(type(message), frame[16:]) == message
+
+
+def test_older_hellos_are_understood() -> None:
+    hello = decode_body(local.Hello, bytes.fromhex(HELLO_BEFORE_TABLES))
+    assert hello == local.Hello(1, 1, "default", 1, 4242, "test")
+    assert not hello.location_table
+    reply = decode_body(local.HelloReply, bytes.fromhex(REPLY_BEFORE_TABLES))
+    assert (reply.software, reply.location_table_bytes) == ("v", 0)
 
 
 def test_an_older_report_is_understood() -> None:

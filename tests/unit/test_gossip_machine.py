@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.digests import digest_from, pack_digest
-from p2pstore.gossip.directory import DirectoryConfig
 from p2pstore.gossip.effects import Answer
+from p2pstore.gossip.exchange.digests import pack_digest
+from p2pstore.gossip.locations.directory import DirectoryConfig
 from p2pstore.gossip.machine import Ask, Contact, Duplicate, FetchSnapshot, GossipConfig, Later
-from p2pstore.gossip.membership import MembershipConfig
+from p2pstore.gossip.members.membership import MembershipConfig
+from p2pstore.gossip.members.probing import MAX_RELAYED
 from p2pstore.gossip.messages import (
     Ack,
     Claim,
@@ -31,7 +32,6 @@ from p2pstore.gossip.messages import (
     PingRequest,
     Status,
 )
-from p2pstore.gossip.probing import MAX_RELAYED
 from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,
@@ -43,6 +43,7 @@ from p2pstore.gossip.records import (
     sign_peer_record,
 )
 from p2pstore.wire import Code, Empty, Failure, Message
+from tests.unit.digest_rows import digest_from
 from tests.unit.gossip_network import (
     UNIX,
     FakeSigner,

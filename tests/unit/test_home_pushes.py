@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -11,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip import home_pushes
-from p2pstore.gossip.asking import LOST_ANSWER_SECONDS, Questions
 from p2pstore.gossip.config import GossipConfig
 from p2pstore.gossip.effects import PartitionSet, Push
-from p2pstore.gossip.home_pushes import HomePushes
-from p2pstore.gossip.home_updates import AUDIT_ENTRY, check_update
-from p2pstore.gossip.home_views import HomeViews
-from p2pstore.gossip.log import OwnLog
+from p2pstore.gossip.exchange.asking import LOST_ANSWER_SECONDS, Questions
+from p2pstore.gossip.homes import home_pushes
+from p2pstore.gossip.homes.home_pushes import HomePushes
+from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY, check_update
+from p2pstore.gossip.homes.home_views import HomeViews
+from p2pstore.gossip.homes.partition_homes import table_of
+from p2pstore.gossip.homes.partitions import PartitionConfig, partition_of
+from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.messages import ControlKind, Ping
-from p2pstore.gossip.partition_homes import table_of
-from p2pstore.gossip.partitions import PartitionConfig, partition_of
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     LocationRecord,
@@ -163,6 +164,71 @@ def test_a_home_that_did_not_answer_is_sent_the_partition_whole() -> None:
     assert owner.pushes.lacking() == 0
 
 
+def test_operations_that_are_not_answered_soon_are_sent_once_more() -> None:
+    owner = Owner([OWNER, HOME])
+    owner.bring_up(1.0)
+    owner.hold(1)
+    (first,) = owner.take(10.0)
+    owner.hold(1, clock=2)
+    assert owner.take(10.0 + 0.9 * CONFIG.push_resend_seconds) == []
+    assert owner.pushes.due() == pytest.approx(10.0 + CONFIG.push_resend_seconds)
+    (second,) = owner.take(10.0 + CONFIG.push_resend_seconds)
+    assert second == replace(first, token=second.token)
+    assert second.token != first.token
+    assert owner.take(10.4) == [], "and not again"
+    owner.pushes.answered(first.token, None, 10.5)
+    assert owner.take(10.5) == [], "the second copy may yet be answered"
+    owner.pushes.answered(second.token, [], 10.55)
+    (after,) = owner.take(10.6)
+    assert (after.operations, after.sets) == (location(1, 2).encode(), []), "nothing was missed"
+
+
+@pytest.mark.parametrize("answered", [0, 1])
+def test_the_answer_to_either_copy_counts(answered: int) -> None:
+    owner = Owner([OWNER, HOME])
+    owner.bring_up(1.0)
+    owner.hold(1)
+    pushes = [*owner.take(10.0), *owner.take(10.2)]
+    owner.pushes.answered(pushes[answered].token, [partition_of(digest_of(1))], 10.2)
+    (whole,) = owner.take(10.3)
+    assert [each.partition for each in whole.sets] == [partition_of(digest_of(1))]
+    owner.pushes.answered(pushes[1 - answered].token, None, 10.7)
+    owner.pushes.answered(whole.token, [], 10.7)
+    assert owner.pushes.lacking() == 0, "the other copy's outcome is of no interest"
+
+
+def test_a_home_that_answers_neither_copy_is_sent_the_partition_whole() -> None:
+    owner = Owner([OWNER, HOME])
+    owner.bring_up(1.0)
+    owner.hold(1)
+    for push in [*owner.take(10.0), *owner.take(10.2)]:
+        owner.pushes.answered(push.token, None, 10.7)
+    (again,) = owner.take(11.0)
+    assert len(again.sets) == 1
+
+
+def test_homes_that_are_slow_are_not_sent_more() -> None:
+    owner = Owner([OWNER, HOME])
+    owner.bring_up(1.0)
+    now, copies = 10.0, []
+    for number in range(30):
+        owner.hold(number)
+        pushes = owner.take(now)
+        pushes += owner.take(now + 0.19)
+        copies.append(len(pushes))
+        owner.pushes.answered(pushes[0].token, [], now + 0.2)
+        now += 0.3
+    assert copies[0] == 2
+    assert copies[-1] == 1, "it is what they take"
+
+
+def test_whole_partitions_are_not_sent_twice_in_a_hurry() -> None:
+    owner = Owner([OWNER, HOME])
+    owner.hold(1)
+    assert owner.take(1.0)[0].sets
+    assert owner.take(1.4) == []
+
+
 def test_a_whole_partition_that_changed_on_the_way_is_sent_again() -> None:
     owner = Owner([OWNER, HOME])
     owner.bring_up(1.0)
@@ -293,7 +359,8 @@ def test_the_shell_that_loses_an_answer_does_not_end_it() -> None:
     owner.bring_up(1.0)
     owner.hold(1)
     assert len(owner.take(10.0)) == 1
-    assert owner.take(11.0) == []
+    assert len(owner.take(11.0)) == 1, "once more"
+    assert owner.take(11.1) == []
     assert owner.pushes.due() < math.inf
     owner.take(12.0)  # notes that nothing comes any more
     assert any(push.sets for push in owner.bring_up(12.0))
@@ -436,7 +503,7 @@ def test_the_dead_are_hidden_and_then_forgotten() -> None:
     assert [found.hidden for found in home.holders(digest_of(1))] == [True]
     home.drop(OWNER)
     assert home.holders(digest_of(1)) == []
-    assert (home.record_count, home.partition_count) == (0, 0)
+    assert (home.record_count, home._views) == (0, {})
 
 
 def test_partitions_of_others_are_forgotten_after_a_while() -> None:
@@ -447,7 +514,7 @@ def test_partitions_of_others_are_forgotten_after_a_while() -> None:
     home.housekeep([], 100.0 + 2.9 * CONFIG.former_home_seconds)
     assert home.record_count == 1
     home.housekeep([], 100.0 + 3.1 * CONFIG.former_home_seconds)
-    assert (home.record_count, home.partition_count) == (0, 0)
+    assert (home.record_count, home._views) == (0, {})
 
 
 def test_a_full_home_says_so_and_keeps_what_it_has() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.anti_entropy import TAKE_MICROSECONDS
-from p2pstore.gossip.digests import Run, pack_runs
 from p2pstore.gossip.effects import Ask
+from p2pstore.gossip.exchange.anti_entropy import TAKE_MICROSECONDS
+from p2pstore.gossip.exchange.digests import Run, pack_runs
 from p2pstore.gossip.messages import Claim, ControlKind, Delta, Exchange, LogChunk, Status
 from p2pstore.gossip.records import LOCATION_BYTES
 from tests.unit.gossip_network import Network, Node, location, peer_id_of

@@ -6,8 +6,7 @@ import pytest
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.config import GossipConfig
-from p2pstore.gossip.directory import Location
-from p2pstore.gossip.hot_locations import (
+from p2pstore.gossip.homes.hot_locations import (
     HALVING_SECONDS,
     HOT_USES,
     MAX_COUNTED,
@@ -16,6 +15,7 @@ from p2pstore.gossip.hot_locations import (
     pack_hot,
     unpack_hot,
 )
+from p2pstore.gossip.locations.directory import Location
 from tests.unit.gossip_network import Network, Node, digest_of, location
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 
-from p2pstore.gossip.identity import Ed25519Verifier, Identity
+from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.records import format_peer_id, member_of
 
 SEED = bytes(range(32))

@@ -12,9 +12,9 @@ import pytest
 import trio
 import trio.testing
 
-from p2pstore.gossip.contacts import Contacts
-from p2pstore.gossip.link import LinkError, OwnAddress, TwinAddress
+from p2pstore.gossip.links.link import LinkError, OwnAddress, TwinAddress
 from p2pstore.gossip.machine import Gossip
+from p2pstore.gossip.members.contacts import Contacts
 from p2pstore.gossip.records import PeerId
 from p2pstore.peer import joining
 from p2pstore.peer.joining import NAME_SECONDS, Joining, is_name
@@ -140,7 +140,7 @@ async def test_a_name_that_stands_for_this_peer_alone_is_tried_again(net: Net) -
     await joining.contact(net, ("pool:1",))
     assert net.settled.is_set()
     assert net.gossip.failed == [("pool:1",)]
-    assert net.gossip.contacts.has_bootstrap
+    assert not net.gossip.contacts.is_empty
     net.records, net.listening = ["10.0.0.1:1", "10.0.0.2:1"], {"10.0.0.2:1": B}
     await joining.contact(net, ("pool:1",))
     assert net.dialled == ["10.0.0.1:1", "10.0.0.2:1"]  # what is its own was tried once

@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.location_chains import RowChains
-from p2pstore.gossip.location_index import LocationIndex, digests_of, hash_of
+from p2pstore.gossip.locations.location_chains import RowChains
+from p2pstore.gossip.locations.location_index import LocationIndex, digests_of, hash_of
+from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.snapshots import check_snapshot
+from p2pstore.location_table import block_count, format_table, table_bytes
 from tests.unit.gossip_network import digest_of, location
 from tests.unit.location_set import LocationSet
 
@@ -185,15 +186,18 @@ def test_a_key_that_is_put_again_and_again_is_carried_out_once() -> None:
 def test_nobody_can_choose_digests_that_share_a_bucket() -> None:
     multiples = [first << 56 | second << 120 for first in range(64) for second in range(64)]
     chosen = [number.to_bytes(16, "little") for number in multiples]
-    rows = np.frombuffer(b"".join([bytes(16), *chosen]), "<u8").reshape(-1, 2)
     for salt in range(5):
-        chains = RowChains(len(rows), rows[:, 0], rows[:, 1], Random(salt).getrandbits(128))
-        chains.add_many(np.arange(1, len(rows)))
-        heads = [chains.head_of(digest) for digest in chosen]
+        blocks = block_count(len(chosen) + 1)
+        table = format_table(bytearray(table_bytes(blocks)), blocks, Random(salt).getrandbits(128))
+        rows = np.arange(1, len(chosen) + 1)
+        for row, digest in enumerate(chosen, 1):
+            table.write(row, digest)
+        RowChains(table).add_many(rows)
+        heads = [table.head_of(digest) for digest in chosen]
         # About three rows a bucket: of random digests, some 10 share the fullest.
         assert max(Counter(heads).values()) < 40
-        mixed = chains.mix(rows[1:, 0], rows[1:, 1])
-        assert chains.heads_of(mixed).tolist() == heads
+        mixed = table.mix(table.first[rows], table.second[rows])
+        assert table.heads_of(mixed).tolist() == heads
 
 
 def test_a_discarded_slot_is_not_found_before_it_is_swept() -> None:

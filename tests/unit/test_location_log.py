@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.log import OperationRing, OwnLog, newest_clock
+from p2pstore.gossip.locations.log import OperationRing, OwnLog, newest_clock
+from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, iterate_locations, location_hash
-from p2pstore.gossip.snapshots import check_snapshot
 from p2pstore.objects import Version
 from tests.unit.gossip_network import digest_of, location
 from tests.unit.location_set import LocationSet

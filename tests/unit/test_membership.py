@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.membership import (
+from p2pstore.gossip.machine import GossipConfig
+from p2pstore.gossip.members.membership import (
     MAX_AHEAD_MS,
     MAX_HEARSAY,
     MAX_INCARNATION,
@@ -18,9 +19,9 @@ from p2pstore.gossip.membership import (
     MembershipConfig,
     check_claim,
 )
-from p2pstore.gossip.messages import Claim, Status
-from p2pstore.gossip.records import PeerId, SignedRecord
-from tests.unit.gossip_network import peer_id_of, peer_record
+from p2pstore.gossip.messages import Claim, ControlKind, Delta, Status
+from p2pstore.gossip.records import PeerId, SignedRecord, member_of, sign_peer_record
+from tests.unit.gossip_network import FakeSigner, Network, peer_id_of, peer_record
 
 SIGNED = SignedRecord(b"", b"")
 
@@ -29,7 +30,8 @@ def membership(count: int = 4, **config: float) -> Membership:
     """Peer 0's view of `count` peers."""
     made = Membership(peer_id_of(0), 1, MembershipConfig(**config))  # type: ignore[arg-type]
     for number in range(count):
-        made.observe_record(peer_record(number), SIGNED, 0.0)
+        record = peer_record(number)
+        made.observe_record(record, sign_peer_record(record, FakeSigner(record.peer_id)), 0.0)
     made.take_changes()
     return made
 
@@ -160,6 +162,16 @@ def test_who_only_heard_of_a_suspicion_gives_its_accusers_time_to_judge() -> Non
     other.observe_claims([claim(1, Status.SUSPECT)], 0.0)
     assert look_in_vain(accuser, 0, 10)[0] == 3.0
     assert look_in_vain(other, 0, 10)[0] == 5.0
+
+
+def test_who_looked_in_vain_itself_judges_with_the_accusers_though_it_is_not_counted() -> None:
+    made = membership(8)
+    accusations = [claim(1, Status.SUSPECT, by=each) for each in (2, 3, 4)]
+    made.observe_claims(accusations, 0.0)
+    made.suspect(peer_id_of(1), 1.0)
+    assert made.claims()[0].by == 4  # its own was one too many
+    assert look_in_vain(made, 1.0, 4.0) == [3.0]
+    assert status_of(made, 1)[0] == Status.DEAD
 
 
 def test_an_unconfirmed_suspicion_lasts_six_times_as_long() -> None:
@@ -297,9 +309,45 @@ def test_the_dead_are_forgotten_after_a_day_and_the_oldest_when_room_is_short() 
     assert made.get(peer_id_of(2)) is None
     assert made.get(peer_id_of(1)) is not None
     assert [s.peer_id for s in made.expire(10.0 + 24 * 3600 + 1)] == [peer_id_of(1)]
-    made.observe_record(peer_record(7), SIGNED, 20.0)
-    with pytest.raises(ProtocolError, match="members"):
-        made.observe_record(peer_record(8), SIGNED, 20.0)
+    assert made.observe_record(peer_record(7), SIGNED, 20.0)
+    assert not made.observe_record(peer_record(8), SIGNED, 20.0)
+    assert (len(made), made.refused_count) == (6, 1)
+
+
+def test_claims_about_strangers_take_nobodys_place_and_the_others_count_all_the_same() -> None:
+    made = membership(4, max_members=4)
+    stranger, news = claim(50, Status.DEAD), claim(2, Status.SUSPECT)
+    made.observe_claims([stranger, claim(1, Status.DEAD), stranger, news], 5.0)
+    assert status_of(made, 1) == (Status.DEAD, 1)
+    assert status_of(made, 2) == (Status.SUSPECT, 1)
+    assert made.get(peer_id_of(50)) is None
+    assert len(made) == 4
+    # Of two peers of whom there are only claims the later one stays.
+    made = membership(4, max_members=5)
+    made.observe_claims([claim(50, Status.DEAD), claim(51, Status.LEFT), news], 5.0)
+    assert [state.peer_id for state in made.states()][4:] == [peer_id_of(51)]
+    assert status_of(made, 2) == (Status.SUSPECT, 1)
+
+
+def test_a_delta_with_one_member_too_many_is_taken_in_but_for_that() -> None:
+    config = GossipConfig(membership=MembershipConfig(max_members=3))
+    gossip = Network(1, config).start(0, None).gossip
+    gossip.tick(0.0)
+    signed = [
+        sign_peer_record(record, FakeSigner(record.peer_id))
+        for record in map(peer_record, (1, 2, 3))
+    ]
+    delta = Delta([*signed[:1], signed[2], signed[1]], [], [], [claim(1, Status.SUSPECT)])
+    gossip.serve(peer_id_of(1), ControlKind.DELTA, delta, 1.0)
+    assert {state.peer_id for state in gossip.membership.live()} == {
+        peer_id_of(number) for number in (0, 1, 3)
+    }
+    state = gossip.membership.get(peer_id_of(1))
+    assert state is not None
+    assert state.status == Status.SUSPECT
+    assert gossip.directory.position(state.member) == (1, 0)
+    assert gossip.membership.refused_count == 1
+    assert gossip.directory.position(member_of(peer_id_of(2))) == (0, 0)
 
 
 def test_peers_of_whom_there_are_only_claims_do_not_crowd_out_those_that_were_met() -> None:

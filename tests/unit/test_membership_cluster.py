@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from p2pstore.gossip.membership import MemberChange
+from p2pstore.gossip.members.membership import MemberChange
 from p2pstore.gossip.messages import Claim, Status
 from p2pstore.simulation.gossip_cluster import GossipCluster
 from p2pstore.simulation.gossip_peer import GossipPeer

@@ -8,16 +8,16 @@ from random import Random
 import pytest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.asking import Questions
 from p2pstore.gossip.config import GossipConfig
 from p2pstore.gossip.effects import Answer, Ask, Later
-from p2pstore.gossip.local_health import LocalHealth
-from p2pstore.gossip.membership import MemberChange, Membership, MembershipConfig
+from p2pstore.gossip.exchange.asking import Questions
+from p2pstore.gossip.members.local_health import LocalHealth
+from p2pstore.gossip.members.membership import MemberChange, Membership, MembershipConfig
+from p2pstore.gossip.members.probing import CONFIRMING_PROBES, MAX_RELAYED, Probing
+from p2pstore.gossip.members.suspicion import expected_confirmations, shortest_suspicion_seconds
 from p2pstore.gossip.messages import Ack, Claim, ControlKind, Ping, PingRequest, Status
 from p2pstore.gossip.presets import preset
-from p2pstore.gossip.probing import CONFIRMING_PROBES, MAX_RELAYED, Probing
 from p2pstore.gossip.records import PeerId, SignedRecord
-from p2pstore.gossip.suspicion import expected_confirmations, shortest_suspicion_seconds
 from p2pstore.wire import Code, Failure, Message
 from tests.unit.gossip_network import peer_id_of, peer_record
 

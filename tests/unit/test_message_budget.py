@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.gossip.message_budget import MessageBudget
-from p2pstore.gossip.operation_rate import OperationRate
+from p2pstore.gossip.exchange.message_budget import MessageBudget, SharedBudget
+from p2pstore.gossip.exchange.operation_rate import OperationRate
 
 
 def test_a_budget_lets_a_burst_pass_and_then_its_rate() -> None:
@@ -42,6 +42,42 @@ def test_a_clock_that_stands_still_gives_nothing() -> None:
     assert budget.ready_at(4) == pytest.approx(7.04)
     budget.take(0, 6.0)
     assert budget.ready_at(4) == pytest.approx(7.04)
+
+
+def test_what_others_send_takes_two_thirds_at_most() -> None:
+    budget = SharedBudget(90.0, 30.0)
+    begun, now = 0, 10.0
+    for step in range(10_000):  # a hundred others, each of which asks within its bounds
+        now = 10.0 + step / 1000
+        assert budget.serve(b"%d" % (step % 100), now)
+        if budget.ready_at(2) <= now:
+            budget.ask(now)
+            begun += 2
+    assert begun == pytest.approx(10 * 90.0 / 3, rel=0.1)
+    # Those who ask half of it leave the other half.
+    quiet = SharedBudget(90.0, 30.0)
+    begun = 0
+    for step in range(10_000):
+        now = 10.0 + step / 1000
+        if step % 44 == 0:
+            assert quiet.serve(b"%d" % (step % 100), now)
+        if quiet.ready_at(2) <= now:
+            quiet.ask(now)
+            begun += 2
+    assert begun == pytest.approx(10 * 90.0 / 2, rel=0.1)
+
+
+def test_one_sender_is_answered_as_often_as_it_may_ask_and_others_are_answered_all_the_same() -> (
+    None
+):
+    budget = SharedBudget(100.0, 40.0)
+    for second in range(3):
+        now = 5.0 + second
+        assert sum(budget.serve(b"flooder", now + step / 1000) for step in range(999)) == 100
+        assert budget.serve(b"other", now + 0.999)
+    assert len(budget._served) == 2
+    budget.serve(b"third", 20.0)
+    assert len(budget._served) == 1  # nothing is kept of those who asked long ago
 
 
 def judged(rate: OperationRate, per_second: float, begin: float, seconds: float) -> float:

@@ -7,14 +7,20 @@ from random import Random
 
 import pytest
 
-from p2pstore.gossip import directory as directory_module
-from p2pstore.gossip.catch_up import UNSIGNED_SECONDS, CatchUp
-from p2pstore.gossip.directory import Applied, Directory, DirectoryConfig, Outcome, Position
-from p2pstore.gossip.log import OwnLog
-from p2pstore.gossip.membership import MemberState
+from p2pstore.gossip.locations import directory as directory_module
+from p2pstore.gossip.locations.catch_up import UNSIGNED_SECONDS, CatchUp
+from p2pstore.gossip.locations.directory import (
+    Applied,
+    Directory,
+    DirectoryConfig,
+    Outcome,
+    Position,
+)
+from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog
+from p2pstore.gossip.locations.snapshots import check_snapshot
+from p2pstore.gossip.members.membership import MemberState
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, Member
-from p2pstore.gossip.snapshots import check_snapshot
 from tests.unit.gossip_network import location, peer_id_of
 
 MEMBERS = range(1, 5)
@@ -34,7 +40,7 @@ class Story:
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
-        self.directory = Directory(DirectoryConfig(max_records=60))
+        self.directory = Directory(DirectoryConfig(max_records=40))
         self.logs = {member: OwnLog(1) for member in MEMBERS}
         self.seen: Counter[str] = Counter()
 
@@ -42,8 +48,11 @@ class Story:
         member = self.rng.choice(MEMBERS)
         log = self.logs[member]
         what = self.rng.choices(
-            ("write", "head", "relay", "lie", "snapshot", "work", "restart", "forget", "drop"),
-            (6, 6, 8, 2, 3, 4, 1, 1, 1),
+            (
+                *("write", "head", "relay", "lie", "snapshot"),
+                *("work", "restart", "forget", "drop", "boast"),
+            ),
+            (6, 6, 8, 2, 3, 4, 1, 1, 1, 1),
         )[0]
         match what:
             case "write":
@@ -65,6 +74,10 @@ class Story:
                 self.rng.choice((self.directory.forget, self.directory.distrust))(member)
             case "drop":
                 self.directory.drop(member)
+            case "boast":
+                boast = LogHead(log.sequence + 1, MAX_OWN_RECORDS + 1, 1)
+                self.directory.observe_head(member, log.incarnation, boast)
+                self.seen["boast"] += member in self.directory.shares.refused
 
     def _relay(self, member: Member, *, lies: bool) -> None:
         incarnation, known = self.directory.position(member)
@@ -105,7 +118,7 @@ def test_every_change_is_noted_whatever_happens(monkeypatch: pytest.MonkeyPatch)
         seen += story.seen
     for outcome in Outcome:
         assert seen[outcome.value] > 5, f"the story has hardly any {outcome}"
-    assert min(seen["staged"], seen["replaced"]) > 5
+    assert min(seen["staged"], seen["replaced"], seen["boast"]) > 5
 
 
 class CountingDirectory(Directory):
@@ -124,8 +137,7 @@ def test_views_that_are_where_their_heads_are_cost_nothing_to_watch() -> None:
     operations = log.since(0, LOCATION_BYTES)
     assert operations is not None
     owners = [
-        MemberState(peer_id_of(number), number, Status.ALIVE, 1, None, None, 0.0, 0.0)
-        for number in range(1, 301)
+        MemberState(peer_id_of(number), number, Status.ALIVE, 1, 0.0) for number in range(1, 301)
     ]
     for owner in owners:
         directory.observe_head(owner.member, 1, log.head)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pstore.gossip.partition_homes import HOME_COUNT, NO_HOMES, HomeTable, table_of
-from p2pstore.gossip.partitions import PARTITION_COUNT, partition_of
+from p2pstore.gossip.homes.partition_homes import HOME_COUNT, NO_HOMES, HomeTable, table_of
+from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
 from tests.unit.gossip_network import digest_of
 
 WORD = (1 << 64) - 1

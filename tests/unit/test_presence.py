@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from p2pstore.core.presence import is_known, known_keys
-from p2pstore.gossip.floor_sync import FloorAnswer
+from p2pstore.gossip.floors.floor_sync import FloorAnswer
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.objects import Version, namespace_digest, newest_accepted_clock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from p2pstore.gossip.rumors import Rumors
+from p2pstore.gossip.exchange.rumors import Rumors
 
 
 def take(rumors: Rumors[str], count: int, times: int) -> list[str]:

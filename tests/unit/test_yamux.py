@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.yamux import GOODBYE, INITIAL_WINDOW_BYTES, Session, StreamState
+from p2pstore.gossip.links.yamux import GOODBYE, INITIAL_WINDOW_BYTES, Session, StreamState
 
 DATA, WINDOW, PING, GO_AWAY = range(4)
 SYN, ACK, FIN, RST = 1, 2, 4, 8
@@ -96,7 +96,7 @@ def test_streams_arrive_whole_however_they_are_split(seed: int) -> None:
                 rest = rest[len(chunk) - 12 :]
                 wires[1 - side] += chunk
             to_send[side][number] = rest
-            assert state.unread_bytes <= INITIAL_WINDOW_BYTES
+            assert len(state._buffer) <= INITIAL_WINDOW_BYTES
             if rng.random() < 0.3:
                 received[side].setdefault(number, bytearray()).extend(
                     state.take(rng.choice([None, 1_000]))
@@ -119,10 +119,10 @@ def test_a_byte_beyond_the_window_is_refused_before_it_is_kept() -> None:
     state = opened_by_other(session)
     for _ in range(4):
         session.feed(frame(DATA, 0, 1, 65_536, bytes(65_536)))
-    assert state.unread_bytes == INITIAL_WINDOW_BYTES
+    assert len(state._buffer) == INITIAL_WINDOW_BYTES
     with pytest.raises(ProtocolError, match="more than its window"):
         session.feed(frame(DATA, 0, 1, 1))
-    assert state.unread_bytes == INITIAL_WINDOW_BYTES
+    assert len(state._buffer) == INITIAL_WINDOW_BYTES
 
     announced = listening()
     with pytest.raises(ProtocolError, match="more than its window"):
@@ -234,3 +234,64 @@ def test_answers_and_farewells() -> None:
     assert not session.said_goodbye
     session.feed(GOODBYE[5:])
     assert session.said_goodbye
+
+
+def test_a_stream_ends_behind_the_bytes_of_its_last_frame() -> None:
+    """Not with that frame's header: who reads between the two would miss the bytes."""
+    session = listening()
+    state = opened_by_other(session)
+    session.feed(frame(DATA, FIN, 1, 5, b"ab"))
+    assert state.take() == b"ab"
+    session.feed(b"c")
+    assert not state.ended, "the rest of that frame is still to come"
+    session.changed.clear()
+    session.feed(b"de" + frame(PING, 0, 0, 1))
+    assert session.changed == {1}
+    assert (state.take(), state.ended) == (b"cde", "the other side closed it")
+    assert not state.reset
+    with pytest.raises(ProtocolError, match="after its end"):
+        session.feed(frame(DATA, 0, 1, 1, b"f"))
+
+
+@pytest.mark.parametrize("read", [0, 131_071, 131_072, INITIAL_WINDOW_BYTES])
+def test_the_last_frame_may_fill_the_window_and_not_a_byte_more(read: int) -> None:
+    for excess in (0, 1):
+        session = listening()
+        state = opened_by_other(session)
+        session.feed(frame(DATA, 0, 1, INITIAL_WINDOW_BYTES - 7, bytes(INITIAL_WINDOW_BYTES - 7)))
+        unread = INITIAL_WINDOW_BYTES - 7 - len(state.take(read))
+        given_back = int.from_bytes(state.window_update()[8:12], "big")
+        last = 7 + given_back + excess
+        if excess:
+            with pytest.raises(ProtocolError, match="more than its window"):
+                session.feed(frame(DATA, FIN, 1, last, bytes(last)))
+            assert state.ended is None
+        else:
+            session.feed(frame(DATA, FIN, 1, last, bytes(last)))
+            assert state.ended == "the other side closed it"
+            assert len(state.take()) == unread + last
+            assert state.window_update() == b"", "nobody would use it"
+
+
+@pytest.mark.parametrize("kind", [DATA, WINDOW])
+def test_an_empty_end_needs_no_window_and_may_be_said_twice(kind: int) -> None:
+    session = listening()
+    state = opened_by_other(session)
+    session.feed(frame(DATA, 0, 1, INITIAL_WINDOW_BYTES, bytes(INITIAL_WINDOW_BYTES)))
+    session.feed(frame(kind, FIN, 1, 0))
+    assert state.ended == "the other side closed it"
+    session.feed(frame(kind, FIN, 1, 0))
+    assert len(state.take()) == INITIAL_WINDOW_BYTES
+    session.feed(frame(kind, RST, 1, 0))  # libp2p's own closes, then resets, with empty data frames
+    assert state.reset
+    assert session.replies == frame(WINDOW, ACK, 1, 0)
+
+
+def test_what_a_frame_that_resets_carries_is_skipped() -> None:
+    session = listening()
+    state = opened_by_other(session)
+    session.feed(frame(DATA, RST, 1, 3, b"abc") + frame(PING, SYN, 0, 9))
+    assert (state.take(), state.reset) == (b"", True)
+    assert session.replies.endswith(frame(PING, ACK, 0, 9))
+    session.feed(frame(DATA, 0, 1, 3, b"abc"))  # it was under way
+    assert state.take() == b""

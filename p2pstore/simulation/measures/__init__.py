@@ -1,1 +1,2 @@
-"""Figures of gossip, measured in virtual time: one module each, with `SIZES`, perhaps `QUICK_SIZES`, and `measure`."""
+"""Figures of gossip, measured in virtual time: one module each, with `SIZES`, perhaps `QUICK_SIZES`
+and `PARTS`, and `measure`."""

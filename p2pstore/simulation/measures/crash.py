@@ -6,11 +6,12 @@ import math
 import statistics
 from typing import Final
 
-from p2pstore.gossip.membership import MemberChange
+from p2pstore.gossip.members.membership import MemberChange
 from p2pstore.gossip.messages import Status
 from p2pstore.simulation.gossip_cluster import GossipCluster
 from p2pstore.simulation.gossip_peer import GossipPeer
 from p2pstore.simulation.measures.figures import (
+    LOSSES,
     Case,
     Curve,
     Figure,
@@ -21,7 +22,7 @@ from p2pstore.simulation.measures.figures import (
 
 SIZES: Final = (10, 100, 1000)
 LIMITS: Final = {10: 9.0, 100: 15.0, 1000: 18.0}
-LOSSES: Final = (0.0, 0.05)
+PARTS: Final = LOSSES
 CRASHES: Final = {10: 100, 100: 100, 1000: 100}
 QUICK_CRASHES: Final = {10: 12, 100: 10, 1000: 5}
 AT_ONCE: Final = {10: 1, 100: 5, 1000: 20}
@@ -32,31 +33,26 @@ BACK_SECONDS: Final = 10.0
 
 
 def measure(case: Case) -> Measured:
-    """Figures with and without loss, the worst of all crashes."""
-    result = Measured([])
+    """Figures with or without loss, the worst of all crashes."""
     crashes = (QUICK_CRASHES if case.quick else CRASHES).get(case.peers, 10)
     at_once = min(AT_ONCE.get(case.peers, max(1, case.peers // 20)), crashes)
-    for loss in LOSSES if case.peers < 1000 or not case.quick else LOSSES[1:]:
-        cluster = settled_cluster(case, loss=loss)
-        known: list[dict[int, float]] = []
-        while len(known) < crashes:
-            known += _Round(cluster, at_once).run(again=len(known) + at_once < crashes)
-        others = case.peers - 1
-        times = [_until(each, 0.99, others) for each in known]
-        label = f"{case.peers} peers, loss {loss:.0%}"
-        result.figures += [
-            Figure(
-                f"{label}: crash known by 99 %, worst of {len(times)}",
-                max(times),
-                "s",
-                LIMITS.get(case.peers),
-            ),
-            Figure(f"{label}: crash known by 99 %, median", statistics.median(times), "s"),
+    cluster = settled_cluster(case, loss=LOSSES[case.part])
+    known: list[dict[int, float]] = []
+    while len(known) < crashes:
+        known += _Round(cluster, at_once).run(again=len(known) + at_once < crashes)
+    others = case.peers - 1
+    times = [_until(each, 0.99, others) for each in known]
+    label = f"{case.peers} peers, {case.part}: crash known by 99 %"
+    worst = max(known, key=lambda each: _until(each, 0.99, others))
+    limit = LIMITS.get(case.peers)
+    return Measured(
+        [
+            Figure(f"{label}, worst of {len(times)}", max(times), "s", limit),
+            Figure(f"{label}, median", statistics.median(times), "s"),
             no_problems(cluster),
-        ]
-        worst = max(known, key=lambda each: _until(each, 0.99, others))
-        result.curves.setdefault("crash known by", {})[label] = _curve(worst, others)
-    return result
+        ],
+        {"crash known by": {f"{case.peers} peers, {case.part}": _curve(worst, others)}},
+    )
 
 
 def _until(known: dict[int, float], fraction: float, others: int) -> float:

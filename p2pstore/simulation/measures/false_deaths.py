@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from p2pstore.gossip.membership import MemberChange
+from p2pstore.gossip.members.membership import MemberChange
 from p2pstore.gossip.messages import Status
 from p2pstore.simulation.gossip_cluster import GossipCluster
 from p2pstore.simulation.gossip_peer import GossipPeer
@@ -17,6 +17,10 @@ from p2pstore.simulation.measures.figures import (
 )
 
 SIZES: Final = (10, 100)
+LOSSES: Final = {"loss 5%": (0.05, 0.0), "loss 20%": (0.20, 0.3)}
+"""Which, and how many false deaths a peer-hour it may cause."""
+STALLS: Final = "stalls"
+PARTS: Final = (*LOSSES, STALLS)
 PEER_HOURS: Final = 100.0
 QUICK_PEER_HOURS: Final = 2.0
 STALLED_PORTION: Final = 0.1
@@ -27,28 +31,41 @@ FRESH_SECONDS: Final = 1.0
 
 
 def measure(case: Case) -> Measured:
-    """Figures at 5 % and 20 % loss, and with a tenth of the peers standing still again and again."""
+    """Figures at 5 % or 20 % loss, or with a tenth of the peers standing still again and again."""
     hours = QUICK_PEER_HOURS if case.quick else PEER_HOURS
-    figures = []
-    for loss, limit in ((0.05, 0.0), (0.20, 0.3)):
-        count = _Count(settled_cluster(case, loss=loss))
-        count.run(hours)
-        label = f"{case.peers} peers, loss {loss:.0%}, {hours:g} peer-hours"
-        figures += [
+    return _stalls(case, hours / 4) if case.part == STALLS else _losses(case, hours)
+
+
+def _losses(case: Case, hours: float) -> Measured:
+    loss, limit = LOSSES[case.part]
+    count = _Count(settled_cluster(case, loss=loss))
+    count.run(hours)
+    label = f"{case.peers} peers, {case.part}, {hours:g} peer-hours"
+    return Measured(
+        [
             Figure(f"{label}: peers falsely given up, per hour", count.deaths / hours, "", limit),
             Figure(f"{label}: suspicions per peer-hour", count.suspicions / hours, ""),
             no_problems(count.cluster),
         ]
+    )
+
+
+def _stalls(case: Case, hours: float) -> Measured:
     count = _Count(settled_cluster(case))
     count.stall_some()
-    count.run(hours / 4)
-    label = f"{case.peers} peers, a tenth stalled {STALL_SECONDS:g} s of {STALL_EVERY_SECONDS:g}"
-    figures += [
-        Figure(f"{label}: healthy peers given up", count.healthy_deaths, "", 0),
-        Figure(f"{label}: given up by a stalled peer", count.by_stalled, "", 0),
-        Figure(f"{label}: stalled peers given up", count.deaths - count.healthy_deaths, ""),
-    ]
-    return Measured(figures)
+    count.run(hours)
+    label = (
+        f"{case.peers} peers, a tenth stalled {STALL_SECONDS:g} s of {STALL_EVERY_SECONDS:g}, "
+        f"{hours:g} peer-hours"
+    )
+    return Measured(
+        [
+            Figure(f"{label}: healthy peers given up", count.healthy_deaths, "", 0),
+            Figure(f"{label}: given up by a stalled peer", count.by_stalled, "", 0),
+            Figure(f"{label}: stalled peers given up", count.deaths - count.healthy_deaths, ""),
+            no_problems(count.cluster),
+        ]
+    )
 
 
 class _Count:

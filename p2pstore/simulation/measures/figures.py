@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from p2pstore.gossip.config import GossipConfig
 from p2pstore.gossip.records import LocationRecord
@@ -14,6 +15,9 @@ from p2pstore.simulation.gossip_run import key_of
 from p2pstore.simulation.kernel import Faults
 
 Curve = list[tuple[float, float]]
+
+LOSSES: Final = {"loss 0%": 0.0, "loss 5%": 0.05}
+"""Parts of measures that are taken with and without loss."""
 
 
 def _not_handed_in() -> int:
@@ -29,6 +33,8 @@ class Case:
     peers: int
     seed: int = 1
     quick: bool = False
+    part: str = ""
+    """One of the measure's `PARTS`, if it has any: what can be taken apart from the rest, in a process of its own."""
     resident_bytes: Callable[[], int] = _not_handed_in
     """How much memory this process has; handed in, because it is not of the simulated world."""
 

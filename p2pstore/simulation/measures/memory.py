@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final
 
 from p2pstore.gossip.config import GossipConfig
-from p2pstore.gossip.membership import MembershipConfig
+from p2pstore.gossip.members.membership import MembershipConfig
 from p2pstore.simulation.gossip_cluster import GossipCluster
 from p2pstore.simulation.gossip_peer import GossipPeer
 from p2pstore.simulation.measures.figures import Case, Figure, Measured, no_problems, record_of

@@ -20,6 +20,8 @@ from p2pstore.simulation.measures.figures import (
 )
 
 SIZES: Final = (10, 100)
+SURVIVORS: Final = {"no survivors": 0, "2 survivors": 2}
+PARTS: Final = SURVIVORS
 LIMIT_SECONDS: Final = 30.0
 PATIENCE_SECONDS: Final = 120.0
 DEAD_FOR_SECONDS: Final = 30.0
@@ -29,29 +31,29 @@ AHEAD: Final = 3_600_000
 
 
 def measure(case: Case) -> Measured:
-    """With no survivor, and with two whose claims are ahead."""
-    figures = []
-    for survivors in (0, 2):
-        cluster = settled_cluster(case)
-        gone = cluster.peers[survivors:]
-        for peer in gone:
-            peer.crash()
-        cluster.run(DEAD_FOR_SECONDS)
-        for peer in cluster.peers[:survivors]:
-            _accuse(peer, gone)
-        begin = cluster.kernel.now
-        for peer in gone:
-            at = begin + WITHIN_SECONDS * cluster.kernel.rng.random()
-            cluster.kernel.at(at, partial(peer.boot, []))
-        cluster.run(WITHIN_SECONDS)
-        took = cluster.run_until(cluster.agreed, PATIENCE_SECONDS)
-        label = f"{case.peers} peers restart within {WITHIN_SECONDS:g} s, {survivors} survivors"
-        seconds = PATIENCE_SECONDS if took is None else took
-        figures += [
+    """With no survivor, or with two whose claims are ahead."""
+    survivors = SURVIVORS[case.part]
+    cluster = settled_cluster(case)
+    gone = cluster.peers[survivors:]
+    for peer in gone:
+        peer.crash()
+    cluster.run(DEAD_FOR_SECONDS)
+    for peer in cluster.peers[:survivors]:
+        _accuse(peer, gone)
+    begin = cluster.kernel.now
+    for peer in gone:
+        at = begin + WITHIN_SECONDS * cluster.kernel.rng.random()
+        cluster.kernel.at(at, partial(peer.boot, []))
+    cluster.run(WITHIN_SECONDS)
+    took = cluster.run_until(cluster.agreed, PATIENCE_SECONDS)
+    label = f"{case.peers} peers restart within {WITHIN_SECONDS:g} s, {case.part}"
+    seconds = PATIENCE_SECONDS if took is None else took
+    return Measured(
+        [
             Figure(f"{label}: all alive everywhere", seconds, "s", LIMIT_SECONDS),
             no_problems(cluster),
         ]
-    return Measured(figures)
+    )
 
 
 def _accuse(survivor: GossipPeer, gone: list[GossipPeer]) -> None:

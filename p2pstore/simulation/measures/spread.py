@@ -9,6 +9,7 @@ from typing import Final
 from p2pstore.simulation.gossip_cluster import GossipCluster
 from p2pstore.simulation.gossip_peer import GossipPeer
 from p2pstore.simulation.measures.figures import (
+    LOSSES,
     Case,
     Curve,
     Figure,
@@ -22,7 +23,7 @@ from p2pstore.simulation.measures.figures import (
 SIZES: Final = (10, 100, 1000)
 LIMITS: Final = {10: (0.6, 0.060), 100: (0.8, 0.150), 1000: (1.2, 0.250)}
 """Seconds: p99 and median of the time until 99 % know."""
-LOSSES: Final = (0.0, 0.05)
+PARTS: Final = LOSSES
 PUTS: Final = {10: 200, 100: 60, 1000: 12}
 QUICK_PUTS: Final = {10: 40, 100: 12, 1000: 3}
 LONGEST_SECONDS: Final = 10.0
@@ -30,23 +31,22 @@ PAUSE_SECONDS: Final = 0.3
 
 
 def measure(case: Case) -> Measured:
-    """Figures with and without loss."""
-    result = Measured([])
+    """Figures with or without loss."""
     puts = (QUICK_PUTS if case.quick else PUTS).get(case.peers, 10)
     p99_limit, median_limit = LIMITS.get(case.peers, (None, None))
-    for loss in LOSSES:
-        cluster = settled_cluster(case, loss=loss)
-        spreads = [_Spread(cluster, number).run() for number in range(puts)]
-        times = [spread.until(0.99) for spread in spreads]
-        label = f"{case.peers} peers, loss {loss:.0%}"
-        result.figures += [
+    cluster = settled_cluster(case, loss=LOSSES[case.part])
+    spreads = [_Spread(cluster, number).run() for number in range(puts)]
+    times = [spread.until(0.99) for spread in spreads]
+    label = f"{case.peers} peers, {case.part}"
+    middle = sorted(spreads, key=lambda spread: spread.until(0.99))[len(spreads) // 2]
+    return Measured(
+        [
             Figure(f"{label}: 99 % know, p99 of puts", percentile(times, 0.99), "s", p99_limit),
             Figure(f"{label}: 99 % know, median", statistics.median(times), "s", median_limit),
             no_problems(cluster),
-        ]
-        middle = sorted(spreads, key=lambda spread: spread.until(0.99))[len(spreads) // 2]
-        result.curves.setdefault("known by", {})[label] = middle.curve()
-    return result
+        ],
+        {"known by": {label: middle.curve()}},
+    )
 
 
 class _Spread:

@@ -1,0 +1,157 @@
+"""What the local peer knows of keys that others hold, read from its table without asking it.
+
+The peer goes on changing the table meanwhile. It counts its changes, so a reader sees when it has read something
+that was on the move; and it says at what time all of it was right. Whatever is not plain is left to the peer: then
+the answer is None, "ask".
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from p2pstore.location_table import (
+    CLOCK,
+    LOCATION,
+    TIER_FLAGS,
+    LocationTable,
+    Word,
+    apart_counter,
+)
+from p2pstore.objects import DIGEST_BYTES
+
+FRESH_NANOSECONDS: Final = 2_000_000_000
+"""A peer that did not vouch for its table for so long may be stopped, and is asked: then that shows."""
+_TRIES: Final = 3
+_MOST_ROWS: Final = 4096
+"""Rows that are looked at for a key: links that are being changed may lead in a circle."""
+_AT_ONCE: Final = 1024
+"""Keys looked up between two looks at the peer's count of changes."""
+
+# Plain numbers: these are looked at for every key.
+_CHANGES, _ALIVE_AT = int(Word.CHANGES), int(Word.ALIVE_AT)
+_AFTER, _BEFORE = int(Word.BELIEVED_AFTER), int(Word.BELIEVED_BEFORE)
+
+
+class KnownRecord(NamedTuple):
+    """A member's word that it holds a version (clock, writer) of a key, and where."""
+
+    member: int
+    version: tuple[int, int]
+    slot: int
+    size_units: int
+    tier: int
+
+
+def _known_record(member: int, packed: bytes) -> KnownRecord:
+    _, clock, writer, slot, size, flags = LOCATION.unpack(packed)
+    return KnownRecord(
+        member, (clock, writer), slot, int.from_bytes(size, "little"), flags & TIER_FLAGS
+    )
+
+
+class KnownElsewhere:
+    """See the module's docstring. `memory` is the mapped table. Raises as `LocationTable`."""
+
+    def __init__(self, memory: Any) -> None:
+        self._table = LocationTable(memory)
+        self._words = self._table.words
+        self._counted, self._apart = self._table.counted, self._table.apart
+
+    def contains(self, digest: bytes) -> bool | None:
+        """Whether some live peer is known to hold the key; None: the local peer must be asked."""
+        words = self._words
+        for _ in range(_TRIES):
+            changes = words[_CHANGES]
+            if not self._is_fresh() or self._apart[apart_counter(digest)]:
+                return None
+            if not changes & 1:
+                try:
+                    answer = self._look_up(digest)
+                except IndexError:  # a link that was being changed led out of the table
+                    continue
+                if words[_CHANGES] == changes:
+                    return answer
+        return None
+
+    def holders(self, digest: bytes) -> list[KnownRecord] | None:
+        """What live peers are known to hold of the key; None: the local peer must be asked."""
+        words, counted, members = self._words, self._counted, self._table.members
+        for _ in range(_TRIES):
+            changes = words[_CHANGES]
+            if not self._is_fresh() or self._apart[apart_counter(digest)]:
+                return None
+            if not changes & 1:
+                try:
+                    found = [
+                        _known_record(members[slot], record)
+                        for slot, record in self._table.find(digest, _MOST_ROWS)
+                        if counted[slot]
+                    ]
+                except IndexError:
+                    continue
+                if words[_CHANGES] == changes:
+                    after, before = words[_AFTER], words[_BEFORE]
+                    plain = all(after < record.version[0] < before for record in found)
+                    return found if plain else None
+        return None
+
+    def contains_many(self, digests: bytes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Of packed digests: which are known to be held by some live peer, and of which the local one must be
+        asked."""
+        count = len(digests) // DIGEST_BYTES
+        held, asked = np.zeros(count, np.bool_), np.ones(count, np.bool_)
+        for start in range(0, count, _AT_ONCE):
+            end = min(start + _AT_ONCE, count)
+            found = self._look_up_many(digests[start * DIGEST_BYTES : end * DIGEST_BYTES])
+            if found is not None:
+                held[start:end], asked[start:end] = found
+        return held, asked
+
+    def _is_fresh(self) -> bool:
+        alive_at = self._words[_ALIVE_AT]
+        return alive_at > 0 and 0 <= time.monotonic_ns() - alive_at < FRESH_NANOSECONDS
+
+    def _look_up(self, digest: bytes) -> bool | None:
+        words, counted = self._words, self._counted
+        answer: bool | None = False
+        for slot, record in self._table.find(digest, _MOST_ROWS):
+            if counted[slot]:
+                clock = int.from_bytes(record[CLOCK], "little")
+                if words[_AFTER] < clock < words[_BEFORE]:
+                    return True
+                answer = None  # an old version may be forbidden
+        return answer
+
+    def _look_up_many(self, digests: bytes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]] | None:
+        words = self._words
+        for _ in range(_TRIES):
+            changes = words[_CHANGES]
+            if not self._is_fresh():
+                return None
+            if not changes & 1:
+                try:
+                    found = self._match(digests)
+                except IndexError:
+                    continue
+                if words[_CHANGES] == changes:
+                    return found
+        return None
+
+    def _match(self, digests: bytes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        table, words = self._table, self._words
+        count = len(digests) // DIGEST_BYTES
+        held, asked = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        matches = table.find_many(digests, _MOST_ROWS)
+        counts = table.counts[matches.slots] != 0
+        clocks = table.clocks(matches.rows)
+        believed = counts & (clocks > words[_AFTER]) & (clocks < words[_BEFORE])
+        held[matches.queries[believed]] = True
+        asked[matches.queries[counts]] = True
+        asked &= ~held
+        first = np.frombuffer(digests, "<u4")[:: DIGEST_BYTES // 4]
+        apart = table.aparts[first & (len(table.aparts) - 1)] != 0
+        return held & ~apart, asked | apart

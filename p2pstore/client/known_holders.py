@@ -1,0 +1,118 @@
+"""Where to read what others hold, without asking the local peer for a plan.
+
+Which members hold an object stands in the peer's table (`known_elsewhere`). How to get to them, and the tickets for
+that, the peer says in its plans, and what it said of a member a moment ago still holds. So of objects whose
+holders were all named lately, the client makes the plan itself. When that does not lead to the object, the peer is
+asked as ever.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from random import Random
+from typing import Final
+
+from msgspec.structs import replace
+
+from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
+from p2pstore.local.messages import Holder, PlanItem
+
+TRUSTED_SECONDS: Final = 50.0
+"""A ticket is good for 60 s at least when the peer hands it out."""
+ASKED_SECONDS: Final = 10.0
+"""After a member did not deliver."""
+MAX_HOLDERS: Final = 1024
+HOLDERS_PER_PLAN: Final = 8
+
+
+class OwnPlan(PlanItem, frozen=True):
+    """Made by the client itself. When it fails, that says nothing of those whom it names: they may have moved, or
+    changed their keys."""
+
+
+class KnownHolders:
+    """See the module's docstring. Any thread may use it."""
+
+    def __init__(self, elsewhere: KnownElsewhere | None, rng: Random) -> None:
+        self._elsewhere = elsewhere
+        self._rng = rng
+        self._named: dict[int, tuple[float, Holder]] = {}
+        """What was said of each member, and until when that is trusted."""
+        self._asked_until: dict[int, float] = {}
+        """Members that did not deliver: for a while the peer says which holder comes first."""
+        self._changing = threading.Lock()
+
+    def close(self) -> None:
+        """Let go of the table."""
+        self._elsewhere = None
+
+    def note(self, plans: Iterable[PlanItem]) -> None:
+        """The peer named these holders."""
+        trusted_until = time.monotonic() + TRUSTED_SECONDS
+        with self._changing:
+            for plan in plans:
+                for holder in plan.holders:
+                    self._named.pop(holder.member, None)
+                    self._named[holder.member] = trusted_until, holder
+            while len(self._named) > MAX_HOLDERS:
+                del self._named[next(iter(self._named))]
+
+    def forget(self, members: Iterable[int]) -> None:
+        """These did not deliver: the peer may know better where they are, or whether."""
+        now = time.monotonic()
+        with self._changing:
+            for member in members:
+                self._named.pop(member, None)
+                self._asked_until.pop(member, None)
+                self._asked_until[member] = now + ASKED_SECONDS
+            for member in list(
+                takewhile(lambda each: self._asked_until[each] <= now, self._asked_until)
+            ):
+                del self._asked_until[member]
+
+    def plan(self, digest: bytes) -> OwnPlan | None:
+        """Holders of the newest version that is known, best first; None when the peer must be asked."""
+        elsewhere = self._elsewhere  # another thread may close it
+        if elsewhere is None:
+            return None
+        records = elsewhere.holders(digest)
+        if not records:
+            return None
+        if len(records) > 1:
+            records = self._newest(records)
+        holders = self._holders(records)
+        return None if holders is None else OwnPlan(holders)
+
+    def _newest(self, records: Sequence[KnownRecord]) -> list[KnownRecord]:
+        newest = max(record.version for record in records)
+        some = [record for record in records if record.version == newest]
+        self._rng.shuffle(some)  # readers do not all go to the same one
+        return some[:HOLDERS_PER_PLAN]
+
+    def _holders(self, records: Sequence[KnownRecord]) -> list[Holder] | None:
+        now, holders = time.monotonic(), []
+        for record in records:
+            trusted_until, named = self._named.get(record.member, (0.0, None))
+            if (
+                named is None
+                or trusted_until < now
+                or self._asked_until.get(record.member, 0.0) > now
+            ):
+                return None
+            clock, writer = record.version
+            holders.append(
+                replace(
+                    named,
+                    slot=record.slot,
+                    size_units=record.size_units,
+                    clock=clock,
+                    writer=writer,
+                    tier=record.tier,
+                )
+            )
+        if len(holders) > 1:
+            holders.sort(key=lambda holder: not holder.same_host)
+        return holders

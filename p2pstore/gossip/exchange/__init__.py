@@ -1,0 +1,1 @@
+"""What is compared with whom, when, and what travels."""

@@ -1,0 +1,399 @@
+"""What two peers tell each other so that both know the same: digests, and deltas made from them.
+Pure.
+
+Scuttlebutt (van Renesse et al. 2008) in three legs: A sends its digest, B answers with what A lacks
+and its own digest, A sends what B lacks. A delta is checked whole before any of it is taken in.
+
+Nothing here may hold the loop for more than some 5 ms. A signature takes 0.1 ms to check, and holds the
+interpreter while it does, in whatever thread; an operation takes up to 9 us to carry out. So of one delta a
+bounded number of either is taken; what is left over is as if it had not come, and the next digests ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Final
+
+import numpy as np
+
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.exchange.digest_table import DigestTable
+from p2pstore.gossip.exchange.digests import (
+    MAX_PACKED_SEQUENCE,
+    MAX_RUN_OPERATIONS,
+    Digest,
+    Run,
+    check_runs,
+    pack_runs,
+    read_runs,
+)
+from p2pstore.gossip.floors.cluster_comparison import TheirRecords, records_for
+from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.locations.directory import Directory, Outcome
+from p2pstore.gossip.locations.log import OwnLog, check_run
+from p2pstore.gossip.members.membership import MAX_INCARNATION, Membership, check_claim
+from p2pstore.gossip.messages import (
+    MAX_CLAIMS,
+    MAX_RECORDS,
+    Claim,
+    Delta,
+    LogChunk,
+)
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    ClusterRecord,
+    Member,
+    NewerFormat,
+    PeerId,
+    PeerRecord,
+    SignedRecord,
+    Verifier,
+    open_cluster_record,
+    open_peer_record,
+    read_cluster_record,
+    read_peer_record,
+)
+
+MAX_CHECKS: Final = 40
+"""Signatures of one delta that are checked: 4 ms."""
+MAX_READ_RECORDS: Final = 160
+"""Peer records, and cluster records, of one delta that are looked at: 2 ms."""
+SEND_RECORDS: Final = MAX_CHECKS
+"""At most this many records are sent in one delta: its receiver would check no more."""
+SEND_MICROSECONDS: Final = 5_000
+"""Operations are sent up to so much work for the receiver (`work_microseconds`) ..."""
+TAKE_MICROSECONDS: Final = 6_000
+"""... who takes no more than this of one delta."""
+RUN_MICROSECONDS: Final = 170
+OPERATION_MICROSECONDS: Final = 9
+MAX_READ_RUNS: Final = TAKE_MICROSECONDS // OPERATION_MICROSECONDS
+"""Runs of one delta that are looked at: of more than so many, no more could be taken."""
+MAX_SEQUENCE: Final = 1 << 62
+MAX_RECORD_SEQUENCE: Final = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedDelta:
+    """A delta whose every part is well formed and whose signatures are right."""
+
+    records: list[tuple[PeerRecord, SignedRecord]]
+    logs: list[LogChunk]
+    cluster_records: list[tuple[ClusterRecord, SignedRecord]]
+    claims: list[Claim]
+
+
+@dataclass(slots=True)
+class News:
+    """What a delta brought that was not known."""
+
+    records: list[PeerId] = field(default_factory=list)
+    """Peers that joined, restarted or left; not those whose figures merely changed."""
+    logs: dict[Member, int] = field(default_factory=dict)
+    """Member -> first of its new operations."""
+    operations: int = 0
+    """How many new ones."""
+    cluster_records: list[tuple[ClusterRecord, SignedRecord]] = field(default_factory=list)
+    own: list[PeerRecord] = field(default_factory=list)
+    """Records signed with this peer's own key that are newer than its own."""
+    anything: bool = False
+
+
+class Knowledge:
+    """Everything that gossip replicates, seen as one thing that has a digest and takes deltas."""
+
+    def __init__(
+        self,
+        cluster: str,
+        membership: Membership,
+        directory: Directory,
+        log: OwnLog,
+        cluster_records: ClusterRecords,
+        verifier: Verifier,
+        accepts_clock: Callable[[int, float], bool],
+        rng: Random,
+        accepts_peer: Callable[[PeerId], bool] = lambda peer_id: True,
+    ) -> None:
+        self.cluster = cluster
+        self.membership = membership
+        self.directory = directory
+        self.log = log
+        self.cluster_records = cluster_records
+        self.verifier = verifier
+        self.accepts_clock = accepts_clock
+        self.accepts_peer = accepts_peer
+        self.table = DigestTable(membership, directory, log)
+        self._rng = rng
+
+    def lacks(self, theirs: Digest) -> bool:
+        """Whether somebody with this digest has operations to send here. Who wants none says that it has all."""
+        mine = self.table.current()
+        _, incarnations, _, log_sequences = theirs.along(mine.of.members)
+        same = incarnations == mine.of.incarnations
+        more = (log_sequences > mine.log_sequences) & (log_sequences != MAX_PACKED_SEQUENCE)
+        return bool(np.any(same & more))
+
+    def operations_since(self, member: Member, sequence: int, limit_bytes: int) -> bytes | None:
+        """Operations of any member's log after `sequence`, this peer's own included."""
+        if member == self.membership.own.member:
+            return self.log.since(sequence, limit_bytes)
+        return self.directory.since(member, sequence, limit_bytes)
+
+    # --- making deltas -----------------------------------------------------------------------
+
+    def delta_for(
+        self,
+        theirs: Digest,
+        limit_bytes: int,
+        their_records: TheirRecords | None = None,
+        *,
+        as_runs: bool = False,
+        to: PeerId | None = None,
+    ) -> Delta:
+        """What somebody (`to`) lacks who has this digest, and these cluster records. `as_runs`: it named this
+        peer's set of members."""
+        mine = self.table.current()
+        named, incarnations, record_sequences, log_sequences = theirs.along(mine.of.members)
+        older = incarnations < mine.of.incarnations
+        same = incarnations == mine.of.incarnations
+        lacking = older | (same & (record_sequences < mine.record_sequences))
+        records, sent, limit_bytes = self._records_at(np.flatnonzero(lacking).tolist(), limit_bytes)
+
+        # Who does not name the member may hold it dead: its log waits for the next exchange.
+        told = named | (mine.of.members == self.membership.own.member)
+        known = np.where(same, log_sequences, 0)
+        behind = (same | older) & told & (mine.log_sequences > known)
+        places = np.flatnonzero(behind)
+        missing = (mine.log_sequences[places] - known[places]).astype(np.int64)
+        places = places[np.argsort(-missing, kind="stable")]
+        unsent = set(np.flatnonzero(older).tolist()) - sent
+        runs = self._runs_at(
+            [(place, int(known[place])) for place in places.tolist() if place not in unsent],
+            limit_bytes,
+        )
+        limit_bytes -= sum(len(run.operations) for run in runs)
+        cluster_records = (
+            records_for(
+                self.cluster_records,
+                their_records,
+                SEND_RECORDS - len(records),
+                limit_bytes,
+                self._rng,
+            )
+            if their_records is not None
+            else []
+        )
+        claims = self.membership.claims(self._not_alive(theirs.beside(mine.of.members)), to)
+        claims += self.membership.refuted(mine.of.members[~named].tolist(), MAX_CLAIMS // 4)
+        if as_runs and all(run.first_sequence <= MAX_PACKED_SEQUENCE for run in runs):
+            packed = pack_runs(runs)
+            return Delta(records, [], cluster_records, claims, mine.of.hash, *packed)
+        logs = [
+            LogChunk(
+                int(mine.of.members[run.place]),
+                int(mine.of.incarnations[run.place]),
+                run.first_sequence,
+                run.operations,
+            )
+            for run in runs
+        ]
+        return Delta(records, logs, cluster_records, claims)
+
+    def _records_at(
+        self, places: list[int], limit_bytes: int
+    ) -> tuple[list[SignedRecord], set[int], int]:
+        """(peer records of the members at these places, whose they are, bytes that are left)."""
+        if len(places) > SEND_RECORDS:  # others send some, too: not all of us the same
+            places = self._rng.sample(places, SEND_RECORDS)
+        records: list[SignedRecord] = []
+        sent: set[int] = set()
+        for place in places:
+            signed = self.table.states[place].signed
+            if signed is not None and limit_bytes > len(signed.body):
+                records.append(signed)
+                sent.add(place)
+                limit_bytes -= len(signed.body) + len(signed.signature)
+        return records, sent, limit_bytes
+
+    def _runs_at(self, places: list[tuple[int, int]], limit_bytes: int) -> list[Run]:
+        """Operations of the members at these places, after those that are known."""
+        runs: list[Run] = []
+        work = SEND_MICROSECONDS
+        for place, known in places:
+            most = min(MAX_RUN_OPERATIONS, max(work - RUN_MICROSECONDS, 1))
+            if limit_bytes < LOCATION_BYTES or work <= 0:
+                break
+            member = self.table.states[place].member
+            operations = self.operations_since(
+                member, known, min(most * LOCATION_BYTES, limit_bytes)
+            )
+            if operations:
+                limit_bytes -= len(operations)
+                work -= work_microseconds(len(operations) // LOCATION_BYTES)
+                runs.append(Run(place, known + 1, operations))
+        return runs
+
+    def _not_alive(self, members: list[Member]) -> list[PeerId]:
+        """Those of them that this peer knows to be gone, to be told of it."""
+        states = (self.membership.resolve(member) for member in members)
+        gone = [state.peer_id for state in states if state is not None and not state.alive]
+        return gone[: MAX_CLAIMS // 2]
+
+    # --- taking in ---------------------------------------------------------------------------
+
+    def check(self, delta: Delta, now: float) -> CheckedDelta:
+        """Check all of a delta; what is known already is left out. Raises `ProtocolError`."""
+        if max(len(delta.records), len(delta.cluster_records)) > MAX_RECORDS:
+            raise ProtocolError(f"a delta with over {MAX_RECORDS:,} records")
+        if len(delta.logs) > self.membership.config.max_members:
+            raise ProtocolError("a delta with more logs than a cluster may have members")
+        chunks = delta.logs[:MAX_READ_RUNS]
+        for chunk in chunks:
+            if not 1 <= chunk.first_sequence <= MAX_SEQUENCE:
+                raise ProtocolError(f"operations numbered from {chunk.first_sequence}")
+            if not check_run(chunk.operations):
+                raise ProtocolError("a run of no operations")
+        check_claims(delta.claims)
+        rows = check_runs(delta.runs, delta.operations)
+        of = self.table.known_set(delta.members_hash)
+        # Members that were this peer's some sets ago: the next digest asks again.
+        runs = [] if of is None else read_runs(rows[:MAX_READ_RUNS], delta.operations, of)
+        records, cluster_records = self._check_signed(delta, now)
+        logs = _in_time([*chunks, *runs])
+        return CheckedDelta(records, logs, cluster_records, list(delta.claims))
+
+    def _check_signed(
+        self, delta: Delta, now: float
+    ) -> tuple[
+        list[tuple[PeerRecord, SignedRecord]],
+        list[tuple[ClusterRecord, SignedRecord]],
+    ]:
+        """The first that are news of the records of either kind. Raises `ProtocolError`."""
+        records: list[tuple[PeerRecord, SignedRecord]] = []
+        cluster_records: list[tuple[ClusterRecord, SignedRecord]] = []
+        for signed in delta.records[:MAX_READ_RECORDS]:
+            if len(records) == MAX_CHECKS:
+                break
+            if (pair := self.check_record(signed)) is not None:
+                records.append(pair)
+        for signed in delta.cluster_records[:MAX_READ_RECORDS]:
+            if len(records) + len(cluster_records) == MAX_CHECKS:
+                break
+            if (record := self._check_cluster_record(signed, now)) is not None:
+                cluster_records.append((record, signed))
+        return records, cluster_records
+
+    def _check_cluster_record(self, signed: SignedRecord, now: float) -> ClusterRecord | None:
+        """A cluster record that is right; None for one that is no news, or of a format that is not known.
+        Raises `ProtocolError`."""
+        try:
+            if not self.cluster_records.wants(read_cluster_record(signed)):
+                return None
+        except NewerFormat:
+            return None
+        record = open_cluster_record(signed, self.verifier)
+        if not self.accepts_clock(record.clock, now):
+            raise ProtocolError("a cluster record from the future: check the hosts' clocks")
+        return record
+
+    def check_record(self, signed: SignedRecord) -> tuple[PeerRecord, SignedRecord] | None:
+        """A peer record that is right and newer than the one known; None for a known one, and for one
+        of a format that is not.
+
+        Raises `ProtocolError`. What is known is recognised first: signatures are the expensive
+        part.
+        """
+        try:
+            record = read_peer_record(signed)
+        except NewerFormat:
+            return None
+        if not self.accepts_peer(record.peer_id):
+            return None  # a relay whose allow list is another may still know it
+        state = self.membership.get(record.peer_id)
+        if state is not None and state.signed is not None:
+            known = state.record_incarnation, state.record_sequence
+            if (record.incarnation, record.sequence) <= known:
+                return None
+        record = open_peer_record(signed, self.verifier)
+        if record.cluster != self.cluster:
+            raise ProtocolError(
+                f"a peer of cluster {record.cluster!r}; this is cluster {self.cluster!r}"
+            )
+        if not 0 < record.incarnation < MAX_INCARNATION:
+            raise ProtocolError(f"a peer record of incarnation {record.incarnation}")
+        if not 0 <= record.sequence <= MAX_RECORD_SEQUENCE:
+            raise ProtocolError(f"a peer record with sequence {record.sequence}")
+        if not 0 <= record.head.sequence <= MAX_SEQUENCE:
+            raise ProtocolError(f"a log head with sequence {record.head.sequence}")
+        return record, signed
+
+    def apply(self, delta: CheckedDelta, now: float, sender: PeerId | None = None) -> News:
+        """Take in a checked delta: records, then claims, then operations, then cluster records."""
+        news = News()
+        for record, signed in delta.records:
+            self._apply_record(record, signed, news, now)
+        self.membership.observe_claims(delta.claims, now, sender)
+        for chunk in delta.logs:
+            if chunk.member == self.membership.own.member or not self.table.follows_logs:
+                continue
+            _, before = self.directory.position(chunk.member)
+            applied = self.directory.apply(
+                chunk.member, chunk.incarnation, chunk.first_sequence, chunk.operations
+            )
+            if applied.outcome is not Outcome.STALE:
+                self.table.moved(chunk.member)
+            if applied.outcome is Outcome.APPLIED:
+                news.logs.setdefault(chunk.member, before + 1)
+                news.operations += applied.count
+                news.anything = True
+        for cluster_record, signed in delta.cluster_records:
+            if self.cluster_records.offer(cluster_record, signed):
+                news.cluster_records.append((cluster_record, signed))
+                news.anything = True
+        return news
+
+    def _apply_record(
+        self, record: PeerRecord, signed: SignedRecord, news: News, now: float
+    ) -> None:
+        if record.peer_id == self.membership.me:
+            news.own.append(record)
+            return
+        known, before = self.membership.get(record.peer_id), None
+        if known is not None and known.signed is not None:
+            before = known.record_incarnation, known.leaving
+        if not self.membership.observe_record(record, signed, now):
+            return
+        state = self.membership.get(record.peer_id)
+        assert state is not None
+        self.directory.observe_head(state.member, record.incarnation, record.head)
+        self.table.moved(state.member)
+        if not state.alive:
+            self.directory.hide(state.member)
+        news.anything = True
+        if before != (record.incarnation, record.leaving):
+            news.records.append(record.peer_id)
+
+
+def work_microseconds(operations: int) -> int:
+    """About how long it takes to carry out a run: few one by one, many side by side."""
+    return min(OPERATION_MICROSECONDS * operations, RUN_MICROSECONDS + operations)
+
+
+def _in_time(logs: list[LogChunk]) -> list[LogChunk]:
+    """Those that can be carried out without holding up everything else."""
+    taken, work = [], 0
+    for chunk in logs:
+        needed = work_microseconds(len(chunk.operations) // LOCATION_BYTES)
+        if work + needed <= TAKE_MICROSECONDS:
+            work += needed
+            taken.append(chunk)
+    return taken
+
+
+def check_claims(claims: list[Claim]) -> None:
+    """Raise `ProtocolError` for too many claims or for one that makes no sense."""
+    if len(claims) > MAX_CLAIMS:
+        raise ProtocolError(f"a message with {len(claims):,} claims; at most {MAX_CLAIMS:,}")
+    for claim in claims:
+        check_claim(claim)

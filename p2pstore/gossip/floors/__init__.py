@@ -1,0 +1,1 @@
+"""Cluster records: what was removed, and who has heard of it."""

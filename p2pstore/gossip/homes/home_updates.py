@@ -1,0 +1,198 @@
+"""What owners tell homes, and what may be wrong with it. Pure."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
+from p2pstore.gossip.locations.log import check_run
+from p2pstore.gossip.locations.snapshots import check_snapshot
+from p2pstore.gossip.members.membership import MAX_INCARNATION
+from p2pstore.gossip.records import LOCATION_BYTES
+
+AUDIT_ENTRY: Final = struct.Struct("<HIQ")
+"""Partition, number, XOR hash of the set."""
+MAX_AUDIT_SECONDS: Final = 24 * 3600
+LARGEST_SET_RECORDS: Final = 5_000
+"""Whole partitions that are larger are neither sent nor kept. Digests are spread evenly: of the four million
+records that a peer may hold at most, a partition has 4,096 give or take a few hundred. It is larger only when
+somebody chooses keys for it; its homes then do not vouch for it, and are asked in vain."""
+STEP_COST: Final = 1_280
+"""Of what is taken in at once, in units of 2 us: an empty partition or an entry of an audit costs one. A step may
+be longer for one large partition, and takes 4 ms then."""
+OPERATION_COST: Final = 10
+"""With the question who else holds the key."""
+SET_COST: Final = 50
+RECORD_COST_PERCENT: Final = 40
+CHECKED_AT_ONCE: Final = 4_096
+"""Records whose sum is made in one step: 0.3 us each."""
+
+
+class WholePartition(Protocol):
+    """What a partition held after one operation; see `effects.PartitionSet`."""
+
+    @property
+    def partition(self) -> int: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def set_hash(self) -> int: ...
+    @property
+    def records(self) -> bytes: ...
+
+
+class HomeUpdate(Protocol):
+    """What an owner tells a home; see `effects.Push`."""
+
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def sequences(self) -> list[int]: ...
+    @property
+    def operations(self) -> bytes: ...
+    @property
+    def numbers(self) -> bytes: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def sets(self) -> Sequence[WholePartition]: ...
+    @property
+    def audit(self) -> bytes: ...
+    @property
+    def audit_seconds(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedUpdate:
+    """An update, or a part of one, that is well formed."""
+
+    incarnation: int
+    operations: list[tuple[int, int, bytes]]
+    """(number in the partition, log sequence, operation)."""
+    sets: list[WholePartition]
+    audit: list[tuple[int, int, int]]
+    """(partition, number, set hash)."""
+    sequence: int
+    audit_seconds: int
+    last: bool = True
+    """Whether this is all of it, or the last part."""
+
+    @property
+    def packed_operations(self) -> bytes:
+        return b"".join(operation for _, _, operation in self.operations)
+
+
+def check_update(update: HomeUpdate) -> CheckedUpdate:
+    """All of an update as one. Raises `ProtocolError` for nonsense."""
+    _check_form(update)
+    for whole in update.sets:
+        _check_set(whole)
+    count = len(update.sequences)
+    return _part(
+        update, operations=_operations(update, 0, count), sets=list(update.sets), last=True
+    )
+
+
+def in_steps(update: HomeUpdate) -> Iterator[CheckedUpdate | None]:
+    """An update in parts, each of which takes a few milliseconds to check and to take in, in their order. None:
+    go on; what comes is still being checked. Raises `ProtocolError` for nonsense before the first part."""
+    _check_form(update)
+    room = CHECKED_AT_ONCE
+    for whole in update.sets:
+        _check_set(whole)
+        room -= len(whole.records) // LOCATION_BYTES
+        if room <= 0:
+            yield None
+            room = CHECKED_AT_ONCE
+    sets: list[WholePartition] = []
+    room = STEP_COST
+    for whole in update.sets:
+        cost = _cost(whole)
+        if sets and cost > room:
+            yield _part(update, sets=sets)
+            sets, room = [], STEP_COST
+        sets.append(whole)
+        room -= cost
+    start, count = 0, len(update.sequences)
+    audit_cost = len(update.audit) // AUDIT_ENTRY.size
+    while OPERATION_COST * (count - start) + audit_cost > room:
+        stop = min(count, start + max(0, room // OPERATION_COST))
+        yield _part(update, operations=_operations(update, start, stop), sets=sets)
+        start, sets, room = stop, [], STEP_COST
+    yield _part(update, operations=_operations(update, start, count), sets=sets, last=True)
+
+
+def _cost(whole: WholePartition) -> int:
+    count = len(whole.records) // LOCATION_BYTES
+    return SET_COST + count * RECORD_COST_PERCENT // 100 if count else 1
+
+
+def _part(
+    update: HomeUpdate,
+    *,
+    operations: list[tuple[int, int, bytes]] | None = None,
+    sets: list[WholePartition] | None = None,
+    last: bool = False,
+) -> CheckedUpdate:
+    return CheckedUpdate(
+        update.incarnation,
+        operations or [],
+        sets or [],
+        list(AUDIT_ENTRY.iter_unpack(update.audit)) if last else [],
+        update.sequence,
+        update.audit_seconds if last else 0,
+        last,
+    )
+
+
+def _operations(update: HomeUpdate, start: int, stop: int) -> list[tuple[int, int, bytes]]:
+    sequences = update.sequences[start:stop]
+    count = len(sequences)
+    numbers = (
+        struct.unpack_from(f"<{count}I", update.numbers, 4 * start)
+        if update.numbers
+        else (0,) * count
+    )
+    places = range(start * LOCATION_BYTES, (start + count) * LOCATION_BYTES, LOCATION_BYTES)
+    return [
+        (number, sequence, update.operations[place : place + LOCATION_BYTES])
+        for number, sequence, place in zip(numbers, sequences, places, strict=True)
+    ]
+
+
+def _check_form(update: HomeUpdate) -> None:
+    """Everything but what is in whole partitions."""
+    count = check_run(update.operations)
+    if count != len(update.sequences) or len(update.numbers) not in (0, 4 * count):
+        raise ProtocolError("a push has not one sequence number and number per location record")
+    places = [update.incarnation, update.sequence, *update.sequences]
+    if min(places) < 0 or max(places) >= MAX_INCARNATION:
+        raise ProtocolError("a push of an impossible place in a log")
+    count, rest = divmod(len(update.audit), AUDIT_ENTRY.size)
+    if rest or count > PARTITION_COUNT or not 0 <= update.audit_seconds <= MAX_AUDIT_SECONDS:
+        raise ProtocolError(f"an audit of {len(update.audit)} bytes, {update.audit_seconds} s")
+    for partition, _, _ in AUDIT_ENTRY.iter_unpack(update.audit):
+        _check_partition(partition)
+
+
+def _check_partition(partition: int) -> None:
+    if not 0 <= partition < PARTITION_COUNT:
+        raise ProtocolError(f"a partition {partition}")
+
+
+def _check_set(whole: WholePartition) -> None:
+    _check_partition(whole.partition)
+    if not 0 <= whole.number < 1 << 32:
+        raise ProtocolError(f"a partition after operation {whole.number}")
+    if len(whole.records) > LARGEST_SET_RECORDS * LOCATION_BYTES:
+        return  # it is not kept: see `home_views`
+    set_hash = check_snapshot(whole.records).set_hash if whole.records else 0
+    if set_hash != whole.set_hash:
+        raise ProtocolError("a whole partition does not have the hash that came with it")
+    for start in range(0, len(whole.records), LOCATION_BYTES):
+        if partition_of(whole.records[start : start + 2]) != whole.partition:
+            raise ProtocolError("a whole partition holds keys of another one")

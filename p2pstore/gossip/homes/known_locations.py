@@ -1,0 +1,179 @@
+"""What this peer knows of who holds what, from whatever it was heard. Pure.
+
+Three sources: views of whole logs (`directory`), views of the partitions that this peer is a home of
+(`home_views`), and what homes, holders and rumours said (`location_cache`). Of one member and key that counts
+which belongs to the latest place of the member's log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
+
+from p2pstore.gossip.homes.directory_mode import DirectoryMode, Phase
+from p2pstore.gossip.homes.home_views import HomeViews
+from p2pstore.gossip.homes.location_cache import LocationCache
+from p2pstore.gossip.homes.partitions import PartitionConfig
+from p2pstore.gossip.locations.denials import Denials
+from p2pstore.gossip.locations.directory import Directory, Location, Position
+from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.records import Member, decode_location
+from p2pstore.objects import DIGEST_BYTES
+
+_NEVER: Final[Position] = (-1, 0)
+
+
+class KnownLocations:
+    """See the module's docstring. Of the methods only `holders` may be called from other threads: see `share`."""
+
+    def __init__(
+        self,
+        config: PartitionConfig,
+        directory: Directory,
+        log: OwnLog,
+        mode: DirectoryMode,
+        own: Member,
+        salt: int,
+    ) -> None:
+        self.views = HomeViews(config, self._touch, salt)
+        self.cache = LocationCache(config.cached_locations, config.cached_seconds)
+        self.lock: AbstractContextManager[object] = nullcontext()
+        """Hold it while `views` or `cache` are changed."""
+        self._config = config
+        self._salt = salt
+        self._directory = directory
+        self._log = log
+        self._mode = mode
+        self._own = own
+        self._denials = Denials(config.max_denied)
+        self._held: Set[bytes] = frozenset()
+        self._awaited: Set[bytes] = frozenset()
+
+    @property
+    def record_count(self) -> int:
+        """Locations that are known of others."""
+        return self._directory.record_count + self.views.record_count + self.cache.count
+
+    def share(self, lock: AbstractContextManager[object]) -> None:
+        """From now on other threads may call `holders`; `lock` keeps them apart."""
+        self.lock = lock
+
+    def watch(self, held: Set[bytes], awaited: Set[bytes]) -> None:
+        """As `Directory.watch`, of everything that is heard."""
+        self._held, self._awaited = held, awaited
+        self._directory.watch(held, awaited)
+
+    def forget_parts(self) -> None:
+        """Forget everything but the views of whole logs: this peer has all of them."""
+        with self.lock:
+            self.views = HomeViews(self._config, self._touch, self._salt)
+            self.cache.clear()
+            self._denials = Denials(self._config.max_denied)
+
+    # --- taking in ---------------------------------------------------------------------------
+
+    def heard(
+        self,
+        member: Member,
+        position: Position,
+        operation: bytes,
+        now: float,
+        *,
+        hearsay: bool = False,
+    ) -> bool:
+        """A member holds (or, `removed`, no longer holds) a record: so say it itself, or a home of the key; or, as
+        `hearsay`, somebody else. Whether it was news."""
+        if self._mode.follows_logs:
+            return self._directory.early(member, position[0], [position[1]], operation, now) > 0
+        with self.lock:
+            news = self.cache.learn(member, position, operation, now, hearsay=hearsay)
+        if news:
+            self._touch(operation[:DIGEST_BYTES])
+        return news
+
+    def mark_stale(self, member: Member, digest: bytes, incarnation: int, sequence: int) -> None:
+        """The owner denied the key at this place of its log: hide it until something newer is heard."""
+        self._directory.mark_stale(member, digest, incarnation, sequence)
+        if self._mode.phase is not Phase.FULL:
+            with self.lock:
+                self.cache.deny(member, digest)
+                self._denials.note(member, digest, (incarnation, sequence))
+
+    # --- looking up --------------------------------------------------------------------------
+
+    def holders(self, digest: bytes, now: float) -> list[Location]:
+        """Who holds the key: owners believed alive first, among them the newest version first."""
+        found = self._directory.holders(digest)
+        if self._mode.phase is Phase.FULL:
+            return found
+        best = {location.member: location for location in found}
+        with self.lock:
+            for location in [*self.views.holders(digest), *self.cache.holders(digest, now)]:
+                known = best.get(location.member)
+                if known is None or _position(known) < _position(location):
+                    best[location.member] = location
+            chosen = [each for each in best.values() if self._is_latest_word(each, digest)]
+        chosen.sort(
+            key=lambda location: (
+                location.hidden,
+                -location.record.version.clock,
+                -location.record.version.writer,
+            )
+        )
+        return chosen
+
+    def held(
+        self, digests: Set[bytes], believed: Callable[[Member], range], now: float
+    ) -> set[bytes]:
+        """Which of the keys have a holder that is not hidden, in a version whose clock is in the range that is
+        believed of that member."""
+        found = self._directory.held(digests, believed) if self._mode.follows_logs else set()
+        if self._mode.phase is Phase.FULL:
+            return found
+        for digest in self.views.known(digests - found) | self.cache.known(digests - found):
+            for location in self.holders(digest, now):
+                clock = location.record.version.clock
+                if not location.hidden and clock in believed(location.member):
+                    found.add(digest)
+                    break
+        return found
+
+    def first_hand(self, digest: bytes, now: float) -> list[Location]:
+        """Holders that this peer heard of from themselves or from a home, itself included."""
+        sources = [*self.views.holders(digest), *self.cache.holders(digest, now, hearsay=False)]
+        found = {
+            each.member: each
+            for each in sources
+            if not each.hidden and self._is_latest_word(each, digest)
+        }
+        if (mine := self.own(digest)) is not None:
+            found[self._own] = mine
+        return list(found.values())
+
+    def own(self, digest: bytes) -> Location | None:
+        """What this peer itself holds of a key."""
+        packed = self._log.held(digest)
+        if packed is None:
+            return None
+        return Location(
+            self._own, self._log.incarnation, self._log.sequence, decode_location(packed)
+        )
+
+    def _is_latest_word(self, location: Location, digest: bytes) -> bool:
+        """Whether nothing newer is known of that member and key than that it holds it."""
+        position = _position(location)
+        if self._denials and self._denials.covers(location.member, digest, position):
+            return False
+        if position < self.views.position(location.member, digest):
+            return False
+        followed = self._directory.position(location.member) if self._mode.follows_logs else _NEVER
+        return position >= followed
+
+    def _touch(self, digest: bytes) -> None:
+        if digest in self._held or digest in self._awaited:
+            self._directory.touch(digest)
+
+
+def _position(location: Location) -> Position:
+    return location.incarnation, location.sequence

@@ -1,0 +1,138 @@
+"""Which members are the homes of each partition: rendezvous hashing (Thaler and Ravishankar 1998). Pure.
+
+Everybody who knows the same live members has the same table. A member that joins or leaves changes
+only the partitions that it wins or gave.
+
+The weight of a member for a partition is `mix(member XOR (partition + 1) * 0x9E3779B97F4A7C15)` in 64
+bits, where `mix` is the finalizer of SplitMix64 (Steele, Lea and Flood 2014). It is a bijection, so two
+members never tie. Tables are shared by all who know the same members: they never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Final
+from weakref import WeakValueDictionary
+
+import numpy
+from numpy.typing import NDArray
+
+from p2pstore.gossip.homes.partitions import PARTITION_COUNT
+from p2pstore.gossip.records import Member
+
+HOME_COUNT: Final = 3
+CELLS_AT_ONCE: Final = 1 << 19
+"""Weights in one go: some MiB of memory while a table is made."""
+
+Words = NDArray[numpy.uint64]
+
+_OFFSETS: Final[Words] = numpy.arange(1, PARTITION_COUNT + 1, dtype=numpy.uint64) * numpy.uint64(
+    0x9E3779B97F4A7C15
+)
+_FIRST: Final = numpy.uint64(0xBF58476D1CE4E5B9)
+_SECOND: Final = numpy.uint64(0x94D049BB133111EB)
+
+
+def weights_of(members: Words, partitions: NDArray[numpy.intp] | None = None) -> Words:
+    """A row for each member, a column for each partition (all of them unless some are named)."""
+    offsets = _OFFSETS if partitions is None else _OFFSETS[partitions]
+    mixed: Words = members[:, None] ^ offsets[None, :]
+    mixed ^= mixed >> numpy.uint64(30)
+    mixed *= _FIRST
+    mixed ^= mixed >> numpy.uint64(27)
+    mixed *= _SECOND
+    mixed ^= mixed >> numpy.uint64(31)
+    return mixed
+
+
+class HomeTable:
+    """The homes of all partitions for one set of live members. Made by `table_of` and `changed`."""
+
+    def __init__(self, members: frozenset[Member], names: Words, weights: Words) -> None:
+        self.members = members
+        self._names = names
+        self._weights = weights
+        rows = min(HOME_COUNT, len(members))
+        self.homes: list[tuple[Member, ...]] = (
+            list(zip(*names[:rows].tolist(), strict=True)) if rows else [()] * PARTITION_COUNT
+        )
+        """For each partition its homes, best first: fewer than three when there are fewer members."""
+
+    @cached_property
+    def by_home(self) -> dict[Member, list[int]]:
+        """The partitions that each home answers for."""
+        found: dict[Member, list[int]] = {}
+        for partition, homes in enumerate(self.homes):
+            for member in homes:
+                found.setdefault(member, []).append(partition)
+        return found
+
+    def differing(self, other: HomeTable) -> list[int]:
+        """The partitions whose homes are not the same, in the same order, in both tables."""
+        unlike = (self._names != other._names).any(axis=0)
+        return [int(partition) for partition in numpy.nonzero(unlike)[0]]
+
+    def changed(self, members: frozenset[Member]) -> HomeTable:
+        """The table for these members, made from this one. O(1,024) for each that joined, and for each
+        that left O(members) for the partitions that it was a home of."""
+        if members == self.members:
+            return self
+        known = _tables.get(members)
+        if known is None:
+            known = _tables[members] = self._made_for(members)
+        return known
+
+    def _made_for(self, members: frozenset[Member]) -> HomeTable:
+        joined, left = members - self.members, self.members - members
+        names, weights = self._names.copy(), self._weights.copy()
+        if left:
+            lost = numpy.nonzero(numpy.isin(names, _words(left)).any(axis=0))[0]
+            names[:, lost] = weights[:, lost] = 0
+            _insert(names, weights, _words(members), lost)
+            others = numpy.setdiff1d(numpy.arange(PARTITION_COUNT), lost)
+        else:
+            others = numpy.arange(PARTITION_COUNT)
+        if joined:
+            _insert(names, weights, _words(joined), others)
+        return HomeTable(members, names, weights)
+
+
+def _words(members: Iterable[Member]) -> Words:
+    return numpy.fromiter(members, dtype=numpy.uint64)
+
+
+def _insert(names: Words, weights: Words, members: Words, columns: NDArray[numpy.intp]) -> None:
+    """Have these members compete for these partitions with those that are in the table."""
+    if not len(columns):
+        return
+    at_once = max(1, CELLS_AT_ONCE // len(columns))
+    for start in range(0, len(members), at_once):
+        some = members[start : start + at_once]
+        both = numpy.concatenate([weights[:, columns], weights_of(some, columns)])
+        who = numpy.concatenate(
+            [names[:, columns], numpy.broadcast_to(some[:, None], (len(some), len(columns)))]
+        )
+        best = numpy.argpartition(both, len(both) - HOME_COUNT, axis=0)[-HOME_COUNT:]
+        chosen = numpy.take_along_axis(both, best, axis=0)
+        order = numpy.argsort(chosen, axis=0)[::-1]
+        weights[:, columns] = numpy.take_along_axis(chosen, order, axis=0)
+        names[:, columns] = numpy.take_along_axis(
+            numpy.take_along_axis(who, best, axis=0), order, axis=0
+        )
+
+
+NO_HOMES: Final = HomeTable(
+    frozenset(),
+    numpy.zeros((HOME_COUNT, PARTITION_COUNT), numpy.uint64),
+    numpy.zeros((HOME_COUNT, PARTITION_COUNT), numpy.uint64),
+)
+"""The table of a cluster without members, from which others are made."""
+
+_tables: WeakValueDictionary[frozenset[Member], HomeTable] = WeakValueDictionary()
+"""Tables in use in this process, by their members: a simulated cluster needs few."""
+
+
+def table_of(members: Iterable[Member]) -> HomeTable:
+    """The table for these members."""
+    return NO_HOMES.changed(frozenset(members))

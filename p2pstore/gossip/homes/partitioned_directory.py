@@ -1,0 +1,403 @@
+"""What is known of who holds what, whichever part of the directory this peer keeps. Pure.
+
+Puts together the views of whole logs (`directory`), the views of partitions that this peer is a home of
+(`home_views`), locations it merely heard of (`location_cache`), and this peer's own pushes to homes (`home_pushes`);
+and moves from one way of keeping the directory to the other (`directory_mode`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from random import Random
+from typing import Final
+
+from p2pstore.gossip.config import GossipConfig
+from p2pstore.gossip.effects import Push
+from p2pstore.gossip.homes.directory_mode import ClusterLoad, DirectoryMode, KeptDirectory, Phase
+from p2pstore.gossip.homes.home_pushes import HomePushes
+from p2pstore.gossip.homes.home_updates import CheckedUpdate, WholePartition
+from p2pstore.gossip.homes.hot_locations import HOLDERS_OF_EACH, MAX_HOT, HotKeys, pack_hot
+from p2pstore.gossip.homes.known_locations import KnownLocations
+from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable
+from p2pstore.gossip.homes.partitions import partition_of
+from p2pstore.gossip.locations.directory import Directory, Location, Position
+from p2pstore.gossip.locations.followed_logs import FollowedLogs
+from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.members.membership import Membership
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    Member,
+    PeerId,
+    PeerRecord,
+    decode_location,
+    member_of,
+)
+from p2pstore.objects import DIGEST_BYTES
+
+MODE_SECONDS: Final = 1.0
+ACQUAINTANCE_SECONDS: Final = 1.0
+FORGOTTEN_AT_ONCE: Final = 16
+"""Views of logs that are let go of in one step."""
+NEAR_LIMIT: Final = 0.8
+"""From this share of the limits on it may soon matter whether all logs are followed."""
+HOT_SECONDS: Final = 0.5
+HOT_AGAIN_SECONDS: Final = 10.0
+"""Shortest time between two messages that tell of hot keys, and between two that tell one peer."""
+_NEVER: Final[Position] = (-1, 0)
+_REMOVED: Final = 0x80
+_FLAGS: Final = LOCATION_BYTES - 1
+
+
+class PartitionedDirectory:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        config: GossipConfig,
+        membership: Membership,
+        directory: Directory,
+        log: OwnLog,
+        rng: Random,
+    ) -> None:
+        self.mode = DirectoryMode(config.directory_setting, config.mode_limits)
+        self.load = ClusterLoad(config.mode_limits)
+        self._membership = membership
+        self._directory = directory
+        self._log = log
+        self._own = membership.own.member
+        self.pushes = HomePushes(
+            self._own, log, config.partitions, rng, self._peer_of, self._keeps_partitions
+        )
+        self.known = KnownLocations(
+            config.partitions, directory, log, self.mode, self._own, rng.getrandbits(128)
+        )
+        self._followed = FollowedLogs(membership, directory)
+        self._hot = HotKeys()
+        self._hot_told_at = -math.inf
+        self._hot_told: dict[PeerId, float] = {}
+        self._seen_version = -1
+        self._newest_table = NO_HOMES
+        self._agreed_at = math.inf
+        """When another peer knew the same members, for the first time."""
+        self._mode_at = -math.inf
+        self._load = 0.0
+        self._to_forget: list[Member] = []
+        self._full_members = self._partitioned_members = 0
+
+    def document(self) -> dict[str, object]:
+        """For the statistics."""
+        return {
+            "setting": self.mode.setting,
+            "mode": self.mode.phase.value,
+            "changes_per_second": round(self.load.changes_per_second, 1),
+            "home_partitions": len(self._table.by_home.get(self._own, ())),
+            "home_locations": self.known.views.record_count,
+            "cached_locations": self.known.cache.count,
+            "hot_keys": len(self._hot.hottest()),
+            "not_confirmed_by_homes": self.pushes.lacking(),
+            "partitions_sent_whole": self.pushes.whole_partitions_sent,
+        }
+
+    # --- this peer's own log -----------------------------------------------------------------
+
+    def note(self, operation: bytes, now: float) -> None:
+        """This peer's log has a new operation, its last one."""
+        self._follow_members(now)
+        self.pushes.note(operation)
+
+    def take_pushes(self, now: float) -> list[Push]:
+        """What is to be told to homes now."""
+        self._follow_members(now)
+        return self.pushes.take(now)
+
+    def pushed(
+        self, token: int, behind: list[int] | None, rivals: Iterable[Location], now: float
+    ) -> None:
+        """The outcome of a `Push`: partitions that the home wants whole (None when it did not answer), and other
+        versions, at others, of keys that were pushed."""
+        self.pushes.answered(token, behind, now)
+        for rival in rivals:
+            held = self._log.held(rival.record.digest)
+            if held is None or rival.member == self._own:
+                continue
+            mine, theirs = decode_location(held).version, rival.record.version
+            if (mine.clock, mine.writer) < (theirs.clock, theirs.writer):
+                position = (rival.incarnation, rival.sequence)
+                self.known.heard(rival.member, position, rival.record.encode(), now)
+            else:
+                self.pushes.tell(rival.member, held)
+
+    def log_restarted(self, now: float) -> None:
+        """This peer's log goes on under another incarnation."""
+        self.pushes.voided(now)
+
+    # --- homes -------------------------------------------------------------------------------
+
+    def homes(self, digest: bytes) -> tuple[Member, ...]:
+        """The key's home members, best first."""
+        return self._table.homes[partition_of(digest)]
+
+    def take(
+        self, owner: Member, checked: CheckedUpdate, max_rivals: int, now: float
+    ) -> tuple[list[int], list[Location]]:
+        """Take in a push, or a part of one: the partitions that its sender should send whole, and at most so
+        many other versions of what it pushed."""
+        behind: list[int] = []
+        if self.mode.shown is KeptDirectory.PARTITIONED:
+            with self.known.lock:
+                behind = self.known.views.take(owner, checked, now)
+        if self.mode.follows_logs:
+            self._directory.early(
+                owner,
+                checked.incarnation,
+                [sequence for _, sequence, _ in checked.operations],
+                checked.packed_operations,
+                now,
+            )
+        else:
+            for number, sequence, operation in checked.operations:
+                if not number:
+                    self.known.heard(owner, (checked.incarnation, sequence), operation, now)
+        return behind, self._rivals(owner, checked.operations, checked.sets, max_rivals, now)
+
+    def _rivals(
+        self,
+        owner: Member,
+        operations: list[tuple[int, int, bytes]],
+        sets: Iterable[WholePartition],
+        limit: int,
+        now: float,
+    ) -> list[Location]:
+        """Other versions of the same keys at others: their holders may have no other way to hear of it."""
+        if not limit or not self._keeps_partitions(owner):
+            return []
+        digests = [
+            operation[:DIGEST_BYTES]
+            for _, _, operation in operations
+            if not operation[_FLAGS] & _REMOVED
+        ]
+        found: list[Location] = []
+        for digest in dict.fromkeys([*digests, *self.known.views.contested(sets)]):
+            found += self._other_versions(owner, digest, now)
+            if len(found) >= limit:
+                break
+        return found[:limit]
+
+    def _other_versions(self, owner: Member, digest: bytes, now: float) -> list[Location]:
+        known = self.known.holders(digest, now)
+        if (own := self.known.own(digest)) is not None:
+            known.append(own)
+        mine = {location.record.version for location in known if location.member == owner}
+        return [
+            location
+            for location in known
+            if location.member != owner
+            and not location.hidden
+            and any(
+                (location.record.version.clock, location.record.version.writer)
+                != (version.clock, version.writer)
+                for version in mine
+            )
+        ]
+
+    # --- looking up --------------------------------------------------------------------------
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether keys that are not known here are most likely nowhere: no homes need be asked before a key is
+        said to be absent."""
+        return self.mode.knows_all
+
+    def vouches(self, digest: bytes, now: float) -> bool:
+        """Whether a key that is not known here was nowhere a second ago. Homes say so with their answers. Who has
+        just started does not know yet of whom it should have heard."""
+        if now < self._agreed_at + ACQUAINTANCE_SECONDS:
+            return False
+        if self.mode.follows_logs and self._followed.complete(now):
+            return True
+        if self.mode.shown is not KeptDirectory.PARTITIONED:
+            return False
+        partition = partition_of(digest)
+        return self._own in self._table.homes[partition] and self.known.views.complete(
+            partition, self._membership.version, self._live_owners(), now
+        )
+
+    # --- hot keys ----------------------------------------------------------------------------
+
+    def used(self, digest: bytes, now: float) -> None:
+        """Somebody looked for a key, here or by asking this peer, and it was found."""
+        if not self.mode.follows_logs:
+            self._hot.note(digest, now)
+
+    def hot_for(self, peer_id: PeerId, now: float) -> bytes:
+        """What to tell a peer of hot keys now."""
+        due = max(
+            self._hot_told_at + HOT_SECONDS,
+            self._hot_told.get(peer_id, -math.inf) + HOT_AGAIN_SECONDS,
+        )
+        if self.mode.follows_logs or now < due or not self._keeps_partitions(member_of(peer_id)):
+            return b""
+        found: list[Location] = []
+        for digest in self._hot.hottest():
+            found += self.known.first_hand(digest, now)[:HOLDERS_OF_EACH]
+        if found:
+            self._hot_told_at = now
+            self._hot_told = {
+                each: at for each, at in self._hot_told.items() if at + HOT_AGAIN_SECONDS > now
+            }
+            self._hot_told[peer_id] = now
+        return pack_hot(found[:MAX_HOT])
+
+    def learn_hot(self, hot: Iterable[tuple[Member, Position, bytes]], now: float) -> None:
+        """Take in what another peer tells of hot keys."""
+        if self.mode.follows_logs:
+            return
+        for member, position, record in hot:
+            state = self._membership.resolve(member)
+            if state is not None and state.alive and member != self._own:
+                self.known.heard(member, position, record, now, hearsay=True)
+
+    # --- members -----------------------------------------------------------------------------
+
+    def observe_record(self, known: PeerRecord | None, record: PeerRecord, now: float) -> None:
+        """A member's record came in place of the one known before."""
+        if known is None:
+            return
+        before = known.incarnation, known.head.sequence
+        self._followed.moved(member_of(record.peer_id), before, now)
+        if (known.incarnation, known.directory) != (record.incarnation, record.directory):
+            self._seen_version = -1  # there may be more or fewer full members
+            self.pushes.renewed(member_of(record.peer_id), now)
+
+    def hide(self, member: Member) -> None:
+        """The member is believed dead."""
+        self._directory.hide(member)
+        with self.known.lock:
+            self.known.views.hide(member)
+
+    def show(self, member: Member) -> None:
+        """The member is back."""
+        self._directory.show(member)
+        with self.known.lock:
+            self.known.views.show(member)
+
+    def forget(self, member: Member) -> None:
+        """Free everything that is known of the member's locations."""
+        self._directory.forget(member)
+        with self.known.lock:
+            self.known.views.drop(member)
+
+    def drop(self, member: Member) -> None:
+        """Forget that the member ever had a log."""
+        self._directory.drop(member)
+        with self.known.lock:
+            self.known.views.drop(member)
+
+    @property
+    def logs_are_read(self) -> bool:
+        """Whether any other member follows whole logs: only then are operations worth gossiping."""
+        return self._table is not NO_HOMES and self._full_members > 0
+
+    # --- time --------------------------------------------------------------------------------
+
+    def due(self) -> float:
+        """When `take_pushes` has something to do."""
+        return self.pushes.due()
+
+    def housekeep(self, now: float, *, agreed: bool) -> bool:
+        """Call it a few times a second. Whether this peer's record would say something else now. `agreed`:
+        another peer knows the same members."""
+        if agreed and self._agreed_at == math.inf:
+            self._agreed_at = now
+        self._follow_members(now)
+        others_ask = self._partitioned_members > 0 or self._load > NEAR_LIMIT
+        if self.mode.follows_logs and others_ask:
+            self._followed.mark(now)
+        self._let_go()
+        if now < self._mode_at + MODE_SECONDS:
+            return False
+        self._mode_at = now
+        self.pushes.keepers(self._partitioned_members, now)
+        if self.mode.phase is not Phase.FULL:
+            self._tidy_views(now)
+        return self._decide(now)
+
+    def _tidy_views(self, now: float) -> None:
+        with self.known.lock:
+            self.known.views.housekeep(self._table.by_home.get(self._own, ()), now)
+            for member in self.known.views.owners():
+                if self._membership.resolve(member) is None:
+                    self.known.views.drop(member)
+
+    def _decide(self, now: float) -> bool:
+        """Go to another mode if it is time. Whether the record says something else then."""
+        before = self.mode.shown
+        if self.mode.setting == "auto":
+            self._load = self.load.of(self._membership.live(), now)
+        asks = self._load > NEAR_LIMIT or self.mode.phase is Phase.WIDENING
+        if self.mode.tick(
+            self._load,
+            views_complete=asks and self.mode.follows_logs and self._followed.complete(now),
+            homes_complete=self.mode.phase is Phase.NARROWING and self._homes_complete(now),
+            now=now,
+        ):
+            self._change_phase()
+        return self.mode.shown is not before
+
+    def _change_phase(self) -> None:
+        if self.mode.phase is Phase.PARTITIONED:
+            self._to_forget = [state.member for state in self._membership.states()]
+        elif self.mode.phase is Phase.WIDENING:
+            self._to_forget = []
+            self._followed.begin_anew()
+        elif self.mode.phase is Phase.FULL:
+            self.known.forget_parts()
+
+    def _let_go(self) -> None:
+        """Free the views of logs that are not followed any more, a few at a time."""
+        for _ in range(min(FORGOTTEN_AT_ONCE, len(self._to_forget))):
+            self._directory.forget(self._to_forget.pop())
+
+    # --- inside ------------------------------------------------------------------------------
+
+    @property
+    def _table(self) -> HomeTable:
+        """The homes among those who are alive now."""
+        if self._seen_version != self._membership.version:
+            self._seen_version = self._membership.version
+            live = self._membership.live()
+            self._newest_table = self._newest_table.changed(
+                frozenset(state.member for state in live)
+            )
+            others = self._membership.others()
+            partitioned = KeptDirectory.PARTITIONED
+            self._partitioned_members = sum(state.directory == partitioned for state in others)
+            self._full_members = len(others) - self._partitioned_members
+        return self._newest_table
+
+    def _follow_members(self, now: float) -> None:
+        if self.pushes.table is not self._table:
+            self.pushes.homes_changed(self._table, now)
+
+    def _live_owners(self) -> Iterator[tuple[Member, int]]:
+        for state in self._membership.others():
+            yield state.member, state.record_incarnation
+
+    def _homes_complete(self, now: float) -> bool:
+        return all(
+            self.known.views.complete(partition, self._membership.version, self._live_owners(), now)
+            for partition in self._table.by_home.get(self._own, ())
+        )
+
+    def _peer_of(self, member: Member) -> PeerId | None:
+        state = self._membership.resolve(member)
+        return None if state is None else state.peer_id
+
+    def _keeps_partitions(self, member: Member) -> bool:
+        state = self._membership.resolve(member)
+        return (
+            state is not None
+            and state.signed is not None
+            and state.directory == KeptDirectory.PARTITIONED
+        )

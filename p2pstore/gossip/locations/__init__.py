@@ -1,0 +1,1 @@
+"""Which member holds which key: logs, views of them, the table of all records."""

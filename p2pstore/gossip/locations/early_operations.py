@@ -1,0 +1,87 @@
+"""Operations that were pushed here ahead of their owner's log, until that log tells of them itself. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import KeysView, Mapping, Set
+from dataclasses import dataclass
+from typing import Final
+
+from p2pstore.gossip.locations.log import Position
+from p2pstore.gossip.locations.published_locations import ApartKeys
+from p2pstore.gossip.records import Member
+from p2pstore.objects import DIGEST_BYTES
+
+_NONE: Final[Mapping[Member, EarlyOperation]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyOperation:
+    """A packed operation at a place of its owner's log."""
+
+    position: Position
+    operation: bytes
+
+
+class EarlyOperations:
+    """The newest operation of each key and owner. The oldest go after `kept_seconds`, or when there are over
+    `limit`: the log must have told of them by then. What the log told of goes at once."""
+
+    def __init__(self, limit: int, kept_seconds: float, apart: ApartKeys | None = None) -> None:
+        self._limit = limit
+        self._apart = apart or ApartKeys()
+        self._kept_seconds = kept_seconds
+        self._entries: dict[bytes, dict[Member, EarlyOperation]] = {}
+        self._order: OrderedDict[tuple[bytes, Member], float] = OrderedDict()
+        """When each came, the oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def digests(self) -> KeysView[bytes]:
+        """What they are about."""
+        return self._entries.keys()
+
+    def of(self, digest: bytes) -> Mapping[Member, EarlyOperation]:
+        """The newest operation of each owner about this key."""
+        return self._entries.get(digest, _NONE)
+
+    def note(self, member: Member, position: Position, operation: bytes, now: float) -> bool:
+        """Keep an operation. False when one of the same key is as new."""
+        digest = operation[:DIGEST_BYTES]
+        known = self._entries.get(digest, _NONE).get(member)
+        if known is not None and position <= known.position:
+            return False
+        if digest not in self._entries:
+            self._entries[digest] = {}
+            self._apart.add(digest)
+        self._entries[digest][member] = EarlyOperation(position, operation)
+        self._order[digest, member] = now
+        self._order.move_to_end((digest, member))
+        while len(self._order) > self._limit:
+            self._drop(*next(iter(self._order)))
+        return True
+
+    def expire(self, now: float) -> None:
+        """Drop what was pushed so long ago that the log must have told of it."""
+        while self._order:
+            (digest, member), arrived_at = next(iter(self._order.items()))
+            if arrived_at + self._kept_seconds > now:
+                break
+            self._drop(digest, member)
+
+    def overtaken(self, member: Member, position: Position, digests: Set[bytes]) -> None:
+        """The owner's log, which told of these digests, is known up to `position` now."""
+        for digest in self._entries.keys() & digests:
+            entry = self._entries[digest].get(member)
+            if entry is not None and entry.position <= position:
+                self._drop(digest, member)
+
+    def _drop(self, digest: bytes, member: Member) -> None:
+        del self._order[digest, member]
+        entries = self._entries[digest]
+        del entries[member]
+        if not entries:
+            del self._entries[digest]
+            self._apart.remove(digest)

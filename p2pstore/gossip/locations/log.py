@@ -1,0 +1,186 @@
+"""A peer's log of what it holds: operations, numbered from 1, and the set that they add up to.
+Pure.
+
+Every operation is one 34-byte location record; `removed` marks a withdrawal. A peer is the only
+writer of its own log, and every reader applies the same operations in the same order, so a reader's
+state is told by one number. A ring keeps the recent operations; a reader that is behind the ring
+takes the whole set instead. So nothing of a removed key has to be remembered, and no removed key
+comes back.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.locations.location_index import LocationIndex
+from p2pstore.gossip.locations.log_copy import LogCopy
+from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead, decode_location
+from p2pstore.location_table import RECORD
+from p2pstore.objects import DIGEST_BYTES, Version
+
+DEFAULT_RING_LIMIT: Final = 65_536
+Position = tuple[int, int]
+"""(incarnation, sequence): a place in a member's log."""
+
+MAX_OWN_RECORDS: Final = 1 << 22
+"""As many as a segment has slots."""
+REMOVED: Final = 0x80
+"""In the flags of a withdrawal, which are the record's last byte."""
+_FLAGS: Final = LOCATION_BYTES - 1
+_FEW: Final = 64
+_CLOCK_ONLY: Final = struct.Struct(f"<{DIGEST_BYTES}xQ{LOCATION_BYTES - DIGEST_BYTES - 8}x")
+
+
+def check_run(packed: bytes | bytearray | memoryview) -> int:
+    """How many records a packed run has. Raises `ProtocolError` when they are not whole."""
+    count, rest = divmod(len(packed), LOCATION_BYTES)
+    if rest:
+        raise ProtocolError(
+            f"a run of location records has {len(packed)} bytes, not a multiple of 34"
+        )
+    return count
+
+
+def newest_clock(packed: bytes | bytearray | memoryview, limit: int) -> int:
+    """The highest clock of the versions in a packed run that is at most `limit`; 0 when there is none."""
+    if len(packed) <= _FEW * LOCATION_BYTES:
+        return max(
+            (clock for (clock,) in _CLOCK_ONLY.iter_unpack(packed) if clock <= limit), default=0
+        )
+    clocks = np.frombuffer(packed, RECORD)["clock"]
+    return int(clocks[clocks <= limit].max(initial=0))
+
+
+class OperationRing:
+    """The most recent operations of one log, packed. Sequence numbers are contiguous.
+
+    Holds at least the last `limit` of them and at most a quarter more: cutting now and then makes an append
+    O(1) on average.
+    """
+
+    def __init__(self, limit: int, last: int = 0) -> None:
+        self.limit = limit
+        self.last = last
+        """Sequence number of the newest operation."""
+        self._packed = bytearray()
+
+    @property
+    def first(self) -> int:
+        """Sequence number of the oldest operation that is still here (`last + 1` when none is)."""
+        return self.last + 1 - len(self._packed) // LOCATION_BYTES
+
+    def extend(self, packed: bytes) -> None:
+        """Append a run of operations that follow `last`."""
+        self._packed += packed
+        self.last += len(packed) // LOCATION_BYTES
+        if len(self._packed) > (self.limit + self.limit // 4) * LOCATION_BYTES:
+            self.resize(self.limit)
+
+    def resize(self, limit: int) -> None:
+        """Keep the last `limit` from now on."""
+        self.limit = limit
+        del self._packed[: max(0, len(self._packed) - limit * LOCATION_BYTES)]
+
+    def since(self, sequence: int, limit_bytes: int) -> bytes | None:
+        """Operations after `sequence` in at most `limit_bytes`; None when behind the ring."""
+        if sequence + 1 < self.first or sequence > self.last:
+            return None
+        start = (sequence + 1 - self.first) * LOCATION_BYTES
+        return bytes(self._packed[start : start + limit_bytes // LOCATION_BYTES * LOCATION_BYTES])
+
+
+class OwnLog:
+    """This peer's own log. `incarnation` is that of the process's start (see `membership`)."""
+
+    def __init__(self, incarnation: int, ring_limit: int = DEFAULT_RING_LIMIT) -> None:
+        self.incarnation = incarnation
+        self._records = LocationIndex(MAX_OWN_RECORDS)
+        self._slot = self._records.open()
+        self._ring = OperationRing(ring_limit)
+        self._copies: set[LogCopy] = set()
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last operation; 0 before the first."""
+        return self._ring.last
+
+    @property
+    def head(self) -> LogHead:
+        """Sequence, count and set hash, as the signed peer record carries them."""
+        records = self._records
+        return LogHead(self.sequence, records.count(self._slot), records.hash(self._slot))
+
+    def add(self, record: LocationRecord) -> bytes | None:
+        """Note that this peer holds `record`. The packed operation; None when nothing changed."""
+        operation = record.encode()
+        if self.held(record.digest) == operation:
+            return None
+        return self._append(operation)
+
+    def remove(self, digest: bytes, version: Version) -> bytes | None:
+        """Note that this peer no longer holds the version. None when it did not (any more)."""
+        held = self.held(digest)
+        if held is None:
+            return None
+        record = decode_location(held)
+        if (record.version.clock, record.version.writer) != (version.clock, version.writer):
+            return None
+        return self._append(held[:_FLAGS] + bytes((held[_FLAGS] | REMOVED,)))
+
+    def since(self, sequence: int, limit_bytes: int) -> bytes | None:
+        """Packed operations after `sequence`; None when the ring no longer has them."""
+        return self._ring.since(sequence, limit_bytes)
+
+    def snapshot(self) -> bytes:
+        """All held records, packed: the set at `head`. 20 ms for a million: see `copying`."""
+        return self._records.pack(self._slot)
+
+    @contextmanager
+    def copying(self) -> Iterator[LogCopy]:
+        """A `snapshot` in steps, between which the log may change. Call `copy_on` until it is done."""
+        copy = LogCopy(self._records, self._slot)
+        self._copies.add(copy)
+        try:
+            yield copy
+        finally:
+            self._copies.discard(copy)
+
+    def copy_on(self, copy: LogCopy) -> bool:
+        """Go on with a copy, for a millisecond or so. Whether it is done."""
+        copy.step()
+        if copy.copied:
+            copy.seal(self.incarnation, self.head)
+            self._copies.discard(copy)
+        return copy.done
+
+    def held(self, digest: bytes) -> bytes | None:
+        """The packed record of a digest."""
+        return self._records.get(self._slot, digest)
+
+    def restart(self, incarnation: int) -> None:
+        """Begin a new log under another incarnation, holding the same records."""
+        self.incarnation = incarnation
+        self._ring = OperationRing(self._ring.limit)
+        self._ring.extend(self.snapshot())
+
+    def _append(self, operation: bytes) -> bytes:
+        if self._copies:
+            self._tell_copies(operation)
+        self._records.apply(self._slot, operation)
+        self._ring.extend(operation)
+        return operation
+
+    def _tell_copies(self, operation: bytes) -> None:
+        digests = [operation[:DIGEST_BYTES]]
+        if operation[_FLAGS] & REMOVED:  # the last record fills the gap
+            count = self._records.count(self._slot)
+            digests += self._records.digests(self._slot, count - 1, count)
+        for copy in self._copies:
+            for digest in digests:
+                copy.note(digest)

@@ -1,0 +1,1 @@
+"""Who is there: membership, its claims and probes, the active view."""

@@ -1,0 +1,581 @@
+"""Who is a member and who is alive: what SWIM's members claim of each other, as a state machine. Pure.
+
+Whom to probe, and when a probe has failed, `probing` decides; how long a suspect has to refute, `suspicion`.
+
+Two incarnations, kept apart on purpose. A *peer record* carries the incarnation of the process's
+start (wall-clock milliseconds, and above the one saved last time); a peer's location log belongs to
+it. A *claim* carries a status incarnation that starts at the same number and is raised by one
+whenever the peer refutes an accusation. So a refutation is cheap: nothing is signed again and no
+log is voided. A restarted process is always above all that was claimed of its predecessor, because
+fewer than one accusation a millisecond is refuted. Should it not be (a forged number), the peer is
+told of the accusation the first time it talks to anybody who believes it, and refutes.
+
+Rules of precedence. Higher incarnation wins; within one, ALIVE < SUSPECT < DEAD < LEFT. The stored
+incarnation is the maximum over all evidence, whatever status came with it. A record makes its peer
+alive only when its incarnation is above the stored one. A record marked leaving is final: only a
+record of a later incarnation brings that peer back.
+
+What is passed on. Every news, once: the accuser's name goes with a suspicion, so that every member counts
+who confirmed it; a death by whoever judged it, so that all know within the time a rumour takes. Who is told
+later what it missed (`accusation`) hears of a death as a suspicion, and judges itself.
+
+A timeout is judged in `tick` and nowhere else. The shell calls `tick` after it has fed in
+everything that had arrived: after a stall of this process its timers have all run out while the
+acknowledgements wait in the sockets, and a verdict passed before reading them would be wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, islice, takewhile
+from typing import Final
+
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.members.claim_rumors import ClaimRumors
+from p2pstore.gossip.members.local_health import LocalHealth
+from p2pstore.gossip.members.suspicion import (
+    LONGEST_MULTIPLIER,
+    Suspicion,
+    expected_confirmations,
+    shortest_suspicion_seconds,
+)
+from p2pstore.gossip.messages import Claim, Status
+from p2pstore.gossip.records import (
+    Member,
+    PeerId,
+    PeerRecord,
+    SignedRecord,
+    member_of,
+    public_key_from_peer_id,
+    read_peer_record,
+)
+
+MAX_INCARNATION: Final = 1 << 62
+"""Higher ones are nonsense."""
+MAX_AHEAD_MS: Final = 24 * 3600 * 1000
+"""Incarnations begin at a wall clock's milliseconds. Accusations that are further ahead are passed over, so that
+there is always room to refute."""
+REFUTATION_ROOM: Final = 3600 * 1000
+PARSED_RECORDS: Final = 256
+"""Records that are at hand as objects. One takes four times the memory of its signed bytes, which all members' are
+kept as, and a microsecond to parse."""
+MAX_HEARSAY: Final = 1024
+"""Peers that are remembered only because somebody claims that they are dead."""
+
+STALL_SECONDS: Final = 0.5
+"""Between two ticks of a process that runs lie at most 0.25 s (see `machine`): more is a stall."""
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipConfig:
+    """Timing and bounds; the defaults are memberlist's for a local network (see `presets` for others)."""
+
+    probe_interval_seconds: float = 1.0
+    probe_timeout_seconds: float = 0.5
+    """How long a direct ping may take before others are asked."""
+    indirect_probes: int = 3
+    """How many others are asked to ping who did not answer."""
+    suspicion_multiplier: float = 4.0
+    retransmit_multiplier: int = 4
+    claims_per_message: int = 32
+    recontact_interval_seconds: float = 1.0
+    dead_kept_seconds: float = 24 * 3600.0
+    max_members: int = 10_000
+
+
+parsed = lru_cache(maxsize=PARSED_RECORDS)(read_peer_record)
+"""What a verified record says."""
+
+
+@dataclass(slots=True)
+class MemberState:
+    """What is known of one member. `incarnation` is the highest that any evidence named."""
+
+    peer_id: PeerId
+    member: Member
+    status: Status
+    incarnation: int
+    status_since: float
+    heard_at: float = -math.inf
+    """When something last came from the peer itself; minus infinity before the first time."""
+    signed: SignedRecord | None = None
+    """The member's latest record. What it says that is wanted of all members at once stands here, too:"""
+    record_incarnation: int = 0
+    record_sequence: int = 0
+    log_sequence: int = 0
+    """Where its log stood."""
+    location_count: int = 0
+    """How many it held there."""
+    memory_capacity: int = 0
+    directory: int = 0
+    floors_horizon: int = 0
+    leaving: bool = False
+    """Whether it says there that it left on purpose."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it counts as a member: alive, or suspected but not yet given up."""
+        return self.status <= Status.SUSPECT
+
+    @property
+    def live(self) -> bool:
+        """Whether it is `alive`, and its record is known."""
+        return self.status <= Status.SUSPECT and self.signed is not None
+
+    @property
+    def record(self) -> PeerRecord | None:
+        """All that its record says. Costs a microsecond: ask for `signed` to know whether there is one."""
+        return None if self.signed is None else parsed(self.signed)
+
+    def note(self, record: PeerRecord, signed: SignedRecord) -> None:
+        """Its record is this one from now on."""
+        self.signed = signed
+        self.record_incarnation, self.record_sequence = record.incarnation, record.sequence
+        self.log_sequence, self.location_count = record.head.sequence, record.head.count
+        self.memory_capacity = record.memory_capacity
+        self.directory, self.floors_horizon = record.directory, record.floors_horizon
+        self.leaving = record.leaving
+
+
+@dataclass(frozen=True, slots=True)
+class MemberChange:
+    """A member's status changed; `old` is None for one that was not known."""
+
+    peer_id: PeerId
+    member: Member
+    old: Status | None
+    new: Status
+    by: Member | None = None
+    """Who claims it; None when this peer found it out."""
+
+
+class Membership:
+    """See the module's docstring. `me` is a member too, always alive until `leave`."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        incarnation: int,
+        config: MembershipConfig,
+        wall_clock_ms: Callable[[float], float] = lambda now: math.inf,
+    ) -> None:
+        self.me = me
+        self.config = config
+        self._wall_clock_ms = wall_clock_ms
+        self.health = LocalHealth()
+        self.version = 0
+        """Grows whenever the set of live members changes."""
+        self.refused_count = 0
+        """Records that were left out since the start because there were as many members as there may be."""
+        self.resumed_at = -math.inf
+        """When this process last found that it had stood still: nothing that ran out before proves anything."""
+        self._states: dict[PeerId, MemberState] = {}
+        self._by_member: dict[Member, MemberState] = {}
+        self._changes: list[MemberChange] = []
+        self._gone: dict[PeerId, None] = {}
+        """The dead that have a record, those first that have been dead longest."""
+        self._hearsay: dict[PeerId, None] = {}
+        """The dead of whom nothing is known but claims, the oldest first."""
+        self._rumors = ClaimRumors()
+        self._suspects: dict[PeerId, Suspicion] = {}
+        self._unproved: list[PeerId] = []
+        self._live: list[MemberState] | None = None
+        self._others: list[MemberState] | None = None
+        self._due_at: float | None = None
+        """What `next_tick` found: asked for after every event, and a split makes many suspects. None once anything
+        about the suspects has changed."""
+        self._due_multiplier = 0
+        self._ticked_at = -math.inf
+        self._own = self._add(me, Status.ALIVE, incarnation, -math.inf)
+        self._changes.clear()
+
+    # --- what is known -----------------------------------------------------------------------
+
+    @property
+    def own(self) -> MemberState:
+        """This peer's own state; its incarnation is above every accusation."""
+        return self._own
+
+    def __len__(self) -> int:
+        """How many are known, this peer and the dead included."""
+        return len(self._states)
+
+    def get(self, peer_id: PeerId) -> MemberState | None:
+        """What is known of a peer."""
+        return self._states.get(peer_id)
+
+    def resolve(self, member: Member) -> MemberState | None:
+        """What is known of the peer with this short name."""
+        return self._by_member.get(member)
+
+    def states(self) -> Iterable[MemberState]:
+        """All of them, this peer and the dead included."""
+        return self._states.values()
+
+    def live(self) -> list[MemberState]:
+        """Members with a record, alive or only suspected; this peer too once it has one."""
+        if self._live is None:
+            self._live = [state for state in self._states.values() if state.live]
+        return self._live
+
+    def others(self) -> list[MemberState]:
+        """`live()` without this peer."""
+        if self._others is None:
+            self._others = [state for state in self.live() if state is not self._own]
+        return self._others
+
+    @property
+    def dead_count(self) -> int:
+        """How many are known that were alive once: dead, or gone on purpose, with a record."""
+        return len(self._gone)
+
+    def dead(self, place: int) -> MemberState:
+        """One of them."""
+        return self._states[next(islice(self._gone, place, None))]
+
+    def take_changes(self) -> list[MemberChange]:
+        """Changes of other members' status since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    # --- evidence ----------------------------------------------------------------------------
+
+    def observe_record(self, record: PeerRecord, signed: SignedRecord, now: float) -> bool:
+        """Take in a verified record. Whether it is newer than the one known; that of one more member than there may
+        be is left out, and counted."""
+        state = self._states.get(record.peer_id)
+        if state is None:
+            if not self._has_room():
+                self.refused_count += 1
+                return False
+            state = self._add(record.peer_id, Status.ALIVE, record.incarnation, now)
+        elif state.signed is not None and (record.incarnation, record.sequence) <= (
+            state.record_incarnation,
+            state.record_sequence,
+        ):
+            return False
+        fresh = state.signed is None
+        state.note(record, signed)
+        if fresh:
+            self._note_gone(state)
+        if state is self._own:
+            # A restarted log (see `machine`) raises both incarnations together.
+            state.incarnation = max(state.incarnation, record.incarnation)
+        elif record.leaving:
+            self._set(state, Status.LEFT, max(state.incarnation, record.incarnation), now)
+        elif record.incarnation > state.incarnation:
+            self._set(state, Status.ALIVE, record.incarnation, now)
+        if fresh:
+            self._live_changed()
+        return True
+
+    def observe_claims(
+        self, claims: Iterable[Claim], now: float, sender: PeerId | None = None
+    ) -> None:
+        """Take in what others claim (see `check_claim`); refute what they claim of this peer."""
+        newest = self._wall_clock_ms(now) + MAX_AHEAD_MS
+        for claim in claims:
+            if claim.status > Status.LEFT:
+                continue  # a newer version's
+            if claim.incarnation > newest + (
+                REFUTATION_ROOM if claim.status == Status.ALIVE else 0
+            ):
+                continue  # made up, so high that nobody could refute it
+            if claim.peer_id == self.me:
+                self._refute(claim)
+                continue
+            state = self._states.get(claim.peer_id)
+            if state is not None:
+                self._observe(state, claim, now)
+                agree = (claim.incarnation, claim.status) == (state.incarnation, state.status)
+                if agree and sender is not None:
+                    self._rumors.known_to(claim.peer_id, sender)
+            elif claim.status > Status.SUSPECT and self._has_room_for_hearsay():
+                # Remembered, so that an old record of this peer does not bring it back.
+                self._add(claim.peer_id, Status(claim.status), claim.incarnation, now)
+
+    def _observe(self, state: MemberState, claim: Claim, now: float) -> None:
+        status = Status(claim.status)
+        if state.leaving:
+            return
+        if (claim.incarnation, status) > (state.incarnation, state.status):
+            self._set(state, status, claim.incarnation, now, by=claim.by)
+        elif (claim.incarnation, status) == (state.incarnation, Status.SUSPECT):
+            self._confirm(state, claim.by)
+
+    def heard(self, peer_id: PeerId, now: float) -> None:
+        """Something came from the peer itself (the connection proves who it is)."""
+        state = self._states.get(peer_id)
+        if state is not None:
+            state.heard_at = now
+
+    def suspect(self, peer_id: PeerId, now: float) -> None:
+        """A probe of this peer's own has failed: accuse the member, or confirm what others say of it."""
+        state = self._states.get(peer_id)
+        if state is None or state is self._own:
+            return
+        if state.status == Status.ALIVE:
+            self._set(state, Status.SUSPECT, state.incarnation, now)
+        suspicion = self._suspects.get(peer_id)
+        if suspicion is not None:
+            suspicion.failed_at = now
+            self._due_at = None
+            self._confirm(state, self._own.member)
+
+    def leave(self, now: float) -> None:
+        """This peer leaves: LEFT, finally, for its incarnation."""
+        self._own.status, self._own.status_since = Status.LEFT, now
+        self._live_changed()
+        self._spread(self._own)
+
+    # --- time --------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Judge what ran out. Call it every 0.25 s or more often, after everything that arrived until now was
+        fed in."""
+        stalled = now - self._ticked_at
+        if STALL_SECONDS <= stalled < math.inf:
+            # Nobody could refute to this process while it stood still, and what came meanwhile may be
+            # more than the shell has read by now.
+            self.resumed_at = now
+            for suspicion in self._suspects.values():
+                suspicion.postpone(stalled, now + self.config.probe_interval_seconds)
+            self._due_at = None
+        self._ticked_at = now
+        if self.next_tick() > now:
+            return
+        self._due_at = None
+        for peer_id, suspicion in list(self._suspects.items()):
+            if self._due(suspicion) <= now:
+                self._judge(self._states[peer_id], suspicion, now)
+
+    def _judge(self, state: MemberState, suspicion: Suspicion, now: float) -> None:
+        if not suspicion.is_proved:
+            suspicion.asked_at = now
+            self._unproved.append(state.peer_id)
+        elif state.heard_at > state.status_since:
+            # It talks to us: others may hold it dead, this peer does not say so on its own.
+            state.status_since = now
+            self._suspects[state.peer_id] = self._suspicion(now)
+        else:
+            self._set(state, Status.DEAD, state.incarnation, now)
+
+    def _due(self, suspicion: Suspicion) -> float:
+        probe_seconds = self.config.probe_interval_seconds * self.health.multiplier
+        # Who looked itself, in vain, has its verdict with the accusers', also when so many were before it that it
+        # does not count as one: a rumour of the death may miss it.
+        accused = suspicion.failed_at > -math.inf or self._own.member in suspicion.accusers
+        return suspicion.due(accused, probe_seconds)
+
+    def take_unproved(self) -> list[PeerId]:
+        """Suspects, since the last call, that this peer has to probe before it may declare them dead."""
+        unproved, self._unproved = self._unproved, []
+        return unproved
+
+    def next_tick(self) -> float:
+        """When `tick` has something to judge."""
+        multiplier = self.health.multiplier
+        if self._due_at is None or self._due_multiplier != multiplier:
+            self._due_at = min(map(self._due, self._suspects.values()), default=math.inf)
+            self._due_multiplier = multiplier
+        return self._due_at
+
+    def suspicion_seconds(self) -> float:
+        """How long a suspect has to refute at least."""
+        return shortest_suspicion_seconds(
+            self.config.suspicion_multiplier, len(self.live()), self.config.probe_interval_seconds
+        )
+
+    def expire(self, now: float) -> list[MemberState]:
+        """Forget those that have been dead too long. They are returned."""
+        limit = now - self.config.dead_kept_seconds
+        expired = [
+            state
+            for dead in (self._gone, self._hearsay)
+            for state in takewhile(
+                lambda state: state.status_since < limit, map(self._states.__getitem__, dead)
+            )
+        ]
+        for state in expired:
+            self._drop(state)
+        return expired
+
+    def expel(self, peer_id: PeerId) -> None:
+        """Forget a member that may not come in any more."""
+        state = self._states.get(peer_id)
+        if state is not None and state is not self._own:
+            self._drop(state)
+
+    # --- claims to pass on -------------------------------------------------------------------
+
+    def claims(self, about: Iterable[PeerId] = (), to: PeerId | None = None) -> list[Claim]:
+        """Claims to ride on the next message: those about `about`, then the least sent ones, except what was
+        last heard from, or told, the receiver `to`.
+
+        The receiver of a message hears first what is said of it, so that it can refute at once.
+        """
+        chosen = [claim for peer_id in about if (claim := self.accusation(peer_id)) is not None]
+        room = max(0, self.config.claims_per_message - len(chosen))
+        chosen += self._rumors.take(to, room, self.retransmit_limit())
+        return chosen
+
+    def accusation(self, peer_id: PeerId) -> Claim | None:
+        """What to tell somebody who believes this member alive; None when so does this peer.
+
+        A death is passed on as a suspicion: where it was wrong, its victim lives near those who are
+        told, and has time to refute before they hide what it holds.
+        """
+        state = self._states.get(peer_id)
+        if state is None or state.status == Status.ALIVE:
+            return None
+        status = Status.LEFT if state.status == Status.LEFT else Status.SUSPECT
+        return Claim(peer_id, state.incarnation, int(status), self._own.member)
+
+    def refuted(self, members: Iterable[Member], limit: int) -> list[Claim]:
+        """What to tell somebody who does not name these live members, and may hold them dead: which of them have
+        refuted something in this life. A rumour misses somebody now and then; this is what mends it."""
+        found: list[Claim] = []
+        for member in members:
+            state = self._by_member.get(member)
+            if state is None or state.signed is None or state.status != Status.ALIVE:
+                continue
+            if state.incarnation > state.record_incarnation:
+                found.append(
+                    Claim(state.peer_id, state.incarnation, int(Status.ALIVE), self._own.member)
+                )
+                if len(found) == limit:
+                    break
+        return found
+
+    @property
+    def has_rumors(self) -> bool:
+        """Whether claims wait to be passed on."""
+        return len(self._rumors) > 0
+
+    def retransmit_limit(self) -> int:
+        """How many messages each rumour rides on: it grows with the logarithm of the cluster."""
+        return self.config.retransmit_multiplier * math.ceil(math.log10(len(self.live()) + 1) or 1)
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _refute(self, claim: Claim) -> None:
+        own = self._own
+        if claim.status == Status.ALIVE or claim.incarnation < own.incarnation:
+            return
+        if own.status == Status.LEFT or claim.incarnation + 1 >= MAX_INCARNATION:
+            return
+        own.incarnation = claim.incarnation + 1
+        self.health.worse()  # others could not reach this peer
+        self._spread(own)
+
+    def _confirm(self, state: MemberState, by: Member) -> None:
+        suspicion = self._suspects.get(state.peer_id)
+        if suspicion is not None and suspicion.confirm(by):
+            self._due_at = None
+            self._spread(state, by)
+
+    def _suspicion(self, now: float, by: Member | None = None) -> Suspicion:
+        multiplier, members = self.config.suspicion_multiplier, len(self.live())
+        shortest = self.suspicion_seconds()
+        return Suspicion(
+            began_at=now,
+            shortest_seconds=shortest,
+            longest_seconds=LONGEST_MULTIPLIER * shortest,
+            expected=expected_confirmations(multiplier, members),
+            accusers={self._own.member if by is None else by},
+        )
+
+    def _spread(self, state: MemberState, by: Member | None = None) -> None:
+        accuser = self._own.member if by is None else by
+        self._rumors.spread(Claim(state.peer_id, state.incarnation, int(state.status), accuser))
+
+    def _set(
+        self,
+        state: MemberState,
+        status: Status,
+        incarnation: int,
+        now: float,
+        by: Member | None = None,
+    ) -> None:
+        old, was_alive = state.status, state.alive
+        risen = incarnation > state.incarnation
+        state.incarnation = max(state.incarnation, incarnation)
+        state.status = status
+        if status != old:
+            state.status_since = now
+            self._changes.append(MemberChange(state.peer_id, state.member, old, status, by))
+        if status == Status.SUSPECT:
+            if risen or status != old:
+                self._suspects[state.peer_id] = self._suspicion(now, by)
+                self._due_at = None
+        elif self._suspects.pop(state.peer_id, None) is not None:
+            self._due_at = None
+        if status != old:
+            self._note_gone(state)
+        if state.alive != was_alive:
+            self._live_changed()
+        self._spread(state, by)
+
+    def _add(self, peer_id: PeerId, status: Status, incarnation: int, now: float) -> MemberState:
+        state = MemberState(peer_id, member_of(peer_id), status, incarnation, now)
+        self._states[peer_id] = state
+        self._by_member[state.member] = state
+        self._changes.append(MemberChange(peer_id, state.member, None, status))
+        self._note_gone(state)
+        return state
+
+    def _has_room(self) -> bool:
+        """Whether there may be one more. One that is gone may have to be forgotten for it."""
+        if len(self._states) >= self.config.max_members:
+            oldest = next(chain(self._hearsay, self._gone), None)
+            if oldest is None:
+                return False
+            self._drop(self._states[oldest])
+        return True
+
+    def _has_room_for_hearsay(self) -> bool:
+        """The same for one of whom there are only claims: it takes the place of another such, and of nobody else."""
+        full = len(self._states) >= self.config.max_members
+        if full or len(self._hearsay) >= MAX_HEARSAY:
+            if not self._hearsay:
+                return False
+            self._drop(self._states[next(iter(self._hearsay))])
+        return True
+
+    def _note_gone(self, state: MemberState) -> None:
+        """Keep the dead in the order in which they are forgotten. Call it when a member's status changed, or its
+        first record came."""
+        if state.peer_id == self.me:
+            return
+        self._gone.pop(state.peer_id, None)
+        self._hearsay.pop(state.peer_id, None)
+        if not state.alive:
+            (self._hearsay if state.signed is None else self._gone)[state.peer_id] = None
+
+    def _drop(self, state: MemberState) -> None:
+        del self._states[state.peer_id]
+        if self._by_member.get(state.member) is state:
+            del self._by_member[state.member]
+        self._rumors.discard(state.peer_id)
+        self._gone.pop(state.peer_id, None)
+        self._hearsay.pop(state.peer_id, None)
+        if self._suspects.pop(state.peer_id, None) is not None:
+            self._due_at = None
+        if state.live:
+            self._live_changed()
+
+    def _live_changed(self) -> None:
+        self._live = self._others = None
+        self.version += 1
+
+
+def check_claim(claim: Claim) -> None:
+    """Raise `ProtocolError` for a claim that makes no sense."""
+    public_key_from_peer_id(claim.peer_id)
+    if claim.status < 0:
+        raise ProtocolError(f"a claim of status {claim.status}")
+    if not 0 <= claim.incarnation < MAX_INCARNATION:
+        raise ProtocolError(f"a claim about incarnation {claim.incarnation}")

@@ -1,0 +1,91 @@
+"""This peer's own signed record: when it is signed anew, and who else signs with the same key. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from p2pstore.gossip.config import GossipConfig
+from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.members.membership import MAX_INCARNATION, Membership
+from p2pstore.gossip.records import PeerRecord, SignedRecord, Signer, sign_peer_record
+
+
+class OwnRecord:
+    """`describe` returns what this peer offers now; the rest is filled in here."""
+
+    def __init__(
+        self,
+        signer: Signer,
+        describe: Callable[[], PeerRecord],
+        config: GossipConfig,
+        membership: Membership,
+        log: OwnLog,
+        cluster_records: ClusterRecords,
+    ) -> None:
+        self.leaving = False
+        self.duplicate: PeerRecord | None = None
+        """A record by which another process uses this peer's identity, for good."""
+        self.describe = describe
+        self._signer = signer
+        self._config = config
+        self._membership = membership
+        self._log = log
+        self._cluster_records = cluster_records
+        self._changed = True
+        self._signed_at = -math.inf
+
+    def changed(self) -> None:
+        """`describe` would say something else now."""
+        self._changed = True
+
+    def leave(self) -> None:
+        """The record says from now on that this peer leaves."""
+        self.leaving = self._changed = True
+
+    def signed(self, now: float) -> SignedRecord:
+        """The record, signed anew when something changed."""
+        own = self._membership.own
+        interval = self._config.head_interval_seconds(len(self._membership.live()))
+        moved = own.signed is not None and (
+            own.log_sequence != self._log.sequence
+            or own.floors_horizon != self._cluster_records.horizon_hash
+        )
+        if self._changed or (moved and now >= self._signed_at + interval):
+            record = msgspec.structs.replace(
+                self.describe(),
+                peer_id=own.peer_id,
+                cluster=self._config.cluster,
+                incarnation=self._log.incarnation,
+                sequence=own.record_sequence + 1,
+                head=self._log.head,
+                leaving=self.leaving,
+                floors_horizon=self._cluster_records.horizon_hash,
+            )
+            self._membership.observe_record(record, sign_peer_record(record, self._signer), now)
+            self._changed, self._signed_at = False, now
+        assert own.signed is not None
+        return own.signed
+
+    def seen(self, record: PeerRecord) -> bool:
+        """A record that this peer's key signed but this process did not: its identity is used
+        twice. Whether the log was begun anew for it.
+
+        Records of a past life are lower and never get here. The newer process is to go, but at
+        first it sees lower records only. So the older one makes itself just higher: then the newer
+        one sees that somebody alive signs with its key, by so little above its own that it is a defence,
+        and goes. The older one defends itself as often as somebody comes.
+        """
+        if record.incarnation < self._log.incarnation + self._config.defence_margin:
+            self.duplicate = record
+            return False
+        if record.incarnation + 1 >= MAX_INCARNATION:
+            return False
+        self._changed = True
+        # Just above the other record, and not above what refutations have raised the claims to: by that
+        # little the other one tells a defence from a third process.
+        self._log.restart(record.incarnation + 1)
+        return True

@@ -1,0 +1,99 @@
+"""How long a suspect has to refute: Lifeguard's dynamic suspicion, as in memberlist. Pure.
+
+One accuser may be the one that is ill, so a suspicion starts with a long time. Every further member that
+accuses the same suspect from its own probes shortens it, down to the shortest time when as many confirm as
+are expected: `minimum + (maximum - minimum) * (1 - log(c + 1) / log(k + 1))` for `c` of `k` confirmations.
+
+Time alone does not make a verdict here: a refutation is a rumour, and a rumour misses somebody now and then.
+So who is about to declare a suspect dead probes it once more, its accusers just before the time is over. The
+others wait a little for the accusers' verdict, so that not everybody calls on the dead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+from p2pstore.gossip.records import Member
+
+PROOF_PROBES: Final = 3
+"""A probe that was wanted, and came to no end within the time of so many, is wanted again."""
+LONGEST_MULTIPLIER: Final = 6.0
+"""The longest time is so many times the shortest."""
+
+
+def shortest_suspicion_seconds(
+    multiplier: float, members: int, probe_interval_seconds: float
+) -> float:
+    """How long a confirmed suspect has to refute: it grows with the logarithm of the cluster, as the time
+    does that the accusation and the refutation take to spread."""
+    return multiplier * max(1.0, math.log10(max(1, members))) * probe_interval_seconds
+
+
+def expected_confirmations(multiplier: float, members: int) -> int:
+    """How many confirmations make a suspicion as short as it gets. None are expected in a cluster without
+    so many members besides this one and the suspect."""
+    expected = int(multiplier) - 2
+    return expected if 0 < expected <= members - 2 else 0
+
+
+@dataclass(slots=True)
+class Suspicion:
+    """One suspect's time. `accusers` are those that accused it, the first one included.
+
+    `asked_at` is when this peer last began to look for itself, `failed_at` when a probe of its own last failed.
+    """
+
+    began_at: float
+    shortest_seconds: float
+    longest_seconds: float
+    expected: int
+    accusers: set[Member] = field(default_factory=set)
+    postponed_seconds: float = 0.0
+    earliest_at: float = -math.inf
+    asked_at: float = -math.inf
+    failed_at: float = -math.inf
+    deadline: float = field(init=False)
+    """When the suspect counts as dead. Kept, because all suspects are looked at after every event."""
+
+    def __post_init__(self) -> None:
+        self._set_deadline()
+
+    def confirm(self, by: Member) -> bool:
+        """Another member accuses the suspect. Whether that was news, and worth passing on."""
+        if by in self.accusers or len(self.accusers) > self.expected:
+            return False
+        self.accusers.add(by)
+        self._set_deadline()
+        return True
+
+    def _set_deadline(self) -> None:
+        seconds = self.shortest_seconds
+        if self.expected:
+            confirmed = math.log(max(1, len(self.accusers))) / math.log(self.expected + 1)
+            longer = self.longest_seconds - self.shortest_seconds
+            seconds += longer * max(0.0, 1.0 - confirmed)
+        self.deadline = max(self.began_at + seconds + self.postponed_seconds, self.earliest_at)
+
+    def postpone(self, seconds: float, earliest_at: float) -> None:
+        """This process stood still for so long, and heard no refutation meanwhile: judge that much later, not
+        before `earliest_at`, and by a probe that is yet to be made."""
+        self.postponed_seconds += seconds
+        self.earliest_at = earliest_at
+        self._set_deadline()
+        self.asked_at = self.failed_at = -math.inf
+
+    def due(self, accused: bool, probe_seconds: float) -> float:
+        """When there is something to do: to probe the suspect (again), or to declare it dead. `accused`: by this
+        peer, whose probes take `probe_seconds`."""
+        if self.asked_at == -math.inf:
+            return self.deadline + (-probe_seconds if accused else probe_seconds)
+        if self.is_proved:
+            return self.deadline
+        return self.asked_at + PROOF_PROBES * probe_seconds
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether this peer's own last look has failed."""
+        return self.failed_at >= self.asked_at > -math.inf

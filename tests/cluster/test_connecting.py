@@ -1,0 +1,179 @@
+"""Connections that take longer to make than those who want them wait."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+import pytest
+import trio
+import trio.testing
+
+from p2pstore.gossip.links import attempts as attempts_module
+from p2pstore.gossip.links import host as host_module
+from p2pstore.gossip.links.attempts import Attempts
+from p2pstore.gossip.links.host import ControlHost
+from p2pstore.gossip.links.link import LinkError
+from p2pstore.nursery import open_background_nursery
+from tests.cluster.test_control_host import opened, peer_id, ping, until
+
+
+class Path:
+    """A way to a host that takes its time, and may end before it begins to carry anything."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self.delay_seconds = 0.0
+        self.gate = trio.Event()
+        self.gate.set()
+        self.connections = 0
+
+    async def serve(self, client: trio.SocketStream) -> None:
+        self.connections += 1
+        async with (
+            await trio.open_tcp_stream(*self._target) as server,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(self._pump, client, server, nursery.cancel_scope)
+            nursery.start_soon(self._pump, server, client, nursery.cancel_scope)
+
+    async def _pump(
+        self, source: trio.SocketStream, target: trio.SocketStream, scope: trio.CancelScope
+    ) -> None:
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            while data := await source.receive_some(65536):
+                await self.gate.wait()
+                await trio.sleep(self.delay_seconds)
+                await target.send_all(data)
+        scope.cancel()
+
+
+@asynccontextmanager
+async def path_to(host: ControlHost) -> AsyncIterator[tuple[Path, str]]:
+    path = Path(host.listening)
+    async with open_background_nursery() as nursery:
+        serve = partial(trio.serve_tcp, path.serve, 0, host="127.0.0.1")
+        [listener] = await nursery.start(serve)
+        yield path, f"127.0.0.1:{listener.socket.getsockname()[1]}"
+
+
+async def test_askers_who_wait_briefly_get_a_connection_on_a_slow_path() -> None:
+    """The handshake takes some eight round trips: more than any of these requests waits."""
+    async with opened(1) as host, opened(2) as other, path_to(other) as (path, address):
+        path.delay_seconds = 0.03
+        with trio.fail_after(20):
+            while not host.connected():
+                with suppress(LinkError):
+                    await ping(host, peer_id(2), address, 0.15)
+        path.delay_seconds = 0.0
+        await ping(host, peer_id(2), address)
+        assert path.connections == 1
+
+
+async def test_the_cancellation_of_one_who_waits_harms_no_other() -> None:
+    async with opened(1) as host, opened(2) as other, path_to(other) as (path, address):
+        path.gate = trio.Event()
+        async with trio.open_nursery() as nursery:
+            first = trio.CancelScope()
+
+            async def hasty() -> None:
+                with first:
+                    await ping(host, peer_id(2), address)
+
+            nursery.start_soon(hasty)
+            await until(lambda: path.connections)
+            for _ in range(5):
+                nursery.start_soon(ping, host, peer_id(2), address)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            first.cancel()
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            path.gate.set()
+        assert path.connections == 1
+        assert not len(host._attempts)
+
+
+@pytest.mark.parametrize("way", ["close", "disconnect", "deadline"])
+async def test_an_attempt_ends_with_the_host_with_a_disconnect_and_in_its_own_time(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "deadline":
+        monkeypatch.setattr(host_module, "CONNECTING_SECONDS", 0.3)
+    errors: list[LinkError] = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # its kernel answers, nobody else does
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+
+        async def wait() -> None:
+            try:
+                await ping(host, peer_id(2), address)
+            except LinkError as error:
+                errors.append(error)
+
+        async with opened(1) as host:
+            with pytest.raises(LinkError, match=r"within 0\.1 s"):
+                await ping(host, peer_id(2), address, 0.1)
+            assert len(host._attempts) == 1  # without anybody who waits for it
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait)
+                nursery.start_soon(wait)
+                await trio.testing.wait_all_tasks_blocked(0.01)
+                began = trio.current_time()
+                if way == "close":
+                    host.close()
+                elif way == "disconnect":
+                    await host.disconnect(peer_id(2))
+            assert trio.current_time() - began < 2
+            assert len(errors) == 2
+            await until(lambda: not len(host._attempts))
+            if way == "close":
+                with pytest.raises(LinkError, match="stops"):
+                    await ping(host, peer_id(2), address)
+
+
+async def test_a_machine_that_does_not_answer_at_all_is_soon_tried_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else whoever is back after a while waits for a kernel that repeats itself ever less often."""
+    monkeypatch.setattr(host_module, "TCP_SECONDS", 0.2)
+
+    async def never(_endpoint: object) -> None:
+        await trio.sleep_forever()
+
+    async with opened(1) as host, opened(2) as other:
+        address = f"127.0.0.1:{other.listening[1]}"
+        with monkeypatch.context() as patch:
+            patch.setattr(host_module, "connect", never)
+            with pytest.raises(LinkError, match=r"did not answer within 0\.2 s"):
+                await ping(host, peer_id(2), address)
+        await ping(host, peer_id(2), address)
+
+
+async def test_a_peer_that_moved_is_dialled_where_it_is_now() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with opened(1) as host, opened(2) as other:
+            with pytest.raises(LinkError):
+                await ping(host, peer_id(2), f"127.0.0.1:{silent.getsockname()[1]}", 0.05)
+            await ping(host, peer_id(2), f"127.0.0.1:{other.listening[1]}", 5)
+
+
+async def test_one_attempt_too_many_is_refused_and_the_place_is_free_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempts_module, "MAX_ATTEMPTS", 2)
+    attempts: Attempts[int] = Attempts(5.0)
+    gate = trio.Event()
+
+    async def start() -> int:
+        await gate.wait()
+        return 7
+
+    async with trio.open_nursery() as nursery:
+        for key in range(2):
+            nursery.start_soon(attempts.join, nursery, b"peer", key, start)
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(LinkError, match="already"):
+            await attempts.join(nursery, b"peer", 2, start)
+        gate.set()
+        await until(lambda: not len(attempts))
+        assert await attempts.join(nursery, b"peer", 2, start) == 7

@@ -1,0 +1,231 @@
+"""Clients that read in their peer's table what other peers hold, while those put, remove, flush and die."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from p2pstore import blocking, open_peer
+from p2pstore.blocking import BlockingClient
+from p2pstore.client.link import PeerLink
+from p2pstore.config import PeerConfig
+from p2pstore.errors import ConfigError, DeadlineExceeded, NoSuchKey, StoreClosed
+from p2pstore.local.messages import LocalKind
+from tests.cluster.processes import PeerProcess, new_cluster, until
+
+SECONDS = 30.0
+COUNT = 200
+ASKING = (LocalKind.CONTAINS, LocalKind.MATCH_PREFIX, LocalKind.PLAN)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[list[PeerProcess]]:
+    with new_cluster(2, halves=False) as cluster:
+        cluster.start_first("--network", "local")
+        yield cluster.peers
+
+
+@pytest.fixture
+def questions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what clients of this process ask their peers."""
+    asked: list[str] = []
+    for name in ("ask", "ask_ahead", "request"):
+        original = getattr(PeerLink, name)
+
+        def counted(
+            self: PeerLink, kind: int, *args: Any, original: Any = original, **options: Any
+        ) -> Any:
+            if kind in ASKING:
+                asked.append(LocalKind(kind).name)
+            return original(self, kind, *args, **options)
+
+        monkeypatch.setattr(PeerLink, name, counted)
+    return asked
+
+
+def keys_of(word: str) -> list[str]:
+    return [f"{word}-{number}" for number in range(COUNT)]
+
+
+def put_all(holder: BlockingClient, keys: list[str]) -> None:
+    assert all(result.ok for result in holder.put_many([(key, b"value") for key in keys]))
+
+
+@contextmanager
+def without_questions(asked: list[str]) -> Iterator[None]:
+    asked.clear()
+    yield
+    assert asked == []
+
+
+def answers_alone(client: BlockingClient, keys: list[str], asked: list[str]) -> bool:
+    """Whether all of them are found without a question."""
+    asked.clear()
+    return all(client.contains_many(keys)) and not asked
+
+
+def test_keys_elsewhere_need_no_question(pair: list[PeerProcess], questions: list[str]) -> None:
+    holder, reader = pair[0].client, pair[1].client
+    keys, absent = keys_of("held"), keys_of("absent")
+    put_all(holder, keys)
+    until(lambda: answers_alone(reader, keys, questions), SECONDS)
+    with without_questions(questions):
+        assert all(reader.contains(key) for key in keys)
+        assert not any(reader.contains(key) for key in absent)
+        assert reader.contains_many(keys + absent) == [True] * COUNT + [False] * COUNT
+        assert reader.match_prefix([*keys, *absent]) == COUNT
+        assert reader.match_prefix(absent) == 0
+    reader.remove(keys[0])  # here and now it is gone, though the holder may not have heard of it
+    assert not reader.contains(keys[0])
+    assert reader.contains_many(keys)[:2] == [False, True]
+    reader.put("mine", b"value")
+    with without_questions(questions):
+        assert reader.contains("mine")
+
+
+def test_holders_that_were_named_are_found_again(
+    pair: list[PeerProcess], questions: list[str]
+) -> None:
+    holder, keys = pair[0].client, keys_of("planned")
+    for key in keys:
+        holder.put(key, key.encode())
+    until(lambda: answers_alone(pair[1].client, keys, questions), SECONDS)
+    with blocking.connect(pair[1].ready["socket"]) as reader:
+        assert reader.get(keys[0]) == keys[0].encode()
+        assert questions == ["PLAN"]
+        with without_questions(questions):
+            for key in keys:
+                assert reader.get(key) == key.encode()
+            into = [(key, bytearray(len(key))) for key in keys]
+            assert all(result.ok for result in reader.get_many_into(into))
+            assert all(bytes(buffer) == key.encode() for key, buffer in into)
+        with pytest.raises(NoSuchKey):
+            reader.get("nowhere")
+        assert questions == ["PLAN"]
+        holder.remove(keys[1])
+        with pytest.raises(NoSuchKey):
+            reader.get(keys[1])
+        holder.put(keys[2], b"newer", overwrite=True)
+        until(lambda: reader.get(keys[2]) == b"newer", SECONDS)
+
+
+def test_a_holder_that_came_back_elsewhere_is_found(pair: list[PeerProcess]) -> None:
+    holder, keys = pair[0], keys_of("moved")
+    with blocking.connect(pair[1].ready["socket"]) as reader:
+        holder.client.put(keys[0], b"before")
+        until(lambda: reader.contains(keys[0]), SECONDS)
+        assert reader.get(keys[0]) == b"before"
+        holder.kill()
+        holder.start("--network", "local", "--bootstrap", pair[1].control)
+        holder.wait_until_ready()  # its data address is another one
+        holder.client.put(keys[1], b"after")
+        until(lambda: reader.contains(keys[1]), SECONDS)
+        assert reader.get(keys[1]) == b"after"
+
+
+def test_a_flush_is_seen_at_once(pair: list[PeerProcess], questions: list[str]) -> None:
+    with (
+        blocking.connect(pair[0].ready["socket"], namespace="flushed") as holder,
+        blocking.connect(pair[1].ready["socket"], namespace="flushed") as reader,
+    ):
+        keys = keys_of("flushed")
+        put_all(holder, keys)
+        until(lambda: answers_alone(reader, keys, questions), SECONDS)
+        reader.flush()
+        assert not any(reader.contains_many(keys))
+        assert not any(reader.contains(key) for key in keys)
+        put_all(holder, keys)
+        until(lambda: all(reader.contains_many(keys)), SECONDS)
+    assert pair[1].client.contains("mine")  # another namespace
+
+
+def test_a_peer_that_is_stopped_is_asked(pair: list[PeerProcess], questions: list[str]) -> None:
+    holder = pair[0].client
+    keys = keys_of("stopped")
+    put_all(holder, keys)
+    until(lambda: answers_alone(pair[1].client, keys, questions), SECONDS)
+    with blocking.connect(pair[1].ready["socket"], timeout=0.5) as reader:
+        with pair[1].stopped(), pytest.raises(DeadlineExceeded):
+            until(lambda: not reader.contains(keys[0]), SECONDS)
+        until(lambda: answers_alone(reader, keys, questions), SECONDS)
+
+
+def test_what_a_dead_peer_held_is_not_there(pair: list[PeerProcess], questions: list[str]) -> None:
+    keys = keys_of("dies")
+    put_all(pair[0].client, keys)
+    reader = pair[1].client
+    until(lambda: answers_alone(reader, keys, questions), SECONDS)
+    pair[0].signal(signal.SIGKILL)
+    pair[0].kill()
+    until(lambda: not any(reader.contains_many(keys)), SECONDS)
+    with without_questions(questions):
+        assert not reader.contains(keys[0])
+    pair[0].start("--network", "local", "--bootstrap", pair[1].control)
+    pair[0].wait_until_ready()
+    put_all(pair[0].client, keys)
+    until(lambda: answers_alone(reader, keys, questions), SECONDS)
+
+
+def open_tables() -> int:
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum("p2pstore-locations" in link for link in links)
+
+
+async def test_a_table_goes_with_its_peer_and_its_clients(tmp_path: Path) -> None:
+    gc.collect()
+    before = open_tables()
+    with trio.fail_after(SECONDS):
+        gc.disable()
+        try:
+            async with open_peer(config_in(tmp_path)) as peer:
+                assert not await peer.contains("nowhere")
+                assert open_tables() > before
+            assert open_tables() == before
+            with pytest.raises(StoreClosed):
+                peer.contains_nowait("nowhere")
+        finally:
+            gc.enable()
+
+
+def config_in(folder: Path) -> PeerConfig:
+    return PeerConfig(
+        memory="16MiB",
+        listen="127.0.0.1:0",
+        state_dir=str(folder / "state"),
+        socket=str(folder / "peer.sock"),
+    )
+
+
+async def test_without_room_to_map_the_table_the_peer_is_asked(
+    tmp_path: Path, questions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(descriptor: int, length: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("p2pstore.local.connection.map_table", no_room)
+    with trio.fail_after(SECONDS):
+        async with open_peer(config_in(tmp_path)) as peer:
+            assert not await peer.contains("nowhere")
+            assert questions == ["CONTAINS"]
+
+
+async def test_without_a_table_the_peer_is_asked(
+    tmp_path: Path, questions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def impossible(total_bytes: int, name: str) -> None:
+        raise ConfigError("this kernel cannot")
+
+    monkeypatch.setattr("p2pstore.peer.api.create_table_memory", impossible)
+    with trio.fail_after(SECONDS):
+        async with open_peer(config_in(tmp_path)) as peer:
+            assert not await peer.contains("nowhere")
+            assert questions == ["CONTAINS"]

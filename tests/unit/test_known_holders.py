@@ -1,0 +1,147 @@
+"""Plans that a client makes by itself of what it was told before."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from random import Random
+
+import pytest
+
+from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
+from p2pstore.client.known_holders import (
+    ASKED_SECONDS,
+    HOLDERS_PER_PLAN,
+    MAX_HOLDERS,
+    TRUSTED_SECONDS,
+    KnownHolders,
+)
+from p2pstore.local.messages import Holder, PlanItem
+
+DIGEST = bytes(16)
+
+
+class Table(KnownElsewhere):
+    """Knows what it is told."""
+
+    def __init__(self, *records: KnownRecord) -> None:
+        self.records: list[KnownRecord] | None = list(records)
+
+    def holders(self, digest: bytes) -> list[KnownRecord] | None:
+        return self.records
+
+
+def record(member: int, clock: int = 5, slot: int = 3) -> KnownRecord:
+    return KnownRecord(member, (clock, member), slot, 7, 0)
+
+
+def copy(member: int) -> KnownRecord:
+    """Of one version, whoever has it."""
+    return KnownRecord(member, (5, 1), member, 7, 0)
+
+
+def holder(member: int, *, same_host: bool = False) -> Holder:
+    return Holder(
+        member, b"id", "name", ["127.0.0.1:1"], "", same_host, 9, 9, 9, 9, 1, b"c", b"s", b"k"
+    )
+
+
+def known(*records: KnownRecord, named: int = 20) -> KnownHolders:
+    found = KnownHolders(Table(*records), Random(1))
+    found.note([PlanItem([holder(member) for member in range(1, named + 1)])])
+    return found
+
+
+def planned(holders: KnownHolders) -> list[int] | None:
+    plan = holders.plan(DIGEST)
+    return None if plan is None else [each.member for each in plan.holders]
+
+
+def test_the_record_says_where_the_plan_how() -> None:
+    plan = known(record(1)).plan(DIGEST)
+    assert plan is not None
+    (found,) = plan.holders
+    assert (found.slot, found.size_units, found.clock, found.writer, found.tier) == (3, 7, 5, 1, 0)
+    assert (found.data, found.ticket_claims) == (["127.0.0.1:1"], b"c")
+
+
+def test_only_the_newest_version_counts() -> None:
+    assert planned(known(record(1, 5), record(2, 6), record(3, 4))) == [2]
+
+
+def test_nobody_known_or_nobody_named_is_asked() -> None:
+    table = Table()
+    assert planned(KnownHolders(table, Random(1))) is None
+    table.records = None
+    assert planned(KnownHolders(table, Random(1))) is None
+    assert planned(KnownHolders(None, Random(1))) is None
+    assert planned(known(copy(1), copy(30))) is None  # it may be the better one
+
+
+def test_readers_spread_and_this_host_comes_first() -> None:
+    holders = known(*[copy(member) for member in range(1, 13)])
+    firsts = Counter((planned(holders) or [0])[0] for _ in range(400))
+    assert set(firsts) == set(range(1, 13))
+    assert len(planned(holders) or []) == HOLDERS_PER_PLAN
+    holders = known(copy(1), copy(2))
+    holders.note([PlanItem([holder(2, same_host=True)])])
+    assert all(planned(holders) == [2, 1] for _ in range(20))
+
+
+def test_what_was_said_is_trusted_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    holders, now = known(record(1)), time.monotonic()
+    monkeypatch.setattr(
+        "p2pstore.client.known_holders.time.monotonic", lambda: now + TRUSTED_SECONDS - 1
+    )
+    assert planned(holders) == [1]
+    monkeypatch.setattr(
+        "p2pstore.client.known_holders.time.monotonic", lambda: now + TRUSTED_SECONDS + 1
+    )
+    assert planned(holders) is None
+
+
+def test_who_did_not_deliver_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    holders, now = known(record(1)), time.monotonic()
+    holders.forget([1])
+    holders.note([PlanItem([holder(1)])])
+    assert planned(holders) is None
+    monkeypatch.setattr(
+        "p2pstore.client.known_holders.time.monotonic", lambda: now + ASKED_SECONDS + 1
+    )
+    assert planned(holders) == [1]
+    holders.forget([2])
+    assert list(holders._asked_until) == [2]
+
+
+def test_threads_may_note_and_forget_at_once() -> None:
+    holders, failures = known(record(1)), []
+
+    def change(seed: int) -> None:
+        rng = Random(seed)
+        try:
+            for _ in range(2_000):
+                holders.forget([rng.randrange(50)])
+                holders.note([PlanItem([holder(rng.randrange(3_000))])])
+                holders.plan(DIGEST)
+        except RuntimeError as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=change, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+
+
+def test_as_many_are_remembered_as_there_is_room_for() -> None:
+    holders = known(record(1), named=MAX_HOLDERS + 5)
+    assert len(holders._named) == MAX_HOLDERS
+    assert planned(holders) is None

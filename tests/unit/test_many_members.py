@@ -1,0 +1,183 @@
+"""What a member costs who does nothing: memory, and time a few times a second."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+
+from p2pstore.gossip.effects import Ask, Effect
+from p2pstore.gossip.machine import GossipConfig
+from p2pstore.gossip.members.membership import PARSED_RECORDS, Membership
+from p2pstore.gossip.messages import REQUESTS, Claim, ControlKind, Delta, Status
+from p2pstore.gossip.records import PeerRecord, SegmentOffer, TransportOffer, sign_peer_record
+from p2pstore.wire import decode_body, encode_body
+from tests.unit.gossip_network import FakeSigner, Network, peer_id_of, peer_record
+
+MEMBERS = 1000
+LIVING_BYTES = 2000
+GONE_BYTES = 1600
+"""Two thirds of it are the signed record, and what the directory keeps of a log."""
+
+
+def full_record(number: int) -> PeerRecord:
+    """As a peer of two interfaces describes itself."""
+    hosts = [f"10.0.{number >> 8}.{number & 255}", f"192.168.{number >> 8}.{number & 255}"]
+    return peer_record(
+        number,
+        incarnation=1_800_000_000_000 + number,
+        sequence=5,
+        host_id=b"h%031d" % number,
+        control=[f"{host}:17946" for host in hosts],
+        data=[f"{host}:17947" for host in hosts],
+        socket=f"/run/user/1000/p2pstore/peer-{number}.sock",
+        transports=[TransportOffer("tcp"), TransportOffer("shm", b"parameters")],
+        segments=[SegmentOffer(b"s%015d" % number, 64 << 30)],
+        memory_capacity=64 << 30,
+        memory_used=number * 12345,
+        software="p2pstore 0.1.0",
+    )
+
+
+class Observer:
+    """One peer that hears of many others, and whom nobody answers but with silence."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+        self.gossip = Network(1, GossipConfig(forget_seconds=1.0)).start(0, None).gossip
+        self.gossip.tick(self.now)
+
+    def answer(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Ask):
+                self.gossip.answered(effect.token, None, self.now)
+
+    def turn(self, seconds: float = 0.26) -> None:
+        self.now += seconds
+        self.answer(self.gossip.tick(self.now))
+        self.gossip.next_tick(self.now)
+        self.gossip.take_changes()
+
+    def hear_of(self, first: int, last: int) -> None:
+        for start in range(first, last, 40):
+            records = [full_record(number) for number in range(start, min(start + 40, last))]
+            signed = [sign_peer_record(each, FakeSigner(each.peer_id)) for each in records]
+            body = encode_body(Delta(signed, [], [], []))
+            delta = decode_body(REQUESTS[ControlKind.DELTA], body)
+            self.gossip.serve(peer_id_of(1), ControlKind.DELTA, delta, self.now)
+            self.turn(0.05)
+
+    def bury(self, kept: int) -> None:
+        """Hear that all but so many are dead."""
+        membership, claims = self.gossip.membership, []
+        for state in membership.others()[kept:]:
+            claims.append(Claim(state.peer_id, state.incarnation, int(Status.DEAD), 5))
+        membership.observe_claims(claims, self.now)
+
+
+def traced_bytes() -> int:
+    gc.collect()
+    ours = tracemalloc.Filter(True, "*/p2pstore/*")
+    homes = tracemalloc.Filter(False, "*/partition_homes.py")  # as many as there are partitions
+    snapshot = tracemalloc.take_snapshot().filter_traces([ours, homes])
+    return sum(trace.size for trace in snapshot.traces)
+
+
+def test_what_a_member_takes_of_memory_and_what_one_that_is_gone() -> None:
+    observer = Observer()
+    observer.hear_of(1, 300)  # as many as are parsed at once, and more
+    assert PARSED_RECORDS < 299
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = traced_bytes()
+        observer.hear_of(300, MEMBERS + 300)
+        for _ in range(20):
+            observer.turn()
+        assert len(observer.gossip.membership.live()) == MEMBERS + 300
+        living = (traced_bytes() - before) / MEMBERS
+        assert living < LIVING_BYTES
+        observer.bury(299)
+        while observer.gossip.membership.has_rumors:
+            observer.gossip.membership.claims(to=peer_id_of(1))
+            observer.gossip.membership.claims(to=peer_id_of(2))
+        for _ in range(20):
+            observer.turn()
+        assert observer.gossip.membership.dead_count >= MEMBERS
+        assert (traced_bytes() - before) / MEMBERS < GONE_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def calls_made(action: Callable[[], None]) -> Counter[str]:
+    """Which functions were called (generators: entered) how often: time that a busy machine does not change."""
+    calls: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call":
+            calls[frame.f_code.co_qualname] += 1
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_what_is_done_a_few_times_a_second_is_not_done_for_every_member() -> None:
+    """But for a load that is added up once a second (`directory_mode`)."""
+    for kept in (10_000, 20):  # all alive, or nearly all dead
+        costs = []
+        for members in (150, 450):
+            observer = Observer()
+            observer.hear_of(1, members)
+            observer.bury(kept)
+            for _ in range(10):
+                observer.turn()
+
+            def rest(observer: Observer = observer) -> None:
+                for _ in range(5):
+                    observer.now += 0.26
+                    observer.gossip._housekeep(observer.now)
+                    observer.gossip.partitions._followed.mark(observer.now)
+                    observer.gossip._probing.next_dead()
+
+            calls = calls_made(rest)
+            calls = Counter({name: n for name, n in calls.items() if "ClusterLoad" not in name})
+            costs.append(sum(calls.values()))
+        assert costs[1] < 1.2 * costs[0], costs
+
+
+def test_the_dead_are_forgotten_in_time_whatever_became_of_them_meanwhile() -> None:
+    observer = Observer()
+    observer.hear_of(1, 6)
+    membership: Membership = observer.gossip.membership
+    kept = membership.config.dead_kept_seconds
+
+    def claim(number: int, status: Status, incarnation: int = 1_800_000_100_000) -> None:
+        membership.observe_claims(
+            [Claim(peer_id_of(number), incarnation, int(status), 5)], observer.now
+        )
+
+    def dies_at(number: int, at: float, status: Status = Status.DEAD) -> None:
+        observer.now = at
+        claim(number, status)
+
+    dies_at(1, 10.0)
+    dies_at(2, 20.0)
+    dies_at(77, 25.0)  # nothing else is known of that one
+    dies_at(3, 30.0)
+    dies_at(1, 40.0, Status.LEFT)
+    dies_at(2, 50.0, Status.DEAD)  # no news
+    gone = [peer_id_of(number) for number in (2, 77, 3, 1)]
+    assert {state.peer_id for state in membership.states() if not state.alive} == set(gone)
+    for at, peer_id in zip((20.0, 25.0, 30.0, 40.0), gone, strict=True):
+        assert membership.expire(at + kept) == []
+        assert [state.peer_id for state in membership.expire(at + kept + 0.5)] == [peer_id]
+        assert membership.get(peer_id) is None
+    assert membership.dead_count == 0
+    assert len(membership.live()) == 3

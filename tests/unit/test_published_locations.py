@@ -1,0 +1,439 @@
+"""What clients read in a peer's table of locations, against what the peer itself would say."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from p2pstore.client.known_elsewhere import KnownElsewhere
+from p2pstore.errors import ProtocolError, ProtocolMismatch
+from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.locations.directory import Directory, DirectoryConfig
+from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.locations.published_locations import ApartKeys, PublishedLocations
+from p2pstore.gossip.locations.snapshots import check_snapshot
+from p2pstore.gossip.records import LogHead
+from p2pstore.location_table import (
+    APART_COUNTERS,
+    MAX_COUNTED_SLOTS,
+    Word,
+    apart_counter,
+    block_count,
+    format_table,
+    table_bytes,
+)
+from p2pstore.objects import Version
+from p2pstore.transfer.memory import SharedMemory, create_table_memory, map_read_only, map_table
+from tests.unit.gossip_network import digest_of, location
+from tests.unit.test_cluster_records import floor
+
+KEYS = [digest_of(number) for number in range(60)]
+CONFIG = DirectoryConfig(max_records=20_000)
+NEWEST = 1_000
+
+
+def published_table() -> tuple[bytearray, PublishedLocations]:
+    blocks = block_count(CONFIG.max_rows)
+    memory = bytearray(table_bytes(blocks))
+    return memory, PublishedLocations(format_table(memory, blocks, 7))
+
+
+class Cluster:
+    """A directory that is told random things of random members, and a client of its peer."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        memory, self.published = published_table()
+        self.directory = Directory(CONFIG, published=self.published)
+        self.logs: dict[int, OwnLog] = {}
+        self.forbidden = 0
+        self.client = KnownElsewhere(memory)
+        self.published.vouch(time.monotonic(), NEWEST)
+
+    def step(self) -> None:
+        self.rng.choice(
+            [
+                *[self.put] * 6,
+                *(self.remove, self.read, self.read, self.push, self.deny, self.snapshot),
+                *(self.die, self.come_back, self.forget, self.drop, self.expire, self.forbid),
+            ]
+        )()
+
+    def log(self) -> tuple[int, OwnLog]:
+        member = self.rng.randrange(8)
+        if member not in self.logs:
+            self.logs[member] = OwnLog(1)
+            self.directory.observe_head(member, 1, LogHead())
+        return member, self.logs[member]
+
+    def put(self) -> None:
+        _, log = self.log()
+        clock = NEWEST + 1 if self.rng.random() < 0.03 else self.rng.randrange(1, 20)
+        log.add(location(self.rng.randrange(60), clock))
+
+    def remove(self) -> None:
+        _, log = self.log()
+        number, clock = self.rng.randrange(60), self.rng.randrange(1, 20)
+        log.remove(digest_of(number), Version(clock, location(number, clock).version.writer))
+
+    def read(self) -> None:
+        member, log = self.log()
+        operations = log.since(self.directory.position(member)[1], 34 * self.rng.randrange(1, 200))
+        if operations:
+            self.directory.apply(
+                member, log.incarnation, self.directory.position(member)[1] + 1, operations
+            )
+
+    def push(self) -> None:
+        member, log = self.log()
+        operation = log.since(log.sequence - 1, 34) if log.sequence else None
+        if operation:
+            self.directory.early(member, log.incarnation, [log.sequence], operation, 0.0)
+
+    def deny(self) -> None:
+        member, log = self.log()
+        position = self.directory.position(member)[1] + self.rng.randrange(-3, 3)
+        self.directory.mark_stale(member, self.rng.choice(KEYS), log.incarnation, position)
+
+    def snapshot(self) -> None:
+        member, log = self.log()
+        head = log.head
+        self.directory.install_snapshot(
+            member, log.incarnation, head.sequence, head.set_hash, check_snapshot(log.snapshot())
+        )
+        while self.directory.work_pending:
+            self.directory.work(16)
+
+    def die(self) -> None:
+        self.directory.hide(self.log()[0])
+
+    def come_back(self) -> None:
+        self.directory.show(self.log()[0])
+
+    def forget(self) -> None:
+        self.directory.forget(self.log()[0])
+
+    def drop(self) -> None:
+        member, log = self.log()
+        self.directory.drop(member)
+        self.logs[member] = OwnLog(log.incarnation + 1)
+        self.directory.observe_head(member, log.incarnation + 1, LogHead())
+
+    def expire(self) -> None:
+        self.directory.expire_early(100.0 * self.rng.randrange(2))
+
+    def forbid(self) -> None:
+        if self.rng.random() < 0.1:
+            self.forbidden = max(self.forbidden, self.rng.randrange(10))
+            self.published.forbid_up_to(self.forbidden)
+
+    def check(self) -> int:
+        """Whatever the client says is what the peer would say. How often it said something."""
+        known = self.directory.held(set(KEYS), lambda _: range(self.forbidden + 1, NEWEST + 1))
+        answers = [self.client.contains(digest) for digest in KEYS]
+        for digest, answer in zip(KEYS, answers, strict=True):
+            assert answer is None or answer == (digest in known)
+        held, asked = self.client.contains_many(b"".join(KEYS))
+        for answer, is_held, is_asked in zip(answers, held.tolist(), asked.tolist(), strict=True):
+            assert (is_held, is_asked) == (answer is True, answer is None)
+        return sum(answer is not None for answer in answers)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_client_says_what_the_peer_would_or_asks(seed: int) -> None:
+    cluster = Cluster(seed)
+    said = 0
+    for number in range(400):
+        cluster.step()
+        if number % 8 == 7:
+            said += cluster.check()
+    assert said > 400  # of 3,000
+
+
+def known_table() -> tuple[PublishedLocations, Directory, KnownElsewhere]:
+    """A table in which one member holds the first ten keys."""
+    memory, published = published_table()
+    directory, log = Directory(CONFIG, published=published), OwnLog(1)
+    for number in range(10):
+        log.add(location(number, 5))
+    directory.observe_head(1, 1, log.head)
+    directory.apply(1, 1, 1, log.since(0, 1 << 20) or b"")
+    published.vouch(time.monotonic(), NEWEST)
+    return published, directory, KnownElsewhere(memory)
+
+
+def test_what_is_plain_needs_no_question() -> None:
+    _, directory, client = known_table()
+    assert [client.contains(digest) for digest in KEYS[8:12]] == [True, True, False, False]
+    directory.hide(1)
+    assert client.contains(KEYS[0]) is False
+    directory.show(1)
+    assert client.contains(KEYS[0]) is True
+
+
+def asks(client: KnownElsewhere, digest: bytes) -> bool:
+    held, asked = client.contains_many(digest)
+    assert (client.contains(digest) is None) == asked.tolist()[0]
+    assert not (held & asked).any()
+    return bool(asked[0])
+
+
+@pytest.mark.parametrize(
+    "unclear",
+    [
+        lambda published, _: published.withdraw(),
+        lambda published, _: published.vouch(time.monotonic() - 2.5, NEWEST),  # it may be stopped
+        lambda published, _: published.begin(),
+        lambda published, _: published.forbid_up_to(5),
+        lambda published, _: published.vouch(time.monotonic(), 4),
+        lambda _, directory: directory.mark_stale(1, KEYS[0], 1, 10),
+        lambda _, directory: directory.early(2, 1, [9], location(0).encode(), 0.0),
+    ],
+)
+def test_what_is_not_plain_is_asked(
+    unclear: Callable[[PublishedLocations, Directory], None],
+) -> None:
+    published, directory, client = known_table()
+    assert not asks(client, KEYS[0])
+    unclear(published, directory)
+    assert asks(client, KEYS[0])
+
+
+def test_links_that_lead_anywhere_end() -> None:
+    published, _, client = known_table()
+    table = published.table
+    for link in range(64):
+        table.link[table.heads + link] = 1
+    for row in range(1, 40):
+        table.link[row] = row % 39 + 1
+    assert asks(client, KEYS[59])
+    assert client.holders(KEYS[59]) is None
+    table.link[1] = 0xFFFFFFFF
+    assert asks(client, KEYS[59])
+
+
+def test_keys_that_very_many_hold_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2pstore.client.known_elsewhere._MOST_ROWS", 5)
+    published, directory, client = known_table()
+    assert client.contains(KEYS[0])
+    for member in range(2, 12):
+        log = OwnLog(1)
+        log.add(location(0, 5))
+        directory.observe_head(member, 1, log.head)
+        directory.apply(member, 1, 1, log.since(0, 1 << 20) or b"")
+    assert asks(client, KEYS[0])
+    same_chain = [
+        digest
+        for digest in KEYS[10:]
+        if published.table.head_of(digest) == published.table.head_of(KEYS[0])
+    ]
+    assert all(asks(client, digest) for digest in same_chain)
+    assert client.holders(KEYS[0]) is None
+
+
+def test_a_mapping_may_be_longer_than_the_table() -> None:
+    memory, published = published_table()
+    published.vouch(time.monotonic(), NEWEST)
+    client = KnownElsewhere(memory + bytes(60_000))  # pages of 64 KiB
+    assert client.contains(KEYS[0]) is False
+
+
+def test_an_old_count_of_changes_voids_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    published, _, client = known_table()
+    find, reads = client._table.find, 0
+
+    def changed_meanwhile(digest: bytes, most_rows: int) -> list[tuple[int, bytes]]:
+        nonlocal reads
+        reads += 1
+        if reads < 3:
+            published.begin()
+            published.end()
+            return []
+        return find(digest, most_rows)
+
+    monkeypatch.setattr(client._table, "find", changed_meanwhile)
+    assert client.contains(KEYS[0]) is True
+    assert reads == 3
+
+
+def test_what_does_not_look_like_a_table_is_refused() -> None:
+    memory, _ = published_table()
+    with pytest.raises(ProtocolError):
+        KnownElsewhere(memory[:-1])
+    with pytest.raises(ProtocolError):
+        KnownElsewhere(bytearray(100))
+    memory[8 * Word.MAGIC] ^= 1
+    with pytest.raises(ProtocolMismatch):  # of another version
+        KnownElsewhere(memory)
+
+
+def test_a_counter_that_is_full_stays_so() -> None:
+    counters = memoryview(bytearray(APART_COUNTERS))
+    apart = ApartKeys(counters)
+    for _ in range(300):
+        apart.add(KEYS[0])
+    for _ in range(300):
+        apart.remove(KEYS[0])
+    assert counters[apart_counter(KEYS[0])] == 255
+    apart.add(KEYS[1])
+    apart.remove(KEYS[1])
+    assert counters[apart_counter(KEYS[1])] == 0
+
+
+def test_of_slots_beyond_the_table_clients_ask() -> None:
+    published, directory, client = known_table()
+    published.count(MAX_COUNTED_SLOTS, 1, True)
+    view = directory._views[1]
+    rows = directory._index._slots.rows(view.slot, 0, 1)
+    published.table.row_owner[int(rows[0])] = MAX_COUNTED_SLOTS
+    digest = bytes(published.table.whole[rows[0]])[:16]
+    assert asks(client, digest)
+
+
+def test_floors_are_seen_at_once() -> None:
+    memory, published = published_table()
+    records = ClusterRecords(published=published)
+    published.vouch(time.monotonic(), NEWEST)
+    client = KnownElsewhere(memory)
+    assert client.contains(KEYS[0]) is False
+    record, signed = floor(0, 5)
+    assert records.offer(record, signed)
+    assert asks(client, KEYS[0])
+    records._remove(*next(iter(records._kept.items())))
+    assert client.contains(KEYS[0]) is False
+
+
+@pytest.mark.parametrize("name", [b"", b"a", b"ab", bytes(17)])
+def test_floors_with_names_that_are_no_digests_do_no_harm(name: bytes) -> None:
+    _, published = published_table()
+    records = ClusterRecords(published=published)
+    for clock in (5, 6):
+        record, signed = floor(0, clock)
+        assert records.offer(replace(record, name=name), signed)
+    assert records.floor_count == 1
+    records._remove(*next(iter(records._kept.items())))
+    assert not any(published.table.apart)
+
+
+# --- between processes ------------------------------------------------------------------------
+
+_CHANGER = """
+import sys, time
+from random import Random
+from p2pstore.gossip.locations.directory import Directory, DirectoryConfig
+from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.locations.published_locations import PublishedLocations
+from p2pstore.gossip.records import LogHead
+from p2pstore.location_table import block_count, format_table, table_bytes
+from p2pstore.transfer.memory import SharedMemory
+from tests.unit.gossip_network import digest_of, location
+import mmap, os
+
+config = DirectoryConfig(max_records=20_000)
+descriptor = int(sys.argv[1])
+blocks = block_count(config.max_rows)
+published = PublishedLocations(format_table(mmap.mmap(descriptor, 0), blocks, 7))
+directory, rng = Directory(config, published=published), Random(1)
+for member, numbers in ((1, range(0, 400)), (2, range(0))):
+    log = OwnLog(1)
+    for number in numbers:
+        log.add(location(number, 5))
+    directory.observe_head(member, 1, LogHead())
+    directory.apply(member, 1, 1, log.since(0, 1 << 20) or b"")
+published.vouch(time.monotonic(), 1000)
+print("ready", flush=True)
+sequence, end = 0, time.monotonic() + float(sys.argv[2])
+while time.monotonic() < end:
+    count = rng.choice([1, 5, 200])
+    run = b""
+    for _ in range(count):
+        packed = location(rng.randrange(1000, 3000), 5).encode()
+        run += packed[:-1] + bytes([packed[-1] | (0x80 if rng.random() < 0.5 else 0)])
+    directory.apply(2, 1, sequence + 1, run)
+    sequence += count
+    published.vouch(time.monotonic(), 1000)
+    time.sleep(0.0002)
+"""
+
+
+def test_a_table_that_another_process_changes_is_read_right() -> None:
+    blocks = block_count(CONFIG.max_rows)
+    descriptor = os.memfd_create("table", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, table_bytes(blocks))
+        changer = subprocess.Popen(
+            [sys.executable, "-c", _CHANGER, str(descriptor), "2"],
+            pass_fds=[descriptor],
+            stdout=subprocess.PIPE,
+        )
+        with changer:
+            assert changer.stdout is not None
+            assert changer.stdout.readline() == b"ready\n"
+            client = KnownElsewhere(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
+            steady = [digest_of(number) for number in range(400)]
+            never = [digest_of(number) for number in range(400, 800)]
+            packed = b"".join(steady + never)
+            answered = 0
+            while changer.poll() is None:
+                wrong = [digest for digest in steady if client.contains(digest) is False]
+                wrong += [digest for digest in never if client.contains(digest)]
+                held, asked = client.contains_many(packed)
+                assert wrong == []
+                assert (held | asked)[:400].all()
+                assert not held[400:].any()
+                answered += int(np.count_nonzero(~asked))
+            assert changer.returncode == 0
+            assert answered > 0
+    finally:
+        os.close(descriptor)
+
+
+@pytest.fixture
+def table_memory() -> Iterator[SharedMemory]:
+    memory = create_table_memory(1 << 20, "test")
+    yield memory
+    memory.close()
+
+
+def test_only_its_maker_can_write_a_table(table_memory: SharedMemory) -> None:
+    passed = table_memory.read_only_descriptor()
+    reopened = os.open(f"/proc/self/fd/{passed}", os.O_RDWR)
+    try:
+        for descriptor in (passed, reopened, table_memory.descriptor):
+            with pytest.raises(PermissionError):
+                mmap.mmap(descriptor, 0)
+        with pytest.raises(OSError, match="not permitted"):
+            os.pwrite(reopened, b"x", 0)
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(reopened, 0)
+        view, table = map_read_only(passed, 1 << 20), map_table(passed, 1 << 20)
+        table_memory.view[:3] = b"abc"  # the maker goes on
+        assert bytes(view[:3]) == table[:3] == b"abc"
+        with pytest.raises(TypeError):
+            view[0] = 1
+    finally:
+        os.close(passed)
+        os.close(reopened)
+
+
+def resident_bytes() -> int:
+    return mmap.PAGESIZE * int(Path("/proc/self/statm").read_text().split()[1])
+
+
+def test_a_table_costs_what_is_written_to_it() -> None:
+    before = resident_bytes()
+    memory = create_table_memory(1 << 36, "test")  # 64 GiB: more than there is
+    memory.view[1 << 35] = 1
+    after = resident_bytes()
+    memory.close()
+    assert after - before < 4 << 20

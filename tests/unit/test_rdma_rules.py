@@ -1,0 +1,182 @@
+"""What RDMA decides without a device."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pstore.errors import ProtocolError
+from p2pstore.transfer.rdma_rules import (
+    MAX_OUTSTANDING_READS,
+    MAX_PACKET_NUMBER,
+    MAX_QUEUE_PAIR_NUMBER,
+    PATH_MTU_BYTES,
+    RETRY_COUNT,
+    Endpoint,
+    GidEntry,
+    GidKind,
+    Meaning,
+    RemoteMemory,
+    WorkRoom,
+    WorkStatus,
+    agree,
+    choose_gid,
+    describe_status,
+    meaning_of,
+    split_read,
+)
+
+
+def gid(text: str) -> bytes:
+    return ipaddress.IPv6Address(text).packed
+
+
+LINK_LOCAL, MAPPED, GLOBAL = gid("fe80::1"), gid("::ffff:10.0.0.1"), gid("2001:db8::1")
+addresses = st.sampled_from([LINK_LOCAL, MAPPED, gid("::ffff:10.0.0.2"), GLOBAL, bytes(16)])
+kinds = st.integers(0, 4)
+tables = st.lists(st.tuples(addresses, kinds), max_size=12).map(
+    lambda rows: [GidEntry(index, address, kind) for index, (address, kind) in enumerate(rows)]
+)
+endpoints = st.builds(
+    Endpoint,
+    st.integers(1, MAX_QUEUE_PAIR_NUMBER),
+    st.integers(0, MAX_PACKET_NUMBER),
+    addresses.filter(any),
+    st.sampled_from(PATH_MTU_BYTES),
+    st.integers(1, 300),
+)
+
+
+@given(tables)
+def test_the_chosen_address_is_the_best_that_there_is(table: list[GidEntry]) -> None:
+    mapped = [
+        each
+        for each in table
+        if each.kind == GidKind.ROCE_V2 and each.gid.startswith(bytes(10) + b"\xff\xff")
+    ]
+    routed = [each for each in table if each.kind == GidKind.ROCE_V2 and each.gid == GLOBAL]
+    best = mapped or routed
+    expected = best[0] if best else None
+    assert choose_gid(table) == expected
+    assert choose_gid(reversed(table)) == expected
+
+
+def test_the_table_of_a_soft_device() -> None:
+    table = [GidEntry(0, LINK_LOCAL, GidKind.ROCE_V2), GidEntry(1, MAPPED, GidKind.ROCE_V2)]
+    chosen = choose_gid(table)
+    assert chosen is not None
+    assert chosen.index == 1
+
+
+def test_a_port_with_both_versions_of_roce() -> None:
+    table = [
+        GidEntry(0, LINK_LOCAL, GidKind.ROCE_V1),
+        GidEntry(1, LINK_LOCAL, GidKind.ROCE_V2),
+        GidEntry(2, MAPPED, GidKind.ROCE_V1),
+        GidEntry(3, MAPPED, GidKind.ROCE_V2),
+    ]
+    chosen = choose_gid(table)
+    assert chosen is not None
+    assert chosen.index == 3
+    assert choose_gid(table[:3]) is None
+
+
+@given(endpoints, endpoints)
+def test_both_ends_agree_on_the_same_path(one: Endpoint, other: Endpoint) -> None:
+    path = agree(one, other)
+    assert path == agree(other, one)
+    assert path.mtu_bytes == min(one.path_mtu_bytes, other.path_mtu_bytes)
+    assert 1 <= path.reads <= min(one.reads, other.reads, MAX_OUTSTANDING_READS)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Endpoint(0, 0, MAPPED, 1024, 1),
+        Endpoint(1 << 24, 0, MAPPED, 1024, 1),
+        Endpoint(1, -1, MAPPED, 1024, 1),
+        Endpoint(1, 1 << 24, MAPPED, 1024, 1),
+        Endpoint(1, 0, MAPPED[:15], 1024, 1),
+        Endpoint(1, 0, bytes(16), 1024, 1),
+        Endpoint(1, 0, MAPPED, 1500, 1),
+        Endpoint(1, 0, MAPPED, 1024, 0),
+    ],
+)
+def test_a_queue_pair_that_cannot_be_is_refused(wrong: Endpoint) -> None:
+    with pytest.raises(ProtocolError, match="cannot be"):
+        agree(Endpoint(1, 0, MAPPED, 1024, 1), wrong)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 3000))
+def test_the_parts_of_a_read_follow_one_another(length: int, limit: int) -> None:
+    parts = list(split_read(length, limit))
+    assert [offset for offset, _ in parts] == list(range(0, length, limit))
+    assert sum(size for _, size in parts) == length
+    assert all(0 < size <= limit for _, size in parts)
+
+
+def test_a_device_that_takes_no_message_reads_nothing() -> None:
+    with pytest.raises(ValueError, match="no bytes"):
+        list(split_read(10, 0))
+
+
+@given(st.integers(1, 20), st.lists(st.booleans(), max_size=200))
+def test_room_is_never_taken_twice(places: int, steps: list[bool]) -> None:
+    room = WorkRoom(places)
+    under_way = 0
+    for takes in steps:
+        if takes:
+            assert room.take() == (under_way < places)
+            under_way = min(places, under_way + 1)
+        elif under_way:
+            room.give_back()
+            under_way -= 1
+        assert room.taken == under_way
+    for _ in range(under_way):
+        room.give_back()
+    with pytest.raises(AssertionError, match="more completions"):
+        room.give_back()
+
+
+def test_a_queue_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        WorkRoom(0)
+
+
+@given(st.integers(-5, 300))
+def test_every_status_means_something_and_can_be_told(status: int) -> None:
+    assert (meaning_of(status) is Meaning.DONE) == (status == 0)
+    assert describe_status(status)
+
+
+@pytest.mark.parametrize(
+    ("status", "meaning"),
+    [
+        (WorkStatus.FLUSHED, Meaning.FLUSHED),
+        (WorkStatus.REMOTE_ACCESS, Meaning.STALE),
+        (WorkStatus.RETRIES_EXCEEDED, Meaning.GONE),
+        (WorkStatus.RECEIVER_RETRIES_EXCEEDED, Meaning.GONE),
+        (WorkStatus.LOCAL_PROTECTION, Meaning.BROKEN),
+        (WorkStatus.FATAL, Meaning.BROKEN),
+        (77, Meaning.BROKEN),
+    ],
+)
+def test_what_a_status_means(status: int, meaning: Meaning) -> None:
+    assert meaning_of(status) is meaning
+
+
+def test_retries_end() -> None:
+    assert RETRY_COUNT <= 6  # 7 means "for ever" to soft-RoCE
+
+
+@given(st.integers(0, 1000), st.integers(-10, 1100), st.integers(-10, 1100))
+def test_only_what_is_inside_has_an_address(size: int, offset: int, length: int) -> None:
+    memory = RemoteMemory(5000, size, 1)
+    if offset >= 0 and length >= 0 and offset + length <= size:
+        assert memory.at(offset, length) == 5000 + offset
+    else:
+        with pytest.raises(ProtocolError, match="outside"):
+            memory.at(offset, length)

@@ -1,0 +1,147 @@
+"""`scripts/rdma_vm` without booting: options, what the VM is told, what is copied out, what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "rdma_vm"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    loader = SourceFileLoader("rdma_vm_script", str(SCRIPT))
+    spec = importlib.util.spec_from_loader("rdma_vm_script", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    kept = list(sys.path)
+    loader.exec_module(module)
+    sys.path[:] = kept
+    return module
+
+
+@pytest.fixture
+def image(script: ModuleType) -> Any:
+    return sys.modules["rdma_vm_image"]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_says_how_to_begin() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert "--set-up" in done.stdout
+    assert "-m pytest tests/rdma" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [(), ("--timeout", "0", "true"), ("--wrong", "true")])
+def test_wrong_options_are_refused(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert "error:" in done.stderr
+
+
+def test_without_a_kernel_it_says_what_to_do(tmp_path: Path) -> None:
+    done = run("true", XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 125
+    assert "run scripts/rdma_vm --set-up" in done.stderr
+    assert done.stdout == ""
+    assert run("--ready", XDG_CACHE_HOME=str(tmp_path)).returncode == 125
+
+
+def test_options_of_the_command_are_the_commands(script: ModuleType) -> None:
+    options = script.parse_arguments(["--timeout", "5", "ls", "--timeout", "6"])
+    assert (options.timeout, options.command) == (5.0, ["ls", "--timeout", "6"])
+    assert script.parse_arguments(["--", "--help"]).command == ["--help"]
+
+
+def test_what_the_vm_runs(script: ModuleType, tmp_path: Path, monkeypatch: Any) -> None:
+    folder = tmp_path / "a folder with 'quotes'"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    wanted = ["two words", "$HOME", "'", "*", ""]
+    text = script.command_script(
+        ["printf", "%s|", *wanted],
+        {"HOME": "/somewhere", "P2PSTORE_X": "a 'b' $c", "SECRET": "s", "PYTEST_ADDOPTS": "-x"},
+    )
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True, env={})
+    assert done.stdout == "|".join([*wanted, ""])
+    told = text.replace("exec printf", "env; pwd; exit 7; ")
+    done = subprocess.run(["bash", "-c", told], capture_output=True, text=True, check=False, env={})
+    assert done.returncode == 7
+    lines = done.stdout.splitlines()
+    assert {"P2PSTORE_X=a 'b' $c", "PYTEST_ADDOPTS=-x", "P2PSTORE_RDMA_VM=1"} <= set(lines)
+    assert lines[-1] == str(folder)
+    assert "SECRET" not in text
+
+
+def test_output_is_copied_and_the_status_kept(script: ModuleType, capfd: Any) -> None:
+    with script.Pipes(("stdout", "stderr", "status")) as pipes:
+        inlets = dict(pipes.inlets)
+        command = "head -c 300000 /dev/zero | tr '\\0' x >&{stdout}; echo no >&{stderr}; echo 7 >&{status}"
+        child = subprocess.Popen(
+            ["bash", "-c", command.format(**inlets)], pass_fds=tuple(inlets.values())
+        )
+        pipes.close_inlets()
+        assert pipes.forward(time.monotonic() + 30)
+        assert child.wait(10) == 0
+        assert pipes.collected == b"7\n"
+    out, err = capfd.readouterr()
+    assert out == "x" * 300_000
+    assert err == "no\n"
+
+
+def test_the_deadline_ends_the_copying(script: ModuleType) -> None:
+    with script.Pipes(("stdout",)) as pipes:
+        began = time.monotonic()
+        assert not pipes.forward(began + 0.05)
+        assert time.monotonic() - began < 5
+
+
+def test_qemu_may_not_write_to_the_machines_files(
+    script: ModuleType, image: Any, tmp_path: Path
+) -> None:
+    if image.find_tool("qemu-system-x86_64") is None:
+        pytest.skip("qemu is not installed (scripts/rdma_vm --set-up)")
+    options = script.parse_arguments(["--output", str(tmp_path), "true"])
+    kernel = image.Image("6.1", tmp_path)
+    command = script.qemu_command(kernel, tmp_path, tmp_path, options, {"stdout": 9})
+    shared = [each for each in command if each.startswith("local,")]
+    assert [each.endswith("readonly=on") for each in shared] == [True, True, False]
+    assert f"path={tmp_path}," in shared[2]
+    assert command[1:3] == ["--pdeathsig", "KILL"]
+
+
+def test_who_is_not_root_is_told_what_to_install(image: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(image, "missing_packages", lambda: ["cpio", "kmod"])
+    monkeypatch.setattr(image, "find_tool", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(image.NotPossible, match=r"sudo apt-get install .* cpio kmod"):
+        image._install_packages()
+    monkeypatch.setattr(image, "find_tool", lambda name: None)
+    with pytest.raises(image.NotPossible, match="no apt-get"):
+        image._install_packages()
+
+
+def test_a_command_that_fails_is_told_with_its_words(image: Any) -> None:
+    with pytest.raises(image.NotPossible, match=r"failed \(3\):\nwhy"):
+        image._run(["bash", "-c", "echo why; exit 3"])
