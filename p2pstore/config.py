@@ -59,7 +59,9 @@ class PeerConfig(
     taken. `state_dir` unset: a new identity that is forgotten at the end. `memory` unset: an eighth of what
     this process may use, at most 4 GiB; 0: none, for a peer that only lets clients of its host use the
     others. `network` says how long the others may take to answer before they are suspected: `lan` within a
-    data centre, `wan` between data centres, `local` on one machine. `directory`: whether this peer knows
+    data centre, `wan` between data centres, `local` on one machine. `transport`: how this peer reads from
+    others; `auto` takes the best that works, the others are strict. `rdma_device`: the RDMA devices that it may
+    use, best first; unset: any. `directory`: whether this peer knows
     where all objects are (`full`), or its part of that, and asks others (`partitioned`); `auto` as
     `index_memory` and the size of the cluster allow.
     """
@@ -77,6 +79,7 @@ class PeerConfig(
     memory: str | int | None = None
     max_objects: int | None = None
     transport: TransportName = "auto"
+    rdma_device: list[str] = []
     directory: DirectoryName = "auto"
     index_memory: str | int = "1GiB"
     cluster_key_file: str | None = None
@@ -112,9 +115,9 @@ class PeerConfig(
             )
         if self.max_objects is not None and self.max_objects < 1:
             raise ConfigError(f"{says['max_objects']}: {self.max_objects} must be at least 1")
-        if self.transport == "rdma":
+        if self.rdma_device and self.transport not in ("auto", "rdma"):
             raise ConfigError(
-                f"{says['transport']}: this version has no rdma yet; use auto, shm or tcp"
+                f"{says['rdma_device']}: transport {self.transport} uses no RDMA device; use auto or rdma"
             )
         for setting in ("join_timeout", "drain_timeout", "slow_operation"):
             value = getattr(self, setting)

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from p2pstore.transfer.trace import FetchTrace, TransportTry
 
 REASON_COLUMNS: Final = 80
-NOT_BUILT = {"rdma": "not built into this version"}
-"""Transports that people ask about and that no holder is ever tried with, and why."""
+RDMA: Final = "rdma"
+NOT_FOR_CLIENTS: Final = (
+    "not tried, only peers read by it: for leases and copies, with --transport rdma for every get"
+)
 
 
 def explanation(trace: FetchTrace) -> list[str]:
@@ -41,7 +43,11 @@ def explanation(trace: FetchTrace) -> list[str]:
 
 def document(trace: FetchTrace) -> dict[str, Any]:
     """The same for `--json`."""
-    return {**asdict(trace), "not_built": NOT_BUILT}
+    return {**asdict(trace), "not_tried": {} if _by_rdma(trace) else {RDMA: NOT_FOR_CLIENTS}}
+
+
+def _by_rdma(trace: FetchTrace) -> bool:
+    return any(each.transport == RDMA for each in trace.tries)
 
 
 def _lookup(trace: FetchTrace) -> str:
@@ -59,8 +65,8 @@ def _lookup(trace: FetchTrace) -> str:
 def _tries(trace: FetchTrace) -> Iterator[str]:
     for each in trace.tries:
         yield f"{each.peer or 'a peer'} over {each.transport}: {_outcome(each)}"
-    for transport, reason in NOT_BUILT.items() if trace.tries else ():
-        yield f"{transport}: {reason}"
+    if trace.tries and not _by_rdma(trace):
+        yield f"{RDMA}: {NOT_FOR_CLIENTS}"
 
 
 def _outcome(each: TransportTry) -> str:

@@ -55,7 +55,7 @@ async def _fetch_elsewhere(
     silent = SilentHolders()
     batches: dict[int, list[int]] = {}
     for index, plan in plans.items():
-        if plan.holders and not plan.holders[0].same_host:
+        if plan.holders and not plan.holders[0].same_host and not plan.through_peer:
             batches.setdefault(plan.holders[0].member, []).append(index)
     for indices in batches.values():
         holder = plans[indices[0]].holders[0]

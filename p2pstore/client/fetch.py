@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from random import Random
 from typing import Final
 
-from p2pstore.client.answers import error_in, name_key, tier_name
+from p2pstore.client.answers import error_in, name_key, raise_for, tier_name
 from p2pstore.client.known_holders import KnownHolders, OwnPlan
 from p2pstore.client.link import PeerLink
-from p2pstore.errors import NoSuchKey, P2PStoreError, Unavailable
+from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError, Unavailable
 from p2pstore.local.messages import (
     OWN_COPY,
     Holder,
@@ -228,6 +228,10 @@ class Fetcher:
                 planned = error_in(key, plan.error)
                 # That no other holder is known says nothing of those that could not be reached.
                 raise error if isinstance(error, Unavailable) and error is not None else planned
+            elif plan.through_peer:
+                copied = await self._read_through_peer(key, digest, destination, plan)
+                if copied is not None:
+                    return copied
             else:
                 holders = silent.last(plan.holders)
                 if not holders and not isinstance(plan, OwnPlan):
@@ -306,13 +310,52 @@ class Fetcher:
         try:
             if any(grant.error.code for grant in reply.items):
                 return None, False
-            for _ in range(LEASED_READS):  # the index may move under a reader, the object cannot
-                copied = await self._read_here_watched(digest, destination, leased=True)
-                if copied is not None:
-                    return copied, True
-            return None, True
+            return await self._copy_leased(digest, destination), True
         finally:
             self.give_back(reply)
+
+    async def _read_through_peer(
+        self, key: str, digest: bytes, destination: Destination, plan: PlanItem
+    ) -> Copied | None:
+        """Have the local peer bring the object to its memory and hold it there, and copy it. Raises what kept it
+        from that."""
+        watch = watch_of(destination)
+        if watch is not None:
+            watch.attempt(plan.holders[0].member, "rdma")
+        reply = await self._lease_fetched(key, digest)
+        full = reply.items[0].error.code == Code.LEASE_LIMIT_EXCEEDED
+        if full and self._link.make_room():  # leases of the reads before this one
+            reply = await self._lease_fetched(key, digest)
+        try:
+            grant = reply.items[0]
+            if watch is not None and grant.error.code:
+                watch.failed(grant.error.text)
+            raise_for(key, grant.error)
+            copied = await self._copy_leased(digest, destination)
+            if watch is not None and copied is not None and grant.transport:
+                watch.brought(grant.source, grant.transport, copied.length)
+            return copied
+        finally:
+            self.give_back(reply)
+
+    async def _lease_fetched(self, key: str, digest: bytes) -> Leased:
+        reply = await self._link.request(
+            LocalKind.LEASE,
+            Lease(digest, deadline_ms=deadline_ms(self._link.timeout_seconds), key=key),
+            Leased,
+            extra_seconds=FETCH_SECONDS,
+            on_late_reply=self.give_back,
+        )
+        if len(reply.items) != 1:
+            raise ProtocolError(f"{len(reply.items)} answers about one lease")
+        return reply
+
+    async def _copy_leased(self, digest: bytes, destination: Destination) -> Copied | None:
+        for _ in range(LEASED_READS):  # the index may move under a reader, the object cannot
+            copied = await self._read_here_watched(digest, destination, leased=True)
+            if copied is not None:
+                return copied
+        return None
 
     def give_back(self, reply: Leased) -> None:
         """End leases that nobody will look at."""

@@ -54,7 +54,7 @@ class KnownHolders:
         trusted_until = time.monotonic() + TRUSTED_SECONDS
         with self._changing:
             for plan in plans:
-                for holder in plan.holders:
+                for holder in () if plan.through_peer else plan.holders:
                     self._named.pop(holder.member, None)
                     self._named[holder.member] = trusted_until, holder
             while len(self._named) > MAX_HOLDERS:

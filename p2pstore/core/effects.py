@@ -81,6 +81,9 @@ class PullOutcome:
     failures: tuple[PullFailure, ...] = field(default=())
     error: Exception | None = None
     """Set when this peer itself could not take the object (no room), not a holder's fault."""
+    source: int = 0
+    transport: str = ""
+    """From which member it came, and how."""
 
 
 Effect = AskPeer | PullObject | SaveClusterRecord | ColdSorted | OperationFinished

@@ -46,6 +46,8 @@ class FetchOperation(Operation):
         self.soft = soft
         self.minimum = minimum
         self.shared_by = 1
+        self.brought: tuple[int, str] = (0, "")
+        """From which member the object came, and how; nothing when it was here already."""
         self._progress_seconds = progress_seconds
         self._source = source
         self._failed: set[int] = set()
@@ -103,6 +105,7 @@ class FetchOperation(Operation):
             self.core.holder_failed(self.digest, failure, now)
         entry = self.core.find(self.digest, now)
         if outcome.delivered and entry is not None:
+            self.brought = outcome.source, outcome.transport
             self.finish(entry, now)
         elif outcome.error is not None:
             self.finish(outcome.error, now)

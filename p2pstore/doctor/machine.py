@@ -73,9 +73,10 @@ def _check_libraries() -> list[Finding]:
 
 def _memory_checks() -> list[Check]:
     def locked() -> list[Finding]:
-        ports, _ = readings.read_rdma()
         soft, _ = readings.read_limit(resource.RLIMIT_MEMLOCK)
-        return [machine_rules.judge_memlock(soft, rdma=bool(ports))]
+        unlimited = readings.may_lock_all_memory()
+        rdma = bool(readings.read_rdma_ports())
+        return [machine_rules.judge_memlock(soft, unlimited=unlimited, rdma=rdma)]
 
     return [
         Check("memory", lambda: [machine_rules.judge_memory(readings.read_memory())]),
@@ -145,8 +146,9 @@ def _network_checks(peers: LocalPeers) -> list[Check]:
 
 def _device_checks() -> list[Check]:
     def rdma() -> list[Finding]:
-        ports, pyverbs = readings.read_rdma()
-        return network_rules.judge_rdma(ports, pyverbs=pyverbs)
+        ports = readings.read_rdma_ports()
+        problem = readings.read_pyverbs_problem() if ports else ""
+        return network_rules.judge_rdma(ports, pyverbs_problem=problem)
 
     return [
         Check(

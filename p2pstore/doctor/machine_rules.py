@@ -94,14 +94,16 @@ def _usable(reading: MemoryReading) -> int:
     return min(reading.total_bytes, reading.limit_bytes or reading.total_bytes)
 
 
-def judge_memlock(soft_bytes: int | None, *, rdma: bool) -> Finding:
-    """`soft_bytes` None: unlimited. Only RDMA locks memory."""
+def judge_memlock(soft_bytes: int | None, *, unlimited: bool, rdma: bool) -> Finding:
+    """`soft_bytes` None: no limit; `unlimited`: the limit does not count for this process. Only RDMA locks memory."""
     text = "unlimited" if soft_bytes is None else format_bytes(soft_bytes)
-    if rdma and soft_bytes is not None:
+    if unlimited and soft_bytes is not None:
+        text += ", which does not count for this user (CAP_IPC_LOCK)"
+    elif rdma and soft_bytes is not None:
         return warning(
             "locked memory",
             text,
-            "registering memory with the RDMA device locks it, and the limit is below any segment",
+            "registering memory with the RDMA device locks it: a segment above this limit is not read by RDMA",
             "`ulimit -l unlimited`, LimitMEMLOCK=infinity in the unit, or --ulimit memlock=-1",
         )
     return fine("locked memory", text + ("" if rdma else " (only RDMA needs it)"))

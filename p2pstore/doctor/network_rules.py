@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from p2pstore.doctor.finding import Finding, broken, fine, warning
+from p2pstore.transfer.rdma_rules import GidEntry, choose_gid
 
 CONTROL_PORT: Final = 17946
 DATA_PORT: Final = 17947
@@ -91,9 +93,12 @@ def judge_interface(reading: InterfaceReading) -> Finding:
     return fine(name, text)
 
 
+USED_PORT: Final = 1
+
+
 @dataclass(frozen=True, slots=True)
 class RdmaPortReading:
-    """One port of an RDMA device. `gid_types` are those of its GIDs in use."""
+    """One port of an RDMA device. `gids` are its addresses in use."""
 
     device: str
     port: int
@@ -101,25 +106,26 @@ class RdmaPortReading:
     state: str
     link_layer: str
     rate: str
-    gid_types: tuple[str, ...]
+    gids: tuple[GidEntry, ...]
 
 
-def judge_rdma(ports: Sequence[RdmaPortReading], *, pyverbs: bool) -> list[Finding]:
-    """One finding per port, and one for pyverbs where there is a device."""
+def judge_rdma(ports: Sequence[RdmaPortReading], *, pyverbs_problem: str) -> list[Finding]:
+    """One finding per port, and one for pyverbs where there is a device; `pyverbs_problem` is why it does not
+    load, if it does not."""
     if not ports:
         return [fine("rdma", "no device: data goes by shared memory and TCP")]
     findings = [_judge_rdma_port(port) for port in ports]
-    if not pyverbs:
+    if pyverbs_problem:
         findings.append(
             warning(
                 "pyverbs",
-                "not importable",
-                "there is an RDMA device, and no library to use it with",
+                "does not load",
+                f"there is an RDMA device, and no library to use it with: {pyverbs_problem}",
                 "install python3-pyverbs of the distribution (pip's does not build everywhere)",
             )
         )
     else:
-        findings.append(fine("pyverbs", "importable"))
+        findings.append(fine("pyverbs", "loads"))
     return findings
 
 
@@ -133,15 +139,25 @@ def _judge_rdma_port(port: RdmaPortReading) -> Finding:
             "the link is down",
             "plug the cable in, bring the interface up, or ignore it",
         )
-    roce = port.link_layer.lower() == "ethernet"
-    if roce and not any("v2" in kind.lower() for kind in port.gid_types):
+    if port.port != USED_PORT:
+        return fine(name, f"{text}; peers use port {USED_PORT} only")
+    if port.link_layer.lower() != "ethernet":
         return warning(
             name,
             text,
-            "no GID of type RoCE v2: packets cannot be routed",
+            "peers use RoCE v2 only, not InfiniBand yet",
+            "give peers an address on this network (IP over InfiniBand): they use TCP there",
+        )
+    chosen = choose_gid(port.gids)
+    if chosen is None:
+        return warning(
+            name,
+            text,
+            "no RoCE v2 address that other machines reach",
             "give the interface an IP address, and enable RoCE v2 in the driver",
         )
-    return fine(name, text + (", RoCE v2" if roce else ""))
+    address = ipaddress.IPv6Address(chosen.gid)
+    return fine(name, f"{text}, RoCE v2 as {address.ipv4_mapped or address} (GID {chosen.index})")
 
 
 @dataclass(frozen=True, slots=True)

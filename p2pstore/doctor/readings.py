@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import importlib.util
+import ipaddress
 import os
 import resource
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from p2pstore.cgroups import memory_limits
 from p2pstore.doctor.machine_rules import ClockReading, MemoryReading
 from p2pstore.doctor.network_rules import GpuReading, InterfaceReading, RdmaPortReading
+from p2pstore.errors import Unavailable
 from p2pstore.streams import tune_tcp
+from p2pstore.transfer.rdma_rules import GidEntry, GidKind
 
 MAX_FILE_BYTES: Final = 64 * 1024
 _TIME_ERROR: Final = 5
 _STA_UNSYNC: Final = 0x40
+_CAP_IPC_LOCK: Final = 14
+_GID_KINDS: Final = {"IB/RoCE v1": GidKind.ROCE_V1, "RoCE v2": GidKind.ROCE_V2}
+"""As the kernel writes them; others are of no use here."""
 _PCI_VENDORS: Final = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel", "0x1d0f": "AWS"}
 _DISPLAY_CLASSES: Final = ("0x0300", "0x0302", "0x0380", "0x1200")
 """VGA, 3D and other display controllers, and processing accelerators."""
@@ -219,20 +225,36 @@ def _read_interface(entry: Path) -> InterfaceReading:
     )
 
 
-def read_rdma() -> tuple[list[RdmaPortReading], bool]:
-    """Ports of RDMA devices, and whether pyverbs can be imported."""
+def read_rdma_ports() -> list[RdmaPortReading]:
+    """Ports of RDMA devices."""
     ports = []
     folder = Path("/sys/class/infiniband")
     for device in sorted(folder.iterdir()) if folder.is_dir() else []:
         for port in sorted((device / "ports").iterdir()):
             ports.append(_read_rdma_port(device.name, port))
-    return ports, importlib.util.find_spec("pyverbs") is not None
+    return ports
+
+
+def read_pyverbs_problem() -> str:
+    """Why pyverbs does not load; nothing when it does."""
+    from p2pstore.transfer.rdma_verbs import load_verbs
+
+    try:
+        load_verbs()
+    except Unavailable as error:
+        return str(error)
+    return ""
+
+
+def may_lock_all_memory() -> bool:
+    """Whether this process has the capability that the limit of locked memory does not count for."""
+    lines = read_text("/proc/self/status").splitlines()
+    effective = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
+    return bool(effective >> _CAP_IPC_LOCK & 1)
 
 
 def _read_rdma_port(device: str, port: Path) -> RdmaPortReading:
     number, _, state = _read_or(port / "state", "0: UNKNOWN").partition(":")
-    types = port / "gid_attrs" / "types"
-    kinds = {_read_or(each) for each in types.iterdir()} if types.is_dir() else set()
     return RdmaPortReading(
         device=device,
         port=int(port.name),
@@ -240,8 +262,17 @@ def _read_rdma_port(device: str, port: Path) -> RdmaPortReading:
         state=state.strip(),
         link_layer=_read_or(port / "link_layer", "InfiniBand"),
         rate=_read_or(port / "rate", "rate not known"),
-        gid_types=tuple(sorted(kinds - {""})),
+        gids=tuple(_read_gids(port)),
     )
+
+
+def _read_gids(port: Path) -> Iterator[GidEntry]:
+    types = port / "gid_attrs" / "types"
+    for each in sorted(types.iterdir()) if types.is_dir() else []:
+        kind = _read_or(each)  # of a row that is not in use it cannot be read
+        if kind:
+            gid = ipaddress.IPv6Address(_read_or(port / "gids" / each.name, "::")).packed
+            yield GidEntry(int(each.name), gid, _GID_KINDS.get(kind, -1))
 
 
 def read_gpus() -> list[GpuReading]:

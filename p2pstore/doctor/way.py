@@ -22,6 +22,7 @@ from p2pstore.config import is_loopback, split_address
 from p2pstore.doctor import way_rules
 from p2pstore.doctor.finding import Finding, broken, fine, skipped
 from p2pstore.doctor.way_data import examine_data_address
+from p2pstore.doctor.way_rdma import examine_rdma
 from p2pstore.doctor.way_shm import examine_shared_memory
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.links.host import ControlHost, open_control_host
@@ -227,7 +228,7 @@ class _Examination:
     async def _examine_data(self, record: PeerRecord) -> None:
         same_host = record.host_id == host_identity()
         office = TicketOffice(self.identity, self.way.ring)
-        shares = 2 * len(record.data) + (1 if same_host else 0)
+        shares = 2 * len(record.data) + (1 if same_host else 0) + 1
         share_seconds = self.way.measure_seconds / max(1, shares)
         for address in record.data[:MAX_ADDRESSES]:
             elsewhere = not same_host and is_loopback(split_address(address, "data address")[0])
@@ -245,7 +246,12 @@ class _Examination:
             )
         else:
             self.report(skipped("shm", "the peer is on another machine"))
-        self.report(skipped("rdma", "this version moves bytes by shared memory and TCP only"))
+        await examine_rdma(
+            record,
+            office.ticket(record.peer_id, Scope.READ | Scope.PEER),
+            share_seconds,
+            self.report,
+        )
 
 
 def _own_record(peer_id: PeerId, reply: Message) -> tuple[PeerRecord, int]:

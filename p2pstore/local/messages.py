@@ -214,7 +214,8 @@ class Lease(Message, frozen=True):
 
 
 class LeaseGrant(Message, frozen=True):
-    """`lease` is the number to give back. The object's slot and trailer are in the mapping."""
+    """`lease` is the number to give back. The object's slot and trailer are in the mapping. Where it was brought for
+    this lease, `source` is the member that it came from, by `transport`."""
 
     lease: int
     segment: int
@@ -225,6 +226,8 @@ class LeaseGrant(Message, frozen=True):
     writer: int = 0
     root: int = 0
     error: ItemError = OK
+    source: int = 0
+    transport: str = ""
 
 
 class Leased(Message, frozen=True):
@@ -275,12 +278,14 @@ class Holder(Message, frozen=True):
 
 
 class PlanItem(Message, frozen=True):
-    """Holders, best first. `known_unreachable` counts those that are known but believed dead."""
+    """Holders, best first. `known_unreachable` counts those that are known but believed dead. `through_peer`: only the
+    local peer can read from them, so that the client is to ask for a lease with `fetch`."""
 
     holders: list[Holder]
     local: bool = False
     known_unreachable: int = 0
     error: ItemError = OK
+    through_peer: bool = False
 
 
 class Planned(Message, frozen=True):

@@ -52,6 +52,8 @@ from p2pstore.peer.data_backend import PeerDataBackend
 from p2pstore.peer.local_answers import known_copy
 from p2pstore.peer.local_backend import PeerLocalBackend
 from p2pstore.peer.node import Node
+from p2pstore.peer.prefaulting import provide_pages
+from p2pstore.peer.rdma import PeerRdma, open_rdma
 from p2pstore.peer.store_backend import PeerStoreBackend
 from p2pstore.peer.tickets import TicketOffice
 from p2pstore.places import MAX_LOCAL_PEERS
@@ -60,8 +62,9 @@ from p2pstore.statedir import StateDirectory, ephemeral
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.layout import plan_geometry
-from p2pstore.transfer.memory import SharedMemory, create_memory, create_table_memory, prefault
+from p2pstore.transfer.memory import SharedMemory, create_memory, create_table_memory
 from p2pstore.transfer.messages import MAX_DATA_VERSION, MIN_DATA_VERSION
+from p2pstore.transfer.rdma_rules import NAME as RDMA
 from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.shm import ShmTransport
 from p2pstore.transfer.transport import Transport
@@ -69,8 +72,6 @@ from p2pstore.trio_streams import TrioDriver
 from p2pstore.wire import decode_body
 
 logger = logging.getLogger("p2pstore.peer")
-
-PREFAULT_PAUSE_SECONDS = 0.001
 
 
 class Peer(Client):
@@ -193,6 +194,7 @@ class _Assembly:
         self.control: list[str] = []
         self.data: list[str] = []
         self.location_memory: SharedMemory | None = None
+        self.rdma: PeerRdma | None = None
 
     async def start(self, namespace: str) -> Peer:
         """The running peer."""
@@ -207,7 +209,7 @@ class _Assembly:
         )
         node.credentials = self.credentials
         office = TicketOffice(self.identity, self.credentials.ring)
-        self._open_transports(node, office)
+        await self._open_transports(node, office)
         await self._open_control(node, listen)
         core.gossip.add_bootstrap(config.bootstrap)
         await self._serve(node, office, listeners)
@@ -307,7 +309,7 @@ class _Assembly:
             control=self.control,
             data=self.data,
             socket=str(self.socket_path),
-            transports=[TransportOffer("tcp"), TransportOffer("shm")],
+            transports=self._transport_offers(),
             segments=[SegmentOffer(segment.segment_id, segment.data_bytes)],
             memory_capacity=segment.data_bytes,
             memory_used=segment.used_bytes,
@@ -320,6 +322,12 @@ class _Assembly:
             max_protocol=MAX_DATA_VERSION,
         )
 
+    def _transport_offers(self) -> list[TransportOffer]:
+        names = ["tcp", "shm"]
+        if self.rdma is not None and self.rdma.works:
+            names.append(RDMA)
+        return [TransportOffer(name) for name in names]
+
     def _restore(self, gossip: Gossip, state: StateDirectory) -> None:
         for address in state.load_addresses():
             gossip.contacts.add((address,), bootstrap=False)
@@ -331,7 +339,7 @@ class _Assembly:
         gossip.floors.load(state.floors_seen)
         state.replace_floors(gossip.cluster_records.dump())
 
-    def _open_transports(self, node: Node, office: TicketOffice) -> None:
+    async def _open_transports(self, node: Node, office: TicketOffice) -> None:
         driver = TrioDriver()
         node.pool = DataPool(driver, office.for_peers)
         self.stack.callback(node.pool.close)
@@ -340,6 +348,13 @@ class _Assembly:
             shm = ShmTransport(driver)
             self.stack.callback(shm.close)
             transports.append(shm)
+        self.rdma = await self.stack.enter_async_context(
+            open_rdma(self.config, self.memory, node.pool)
+        )
+        if self.rdma is not None:
+            transports.append(self.rdma.transport)
+            # The next record tells the others to read by other ways.
+            self.rdma.engine.when_lost = node.core.gossip.own_record.changed
         if self.config.transport in ("auto", "tcp"):
             transports.append(TcpTransport(node.pool))
         node.transports = transports
@@ -385,6 +400,7 @@ class _Assembly:
             signer=self.identity,
             verifier=self.verifier,
             incarnation=self.incarnation,
+            rdma=self.rdma.server if self.rdma is not None else None,
         )
         node.served = data_server.traffic
 
@@ -407,28 +423,8 @@ class _Assembly:
         )
         nursery.start_soon(data_server.serve, listeners)
         await nursery.start(local_server)
-        nursery.start_soon(_prefault, self.memory)
-
-
-async def _prefault(memory: SharedMemory) -> None:
-    """Have the kernel provide the memory in the background: fresh pages fill at 1.3 GB/s, used ones at 13."""
-    stopped = False
-
-    def run() -> None:
-        prefault(memory.view, lambda: stopped, lambda: time.sleep(PREFAULT_PAUSE_SECONDS))
-
-    async with trio.open_nursery() as nursery:
-
-        async def stop_when_cancelled() -> None:
-            nonlocal stopped
-            try:
-                await trio.sleep_forever()
-            finally:
-                stopped = True
-
-        nursery.start_soon(stop_when_cancelled)
-        await trio.to_thread.run_sync(run)
-        nursery.cancel_scope.cancel()
+        if self.rdma is None:  # it has all pages provided
+            nursery.start_soon(provide_pages, self.memory)
 
 
 def local_socket_path(config: PeerConfig) -> Path:

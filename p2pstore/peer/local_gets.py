@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
+import msgspec
 import trio
 
 from p2pstore.core.effects import KnownCopy
-from p2pstore.core.fetch import unavailable
+from p2pstore.core.fetch import FetchOperation, unavailable
 from p2pstore.core.lookup import LookupOperation, split_digests
 from p2pstore.errors import (
     LeaseLimitExceeded,
@@ -104,7 +106,9 @@ class LocalGets:
             await self._node.settle(operation)
             grant = self._lease_here(client, digest)
             if grant is not None:
-                return grant
+                assert isinstance(operation, FetchOperation)
+                source, transport = operation.brought
+                return msgspec.structs.replace(grant, source=source, transport=transport)
             if isinstance(operation.result, Exception):
                 error = operation.result
                 break
@@ -155,10 +159,17 @@ class LocalGets:
                 if unreachable
                 else no_such_key()
             )
-        return local.PlanItem(holders, known_unreachable=unreachable, error=error)
+        return local.PlanItem(
+            holders,
+            known_unreachable=unreachable,
+            error=error,
+            through_peer=bool(holders) and self._node.config.transport == "rdma",
+        )
 
     def _holder(self, copy: KnownCopy) -> local.Holder:
         remote = self._node.remote_copy(copy)
+        if self._node.config.transport == "rdma":  # clients have no part in that
+            remote = replace(remote, data=())
         granted = self._office.for_clients(copy.peer_id)
         return local.Holder(
             copy.member,

@@ -132,9 +132,10 @@ class LocalPuts:
             raise ProtocolError("a request for a place that names no value")
         check_object_length(message.length)
         try:
-            if self._node.config.transport == "shm":
+            strict = self._node.config.transport
+            if strict not in ("auto", "tcp"):
                 raise CapacityExceeded(
-                    "values go to other peers over tcp, and this peer may use shm only (transport)"
+                    f"values go to other peers over tcp, and this peer may use {strict} only (transport)"
                 )
             peer_ids = place(
                 self._core,

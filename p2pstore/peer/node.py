@@ -64,6 +64,7 @@ from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.data_session import Traffic
 from p2pstore.transfer.failover import HolderReport, order_copies
 from p2pstore.transfer.messages import DataKind, Snapshot, SnapshotReply
+from p2pstore.transfer.rdma_rules import NAME as RDMA
 from p2pstore.transfer.transport import (
     PullReport,
     RemoteCopy,
@@ -332,7 +333,9 @@ class Node:
         """How to read one copy; a strict transport leaves the other ways out, for clients as well."""
         record = self._record_of(copy.peer_id)
         strict = self.config.transport
-        by_socket = record is not None and record.host_id == self.host_id and strict != "tcp"
+        by_socket = (
+            record is not None and record.host_id == self.host_id and strict in ("auto", "shm")
+        )
         return RemoteCopy(
             peer_id=copy.peer_id,
             data=tuple(record.data) if record is not None and strict != "shm" else (),
@@ -342,6 +345,7 @@ class Node:
             slot=copy.record.slot,
             version=copy.record.version,
             load_permille=record.load_permille if record is not None else 0,
+            rdma=record is not None and any(offer.name == RDMA for offer in record.transports),
         )
 
     def reading_order(self, copies: Sequence[KnownCopy]) -> list[KnownCopy]:
@@ -402,8 +406,16 @@ class Node:
             destination.abort()
         self.watch.pulled(effect, report, error, self.now - begin)
         self.core.counters[f"pulls_{'delivered' if delivered else 'failed'}"] += 1
+        delivered_by = (0, "")
+        if (
+            delivered
+            and report is not None
+            and report.pulled is not None
+            and report.copy is not None
+        ):
+            delivered_by = report.copy.member, report.pulled.transport
         outcome = PullOutcome(
-            delivered, tuple(pull_failure(failure) for failure in failures), error
+            delivered, tuple(pull_failure(failure) for failure in failures), error, *delivered_by
         )
         self.core.pulled(effect.operation, outcome, self.now)
         self.process()

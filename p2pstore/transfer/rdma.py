@@ -39,10 +39,18 @@ from p2pstore.transfer.layout import (
 )
 from p2pstore.transfer.messages import DataKind, Ping, RdmaConnect, RdmaConnected
 from p2pstore.transfer.rdma_addresses import wake_neighbour
-from p2pstore.transfer.rdma_payload import Payload, read_directly, read_staged, tell, verify_chunk
+from p2pstore.transfer.rdma_payload import (
+    Payload,
+    read_directly,
+    read_for,
+    read_staged,
+    tell,
+    verify_chunk,
+)
 from p2pstore.transfer.rdma_reads import Line, ReadEngine, ReadFailed
 from p2pstore.transfer.rdma_rules import (
     MAX_PACKET_NUMBER,
+    NAME,
     Endpoint,
     Meaning,
     Path,
@@ -107,7 +115,7 @@ class RdmaTransport:
     `registered` is memory of this peer that the device may write to: its own segment.
     """
 
-    name = "rdma"
+    name = NAME
 
     def __init__(
         self,
@@ -130,10 +138,12 @@ class RdmaTransport:
         self._peers: dict[bytes, _Peer] = {}
 
     def offers(self, copy: RemoteCopy) -> bool:
-        """Whether the copy's holder has a data address, and RDMA with it did not fail a moment ago."""
+        """Whether the copy's holder offers RDMA, and that did not fail a moment ago."""
         return not self.why_not(copy)
 
     def why_not(self, copy: RemoteCopy) -> str:
+        if not copy.rdma:
+            return "the holder does not let others read it by RDMA"
         if not copy.data:
             return "the holder advertises no data address"
         if self._engine.lost:
@@ -166,6 +176,15 @@ class RdmaTransport:
         except ProtocolError as error:  # a slot or header that leads outside of the segment
             raise PullFailed(Code.MALFORMED, str(error), retriable=True) from error
         return Pulled(found.slot, found.trailer, found.slot.length, self.name)
+
+    async def measure(self, copy: RemoteCopy, seconds: float) -> tuple[int, float]:
+        """Read the beginning of the holder's segment again and again, for so long: (bytes, seconds). Nothing is
+        verified. Raises `PullFailed`."""
+        try:
+            line, _ = await self._connected(copy)
+            return await read_for(self._engine, line, self._staging.large, seconds)
+        except (ReadFailed, DeadlineExceeded) as failure:
+            raise PullFailed(Code.UNAVAILABLE, str(failure)) from failure
 
     # --- connecting --------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import trio
 
 from p2pstore.objects import chunk_bounds, chunk_sum
 from p2pstore.transfer.rdma_reads import Line, Read, ReadEngine
@@ -19,6 +20,10 @@ from p2pstore.wire import Code
 
 CHUNKS_UNDER_WAY: Final = 8
 """Of one object; more of them hardly fill a path better, and take blocks away from others."""
+
+
+MEASURED_UNDER_WAY: Final = 4
+MEASURED_READ_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,9 @@ async def read_staged(
                 block = pool.take_nowait() if under_way else await pool.take()
                 if block is None:
                     break
-                under_way.append(await _begin(engine, payload, bounds[begun], block))
+                first, last = bounds[begun]
+                at = payload.offset + first
+                under_way.append(await _begin(engine, payload.line, at, last - first, block))
                 begun += 1
             read, block = under_way[0]
             await read.wait(payload.progress_seconds)
@@ -96,15 +103,38 @@ async def read_staged(
 
 
 async def _begin(
-    engine: ReadEngine, payload: Payload, bounds: tuple[int, int], block: Block
+    engine: ReadEngine, line: Line, at: int, size: int, block: Block
 ) -> tuple[Read, Block]:
-    start, end = bounds
-    at, size = payload.offset + start, end - start
     try:
-        return await engine.read(payload.line, at, size, block.pool.region, block.address), block
+        return await engine.read(line, at, size, block.pool.region, block.address), block
     except BaseException:
         block.give_back()
         raise
+
+
+async def read_for(
+    engine: ReadEngine, line: Line, pool: BlockPool, seconds: float
+) -> tuple[int, float]:
+    """Read the beginning of the other side's memory again and again, for so long, into blocks that nobody looks at:
+    (bytes, seconds). Raises `ReadFailed`, `DeadlineExceeded`."""
+    size = min(pool.block_bytes, line.memory.length_bytes)
+    under_way: deque[tuple[Read, Block]] = deque()
+    moved, begin = 0, trio.current_time()
+    try:
+        while True:
+            while len(under_way) < MEASURED_UNDER_WAY:
+                under_way.append(await _begin(engine, line, 0, size, await pool.take()))
+            read, block = under_way[0]
+            await read.wait(MEASURED_READ_SECONDS)
+            under_way.popleft()
+            block.give_back()
+            moved += size
+            elapsed = trio.current_time() - begin
+            if elapsed >= seconds:
+                return moved, elapsed
+    finally:
+        for read, block in under_way:
+            read.when_ended(block.give_back)
 
 
 def verify_chunk(chunk: memoryview, expected: int, number: int, watch: ReadWatch | None) -> None:

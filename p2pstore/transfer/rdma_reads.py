@@ -131,6 +131,7 @@ class ReadEngine:
         entries = min(MAX_UNDER_WAY, device.limits.max_completions)
         self.completions = device.completion_queue(entries)
         self.lost = ""
+        self.when_lost: Callable[[], None] = lambda: None
         self._room = WorkRoom(entries)
         self._under_way: dict[int, _Work] = {}
         self._numbers = itertools.count(1)
@@ -152,6 +153,7 @@ class ReadEngine:
             for line in {work.line for work in self._under_way.values()}:
                 line.fail(Meaning.BROKEN, self.lost)
                 self._destroy(line)
+            self.when_lost()
 
     async def _hand_out(self) -> None:
         while True:

@@ -14,6 +14,8 @@ from typing import Final
 
 from p2pstore.errors import ProtocolError
 
+NAME: Final = "rdma"
+"""The transport's name, in records and for people."""
 GID_BYTES: Final = 16
 MAX_QUEUE_PAIR_NUMBER: Final = (1 << 24) - 1
 MAX_PACKET_NUMBER: Final = (1 << 24) - 1

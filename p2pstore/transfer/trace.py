@@ -124,6 +124,13 @@ class ReadWatch:
             0.0, latest.seconds - self._queued - (self._verified if self._verified else 0.0)
         )
 
+    def brought(self, member: int, transport: str, length_bytes: int) -> None:
+        """The pull that began last was the local peer's: from this member, into its segment, and from there."""
+        latest = self.trace.tries[-1]
+        latest.peer, latest.transport = self._holders.get(member, ("", ""))[0], transport
+        self.trace.local = False
+        self.delivered(member, length_bytes)
+
     # --- what a transport tells -----------------------------------------------------------------
 
     def connected(self) -> None:

@@ -106,7 +106,8 @@ class RemotePeer:
 @dataclass(frozen=True, slots=True)
 class RemoteCopy(RemotePeer):
     """One copy of an object and how to get there. `member` is the holder's short name, `socket` the path
-    of its local socket (of use when `same_host`), `slot` a hint that is not trusted."""
+    of its local socket (of use when `same_host`), `slot` a hint that is not trusted, `rdma` whether the holder says
+    that others may read it by RDMA."""
 
     member: int = 0
     socket: str = ""
@@ -114,6 +115,7 @@ class RemoteCopy(RemotePeer):
     slot: int = 0
     version: Version = ZERO_VERSION
     load_permille: int = 0
+    rdma: bool = False
 
 
 @dataclass(frozen=True, slots=True)

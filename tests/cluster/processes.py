@@ -65,22 +65,23 @@ class PeerProcess:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, *options: str) -> None:
-        """Start it. `wait_until_ready` says when it serves."""
+    def start(self, *options: str, prefix: Sequence[str] = ()) -> None:
+        """Start it, by a command that runs the rest of its line if there is one. `wait_until_ready` says when it
+        serves."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*self._command, *options],
+                [*prefix, *self._command, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=self._cluster.environment,
             )
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, seconds: float = READY_SECONDS) -> None:
         """Wait until it serves; fails with its log when it does not."""
         assert self._process is not None
         assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], READY_SECONDS)
+        readable, _, _ = select.select([self._process.stdout], [], [], seconds)
         line = self._process.stdout.readline() if readable else b""
         assert line.startswith(b"ready "), f"{self.name}: {self.log.read_text()[-4000:]}"
         self.ready = json.loads(line.removeprefix(b"ready "))
@@ -114,6 +115,11 @@ class PeerProcess:
     def running(self) -> bool:
         """Whether the process is there."""
         return self._process is not None and self._process.poll() is None
+
+    @property
+    def exit_status(self) -> int | None:
+        """Of a process that ended by itself."""
+        return None if self._process is None else self._process.returncode
 
     # --- what it knows -----------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ def test_a_healthy_way_is_measured_both_ways_and_nobody_joins(pair: tuple[Peer, 
     assert found["path MTU"]["measured"]["mtu_bytes"] > 1000
     assert abs(found["clock skew"]["measured"]["offset_seconds"]) < 1
     assert 0 < found["data round trip"]["measured"]["best_seconds"] < 1
-    assert found["rdma"]["status"] == "skipped"
+    assert found["rdma from it"]["status"] == "skipped"
     for peer in pair:
         assert {member.name for member in peer.client.peers(everyone=True)} == {"first", "second"}
     shown = done(examine(second)).stdout.decode()

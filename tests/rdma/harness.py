@@ -107,7 +107,7 @@ class RdmaHarness(TcpHarness):
     def copy(self, digest: bytes = b"") -> RemoteCopy:
         entry = self.segment.find(digest, 0.0) if digest else None
         number = entry.slot if entry is not None else 0
-        return RemoteCopy(OWNER.peer_id, (self.address,), grant(), member=1, slot=number)
+        return RemoteCopy(OWNER.peer_id, (self.address,), grant(), member=1, slot=number, rdma=True)
 
 
 __all__ = ["Backend", "RdmaHarness"]

@@ -71,6 +71,14 @@ async def test_no_object_goes_over_tcp(rdma: RdmaHarness, length: int) -> None:
     assert rdma.rdma.readers == 1
 
 
+async def test_a_way_is_measured(rdma: RdmaHarness) -> None:
+    transport = rdma.transport(TrioDriver())
+    moved, seconds = await transport.measure(rdma.copy(), 0.5)
+    assert moved >= rdma.staging.large.block_bytes
+    assert seconds >= 0.5
+    await until(lambda: rdma.engine.under_way == rdma.staging.large.taken == 0)
+
+
 @pytest.mark.parametrize("hint", [1, 77, 1 << 22, -1])
 async def test_a_wrong_hint_costs_a_question(rdma: RdmaHarness, hint: int) -> None:
     digest = put(rdma.segment, "key", pattern(3000))
@@ -263,6 +271,8 @@ async def test_a_device_that_is_lost(
     digest = put(rdma.segment, "key", value)
     transport = rdma.transport(TrioDriver())
     real, failures = rdma.reading_device.attempt, []
+    told: list[str] = []
+    rdma.engine.when_lost = lambda: told.append(rdma.engine.lost)
 
     def attempt(what: str, action: Callable[[], Any]) -> Any:
         def lost() -> None:
@@ -284,6 +294,7 @@ async def test_a_device_that_is_lost(
     assert "the card fell out" in failures[0].text
     assert "the card fell out" in transport.why_not(rdma.copy(digest))
     assert "started again" in caplog.text
+    assert told == [rdma.engine.lost]
     assert rdma.engine.under_way == 0
 
 
@@ -468,7 +479,9 @@ async def test_an_owner_killed_in_the_middle() -> None:
         line = await trio.to_thread.run_sync(owner.stdout.readline)
         told = json.loads(line)
         digest = bytes.fromhex(told["digest"])
-        copy = RemoteCopy(OWNER.peer_id, (told["address"],), grant(), member=1, slot=told["slot"])
+        copy = RemoteCopy(
+            OWNER.peer_id, (told["address"],), grant(), member=1, slot=told["slot"], rdma=True
+        )
         pool = DataPool(TrioDriver())
         with Device(device_names()[-1]) as device:
             staging = Staging.on(device, STAGING_BYTES)

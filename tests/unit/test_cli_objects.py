@@ -233,7 +233,7 @@ def test_get_explained(
     assert run(["get", "k", "-o", out, "--explain"]) == 0
     captured = capsys.readouterr()
     assert captured.out == ""
-    for part in ("got k: 5 B", "there over shm: not tried, on another host", "rdma: not built"):
+    for part in ("got k: 5 B", "there over shm: not tried, on another host", "rdma: not tried"):
         assert part in captured.err
     assert run(["get", "k", "-o", out, "--explain", "--json"]) == 0
     captured = capsys.readouterr()
@@ -241,7 +241,7 @@ def test_get_explained(
     explained = json.loads(captured.out)["explain"]
     assert explained["source"] == "there"
     assert explained["tries"][0]["outcome"] == "on another host"
-    assert "rdma" in explained["not_built"]
+    assert "rdma" in explained["not_tried"]
     assert run(["get", "none", "-o", out, "--explain"]) == 3
     assert "lookup" in capsys.readouterr().err
 

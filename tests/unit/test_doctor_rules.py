@@ -23,6 +23,7 @@ from p2pstore.doctor.finding import (
     worst_failure,
 )
 from p2pstore.objects import GIB, MIB
+from p2pstore.transfer.rdma_rules import GidEntry
 from p2pstore.wire import Code
 
 OK, WARNING, BROKEN, SKIPPED = Status.OK, Status.WARNING, Status.BROKEN, Status.SKIPPED
@@ -47,9 +48,10 @@ MACHINE: list[tuple[Callable[..., Finding], tuple[Any, ...], dict[str, Any], Sta
     (machine.judge_memory, (memory(64 * GIB, 32 * GIB, 8 * GIB, 15 * GIB // 2),), {}, WARNING),
     (machine.judge_memory, (memory(64 * GIB, 32 * GIB, 8 * GIB, 8 * GIB),), {}, BROKEN),
     (machine.judge_memory, (memory(64 * GIB, 32 * GIB, 1 << 62, GIB),), {}, OK),
-    (machine.judge_memlock, (8 * MIB,), {"rdma": False}, OK),
-    (machine.judge_memlock, (8 * MIB,), {"rdma": True}, WARNING),
-    (machine.judge_memlock, (None,), {"rdma": True}, OK),
+    (machine.judge_memlock, (8 * MIB,), {"unlimited": False, "rdma": False}, OK),
+    (machine.judge_memlock, (8 * MIB,), {"unlimited": False, "rdma": True}, WARNING),
+    (machine.judge_memlock, (8 * MIB,), {"unlimited": True, "rdma": True}, OK),
+    (machine.judge_memlock, (None,), {"unlimited": False, "rdma": True}, OK),
     (machine.judge_open_files, (1024, 4096), {}, WARNING),
     (machine.judge_open_files, (255, 4096), {}, BROKEN),
     (machine.judge_open_files, (65_536, None), {}, OK),
@@ -203,6 +205,10 @@ def test_who_answers_with_another_version_is_told() -> None:
     check_words(other)
 
 
+LINK_LOCAL = bytes.fromhex("fe80000000000000505400fffe000001")
+MAPPED = bytes(10) + b"\xff\xff" + bytes((10, 0, 0, 7))
+
+
 def test_rdma_devices() -> None:
     def port(**changes: Any) -> network.RdmaPortReading:
         facts: dict[str, Any] = {
@@ -212,23 +218,27 @@ def test_rdma_devices() -> None:
             "state": "ACTIVE",
             "link_layer": "Ethernet",
             "rate": "100 Gb/sec",
-            "gid_types": ("IB/RoCE v1", "RoCE v2"),
+            "gids": (GidEntry(0, LINK_LOCAL, 2), GidEntry(3, MAPPED, 1), GidEntry(4, MAPPED, 2)),
         }
         return network.RdmaPortReading(**{**facts, **changes})
 
-    def statuses(*ports: network.RdmaPortReading, pyverbs: bool = True) -> list[Status]:
-        findings = network.judge_rdma(ports, pyverbs=pyverbs)
+    def statuses(*ports: network.RdmaPortReading, problem: str = "") -> list[Status]:
+        findings = network.judge_rdma(ports, pyverbs_problem=problem)
         for finding in findings:
             check_words(finding)
         return [finding.status for finding in findings]
 
     assert statuses() == [OK]
-    assert statuses(pyverbs=False) == [OK]
+    assert statuses(problem="no such module") == [OK]
     assert statuses(port()) == [OK, OK]
-    assert statuses(port(), pyverbs=False) == [OK, WARNING]
+    (found, _) = network.judge_rdma([port()], pyverbs_problem="")
+    assert "RoCE v2 as 10.0.0.7 (GID 4)" in found.value
+    assert statuses(port(), problem="no such module") == [OK, WARNING]
+    assert statuses(port(port=2, gids=())) == [OK, OK]
     assert statuses(port(active=False, state="DOWN")) == [WARNING, OK]
-    assert statuses(port(gid_types=("IB/RoCE v1",))) == [WARNING, OK]
-    assert statuses(port(link_layer="InfiniBand", gid_types=())) == [OK, OK]
+    assert statuses(port(gids=(GidEntry(3, MAPPED, 1),))) == [WARNING, OK]
+    assert statuses(port(gids=(GidEntry(0, LINK_LOCAL, 2),))) == [WARNING, OK]
+    assert statuses(port(link_layer="InfiniBand")) == [WARNING, OK]
 
 
 def test_peers_on_this_machine() -> None:

@@ -103,14 +103,14 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "leased": (
         LocalKind.LEASE,
         REPLY,
-        local.Leased([local.LeaseGrant(1, 0, 4096, 3, 64, 5, 6, 7)]),
-        ("130001000403020111000000000000009191990100cd100003400506079300a000"),
+        local.Leased([local.LeaseGrant(1, 0, 4096, 3, 64, 5, 6, 7, source=8, transport="rdma")]),
+        ("1300010004030201170000000000000091919b0100cd100003400506079300a00008a472646d61"),
     ),
     "refused": (
         LocalKind.LEASE,
         REPLY,
         local.Leased([local.LeaseGrant(0, 0, 0, 0, 0, error=local.ItemError(6, "no", 0))]),
-        ("1300010004030201110000000000000091919900000000000000009306a26e6f00"),
+        ("1300010004030201130000000000000091919b00000000000000009306a26e6f0000a0"),
     ),
     "release": (
         LocalKind.RELEASE,
@@ -130,10 +130,12 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "planned": (
         LocalKind.PLAN,
         REPLY,
-        local.Planned([local.PlanItem([HOLDER], False, 1), local.PlanItem([], True)], 3),
+        local.Planned(
+            [local.PlanItem([HOLDER], False, 1, through_peer=True), local.PlanItem([], True)], 3
+        ),
         (
-            "15000100040302013200000000000000929294919e01c4020102a16e91a3683a31a22f73c3020304"
-            "0500c40163c40173c4016bc2019300a0009490c3009300a00003"
+            "15000100040302013400000000000000929295919e01c4020102a16e91a3683a31a22f73c3020304"
+            "0500c40163c40173c4016bc2019300a000c39590c3009300a000c203"
         ),
     ),
     "report": (
@@ -222,11 +224,20 @@ def test_an_older_report_is_understood() -> None:
     assert report.misses == 0
 
 
+def test_older_plans_are_understood() -> None:
+    older = "929294919e01c4020102a16e91a3683a31a22f73c30203040500c40163c40173c4016bc2019300a0009490c3009300a00003"
+    planned = decode_body(local.Planned, bytes.fromhex(older))
+    assert planned.items == [local.PlanItem([HOLDER], False, 1), local.PlanItem([], True)]
+    assert not any(item.through_peer for item in planned.items)
+
+
 def test_older_requests_are_understood() -> None:
     plan = bytes.fromhex("94c410000102030405060708090a0b0c0d0e0f00cd11949101")
     assert decode_body(local.Plan, plan) == local.Plan(DIGEST, 0, 4500, [1])
     plan = bytes.fromhex("95c410000102030405060708090a0b0c0d0e0f00cd11949101c400")
     assert decode_body(local.Plan, plan) == local.Plan(DIGEST, 0, 4500, [1], b"")
+    grant = bytes.fromhex("990100cd100003400506079300a000")
+    assert decode_body(local.LeaseGrant, grant) == local.LeaseGrant(1, 0, 4096, 3, 64, 5, 6, 7)
     lease = bytes.fromhex("94c410000102030405060708090a0b0c0d0e0fc30acd1194")
     assert decode_body(local.Lease, lease) == local.Lease(DIGEST, True, 10, 4500)
     assert decode_body(local.Flush, bytes.fromhex("91a16e")) == local.Flush("n")

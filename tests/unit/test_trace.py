@@ -48,7 +48,8 @@ def test_the_course_of_a_read_over_two_holders() -> None:
         "tried     alpha over shm: not tried, on another host",
         "tried     alpha over tcp: refused after 1.0 ms",
         "tried     beta over tcp: delivered after 3.0 ms",
-        "tried     rdma: not built into this version",
+        "tried     rdma: not tried, only peers read by it: for leases and copies, with --transport rdma "
+        "for every get",
         "source    beta, ssd, over tcp",
         "queue     1.0 ms until connected",
         "transfer  1.0 ms for 4.0 KiB (4.10 MB/s)",
@@ -69,6 +70,22 @@ def test_a_second_plan_adds_to_the_first() -> None:
     assert (watch.trace.homes_asked, watch.trace.source) == (3, "beta")
     assert [each.peer for each in watch.trace.tries] == ["alpha", "beta"]
     assert watch.trace.verify_seconds is None
+
+
+def test_what_the_local_peer_brought() -> None:
+    watch = ticking()
+    watch.looked_up(0.1, {1: ("alpha", "dram"), 2: ("beta", "ssd")}, 0, 0)
+    watch.attempt(1, "rdma")
+    watch.was_here("own", 4096, 0.5)
+    watch.brought(2, "rdma", 4096)
+    trace = watch.trace
+    assert (trace.local, trace.source, trace.tier, trace.transport) == (
+        *(False, "beta", "ssd", "rdma"),
+    )
+    lines = explanation(trace)
+    assert lines[1] == "tried     beta over rdma: delivered after 1.0 ms"
+    assert lines[2] == "source    beta, ssd, over rdma"
+    assert document(trace)["not_tried"] == {}
 
 
 def test_what_the_local_peer_had() -> None:

@@ -20,6 +20,7 @@ MAX_ATTEMPTS: Final = 8
 class Transport(StrEnum):
     auto = "auto"
     shm = "shm"
+    rdma = "rdma"
     tcp = "tcp"
 
 
@@ -103,6 +104,10 @@ def join(
     transport: Annotated[
         Transport | None,
         typer.Option(help="Anything but auto is strict [default: auto].", show_default=False),
+    ] = None,
+    rdma_device: Annotated[
+        list[str] | None,
+        _option("NAME", "RDMA device to use, best first; may be repeated [default: any]."),
     ] = None,
     directory: Annotated[
         DirectoryKept | None,

@@ -1,0 +1,34 @@
+"""Having the kernel provide a peer's memory before somebody writes to it."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import trio
+
+from p2pstore.transfer.memory import SharedMemory, prefault
+
+PAUSE_SECONDS: Final = 0.001
+
+
+async def provide_pages(memory: SharedMemory) -> None:
+    """Have the kernel provide the memory, on a thread: fresh pages fill at 1.3 GB/s, used ones at 13. Stops early
+    when there is no more memory to give."""
+    stopped = False
+
+    def run() -> None:
+        prefault(memory.view, lambda: stopped, lambda: time.sleep(PAUSE_SECONDS))
+
+    async with trio.open_nursery() as nursery:
+
+        async def stop_when_cancelled() -> None:
+            nonlocal stopped
+            try:
+                await trio.sleep_forever()
+            finally:
+                stopped = True
+
+        nursery.start_soon(stop_when_cancelled)
+        await trio.to_thread.run_sync(run)
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,164 @@
+"""Three real peers, as if on three machines: reading by RDMA, and what takes over when that or a peer fails."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import uuid
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from p2pstore.doctor import readings
+from p2pstore.doctor.finding import Status
+from p2pstore.doctor.machine_rules import judge_memlock
+from p2pstore.doctor.network_rules import judge_rdma
+from p2pstore.errors import NoSuchKey
+from p2pstore.objects import MIB
+from p2pstore.transfer.rdma_verbs import device_names
+from p2pstore.transfer.trace import FetchTrace
+from tests.cluster.processes import PeerProcess, ProcessCluster, until
+
+VALUE = Random(5).randbytes(3 * MIB + 5)
+MEMORY = "64MiB"
+SECONDS = 60.0
+START_SECONDS = 200.0
+"""Three processes import everything on an emulated processor: a minute when nothing else runs."""
+ON_ITS_OWN_MACHINE = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
+"""Else the peers see that they share one, and read by shared memory."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    """p0 and p2 on the first device, p1 on the last one. p1 may use nothing but RDMA."""
+    cluster = ProcessCluster(tmp_path_factory.mktemp("cluster"), 3, None, MEMORY)
+    try:
+        for peer, transport in zip(cluster.peers, ("auto", "rdma", "auto"), strict=True):
+            start(cluster, peer, transport)
+        for peer in cluster.peers:
+            peer.wait_until_ready(START_SECONDS)
+        cluster.wait_until_whole()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def start(cluster: ProcessCluster, peer: PeerProcess, transport: str) -> None:
+    number = cluster.peers.index(peer)
+    machine = cluster.folder / f"machine{number}"
+    machine.write_text(f"{uuid.uuid4()}\n")
+    bootstrap = ["--bootstrap", cluster.peers[0].control] if number else []
+    peer.start(
+        *bootstrap,
+        *("--transport", transport, "--rdma-device", device_names()[-(number % 2)]),
+        prefix=("unshare", "--mount", "sh", "-c", ON_ITS_OWN_MACHINE, str(machine)),
+    )
+
+
+def objects_by(peer: PeerProcess, transport: str) -> int:
+    """Objects that a peer got from others by this transport."""
+    members = peer.client.peers(everyone=True)
+    return sum(each.transports.get(transport, {}).get("objects", 0) for each in members)
+
+
+def lease(peer: PeerProcess, key: str) -> bytes:
+    """Read an object by having the peer bring it to its memory."""
+    with peer.client.lease(key, wait=SECONDS) as view:
+        return bytes(view)
+
+
+def test_clients_of_a_peer_that_uses_rdma_alone(cluster: ProcessCluster) -> None:
+    first, second, _ = cluster.peers
+    values = {"large": VALUE, "small": b"abc", "empty": b""}
+    for key, value in values.items():
+        first.client.put(key, value)
+    for key, value in values.items():
+        assert second.client.get(key, wait=SECONDS) == value
+    first.client.put("another", VALUE[1:])
+    first.client.put("last", b"x")
+    buffers = [bytearray(len(VALUE)), bytearray(3), bytearray(1)]
+    until(lambda: second.client.contains_many(["another", "last"]) == [True, True], SECONDS)
+    items = list(zip(("another", "nothing", "last"), buffers, strict=True))
+    done = second.client.get_many_into(items)
+    assert [each.value for each in done] == [len(VALUE) - 1, None, 1]
+    assert isinstance(done[1].error, NoSuchKey)
+    assert buffers[0][:-1] == VALUE[1:]
+    assert objects_by(second, "rdma") == 5
+    assert objects_by(second, "tcp") == objects_by(second, "shm") == 0
+    assert second.client.put("back", VALUE, replicas=2).copies == 2
+
+
+def test_people_are_told(cluster: ProcessCluster) -> None:
+    """By `get --explain` which way a value came, by `doctor` of the devices."""
+    first, second, _ = cluster.peers
+    first.client.put("told", VALUE)
+    until(lambda: second.client.contains("told"), SECONDS)
+    trace = FetchTrace()
+    second.client.get_into("told", bytearray(len(VALUE)), trace=trace)
+    assert (trace.local, trace.source, trace.transport) == (False, "p0", "rdma")
+    assert [(each.peer, each.outcome) for each in trace.tries] == [("p0", "delivered")]
+    problem = readings.read_pyverbs_problem()
+    findings = judge_rdma(readings.read_rdma_ports(), pyverbs_problem=problem)
+    assert {each.status for each in findings} == {Status.OK}
+    assert "RoCE v2 as 10.77.0.1" in findings[0].value
+    assert "does not count" in judge_memlock(1, unlimited=True, rdma=True).value
+    assert readings.may_lock_all_memory()
+
+
+def test_a_cable_is_cut(cluster: ProcessCluster) -> None:
+    """Who may use all transports falls back to TCP, says so, and comes back to RDMA."""
+    first, second, third = cluster.peers
+    first.client.put("cable 0", VALUE)
+    by_rdma, by_tcp = objects_by(third, "rdma"), objects_by(third, "tcp")
+    assert lease(third, "cable 0") == VALUE
+    assert (objects_by(third, "rdma"), objects_by(third, "tcp")) == (by_rdma + 1, by_tcp)
+    interface = "veth1"
+    second.client.put("cable 1", VALUE[1:])
+    second.client.put("cable 2", VALUE[2:])
+    subprocess.run(["ip", "link", "set", interface, "down"], check=True)
+    try:
+        assert lease(third, "cable 1") == VALUE[1:]
+    finally:
+        subprocess.run(["ip", "link", "set", interface, "up"], check=True)
+    assert objects_by(third, "tcp") == by_tcp + 1
+    assert third.logged("rdma to p1 did not work")
+
+    def read_again() -> bool:
+        number = next(numbers)
+        second.client.put(f"again {number}", b"value")
+        assert lease(third, f"again {number}") == b"value"
+        return objects_by(third, "rdma") > by_rdma + 1
+
+    numbers = iter(range(10_000))
+    until(read_again, SECONDS)
+
+
+def test_a_holder_is_killed(cluster: ProcessCluster) -> None:
+    first, second, third = cluster.peers
+    first.client.put("kept", VALUE, replicas=3)
+    first.client.put("twice", VALUE[3:])
+    assert second.client.get("twice", wait=SECONDS) == VALUE[3:]
+    before = objects_by(third, "rdma")
+    first.kill()
+    assert lease(third, "twice") == VALUE[3:]
+    assert lease(third, "kept") == VALUE
+    assert second.client.get("kept") == VALUE
+    assert objects_by(third, "rdma") == before + 1
+
+
+def test_a_peer_leaves(cluster: ProcessCluster) -> None:
+    """With lines to others open, and theirs to it: all of it is closed in order."""
+    _, second, third = cluster.peers
+    second.client.put("farewell", VALUE)
+    third.client.put("adieu", VALUE[1:])
+    assert lease(third, "farewell") == VALUE
+    assert lease(second, "adieu") == VALUE[1:]
+    since = third.log_size()
+    third.signal(signal.SIGTERM)
+    until(lambda: not third.running, SECONDS)
+    assert not third.logged("Traceback", since)
+    assert not third.logged("did not close", since)
+    assert third.exit_status == 0
+    second.client.put("after", b"x")
+    assert second.client.get("after") == b"x"
