@@ -202,18 +202,24 @@ async def test_byte_by_byte_on_every_port(tmp_path: Path) -> None:
             "local": PREFACE_LOCAL
             + encode_frame(LocalKind.HELLO, 1, local.Hello(1, 1, "default", 0, 1, "x" * 60)),
         }
-        lasted: dict[str, float] = {}
+        sent: dict[str, int] = {}
 
         async def creep(name: str, stream: TrioStream, silent: bool) -> None:
-            begin = trio.current_time()
-            with suppress(OSError):
+            """Send byte after byte until the peer closes; how many it took."""
+            beginning = beginnings[name]
+            sent[f"{name}{silent}"] = 0
+            with trio.CancelScope() as scope:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(closed, stream, nursery.cancel_scope)
-                    for number in range(200):
-                        if not (silent and number):
-                            await stream.send(beginnings[name][number : number + 1])
-                        await trio.sleep(0.02)
-            lasted[f"{name}{silent}"] = trio.current_time() - begin
+                    nursery.start_soon(closed, stream, scope)
+                    with suppress(OSError):  # it closed before this heard of it
+                        for number in range(len(beginning)):
+                            if not (silent and number):
+                                await stream.send(beginning[number : number + 1])
+                                sent[f"{name}{silent}"] += 1
+                            await trio.sleep(0.02)
+                    await trio.sleep(SECONDS)
+            assert scope.cancelled_caught, "the peer waits for more"
+            ended.append(name)
             stream.close()
 
         async def closed(stream: TrioStream, scope: trio.CancelScope) -> None:
@@ -223,6 +229,7 @@ async def test_byte_by_byte_on_every_port(tmp_path: Path) -> None:
                     pass
             scope.cancel()
 
+        ended: list[str] = []
         async with trio.open_nursery() as nursery:
             driver = TrioDriver()
             for silent in (False, True):
@@ -232,10 +239,12 @@ async def test_byte_by_byte_on_every_port(tmp_path: Path) -> None:
                     nursery.start_soon(creep, name, stream, silent)
                 stream = await driver.connect_unix(victim.socket, SECONDS)
                 nursery.start_soon(creep, "local", stream, silent)
-            while len(lasted) < 6:
+            while len(ended) < 6:
                 await still_well(victim, neighbour)
                 await trio.sleep(0.1)
-        assert all(seconds < 2.5 for seconds in lasted.values()), lasted
+        for name, beginning in beginnings.items():
+            assert sent[f"{name}True"] == 1
+            assert 1 < sent[f"{name}False"] < len(beginning), name
         await still_well(victim, neighbour)
 
 
