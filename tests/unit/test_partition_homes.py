@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pstore.gossip.homes.partition_homes import HOME_COUNT, NO_HOMES, HomeTable, table_of
+from p2pstore.gossip.homes.bounded_homes import ROOM, places_of
+from p2pstore.gossip.homes.partition_homes import (
+    CANDIDATES,
+    HOME_COUNT,
+    NO_HOMES,
+    HomeTable,
+    table_of,
+)
 from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
 from tests.unit.gossip_network import digest_of
 
@@ -83,6 +91,46 @@ def test_who_joins_or_leaves_changes_only_its_own_partitions() -> None:
     shares = [len(partitions) for partitions in after.by_home.values()]
     assert sum(shares) == HOME_COUNT * PARTITION_COUNT
     assert min(shares) > 100
+
+
+@pytest.mark.parametrize("count", [40, 100, 1000, 3000, 5000])
+def test_nobody_is_home_to_much_more_than_its_share(count: int) -> None:
+    table = table_of(members(count))
+    assert all(len(set(homes)) == HOME_COUNT for homes in table.homes)
+    share = HOME_COUNT * PARTITION_COUNT / count
+    assert max(map(len, table.by_home.values())) <= ROOM * share + 1
+    by_weight = [
+        sorted(homes, key=lambda m: weight(m, partition), reverse=True)
+        for partition, homes in enumerate(table.homes)
+    ]
+    assert table.homes == [tuple(homes) for homes in by_weight]
+
+
+@pytest.mark.parametrize("count", [100, 600])
+def test_who_is_not_home_in_spite_of_a_higher_weight_has_better_partitions(count: int) -> None:
+    live = members(count)
+    table = table_of(live)
+    needed = HOME_COUNT * PARTITION_COUNT
+    places = dict(zip(live, places_of(numpy.array(live, numpy.uint64), count, needed), strict=True))
+    passed_over = 0
+    for partition, homes in enumerate(table.homes):
+        least = weight(homes[-1], partition)
+        candidates = sorted(live, key=lambda m: weight(m, partition), reverse=True)[:CANDIDATES]
+        for member in candidates:
+            if member not in homes and weight(member, partition) > least:
+                passed_over += 1
+                held = table.by_home[member]
+                assert len(held) == places[member]
+                assert all(weight(member, p) > weight(member, partition) for p in held)
+    assert passed_over > 10
+
+
+@pytest.mark.parametrize("count", [1000, 5000])
+def test_one_more_or_less_moves_few_homes(count: int) -> None:
+    live = members(count)
+    table = table_of(live)
+    moved = [len(table.differing(table_of(live[:n] + live[n + 1 :]))) for n in range(10)]
+    assert sum(moved) / len(moved) < 3 * HOME_COUNT * PARTITION_COUNT / count + 1
 
 
 def test_those_who_know_the_same_members_share_a_table() -> None:

@@ -1,7 +1,8 @@
 """Which members are the homes of each partition: rendezvous hashing (Thaler and Ravishankar 1998). Pure.
 
-Everybody who knows the same live members has the same table. A member that joins or leaves changes
-only the partitions that it wins or gave.
+Everybody who knows the same live members has the same table. Of each partition the members with the highest
+weights are candidates; which of them are its homes, so that none has too many, is said in `bounded_homes`. A member
+that joins or leaves changes the partitions that it wins or gave, and few others.
 
 The weight of a member for a partition is `mix(member XOR (partition + 1) * 0x9E3779B97F4A7C15)` in 64
 bits, where `mix` is the finalizer of SplitMix64 (Steele, Lea and Flood 2014). It is a bijection, so two
@@ -18,10 +19,13 @@ from weakref import WeakValueDictionary
 import numpy
 from numpy.typing import NDArray
 
+from p2pstore.gossip.homes.bounded_homes import choose_homes
 from p2pstore.gossip.homes.partitions import PARTITION_COUNT
 from p2pstore.gossip.records import Member
 
 HOME_COUNT: Final = 3
+CANDIDATES: Final = 32
+"""Of each partition. Where many are full, as many may have to be asked."""
 CELLS_AT_ONCE: Final = 1 << 19
 """Weights in one go: some MiB of memory while a table is made."""
 
@@ -53,11 +57,18 @@ class HomeTable:
         self.members = members
         self._names = names
         self._weights = weights
-        rows = min(HOME_COUNT, len(members))
-        self.homes: list[tuple[Member, ...]] = (
-            list(zip(*names[:rows].tolist(), strict=True)) if rows else [()] * PARTITION_COUNT
-        )
-        """For each partition its homes, best first: fewer than three when there are fewer members."""
+
+    @cached_property
+    def _chosen(self) -> Words:
+        return choose_homes(self._names, self._weights, HOME_COUNT, len(self.members))
+
+    @cached_property
+    def homes(self) -> list[tuple[Member, ...]]:
+        """For each partition its homes, best first: fewer than three when there are fewer members. Choosing them
+        takes some ms where members are many, when it is asked for the first time."""
+        if not self.members:
+            return [()] * PARTITION_COUNT
+        return list(zip(*self._chosen.tolist(), strict=True))
 
     @cached_property
     def by_home(self) -> dict[Member, list[int]]:
@@ -70,12 +81,13 @@ class HomeTable:
 
     def differing(self, other: HomeTable) -> list[int]:
         """The partitions whose homes are not the same, in the same order, in both tables."""
-        unlike = (self._names != other._names).any(axis=0)
-        return [int(partition) for partition in numpy.nonzero(unlike)[0]]
+        rows = max(len(self._chosen), len(other._chosen))
+        unlike = _with_rows(self._chosen, rows) != _with_rows(other._chosen, rows)
+        return [int(partition) for partition in numpy.nonzero(unlike.any(axis=0))[0]]
 
     def changed(self, members: frozenset[Member]) -> HomeTable:
         """The table for these members, made from this one. O(1,024) for each that joined, and for each
-        that left O(members) for the partitions that it was a home of."""
+        that left O(members) for the partitions that it was a candidate of."""
         if members == self.members:
             return self
         known = _tables.get(members)
@@ -85,7 +97,8 @@ class HomeTable:
 
     def _made_for(self, members: frozenset[Member]) -> HomeTable:
         joined, left = members - self.members, self.members - members
-        names, weights = self._names.copy(), self._weights.copy()
+        rows = min(CANDIDATES, len(members))
+        names, weights = _with_rows(self._names, rows), _with_rows(self._weights, rows)
         if left:
             lost = numpy.nonzero(numpy.isin(names, _words(left)).any(axis=0))[0]
             names[:, lost] = weights[:, lost] = 0
@@ -95,7 +108,13 @@ class HomeTable:
             others = numpy.arange(PARTITION_COUNT)
         if joined:
             _insert(names, weights, _words(joined), others)
-        return HomeTable(members, names, weights)
+        return HomeTable(members, names[:rows], weights[:rows])
+
+
+def _with_rows(table: Words, rows: int) -> Words:
+    """A copy with at least so many rows."""
+    more = numpy.zeros((max(0, rows - len(table)), PARTITION_COUNT), numpy.uint64)
+    return numpy.concatenate([table, more])
 
 
 def _words(members: Iterable[Member]) -> Words:
@@ -113,7 +132,7 @@ def _insert(names: Words, weights: Words, members: Words, columns: NDArray[numpy
         who = numpy.concatenate(
             [names[:, columns], numpy.broadcast_to(some[:, None], (len(some), len(columns)))]
         )
-        best = numpy.argpartition(both, len(both) - HOME_COUNT, axis=0)[-HOME_COUNT:]
+        best = numpy.argpartition(both, len(both) - len(weights), axis=0)[-len(weights) :]
         chosen = numpy.take_along_axis(both, best, axis=0)
         order = numpy.argsort(chosen, axis=0)[::-1]
         weights[:, columns] = numpy.take_along_axis(chosen, order, axis=0)
@@ -122,11 +141,8 @@ def _insert(names: Words, weights: Words, members: Words, columns: NDArray[numpy
         )
 
 
-NO_HOMES: Final = HomeTable(
-    frozenset(),
-    numpy.zeros((HOME_COUNT, PARTITION_COUNT), numpy.uint64),
-    numpy.zeros((HOME_COUNT, PARTITION_COUNT), numpy.uint64),
-)
+_NOBODY: Final[Words] = numpy.zeros((0, PARTITION_COUNT), numpy.uint64)
+NO_HOMES: Final = HomeTable(frozenset(), _NOBODY, _NOBODY)
 """The table of a cluster without members, from which others are made."""
 
 _tables: WeakValueDictionary[frozenset[Member], HomeTable] = WeakValueDictionary()

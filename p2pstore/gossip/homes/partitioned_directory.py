@@ -44,6 +44,8 @@ NEAR_LIMIT: Final = 0.8
 HOT_SECONDS: Final = 0.5
 HOT_AGAIN_SECONDS: Final = 10.0
 """Shortest time between two messages that tell of hot keys, and between two that tell one peer."""
+FOLLOW_SECONDS: Final = 50e-6
+"""For each member: shortest time between two looks at who is home now, which cost more the more there are."""
 _NEVER: Final[Position] = (-1, 0)
 _REMOVED: Final = 0x80
 _FLAGS: Final = LOCATION_BYTES - 1
@@ -78,6 +80,7 @@ class PartitionedDirectory:
         self._hot_told: dict[PeerId, float] = {}
         self._seen_version = -1
         self._newest_table = NO_HOMES
+        self._follow_at = -math.inf
         self._agreed_at = math.inf
         """When another peer knew the same members, for the first time."""
         self._mode_at = -math.inf
@@ -377,8 +380,9 @@ class PartitionedDirectory:
         return self._newest_table
 
     def _follow_members(self, now: float) -> None:
-        if self.pushes.table is not self._table:
+        if self.pushes.table is not self._table and now >= self._follow_at:
             self.pushes.homes_changed(self._table, now)
+            self._follow_at = now + FOLLOW_SECONDS * len(self._table.members)
 
     def _live_owners(self) -> Iterator[tuple[Member, int]]:
         for state in self._membership.others():
