@@ -27,6 +27,11 @@ class Choice:
     preferred: tuple[str, ...]
     fallback: tuple[str, ...] = ()
 
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Preferred ones first."""
+        return self.preferred + self.fallback
+
     def only(self, usable: Collection[str]) -> Choice:
         """Of these cards alone: the best of them are preferred when no other is left."""
         preferred = tuple(name for name in self.preferred if name in usable)
@@ -74,7 +79,7 @@ def overridden(machine: Machine, text: str, where: str) -> Matrix:
     names = sorted((nic.name for nic in machine.nics), key=natural_order)
     nodes = [f"cpu:{node.number}" for node in machine.nodes]
     for location, choice in told.items():
-        for name in (*choice.preferred, *choice.fallback):
+        for name in choice.all:
             if name not in names:
                 raise ConfigError(
                     f"{where}: {location} names {name}, and this machine has no such RDMA device; it has "

@@ -65,8 +65,8 @@ def _read_nodes(root: Path) -> Iterator[NumaNode]:
     """The NUMA nodes; one, where the kernel knows of none."""
     found = {}
     for folder in _entries(root / "devices/system/node"):
-        if number := re.fullmatch(r"node([0-9]+)", folder.name):
-            found[int(number[1])] = _text(folder / "distance").split()
+        if matched := re.fullmatch(r"node([0-9]+)", folder.name):
+            found[int(matched[1])] = _text(folder / "distance").split()
     if not found:
         yield NumaNode(0, {0: LOCAL_DISTANCE})
     for number in sorted(found):

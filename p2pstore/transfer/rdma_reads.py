@@ -16,6 +16,7 @@ from typing import Final
 import trio
 
 from p2pstore.errors import DeadlineExceeded, Unavailable
+from p2pstore.transfer.layout import Geometry
 from p2pstore.transfer.rdma_rules import (
     Meaning,
     RemoteMemory,
@@ -24,13 +25,15 @@ from p2pstore.transfer.rdma_rules import (
     meaning_of,
     split_read,
 )
-from p2pstore.transfer.rdma_verbs import Completion, Device, QueuePair, Region
+from p2pstore.transfer.rdma_staging import Registered
+from p2pstore.transfer.rdma_verbs import Completion, Device, QueuePair
 
 logger = logging.getLogger("p2pstore.transfer")
 
 POLL_COMPLETIONS: Final = 64
 MAX_UNDER_WAY: Final = 4096
 """Work requests of all queue pairs together."""
+NO_GEOMETRY: Final = Geometry(0, 0, 0, 0, 0, 0, 0)
 DRAIN_SECONDS: Final = 2.0
 """For reads to end by themselves, and again for a stopped queue pair to flush them."""
 
@@ -84,11 +87,13 @@ class Read:
 
 
 class Line:
-    """A connected queue pair, and the memory at its other end."""
+    """A queue pair, and the memory at its other end: none until it is connected."""
 
-    def __init__(self, pair: QueuePair, memory: RemoteMemory, requests: int) -> None:
+    def __init__(self, engine: ReadEngine, pair: QueuePair, requests: int) -> None:
+        self.engine = engine
         self.pair = pair
-        self.memory = memory
+        self.memory = RemoteMemory(0, 0, 0)
+        self.geometry = NO_GEOMETRY
         self.room = WorkRoom(requests)
         self.failure: ReadFailed | None = None
         self.used_at = trio.current_time()
@@ -124,10 +129,11 @@ class _Work:
 
 
 class ReadEngine:
-    """The reads of one device. `run` must be running for any to end."""
+    """The reads of one device, the `number`th of those used together. `run` must be running for any to end."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, number: int = 0) -> None:
         self.device = device
+        self.number = number
         entries = min(MAX_UNDER_WAY, device.limits.max_completions)
         self.completions = device.completion_queue(entries)
         self.lost = ""
@@ -193,14 +199,15 @@ class ReadEngine:
         work.read.request_ended(failed=failed)
 
     async def read(
-        self, line: Line, offset: int, length_bytes: int, region: Region, address: int
+        self, line: Line, offset: int, length_bytes: int, memory: Registered, address: int
     ) -> Read:
         """Begin to read so many bytes (above 0) at `offset` of the other side's memory to `address`, which is
-        inside `region`. Waits while too much is under way; nothing has begun when that is cancelled.
+        inside `memory`. Waits while too much is under way; nothing has begun when that is cancelled.
 
         Raises `ReadFailed` for a line that failed, `ProtocolError` for bytes outside of the other side's memory.
         """
         start = line.memory.at(offset, length_bytes)
+        region = memory.regions[self.number]
         assert region.holds(address, length_bytes)
         parts = list(split_read(length_bytes, self.device.limits.max_message_bytes))
         if len(parts) > min(line.room.places, self._room.places):
