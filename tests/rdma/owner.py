@@ -1,10 +1,10 @@
-"""An owner in a process of its own, whose memory goes when it is killed."""
+"""An owner in a process of its own, whose memory goes when it is killed. For tests and `bench_rdma`."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -19,7 +19,7 @@ END_SECONDS = 30.0
 
 
 class Owner:
-    """A child process with one object, that lets others read it by RDMA."""
+    """A child process with objects, that lets others read them by RDMA."""
 
     def __init__(self, process: BaseProcess, told: Connection) -> None:
         self._process = process
@@ -27,11 +27,11 @@ class Owner:
 
     @classmethod
     @contextlib.contextmanager
-    def forked(cls, length_bytes: int) -> Iterator[Owner]:
-        """Not under trio: the child begins with what is here."""
+    def forked(cls, *lengths_bytes: int) -> Iterator[Owner]:
+        """An owner of one object of each length. Not under trio: the child begins with what is here."""
         fork = multiprocessing.get_context("fork")
         told, tell = fork.Pipe(duplex=False)
-        process = fork.Process(target=trio.run, args=(_own, length_bytes, tell))
+        process = fork.Process(target=trio.run, args=(_own, lengths_bytes, tell))
         process.start()
         tell.close()
         try:
@@ -42,11 +42,16 @@ class Owner:
             process.join(END_SECONDS)
             process.close()
 
-    def copy(self) -> tuple[RemoteCopy, bytes]:
-        """The object's copy and digest. Blocks until it is there."""
-        address, digest, slot = self._told.recv()
-        copy = RemoteCopy(OWNER.peer_id, (address,), grant(), member=1, slot=slot, rdma=True)
-        return copy, digest
+    def copies(self) -> list[tuple[RemoteCopy, bytes]]:
+        """Each object's copy and digest, in the order of the lengths. Blocks until they are there; once."""
+        address, objects = self._told.recv()
+        return [
+            (
+                RemoteCopy(OWNER.peer_id, (address,), grant(), member=1, slot=slot, rdma=True),
+                digest,
+            )
+            for digest, slot in objects
+        ]
 
     def kill(self) -> None:
         """kill -9."""
@@ -58,9 +63,10 @@ class Owner:
         return self._process.exitcode
 
 
-async def _own(length_bytes: int, tell: Connection) -> None:
-    segment = segment_of(length_bytes + 8 * MIB)
-    digest = put(segment, "key", pattern(length_bytes))
+async def _own(lengths_bytes: Sequence[int], tell: Connection) -> None:
+    segment = segment_of(sum(lengths_bytes) + 8 * MIB)
+    digests = [put(segment, f"{length}", pattern(length)) for length in lengths_bytes]
     async with RdmaHarness.open_rdma(segment) as harness:
-        tell.send((harness.address, digest, harness.copy(digest).slot))
+        objects = [(digest, harness.copy(digest).slot) for digest in digests]
+        tell.send((harness.address, objects))
         await trio.sleep_forever()

@@ -476,7 +476,7 @@ def owner() -> Iterator[Owner]:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 async def test_an_owner_killed_in_the_middle(owner: Owner) -> None:
-    copy, digest = await trio.to_thread.run_sync(owner.copy)
+    ((copy, digest),) = await trio.to_thread.run_sync(owner.copies)
     pool = DataPool(TrioDriver())
     with Device(cables()[0][1]) as device:
         staging = Staging.on([device], STAGING_BYTES)
