@@ -244,7 +244,7 @@ class _Choosing:
     async def line(self) -> Line:
         return await self._lines.connected(self._copy, self._given_up)
 
-    async def another(self, line: Line) -> bool:
+    async def another(self, line: Line, reason: str) -> bool:
         number = line.engine.number
         if number in self._given_up:  # several reads of it fail
             return True
@@ -253,7 +253,7 @@ class _Choosing:
             await self._lines.connected(self._copy, self._given_up)
         except PullFailed:
             return False
-        self._lines.give_up(line, self._holder)
+        self._lines.give_up(line, self._holder, reason)
         return True
 
 

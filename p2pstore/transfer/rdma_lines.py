@@ -56,8 +56,9 @@ class _Way:
     reason: str = ""
 
     def usable(self) -> Line | None:
-        """The line, unless it failed and is about to be closed."""
-        return self.line if self.line is not None and self.line.failure is None else None
+        """The line, unless it failed and is about to be closed, or its device was lost."""
+        line = self.line
+        return line if line is not None and not line.failure and not line.engine.lost else None
 
     def demote(self, reason: str) -> None:
         """Do not try again for a while."""
@@ -104,8 +105,11 @@ class Lines:
 
     def of(self, peer_id: bytes) -> Holder:
         """What is known of a holder."""
-        ways = [_Way(engine.number) for engine in self._engines]
-        return self._holders.setdefault(peer_id, Holder(ways))
+        holder = self._holders.get(peer_id)
+        if holder is None:
+            holder = Holder([_Way(engine.number) for engine in self._engines])
+            self._holders[peer_id] = holder
+        return holder
 
     def why_not(self, peer_id: bytes) -> str:
         """Why no line to a holder is to be had now; nothing when there is one, or one may be tried."""
@@ -143,6 +147,8 @@ class Lines:
         while True:
             line = self.best(holder, without)
             if line is not None:
+                if line.engine.number >= self._preferred:  # the near ones may be back
+                    self.widen(copy)
                 return line
             if reason := self.why_not(
                 copy.peer_id
@@ -165,8 +171,7 @@ class Lines:
         return next((way for way in tried if not self._why_not_through(way)), None)
 
     def widen(self, copy: RemoteCopy) -> None:
-        """Connect further lines in the background, for a large object: through preferred devices, as many as the
-        holder has."""
+        """Connect further lines in the background: through preferred devices, as many as the holder has."""
         holder = self.of(copy.peer_id)
         near = holder.ways[: self._preferred]
         wanted = min(self._preferred, holder.devices) - sum(
@@ -185,12 +190,11 @@ class Lines:
         except PullFailed as failure:
             logger.debug("no further line: %s", failure)
 
-    def give_up(self, line: Line, holder: Holder) -> None:
+    def give_up(self, line: Line, holder: Holder, reason: str) -> None:
         """A line failed in the middle of a read that goes on by others: its device is not tried again at once."""
-        assert line.failure is not None
         name = line.engine.device.name
-        holder.ways[line.engine.number].demote(f"rdma device {name}: {line.failure.text}")
-        logger.warning("reading through rdma device %s failed: %s", name, line.failure.text)
+        holder.ways[line.engine.number].demote(f"rdma device {name}: {reason}")
+        logger.warning("reading through rdma device %s failed: %s", name, reason)
 
     # --- connecting --------------------------------------------------------------------------
 

@@ -45,8 +45,8 @@ class Choosing(Protocol):
         """The one to use next. Raises `PullFailed` when there is none."""
         ...
 
-    async def another(self, line: Line) -> bool:
-        """Whether there is a line to use instead of this one, which failed."""
+    async def another(self, line: Line, reason: str) -> bool:
+        """Whether there is a line to use instead of this one, which failed for that reason."""
         ...
 
 
@@ -207,7 +207,7 @@ async def _begin(
 
 async def _change_line(choosing: Choosing, line: Line, failure: ReadFailed) -> None:
     """Raise the failure, unless another line may do better."""
-    if failure.meaning is Meaning.STALE or not await choosing.another(line):
+    if failure.meaning is Meaning.STALE or not await choosing.another(line, failure.text):
         raise failure
 
 
