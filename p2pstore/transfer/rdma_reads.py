@@ -163,12 +163,9 @@ class ReadEngine:
 
     async def _hand_out(self) -> None:
         while True:
-            if self._take():
+            self.completions.arm()  # first: no event tells of what came before
+            while self._take() == POLL_COMPLETIONS:  # there may be more
                 await trio.lowlevel.checkpoint()
-                continue
-            self.completions.arm()
-            if self._take():  # came between the look and the arming: no event tells of it
-                continue
             await trio.lowlevel.wait_readable(self.completions.descriptor)
             self.completions.acknowledge()
 
