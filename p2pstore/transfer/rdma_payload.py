@@ -216,7 +216,7 @@ async def read_bytes(
 ) -> bytes:
     """A private copy of a small part of the other side's memory. Raises `ReadFailed`, `DeadlineExceeded`."""
     block = await pool.take()
-    read = await _into_block(line, offset, length_bytes, block)
+    read = await _into_block(line, offset, length_bytes, block, soon=True)
     try:
         await read.wait(seconds)
         return bytes(block.view[:length_bytes])
@@ -224,9 +224,13 @@ async def read_bytes(
         read.when_ended(block.give_back)
 
 
-async def _into_block(line: Line, offset: int, length_bytes: int, block: Block) -> Read:
+async def _into_block(
+    line: Line, offset: int, length_bytes: int, block: Block, *, soon: bool = False
+) -> Read:
     try:
-        return await line.engine.read(line, offset, length_bytes, block.memory, block.address)
+        return await line.engine.read(
+            line, offset, length_bytes, block.memory, block.address, soon=soon
+        )
     except BaseException:
         block.give_back()
         raise
