@@ -239,7 +239,7 @@ class _Choosing:
         self._given_up: set[int] = set()
 
     def count(self) -> int:
-        return max(1, len(self._holder.lines()))
+        return max(1, len(self._lines.in_use(self._holder, self._given_up)))
 
     async def line(self) -> Line:
         return await self._lines.connected(self._copy, self._given_up)

@@ -130,29 +130,26 @@ class Lines:
 
     # --- choosing ----------------------------------------------------------------------------
 
-    def best(self, holder: Holder, without: Collection[int] = ()) -> Line | None:
-        """The line with the least under way: of those through preferred devices, else of the others. None when
-        there is none but through devices `without`."""
+    def in_use(self, holder: Holder, without: Collection[int] = ()) -> list[Line]:
+        """Lines to read through: those through preferred devices, else the others. None through devices `without`."""
         lines = [line for line in holder.lines() if line.engine.number not in without]
-        near = [line for line in lines if line.engine.number < self._preferred]
-        return min(near or lines, key=lambda line: line.room.taken, default=None)
+        return [line for line in lines if line.engine.number < self._preferred] or lines
 
     async def connected(self, copy: RemoteCopy, without: Collection[int] = ()) -> Line:
-        """A line to the copy's holder, connected now if there is none. Raises `PullFailed`, retriable, when there is
-        none to be had but through devices `without`."""
+        """The line to the copy's holder with the least under way, connected now if there is none. Raises
+        `PullFailed`, retriable, when there is none to be had but through devices `without`."""
         holder = self.of(copy.peer_id)
         seconds = min(self._progress_seconds, copy.answer_seconds)
         deadline = trio.current_time() + seconds
         failure: PullFailed | None = None
         while True:
-            line = self.best(holder, without)
-            if line is not None:
+            lines = self.in_use(holder, without)
+            if lines:
+                line = min(lines, key=lambda each: each.room.taken)
                 if line.engine.number >= self._preferred:  # the near ones may be back
                     self.widen(copy)
                 return line
-            if reason := self.why_not(
-                copy.peer_id
-            ):  # found out meanwhile, perhaps by somebody else
+            if reason := self.why_not(copy.peer_id):  # found out by now, perhaps by somebody else
                 raise failure or PullFailed(Code.UNAVAILABLE, reason, retriable=True)
             way = self._next(holder, without)
             if way is None:
