@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import signal
 import subprocess
 import uuid
@@ -16,9 +17,10 @@ import pytest
 from p2pstore.doctor import readings
 from p2pstore.doctor.finding import Status
 from p2pstore.doctor.machine_rules import judge_memlock
-from p2pstore.doctor.network_rules import judge_rdma
+from p2pstore.doctor.network_rules import judge_rdma, judge_topology
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.objects import MIB
+from p2pstore.topology.sysfs import read_machine, read_matrix
 from p2pstore.transfer.trace import FetchTrace
 from tests.cluster.processes import PeerProcess, ProcessCluster, until
 from tests.rdma.forked import ForkedPeer, load
@@ -59,9 +61,11 @@ def start(cluster: ProcessCluster, peer: PeerProcess, transport: str) -> None:
     machine = cluster.folder / f"machine{number}"
     machine.write_text(f"{uuid.uuid4()}\n")
     bootstrap = ["--bootstrap", cluster.peers[0].control] if number else []
-    used = cables()[: 1 if number == 2 else 2]
-    names = [ends[number % 2] for ends in used]
-    devices = [option for name in names for option in ("--rdma-device", name)]
+    if number == 2:
+        devices = ["--rdma-topology", json.dumps({"cpu:0": [[cables()[0][0]], []]})]
+    else:
+        names = [ends[number] for ends in cables()[:2]]
+        devices = [option for name in names for option in ("--rdma-device", name)]
     peer.start(
         *bootstrap,
         *("--transport", transport, *devices),
@@ -142,8 +146,8 @@ def test_clients_of_a_peer_that_uses_rdma_alone(cluster: ProcessCluster) -> None
 
 
 def test_people_are_told(cluster: ProcessCluster) -> None:
-    """By `get --explain` which way a value came, by `doctor` of the devices."""
-    first, second, _ = cluster.peers
+    """By `get --explain` which way a value came, by `doctor` of the devices, by the log which are used."""
+    first, second, third = cluster.peers
     first.client.put("told", VALUE)
     until(lambda: second.client.contains("told"), SECONDS)
     trace = FetchTrace()
@@ -151,8 +155,13 @@ def test_people_are_told(cluster: ProcessCluster) -> None:
     assert (trace.local, trace.source, trace.transport) == (False, "p0", "rdma")
     assert [(each.peer, each.outcome) for each in trace.tries] == [("p0", "delivered")]
     problem = readings.read_pyverbs_problem()
-    findings = judge_rdma(readings.read_rdma_ports(), pyverbs_problem=problem)
+    port = readings.read_rdma_port(cables()[0][0], 1)  # all rows of all four take a minute
+    findings = judge_rdma([port], pyverbs_problem=problem)
     assert {each.status for each in findings} == {Status.OK}
+    (found,) = judge_topology(read_machine(), read_matrix(), told=False)
+    assert (found.name, found.value) == ("rdma for cpu:0", "rxe0, rxe1, rxe2, rxe3")
+    assert second.logged("rdma through rxe1 (veth1), rxe3 (veth3)")
+    assert third.logged("rdma through rxe0 (veth0) ")
     assert "RoCE v2 as 10.77.0.1" in findings[0].value
     assert "does not count" in judge_memlock(1, unlimited=True, rdma=True).value
     assert readings.may_lock_all_memory()
