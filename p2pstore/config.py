@@ -61,7 +61,9 @@ class PeerConfig(
     others. `network` says how long the others may take to answer before they are suspected: `lan` within a
     data centre, `wan` between data centres, `local` on one machine. `transport`: how this peer reads from
     others; `auto` takes the best that works, the others are strict. `rdma_device`: the RDMA devices that it may
-    use, best first; unset: any. `directory`: whether this peer knows
+    use; unset: any. `rdma_topology`: which of them are near which memory, as a JSON matrix or a file with one
+    (`{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}`: preferred and fallback), where the machine does not tell it right.
+    `directory`: whether this peer knows
     where all objects are (`full`), or its part of that, and asks others (`partitioned`); `auto` as
     `index_memory` and the size of the cluster allow.
     """
@@ -80,6 +82,7 @@ class PeerConfig(
     max_objects: int | None = None
     transport: TransportName = "auto"
     rdma_device: list[str] = []
+    rdma_topology: str | None = None
     directory: DirectoryName = "auto"
     index_memory: str | int = "1GiB"
     cluster_key_file: str | None = None
@@ -115,10 +118,11 @@ class PeerConfig(
             )
         if self.max_objects is not None and self.max_objects < 1:
             raise ConfigError(f"{says['max_objects']}: {self.max_objects} must be at least 1")
-        if self.rdma_device and self.transport not in ("auto", "rdma"):
-            raise ConfigError(
-                f"{says['rdma_device']}: transport {self.transport} uses no RDMA device; use auto or rdma"
-            )
+        for setting in ("rdma_device", "rdma_topology"):
+            if getattr(self, setting) and self.transport not in ("auto", "rdma"):
+                raise ConfigError(
+                    f"{says[setting]}: transport {self.transport} uses no RDMA device; use auto or rdma"
+                )
         for setting in ("join_timeout", "drain_timeout", "slow_operation"):
             value = getattr(self, setting)
             if not 0 <= value <= 86_400:

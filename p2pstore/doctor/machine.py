@@ -15,16 +15,19 @@ from p2pstore.doctor import machine_rules, network_rules, readings, speed
 from p2pstore.doctor.checks import Check, run_check
 from p2pstore.doctor.finding import Finding
 from p2pstore.doctor.local_peers import LocalPeers
+from p2pstore.errors import ConfigError
 from p2pstore.local.paths import SOCKET_VARIABLE, socket_directories
+from p2pstore.topology.sysfs import read_machine, read_matrix
 
 DISK_SECONDS = 20.0
 LIBRARIES = ("libp2p", "trio", "msgspec", "numpy", "xxhash")
 
 
 def examine_machine(
-    *, socket: str | None = None, directory: str | None = None
+    *, socket: str | None = None, directory: str | None = None, rdma_topology: str | None = None
 ) -> Iterator[Finding]:
-    """What is found on this machine, as it is found. `directory`: where to try a disk.
+    """What is found on this machine, as it is found. `directory`: where to try a disk. `rdma_topology`: the peer's
+    setting of that name.
 
     Raises `ConfigError` when `socket` is too long to be one.
     """
@@ -36,7 +39,7 @@ def examine_machine(
         _place_checks,
         lambda: peers.checks(socket, named),
         lambda: _network_checks(peers),
-        _device_checks,
+        lambda: _device_checks(rdma_topology),
         lambda: _speed_checks(directory),
     ]
     for group in groups:
@@ -144,11 +147,19 @@ def _network_checks(peers: LocalPeers) -> list[Check]:
     ]
 
 
-def _device_checks() -> list[Check]:
+def _device_checks(rdma_topology: str | None) -> list[Check]:
     def rdma() -> list[Finding]:
         ports = readings.read_rdma_ports()
         problem = readings.read_pyverbs_problem() if ports else ""
         return network_rules.judge_rdma(ports, pyverbs_problem=problem)
+
+    def topology() -> list[Finding]:
+        machine = read_machine()
+        try:
+            matrix = read_matrix(rdma_topology, "rdma_topology")
+        except ConfigError as error:
+            return [network_rules.judge_wrong_topology(str(error))]
+        return network_rules.judge_topology(machine, matrix, told=rdma_topology is not None)
 
     return [
         Check(
@@ -156,6 +167,7 @@ def _device_checks() -> list[Check]:
             lambda: [network_rules.judge_interface(each) for each in readings.read_interfaces()],
         ),
         Check("rdma", rdma),
+        Check("rdma topology", topology),
         Check("gpus", lambda: [network_rules.judge_gpus(readings.read_gpus())]),
     ]
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from p2pstore.doctor.finding import Finding, broken, fine, warning
+from p2pstore.topology.machine import Machine
+from p2pstore.topology.matrix import Matrix
 from p2pstore.transfer.rdma_rules import GidEntry, choose_gid
 
 CONTROL_PORT: Final = 17946
@@ -158,6 +160,38 @@ def _judge_rdma_port(port: RdmaPortReading) -> Finding:
         )
     address = ipaddress.IPv6Address(chosen.gid)
     return fine(name, f"{text}, RoCE v2 as {address.ipv4_mapped or address} (GID {chosen.index})")
+
+
+def judge_topology(machine: Machine, matrix: Matrix, *, told: bool) -> list[Finding]:
+    """One finding per memory location, and one for devices whose NUMA node matters and is not known, unless
+    somebody `told` where they are. Nothing without devices."""
+    findings = []
+    for location, choice in matrix.items():
+        text = ", ".join(choice.preferred) or "none preferred"
+        if choice.fallback:
+            text += f"; else {', '.join(choice.fallback)}"
+        findings.append(fine(f"rdma for {location}", text))
+    lost = [nic.name for nic in machine.nics if nic.place.numa_node is None]
+    if lost and len(machine.nodes) > 1 and not told:
+        findings.append(
+            warning(
+                "rdma topology",
+                f"not known: {', '.join(lost)}",
+                "the firmware does not say which NUMA node these devices are near",
+                "say it: `--rdma-topology FILE` of join, or numa_node in their folder under /sys",
+            )
+        )
+    return findings
+
+
+def judge_wrong_topology(problem: str) -> Finding:
+    """`problem`: what is wrong with the matrix that somebody gave."""
+    return broken(
+        "rdma topology",
+        "",
+        problem,
+        "correct it: a peer does not start with it. Without one, this command shows what the machine says",
+    )
 
 
 @dataclass(frozen=True, slots=True)

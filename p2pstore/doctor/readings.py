@@ -28,6 +28,7 @@ _STA_UNSYNC: Final = 0x40
 _CAP_IPC_LOCK: Final = 14
 _GID_KINDS: Final = {"IB/RoCE v1": GidKind.ROCE_V1, "RoCE v2": GidKind.ROCE_V2}
 """As the kernel writes them; others are of no use here."""
+_RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 _PCI_VENDORS: Final = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel", "0x1d0f": "AWS"}
 _DISPLAY_CLASSES: Final = ("0x0300", "0x0302", "0x0380", "0x1200")
 """VGA, 3D and other display controllers, and processing accelerators."""
@@ -228,10 +229,9 @@ def _read_interface(entry: Path) -> InterfaceReading:
 def read_rdma_ports() -> list[RdmaPortReading]:
     """Ports of RDMA devices."""
     ports = []
-    folder = Path("/sys/class/infiniband")
-    for device in sorted(folder.iterdir()) if folder.is_dir() else []:
+    for device in sorted(_RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []:
         for port in sorted((device / "ports").iterdir()):
-            ports.append(_read_rdma_port(device.name, port))
+            ports.append(read_rdma_port(device.name, int(port.name)))
     return ports
 
 
@@ -253,12 +253,14 @@ def may_lock_all_memory() -> bool:
     return bool(effective >> _CAP_IPC_LOCK & 1)
 
 
-def _read_rdma_port(device: str, port: Path) -> RdmaPortReading:
-    number, _, state = _read_or(port / "state", "0: UNKNOWN").partition(":")
+def read_rdma_port(device: str, number: int) -> RdmaPortReading:
+    """One port of an RDMA device."""
+    port = _RDMA_DEVICES / device / "ports" / str(number)
+    code, _, state = _read_or(port / "state", "0: UNKNOWN").partition(":")
     return RdmaPortReading(
         device=device,
-        port=int(port.name),
-        active=number.strip() == "4",
+        port=number,
+        active=code.strip() == "4",
         state=state.strip(),
         link_layer=_read_or(port / "link_layer", "InfiniBand"),
         rate=_read_or(port / "rate", "rate not known"),

@@ -11,7 +11,7 @@ from p2pstore.doctor.finding import Finding, skipped, warning
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import PeerRecord
 from p2pstore.objects import MIB
-from p2pstore.peer.rdma import device_names, open_first
+from p2pstore.peer.rdma import device_names, open_devices
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.rdma import RdmaTransport, open_rdma_reading
 from p2pstore.transfer.rdma_staging import Staging
@@ -58,10 +58,11 @@ async def _measure(
     """(device, bytes, seconds)."""
     pool = DataPool(TrioDriver())
     try:
-        with open_first(names) as device:
-            staging = Staging.on(device, STAGING_BYTES)
-            async with open_rdma_reading(device) as (engine, lines):
-                transport = RdmaTransport(device, pool, lines, engine, staging=staging)
+        (device,) = open_devices(names, most=1)
+        with device:
+            staging = Staging.on([device], STAGING_BYTES)
+            async with open_rdma_reading([device]) as (engines, lines):
+                transport = RdmaTransport(engines, pool, lines, staging=staging)
                 return device.name, *await transport.measure(copy, seconds)
     finally:
         pool.close()

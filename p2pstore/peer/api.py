@@ -354,7 +354,7 @@ class _Assembly:
         if self.rdma is not None:
             transports.append(self.rdma.transport)
             # The next record tells the others to read by other ways.
-            self.rdma.engine.when_lost = node.core.gossip.own_record.changed
+            self.rdma.when_lost(node.core.gossip.own_record.changed)
         if self.config.transport in ("auto", "tcp"):
             transports.append(TcpTransport(node.pool))
         node.transports = transports

@@ -28,6 +28,7 @@ from p2pstore.peer.api import Peer, open_peer
 from p2pstore.peer.logs import configure_logs, reopen_logs, send_stderr_to_log
 from p2pstore.places import keep
 from p2pstore.terminal import has_terminal
+from p2pstore.topology.matrix import is_matrix
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -77,6 +78,8 @@ def _raise_descriptor_limit() -> None:
 def _with_absolute_paths(config: PeerConfig) -> PeerConfig:
     """Paths mean what they mean to who started this, wherever the process goes."""
     paths = {name: getattr(config, name) for name in _PATHS}
+    if config.rdma_topology and not is_matrix(config.rdma_topology):
+        paths["rdma_topology"] = config.rdma_topology
     absolute = {name: os.path.abspath(path) for name, path in paths.items() if path}
     return msgspec.structs.replace(config, **absolute)
 

@@ -374,7 +374,7 @@ class RdmaConnect(Message, frozen=True):
 
 class RdmaConnected(Message, frozen=True):
     """The other end, which is connected already, and the memory that it lets read: a whole segment, from its
-    header on."""
+    header on. `devices`: through how many of its devices at once it wants to be read, by a connection each."""
 
     queue_pair: int
     packet_number: int
@@ -384,6 +384,7 @@ class RdmaConnected(Message, frozen=True):
     address: int
     length_bytes: int
     key: int
+    devices: int = 1
 
 
 REQUESTS: Final[dict[int, type[Message]]] = {

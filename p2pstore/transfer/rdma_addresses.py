@@ -13,7 +13,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
+import ifaddr
+
 DISCARD_PORT: Final = 9
+_ACTIVE: Final = "4:"
+_MAPPED_BITS: Final = 96
+"""Before the IPv4 address in the GID that maps it."""
 ANSWER_SECONDS: Final = 0.005
 """A neighbour answers within a millisecond."""
 
@@ -25,6 +30,26 @@ def interface_of(device: str, port: int, gid_index: int) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def port_is_active(device: str, port: int) -> bool:
+    """Whether a port's link is up; not for a device that is gone."""
+    try:
+        state = Path(f"/sys/class/infiniband/{device}/ports/{port}/state").read_text()
+    except OSError:
+        return False
+    return state.startswith(_ACTIVE)
+
+
+def network_bits(interface: str, gid: bytes) -> int | None:
+    """How many leading bits of a RoCE address name its network; None where no interface has that address."""
+    address = ipaddress.IPv6Address(gid)
+    wanted = str(address.ipv4_mapped or address)
+    for adapter in ifaddr.get_adapters():
+        for each in adapter.ips if adapter.name == interface else []:
+            if (each.ip if each.is_IPv4 else each.ip[0]) == wanted:
+                return int(each.network_prefix) + (_MAPPED_BITS if each.is_IPv4 else 0)
+    return None
 
 
 async def wake_neighbour(

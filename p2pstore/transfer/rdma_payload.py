@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import trio
 
 from p2pstore.objects import chunk_bounds, chunk_sum
-from p2pstore.transfer.rdma_reads import Line, Read, ReadEngine
-from p2pstore.transfer.rdma_staging import Block, BlockPool, address_of
-from p2pstore.transfer.rdma_verbs import Region
+from p2pstore.transfer.rdma_reads import Line, Read, ReadFailed
+from p2pstore.transfer.rdma_rules import Meaning
+from p2pstore.transfer.rdma_staging import Block, BlockPool, Registered
 from p2pstore.transfer.trace import ReadWatch
 from p2pstore.transfer.transport import PullFailed
 from p2pstore.wire import Code
 
 CHUNKS_UNDER_WAY: Final = 8
-"""Of one object; more of them hardly fill a path better, and take blocks away from others."""
-
-
+"""Of one object, by each line; more of them hardly fill a path better, and take blocks away from others."""
 MEASURED_UNDER_WAY: Final = 4
 MEASURED_READ_SECONDS: Final = 5.0
 
@@ -30,91 +28,215 @@ MEASURED_READ_SECONDS: Final = 5.0
 class Payload:
     """What to read from where: `offset` is in the other side's memory, `sums` are those of its chunks."""
 
-    line: Line
     offset: int
     length_bytes: int
     sums: Sequence[int]
     progress_seconds: float
 
 
-async def read_directly(
-    engine: ReadEngine, payload: Payload, view: memoryview, region: Region, watch: ReadWatch | None
+class Choosing(Protocol):
+    """Which line to read each chunk through."""
+
+    def count(self) -> int:
+        """How many lines work, at least 1."""
+        ...
+
+    async def line(self) -> Line:
+        """The one to use next. Raises `PullFailed` when there is none."""
+        ...
+
+    async def another(self, line: Line, reason: str) -> bool:
+        """Whether there is a line to use instead of this one, which failed for that reason."""
+        ...
+
+
+# --- where chunks go -------------------------------------------------------------------------
+
+
+class Places(Protocol):
+    """Registered memory that chunks are read into."""
+
+    def take_nowait(self, start: int, end: int) -> Block | None:
+        """Room for one, if there is some."""
+        ...
+
+    async def take(self, start: int, end: int) -> Block:
+        """Room for one; waits for it."""
+        ...
+
+    def deliver(self, block: Block, start: int, end: int) -> None:
+        """The chunk is there and verified."""
+        ...
+
+    async def leave(self, under_way: Iterable[Chunk]) -> None:
+        """Nothing is delivered any more. Not cancelled."""
+        ...
+
+
+class Direct:
+    """Straight into the destination `view`, which is inside `memory`. Nothing writes to it after `leave`."""
+
+    def __init__(self, memory: Registered, view: memoryview, address: int) -> None:
+        self._memory = memory
+        self._view = view
+        self._address = address
+
+    def take_nowait(self, start: int, end: int) -> Block:
+        return Block(self._view[start:end], self._address + start, self._memory)
+
+    async def take(self, start: int, end: int) -> Block:
+        return self.take_nowait(start, end)
+
+    def deliver(self, block: Block, start: int, end: int) -> None:
+        """It is where it belongs."""
+
+    async def leave(self, under_way: Iterable[Chunk]) -> None:
+        reads: dict[Line, list[Read]] = {}
+        for chunk in under_way:
+            reads.setdefault(chunk.line, []).append(chunk.read)
+        for line, its_reads in reads.items():
+            await line.engine.settle(line, its_reads)
+
+
+class Staged:
+    """Into blocks of `pool`, and what was verified on to `view`. Blocks that are left stay with the reads that
+    still fill them; `view` is touched no more."""
+
+    def __init__(self, pool: BlockPool, view: memoryview) -> None:
+        self._pool = pool
+        self._view = view
+
+    def take_nowait(self, start: int, end: int) -> Block | None:
+        return self._pool.take_nowait()
+
+    async def take(self, start: int, end: int) -> Block:
+        return await self._pool.take()
+
+    def deliver(self, block: Block, start: int, end: int) -> None:
+        chunk = np.frombuffer(block.view[: end - start], np.uint8)
+        np.copyto(np.frombuffer(self._view[start:end], np.uint8), chunk)
+
+    async def leave(self, under_way: Iterable[Chunk]) -> None:
+        for chunk in under_way:
+            chunk.read.when_ended(chunk.block.give_back)
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk that is being read."""
+
+    number: int
+    line: Line
+    read: Read
+    block: Block
+
+
+async def read_payload(
+    choosing: Choosing, payload: Payload, places: Places, view: memoryview, watch: ReadWatch | None
 ) -> None:
-    """Read straight into `view`, which is inside `region`. Nothing writes to it when this has returned or raised.
+    """Read an object's chunks to their places, each verified before it is delivered. What a line that fails had
+    under way is read again through another one.
 
     Raises `PullFailed` (STALE) for a chunk that does not match, `ReadFailed`, `DeadlineExceeded`.
     """
     bounds = list(chunk_bounds(payload.length_bytes))
-    address = address_of(view)
-    under_way: deque[Read] = deque()
-    begun = 0
+    waiting, under_way = deque(range(len(bounds))), deque[Chunk]()
+    done_bytes = 0
     try:
-        for number, (start, end) in enumerate(bounds):
-            while begun < len(bounds) and len(under_way) < CHUNKS_UNDER_WAY:
-                first, last = bounds[begun]
-                at = payload.offset + first
-                size = last - first
-                read = await engine.read(payload.line, at, size, region, address + first)
-                under_way.append(read)
-                begun += 1
-            await under_way[0].wait(payload.progress_seconds)
-            under_way.popleft()
-            verify_chunk(view[start:end], payload.sums[number], number, watch)
-            tell(watch, end, len(view))
-    finally:
-        if under_way:
-            await engine.settle(payload.line, under_way)
-
-
-async def read_staged(
-    engine: ReadEngine, payload: Payload, view: memoryview, pool: BlockPool, watch: ReadWatch | None
-) -> None:
-    """Read into registered blocks and copy what was verified on to `view`. Raises like `read_directly`.
-
-    When this ends early, the blocks stay with the reads that still fill them; `view` is touched no more.
-    """
-    bounds = list(chunk_bounds(payload.length_bytes))
-    under_way: deque[tuple[Read, Block]] = deque()
-    begun = 0
-    try:
-        for number, (start, end) in enumerate(bounds):
-            while begun < len(bounds) and len(under_way) < CHUNKS_UNDER_WAY:
+        while waiting or under_way:
+            while waiting and len(under_way) < CHUNKS_UNDER_WAY * choosing.count():
+                start, end = bounds[waiting[0]]
                 # Blocks may be scarce: who has some under way does not wait for more.
-                block = pool.take_nowait() if under_way else await pool.take()
+                block = (
+                    places.take_nowait(start, end) if under_way else await places.take(start, end)
+                )
                 if block is None:
                     break
-                first, last = bounds[begun]
-                at = payload.offset + first
-                under_way.append(await _begin(engine, payload.line, at, last - first, block))
-                begun += 1
-            read, block = under_way[0]
-            await read.wait(payload.progress_seconds)
-            under_way.popleft()
+                chunk = await _begin(choosing, payload, waiting[0], (start, end), block)
+                if chunk is None:  # its line failed
+                    break
+                waiting.popleft()
+                under_way.append(chunk)
+            if not under_way:
+                continue
+            chunk = under_way[0]
             try:
-                chunk = block.view[: end - start]
-                verify_chunk(chunk, payload.sums[number], number, watch)
-                np.copyto(np.frombuffer(view[start:end], np.uint8), np.frombuffer(chunk, np.uint8))
+                await chunk.read.wait(payload.progress_seconds)
+            except ReadFailed as failure:
+                under_way.popleft().block.give_back()
+                waiting.appendleft(chunk.number)
+                await _change_line(choosing, chunk.line, failure)
+                continue
+            under_way.popleft()
+            start, end = bounds[chunk.number]
+            try:
+                part = chunk.block.view[: end - start]
+                verify_chunk(part, payload.sums[chunk.number], chunk.number, watch)
+                places.deliver(chunk.block, start, end)
             finally:
-                block.give_back()
-            tell(watch, end, len(view))
+                chunk.block.give_back()
+            done_bytes += end - start
+            tell(watch, done_bytes, len(view))
     finally:
-        for read, block in under_way:
-            read.when_ended(block.give_back)
+        await places.leave(under_way)
 
 
 async def _begin(
-    engine: ReadEngine, line: Line, at: int, size: int, block: Block
-) -> tuple[Read, Block]:
+    choosing: Choosing, payload: Payload, number: int, bounds: tuple[int, int], block: Block
+) -> Chunk | None:
+    """Begin to read a chunk; None when its line failed and another one is there to try."""
+    start, end = bounds
     try:
-        return await engine.read(line, at, size, block.pool.region, block.address), block
+        line = await choosing.line()
+        try:
+            read = await line.engine.read(
+                line, payload.offset + start, end - start, block.memory, block.address
+            )
+        except ReadFailed as failure:
+            await _change_line(choosing, line, failure)
+            block.give_back()
+            return None
+    except BaseException:
+        block.give_back()
+        raise
+    return Chunk(number, line, read, block)
+
+
+async def _change_line(choosing: Choosing, line: Line, failure: ReadFailed) -> None:
+    """Raise the failure, unless another line may do better."""
+    if failure.meaning is Meaning.STALE or not await choosing.another(line, failure.text):
+        raise failure
+
+
+async def read_bytes(
+    line: Line, pool: BlockPool, offset: int, length_bytes: int, seconds: float
+) -> bytes:
+    """A private copy of a small part of the other side's memory. Raises `ReadFailed`, `DeadlineExceeded`."""
+    block = await pool.take()
+    read = await _into_block(line, offset, length_bytes, block, soon=True)
+    try:
+        await read.wait(seconds)
+        return bytes(block.view[:length_bytes])
+    finally:
+        read.when_ended(block.give_back)
+
+
+async def _into_block(
+    line: Line, offset: int, length_bytes: int, block: Block, *, soon: bool = False
+) -> Read:
+    try:
+        return await line.engine.read(
+            line, offset, length_bytes, block.memory, block.address, soon=soon
+        )
     except BaseException:
         block.give_back()
         raise
 
 
-async def read_for(
-    engine: ReadEngine, line: Line, pool: BlockPool, seconds: float
-) -> tuple[int, float]:
+async def read_for(line: Line, pool: BlockPool, seconds: float) -> tuple[int, float]:
     """Read the beginning of the other side's memory again and again, for so long, into blocks that nobody looks at:
     (bytes, seconds). Raises `ReadFailed`, `DeadlineExceeded`."""
     size = min(pool.block_bytes, line.memory.length_bytes)
@@ -123,7 +245,8 @@ async def read_for(
     try:
         while True:
             while len(under_way) < MEASURED_UNDER_WAY:
-                under_way.append(await _begin(engine, line, 0, size, await pool.take()))
+                block = await pool.take()
+                under_way.append((await _into_block(line, 0, size, block), block))
             read, block = under_way[0]
             await read.wait(MEASURED_READ_SECONDS)
             under_way.popleft()

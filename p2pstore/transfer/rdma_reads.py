@@ -16,6 +16,7 @@ from typing import Final
 import trio
 
 from p2pstore.errors import DeadlineExceeded, Unavailable
+from p2pstore.transfer.layout import Geometry
 from p2pstore.transfer.rdma_rules import (
     Meaning,
     RemoteMemory,
@@ -24,13 +25,16 @@ from p2pstore.transfer.rdma_rules import (
     meaning_of,
     split_read,
 )
-from p2pstore.transfer.rdma_verbs import Completion, Device, QueuePair, Region
+from p2pstore.transfer.rdma_staging import Registered
+from p2pstore.transfer.rdma_verbs import Completion, Device, QueuePair
 
 logger = logging.getLogger("p2pstore.transfer")
 
 POLL_COMPLETIONS: Final = 64
+SOON_LOOKS: Final = 10
 MAX_UNDER_WAY: Final = 4096
 """Work requests of all queue pairs together."""
+NO_GEOMETRY: Final = Geometry(0, 0, 0, 0, 0, 0, 0)
 DRAIN_SECONDS: Final = 2.0
 """For reads to end by themselves, and again for a stopped queue pair to flush them."""
 
@@ -64,9 +68,12 @@ class Read:
     async def wait(self, seconds: float) -> None:
         """Wait for the end. Raises `ReadFailed`, and `DeadlineExceeded` when it does not come in time: then the
         memory still belongs to the device."""
-        with trio.move_on_after(seconds) as scope:
-            await self.ended.wait()
-        if scope.cancelled_caught and not self.ended.is_set():
+        if self.ended.is_set():
+            await trio.lowlevel.checkpoint()
+        else:
+            with trio.move_on_after(seconds):
+                await self.ended.wait()
+        if not self.ended.is_set():
             text = f"a read over RDMA did not end within {seconds:g} s"
             self._line.stop(Meaning.GONE, text)
             raise DeadlineExceeded(text)
@@ -84,11 +91,13 @@ class Read:
 
 
 class Line:
-    """A connected queue pair, and the memory at its other end."""
+    """A queue pair, and the memory at its other end: none until it is connected."""
 
-    def __init__(self, pair: QueuePair, memory: RemoteMemory, requests: int) -> None:
+    def __init__(self, engine: ReadEngine, pair: QueuePair, requests: int) -> None:
+        self.engine = engine
         self.pair = pair
-        self.memory = memory
+        self.memory = RemoteMemory(0, 0, 0)
+        self.geometry = NO_GEOMETRY
         self.room = WorkRoom(requests)
         self.failure: ReadFailed | None = None
         self.used_at = trio.current_time()
@@ -124,10 +133,11 @@ class _Work:
 
 
 class ReadEngine:
-    """The reads of one device. `run` must be running for any to end."""
+    """The reads of one device, the `number`th of those used together. `run` must be running for any to end."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, number: int = 0) -> None:
         self.device = device
+        self.number = number
         entries = min(MAX_UNDER_WAY, device.limits.max_completions)
         self.completions = device.completion_queue(entries)
         self.lost = ""
@@ -136,6 +146,8 @@ class ReadEngine:
         self._under_way: dict[int, _Work] = {}
         self._numbers = itertools.count(1)
         self._freed = trio.lowlevel.ParkingLot()
+        self._armed = False
+        """Whether `run` will be told of the next completion."""
 
     @property
     def under_way(self) -> int:
@@ -145,34 +157,52 @@ class ReadEngine:
     async def run(self) -> None:
         """Hand out completions until cancelled, or until the device is lost: then every read has failed, and
         `lost` says why."""
-        try:
-            await self._hand_out()
-        except Unavailable as error:
-            logger.error("%s: nothing is read through it until this peer is started again", error)
-            self.lost = str(error)
-            for line in {work.line for work in self._under_way.values()}:
-                line.fail(Meaning.BROKEN, self.lost)
-                self._destroy(line)
-            self.when_lost()
-
-    async def _hand_out(self) -> None:
-        while True:
-            if self._take():
-                await trio.lowlevel.checkpoint()
-                continue
-            self.completions.arm()
-            if self._take():  # came between the look and the arming: no event tells of it
-                continue
+        while not self.lost:
             await trio.lowlevel.wait_readable(self.completions.descriptor)
-            self.completions.acknowledge()
+            try:
+                self.completions.acknowledge()
+            except Unavailable as error:
+                self._lose(error)
+            self._armed = False
+            self._take()
+            if self._under_way:
+                self._expect()
 
-    def _take(self) -> int:
-        found = self.completions.poll(POLL_COMPLETIONS)
-        for each in found:
-            self._ended(each)
-        if found:
-            self._freed.unpark_all()
-        return len(found)
+    def _expect(self) -> None:
+        """Have `run` told of the next completion. No event tells of what came before, so that is taken now."""
+        if self._armed or self.lost:
+            return
+        try:
+            self.completions.arm()
+        except Unavailable as error:
+            self._lose(error)
+            return
+        self._armed = True
+        self._take()
+
+    def _take(self) -> None:
+        """Hand out the completions that are there."""
+        found = POLL_COMPLETIONS
+        while found == POLL_COMPLETIONS and not self.lost:
+            try:
+                completions = self.completions.poll(POLL_COMPLETIONS)
+            except Unavailable as error:
+                self._lose(error)
+                return
+            for each in completions:
+                self._ended(each)
+            found = len(completions)
+            if found:
+                self._freed.unpark_all()
+
+    def _lose(self, error: Unavailable) -> None:
+        """The device is of no use any more."""
+        logger.error("%s: nothing is read through it until this peer is started again", error)
+        self.lost = str(error)
+        for line in {work.line for work in self._under_way.values()}:
+            line.fail(Meaning.BROKEN, self.lost)
+            self._destroy(line)
+        self.when_lost()
 
     def _ended(self, completion: Completion) -> None:
         work = self._under_way.pop(completion.work_id, None)
@@ -193,14 +223,23 @@ class ReadEngine:
         work.read.request_ended(failed=failed)
 
     async def read(
-        self, line: Line, offset: int, length_bytes: int, region: Region, address: int
+        self,
+        line: Line,
+        offset: int,
+        length_bytes: int,
+        memory: Registered,
+        address: int,
+        *,
+        soon: bool = False,
     ) -> Read:
         """Begin to read so many bytes (above 0) at `offset` of the other side's memory to `address`, which is
-        inside `region`. Waits while too much is under way; nothing has begun when that is cancelled.
+        inside `memory`. Waits while too much is under way; nothing has begun when that is cancelled. With `soon`,
+        its end is looked for a few times at once: a small read takes microseconds, waking two tasks ten times as long.
 
         Raises `ReadFailed` for a line that failed, `ProtocolError` for bytes outside of the other side's memory.
         """
         start = line.memory.at(offset, length_bytes)
+        region = memory.regions[self.number]
         assert region.holds(address, length_bytes)
         parts = list(split_read(length_bytes, self.device.limits.max_message_bytes))
         if len(parts) > min(line.room.places, self._room.places):
@@ -228,6 +267,11 @@ class ReadEngine:
                     read.request_ended(failed=True)  # never posted
                 self._give_back(work, failed=True)
                 break
+        for _ in range(SOON_LOOKS if soon else 0):
+            if read.ended.is_set():
+                return read
+            self._take()
+        self._expect()
         return read
 
     def _has_room(self, line: Line, requests: int) -> bool:

@@ -7,7 +7,7 @@ change.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from typing import Final
@@ -65,6 +65,37 @@ def choose_gid(entries: Iterable[GidEntry]) -> GidEntry | None:
         ):
             usable.append((address.ipv4_mapped is None, entry.index, entry))
     return min(usable, key=lambda each: each[:2])[2] if usable else None
+
+
+def same_network(own: bytes, network_bits: int | None, other: bytes) -> bool:
+    """Whether another machine's GID is in the network of an own one, whose leading bits name it."""
+    if network_bits is None or len(other) != GID_BYTES:
+        return False
+    differing = int.from_bytes(own, "big") ^ int.from_bytes(other, "big")
+    return differing >> (8 * GID_BYTES - network_bits) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServingDevice:
+    """What counts when a device is chosen to be read through. `readers`: lines of the same reader that it has."""
+
+    active: bool
+    same_network: bool
+    preferred: bool
+    readers: int
+
+
+def choose_serving(devices: Sequence[ServingDevice]) -> int | None:
+    """The number of the device that a reader's line goes to: in the network of the reader's own, where there is one,
+    for others may not be reached; then near the memory; then the one with the fewest of the reader's lines. None when
+    all are down."""
+    usable = [number for number, device in enumerate(devices) if device.active]
+
+    def rank(number: int) -> tuple[bool, bool, int, int]:
+        device = devices[number]
+        return not device.same_network, not device.preferred, device.readers, number
+
+    return min(usable, key=rank, default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import trio
 
-from p2pstore.errors import CapacityExceeded
+from p2pstore.errors import CapacityExceeded, Unavailable
 from p2pstore.transfer.messages import RdmaConnect, RdmaConnected
 from p2pstore.transfer.rdma_addresses import wake_neighbour
-from p2pstore.transfer.rdma_rules import MAX_PACKET_NUMBER, Endpoint, agree
-from p2pstore.transfer.rdma_verbs import CompletionQueue, Device, QueuePair, Region
+from p2pstore.transfer.rdma_rules import (
+    MAX_PACKET_NUMBER,
+    Endpoint,
+    ServingDevice,
+    agree,
+    choose_serving,
+    same_network,
+)
+from p2pstore.transfer.rdma_staging import Registered
+from p2pstore.transfer.rdma_verbs import Device, QueuePair, Region
 from p2pstore.transfer.tickets import TicketClaims
 
 MAX_READERS: Final = 4096
 MAX_READERS_PER_PEER: Final = 8
+"""Through each device."""
 NO_COMPLETIONS: Final = 16
 """Entries of a queue that stays empty: whoever is only read from hears of nothing."""
 
@@ -50,13 +60,16 @@ class RdmaBackend(Protocol):
 class ServedReader:
     """The `ReadableEnd` of one reader."""
 
-    def __init__(self, server: RdmaServer, issuer: bytes, pair: QueuePair, region: Region) -> None:
+    def __init__(
+        self, server: RdmaServer, issuer: bytes, number: int, pair: QueuePair, region: Region
+    ) -> None:
         end = pair.endpoint
         self.reply = RdmaConnected(
             *(end.queue_pair, end.packet_number, end.gid, end.path_mtu_bytes, end.reads),
-            *(region.address, region.length_bytes, region.remote_key),
+            *(region.address, region.length_bytes, region.remote_key, server.preferred),
         )
         self.issuer = issuer
+        self.number = number
         self.pair = pair
         self._server = server
 
@@ -66,14 +79,19 @@ class ServedReader:
 
 
 class RdmaServer:
-    """Lets other peers read one registered region (a segment, from its header on) through one device."""
+    """Lets other peers read memory that is registered (a segment, from its header on) through several devices, the
+    first `preferred` of which are near it (all, when not said)."""
 
-    def __init__(self, device: Device, region: Region) -> None:
-        self._device = device
-        self._region = region
-        self._queue: CompletionQueue = device.completion_queue(NO_COMPLETIONS)
+    def __init__(
+        self, devices: Sequence[Device], memory: Registered, preferred: int | None = None
+    ) -> None:
+        self.preferred = preferred or len(devices)
+        self._devices = devices
+        self._memory = memory
+        self._queues = [device.completion_queue(NO_COMPLETIONS) for device in devices]
         self._readers: set[ServedReader] = set()
-        self._of_peer: Counter[bytes] = Counter()
+        self._of_peer: Counter[tuple[bytes, int]] = Counter()
+        """By the reader's peer id and the number of the device."""
 
     @property
     def readers(self) -> int:
@@ -82,41 +100,65 @@ class RdmaServer:
 
     async def connect(self, request: RdmaConnect, claims: TicketClaims) -> ServedReader:
         """See `RdmaBackend`."""
-        if (
-            len(self._readers) >= MAX_READERS
-            or self._of_peer[claims.issuer] >= MAX_READERS_PER_PEER
-        ):
-            raise CapacityExceeded("too many RDMA connections: read over TCP")
         other = Endpoint(
             *(request.queue_pair, request.packet_number, request.gid),
             *(request.path_mtu_bytes, request.reads),
         )
-        pair = self._device.queue_pair(
-            self._queue, secrets.randbelow(MAX_PACKET_NUMBER), requests=1, may_be_read=True
+        number = self._choose(other, claims.issuer)
+        device = self._devices[number]
+        if (
+            len(self._readers) >= MAX_READERS
+            or self._of_peer[claims.issuer, number] >= MAX_READERS_PER_PEER
+        ):
+            raise CapacityExceeded("too many RDMA connections: read over TCP")
+        pair = device.queue_pair(
+            self._queues[number],
+            secrets.randbelow(MAX_PACKET_NUMBER),
+            requests=1,
+            may_be_read=True,
         )
-        reader = ServedReader(self, claims.issuer, pair, self._region)
+        reader = ServedReader(self, claims.issuer, number, pair, self._memory.regions[number])
         self._readers.add(reader)
-        self._of_peer[claims.issuer] += 1
+        self._of_peer[claims.issuer, number] += 1
         try:
             path = agree(pair.endpoint, other)
-            await wake_neighbour(self._device.interface, other.gid, trio.sleep)
+            await wake_neighbour(device.interface, other.gid, trio.sleep)
             pair.connect(other, path)
         except BaseException:
             self.drop(reader)
             raise
         return reader
 
+    def _choose(self, other: Endpoint, issuer: bytes) -> int:
+        """The device for one more line of a reader. Raises `Unavailable` when none works."""
+        found = choose_serving(
+            [
+                ServingDevice(
+                    active=device.is_active,
+                    same_network=same_network(device.gid.gid, device.network_bits, other.gid),
+                    preferred=number < self.preferred,
+                    readers=self._of_peer[issuer, number],
+                )
+                for number, device in enumerate(self._devices)
+            ]
+        )
+        if found is None:
+            raise Unavailable("the links of all RDMA devices of the holder are down")
+        return found
+
     def drop(self, reader: ServedReader) -> None:
         """End one reader's queue pair."""
         if reader in self._readers:
             self._readers.remove(reader)
-            self._of_peer[reader.issuer] -= 1
-            if not self._of_peer[reader.issuer]:
-                del self._of_peer[reader.issuer]
+            key = reader.issuer, reader.number
+            self._of_peer[key] -= 1
+            if not self._of_peer[key]:
+                del self._of_peer[key]
             reader.pair.close()
 
     def close(self) -> None:
-        """End all readers; the device stays open."""
+        """End all readers; the devices stay open."""
         for reader in list(self._readers):
             self.drop(reader)
-        self._queue.close()
+        for queue in self._queues:
+            queue.close()

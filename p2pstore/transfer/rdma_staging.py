@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,7 +11,7 @@ import numpy as np
 import trio
 
 from p2pstore.objects import CHUNK_BYTES, KIB, MIB
-from p2pstore.transfer.rdma_verbs import Device
+from p2pstore.transfer.rdma_verbs import Device, Region
 
 SMALL_BLOCK_BYTES: Final = 128 * KIB
 """Payload and trailer of an object up to here come by one read. No trailer alone is longer."""
@@ -24,29 +25,50 @@ def address_of(view: memoryview) -> int:
     return address
 
 
-class Block:
-    """Registered memory that one read at a time goes to."""
+class Registered:
+    """Memory that several devices know, each by a region of its own: `regions[n]` is that of device n."""
 
-    def __init__(self, view: memoryview, address: int, pool: BlockPool) -> None:
-        self.view = view
-        self.address = address
-        self.pool = pool
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self.regions = regions
+
+    @classmethod
+    def with_all(
+        cls, devices: Sequence[Device], view: memoryview, *, remote_read: bool
+    ) -> Registered:
+        """Register memory with each of these devices. Raises what `Device.register` raises."""
+        address = address_of(view)
+        return cls([each.register(address, len(view), remote_read=remote_read) for each in devices])
+
+    def holds(self, address: int, length_bytes: int) -> bool:
+        """Whether all of that memory is inside."""
+        return self.regions[0].holds(address, length_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Registered memory that one read at a time goes to. `give_back` when nothing writes to it any more."""
+
+    view: memoryview
+    address: int
+    memory: Registered
+    release: Callable[[Block], None] | None = None
 
     def give_back(self) -> None:
         """The end of `BlockPool.take`; nothing may write to it any more."""
-        self.pool.give_back(self)
+        if self.release is not None:
+            self.release(self)
 
 
 class BlockPool:
     """Blocks of registered memory to read into, for destinations that are not registered."""
 
-    def __init__(self, device: Device, block_bytes: int, count: int) -> None:
+    def __init__(self, devices: Sequence[Device], block_bytes: int, count: int) -> None:
         memory = memoryview(mmap.mmap(-1, block_bytes * count))
         start = address_of(memory)
-        self.region = device.register(start, len(memory), remote_read=False)
+        self.memory = Registered.with_all(devices, memory, remote_read=False)
         self.block_bytes = block_bytes
         self._free = [
-            Block(memory[at : at + block_bytes], start + at, self)
+            Block(memory[at : at + block_bytes], start + at, self.memory, self.give_back)
             for at in range(0, len(memory), block_bytes)
         ]
         self.count = count
@@ -68,6 +90,7 @@ class BlockPool:
         return self._free.pop()
 
     def give_back(self, block: Block) -> None:
+        """The end of `take`."""
         self._free.append(block)
         self._waiting.unpark()
 
@@ -80,10 +103,10 @@ class Staging:
     large: BlockPool
 
     @classmethod
-    def on(cls, device: Device, total_bytes: int = DEFAULT_STAGING_BYTES) -> Staging:
-        """Register blocks with a device, chunks of `total_bytes` (at least two)."""
+    def on(cls, devices: Sequence[Device], total_bytes: int = DEFAULT_STAGING_BYTES) -> Staging:
+        """Register blocks with devices, chunks of `total_bytes` (at least two)."""
         chunks = max(2, total_bytes // CHUNK_BYTES)
         return cls(
-            BlockPool(device, SMALL_BLOCK_BYTES, SMALL_BLOCKS),
-            BlockPool(device, CHUNK_BYTES, chunks),
+            BlockPool(devices, SMALL_BLOCK_BYTES, SMALL_BLOCKS),
+            BlockPool(devices, CHUNK_BYTES, chunks),
         )

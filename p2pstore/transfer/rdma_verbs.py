@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 
 from p2pstore.errors import ConfigError, Unavailable
 from p2pstore.objects import format_bytes
-from p2pstore.transfer.rdma_addresses import interface_of
+from p2pstore.transfer.rdma_addresses import interface_of, network_bits, port_is_active
 from p2pstore.transfer.rdma_rules import (
     MAX_OUTSTANDING_READS,
     RECEIVER_RETRY_COUNT,
@@ -112,6 +112,10 @@ def device_names() -> list[str]:
         return [each.name.decode() for each in verbs["device.get_device_list"]()]
     except verbs.error:  # no driver at all
         return []
+
+
+class LinkDown(Unavailable):
+    """A device's port is down: its cable, or its network interface."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +310,7 @@ class Device:
         try:
             self.limits, self.gid = self._look()
             self.interface = interface_of(name, PORT, self.gid.index)
+            self.network_bits = network_bits(self.interface, self.gid.gid)
             self._domain = self.attempt(
                 "making a protection domain", lambda: self.verbs["pd.PD"](self._context)
             )
@@ -326,11 +331,23 @@ class Device:
         except self.verbs.error as error:
             raise Unavailable(f"rdma device {self.name}: {what} failed: {error}") from error
 
+    @property
+    def is_active(self) -> bool:
+        """Whether the port's link is up now."""
+        return port_is_active(self.name, PORT)
+
+    def check_link(self) -> None:
+        """Raise `LinkDown` when nothing gets through the port now."""
+        if not self.is_active:
+            raise LinkDown(
+                f"rdma device {self.name}: port {PORT} is not active: look at its cable and interface"
+            )
+
     def _look(self) -> tuple[DeviceLimits, GidEntry]:
         attributes = self.attempt("asking for its limits", lambda: self._context.query_device())
         port = self.attempt("asking for its port", lambda: self._context.query_port(PORT))
         if int(port.state) != int(self.verbs.constants.IBV_PORT_ACTIVE):
-            raise Unavailable(
+            raise LinkDown(
                 f"rdma device {self.name}: port {PORT} is not active: look at its cable and interface"
             )
         chosen = choose_gid(self.gids())

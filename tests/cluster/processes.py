@@ -13,9 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final, Protocol
 
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
@@ -28,6 +28,42 @@ POLL_SECONDS: Final = 0.02
 FIRST_PORT: Final = 18_000
 CLIENT_SECONDS: Final = 20.0
 """Timeout of the clients by which the tests look at peers."""
+
+
+class Started(Protocol):
+    """A child process; its standard output is a pipe."""
+
+    stdout: IO[bytes] | None
+    returncode: int | None
+    """What `poll` or `wait` saw last; of a process that was killed, minus the signal."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+Start = Callable[[Sequence[str], IO[bytes], Mapping[str, str]], Started]
+"""Starts a command, with a file for its standard error, in an environment."""
+
+
+def start_command(
+    command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]
+) -> Started:
+    """Start a process that runs a command from the beginning."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=environment,
+    )
 
 
 class PeerProcess:
@@ -55,7 +91,7 @@ class PeerProcess:
             *("--memory", cluster.memory, "--socket", str(self._socket)),
             *("--state-dir", str(self.state)),
         ]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Started | None = None
         self._client: BlockingClient | None = None
 
     # --- the process -------------------------------------------------------------------------
@@ -65,17 +101,10 @@ class PeerProcess:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, *options: str, prefix: Sequence[str] = ()) -> None:
-        """Start it, by a command that runs the rest of its line if there is one. `wait_until_ready` says when it
-        serves."""
+    def start(self, *options: str, by: Start = start_command) -> None:
+        """Start it. `wait_until_ready` says when it serves."""
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*prefix, *self._command, *options],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=self._cluster.environment,
-            )
+            self._process = by([*self._command, *options], log, self._cluster.environment)
 
     def wait_until_ready(self, seconds: float = READY_SECONDS) -> None:
         """Wait until it serves; fails with its log when it does not."""

@@ -1,4 +1,4 @@
-"""An owner and readers over RDMA, on two devices of this machine (or one, where there is no other)."""
+"""An owner and readers over RDMA, on the devices at both ends of a cable or two (one device is both ends)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from p2pstore.transfer.data_server import (
 from p2pstore.transfer.rdma import RdmaTransport, open_rdma_reading
 from p2pstore.transfer.rdma_reads import ReadEngine
 from p2pstore.transfer.rdma_serving import RdmaServer
-from p2pstore.transfer.rdma_staging import Staging, address_of
-from p2pstore.transfer.rdma_verbs import Device, Region, device_names
+from p2pstore.transfer.rdma_staging import Registered, Staging
+from p2pstore.transfer.rdma_verbs import Device, device_names
 from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.transport import RemoteCopy
 from tests.contract.test_transport import (
@@ -35,32 +35,44 @@ from tests.contract.test_transport import (
 STAGING_BYTES = 4 << 20
 
 
+def cables() -> list[tuple[str, str]]:
+    """The devices at both ends of each cable: in the VM neighbours by name."""
+    names = sorted(device_names())
+    pairs = list(zip(names[::2], names[1::2], strict=False))
+    return pairs or [(name, name) for name in names]
+
+
 class RdmaHarness(TcpHarness):
     """A `Harness`, for the contract suite and for what only RDMA does."""
 
-    device: Device
-    reading_device: Device
-    region: Region
+    devices: list[Device]
+    reading_devices: list[Device]
+    memory: Registered
     rdma: RdmaServer
-    engine: ReadEngine
+    engines: list[ReadEngine]
     staging: Staging
     lines: trio.Nursery
+
+    @property
+    def engine(self) -> ReadEngine:
+        """That of the first device."""
+        return self.engines[0]
 
     @classmethod
     @contextlib.asynccontextmanager
     async def open_rdma(
-        cls, segment: Segment, limits: ServerLimits | None = None
+        cls, segment: Segment, limits: ServerLimits | None = None, *, cables_used: int = 1
     ) -> AsyncIterator[RdmaHarness]:
         harness = cls(segment)
-        names = device_names()
+        used = cables()[:cables_used]
         (listener,) = await open_data_listeners(["127.0.0.1:0"])
         harness.address = listener_address(listener)
-        with Device(names[0]) as harness.device, Device(names[-1]) as harness.reading_device:
+        with contextlib.ExitStack() as stack:
+            harness.devices = [stack.enter_context(Device(name)) for name, _ in used]
+            harness.reading_devices = [stack.enter_context(Device(name)) for _, name in used]
             memory = _buffers[segment.geometry.data_bytes]
-            harness.region = harness.device.register(
-                address_of(memory), len(memory), remote_read=True
-            )
-            harness.rdma = RdmaServer(harness.device, harness.region)
+            harness.memory = Registered.with_all(harness.devices, memory, remote_read=True)
+            harness.rdma = RdmaServer(harness.devices, harness.memory)
             harness.server = DataServer(
                 harness.backend,
                 ring=RING,
@@ -70,7 +82,7 @@ class RdmaHarness(TcpHarness):
                 limits=limits,
                 rdma=harness.rdma,
             )
-            harness.staging = Staging.on(harness.reading_device, STAGING_BYTES)
+            harness.staging = Staging.on(harness.reading_devices, STAGING_BYTES)
 
             async def serve() -> None:
                 with harness.stop:
@@ -78,10 +90,10 @@ class RdmaHarness(TcpHarness):
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(serve)
-                async with open_rdma_reading(harness.reading_device) as reading:
-                    harness.engine, harness.lines = reading
+                async with open_rdma_reading(harness.reading_devices) as reading:
+                    harness.engines, harness.lines = reading
                     yield harness
-                assert harness.engine.under_way == 0
+                assert not any(engine.under_way for engine in harness.engines)
                 assert (harness.staging.small.taken, harness.staging.large.taken) == (0, 0)
                 for pool in harness._pools:
                     pool.close()
@@ -92,17 +104,25 @@ class RdmaHarness(TcpHarness):
         assert harness.in_flight() == 0
 
     def transport(  # type: ignore[override]  # mypy: another transport than its base class's
-        self, driver: Driver, progress_seconds: float = 5.0, registered: Sequence[Region] = ()
+        self,
+        driver: Driver,
+        progress_seconds: float = 5.0,
+        registered: Sequence[Registered] = (),
+        preferred: int | None = None,
     ) -> RdmaTransport:
         return RdmaTransport(
-            self.reading_device,
+            self.engines,
             self.pool(driver, progress_seconds),
             self.lines,
-            self.engine,
             staging=self.staging,
+            preferred=preferred,
             registered=registered,
             progress_seconds=progress_seconds,
         )
+
+    def registered(self, memory: memoryview) -> Registered:
+        """Memory to read into directly."""
+        return Registered.with_all(self.reading_devices, memory, remote_read=False)
 
     def copy(self, digest: bytes = b"") -> RemoteCopy:
         entry = self.segment.find(digest, 0.0) if digest else None

@@ -1,28 +1,72 @@
-"""An owner in a process of its own: `python -m tests.rdma.owner LENGTH`; its memory goes when it is killed."""
+"""An owner in a process of its own, whose memory goes when it is killed. For tests and `bench_rdma`."""
 
 from __future__ import annotations
 
-import json
-import sys
+import contextlib
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 import trio
 
 from p2pstore.objects import MIB
-from tests.contract.test_transport import pattern, put, segment_of
+from p2pstore.transfer.transport import RemoteCopy
+from tests.contract.test_transport import OWNER, grant, pattern, put, segment_of
 from tests.rdma.harness import RdmaHarness
 
+END_SECONDS = 30.0
 
-async def main(length: int) -> None:
-    segment = segment_of(length + 8 * MIB)
-    digest = put(segment, "key", pattern(length))
+
+class Owner:
+    """A child process with objects, that lets others read them by RDMA."""
+
+    def __init__(self, process: BaseProcess, told: Connection) -> None:
+        self._process = process
+        self._told = told
+
+    @classmethod
+    @contextlib.contextmanager
+    def forked(cls, *lengths_bytes: int) -> Iterator[Owner]:
+        """An owner of one object of each length. Not under trio: the child begins with what is here."""
+        fork = multiprocessing.get_context("fork")
+        told, tell = fork.Pipe(duplex=False)
+        process = fork.Process(target=trio.run, args=(_own, lengths_bytes, tell))
+        process.start()
+        tell.close()
+        try:
+            yield cls(process, told)
+        finally:
+            told.close()
+            process.kill()
+            process.join(END_SECONDS)
+            process.close()
+
+    def copies(self) -> list[tuple[RemoteCopy, bytes]]:
+        """Each object's copy and digest, in the order of the lengths. Blocks until they are there; once."""
+        address, objects = self._told.recv()
+        return [
+            (
+                RemoteCopy(OWNER.peer_id, (address,), grant(), member=1, slot=slot, rdma=True),
+                digest,
+            )
+            for digest, slot in objects
+        ]
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._process.kill()
+
+    def exit_status(self) -> int | None:
+        """Of the process that was killed. Blocks until it has ended."""
+        self._process.join(END_SECONDS)
+        return self._process.exitcode
+
+
+async def _own(lengths_bytes: Sequence[int], tell: Connection) -> None:
+    segment = segment_of(sum(lengths_bytes) + 8 * MIB)
+    digests = [put(segment, f"{length}", pattern(length)) for length in lengths_bytes]
     async with RdmaHarness.open_rdma(segment) as harness:
-        copy = harness.copy(digest)
-        print(
-            json.dumps({"address": harness.address, "digest": digest.hex(), "slot": copy.slot}),
-            flush=True,
-        )
+        objects = [(digest, harness.copy(digest).slot) for digest in digests]
+        tell.send((harness.address, objects))
         await trio.sleep_forever()
-
-
-if __name__ == "__main__":
-    trio.run(main, int(sys.argv[1]))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +30,6 @@ from p2pstore.transfer.tickets import Scope
 from p2pstore.transfer.transport import (
     BufferDestination,
     PullFailed,
-    RemoteCopy,
     pull_with_failover,
 )
 from p2pstore.trio_streams import TrioDriver
@@ -49,7 +47,13 @@ from tests.contract.test_transport import (
     segment_of,
     until,
 )
-from tests.rdma.harness import STAGING_BYTES, RdmaHarness
+from tests.rdma.harness import STAGING_BYTES, RdmaHarness, cables
+from tests.rdma.owner import Owner
+
+
+def first_line(transport: RdmaTransport) -> rdma_reads.Line | None:
+    """The line to the owner through the first device."""
+    return transport.lines.of(OWNER.peer_id).ways[0].line
 
 
 @pytest.fixture
@@ -119,8 +123,8 @@ async def test_a_slot_that_leads_out_of_the_segment(
 
 async def test_a_line_in_use_stays_and_one_out_of_use_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner ends connections on which nothing is asked, and one-sided reads ask nothing."""
-    monkeypatch.setattr("p2pstore.transfer.rdma.PING_SECONDS", 0.3)
-    monkeypatch.setattr("p2pstore.transfer.rdma.IDLE_SECONDS", 1.0)
+    monkeypatch.setattr("p2pstore.transfer.rdma_lines.PING_SECONDS", 0.3)
+    monkeypatch.setattr("p2pstore.transfer.rdma_lines.IDLE_SECONDS", 1.0)
     segment = segment_of(8 * MIB)
     limits = ServerLimits(idle_seconds=1.5)
     async with RdmaHarness.open_rdma(segment, limits) as rdma:
@@ -130,9 +134,9 @@ async def test_a_line_in_use_stays_and_one_out_of_use_ends(monkeypatch: pytest.M
         until_seconds = trio.current_time() + 4.0
         while trio.current_time() < until_seconds:
             await transport.pull(rdma.copy(digest), digest, BufferDestination(bytearray(3000)))
-            lines.add(transport._peers[OWNER.peer_id].line)
+            lines.add(first_line(transport))
         assert len(lines) == 1
-        await until(lambda: transport._peers[OWNER.peer_id].line is None)
+        await until(lambda: first_line(transport) is None)
         await until(lambda: rdma.rdma.readers == 0)
 
 
@@ -164,8 +168,7 @@ async def test_a_registered_destination_is_read_into_directly(rdma: RdmaHarness)
     value = pattern(9 * MIB + 5)
     digest = put(rdma.segment, "key", value)
     memory = memoryview(mmap.mmap(-1, 10 * MIB))
-    region = rdma.reading_device.register(address_of(memory), len(memory), remote_read=False)
-    transport = rdma.transport(TrioDriver(), registered=[region])
+    transport = rdma.transport(TrioDriver(), registered=[rdma.registered(memory)])
     taken = []
     rdma.staging.large.take_nowait = lambda: taken.append(1)  # type: ignore[method-assign]  # mypy: to be seen
     rdma.staging.large.take = None  # type: ignore[method-assign,assignment]  # mypy: must not be called
@@ -184,11 +187,7 @@ async def test_a_reader_cancelled_at_each_step_leaves_nothing(
     value = pattern(3 * MIB + 5)
     digest = put(rdma.segment, "key", value)
     memory = memoryview(mmap.mmap(-1, 4 * MIB))[: len(value)]
-    registered = []
-    if direct:
-        registered = [
-            rdma.reading_device.register(address_of(memory), len(memory), remote_read=False)
-        ]
+    registered = [rdma.registered(memory)] if direct else []
     delivered, at = False, 0
     transport = rdma.transport(TrioDriver(), registered=registered)
 
@@ -223,10 +222,7 @@ async def test_memory_that_is_written_to_stays_taken(
     value = pattern(3 * MIB + 5)
     digest = put(rdma.segment, "key", value)
     memory = memoryview(mmap.mmap(-1, 4 * MIB))[: len(value)]
-    device = rdma.reading_device
-    registered = (
-        [device.register(address_of(memory), len(memory), remote_read=False)] if direct else []
-    )
+    registered = [rdma.registered(memory)] if direct else []
     transport = rdma.transport(TrioDriver(), registered=registered)
     queue, ended = rdma.engine.completions, trio.Event()
     poll = queue.poll
@@ -259,9 +255,9 @@ async def test_memory_that_is_written_to_stays_taken(
         await ended.wait()
     assert scope.cancelled_caught
     assert rdma.staging.large.taken == 0
-    peer = transport._peers[OWNER.peer_id]
-    assert peer.line is not None
-    assert peer.line.failure is None
+    line = first_line(transport)
+    assert line is not None
+    assert line.failure is None
 
 
 async def test_a_device_that_is_lost(
@@ -270,7 +266,7 @@ async def test_a_device_that_is_lost(
     value = pattern(8 * MIB)
     digest = put(rdma.segment, "key", value)
     transport = rdma.transport(TrioDriver())
-    real, failures = rdma.reading_device.attempt, []
+    real, failures = rdma.reading_devices[0].attempt, []
     told: list[str] = []
     rdma.engine.when_lost = lambda: told.append(rdma.engine.lost)
 
@@ -288,7 +284,7 @@ async def test_a_device_that_is_lost(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pull)
         await until(lambda: rdma.staging.large.taken > 0)
-        monkeypatch.setattr(rdma.reading_device, "attempt", attempt)
+        monkeypatch.setattr(rdma.reading_devices[0], "attempt", attempt)
     monkeypatch.undo()
     assert failures[0].retriable
     assert "the card fell out" in failures[0].text
@@ -305,7 +301,7 @@ async def test_memory_that_the_owner_took_back(rdma: RdmaHarness) -> None:
     transport = rdma.transport(TrioDriver())
     buffer = bytearray(len(value))
     await transport.pull(rdma.copy(digest), digest, BufferDestination(buffer))
-    rdma.region.close()
+    rdma.memory.regions[0].close()
     with pytest.raises(PullFailed) as caught:
         await transport.pull(rdma.copy(digest), digest, BufferDestination(buffer))
     assert (caught.value.code, caught.value.retriable) == (Code.STALE, True)
@@ -347,8 +343,7 @@ async def test_a_reader_connects_again_after_the_owner_ended_it(rdma: RdmaHarnes
     for session in list(rdma.server._sessions):
         session.retire()
     await until(lambda: rdma.rdma.readers == 0)
-    peer = transport._peers[OWNER.peer_id]
-    await until(lambda: peer.line is None)
+    await until(lambda: first_line(transport) is None)
     buffer = bytearray(300_000)
     await transport.pull(rdma.copy(digest), digest, BufferDestination(buffer))
     assert buffer == pattern(300_000)
@@ -359,8 +354,10 @@ async def test_the_right_to_read_ends_with_the_connection(rdma: RdmaHarness) -> 
     """Whatever the reader does: the owner destroys its own end."""
     put(rdma.segment, "key", pattern(3000))
     connection = await rdma.pool(TrioDriver()).dial(rdma.copy())
-    pair = rdma.reading_device.queue_pair(rdma.engine.completions, 5, requests=4, may_be_read=False)
-    line = rdma_reads.Line(pair, RemoteMemory(0, 0, 0), 4)
+    pair = rdma.reading_devices[0].queue_pair(
+        rdma.engine.completions, 5, requests=4, may_be_read=False
+    )
+    line = rdma_reads.Line(rdma.engine, pair, 4)
     own = pair.endpoint
     reply = await connection.request(
         DataKind.RDMA_CONNECT,
@@ -373,14 +370,14 @@ async def test_the_right_to_read_ends_with_the_connection(rdma: RdmaHarness) -> 
     pair.connect(other, agree(own, other))
     line.memory = RemoteMemory(reply.address, reply.length_bytes, reply.key)
     block = await rdma.staging.small.take()
-    region = rdma.staging.small.region
-    read = await rdma.engine.read(line, 0, 64, region, block.address)
+    memory = rdma.staging.small.memory
+    read = await rdma.engine.read(line, 0, 64, memory, block.address)
     await read.wait(5.0)
     assert bytes(block.view[:8]) == b"P2PSSEG\0"
     block.view[:64] = bytes(64)
     connection.close()
     await until(lambda: rdma.rdma.readers == 0)
-    read = await rdma.engine.read(line, 0, 64, region, block.address)
+    read = await rdma.engine.read(line, 0, 64, memory, block.address)
     with pytest.raises(rdma_reads.ReadFailed, match="retries exceeded"):
         await read.wait(30.0)
     assert not any(block.view[:64])
@@ -467,43 +464,37 @@ async def test_a_holder_without_rdma_is_left_to_tcp(rdma: RdmaHarness) -> None:
     assert not transport.offers(tcp.copy(digest))
 
 
-async def test_an_owner_killed_in_the_middle() -> None:
-    length = 24 * MIB
-    owner = subprocess.Popen(
-        [sys.executable, "-m", "tests.rdma.owner", str(length)],
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-    )
-    try:
-        assert owner.stdout is not None
-        line = await trio.to_thread.run_sync(owner.stdout.readline)
-        told = json.loads(line)
-        digest = bytes.fromhex(told["digest"])
-        copy = RemoteCopy(
-            OWNER.peer_id, (told["address"],), grant(), member=1, slot=told["slot"], rdma=True
-        )
-        pool = DataPool(TrioDriver())
-        with Device(device_names()[-1]) as device:
-            staging = Staging.on(device, STAGING_BYTES)
-            async with open_rdma_reading(device) as (engine, lines):
-                transport = RdmaTransport(device, pool, lines, engine, staging=staging)
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(_kill_when, owner, staging)
-                    with pytest.raises(PullFailed) as caught:
-                        await transport.pull(copy, digest, BufferDestination(bytearray(length)))
-                assert caught.value.retriable
-                await until(lambda: engine.under_way == 0)
-                assert (staging.small.taken, staging.large.taken) == (0, 0)
-        pool.close()
-    finally:
-        owner.kill()
-        owner.wait()
-        if owner.stdout is not None:
-            owner.stdout.close()
-    assert owner.returncode == -signal.SIGKILL
+OWNED_BYTES = 24 * MIB
 
 
-async def _kill_when(owner: subprocess.Popen[bytes], staging: Staging) -> None:
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    """Forked: to import everything anew takes half a minute in the VM."""
+    with Owner.forked(OWNED_BYTES) as owner:
+        yield owner
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+async def test_an_owner_killed_in_the_middle(owner: Owner) -> None:
+    ((copy, digest),) = await trio.to_thread.run_sync(owner.copies)
+    pool = DataPool(TrioDriver())
+    with Device(cables()[0][1]) as device:
+        staging = Staging.on([device], STAGING_BYTES)
+        async with open_rdma_reading([device]) as ([engine], lines):
+            transport = RdmaTransport([engine], pool, lines, staging=staging)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_kill_when, owner, staging)
+                with pytest.raises(PullFailed) as caught:
+                    buffer = BufferDestination(bytearray(OWNED_BYTES))
+                    await transport.pull(copy, digest, buffer)
+            assert caught.value.retriable
+            await until(lambda: engine.under_way == 0)
+            assert (staging.small.taken, staging.large.taken) == (0, 0)
+    pool.close()
+    assert await trio.to_thread.run_sync(owner.exit_status) == -signal.SIGKILL
+
+
+async def _kill_when(owner: Owner, staging: Staging) -> None:
     await until(lambda: staging.large.taken > 0, 30.0)
     owner.kill()
 

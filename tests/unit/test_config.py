@@ -64,6 +64,7 @@ def test_defaults_serve_this_machine_alone() -> None:
         ({"max_leased": "101%"}, "max_leased: '101%'"),
         ({"max_leased": "nan%"}, "max_leased: 'nan%'"),
         ({"transport": "tcp", "rdma_device": ["a"]}, "rdma_device: transport tcp uses no RDMA"),
+        ({"transport": "shm", "rdma_topology": "f"}, "rdma_topology: transport shm uses no RDMA"),
         ({"transport": "ipx"}, "transport: 'ipx' is not one of auto, shm, rdma, tcp"),
         ({"network": "internet"}, "network: 'internet' is not one of lan, wan, local"),
         ({"join_timeout": "5s"}, "join_timeout: '5s' must be a number"),

@@ -67,7 +67,8 @@ def test_every_check_says_something_about_this_machine(
     monkeypatch.delenv("MOONCAKE_P2P_SOCKET", raising=False)
     monkeypatch.setattr(speed, "SECONDS", 0.0)
     monkeypatch.setattr(speed, "DISK_BYTES", 4 * MIB)
-    found = {each.name: each for each in examine_machine(directory=str(tmp_path))}
+    examined = examine_machine(directory=str(tmp_path), rdma_topology="{}")
+    found = {each.name: each for each in examined}
     expected = {
         *("python", "kernel", "libraries", "clock", "memory", "huge pages", "shared memory"),
         *("/dev/shm", "locked memory", "open files", "socket directory", "state directory"),
@@ -78,6 +79,7 @@ def test_every_check_says_something_about_this_machine(
     assert not [each for each in found.values() if "check itself failed" in each.cause]
     for name in ("python", "kernel", "libraries", "shared memory", "state directory"):
         assert found[name].status in (Status.OK, Status.WARNING), found[name]
+    assert "rdma_topology: not an object" in found["rdma topology"].cause
     assert str(tmp_path) in found["state directory"].value
     assert list(tmp_path.iterdir()) == []  # nothing was made, nothing stays
 

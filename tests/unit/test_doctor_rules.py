@@ -23,6 +23,8 @@ from p2pstore.doctor.finding import (
     worst_failure,
 )
 from p2pstore.objects import GIB, MIB
+from p2pstore.topology.machine import Machine, Nic, NumaNode, Place
+from p2pstore.topology.matrix import matrix_of, overridden
 from p2pstore.transfer.rdma_rules import GidEntry
 from p2pstore.wire import Code
 
@@ -239,6 +241,29 @@ def test_rdma_devices() -> None:
     assert statuses(port(gids=(GidEntry(3, MAPPED, 1),))) == [WARNING, OK]
     assert statuses(port(gids=(GidEntry(0, LINK_LOCAL, 2),))) == [WARNING, OK]
     assert statuses(port(link_layer="InfiniBand")) == [WARNING, OK]
+
+
+def test_which_rdma_devices_are_near_which_memory() -> None:
+    nodes = (NumaNode(0, {0: 10, 1: 21}), NumaNode(1, {0: 21, 1: 10}))
+    known = Machine(nodes, (Nic("mlx5_0", Place((), 0)), Nic("mlx5_1", Place((), 1))))
+    findings = network.judge_topology(known, matrix_of(known), told=False)
+    assert [(each.name, each.value) for each in findings] == [
+        ("rdma for cpu:0", "mlx5_0; else mlx5_1"),
+        ("rdma for cpu:1", "mlx5_1; else mlx5_0"),
+    ]
+    lost = Machine(nodes, (*known.nics, Nic("rxe0", Place())))
+    (*_, found) = network.judge_topology(lost, matrix_of(lost), told=False)
+    assert (found.status, "rxe0" in found.value) == (WARNING, True)
+    check_words(found)
+    matrix = overridden(lost, '{"cpu:0": [[], ["rxe0"]]}', "")
+    findings = network.judge_topology(lost, matrix, told=True)
+    assert [each.status for each in findings] == [OK, OK]
+    assert findings[0].value == "none preferred; else rxe0"
+    alone = Machine(nodes[:1], lost.nics)
+    assert len(network.judge_topology(alone, matrix_of(alone), told=False)) == 1
+    nothing = Machine(nodes)
+    assert network.judge_topology(nothing, matrix_of(nothing), told=False) == []
+    check_words(network.judge_wrong_topology("rdma_topology: not JSON"))
 
 
 def test_peers_on_this_machine() -> None:

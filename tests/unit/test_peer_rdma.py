@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 
 from p2pstore.config import PeerConfig
-from p2pstore.errors import ConfigError
-from p2pstore.peer.rdma import device_names
+from p2pstore.errors import ConfigError, Unavailable
+from p2pstore.peer import rdma as peer_rdma
+from p2pstore.peer.rdma import device_names, near_memory
+from p2pstore.topology.matrix import Choice
+from p2pstore.transfer.data_pool import DataPool
+from p2pstore.transfer.memory import create_memory
+from p2pstore.trio_streams import TrioDriver
 
 
 def names(folder: Path, **settings: Any) -> list[str]:
@@ -19,8 +24,8 @@ def names(folder: Path, **settings: Any) -> list[str]:
 
 
 @pytest.fixture
-def two_devices(tmp_path: Path) -> Path:
-    for name in ("mlx5_1", "mlx5_0"):
+def devices(tmp_path: Path) -> Path:
+    for name in ("mlx5_10", "mlx5_1", "mlx5_0"):
         (tmp_path / name).mkdir()
     return tmp_path
 
@@ -35,12 +40,32 @@ def test_a_machine_without_devices(tmp_path: Path) -> None:
             names(folder, rdma_device=["x"])
 
 
-def test_a_machine_with_devices(two_devices: Path) -> None:
-    assert names(two_devices) == names(two_devices, transport="rdma") == ["mlx5_0", "mlx5_1"]
-    assert names(two_devices, transport="shm") == names(two_devices, transport="tcp") == []
-    assert names(two_devices, rdma_device=["mlx5_1"]) == ["mlx5_1"]
-    with pytest.raises(ConfigError, match="it has mlx5_0, mlx5_1"):
-        names(two_devices, rdma_device=["mlx5_1", "mlx5_2"])
+def test_a_machine_with_devices(devices: Path) -> None:
+    assert names(devices) == names(devices, transport="rdma") == ["mlx5_0", "mlx5_1", "mlx5_10"]
+    assert names(devices, transport="shm") == names(devices, transport="tcp") == []
+    assert names(devices, rdma_device=["mlx5_1"]) == ["mlx5_1"]
+    assert names(devices, rdma_device=["mlx5_1", "mlx5_0", "mlx5_1"]) == ["mlx5_1", "mlx5_0"]
+    with pytest.raises(ConfigError, match="it has mlx5_0, mlx5_1, mlx5_10"):
+        names(devices, rdma_device=["mlx5_1", "mlx5_2"])
+
+
+def test_devices_near_the_memory() -> None:
+    matrix = {"cpu:0": Choice(("a", "b"), ("c",)), "cpu:1": Choice((), ("c",))}
+    assert near_memory(matrix, "cpu:0", ["c", "b", "a"]) == Choice(("a", "b"), ("c",))
+    assert near_memory(matrix, "cpu:0", ["c"]) == Choice(("c",))
+    assert near_memory(matrix, "cpu:2", ["b", "a"]) == Choice(("b", "a"))
+    with pytest.raises(Unavailable, match=r"for cpu:1, .* none of .* may be used: a, b"):
+        near_memory(matrix, "cpu:1", ["a", "b"])
+
+
+async def test_a_topology_for_a_machine_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_rdma, "device_names", lambda config: [])
+    config = PeerConfig(rdma_topology='{"cpu:0": [["nope0"], []]}')
+    memory = create_memory(4096, "test")
+    with pytest.raises(ConfigError, match="rdma_topology: cpu:0 names nope0"):
+        async with peer_rdma.open_rdma(config, memory, DataPool(TrioDriver())):
+            raise AssertionError
+    memory.close()
 
 
 STARTING = """

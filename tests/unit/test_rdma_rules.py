@@ -20,12 +20,15 @@ from p2pstore.transfer.rdma_rules import (
     GidKind,
     Meaning,
     RemoteMemory,
+    ServingDevice,
     WorkRoom,
     WorkStatus,
     agree,
     choose_gid,
+    choose_serving,
     describe_status,
     meaning_of,
+    same_network,
     split_read,
 )
 
@@ -180,3 +183,43 @@ def test_only_what_is_inside_has_an_address(size: int, offset: int, length: int)
     else:
         with pytest.raises(ProtocolError, match="outside"):
             memory.at(offset, length)
+
+
+@pytest.mark.parametrize(
+    ("own", "bits", "other", "same"),
+    [
+        ("::ffff:10.0.0.1", 96 + 24, "::ffff:10.0.0.200", True),
+        ("::ffff:10.0.0.1", 96 + 24, "::ffff:10.0.1.1", False),
+        ("::ffff:10.0.0.1", 96 + 31, "::ffff:10.0.0.0", True),
+        ("::ffff:10.0.0.1", 96 + 32, "::ffff:10.0.0.0", False),
+        ("2001:db8::1", 64, "2001:db8::ffff:1", True),
+        ("2001:db8::1", 64, "2001:db8:0:1::1", False),
+        ("2001:db8::1", 64, "::ffff:10.0.0.1", False),
+        ("::ffff:10.0.0.1", None, "::ffff:10.0.0.1", False),
+    ],
+)
+def test_networks(own: str, bits: int | None, other: str, same: bool) -> None:
+    assert same_network(gid(own), bits, gid(other)) is same
+    assert not same_network(gid(own), bits, gid(other)[:4])
+
+
+def serving(text: str, readers: int = 0) -> ServingDevice:
+    """By letters: a(ctive), n(etwork is the same), p(referred)."""
+    return ServingDevice("a" in text, "n" in text, "p" in text, readers)
+
+
+@pytest.mark.parametrize(
+    ("devices", "chosen"),
+    [
+        ([], None),
+        ([serving("np"), serving("p")], None),
+        ([serving("ap"), serving("ap")], 0),
+        ([serving("ap", 1), serving("ap")], 1),
+        ([serving("ap", 3), serving("a")], 0),
+        ([serving("ap"), serving("an", 7)], 1),
+        ([serving("np"), serving("ap", 9), serving("a")], 1),
+        ([serving("anp", 2), serving("anp", 1), serving("anp", 1)], 1),
+    ],
+)
+def test_the_device_that_is_read_through(devices: list[ServingDevice], chosen: int | None) -> None:
+    assert choose_serving(devices) == chosen

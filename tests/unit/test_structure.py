@@ -59,6 +59,7 @@ PURE = (
     ),
     "p2pstore/peer/slow_operations.py",
     "p2pstore/peer/traffic.py",
+    *(f"p2pstore/topology/{name}.py" for name in ("machine", "matrix")),
     "p2pstore/objects.py",
     "p2pstore/location_table.py",
     "p2pstore/wire.py",

@@ -59,6 +59,15 @@ def doctor(
     seconds: Annotated[
         str, typer.Option(metavar="SECONDS", help="How long --peer measures GB/s.")
     ] = "2",
+    rdma_topology: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|JSON",
+            envvar="MOONCAKE_P2P_RDMA_TOPOLOGY",
+            help="RDMA devices near each memory, as given to join; shown as a peer will use it.",
+            show_default=False,
+        ),
+    ] = None,
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
@@ -66,7 +75,8 @@ def doctor(
     """Check this machine, or the way to a peer, and say cause and cure.
 
     Without --peer: software, clock, memory and limits, sockets and directories, the peers that run
-    here, ports, kernel settings, network interfaces, RDMA devices, GPUs, and how fast memory is.
+    here, ports, kernel settings, network interfaces, RDMA devices and which memory they are near,
+    GPUs, and how fast memory is.
     Nothing needs root; what cannot be read is skipped, with the reason.
 
     With --peer, no peer need run here: name resolution, TCP, path MTU, encryption, admission with
@@ -88,7 +98,7 @@ def doctor(
             sys.stdout.flush()
 
     if peer is None:
-        _examine_machine(report, socket, directory)
+        _examine_machine(report, socket, directory, rdma_topology)
     else:
         from p2pstore.doctor.way import Way, examine_way
         from p2pstore.keyring import KeyRing
@@ -99,11 +109,13 @@ def doctor(
     _conclude(findings, json)
 
 
-def _examine_machine(report: object, socket: str | None, directory: str | None) -> None:
+def _examine_machine(
+    report: object, socket: str | None, directory: str | None, rdma_topology: str | None
+) -> None:
     from p2pstore.doctor.machine import examine_machine
 
     assert callable(report)
-    for finding in examine_machine(socket=socket, directory=directory):
+    for finding in examine_machine(socket=socket, directory=directory, rdma_topology=rdma_topology):
         report(finding)
 
 

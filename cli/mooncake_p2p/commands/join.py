@@ -107,7 +107,11 @@ def join(
     ] = None,
     rdma_device: Annotated[
         list[str] | None,
-        _option("NAME", "RDMA device to use, best first; may be repeated [default: any]."),
+        _option("NAME", "RDMA device to use; may be repeated [default: any]."),
+    ] = None,
+    rdma_topology: Annotated[
+        str | None,
+        _option("FILE|JSON", "RDMA devices near each memory [default: as the machine says]."),
     ] = None,
     directory: Annotated[
         DirectoryKept | None,

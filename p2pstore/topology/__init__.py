@@ -1,0 +1,1 @@
+"""Which network cards are near which memory of this machine."""
