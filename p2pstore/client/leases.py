@@ -23,6 +23,14 @@ KEEP_SECONDS: Final = 0.05
 Array = np.ndarray[Any, Any]
 
 
+class _Whole(weakref.ref[Array]):
+    """Of the array under all views of a lease. When that is collected, this goes to the leases that ended, without
+    a line of Python that a signal could interrupt."""
+
+    __slots__ = ("number",)
+    number: int
+
+
 @dataclass(slots=True)
 class _Lease:
     """What a lease covers. `whole` is the array under all of its views, while there are any."""
@@ -33,7 +41,7 @@ class _Lease:
     offset: int
     length: int
     version: Version
-    whole: weakref.ref[Array] | None = None
+    whole: _Whole | None = None
 
 
 class LeaseBook:
@@ -51,7 +59,7 @@ class LeaseBook:
         self._lock = threading.Lock()  # never taken by finalizers
         self._leases: dict[int, _Lease] = {}
         self._by_digest: dict[bytes, _Lease] = {}
-        self._ended: deque[int] = deque()
+        self._ended: deque[int | _Whole] = deque()
         self._kept: dict[int, float] = {}
 
     def view(
@@ -84,8 +92,8 @@ class LeaseBook:
         else:
             whole = np.empty(0, np.uint8)
         whole.flags.writeable = False
-        ended, number = self._ended, lease.number
-        lease.whole = weakref.ref(whole, lambda _: ended.append(number))
+        lease.whole = _Whole(whole, self._ended.append)
+        lease.whole.number = lease.number
         return memoryview(whole)  # type: ignore[arg-type] # an array is a buffer
 
     def covers(self, digest: bytes) -> bool:
@@ -105,6 +113,8 @@ class LeaseBook:
             return []
         with self._lock:
             self._keep_ended()
+            if not self._kept:  # another thread has shared or given back what there was
+                return []
             now = time.monotonic()
             oldest = next(iter(self._kept.values()))
             if not everything and len(self._kept) < KEEP_COUNT and now - oldest < 2 * KEEP_SECONDS:
@@ -121,7 +131,8 @@ class LeaseBook:
     def _keep_ended(self) -> None:
         now = time.monotonic()
         while self._ended:
-            self._kept[self._ended.popleft()] = now
+            ended = self._ended.popleft()
+            self._kept[ended if isinstance(ended, int) else ended.number] = now
 
     @property
     def outstanding(self) -> bool:

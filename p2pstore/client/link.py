@@ -272,7 +272,11 @@ class PeerLink:
         """Have somebody tidy up soon. Not for finalizers."""
         if not self._busy:
             self._busy = True
-            self.on_busy()
+            try:
+                self.on_busy()
+            except BaseException:  # interrupted: who stirs next tries again
+                self._busy = False
+                raise
 
     @property
     def needs_tidying(self) -> bool:

@@ -402,20 +402,19 @@ class LocalConnection:
     async def _receive_or_wait(self, waiter: Waiter, deadline: float) -> None:
         """Receive once for everybody, or wait until somebody who receives has news for `waiter`."""
         event: Event | None = None
-        with self._state:
-            if waiter.frame is not None:  # who received before brought it along
-                return
-            if self._receiving:
-                event = waiter.event = self._driver.event()
-            else:
-                self._receiving = True
-        if event is not None:
-            await event.wait(deadline - time.monotonic())
-            return
+        receives = False
         try:
-            self._limit_receiving(deadline - time.monotonic())
-            count = await self._stream.receive_into(self._receive_buffer)
-            self._dispatch(self._receive_buffer[:count], waiter)
+            with self._state:
+                if waiter.frame is not None:  # who received before brought it along
+                    return
+                if self._receiving:
+                    event = waiter.event = self._driver.event()
+                else:
+                    receives = self._receiving = True
+            if receives:
+                self._limit_receiving(deadline - time.monotonic())
+                count = await self._stream.receive_into(self._receive_buffer)
+                self._dispatch(self._receive_buffer[:count], waiter)
         except DeadlineExceeded:
             pass  # whose deadline it was, its waiter finds out
         except ProtocolError as error:
@@ -425,11 +424,14 @@ class LocalConnection:
                 f"the connection to the local peer broke ({error}): connect again"
             ) from error
         finally:
-            with self._state:
-                self._receiving = False
-                for other in self._waiters.values():
-                    if other.wake():
-                        break  # that one receives from now on
+            if receives:
+                with self._state:
+                    self._receiving = False
+                    for other in self._waiters.values():
+                        if other.wake():
+                            break  # that one receives from now on
+        if event is not None:
+            await event.wait(deadline - time.monotonic())
 
     def _limit_receiving(self, seconds: float) -> None:
         """Have the next receive take at most that long, or 1 % more: a new limit costs a system call."""

@@ -535,10 +535,10 @@ def test_whom_a_client_trusts(
     scene = street()
     me = os.geteuid()
     users: dict[str, int] = {}
-    seen = LocalConnection.peer_user
+    real = LocalConnection.__dict__["peer_user"].fget
 
     def claimed(self: LocalConnection) -> int:
-        return users.get(self.path, seen.fget(self))  # type: ignore[misc]
+        return users[self.path] if self.path in users else int(real(self))
 
     monkeypatch.setattr(LocalConnection, "peer_user", property(claimed))
     own, house = str(scene.own.path), str(scene.houses[0].path)
