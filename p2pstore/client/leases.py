@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from p2pstore.objects import Version
-from p2pstore.transfer.layout import Slot
+from p2pstore.transfer.reader import Sighting
 
 KEEP_COUNT: Final = 256
 KEEP_SECONDS: Final = 0.05
@@ -42,6 +42,7 @@ class _Lease:
     length: int
     version: Version
     whole: _Whole | None = None
+    sighting: Sighting | None = None
 
 
 class LeaseBook:
@@ -72,19 +73,32 @@ class LeaseBook:
             self._leases[number] = self._by_digest[digest] = lease
             return self._view_of(lease)
 
-    def share(self, digest: bytes, slot: Slot) -> memoryview | None:
-        """One more view under a lease that is there already, if it covers what `slot` says."""
+    def share(self, digest: bytes, sighting: Sighting) -> memoryview | None:
+        """One more view under a lease that is there already, if it covers what was seen."""
+        slot = sighting.slot
         with self._lock:
             lease = self._by_digest.get(digest)
             if lease is None or lease.version != slot.version or lease.offset != slot.offset:
                 return None
-            whole = lease.whole() if lease.whole is not None else None
-            if whole is not None:
-                return memoryview(whole)  # type: ignore[arg-type] # an array is a buffer
-            self._keep_ended()
-            if self._kept.pop(lease.number, None) is None:
+            lease.sighting = sighting
+            return self._share(lease)
+
+    def share_again(self, digest: bytes, announced: Version) -> memoryview | None:
+        """`share`, if what was seen then still stands, and is not older than `announced`."""
+        with self._lock:
+            lease = self._by_digest.get(digest)
+            if lease is None or lease.sighting is None or not lease.version.covers(announced):
                 return None
-            return self._view_of(lease)
+            return self._share(lease) if lease.sighting.still_stands(lease.memory) else None
+
+    def _share(self, lease: _Lease) -> memoryview | None:
+        whole = lease.whole() if lease.whole is not None else None
+        if whole is not None:
+            return memoryview(whole)  # type: ignore[arg-type] # an array is a buffer
+        self._keep_ended()
+        if self._kept.pop(lease.number, None) is None:
+            return None
+        return self._view_of(lease)
 
     def _view_of(self, lease: _Lease) -> memoryview:
         if lease.length:

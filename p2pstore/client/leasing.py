@@ -14,7 +14,7 @@ from p2pstore.errors import ProtocolError
 from p2pstore.local import messages as local
 from p2pstore.local.messages import Holder, LocalKind
 from p2pstore.objects import ZERO_VERSION, Version
-from p2pstore.transfer.shm import ShmTransport, expired
+from p2pstore.transfer.shm import ShmTransport
 from p2pstore.wire import Code
 
 
@@ -59,17 +59,24 @@ class Leaser:
             error = answers.error_in(key, plan.error)
             self._fetcher.ended(error)
             raise error
-        for holder in _neighbours_in(plan.holders):
+        near = _neighbours_in(plan.holders)
+        for holder in near:
+            link = self._neighbours.linked(holder)
+            shared = None if link is None else _share(link, digest, _announced(holder))
+            if shared is not None:
+                return self._viewed(holder, shared)
+        for holder in near:
             view = await self._neighbours.call(holder, partial(_lease_at, holder, key, digest))
             if view is not None:
-                self._link.note_pulls(
-                    *(holder.member, ShmTransport.name),
-                    objects=1,
-                    length_bytes=len(view),
-                    failures=0,
-                )
-                return view
+                return self._viewed(holder, view)
         return None
+
+    def _viewed(self, holder: Holder, view: memoryview) -> memoryview:
+        """Have the local peer count it: no request of this read came by there."""
+        self._link.note_pulls(
+            holder.member, ShmTransport.name, objects=1, length_bytes=len(view), failures=0
+        )
+        return view
 
 
 def _neighbours_in(holders: Sequence[Holder]) -> list[Holder]:
@@ -85,16 +92,12 @@ def _neighbours_in(holders: Sequence[Holder]) -> list[Holder]:
 async def _lease_at(holder: Holder, key: str, digest: bytes, link: PeerLink) -> memoryview | None:
     """A view by a link to a neighbour. None when it does not have what it was said to have, or this client
     holds too much there."""
-    announced = Version(holder.clock, holder.writer)
-    shared = _share(link, digest, announced)
-    if shared is not None:
-        return shared
     grant = await _ask(link, key, digest)
     if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
         grant = await _ask(link, key, digest)
     if grant.error.code:
         return None
-    if not _version(grant).covers(announced):  # an older one may be forbidden
+    if not _version(grant).covers(_announced(holder)):  # an older one may be forbidden
         link.give_back(local.Leased([grant]))
         return None
     return _view(link, digest, grant)
@@ -102,15 +105,23 @@ async def _lease_at(holder: Holder, key: str, digest: bytes, link: PeerLink) -> 
 
 def _share(link: PeerLink, digest: bytes, announced: Version = ZERO_VERSION) -> memoryview | None:
     """A view under a lease that this client has already, unless it is of a version older than `announced`."""
-    if link.leases.covers(digest):
-        for reader in link.readers:
-            found = reader.find(digest)
-            if found is None or expired(found[1]) or not found[0].version.covers(announced):
-                continue
-            shared = link.leases.share(digest, found[0])
+    if not link.leases.covers(digest):
+        return None
+    shared = link.leases.share_again(digest, announced)
+    if shared is None:  # a view of no bytes is one, too
+        shared = _share_seen(link, digest, announced)
+    if shared is not None:
+        link.note_read(digest, len(shared))
+        link.stir()
+    return shared
+
+
+def _share_seen(link: PeerLink, digest: bytes, announced: Version) -> memoryview | None:
+    for reader in link.readers:
+        seen = reader.sight(digest)
+        if seen is not None and not seen.expired and seen.slot.version.covers(announced):
+            shared = link.leases.share(digest, seen)
             if shared is not None:
-                link.note_read(digest, found[0].length)
-                link.stir()
                 return shared
     return None
 
@@ -142,6 +153,10 @@ def _view(link: PeerLink, digest: bytes, grant: local.LeaseGrant) -> memoryview:
     )
     link.stir()
     return view
+
+
+def _announced(holder: Holder) -> Version:
+    return Version(holder.clock, holder.writer)
 
 
 def _version(grant: local.LeaseGrant) -> Version:

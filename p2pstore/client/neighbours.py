@@ -75,6 +75,17 @@ class Neighbours:
         self._open.clear()
         self._retired.clear()
 
+    def linked(self, holder: Holder) -> PeerLink | None:
+        """The link to this peer, if there is one and the peer was alive a moment ago. For what needs no request."""
+        companion = self._open.get((holder.socket, holder.peer_id))
+        if companion is None:
+            return None
+        try:
+            companion.link.check()
+        except P2PStoreError:
+            return None
+        return companion.link
+
     async def call(
         self, holder: Holder, what: Callable[[PeerLink], Awaitable[T | None]]
     ) -> T | None:

@@ -93,7 +93,7 @@ def test_what_happens_to_an_object_under_a_view(
     assert statistics(second)["objects"] < 20  # most of them were evicted
     for key, value in values.items():
         assert views[key] == value
-    until(lambda: reader.take_lease("under/old") == b"new", SECONDS)
+    until(lambda: bytes(reader.take_lease("under/old")) == b"new", SECONDS)
     with pytest.raises(NoSuchKey):
         reader.take_lease("under/removed")
     views.clear()
