@@ -218,10 +218,13 @@ class ObjectStore(Protocol):
         """`get_into` for many; one result per item (the length), in order. Never raises for one item."""
         ...
 
-    def lease(self, key: str, *, wait: float = 0.0) -> AbstractAsyncContextManager[memoryview]:
-        """A read-only view of the value in the peer's memory, which stays in place until the last view is
-        collected. Raises as `get`, `LeaseLimitExceeded`, and `CapacityExceeded` or `ObjectTooLarge` when the
-        value is elsewhere and does not fit into that memory."""
+    def lease(
+        self, key: str, *, wait: float = 0.0, here: bool = False
+    ) -> AbstractAsyncContextManager[memoryview]:
+        """A read-only view of the value in the memory of the local peer, or of another one on this host that
+        has it, which stays in place until the last view is collected. With `here`, the local peer is to hold
+        it. Raises as `get`, `LeaseLimitExceeded`, and `CapacityExceeded` or `ObjectTooLarge` when the value
+        has to be brought to the local peer's memory and does not fit."""
         ...
 
     def register(self, buffer: Buffer) -> RegisteredBuffer:

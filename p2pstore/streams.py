@@ -277,15 +277,38 @@ def check_descriptors(ancillary: Sequence[tuple[int, int, bytes]], flags: int) -
     return descriptors
 
 
-class _BlockingLock:
+class _Entered(threading.local):
+    """The locks that this thread is in, or is about to get into, or just got out of."""
+
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.locks: list[_BlockingLock] = []
+
+
+_entered = _Entered()
+
+
+class _BlockingLock:
+    """Ctrl-C may strike when the lock is taken and nobody has noted it yet, or before it is released;
+    `release_interrupted` finds out."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # it knows its owner
 
     async def __aenter__(self) -> None:
+        _entered.locks.append(self)
         self._lock.acquire()
 
     async def __aexit__(self, *_: object) -> None:
         self._lock.release()
+        _entered.locks.remove(self)
+
+    @staticmethod
+    def release_interrupted() -> None:
+        """Release what this thread still holds; its coroutine has ended."""
+        while _entered.locks:
+            with contextlib.suppress(RuntimeError):  # this thread does not hold it
+                _entered.locks[-1]._lock.release()
+            _entered.locks.pop()
 
 
 class _BlockingEvent:
@@ -347,5 +370,8 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     except StopIteration as stop:
         result: T = stop.value
         return result
+    except BaseException:
+        _BlockingLock.release_interrupted()
+        raise
     coroutine.close()
     raise RuntimeError("a coroutine of the blocking client tried to suspend")

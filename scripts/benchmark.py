@@ -7,7 +7,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -86,11 +86,13 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """`--quick` and `--json FILE`, as every benchmark takes them."""
+def arguments(description: str, parts: Sequence[str] = ()) -> argparse.Namespace:
+    """`--quick` and `--json FILE`, as every benchmark takes them; `--only` for one that has such parts."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer repeats; under two minutes")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    if parts:
+        parser.add_argument("--only", choices=parts, help="measure only this part")
     return parser.parse_args()
 
 
@@ -116,6 +118,24 @@ def paired_times(
         for action, taken in ((first, one), (second, other)):
             start = time.perf_counter()
             action()
+            if number >= warm_up:
+                taken.append(time.perf_counter() - start)
+    return statistics.median(one), statistics.median(other)
+
+
+async def paired_times_async(
+    first: Callable[[], Awaitable[object]],
+    second: Callable[[], Awaitable[object]],
+    repeats: int,
+    warm_up: int = 2,
+) -> tuple[float, float]:
+    """`paired_times` for what is awaited."""
+    one: list[float] = []
+    other: list[float] = []
+    for number in range(repeats + warm_up):
+        for action, taken in ((first, one), (second, other)):
+            start = time.perf_counter()
+            await action()
             if number >= warm_up:
                 taken.append(time.perf_counter() - start)
     return statistics.median(one), statistics.median(other)

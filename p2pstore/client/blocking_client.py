@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
@@ -28,6 +29,8 @@ from p2pstore.results import (
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, BlockingDriver, run_blocking
 from p2pstore.transfer.trace import FetchTrace, Progress
 
+_connected: weakref.WeakSet[BlockingClient] = weakref.WeakSet()
+
 
 class BlockingClient:
     """A connected client of the local peer; the methods are those of `p2pstore.ObjectStore`, plain.
@@ -50,6 +53,7 @@ class BlockingClient:
         )
         run_blocking(self._session.open())
         self._janitor = _Janitor(self._session._link)
+        _connected.add(self)
 
     @property
     def namespace(self) -> str:
@@ -170,17 +174,17 @@ class BlockingClient:
         return run_blocking(self._session.get_many_into(items))
 
     @contextmanager
-    def lease(self, key: str, *, wait: float = 0.0) -> Iterator[memoryview]:
+    def lease(self, key: str, *, wait: float = 0.0, here: bool = False) -> Iterator[memoryview]:
         """A view of the value in place. A view that is still in use after the block, or anything
         made from it, keeps its lease."""
-        view = self.take_lease(key, wait=wait)
+        view = self.take_lease(key, wait=wait, here=here)
         try:
             yield view
         finally:
             del view
 
-    def take_lease(self, key: str, *, wait: float = 0.0) -> memoryview:
-        return run_blocking(self._session.take_lease(key, wait=wait))
+    def take_lease(self, key: str, *, wait: float = 0.0, here: bool = False) -> memoryview:
+        return run_blocking(self._session.take_lease(key, wait=wait, here=here))
 
     def register(self, buffer: Buffer) -> RegisteredBuffer:
         return self._session.register(buffer)
@@ -273,6 +277,15 @@ class _Janitor:
 
     def stop(self) -> None:
         self._stop.set()
+
+
+def _close_all() -> None:
+    """At the end of the program: its peers are told what it still held, and need not find out."""
+    for client in list(_connected):
+        client.close()
+
+
+atexit.register(_close_all)
 
 
 def _reconnect(socket: str, namespace: str, timeout: float) -> BlockingClient:

@@ -160,13 +160,17 @@ class Fetcher:
                 return copied
         return None
 
-    async def plan(self, first_key: str, digests: Sequence[bytes]) -> list[PlanItem]:
+    async def plan(
+        self, first_key: str, digests: Sequence[bytes], wait_seconds: float = 0.0
+    ) -> list[PlanItem]:
         """Where these objects can be read, one item each; `first_key` is the text of the first one."""
         plans: list[PlanItem | None] = [self._known.plan(digest) for digest in digests]
         unplanned = [number for number, plan in enumerate(plans) if plan is None]
         if unplanned:
             asked = await self._plan(
-                first_key if unplanned[0] == 0 else "", [digests[number] for number in unplanned]
+                first_key if unplanned[0] == 0 else "",
+                [digests[number] for number in unplanned],
+                wait_seconds,
             )
             for number, plan in zip(unplanned, asked.items, strict=True):
                 plans[number] = plan
@@ -359,10 +363,7 @@ class Fetcher:
 
     def give_back(self, reply: Leased) -> None:
         """End leases that nobody will look at."""
-        for grant in reply.items:
-            if not grant.error.code:
-                self._link.leases.give_back(grant.lease)
-        self._link.stir()
+        self._link.give_back(reply)
 
 
 def _blamed(plan: PlanItem, report: PullReport) -> list[HolderReport]:

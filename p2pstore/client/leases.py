@@ -14,13 +14,21 @@ from typing import Any, Final
 import numpy as np
 
 from p2pstore.objects import Version
-from p2pstore.transfer.layout import Slot
+from p2pstore.transfer.reader import Sighting
 
 KEEP_COUNT: Final = 256
 KEEP_SECONDS: Final = 0.05
 """A lease whose views are gone is kept so long: to be told with others, or to be used again."""
 
 Array = np.ndarray[Any, Any]
+
+
+class _Whole(weakref.ref[Array]):
+    """Of the array under all views of a lease. When that is collected, this goes to the leases that ended, without
+    a line of Python that a signal could interrupt."""
+
+    __slots__ = ("number",)
+    number: int
 
 
 @dataclass(slots=True)
@@ -33,7 +41,8 @@ class _Lease:
     offset: int
     length: int
     version: Version
-    whole: weakref.ref[Array] | None = None
+    whole: _Whole | None = None
+    sighting: Sighting | None = None
 
 
 class LeaseBook:
@@ -51,7 +60,7 @@ class LeaseBook:
         self._lock = threading.Lock()  # never taken by finalizers
         self._leases: dict[int, _Lease] = {}
         self._by_digest: dict[bytes, _Lease] = {}
-        self._ended: deque[int] = deque()
+        self._ended: deque[int | _Whole] = deque()
         self._kept: dict[int, float] = {}
 
     def view(
@@ -64,19 +73,32 @@ class LeaseBook:
             self._leases[number] = self._by_digest[digest] = lease
             return self._view_of(lease)
 
-    def share(self, digest: bytes, slot: Slot) -> memoryview | None:
-        """One more view under a lease that is there already, if it covers what `slot` says."""
+    def share(self, digest: bytes, sighting: Sighting) -> memoryview | None:
+        """One more view under a lease that is there already, if it covers what was seen."""
+        slot = sighting.slot
         with self._lock:
             lease = self._by_digest.get(digest)
             if lease is None or lease.version != slot.version or lease.offset != slot.offset:
                 return None
-            whole = lease.whole() if lease.whole is not None else None
-            if whole is not None:
-                return memoryview(whole)  # type: ignore[arg-type] # an array is a buffer
-            self._keep_ended()
-            if self._kept.pop(lease.number, None) is None:
+            lease.sighting = sighting
+            return self._share(lease)
+
+    def share_again(self, digest: bytes, announced: Version) -> memoryview | None:
+        """`share`, if what was seen then still stands, and is not older than `announced`."""
+        with self._lock:
+            lease = self._by_digest.get(digest)
+            if lease is None or lease.sighting is None or not lease.version.covers(announced):
                 return None
-            return self._view_of(lease)
+            return self._share(lease) if lease.sighting.still_stands(lease.memory) else None
+
+    def _share(self, lease: _Lease) -> memoryview | None:
+        whole = lease.whole() if lease.whole is not None else None
+        if whole is not None:
+            return memoryview(whole)  # type: ignore[arg-type] # an array is a buffer
+        self._keep_ended()
+        if self._kept.pop(lease.number, None) is None:
+            return None
+        return self._view_of(lease)
 
     def _view_of(self, lease: _Lease) -> memoryview:
         if lease.length:
@@ -84,8 +106,8 @@ class LeaseBook:
         else:
             whole = np.empty(0, np.uint8)
         whole.flags.writeable = False
-        ended, number = self._ended, lease.number
-        lease.whole = weakref.ref(whole, lambda _: ended.append(number))
+        lease.whole = _Whole(whole, self._ended.append)
+        lease.whole.number = lease.number
         return memoryview(whole)  # type: ignore[arg-type] # an array is a buffer
 
     def covers(self, digest: bytes) -> bool:
@@ -105,6 +127,8 @@ class LeaseBook:
             return []
         with self._lock:
             self._keep_ended()
+            if not self._kept:  # another thread has shared or given back what there was
+                return []
             now = time.monotonic()
             oldest = next(iter(self._kept.values()))
             if not everything and len(self._kept) < KEEP_COUNT and now - oldest < 2 * KEEP_SECONDS:
@@ -121,7 +145,8 @@ class LeaseBook:
     def _keep_ended(self) -> None:
         now = time.monotonic()
         while self._ended:
-            self._kept[self._ended.popleft()] = now
+            ended = self._ended.popleft()
+            self._kept[ended if isinstance(ended, int) else ended.number] = now
 
     @property
     def outstanding(self) -> bool:

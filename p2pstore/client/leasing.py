@@ -1,75 +1,163 @@
-"""Leases of objects in local memory: shared, asked for, and fetched first where need be."""
+"""Leases of objects in place: shared, asked for, taken at a neighbour, and fetched first where need be."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
 
 from p2pstore.client import answers
 from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
 from p2pstore.client.link import PeerLink
+from p2pstore.client.neighbours import Neighbours
 from p2pstore.errors import ProtocolError
 from p2pstore.local import messages as local
-from p2pstore.local.messages import LocalKind
-from p2pstore.objects import Version
-from p2pstore.transfer.shm import expired
+from p2pstore.local.messages import Holder, LocalKind
+from p2pstore.objects import ZERO_VERSION, Version
+from p2pstore.transfer.shm import ShmTransport
 from p2pstore.wire import Code
 
 
 class Leaser:
-    """Takes leases for one client; its `LeaseBook` keeps them."""
+    """Takes leases for one client; the `LeaseBook` of the link to whoever gave one keeps it."""
 
-    def __init__(self, link: PeerLink, fetcher: Fetcher) -> None:
+    def __init__(self, link: PeerLink, fetcher: Fetcher, neighbours: Neighbours) -> None:
         self._link = link
         self._fetcher = fetcher
+        self._neighbours = neighbours
 
-    async def take(self, key: str, digest: bytes, wait_seconds: float) -> memoryview:
-        """A read-only view of the object in place. Raises `NoSuchKey` when it does not come within
-        `wait_seconds`, and `LeaseLimitExceeded` when this client holds too much."""
+    async def take(
+        self, key: str, digest: bytes, wait_seconds: float, *, here: bool = False
+    ) -> memoryview:
+        """A read-only view of the object in place; with `here`, in the local peer's memory. Raises `NoSuchKey`
+        when it does not come within `wait_seconds`, and `LeaseLimitExceeded` when this client holds
+        too much."""
         link = self._link
-        shared = self._share(digest)
+        shared = _share(link, digest)
         if shared is not None:
             return shared
-        grant = await self._ask(key, digest)
-        if grant.error.code == Code.NO_SUCH_KEY:
-            grant = await self._ask(key, digest, fetch=True, wait_seconds=wait_seconds)
+        wait_until = time.monotonic() + wait_seconds
+        is_here = any(reader.contains(digest) for reader in link.readers)
+        if not is_here and not here:
+            nearby = await self._take_nearby(key, digest, wait_seconds)
+            if nearby is not None:
+                return nearby
+        grant = await _ask(link, key, digest) if is_here else None
+        if grant is None or grant.error.code == Code.NO_SUCH_KEY:
+            left_seconds = max(0.0, wait_until - time.monotonic())
+            grant = await _ask(link, key, digest, fetch=True, wait_seconds=left_seconds)
         if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
-            grant = await self._ask(key, digest)
+            grant = await _ask(link, key, digest)
         answers.raise_for(key, grant.error)
-        view = link.leases.view(
-            grant.lease,
-            digest,
-            link.connection.segment(grant.segment),
-            (grant.offset, grant.length, Version(grant.clock, grant.writer, grant.root)),
-        )
-        link.stir()
-        return view
+        return _view(link, digest, grant)
 
-    def _share(self, digest: bytes) -> memoryview | None:
-        """A view under a lease that this client has already."""
-        link = self._link
-        if link.leases.covers(digest):
-            for reader in link.readers:
-                found = reader.find(digest)
-                if found is not None and not expired(found[1]):
-                    shared = link.leases.share(digest, found[0])
-                    if shared is not None:
-                        link.note_read(digest, found[0].length)
-                        link.stir()
-                        return shared
+    async def _take_nearby(self, key: str, digest: bytes, wait_seconds: float) -> memoryview | None:
+        """A view in the memory of another peer of this host. None when none has it, or gives it. Raises
+        `NoSuchKey`."""
+        (plan,) = await self._fetcher.plan(key, [digest], wait_seconds)
+        if plan.error.code == Code.NO_SUCH_KEY:
+            error = answers.error_in(key, plan.error)
+            self._fetcher.ended(error)
+            raise error
+        near = _neighbours_in(plan.holders)
+        for holder in near:
+            link = self._neighbours.linked(holder)
+            shared = None if link is None else _share(link, digest, _announced(holder))
+            if shared is not None:
+                return self._viewed(holder, shared)
+        for holder in near:
+            view = await self._neighbours.call(holder, partial(_lease_at, holder, key, digest))
+            if view is not None:
+                return self._viewed(holder, view)
         return None
 
-    async def _ask(
-        self, key: str, digest: bytes, *, fetch: bool = False, wait_seconds: float = 0.0
-    ) -> local.LeaseGrant:
-        """Ask for a lease. Only with `fetch` may the answer take its time: the object is brought."""
-        link = self._link
-        reply = await link.request(
-            LocalKind.LEASE,
-            local.Lease(
-                digest, fetch, round(wait_seconds * 1000), deadline_ms(link.timeout_seconds), key
-            ),
-            local.Leased,
-            extra_seconds=wait_seconds + FETCH_SECONDS if fetch else 0.0,
-            on_late_reply=self._fetcher.give_back,
+    def _viewed(self, holder: Holder, view: memoryview) -> memoryview:
+        """Have the local peer count it: no request of this read came by there."""
+        self._link.note_pulls(
+            holder.member, ShmTransport.name, objects=1, length_bytes=len(view), failures=0
         )
-        if len(reply.items) != 1:
-            raise ProtocolError(f"{len(reply.items)} answers about one lease")
-        return reply.items[0]
+        return view
+
+
+def _neighbours_in(holders: Sequence[Holder]) -> list[Holder]:
+    """Of a plan's holders, those of this host that have the newest version."""
+    newest = max(((holder.clock, holder.writer) for holder in holders), default=None)
+    return [
+        holder
+        for holder in holders
+        if holder.same_host and holder.socket and (holder.clock, holder.writer) == newest
+    ]
+
+
+async def _lease_at(holder: Holder, key: str, digest: bytes, link: PeerLink) -> memoryview | None:
+    """A view by a link to a neighbour. None when it does not have what it was said to have, or this client
+    holds too much there."""
+    grant = await _ask(link, key, digest)
+    if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
+        grant = await _ask(link, key, digest)
+    if grant.error.code:
+        return None
+    if not _version(grant).covers(_announced(holder)):  # an older one may be forbidden
+        link.give_back(local.Leased([grant]))
+        return None
+    return _view(link, digest, grant)
+
+
+def _share(link: PeerLink, digest: bytes, announced: Version = ZERO_VERSION) -> memoryview | None:
+    """A view under a lease that this client has already, unless it is of a version older than `announced`."""
+    if not link.leases.covers(digest):
+        return None
+    shared = link.leases.share_again(digest, announced)
+    if shared is None:  # a view of no bytes is one, too
+        shared = _share_seen(link, digest, announced)
+    if shared is not None:
+        link.note_read(digest, len(shared))
+        link.stir()
+    return shared
+
+
+def _share_seen(link: PeerLink, digest: bytes, announced: Version) -> memoryview | None:
+    for reader in link.readers:
+        seen = reader.sight(digest)
+        if seen is not None and not seen.expired and seen.slot.version.covers(announced):
+            shared = link.leases.share(digest, seen)
+            if shared is not None:
+                return shared
+    return None
+
+
+async def _ask(
+    link: PeerLink, key: str, digest: bytes, *, fetch: bool = False, wait_seconds: float = 0.0
+) -> local.LeaseGrant:
+    """Ask for a lease. Only with `fetch` may the answer take its time: the object is brought."""
+    reply = await link.request(
+        LocalKind.LEASE,
+        local.Lease(
+            digest, fetch, round(wait_seconds * 1000), deadline_ms(link.timeout_seconds), key
+        ),
+        local.Leased,
+        extra_seconds=wait_seconds + FETCH_SECONDS if fetch else 0.0,
+        on_late_reply=link.give_back,
+    )
+    if len(reply.items) != 1:
+        raise ProtocolError(f"{len(reply.items)} answers about one lease")
+    return reply.items[0]
+
+
+def _view(link: PeerLink, digest: bytes, grant: local.LeaseGrant) -> memoryview:
+    view = link.leases.view(
+        grant.lease,
+        digest,
+        link.connection.segment(grant.segment),
+        (grant.offset, grant.length, _version(grant)),
+    )
+    link.stir()
+    return view
+
+
+def _announced(holder: Holder) -> Version:
+    return Version(holder.clock, holder.writer)
+
+
+def _version(grant: local.LeaseGrant) -> Version:
+    return Version(grant.clock, grant.writer, grant.root)

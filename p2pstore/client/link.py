@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from p2pstore.client.known_elsewhere import KnownElsewhere
 from p2pstore.client.leases import LeaseBook
@@ -21,6 +21,7 @@ from p2pstore.local.messages import (
     Access,
     AccessCount,
     HolderFailure,
+    Leased,
     LocalKind,
     Release,
     Report,
@@ -42,6 +43,17 @@ MAX_REPORTED_FAILURES: Final = 1024
 RELEASES_PER_FRAME: Final = 4096
 
 
+class Tidied(Protocol):
+    """What has to be tidied up along with a link."""
+
+    @property
+    def needs_tidying(self) -> bool: ...
+
+    async def tidy(self) -> None: ...
+
+    def rest(self) -> None: ...
+
+
 class PeerLink:
     """The client's side of one session with the local peer. Make one with `PeerLink.open`.
 
@@ -59,6 +71,8 @@ class PeerLink:
             with suppress(ProtocolMismatch):  # another version's: the peer is asked
                 self.elsewhere = KnownElsewhere(connection.location_table)
         self.leases = LeaseBook()
+        self.companions: Tidied | None = None
+        """The links to other peers of this host, where there are any."""
         total_bytes = sum(len(view) for view in connection.segments)
         self.ahead = GrantedAhead(min(AHEAD_MAX_BYTES, total_bytes // AHEAD_SHARE))
         self.on_busy: Callable[[], None] = lambda: None
@@ -75,17 +89,25 @@ class PeerLink:
 
     @classmethod
     async def open(
-        cls, driver: Driver, path: str, *, namespace: str, access: Access, timeout_seconds: float
+        cls,
+        driver: Driver,
+        path: str,
+        *,
+        namespace: str,
+        access: Access,
+        timeout_seconds: float,
+        location_table: bool = True,
+        trusted_users: Collection[int] | None = None,
     ) -> PeerLink:
-        """Connect to the peer at `path`. Raises `NoLocalPeer` when none is there, `DeadlineExceeded` when
-        it does not answer."""
+        """Connect to the peer at `path`. Raises as `LocalConnection.open`."""
         connection = await LocalConnection.open(
             driver,
             path,
             namespace=namespace,
             access=access,
             timeout_seconds=timeout_seconds,
-            location_table=True,
+            location_table=location_table,
+            trusted_users=trusted_users,
         )
         try:
             return cls(driver, connection, timeout_seconds)
@@ -165,6 +187,13 @@ class PeerLink:
             self.abort(spare)
         return self._give_all_back or bool(spare)
 
+    def give_back(self, reply: Leased) -> None:
+        """End leases that nobody will look at."""
+        for grant in reply.items:
+            if not grant.error.code:
+                self.leases.give_back(grant.lease)
+        self.stir()
+
     def note_read(self, digest: bytes, length: int) -> None:
         """A read that the peer did not see, for its eviction to know of. Never waits."""
         counted = self._reads.get(digest)
@@ -243,7 +272,11 @@ class PeerLink:
         """Have somebody tidy up soon. Not for finalizers."""
         if not self._busy:
             self._busy = True
-            self.on_busy()
+            try:
+                self.on_busy()
+            except BaseException:  # interrupted: who stirs next tries again
+                self._busy = False
+                raise
 
     @property
     def needs_tidying(self) -> bool:
@@ -255,6 +288,7 @@ class PeerLink:
             or self._pulls
             or self.ahead.held
             or self.connection.awaits_late_replies
+            or (self.companions is not None and self.companions.needs_tidying)
         )
 
     async def tidy(self) -> None:
@@ -266,10 +300,14 @@ class PeerLink:
         await self.connection.flush()
         if self.connection.awaits_late_replies:
             await self.connection.receive_late_replies(TIDY_SECONDS)
+        if self.companions is not None:
+            await self.companions.tidy()
 
     def rest(self) -> None:
         """Nothing is left to tidy up, unless something came just now."""
         self._busy = False
+        if self.companions is not None:
+            self.companions.rest()
         if self.needs_tidying:
             self.stir()
 

@@ -17,6 +17,7 @@ from p2pstore.client.destinations import BytesDestination, TensorDestination
 from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
 from p2pstore.client.leasing import Leaser
 from p2pstore.client.link import PeerLink
+from p2pstore.client.neighbours import Neighbours
 from p2pstore.client.presence import Presence
 from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.values import describe_tensor, destination_view, source_view
@@ -62,11 +63,13 @@ class _Parts:
         self.link = link
         self.fetcher = Fetcher(link, namespace)
         self.writer = Writer(link, namespace)
-        self.leaser = Leaser(link, self.fetcher)
+        self.neighbours = Neighbours(link, namespace)
+        self.leaser = Leaser(link, self.fetcher, self.neighbours)
         self.presence = Presence(link, digests_of)
 
     def close(self) -> None:
         """Close what this process opened; what a forked child inherited is its parent's."""
+        self.neighbours.close()
         self.link.close()
         if not self.link.connection.is_inherited:
             self.fetcher.close()
@@ -257,20 +260,23 @@ class ClientSession:
         raises for one item that fails."""
         return await fetch_many(self._live.fetcher, arguments.item_list(items), self._digest)
 
-    async def take_lease(self, key: str, *, wait: float = 0.0) -> memoryview:
-        """A read-only view of the value in place, after bringing it into local memory if need be.
+    async def take_lease(self, key: str, *, wait: float = 0.0, here: bool = False) -> memoryview:
+        """A read-only view of the value in place: in the local peer's memory, or in that of another peer of
+        this host; after bringing it into the local peer's if need be, or, with `here`, in any case.
 
         The memory is not reused until the last view derived from it is collected or this client is
         closed. Raises `LeaseLimitExceeded` when this client holds too much already.
         """
-        wait = arguments.seconds("wait", wait)
-        return await self._live.leaser.take(key, self._digest(key), wait)
+        wait, here = arguments.seconds("wait", wait), arguments.flag("here", here)
+        return await self._live.leaser.take(key, self._digest(key), wait, here=here)
 
     @asynccontextmanager
-    async def lease(self, key: str, *, wait: float = 0.0) -> AsyncIterator[memoryview]:
+    async def lease(
+        self, key: str, *, wait: float = 0.0, here: bool = False
+    ) -> AsyncIterator[memoryview]:
         """`take_lease` as a context manager. A view that is still in use after the block, or
         anything made from it, keeps its lease."""
-        view = await self.take_lease(key, wait=wait)
+        view = await self.take_lease(key, wait=wait, here=here)
         try:
             yield view
         finally:

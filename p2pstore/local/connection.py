@@ -12,10 +12,12 @@ import itertools
 import mmap
 import os
 import select
+import socket
+import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -62,6 +64,9 @@ PEER_GONE: Final = (
     "`mooncake-p2p join` starts a peer"
 )
 
+_CREDENTIALS: Final = struct.Struct("3i")
+"""Process, user and group at the other end of a Unix socket."""
+
 _open_connections: weakref.WeakSet[LocalConnection] = weakref.WeakSet()
 
 
@@ -105,10 +110,11 @@ class LocalConnection:
         access: Access,
         timeout_seconds: float = DEFAULT_PROGRESS_SECONDS,
         location_table: bool = False,
+        trusted_users: Collection[int] | None = None,
     ) -> LocalConnection:
         """Connect and say hello; with `location_table`, map the peer's table of locations, too. Raises
-        `NoLocalPeer` when nobody listens at `path`, and `DeadlineExceeded` when the peer takes longer than
-        `timeout_seconds` over either."""
+        `NoLocalPeer` when nobody listens at `path`, or a user who is none of `trusted_users`, and
+        `DeadlineExceeded` when the peer takes longer than `timeout_seconds` over either."""
         try:
             stream = await driver.connect_unix(path, timeout_seconds)
         except DeadlineExceeded as error:
@@ -125,6 +131,8 @@ class LocalConnection:
         stream.progress_seconds = timeout_seconds
         connection = cls(driver, stream, path)
         try:
+            if trusted_users is not None and connection.peer_user not in trusted_users:
+                raise NoLocalPeer(f"the socket {path} belongs to another user's process")
             await connection._greet(namespace, access, location_table)
         except ConnectionError as error:
             connection.close()
@@ -172,6 +180,14 @@ class LocalConnection:
             for descriptor in descriptors:
                 os.close(descriptor)
 
+    @property
+    def peer_user(self) -> int:
+        """The user who listens at the other end, as the kernel has it."""
+        with socket.socket(fileno=os.dup(self._stream.fileno())) as sock:
+            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        user: int = _CREDENTIALS.unpack(credentials)[1]
+        return user
+
     def segment(self, number: int) -> memoryview:
         """The mapped segment that an answer names. Raises `StoreClosed` when the client was closed since,
         `ProtocolError` when there is none of that number."""
@@ -197,12 +213,13 @@ class LocalConnection:
 
     def peer_is_gone(self) -> bool:
         """Whether the connection has ended (a system call; never waits)."""
-        if self._closed_because is None:
+        descriptor = self._stream.fileno()
+        if self._closed_because is None and descriptor >= 0:  # another thread may be closing it
             poll = select.poll()
-            poll.register(self._stream.fileno(), select.POLLRDHUP)
+            poll.register(descriptor, select.POLLRDHUP)
             if poll.poll(0):
                 self._end(PEER_GONE)
-        return self._closed_because is not None
+        return self._closed_because is not None or descriptor < 0
 
     async def request(
         self,
@@ -385,20 +402,19 @@ class LocalConnection:
     async def _receive_or_wait(self, waiter: Waiter, deadline: float) -> None:
         """Receive once for everybody, or wait until somebody who receives has news for `waiter`."""
         event: Event | None = None
-        with self._state:
-            if waiter.frame is not None:  # who received before brought it along
-                return
-            if self._receiving:
-                event = waiter.event = self._driver.event()
-            else:
-                self._receiving = True
-        if event is not None:
-            await event.wait(deadline - time.monotonic())
-            return
+        receives = False
         try:
-            self._limit_receiving(deadline - time.monotonic())
-            count = await self._stream.receive_into(self._receive_buffer)
-            self._dispatch(self._receive_buffer[:count], waiter)
+            with self._state:
+                if waiter.frame is not None:  # who received before brought it along
+                    return
+                if self._receiving:
+                    event = waiter.event = self._driver.event()
+                else:
+                    receives = self._receiving = True
+            if receives:
+                self._limit_receiving(deadline - time.monotonic())
+                count = await self._stream.receive_into(self._receive_buffer)
+                self._dispatch(self._receive_buffer[:count], waiter)
         except DeadlineExceeded:
             pass  # whose deadline it was, its waiter finds out
         except ProtocolError as error:
@@ -408,11 +424,14 @@ class LocalConnection:
                 f"the connection to the local peer broke ({error}): connect again"
             ) from error
         finally:
-            with self._state:
-                self._receiving = False
-                for other in self._waiters.values():
-                    if other.wake():
-                        break  # that one receives from now on
+            if receives:
+                with self._state:
+                    self._receiving = False
+                    for other in self._waiters.values():
+                        if other.wake():
+                            break  # that one receives from now on
+        if event is not None:
+            await event.wait(deadline - time.monotonic())
 
     def _limit_receiving(self, seconds: float) -> None:
         """Have the next receive take at most that long, or 1 % more: a new limit costs a system call."""

@@ -8,9 +8,10 @@ the caller asks the segment's owner or another holder instead.
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +63,24 @@ class Copied:
     length: int
     slot: Slot
     trailer: TrailerBody
+
+
+class Sighting(NamedTuple):
+    """An object that was found: as long as its slot has these bytes there, it is that version at that place."""
+
+    start: int
+    packed: bytes
+    slot: Slot
+    expires_unix_ms: int
+
+    def still_stands(self, segment: memoryview) -> bool:
+        """Whether a look at the mapped segment shows the same, and the object has not expired."""
+        return segment[self.start : self.start + SLOT_BYTES] == self.packed and not self.expired
+
+    @property
+    def expired(self) -> bool:
+        """Whether the object's time to live is over, though its owner did not collect it yet."""
+        return 0 < self.expires_unix_ms <= time.time() * 1000
 
 
 class SegmentReader:
@@ -116,6 +135,19 @@ class SegmentReader:
                 break
             position = (position[further] + np.uint64(1)) & mask
         return present
+
+    def sight(self, digest: bytes) -> Sighting | None:
+        """`find`, for who will want to know again and again whether it is still so."""
+        number = self._find_slot(digest)
+        found = self.find(digest)
+        if number is None or found is None:
+            return None
+        start = self.geometry.slots_offset + number * SLOT_BYTES
+        packed = bytes(self._view[start : start + SLOT_BYTES])
+        slot, trailer = found
+        if decode_slot(packed) != slot:  # it moved between two looks
+            return None
+        return Sighting(start, packed, slot, trailer.expires_unix_ms)
 
     def find(self, digest: bytes) -> tuple[Slot, TrailerBody] | None:
         """The object's verified slot and trailer, or None. Its bytes are not looked at."""

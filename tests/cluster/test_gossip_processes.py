@@ -93,7 +93,7 @@ def test_readers_do_not_wait_for_the_verdict_on_a_killed_holder(cluster: Process
     both = [f"both-{number}" for number in range(20)]
     killed.client.put_many([(key, b"value") for key in [*both, "lost"]])
     for key in both:
-        other.client.take_lease(key, wait=VISIBLE_SECONDS)  # a copy stays there
+        other.client.take_lease(key, wait=VISIBLE_SECONDS, here=True)  # a copy stays there
     until(lambda: held_by_both(other, killed, both), VISIBLE_SECONDS)
     until(lambda: all(reader.client.contains_many([*both, "lost"])), VISIBLE_SECONDS)
     while not failures_and_objects(reader, killed)[1]:  # there is a connection to break

@@ -77,7 +77,7 @@ def test_another_holder_is_asked_soon(machine: Machine) -> None:
     keys = [f"k{number}" for number in range(16)]  # each read begins at one of the two, by chance
     for key in keys:
         first.client.put(key, b"value")
-        second.client.take_lease(key, wait=5)  # brings a copy there
+        second.client.take_lease(key, wait=5, here=True)  # brings a copy there
 
     def on_both() -> bool:
         places = [{place.peer for place in reader.client.locate(key)} for key in keys]

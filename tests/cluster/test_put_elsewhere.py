@@ -230,8 +230,10 @@ async def test_replicas_are_made_by_peers_that_have_memory(tmp_path: Path) -> No
         assert used(b) == used(c) > used(a) == 0
         assert {copy.peer for copy in await b.locate("k")} == {"b", "c"}
         with pytest.raises(errors.CapacityExceeded, match="offers no memory"):
-            async with a.lease("k"):
+            async with a.lease("k", here=True):
                 raise AssertionError("there is no memory to lease from")
+        async with a.lease("k") as view:
+            assert len(view) == 3 * MIB, "others of this host have some"
         offered = {each.name: each.memory_capacity for each in await b.peers()}
         assert offered == {"a": 0, "b": 32 * MIB, "c": 32 * MIB}
 

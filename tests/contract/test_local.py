@@ -26,6 +26,7 @@ import trio
 
 import p2pstore
 from p2pstore import aio, blocking
+from p2pstore.client.leases import LeaseBook
 from p2pstore.client.trio_client import Client
 from p2pstore.errors import (
     AmbiguousLocalPeer,
@@ -1082,6 +1083,61 @@ def test_a_directory_that_others_could_write_to_is_not_trusted(
     path.parent.chmod(0o777)
     with pytest.raises(ConfigError, match="open to other users"):
         paths.default_socket_path("a")
+
+
+class Struck:
+    """A lock at which Ctrl-C strikes, right after it was taken or right before it is released."""
+
+    def __init__(self, real: Any, moment: str) -> None:
+        self.real, self._moment = real, moment
+
+    def acquire(self) -> None:
+        self.real.acquire()
+        if self._moment == "taken":
+            self._moment = ""
+            raise KeyboardInterrupt
+
+    def release(self) -> None:
+        if self._moment == "released":
+            self._moment = ""
+            raise KeyboardInterrupt
+        self.real.release()
+
+
+@pytest.mark.parametrize("moment", ["taken", "released"])
+def test_an_interrupted_caller_leaves_no_lock_taken(moment: str, peer: SmallPeer) -> None:
+    with blocking.connect(str(peer.path)) as client:
+        client.put("k", b"value")
+        connection: Any = client._session._link.connection
+        struck = Struck(connection._sending._lock, moment)
+        connection._sending._lock = struck
+        with pytest.raises(KeyboardInterrupt):
+            client.locate("k")
+        others: list[Any] = []
+        thread = threading.Thread(target=lambda: others.append(client.locate("k")), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert len(others) == 1
+        assert client.locate("k") == others[0]
+
+
+def test_leases_that_another_thread_gave_back_meanwhile() -> None:
+    book = LeaseBook()
+
+    class Awaited:
+        """The book's lock, for which this thread waits while another gives back all there is."""
+
+        def __enter__(self) -> None:
+            book._ended.clear()
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    book.give_back(1)
+    book._lock = Awaited()  # type: ignore[assignment]
+    assert book.take_ended(everything=False) == []
+    book.give_back(1)
+    assert book.take_ended(everything=True) == []
 
 
 def test_the_blocking_client_needs_no_event_loop() -> None:

@@ -79,7 +79,7 @@ def pin(
         try:
             client.pin(key, firmness, ttl=ttl_seconds)
         except NoSuchKey:  # not here; what is leased is, and stays until it is pinned
-            with client.lease(key):
+            with client.lease(key, here=True):
                 client.pin(key, firmness, ttl=ttl_seconds)
 
     with connected(socket, namespace, timeout) as client:

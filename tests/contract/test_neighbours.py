@@ -1,0 +1,560 @@
+"""Views of what another peer of the same host holds, in place, in every world; and neighbours that hang, lie, or belong
+to somebody else."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2pstore import blocking, errors
+from p2pstore.client import neighbours
+from p2pstore.client.neighbours import Neighbours
+from p2pstore.local import messages as local
+from p2pstore.local.connection import LocalConnection
+from p2pstore.local.messages import Access, LocalKind
+from p2pstore.objects import MIB, key_digest
+from p2pstore.streams import BlockingDriver, BlockingStream, run_blocking
+from tests.contract.small_peer import PEER_ID, small_peer
+from tests.contract.worlds import (
+    ASYNC_WORLDS,
+    WORLDS,
+    Cluster,
+    Store,
+    open_cluster,
+    until,
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with open_cluster() as running:
+        yield running
+
+
+@pytest.fixture(params=WORLDS)
+def store(request: pytest.FixtureRequest, cluster: Cluster) -> Store:
+    return cluster.stores[request.param]
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def key(cluster: Cluster) -> Iterator[str]:
+    """The beginning of keys that no other test uses. At the end nothing is leased, and they are removed."""
+    prefix = f"{next(_numbers):04}/"
+    yield prefix
+    gc.collect()
+    until(lambda: leased_bytes(cluster, "far") == leased_bytes(cluster, "near") == 0)
+    page = cluster.distant.list_keys(prefix)
+    cluster.distant.remove_many([each.key for each in page.keys])
+    until(lambda: not cluster.stores["blocking"].list_keys(prefix).keys)
+
+
+def leased_bytes(cluster: Cluster, name: str) -> int:
+    leased: int = cluster.on_near(lambda: getattr(cluster, name).node.core.segment.leased_bytes)
+    return leased
+
+
+def is_near(cluster: Cluster, key: str) -> bool:
+    """Whether the store's own peer holds a copy."""
+    digest = key_digest(key)
+    segment = cluster.near.node.core.segment
+    return cluster.on_near(lambda: segment.find(digest, time.time()) is not None)
+
+
+def put_far(cluster: Cluster, key: str, value: Any, **options: Any) -> None:
+    """Put at the far peer, and wait until the near one knows."""
+    cluster.distant.put(key, value, **options)
+    version = cluster.distant.locate(key)[0].version
+    store = cluster.stores["blocking"]
+    until(lambda: [each.version for each in store.locate(key)] == [version])
+
+
+def neighbours_of(store: Store) -> Neighbours:
+    session = store.real._session if store.world == "blocking" else store.real
+    found: Neighbours = session._live.neighbours
+    return found
+
+
+# --- in every world -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 1, 4096, MIB + 1, 40 * MIB])
+def test_a_view_of_a_neighbours_memory(
+    store: Store, key: str, cluster: Cluster, length: int
+) -> None:
+    value = np.random.default_rng(length).integers(0, 256, length, np.uint8)
+    put_far(cluster, key, value)
+    with store.lease(key) as view:
+        assert view.readonly
+        assert np.array_equal(np.frombuffer(view, np.uint8), value)
+        assert length == 0 or leased_bytes(cluster, "far") > 0
+        again = store.take_lease(key)
+        assert again == view
+    assert not is_near(cluster, key)
+    del view, again
+
+
+def test_on_request_the_local_peer_holds_it(store: Store, key: str, cluster: Cluster) -> None:
+    put_far(cluster, key, b"value")
+    assert store.take_lease(key) == b"value"
+    assert not is_near(cluster, key)
+    assert store.take_lease(key, here=True) == b"value"
+    assert is_near(cluster, key)
+    store.pin(key)
+    with pytest.raises(TypeError, match="here"):
+        store.take_lease(key, here=1)
+
+
+def test_a_key_that_is_on_its_way(store: Store, key: str, cluster: Cluster) -> None:
+    timer = threading.Timer(0.1, cluster.distant.put, (key, b"value"))
+    timer.start()
+    assert store.take_lease(key, wait=20) == b"value"
+    timer.join()
+    assert not is_near(cluster, key)
+    began = time.monotonic()
+    with pytest.raises(errors.NoSuchKey, match="never"):
+        store.take_lease(key + "never", wait=0.1)
+    assert time.monotonic() - began >= 0.1
+
+
+def test_a_view_outlives_what_becomes_of_its_key(store: Store, key: str, cluster: Cluster) -> None:
+    put_far(cluster, key, b"first" * 1000)
+    first = store.take_lease(key)
+    put_far(cluster, key, b"second" * 1000, overwrite=True)
+    second = store.take_lease(key)
+    assert (first, second) == (b"first" * 1000, b"second" * 1000)
+    cluster.distant.remove(key)
+    until(lambda: not store.contains(key))
+    with pytest.raises(errors.NoSuchKey):
+        store.take_lease(key)
+    put_far(cluster, key, b"third" * 1000)
+    assert store.take_lease(key) == b"third" * 1000
+    for number in range(6):  # over and over the memory that was freed
+        cluster.distant.put(f"{key}{number}", np.full(40 * MIB, number, np.uint8))
+    assert (first, second) == (b"first" * 1000, b"second" * 1000)
+
+
+def test_what_was_removed_here_is_not_found_there(store: Store, key: str, cluster: Cluster) -> None:
+    put_far(cluster, key, b"value")
+    view = store.take_lease(key)
+    store.remove(key)
+    with pytest.raises(errors.NoSuchKey):  # whether the neighbour has heard of it or not
+        store.take_lease(key)
+    assert view == b"value"
+
+
+def test_an_object_expires_under_its_view(key: str, cluster: Cluster) -> None:
+    store = cluster.stores["blocking"]
+    cluster.distant.put(key, b"value", ttl=1.0)
+    view = store.take_lease(key, wait=5)
+    time.sleep(1.01)
+    with pytest.raises(errors.NoSuchKey):
+        store.take_lease(key)
+    assert view == b"value"
+
+
+def test_who_holds_too_much_at_a_neighbour_has_the_rest_brought_here(
+    store: Store, key: str, cluster: Cluster
+) -> None:
+    for number in range(3):  # a client may hold half of 192 MiB
+        put_far(cluster, f"{key}{number}", np.full(40 * MIB, number, np.uint8))
+    views = [store.take_lease(f"{key}{number}") for number in range(3)]
+    assert [view[-1] for view in views] == [0, 1, 2]
+    assert [is_near(cluster, f"{key}{number}") for number in range(3)] == [False, False, True]
+
+
+def test_many_at_once(store: Store, key: str, cluster: Cluster) -> None:
+    names = [f"{key}{number}" for number in range(40)]
+    for number, name in enumerate(names):
+        cluster.distant.put(name, bytes([number]) * 5000)
+    until(lambda: all(cluster.stores["blocking"].contains_many(names)))
+    views = store.together([("take_lease", name) for name in [*names, *names]])
+    assert [bytes(view[:1]) for view in views] == [bytes([number]) for number in range(40)] * 2
+    assert not any(is_near(cluster, name) for name in names)
+    del views
+
+
+@pytest.mark.parametrize("world", ASYNC_WORLDS)
+def test_cancelled_at_any_point_nothing_leaks(world: str, cluster: Cluster, key: str) -> None:
+    store, rng = cluster.stores[world], random.Random(1)
+    kept, cut = [], 0
+    for number in range(60):
+        cluster.distant.put(f"{key}{number}", bytes([number]) * 5000)
+        if number % 10 == 0:  # so that other views live on while calls are cancelled
+            kept.append(store.take_lease(f"{key}{number}", wait=10))
+        cut += store.cancelled_after(rng.uniform(0, 0.001), "take_lease", f"{key}{number}")
+    assert cut
+    assert [view[0] for view in kept] == list(range(0, 60, 10))
+    assert leased_bytes(cluster, "far") > 0
+    del kept
+
+
+@pytest.mark.parametrize("world", ["blocking", "asyncio"])
+def test_leases_end_with_the_store(world: str, cluster: Cluster, key: str) -> None:
+    store = cluster.store(world)
+    put_far(cluster, key, b"value" * 1000)
+    view = store.take_lease(key)
+    assert leased_bytes(cluster, "far") > 0
+    store.aclose() if world == "asyncio" else store.close()
+    until(lambda: leased_bytes(cluster, "far") == 0)
+    assert view == b"value" * 1000
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_forked_child_leaves_the_links_alone(world: str, cluster: Cluster, key: str) -> None:
+    store = cluster.stores[world]
+    put_far(cluster, key, b"value")
+    view = store.take_lease(key)
+    links = neighbours_of(store)
+    before = list(links._open.values())
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with pytest.raises(errors.ClientForked):
+                before[0].link.check()
+            links.close()
+            del view
+            gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert leased_bytes(cluster, "far") > 0
+    assert store.take_lease(key) == view == b"value"
+    assert list(links._open.values()) == before
+
+
+# --- neighbours that do what they should not ----------------------------------------------------
+
+
+class Street:
+    """A client of a peer that names others, `houses`, as holders of what they have."""
+
+    def __init__(self, folder: Path, stack: ExitStack, count: int, **settings: Any) -> None:
+        self.own = stack.enter_context(small_peer(folder / "own.sock"))
+        self.houses = [
+            stack.enter_context(small_peer(folder / f"{number}.sock", **settings))
+            for number in range(count)
+        ]
+        self.client = stack.enter_context(blocking.connect(str(self.own.path), timeout=0.5))
+        for number, house in enumerate(self.houses):
+            with blocking.connect(str(house.path)) as client:
+                client.put_many([(f"{number}/{each}", self.value(each)) for each in range(4)])
+
+    @staticmethod
+    def value(number: int) -> bytes:
+        return bytes([number + 1]) * 100_000
+
+    def name(self, house: int, number: int = 0, **changes: Any) -> str:
+        """A key that the own peer says, once, is held there. Its plans hold for one lease."""
+        key = f"{house}/{number}"
+        holder = {
+            **{"member": 1, "peer_id": PEER_ID, "name": "small", "data": [], "slot": 0},
+            **{"socket": str(self.houses[house].path), "same_host": True, "size_units": 1},
+            **{"clock": 1, "writer": 7, "tier": 0, "ticket_claims": b"", "ticket_signature": b""},
+            **{"ticket_secret": b"", **changes},
+        }
+        self.own.backend.planned[key_digest(key)] = [local.PlanItem([local.Holder(**holder)])]
+        return key
+
+    def view(self, house: int, number: int = 0, **changes: Any) -> memoryview:
+        return self.client.take_lease(self.name(house, number, **changes))
+
+    def leased(self, house: int = 0) -> int:
+        return self.houses[house].call(lambda: self.houses[house].backend.segment.leased_bytes)
+
+    @property
+    def links(self) -> Neighbours:
+        return self.client._session._live.neighbours
+
+
+@pytest.fixture
+def street(tmp_path: Path) -> Iterator[Callable[..., Street]]:
+    with ExitStack() as stack:
+        yield lambda count=1, **settings: Street(tmp_path, stack, count, **settings)
+
+
+def test_a_neighbour_that_hangs_is_given_up_and_left_alone(
+    street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = street()
+    held = scene.view(0)
+    scene.houses[0].stall(2.0)
+    with pytest.raises(errors.NoSuchKey):  # the own peer, which was asked then, has it neither
+        scene.view(0, 1)
+    before = len(scene.houses[0].backend.requests)
+    with pytest.raises(errors.NoSuchKey):
+        scene.view(0, 2)
+    assert held == scene.value(0)
+    scene.houses[0].wait_until(lambda: len(scene.houses[0].backend.requests) > before)
+    until(lambda: 0 < scene.leased() < 200_000)  # what nobody waited for was given back
+    monkeypatch.setattr(neighbours, "RETRY_SECONDS", 0.0)
+    scene.links._retry_at.clear()
+    assert scene.view(0, 2) == scene.value(2)
+    del held
+    gc.collect()
+    until(lambda: not scene.links._retired)
+    until(lambda: scene.leased() == 0)
+    assert scene.view(0, 3) == scene.value(3)
+
+
+def test_a_neighbour_that_has_gone(street: Callable[..., Street]) -> None:
+    scene = street()
+    view = scene.view(0)
+    scene.houses[0].stop()
+    with pytest.raises(errors.NoSuchKey):
+        scene.view(0, 1)
+    assert view == scene.value(0)
+    until(lambda: not scene.links._retired and not scene.links._open)
+
+
+def test_what_is_older_than_was_said_is_not_shown(street: Callable[..., Street]) -> None:
+    scene = street()
+    with pytest.raises(errors.NoSuchKey):
+        scene.view(0, clock=1_000_000)
+    until(lambda: scene.leased() == 0)
+    view = scene.view(0)
+    with pytest.raises(errors.NoSuchKey):  # not even under a lease that is there
+        scene.view(0, clock=1_000_000)
+    assert view == scene.value(0)
+
+
+@pytest.mark.parametrize("wrong", [{"peer_id": b"another"}, {"socket": "/nowhere/x.sock"}])
+def test_another_peer_or_none_at_that_path(
+    street: Callable[..., Street], wrong: dict[str, Any]
+) -> None:
+    scene = street()
+    with pytest.raises(errors.NoSuchKey):
+        scene.view(0, **wrong)
+    assert not scene.links._open
+    assert scene.view(0) == scene.value(0)
+
+
+@pytest.mark.parametrize("elsewhere", [{"same_host": False}, {"socket": ""}])
+def test_holders_that_clients_are_not_to_use_so(
+    street: Callable[..., Street], elsewhere: dict[str, Any]
+) -> None:
+    """Of peers that use TCP or RDMA alone."""
+    scene = street()
+    with pytest.raises(errors.NoSuchKey):
+        scene.view(0, **elsewhere)
+    assert len(scene.houses[0].backend.clients) == 1  # who put the values
+    assert LocalKind.LEASE in scene.own.backend.requests
+
+
+def test_an_older_copy_nearby_is_passed_over(street: Callable[..., Street]) -> None:
+    scene = street()
+    key = scene.name(0)
+    (plan,) = scene.own.backend.planned[key_digest(key)]
+    newer = local.Holder(
+        **{
+            **{name: getattr(plan.holders[0], name) for name in local.Holder.__struct_fields__},
+            **{"clock": 2, "same_host": False, "socket": ""},
+        }
+    )
+    scene.own.backend.planned[key_digest(key)] = [local.PlanItem([newer, *plan.holders])]
+    with pytest.raises(errors.NoSuchKey):
+        scene.client.take_lease(key)
+    assert not scene.links._open
+
+
+def test_links_are_limited(street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "MAX_NEIGHBOURS", 2)
+    scene = street(4)
+    paths = [str(house.path) for house in scene.houses]
+
+    def connected() -> list[str]:
+        return [path for path, _ in scene.links._open]
+
+    first = scene.view(0)
+    assert scene.view(1) == scene.value(0)
+    until(lambda: scene.leased(1) == 0)
+    assert scene.view(2) == scene.value(0)  # instead of the second, which nobody needs
+    assert connected() == [paths[0], paths[2]]
+    third = scene.view(2, 1)
+    with pytest.raises(errors.NoSuchKey):  # both are needed: there is no room for another one
+        scene.view(3)
+    assert bytes(first) == scene.value(0)
+    assert bytes(third) == scene.value(1)
+    del first, third
+    gc.collect()
+    until(lambda: scene.leased(0) == scene.leased(2) == 0)
+    assert scene.view(3) == scene.value(0)
+    assert connected() == [paths[2], paths[3]]
+
+
+def test_an_interrupt_costs_a_link_but_no_view(
+    street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C when the answer has come, and nobody has looked at it: what follows would be taken for its rest."""
+    scene = street()
+    view = scene.view(0)
+    receive = BlockingStream.receive_into
+
+    async def interrupted(self: BlockingStream, into: memoryview) -> int:
+        count = await receive(self, into)
+        with socket.socket(fileno=os.dup(self.fileno())) as sock:
+            if sock.getpeername() == str(scene.houses[0].path):
+                signal.raise_signal(signal.SIGINT)
+        return count
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(BlockingStream, "receive_into", interrupted)
+        scene.view(0, 1)
+    assert scene.leased() > 2 * view.nbytes  # nobody knows of the second lease
+    assert scene.view(0, 2) == scene.value(2)
+    assert view == scene.value(0)
+    assert len(scene.links._retired) == len(scene.links._open) == 1
+    del view
+    gc.collect()
+    until(lambda: not scene.links._retired)
+    until(lambda: scene.leased() == 0)
+
+
+def test_threads_share_links(street: Callable[..., Street]) -> None:
+    """The first calls, which open the link, and later ones; while others close what is left over."""
+    scene = street(2)
+    for house, number in itertools.product(range(2), range(4)):
+        digest = key_digest(scene.name(house, number))
+        scene.own.backend.planned[digest] *= 800
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(100):
+            house, number = rng.randrange(2), rng.randrange(4)
+            view = scene.client.take_lease(f"{house}/{number}")
+            if view[-1] != number + 1:
+                wrong.append(f"{house}/{number}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not wrong
+    assert [len(house.backend.clients) for house in scene.houses] == [2, 2]
+    until(lambda: scene.leased(0) == scene.leased(1) == 0)
+
+
+def test_leases_end_as_the_program_does(street: Callable[..., Street]) -> None:
+    """Though nobody closed the client: the peers need not find out."""
+    scene = street()
+    scene.name(0)
+    program = """
+import sys
+from p2pstore import blocking
+client = blocking.connect(sys.argv[1])
+view = client.take_lease("0/0")
+print(len(view))
+"""
+    command = [sys.executable, "-c", program, str(scene.own.path)]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == (b"100000\n", b"")
+    until(lambda: scene.leased() == 0)
+
+
+NOBODY = 65_534
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_socket_of_another_user_is_not_used() -> None:
+    """Who listens there could show anything."""
+    with tempfile.TemporaryDirectory() as folder:  # which others can get to
+        Path(folder).chmod(0o777)
+        refuse_another_user(Path(folder) / "other.sock")
+
+
+def refuse_another_user(path: Path) -> None:
+    command = [sys.executable, "-c", LISTENER, str(path), str(NOBODY)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            with pytest.raises(errors.NoLocalPeer, match="another user"):
+                connect(path, {os.geteuid()})
+            assert process.stdout.readline() == "0 bytes\n"
+            with pytest.raises(errors.DeadlineExceeded):
+                connect(path, {os.geteuid(), NOBODY})
+            assert process.stdout.readline() != "0 bytes\n"
+        finally:
+            process.kill()
+
+
+LISTENER = """
+import os, socket, sys
+os.setuid(int(sys.argv[2]))
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print("ready", flush=True)
+while True:
+    connection, _ = listener.accept()
+    print(len(connection.recv(100)), "bytes", flush=True)
+    kept = connection
+"""
+
+
+def connect(path: Path, users: set[int]) -> None:
+    run_blocking(
+        LocalConnection.open(
+            BlockingDriver(),
+            str(path),
+            namespace="n",
+            access=Access.READ,
+            timeout_seconds=0.2,
+            trusted_users=users,
+        )
+    )
+
+
+def test_whom_a_client_trusts(
+    street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Itself, and whoever runs its own peer."""
+    scene = street()
+    me = os.geteuid()
+    users: dict[str, int] = {}
+    real = LocalConnection.__dict__["peer_user"].fget
+
+    def claimed(self: LocalConnection) -> int:
+        return users[self.path] if self.path in users else int(real(self))
+
+    monkeypatch.setattr(LocalConnection, "peer_user", property(claimed))
+    own, house = str(scene.own.path), str(scene.houses[0].path)
+    for claims, trusted in (
+        ({own: me, house: me + 1}, False),
+        ({own: me + 1, house: me + 2}, False),
+        ({own: me + 1, house: me + 1}, True),
+        ({own: me + 1, house: me}, True),
+    ):
+        users.update(claims)
+        scene.links._retry_at.clear()
+        if trusted:
+            assert scene.view(0) == scene.value(0)
+            scene.links.close()
+            scene.links._closed = False
+        else:
+            with pytest.raises(errors.NoSuchKey):
+                scene.view(0)
