@@ -83,7 +83,7 @@ class RemoveOperation(Operation):
         version = self.core.version_above(newest, now)
         signed = self.core.floors.write(digest, version, now, namespace=self._namespace)
         concerned = {copy.peer_id for copy in copies if copy.reachable}
-        for peer_id in concerned.union(self.core.homes(digest)) - {self.core.peer_id}:
+        for peer_id in sorted(concerned.union(self.core.homes(digest)) - {self.core.peer_id}):
             self._to_tell.setdefault(peer_id, []).append(signed)
 
     def _push(self, peer_id: PeerId, records: list[SignedRecord]) -> None:

@@ -1,9 +1,8 @@
 """A whole peer in one thread and in virtual time: the shell of `PeerCore` for the simulator.
 
 Each simulated peer is the real core, the real gossip machine and a real memory segment (over a
-bytearray). Messages make a round trip through the codecs. Pulls read the holder's memory without any
-lock, first half and second half at different times, so that reuse under a reader really happens and only
-verification stands between it and a wrong byte.
+bytearray). Messages make a round trip through the codecs. Pulls go through the real engine, over the
+transport of `p2pstore.simulation.transport`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from p2pstore.core.effects import (
     AskPeer,
     OperationFinished,
     PullObject,
+    PullOutcome,
     Reply,
     SaveClusterRecord,
 )
@@ -53,8 +53,9 @@ from p2pstore.objects import (
     root_checksum,
 )
 from p2pstore.simulation.disk import Disk
-from p2pstore.simulation.pull import SimulatedPull
+from p2pstore.simulation.pull import pull_object
 from p2pstore.simulation.signer import SimulatedSigner, SimulatedVerifier
+from p2pstore.simulation.tasks import Task
 from p2pstore.transfer import messages as data
 from p2pstore.transfer.layout import (
     TrailerBody,
@@ -97,6 +98,7 @@ class SimulatedPeer:
         self.answered_later: dict[int, Callable[[Any], None]] = {}
         """What to do with the reply to a control request that was answered by `Later`."""
         self._waiting: dict[int, Callable[[Any], None]] = {}
+        self._pulls: list[Task[PullOutcome | None]] = []
         self._tick_at = float("inf")
 
     # --- life --------------------------------------------------------------------------------
@@ -188,6 +190,9 @@ class SimulatedPeer:
         if self.core is not None and self.keeps_cold:
             self.disk.keep_memory(self.core)
         self.disk.unwritten = []
+        for task in self._pulls:
+            task.cancel()
+        self._pulls.clear()
         self.life += 1
         self.core = None
 
@@ -229,7 +234,7 @@ class SimulatedPeer:
         elif isinstance(effect, AskPeer):
             self._ask_data(effect)
         elif isinstance(effect, PullObject):
-            SimulatedPull(self, effect).start()
+            self._pull(effect)
         elif isinstance(effect, FetchSnapshot):
             self._fetch_snapshot(effect)
         elif isinstance(effect, Contact):
@@ -252,6 +257,18 @@ class SimulatedPeer:
                 done(None)
         else:
             raise TypeError(f"the simulator does not know the effect {effect!r}")
+
+    def _pull(self, effect: PullObject) -> None:
+        def end() -> None:
+            assert self.core is not None
+            self._pulls.remove(task)
+            outcome = task.result()
+            if outcome is not None:
+                self.core.pulled(effect.operation, outcome, self.cluster.kernel.now)
+                self.settle()
+
+        task = Task(self.cluster.kernel, lambda: pull_object(self, effect), end)
+        self._pulls.append(task)
 
     def _write_floors(self, life: int) -> None:
         if life == self.life:
@@ -350,7 +367,9 @@ class SimulatedPeer:
         assert self.core is not None
         now = self.cluster.kernel.now
         if isinstance(request, data.Get):
-            reply(self._slots_only(request))
+            reply(
+                data.Objects([self._object_reply(self.core, item.digest) for item in request.items])
+            )
             return
         try:
             answer = self.core.serve(sender, kind, request, now)
@@ -364,28 +383,23 @@ class SimulatedPeer:
         else:
             reply(answer)
 
-    def _slots_only(self, request: data.Get) -> data.Objects:
-        assert self.core is not None
-        core, items = self.core, []
-        for item in request.items:
-            entry = core.find(item.digest, self.cluster.kernel.now)
-            if entry is None:
-                items.append(
-                    data.ObjectReply(
-                        data.ObjectStatus.NOT_FOUND,
-                        incarnation=core.incarnation,
-                        sequence=core.gossip.log.sequence,
-                    )
-                )
-            else:
-                items.append(
-                    data.ObjectReply(
-                        data.ObjectStatus.OK,
-                        core.segment.slot_bytes(entry),
-                        core.segment.trailer_bytes(entry),
-                    )
-                )
-        return data.Objects(items)
+    def look(self, digest: bytes) -> data.ObjectReply | None:
+        """What this peer says of an object, without its bytes. None when no process runs here."""
+        return None if self.core is None else self._object_reply(self.core, digest)
+
+    def _object_reply(self, core: PeerCore, digest: bytes) -> data.ObjectReply:
+        entry = core.find(digest, self.cluster.kernel.now)
+        if entry is None:
+            return data.ObjectReply(
+                data.ObjectStatus.NOT_FOUND,
+                incarnation=core.incarnation,
+                sequence=core.gossip.log.sequence,
+            )
+        return data.ObjectReply(
+            data.ObjectStatus.OK,
+            core.segment.slot_bytes(entry),
+            core.segment.trailer_bytes(entry),
+        )
 
     def when_done(self, operation: Operation, action: Callable[[], None]) -> None:
         """Run `action` when the operation has its result."""

@@ -1,4 +1,4 @@
-"""What every transport has to do, against real sockets and real memory.
+"""What every transport has to do, against real sockets and real memory, and in virtual time.
 
 To add a transport: write a `Harness`, and add it to `HARNESSES`. Everything that takes the `harness`
 fixture then runs over it, under trio, under asyncio and with blocking sockets. Below that come the tests of TCP alone.
@@ -112,6 +112,7 @@ from p2pstore.wire import (
     decode_body,
     encode_frame,
 )
+from tests.contract.simulated import SimulatedHarness
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -333,6 +334,9 @@ class TcpHarness:
 
 
 HARNESSES: dict[str, Callable[[Segment], contextlib.AbstractAsyncContextManager[Harness]]] = {
+    "simulated": lambda segment: SimulatedHarness.open(
+        segment, _buffers[segment.geometry.data_bytes]
+    ),
     "tcp": TcpHarness.open,
 }
 
@@ -592,6 +596,10 @@ class CancellingDriver(TrioDriver):
         self.calls += 1
         if self.calls == self.at:
             self.scope.cancel()
+
+    async def sleep(self, seconds: float) -> None:
+        self._count()
+        await super().sleep(seconds)
 
     async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> Any:
         self._count()
