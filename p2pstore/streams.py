@@ -303,9 +303,10 @@ class _BlockingLock:
         _entered.locks.remove(self)
 
     @staticmethod
-    def release_interrupted() -> None:
-        """Release what this thread still holds; its coroutine has ended."""
-        while _entered.locks:
+    def release_interrupted(outer: int) -> None:
+        """Release what this thread still holds, but for the first `outer` locks: its coroutine has ended, and another
+        one, which a signal handler interrupts, may go on."""
+        while len(_entered.locks) > outer:
             with contextlib.suppress(RuntimeError):  # this thread does not hold it
                 _entered.locks[-1]._lock.release()
             _entered.locks.pop()
@@ -365,13 +366,14 @@ class BlockingDriver:
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that uses only a `BlockingDriver` and its streams: it never suspends."""
+    outer = len(_entered.locks)
     try:
         coroutine.send(None)
     except StopIteration as stop:
         result: T = stop.value
         return result
     except BaseException:
-        _BlockingLock.release_interrupted()
+        _BlockingLock.release_interrupted(outer)
         raise
     coroutine.close()
     raise RuntimeError("a coroutine of the blocking client tried to suspend")
