@@ -32,7 +32,7 @@ VALUE = Random(5).randbytes(3 * MIB + 5)
 MEMORY = "64MiB"
 SECONDS = 60.0
 NUMBERS = itertools.count()
-START_SECONDS = 120.0
+START_SECONDS = 200.0
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded:DeprecationWarning"
