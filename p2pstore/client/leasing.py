@@ -15,6 +15,7 @@ from p2pstore.local import messages as local
 from p2pstore.local.messages import Holder, LocalKind
 from p2pstore.objects import ZERO_VERSION, Version
 from p2pstore.transfer.shm import ShmTransport
+from p2pstore.transfer.transport import HURRIED_ANSWER_SECONDS
 from p2pstore.wire import Code
 
 
@@ -65,10 +66,13 @@ class Leaser:
             shared = None if link is None else _share(link, digest, _announced(holder))
             if shared is not None:
                 return self._viewed(holder, shared)
+        give_up_at = time.monotonic() + HURRIED_ANSWER_SECONDS
         for holder in near:
             view = await self._neighbours.call(holder, partial(_lease_at, holder, key, digest))
             if view is not None:
                 return self._viewed(holder, view)
+            if time.monotonic() >= give_up_at:  # one that hangs is enough
+                break
         return None
 
     def _viewed(self, holder: Holder, view: memoryview) -> memoryview:

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from p2pstore.client.link import PeerLink
@@ -196,10 +197,8 @@ class Neighbours:
         """Give back what ended, and close what nobody needs. What a neighbour does wrong shows in the next call."""
         for companion in self._all():
             if not companion.over:
-                try:
+                with suppress(P2PStoreError, OSError):
                     await companion.link.tidy()
-                except (P2PStoreError, OSError):
-                    continue
         with self._state:
             over = [each for each in self._all() if each.over and not each.users]
             for name, companion in list(self._open.items()):

@@ -318,6 +318,20 @@ def test_a_neighbour_that_hangs_is_given_up_and_left_alone(
     assert scene.view(0, 3) == scene.value(3)
 
 
+def test_after_one_that_hangs_the_next_is_asked(street: Callable[..., Street]) -> None:
+    scene = street(2)
+    with blocking.connect(str(scene.houses[1].path)) as client:
+        client.put("0/1", scene.value(1))
+    digest = key_digest(scene.name(0, 1))
+    (first,) = scene.own.backend.planned[digest][0].holders
+    scene.name(0, 1, member=2, socket=str(scene.houses[1].path))
+    (second,) = scene.own.backend.planned[digest][0].holders
+    scene.own.backend.planned[digest] = [local.PlanItem([first, second])]
+    scene.houses[0].stall(2.0)
+    assert scene.client.take_lease("0/1") == scene.value(1)
+    assert scene.leased(1) > 0
+
+
 def test_a_neighbour_that_has_gone(street: Callable[..., Street]) -> None:
     scene = street()
     view = scene.view(0)
