@@ -153,13 +153,15 @@ class ExtentAllocator:
         while total < limit:
             if look_left:
                 left = self._free_ending.get(left, left)
+            if look_right:
+                right = self._free.get(right, right)
+            if right - left >= needed:
+                return total, victims
+            if look_left:
                 neighbour = self._used_ending.get(left)
                 left_cost = None if neighbour is None else cost(neighbour)
             if look_right:
-                right = self._free.get(right, right)
                 right_cost = cost(right) if right in self._used else None
-            if right - left >= needed:
-                return total, victims
             look_left = left_cost is not None and (right_cost is None or left_cost <= right_cost)
             look_right = not look_left and right_cost is not None
             if look_left and left_cost is not None:
