@@ -69,7 +69,8 @@ def test_every_check_says_something_about_this_machine(
     monkeypatch.setattr(speed, "DISK_BYTES", 4 * MIB)
     found = {each.name: each for each in examine_machine(directory=str(tmp_path))}
     expected = {
-        *("python", "kernel", "libraries", "clock", "memory", "huge pages", "shared memory"),
+        *("python", "kernel", "libraries", "clock", "memory", "huge pages", "numa"),
+        "shared memory",
         *("/dev/shm", "locked memory", "open files", "socket directory", "state directory"),
         *("port 17946", "port 17947", "congestion control", "somaxconn", "gpus"),
         *("memory copy", "checksums", "disk"),
