@@ -187,7 +187,7 @@ def preempt(rng: Random, share: float) -> None:
             time.sleep(rng.uniform(0, MAX_PREEMPTED_SECONDS))
         return found
 
-    SegmentReader.find = find_and_wait  # type: ignore[method-assign] # on purpose
+    SegmentReader.find = find_and_wait  # type: ignore[method-assign, assignment] # on purpose
 
 
 def _on_another_host(transport: ShmTransport, copy: RemoteCopy) -> str:
@@ -211,7 +211,7 @@ def play(role: str, actor: Actor) -> None:
                 actor.copy(client, actor.owner(), role)
 
             if role == "tcp":
-                ShmTransport.why_not = _on_another_host  # type: ignore[method-assign] # on purpose
+                ShmTransport.why_not = _on_another_host  # type: ignore[method-assign, assignment] # on purpose
             actor.run(lambda: OWNERS, read)
         case _:
             raise ValueError(f"there is no role {role!r}")

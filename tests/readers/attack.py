@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -219,7 +220,7 @@ class Attack:
         """Nobody is left who could hold anything: all memory can be had again."""
         for peer in owners:
             try:
-                until(lambda peer=peer: _is_idle(peer), TIDY_SECONDS, lambda peer=peer: _held(peer))
+                until(partial(_is_idle, peer), TIDY_SECONDS, partial(_held, peer))
             except AssertionError as error:
                 self._outcome.complaints.append(
                     f"{peer.name} still holds what was of the dead: {error}"

@@ -188,7 +188,7 @@ def free_huge_pages() -> int:
 @pytest.mark.skipif(free_huge_pages() < 2, reason="no huge pages are reserved (vm.nr_hugepages)")
 def test_reserved_huge_pages_are_used() -> None:
     for wanted in ("auto", "require"):
-        memory = create_memory(3 * MIB, "p2pstore-reserved", huge_pages=wanted)  # type: ignore[arg-type] # literals
+        memory = create_memory(3 * MIB, "p2pstore-reserved", huge_pages=wanted)
         assert os.fstat(memory.descriptor).st_blksize == 2 * MIB
         assert len(memory.view) == 3 * MIB
         descriptor = memory.read_only_descriptor()
