@@ -132,7 +132,12 @@ def judge_huge_pages(total: int, free: int, page_bytes: int, shmem: str) -> Find
     if total:
         size = format_bytes(page_bytes)
         return fine("huge pages", f"{free:,} of {total:,} of {size} free; shared memory: {shmem}")
-    return fine("huge pages", f"none reserved; transparent ones for shared memory: {shmem or '?'}")
+    text = f"none reserved; transparent ones for shared memory: {shmem or '?'}"
+    if shmem in ("never", "deny"):
+        text += (
+            " (`advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled lets peers use them)"
+        )
+    return fine("huge pages", text)
 
 
 def judge_numa(available_bytes: Mapping[int, int], problem: str) -> Finding:

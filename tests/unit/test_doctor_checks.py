@@ -19,6 +19,7 @@ from p2pstore.doctor.finding import Finding, Status, fine
 from p2pstore.doctor.machine import examine_machine
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB
+from p2pstore.transfer import numa
 
 
 def test_a_check_that_hangs_is_left_behind() -> None:
@@ -93,6 +94,21 @@ def test_readings_are_of_the_right_size() -> None:
     assert readings.try_memfd() == ""
     assert speed.measure_copy() > 1e7
     assert speed.measure_hash() > 1e7
+
+
+@pytest.mark.skipif(not numa.read_nodes(), reason="this kernel has no NUMA nodes")
+def test_binding_is_tried_where_there_are_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    number, node = next(iter(numa.read_nodes().items()))
+    for nodes, problem in (
+        ({number: node}, ""),
+        ({number: node, 999: node}, ""),
+        ({999: node, number: node}, "the kernel does not bind memory to node 999"),
+    ):
+        monkeypatch.setattr(numa, "read_nodes", lambda nodes=nodes: nodes)
+        available, found = readings.read_numa()
+        assert available.keys() == nodes.keys()
+        assert found.startswith(problem)
+        assert bool(found) == bool(problem)
 
 
 def test_a_port_in_use_is_seen() -> None:
