@@ -10,12 +10,12 @@ from tests.readers.values import LENGTHS, is_right, value_of
 
 @pytest.mark.slow
 def test_no_reader_sees_a_wrong_byte() -> None:
-    """More reads: `scripts/attack_readers`."""
-    outcome = attack_readers(20_000, seed=1, actor_kills=8, peer_kills=2)
+    """With those of `test_reader.py`, 100,000 reads; more of them: `scripts/attack_readers`."""
+    outcome = attack_readers(11_000, seed=1, actor_kills=6, peer_kills=2)
     assert outcome.complaints == []
     assert outcome.wrong == 0
-    assert outcome.total >= 20_000
-    assert min(outcome.reads.values()) >= 400
+    assert outcome.total >= 11_000
+    assert min(outcome.reads.values()) >= 200
     assert outcome.torn > 0, "the attack disturbed nobody"
 
 
