@@ -133,6 +133,8 @@ class Actor:
             keys = [f"{key} {self.rng.getrandbits(63)}" for key in keys]
         values = [(key, value_of(key, self.rng.getrandbits(63))) for key in keys]
         for result in client.put_many(values, overwrite=kind == "replace"):
+            if result.error is not None and not isinstance(result.error, _TO_BE_EXPECTED):
+                raise result.error
             self.counts[CHANGES if result.error is None else FAILED] += 1
 
     def copy(self, client: BlockingClient, peer: int, how: str) -> None:
