@@ -31,6 +31,7 @@ _PORT: Final = re.compile(r"[0-9]{1,5}")
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
 NetworkName = Literal["lan", "wan", "local"]
 DirectoryName = Literal["auto", "full", "partitioned"]
+HugePagesName = Literal["auto", "never", "require"]
 
 
 class _NamesAreChecked(msgspec.StructMeta):
@@ -58,11 +59,14 @@ class PeerConfig(
     that leads to a bootstrap peer; else loopback. The port is then 17946, or any free one when that is
     taken. `state_dir` unset: a new identity that is forgotten at the end. `memory` unset: an eighth of what
     this process may use, at most 4 GiB; 0: none, for a peer that only lets clients of its host use the
-    others. `network` says how long the others may take to answer before they are suspected: `lan` within a
-    data centre, `wan` between data centres, `local` on one machine. `transport`: how this peer reads from
-    others; `auto` takes the best that works, the others are strict. `rdma_device`: the RDMA devices that it may
-    use; unset: any. `rdma_topology`: which of them are near which memory, as a JSON matrix or a file with one
-    (`{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}`: preferred and fallback), where the machine does not tell it right.
+    others. `huge_pages`: reserved huge pages for it when there are enough, else transparent ones (`auto`), neither
+    (`never`), or reserved ones only (`require`). `memory_path`: the file that this memory is in, made anew and removed
+    at the end: on tmpfs, hugetlbfs, or a file system of CXL or persistent memory. `numa_node`: the node that it comes
+    from; unset: wherever the kernel takes it. `network` says how long the others may take to answer before they are
+    suspected: `lan` within a data centre, `wan` between data centres, `local` on one machine. `transport`: how this
+    peer reads from others; `auto` takes the best that works, the others are strict. `rdma_device`: the RDMA devices
+    that it may use; unset: any. `rdma_topology`: which of them are near which memory, as a JSON matrix or a file with
+    one (`{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}`: preferred and fallback), where the machine does not tell it right.
     `directory`: whether this peer knows
     where all objects are (`full`), or its part of that, and asks others (`partitioned`); `auto` as
     `index_memory` and the size of the cluster allow.
@@ -79,6 +83,9 @@ class PeerConfig(
     join_timeout: float = 5.0
     network: NetworkName = "lan"
     memory: str | int | None = None
+    memory_path: str | None = None
+    huge_pages: HugePagesName = "auto"
+    numa_node: int | None = None
     max_objects: int | None = None
     transport: TransportName = "auto"
     rdma_device: list[str] = []
@@ -116,6 +123,7 @@ class PeerConfig(
                 f"{says['memory']}: {self.memory!r} is too little; give at least 1MiB, or 0 for a peer that "
                 "offers none"
             )
+        self._check_where_memory_is(memory, says)
         if self.max_objects is not None and self.max_objects < 1:
             raise ConfigError(f"{says['max_objects']}: {self.max_objects} must be at least 1")
         for setting in ("rdma_device", "rdma_topology"):
@@ -132,6 +140,24 @@ class PeerConfig(
         self.socket_mode_bits(says["socket_mode"])
         self.max_leased_bytes(memory, says["max_leased"])
         return msgspec.structs.replace(self, name=name, memory=memory)
+
+    def _check_where_memory_is(self, memory: int, says: Mapping[str, str]) -> None:
+        if self.numa_node is not None and self.numa_node < 0:
+            raise ConfigError(
+                f"{says['numa_node']}: {self.numa_node} is no NUMA node; they count from 0"
+            )
+        if self.memory_path is None:
+            return
+        if not memory:
+            raise ConfigError(f"{says['memory_path']}: with memory 0 there is nothing to put there")
+        if self.numa_node is not None:
+            raise ConfigError(
+                f"{says['numa_node']}: memory in a file is where its file system has it; leave out one of the two"
+            )
+        if self.huge_pages == "require":
+            raise ConfigError(
+                f"{says['huge_pages']}: the pages of a file are those of its file system; put it on hugetlbfs instead"
+            )
 
     def _check_addresses(self, says: Mapping[str, str]) -> None:
         listening = [("listen", self.listen)] if self.listen is not None else []

@@ -240,6 +240,8 @@ def _advertised(config: PeerConfig) -> tuple[Any, str]:
 _COMPUTED: Final[Mapping[str, Callable[[PeerConfig], tuple[Any, str]]]] = {
     "name": lambda config: (config.name, "default: this host's name"),
     "memory": _memory,
+    "memory_path": lambda config: (None, "default: in no file"),
+    "numa_node": lambda config: (None, "default: wherever the kernel takes it"),
     "max_objects": lambda config: (None, "default: one per 16 KiB of memory, at least 1,024"),
     "listen": _listen,
     "data_listen": lambda config: (None, "default: any free port where control listens"),

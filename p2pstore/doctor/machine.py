@@ -84,6 +84,7 @@ def _memory_checks() -> list[Check]:
     return [
         Check("memory", lambda: [machine_rules.judge_memory(readings.read_memory())]),
         Check("huge pages", lambda: [machine_rules.judge_huge_pages(*readings.read_huge_pages())]),
+        Check("numa", lambda: [machine_rules.judge_numa(*readings.read_numa())]),
         Check("shared memory", lambda: [machine_rules.judge_memfd(readings.try_memfd())]),
         Check(
             "/dev/shm",

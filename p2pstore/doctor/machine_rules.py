@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -131,7 +132,27 @@ def judge_huge_pages(total: int, free: int, page_bytes: int, shmem: str) -> Find
     if total:
         size = format_bytes(page_bytes)
         return fine("huge pages", f"{free:,} of {total:,} of {size} free; shared memory: {shmem}")
-    return fine("huge pages", f"none reserved; transparent ones for shared memory: {shmem or '?'}")
+    text = f"none reserved; transparent ones for shared memory: {shmem or '?'}"
+    if shmem in ("never", "deny"):
+        text += (
+            " (`advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled lets peers use them)"
+        )
+    return fine("huge pages", text)
+
+
+def judge_numa(available_bytes: Mapping[int, int], problem: str) -> Finding:
+    """By node, of those that have memory. `problem`: why the kernel does not bind memory to one, or nothing."""
+    if len(available_bytes) < 2:
+        return fine("numa", "one node")
+    text = ", ".join(f"{node}: {format_bytes(left)}" for node, left in available_bytes.items())
+    if problem:
+        return warning(
+            "numa",
+            text,
+            f"memory cannot be bound to a node: {problem}",
+            "do without --numa-node, or allow mbind (containers: --cap-add SYS_NICE)",
+        )
+    return fine("numa", f"available by node, see --numa-node: {text}")
 
 
 def judge_memfd(problem: str) -> Finding:

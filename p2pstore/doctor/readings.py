@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import ipaddress
+import mmap
 import os
 import resource
 import socket
@@ -18,8 +19,10 @@ from typing import Final
 from p2pstore.cgroups import memory_limits
 from p2pstore.doctor.machine_rules import ClockReading, MemoryReading
 from p2pstore.doctor.network_rules import GpuReading, InterfaceReading, RdmaPortReading
-from p2pstore.errors import Unavailable
+from p2pstore.errors import ConfigError, Unavailable
 from p2pstore.streams import tune_tcp
+from p2pstore.transfer import numa
+from p2pstore.transfer.memory import address_of
 from p2pstore.transfer.rdma_rules import GidEntry, GidKind
 
 MAX_FILE_BYTES: Final = 64 * 1024
@@ -87,6 +90,24 @@ def read_huge_pages() -> tuple[int, int, int, str]:
         fields.get("Hugepagesize", 0) * 1024,
         chosen,
     )
+
+
+def read_numa() -> tuple[dict[int, int], str]:
+    """Bytes available by node, and why memory cannot be bound to one, or nothing. Tries it on a page where there are
+    several."""
+    nodes = numa.read_nodes()
+    available = {number: node.available_bytes for number, node in nodes.items()}
+    if len(nodes) < 2:
+        return available, ""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        view = memoryview(page)
+        try:
+            numa.bind(address_of(view), len(view), next(iter(nodes)))
+        except ConfigError as error:
+            return available, str(error).partition(": ")[2]
+        finally:
+            view.release()
+    return available, ""
 
 
 def try_memfd() -> str:

@@ -54,6 +54,7 @@ from p2pstore.peer.local_backend import PeerLocalBackend
 from p2pstore.peer.node import Node
 from p2pstore.peer.prefaulting import provide_pages
 from p2pstore.peer.rdma import PeerRdma, open_rdma
+from p2pstore.peer.segment_memory import create_segment_memory
 from p2pstore.peer.store_backend import PeerStoreBackend
 from p2pstore.peer.tickets import TicketOffice
 from p2pstore.places import MAX_LOCAL_PEERS
@@ -62,7 +63,7 @@ from p2pstore.statedir import StateDirectory, ephemeral
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.layout import plan_geometry
-from p2pstore.transfer.memory import SharedMemory, create_memory, create_table_memory
+from p2pstore.transfer.memory import SharedMemory, create_table_memory
 from p2pstore.transfer.messages import MAX_DATA_VERSION, MIN_DATA_VERSION
 from p2pstore.transfer.rdma_rules import NAME as RDMA
 from p2pstore.transfer.segment import Segment
@@ -152,9 +153,7 @@ async def open_peer(
             if checked.state_dir
             else None
         )
-        memory = create_memory(
-            plan_geometry(checked.memory_bytes, checked.max_objects).total_bytes, "p2pstore"
-        )
+        memory = create_segment_memory(checked)
         stack.callback(memory.close)
         peer = await _Assembly(stack, checked, state, memory).start(namespace)
         try:

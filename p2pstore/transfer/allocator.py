@@ -11,6 +11,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from math import inf
+from typing import Final
+
+MUCH_MORE: Final = 4.0
+"""Windows that cost so many times as much as the cheapest are not evicted along with it."""
 
 
 class ExtentAllocator:
@@ -105,22 +109,37 @@ class ExtentAllocator:
             self.used_bytes -= end - kept
             self._merge_free(kept, end)
 
-    def cheapest_window(
-        self, needed_bytes: int, candidates: Iterable[int], cost: Callable[[int], float | None]
+    def cheapest_windows(
+        self,
+        needed_bytes: int,
+        candidates: Iterable[int],
+        cost: Callable[[int], float | None],
+        count: int = 1,
     ) -> list[int] | None:
-        """Offsets of the extents to evict so that `needed_bytes` become free in one piece.
+        """Offsets of the extents to evict so that `needed_bytes` become free in one piece, or in each of up to `count`
+        pieces.
 
         Each candidate (an evictable extent) is grown over its free and evictable neighbours, the
         cheaper side first, until it is long enough; `cost` is None for an extent that must stay. Of
-        the windows found, the one with the lowest sum of costs wins; None when there is none.
+        the windows found, the one with the lowest sum of costs wins, and with it others that cost
+        little more and share nothing with those before them; None when there is none.
         """
-        best: list[int] | None = None
-        best_cost = inf
+        much_more = MUCH_MORE if count > 1 else 1.0
+        found: list[tuple[float, list[int]]] = []
+        limit = inf
         for candidate in candidates:
-            grown = self._grow_window(candidate, needed_bytes, cost, best_cost)
+            grown = self._grow_window(candidate, needed_bytes, cost, limit)
             if grown is not None:
-                best_cost, best = grown
-        return best
+                found.append(grown)
+                limit = min(limit, grown[0] * much_more)
+        if not found:
+            return None
+        victims: dict[int, None] = {}
+        for window_cost, window in sorted(found):
+            if count and window_cost <= limit and victims.keys().isdisjoint(window):
+                victims.update(dict.fromkeys(window))
+                count -= 1
+        return list(victims)
 
     def stretches(self, needed_bytes: int, stays: Callable[[int], bool]) -> Iterator[int]:
         """The first evictable extent of each stretch of `needed_bytes` where nothing has to stay.
@@ -153,13 +172,15 @@ class ExtentAllocator:
         while total < limit:
             if look_left:
                 left = self._free_ending.get(left, left)
+            if look_right:
+                right = self._free.get(right, right)
+            if right - left >= needed:
+                return total, victims
+            if look_left:
                 neighbour = self._used_ending.get(left)
                 left_cost = None if neighbour is None else cost(neighbour)
             if look_right:
-                right = self._free.get(right, right)
                 right_cost = cost(right) if right in self._used else None
-            if right - left >= needed:
-                return total, victims
             look_left = left_cost is not None and (right_cost is None or left_cost <= right_cost)
             look_right = not look_left and right_cost is not None
             if look_left and left_cost is not None:

@@ -1,4 +1,8 @@
-"""Shared memory: a sealed memfd per segment, mapped by its owner and whoever got a descriptor."""
+"""Shared memory: a sealed memfd, mapped by its owner and whoever got a descriptor.
+
+What is in a file instead is made by `p2pstore.transfer.memory_file`; it is mapped, filled with pages and given away
+like this.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
@@ -16,9 +21,10 @@ import numpy as np
 from p2pstore.cgroups import memory_limits
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB, format_bytes
+from p2pstore.transfer import numa
 from p2pstore.transfer.layout import round_up
 
-HugePages = Literal["try", "never", "require"]
+HugePages = Literal["auto", "never", "require"]
 
 PREFAULT_PIECE_BYTES: Final = 4 * MIB
 HUGE_PAGE_BYTES: Final = 2 * MIB
@@ -32,16 +38,24 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedMemory:
-    """A mapped memfd: `view` is writable, `descriptor` is for processes that may write.
+    """Mapped memory: `view` is writable, `descriptor` is for processes that may write.
 
-    Closing the descriptor or the mapping here takes nothing from those who have mapped it too.
+    Closing the descriptor or the mapping here takes nothing from those who have mapped it too. `on_close` is called
+    then, once.
     """
 
-    def __init__(self, descriptor: int, mapping: mmap.mmap, length: int) -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        mapping: mmap.mmap,
+        length: int,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
         self.descriptor = descriptor
         self.length = length
         self.view = memoryview(mapping)[:length]
         self._mapping = mapping
+        self._on_close = on_close
 
     @property
     def mapping(self) -> mmap.mmap:
@@ -59,6 +73,7 @@ class SharedMemory:
             return
         os.close(self.descriptor)
         self.descriptor = -1
+        self._on_close()
         self.view.release()
         try:
             self._mapping.close()
@@ -66,37 +81,74 @@ class SharedMemory:
             del self._mapping  # the views keep it, and end it
 
 
-def create_memory(total_bytes: int, name: str, *, hugepages: HugePages = "try") -> SharedMemory:
+def create_memory(
+    total_bytes: int, name: str, *, huge_pages: HugePages = "auto", numa_node: int | None = None
+) -> SharedMemory:
     """Zeroed shared memory of `total_bytes` that nobody can shrink; `name` is for /proc/PID/maps.
 
-    With `hugepages="try"`, reserved huge pages are used when there are enough, otherwise
-    transparent ones are asked for; `"require"` insists on reserved ones. Raises `ConfigError` when
-    the host, or the cgroup this process is in, has not so much memory left.
+    With `huge_pages="auto"`, reserved huge pages are used when there are enough, otherwise
+    transparent ones are asked for; `"require"` insists on reserved ones. With `numa_node`, all of it
+    comes from that node. Raises `ConfigError` when the host, the node, or the cgroup this process is
+    in, has not so much memory left, or the kernel refuses to bind it.
     """
-    free_huge = _free_huge_page_bytes()
-    reserved = hugepages != "never" and free_huge >= round_up(total_bytes, HUGE_PAGE_BYTES)
-    if hugepages == "require" and not reserved:
+    node = None if numa_node is None else numa.chosen_node(numa_node)
+    free_huge = _free_huge_page_bytes(node)
+    reserved = huge_pages != "never" and free_huge >= round_up(total_bytes, HUGE_PAGE_BYTES)
+    if huge_pages == "require" and not reserved:
         raise ConfigError(
-            f"{format_bytes(total_bytes)} of huge pages were required, {format_bytes(free_huge)} "
-            "are free: reserve more (vm.nr_hugepages) or do not require them"
+            f"huge_pages: {format_bytes(total_bytes)} of huge pages were required, "
+            f"{format_bytes(free_huge)} are free: reserve more (vm.nr_hugepages) or do not require them"
         )
     if reserved:
         try:
-            return _create(total_bytes, name, os.MFD_HUGETLB | _MFD_HUGE_2MB, HUGE_PAGE_BYTES)
+            return _create_reserved(total_bytes, name, node)
         except OSError as error:  # somebody else took them meanwhile, or a cgroup limits them
-            if hugepages == "require":
+            if huge_pages == "require":
                 size = format_bytes(total_bytes)
-                raise ConfigError(f"cannot map {size} of huge pages: {error}") from error
-    available, source = available_memory()
+                raise ConfigError(f"huge_pages: cannot map {size}: {error.strerror}") from error
+    limits = [available_memory()]
+    if node is not None:
+        limits.append((node.available_bytes, f"NUMA node {node.number}"))
+    available, source = min(limits)
     if total_bytes > available:
         raise ConfigError(
             f"{format_bytes(total_bytes)} of memory were asked for, {source} has "
             f"{format_bytes(available)} left: choose a smaller --memory or raise the limit"
         )
     memory = _create(total_bytes, name, 0, mmap.PAGESIZE)
-    if hugepages != "never":
+    if node is not None:
+        _bind(memory, node)
+    if huge_pages != "never":
         _advise(memory.view, 0, total_bytes, mmap.MADV_HUGEPAGE)  # only advice: failing is fine
     return memory
+
+
+def _create_reserved(total_bytes: int, name: str, node: numa.Node | None) -> SharedMemory:
+    """Memory of reserved huge pages. Raises `OSError` when there are too few after all."""
+    memory = _create(total_bytes, name, os.MFD_HUGETLB | _MFD_HUGE_2MB, HUGE_PAGE_BYTES)
+    if node is not None:
+        _bind(memory, node)
+        # What the mapping reserved may be of any node: who touches a page that its node does not have, dies.
+        try:
+            os.posix_fallocate(memory.descriptor, 0, round_up(total_bytes, HUGE_PAGE_BYTES))
+        except OSError:
+            memory.close()
+            raise
+    return memory
+
+
+def _bind(memory: SharedMemory, node: numa.Node) -> None:
+    try:
+        numa.bind(address_of(memory.view), len(memory.mapping), node.number)
+    except ConfigError:
+        memory.close()
+        raise
+
+
+def address_of(view: memoryview) -> int:
+    """Where the view's memory begins in this process."""
+    address: int = np.frombuffer(view, np.uint8).ctypes.data
+    return address
 
 
 def create_table_memory(total_bytes: int, name: str) -> SharedMemory:
@@ -163,16 +215,29 @@ def map_table(descriptor: int, length: int) -> mmap.mmap:
 
 def _map(descriptor: int, length: int, protection: int) -> mmap.mmap:
     actual = os.fstat(descriptor).st_size
-    try:
-        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-    except OSError:  # not a memfd
-        sealed = 0
-    if not 0 < length <= actual or not sealed:
+    problem = _why_it_may_shrink(descriptor)
+    if not 0 < length <= actual or problem:
         raise ConfigError(
-            f"the peer's shared memory has {actual:,} bytes ({'' if sealed else 'not '}sealed), "
-            f"{length:,} were announced: this is not a memory segment that can be mapped safely"
+            f"the peer's shared memory has {actual:,} bytes ({problem or 'sealed'}), {length:,} were announced: "
+            "this is not a memory segment that can be mapped safely"
         )
     return mmap.mmap(descriptor, 0, prot=protection)
+
+
+def _why_it_may_shrink(descriptor: int) -> str:
+    """Nothing for sealed memory, and for a file that only this user or root can change: they can end this process
+    anyway."""
+    try:
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            return ""
+    except OSError:  # neither a memfd nor a file on tmpfs
+        pass
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        return "not sealed, and no file"
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+        return "not sealed, and a file that another user can shrink"
+    return ""
 
 
 def prefault(view: memoryview, should_stop: Callable[[], bool], pause: Callable[[], None]) -> int:
@@ -201,7 +266,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 def _advise(view: memoryview, start: int, length: int, advice: int) -> int:
     """madvise without the interpreter lock (mmap.madvise holds it). Returns 0 or the errno."""
-    address = np.frombuffer(view, np.uint8).ctypes.data + start
+    address = address_of(view) + start
     return 0 if _libc.madvise(address, length, advice) == 0 else ctypes.get_errno()
 
 
@@ -218,13 +283,14 @@ def available_memory(
     return best
 
 
-def _free_huge_page_bytes() -> int:
-    """Reserved 2 MiB pages that nobody uses."""
+def _free_huge_page_bytes(node: numa.Node | None = None) -> int:
+    """Reserved 2 MiB pages that nobody uses, on that node or anywhere."""
     folder = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
     counts = [_read(folder / name).strip() for name in ("free_hugepages", "resv_hugepages")]
     if not all(count.isdigit() for count in counts):
         return 0
-    return max(0, int(counts[0]) - int(counts[1])) * HUGE_PAGE_BYTES
+    free_bytes = max(0, int(counts[0]) - int(counts[1])) * HUGE_PAGE_BYTES
+    return free_bytes if node is None else min(free_bytes, node.free_huge_page_bytes)
 
 
 def _meminfo(proc: Path, name: str) -> int:

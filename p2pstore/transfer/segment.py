@@ -45,6 +45,9 @@ __all__ = [
 
 SOFT_PIN_SECONDS: Final = 30 * 60.0
 MAX_RESERVATIONS_PER_HOLDER: Final = 4096
+MOST_WINDOWS: Final = 8
+AHEAD_SHARE: Final = 4096
+"""So many windows are evicted at once, as long as those ahead of need are less than this part of the segment."""
 
 
 class Segment:
@@ -367,7 +370,7 @@ class Segment:
         if slot is None and self.expire(now):
             slot = self._table.take_slot()
         if slot is None:
-            candidates = [(self._order.cost_at(at, now), at) for at in self._order.candidates()]
+            candidates = [(self._order.cost_at(at, now), at) for at in self._order.candidates(1)]
             if candidates:
                 self._evict((min(candidates)[1],))
                 slot = self._table.take_slot()
@@ -388,23 +391,27 @@ class Segment:
         return extent
 
     def _make_room(self, size: int, now: float) -> None:
-        """Evict the cheapest window of `size` bytes, or raise `CapacityExceeded`."""
+        """Evict the cheapest window of `size` bytes, or raise `CapacityExceeded`. For small values some more windows go
+        with it: they would be next, and looking for them takes longer than all the rest of a put."""
         base = self.geometry.data_offset
         order, allocator = self._order, self._allocator
+        windows = min(MOST_WINDOWS, 1 + self.data_bytes // AHEAD_SHARE // size)
 
         def cost(extent: int) -> float | None:
             return order.cost_at(base + extent, now)
 
-        window = None
+        victims = None
         if order.evictable_bytes + allocator.free_bytes >= size:
-            least_used = (offset - base for offset in order.candidates())
-            window = allocator.cheapest_window(size, least_used, cost)
-            if window is None:  # what must stay hems in all of them: look everywhere, which is slow
+            least_used = (offset - base for offset in order.candidates(size))
+            victims = allocator.cheapest_windows(size, least_used, cost, windows)
+            if (
+                victims is None
+            ):  # what must stay hems in all of them: look everywhere, which is slow
                 anywhere = allocator.stretches(size, lambda extent: cost(extent) is None)
-                window = allocator.cheapest_window(size, islice(anywhere, 8), cost)
-        if window is None:
+                victims = allocator.cheapest_windows(size, islice(anywhere, 8), cost)
+        if victims is None:
             raise self._no_room(f"{format_bytes(size)} do not fit")
-        self._evict(base + extent for extent in window)
+        self._evict(base + extent for extent in victims)
 
     def _evict(self, offsets: Iterable[int]) -> None:
         for offset in offsets:

@@ -82,13 +82,13 @@ class PeerProcess:
         self.log = cluster.folder / f"{self.name}.log"
         self.state = cluster.folder / f"{self.name}.state"
         self._cluster = cluster
-        self._socket = cluster.folder / f"{self.name}.sock"
+        self.socket = cluster.folder / f"{self.name}.sock"
         self._command = [
             *(*prefix, sys.executable, "-m", "mooncake_p2p.tied", str(os.getpid()), "join"),
             *("--name", self.name, "--cluster", cluster.folder.name),
             *("--cluster-key-file", str(cluster.key)),
             *("--listen", self.control, "--data-listen", f"{address}:0"),
-            *("--memory", cluster.memory, "--socket", str(self._socket)),
+            *("--memory", cluster.memory, "--socket", str(self.socket)),
             *("--state-dir", str(self.state)),
         ]
         self._process: Started | None = None
@@ -156,7 +156,7 @@ class PeerProcess:
     def client(self) -> BlockingClient:
         """A client of this peer, connected anew after a restart."""
         if self._client is None:
-            self._client = blocking.connect(str(self._socket), timeout=CLIENT_SECONDS)
+            self._client = blocking.connect(str(self.socket), timeout=CLIENT_SECONDS)
         return self._client
 
     def get(self, key: str) -> bytes:

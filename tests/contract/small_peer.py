@@ -42,7 +42,7 @@ class SmallBackend:
 
     def __init__(self, memory_bytes: int, max_leased_bytes: int) -> None:
         geometry = plan_geometry(memory_bytes)
-        self.memory = create_memory(geometry.total_bytes, "small-peer", hugepages="never")
+        self.memory = create_memory(geometry.total_bytes, "small-peer", huge_pages="never")
         self.read_only = self.memory.read_only_descriptor()
         self.segment = Segment(
             self.memory.view, segment_id=os.urandom(16), incarnation=1, geometry=geometry

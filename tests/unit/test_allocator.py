@@ -76,7 +76,7 @@ class AllocatorAgainstIntervals(RuleBasedStateMachine):
         costs = {offset: float(offset % 7 + 1) for offset in self.taken if offset not in barred}
         size = granules * GRANULE
         runs = self.runs_without(barred)
-        window = self.allocator.cheapest_window(size, sorted(costs), costs.get)
+        window = self.allocator.cheapest_windows(size, sorted(costs), costs.get)
         if not any(length >= size and used for length, used in runs):
             assert window is None
         else:
@@ -86,7 +86,7 @@ class AllocatorAgainstIntervals(RuleBasedStateMachine):
         stretches = list(self.allocator.stretches(size, barred.__contains__))
         assert len(stretches) == sum(length >= size and used > 0 for length, used in runs)
         for start in stretches:
-            assert self.allocator.cheapest_window(size, [start], costs.get) is not None
+            assert self.allocator.cheapest_windows(size, [start], costs.get) is not None
 
     def runs_without(self, barred: set[int]) -> list[tuple[int, int]]:
         """(bytes, extents) of each stretch between barred extents."""
@@ -151,7 +151,7 @@ def test_sizes_that_are_no_granules_are_refused(size: int) -> None:
 def test_an_area_of_nothing_has_room_for_nothing() -> None:
     allocator = ExtentAllocator(0, GRANULE)
     assert allocator.allocate(GRANULE) is None
-    assert allocator.cheapest_window(GRANULE, [], lambda _: 1.0) is None
+    assert allocator.cheapest_windows(GRANULE, [], lambda _: 1.0) is None
     assert (allocator.free_bytes, allocator.largest_free_bytes, allocator.free_extents()) == (
         0,
         0,
@@ -167,15 +167,22 @@ def test_an_extent_does_not_grow() -> None:
         allocator.shrink(offset, 2 * GRANULE)
 
 
-def window(sizes: list[int], needed: int, candidates: list[int], costs: dict[int, float]) -> object:
+def window(
+    sizes: list[int],
+    needed: int,
+    candidates: list[int],
+    costs: dict[int, float],
+    count: int = 1,
+) -> object:
     """Windows in a full area of extents of `sizes` granules; extents are named by their number."""
     allocator = ExtentAllocator(sum(sizes) * GRANULE, GRANULE)
     offsets = [allocator.allocate(size * GRANULE) for size in sizes]
     number = {offset: index for index, offset in enumerate(offsets)}
-    found = allocator.cheapest_window(
+    found = allocator.cheapest_windows(
         needed * GRANULE,
         [offset for index in candidates if (offset := offsets[index]) is not None],
         lambda offset: costs.get(number[offset]),
+        count,
     )
     return None if found is None else sorted(number[offset] for offset in found)
 
@@ -204,11 +211,23 @@ Eviction = Callable[[ExtentAllocator, "OrderedDict[int, int]", int, int], list[i
 """(allocator, when each extent was taken, now, size) -> extents to evict."""
 
 
-def cheapest_window(
+def test_several_windows_at_once() -> None:
+    ones = dict.fromkeys(range(8), 1.0)
+    assert window([1] * 8, 1, [2, 0, 5], ones, count=2) == [0, 2]
+    assert window([1] * 8, 1, [2, 0, 5], ones, count=9) == [0, 2, 5]
+    # The windows of 1 and 2 share an extent with that of 0; all grow to the left, where both sides cost the same.
+    assert window([1] * 8, 2, [0, 1, 2, 6], {**ones, 0: 0.5}, count=3) == [0, 1, 5, 6]
+    # What costs much more than the cheapest stays, whichever comes first.
+    costs = {0: 9.0, 2: 2.0, 4: 1.0, 6: 3.9}
+    assert window([1] * 8, 1, [0, 2, 4, 6], costs, count=8) == [2, 4, 6]
+    assert window([1] * 8, 1, [4, 6, 2, 0], costs, count=8) == [2, 4, 6]
+
+
+def cheapest_windows(
     allocator: ExtentAllocator, born: OrderedDict[int, int], now: int, size: int
 ) -> list[int]:
     oldest = list(islice(born, 8))
-    found = allocator.cheapest_window(
+    found = allocator.cheapest_windows(
         size, oldest, lambda at: allocator.size_of(at) / (now - born[at])
     )
     assert found is not None
@@ -234,7 +253,7 @@ def utilisation(evict: Eviction) -> float:
 
 
 def test_memory_stays_full_under_a_mixed_load() -> None:
-    assert utilisation(cheapest_window) >= 0.97
+    assert utilisation(cheapest_windows) >= 0.97
 
 
 def test_evicting_one_by_one_does_not_keep_memory_full() -> None:

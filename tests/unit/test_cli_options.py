@@ -101,6 +101,8 @@ def test_join_passes_every_option_on(started: list[Any]) -> None:
         "join-timeout": "2s",
         "network": "wan",
         "memory": "64MiB",
+        "memory-path": "/dev/shm/n",
+        "huge-pages": "never",
         "max-objects": "100",
         "max-leased": "25%",
         "transport": "tcp",

@@ -19,6 +19,7 @@ from p2pstore.doctor.finding import Finding, Status, fine
 from p2pstore.doctor.machine import examine_machine
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB
+from p2pstore.transfer import numa
 
 
 def test_a_check_that_hangs_is_left_behind() -> None:
@@ -70,7 +71,8 @@ def test_every_check_says_something_about_this_machine(
     examined = examine_machine(directory=str(tmp_path), rdma_topology="{}")
     found = {each.name: each for each in examined}
     expected = {
-        *("python", "kernel", "libraries", "clock", "memory", "huge pages", "shared memory"),
+        *("python", "kernel", "libraries", "clock", "memory", "huge pages", "numa"),
+        "shared memory",
         *("/dev/shm", "locked memory", "open files", "socket directory", "state directory"),
         *("port 17946", "port 17947", "congestion control", "somaxconn", "gpus"),
         *("memory copy", "checksums", "disk"),
@@ -94,6 +96,21 @@ def test_readings_are_of_the_right_size() -> None:
     assert readings.try_memfd() == ""
     assert speed.measure_copy() > 1e7
     assert speed.measure_hash() > 1e7
+
+
+@pytest.mark.skipif(not numa.read_nodes(), reason="this kernel has no NUMA nodes")
+def test_binding_is_tried_where_there_are_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    number, node = next(iter(numa.read_nodes().items()))
+    for nodes, problem in (
+        ({number: node}, ""),
+        ({number: node, 999: node}, ""),
+        ({999: node, number: node}, "the kernel does not bind memory to node 999"),
+    ):
+        monkeypatch.setattr(numa, "read_nodes", lambda nodes=nodes: nodes)
+        available, found = readings.read_numa()
+        assert available.keys() == nodes.keys()
+        assert found.startswith(problem)
+        assert bool(found) == bool(problem)
 
 
 def test_a_port_in_use_is_seen() -> None:

@@ -54,7 +54,7 @@ def test_what_one_side_writes_the_other_reads() -> None:
 
 
 def test_memory_can_neither_shrink_nor_grow() -> None:
-    memory = create_memory(MIB, "p2pstore-sealed")
+    memory = create_memory(MIB, "p2pstore-sealed", huge_pages="never")
     for length in (0, 2 * MIB):
         with pytest.raises(PermissionError):
             os.ftruncate(memory.descriptor, length)
@@ -92,7 +92,7 @@ def test_a_view_in_use_keeps_the_mapping_until_it_is_dropped() -> None:
 
 
 def test_memory_that_could_shrink_or_is_too_short_is_not_mapped() -> None:
-    memory = create_memory(MIB, "p2pstore-short")
+    memory = create_memory(MIB, "p2pstore-short", huge_pages="never")
     with pytest.raises(ConfigError, match="announced"):
         map_read_only(memory.descriptor, MIB + mmap.PAGESIZE)
     with pytest.raises(ConfigError, match="announced"):
@@ -105,15 +105,42 @@ def test_memory_that_could_shrink_or_is_too_short_is_not_mapped() -> None:
     os.close(unsealed)
 
 
-def test_a_file_is_not_mapped(tmp_path: Path) -> None:
+def test_a_file_that_others_can_shrink_is_not_mapped(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(MIB))
-    with path.open("rb") as file, pytest.raises(ConfigError, match="not sealed"):
+    for mode, fine in ((0o600, True), (0o644, True), (0o620, False), (0o602, False)):
+        path.chmod(mode)
+        with path.open("rb") as file:
+            if fine:
+                assert len(map_read_only(file.fileno(), MIB)) == MIB
+                continue
+            with pytest.raises(ConfigError, match="a file that another user can shrink"):
+                map_read_only(file.fileno(), MIB)
+
+
+def test_a_file_of_another_user_is_not_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(MIB))
+    if os.geteuid() == 0:
+        os.chown(path, 12_345, -1)
+    else:
+        monkeypatch.setattr("os.geteuid", lambda: 12_345)
+    with (
+        path.open("rb") as file,
+        pytest.raises(ConfigError, match="a file that another user can shrink"),
+    ):
+        map_read_only(file.fileno(), MIB)
+
+
+def test_what_is_no_file_is_not_mapped() -> None:
+    with Path("/dev/zero").open("rb") as file, pytest.raises(ConfigError, match="and no file"):
         map_read_only(file.fileno(), MIB)
 
 
 def test_prefault_provides_pages_and_changes_nothing() -> None:
-    memory = create_memory(10 * MIB + 5, "p2pstore-prefault", hugepages="never")
+    memory = create_memory(10 * MIB + 5, "p2pstore-prefault", huge_pages="never")
     memory.view[7] = 7
     assert resident_bytes(memory.descriptor) < MIB
     pauses: list[None] = []
@@ -126,7 +153,7 @@ def test_prefault_provides_pages_and_changes_nothing() -> None:
 
 
 def test_prefault_stops_when_told() -> None:
-    memory = create_memory(16 * MIB, "p2pstore-stop", hugepages="never")
+    memory = create_memory(16 * MIB, "p2pstore-stop", huge_pages="never")
     asked = iter([False, False, True])
     assert prefault(memory.view, lambda: next(asked), lambda: None) == 8 * MIB
     assert resident_bytes(memory.descriptor) <= 9 * MIB
@@ -135,7 +162,7 @@ def test_prefault_stops_when_told() -> None:
 
 def test_prefault_on_a_kernel_without_populate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pstore.transfer.memory._MADV_POPULATE_WRITE", 9999)
-    memory = create_memory(8 * MIB, "p2pstore-old-kernel", hugepages="never")
+    memory = create_memory(8 * MIB, "p2pstore-old-kernel", huge_pages="never")
     memory.view[0] = 3
     assert prefault(memory.view, lambda: False, lambda: None) == 8 * MIB
     assert resident_bytes(memory.descriptor) >= 8 * MIB
@@ -148,8 +175,35 @@ def test_more_than_there_is_names_the_figures() -> None:
     with pytest.raises(ConfigError, match=r"1024\.0 TiB of memory .* GiB left: choose a smaller"):
         create_memory(1024 * 1024 * GIB, "p2pstore-huge")
     with pytest.raises(ConfigError, match="huge pages were required"):
-        create_memory(1024 * 1024 * GIB, "p2pstore-huge", hugepages="require")
+        create_memory(1024 * 1024 * GIB, "p2pstore-huge", huge_pages="require")
     assert open_descriptors() <= before
+
+
+def free_huge_pages() -> int:
+    folder = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+    free, kept = ((folder / name).read_text() for name in ("free_hugepages", "resv_hugepages"))
+    return int(free) - int(kept)
+
+
+@pytest.mark.skipif(free_huge_pages() < 2, reason="no huge pages are reserved (vm.nr_hugepages)")
+def test_reserved_huge_pages_are_used() -> None:
+    for wanted in ("auto", "require"):
+        memory = create_memory(3 * MIB, "p2pstore-reserved", huge_pages=wanted)
+        assert os.fstat(memory.descriptor).st_blksize == 2 * MIB
+        assert len(memory.view) == 3 * MIB
+        descriptor = memory.read_only_descriptor()
+        reading = map_read_only(descriptor, memory.length)
+        memory.view[-1] = 5
+        assert reading[-1] == 5
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory.descriptor, 0)
+        assert prefault(memory.view, lambda: False, lambda: None) == 3 * MIB
+        os.close(descriptor)
+        memory.close()
+        del reading
+    memory = create_memory(3 * MIB, "p2pstore-ordinary", huge_pages="never")
+    assert os.fstat(memory.descriptor).st_blksize < 2 * MIB
+    memory.close()
 
 
 # --- how much there is -----------------------------------------------------------------------

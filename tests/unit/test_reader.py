@@ -312,12 +312,12 @@ def test_another_process_never_reads_a_wrong_byte() -> None:
     memory = create_memory(geometry.total_bytes, "p2pstore-test")
     segment, _ = new_segment(2 * MIB, memory.view)
     descriptor = memory.read_only_descriptor()
-    arguments = [sys.executable, __file__, str(descriptor), str(geometry.total_bytes), "20000"]
+    arguments = [sys.executable, __file__, str(descriptor), str(geometry.total_bytes), "80000"]
     with subprocess.Popen(
         arguments, pass_fds=[descriptor], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
     ) as child:
         rng = random.Random(7)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         clock = 0
         while child.poll() is None:
             clock += 1
@@ -330,7 +330,7 @@ def test_another_process_never_reads_a_wrong_byte() -> None:
     counts = json.loads(output)
     assert counts["wrong"] == 0
     assert counts["trusting reader saw torn bytes"] > 0, "the churn did not disturb anybody"
-    assert counts["right"] > 2000
+    assert counts["right"] > 8000
     segment.check()
     del segment
     memory.close()

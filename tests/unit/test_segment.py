@@ -448,6 +448,25 @@ def test_room_is_found_where_no_candidate_is() -> None:
     segment.check()
 
 
+def test_small_values_are_evicted_some_at_a_time_the_least_used_first() -> None:
+    """In a segment of which two granules are next to nothing, three objects go for one: they are next anyway."""
+    segment, _ = new_segment(8192)
+    put(segment, "large", value_of(1, 8181 * GRANULE_BYTES), pin=HARD, now=100)
+    for number in range(9):
+        put(segment, f"{number}", one_granule(number), now=100 + number)
+    put(segment, "soft pin", one_granule(9), pin=SOFT, now=100)
+    segment.take_withdrawn()
+    assert segment.used_bytes == segment.data_bytes
+    for first in (0, 3, 6):
+        for number in range(3):
+            put(segment, f"new {first + number}", one_granule(number), pin=HARD, now=200)
+        gone = sorted(entry.key for entry in segment.take_withdrawn())
+        assert gone == [f"{first + number}" for number in range(3)]
+    put(segment, "last", one_granule(1), now=201)
+    assert [entry.key for entry in segment.take_withdrawn()] == ["soft pin"]
+    segment.check()
+
+
 def test_full_slots_evict_one_object() -> None:
     segment, _ = new_segment(64, slots=3)
     for number in range(3):

@@ -30,6 +30,12 @@ class Network(StrEnum):
     local = "local"
 
 
+class HugePages(StrEnum):
+    auto = "auto"
+    never = "never"
+    require = "require"
+
+
 class DirectoryKept(StrEnum):
     auto = "auto"
     full = "full"
@@ -96,6 +102,20 @@ def join(
     memory: Annotated[
         str | None,
         _option("SIZE", "Memory to offer; 0: none [default: an eighth, at most 4GiB]."),
+    ] = None,
+    memory_path: Annotated[
+        str | None,
+        _option("FILE", "File to have that memory in, removed at the end [default: none]."),
+    ] = None,
+    huge_pages: Annotated[
+        HugePages | None,
+        typer.Option(
+            help="Reserved huge pages for it; auto: if there are enough [default: auto].",
+            show_default=False,
+        ),
+    ] = None,
+    numa_node: Annotated[
+        int | None, _option("N", "NUMA node that memory comes from [default: any].")
     ] = None,
     max_objects: Annotated[int | None, _option("N", "Most objects to hold.")] = None,
     max_leased: Annotated[

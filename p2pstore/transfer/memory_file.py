@@ -1,0 +1,141 @@
+"""A segment's memory in a file: on tmpfs or hugetlbfs, on the file system of CXL or persistent memory (DAX), or on
+a disk. Shell.
+
+Every peer makes a new file, so that who still maps that of a peer which died keeps what it sees. A lock tells a file
+in use from one that was left over; it is on a descriptor that nobody else gets, as a lock lasts as long as anybody has
+its descriptor mapped.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Final
+
+from p2pstore.errors import ConfigError
+from p2pstore.objects import format_bytes
+from p2pstore.transfer.layout import SEGMENT_MAGIC, round_up
+from p2pstore.transfer.memory import SharedMemory
+
+ATTEMPTS: Final = 8
+_HOW: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def create_file_memory(path: Path, total_bytes: int) -> SharedMemory:
+    """Zeroed shared memory of `total_bytes` in a new file of mode 0600, which is removed when it is closed.
+
+    What a peer that died left there is replaced. Raises `ConfigError` when the path is in use by another peer or by
+    something else, or the file system has no room for all of it or takes no files.
+    """
+    with ExitStack() as stack:
+        lock = _claim(path)
+        stack.callback(os.close, lock)
+        stack.callback(_remove, path, lock)
+        with suppress(
+            OSError
+        ):  # hugetlbfs has no write(): then the segment's header is the first to say so
+            os.pwrite(lock, SEGMENT_MAGIC, 0)
+        size = round_up(total_bytes, max(mmap.PAGESIZE, os.fstat(lock).st_blksize))
+        _allocate(path, lock, size)
+        try:
+            descriptor = os.open(path, _HOW)
+        except OSError as error:
+            raise _unusable(path, error) from error
+        try:
+            mapping = mmap.mmap(descriptor, size)
+        except OSError as error:
+            os.close(descriptor)
+            raise _unusable(path, error) from error
+        return SharedMemory(descriptor, mapping, total_bytes, stack.pop_all().close)
+
+
+def _claim(path: Path) -> int:
+    """A locked descriptor of a new, empty file at `path`."""
+    for _ in range(ATTEMPTS):
+        try:
+            descriptor = os.open(path, _HOW | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            _remove_left_over(path)
+            continue
+        except OSError as error:
+            raise _unusable(path, error) from error
+        if _locked(descriptor):
+            return descriptor
+        os.close(descriptor)  # another peer that starts took the empty file for a left-over
+    raise _in_use(path)
+
+
+def _remove_left_over(path: Path) -> None:
+    """Remove the file if a peer made it that does not live any more."""
+    try:
+        descriptor = os.open(path, _HOW | os.O_NONBLOCK | os.O_NOCTTY)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _unusable(path, error) from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(
+                f"memory_path: {path} is not a regular file. Of a DAX device the kernel can make memory (`daxctl "
+                "reconfigure-device --mode=system-ram`; then give --numa-node), or a file system can be on it"
+            )
+        if not _locked(descriptor):
+            raise _in_use(path)
+        if status.st_size and os.pread(descriptor, len(SEGMENT_MAGIC), 0) != SEGMENT_MAGIC:
+            raise ConfigError(
+                f"memory_path: {path} holds something that no peer put there, and would be lost: name a file that "
+                "does not exist, or remove it"
+            )
+        _remove(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path, descriptor: int) -> None:
+    """Remove the name, unless it means another file by now."""
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor)):
+            os.unlink(path)
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether this descriptor has the lock now."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _allocate(path: Path, descriptor: int, size: int) -> None:
+    """Have the file system set aside every byte: who touches a page for which it has no room, dies."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
+            raise _unusable(path, error) from error
+        found = os.fstatvfs(descriptor)
+        raise ConfigError(
+            f"memory_path: {path} needs {format_bytes(size)}, its file system has "
+            f"{format_bytes(found.f_bavail * found.f_frsize)} free ({error.strerror}): choose a smaller --memory or "
+            "another file system"
+        ) from error
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"memory_path: {path} cannot be made and mapped ({error.strerror}): name a file, in a directory that is "
+        "there and that this user can write"
+    )
+
+
+def _in_use(path: Path) -> ConfigError:
+    return ConfigError(
+        f"memory_path: {path} is the memory of another peer: give each peer a file of its own"
+    )

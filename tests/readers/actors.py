@@ -1,0 +1,238 @@
+"""Processes that change values, and processes that read them and compare every byte.
+
+`python -m tests.readers.actors PARENT ROLE SOCKETS COUNTS ROW SEED`: works until it is killed. What it did is in its
+row of a file that its parent maps: a kill takes nothing of it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_p2p.tied import die_with_parent
+from p2pstore import blocking
+from p2pstore.blocking import BlockingClient
+from p2pstore.errors import (
+    CapacityExceeded,
+    DeadlineExceeded,
+    LeaseLimitExceeded,
+    NoLocalPeer,
+    NoSuchKey,
+    StoreClosed,
+    Unavailable,
+)
+from p2pstore.objects import key_digest
+from p2pstore.transfer.layout import Slot, TrailerBody
+from p2pstore.transfer.reader import SegmentReader
+from p2pstore.transfer.shm import ShmTransport
+from p2pstore.transfer.transport import RemoteCopy
+from tests.readers.values import KEYS_PER_PEER, LONGEST_BYTES, is_right, key_name, value_of
+
+OWNERS: Final = 2
+"""The first so many sockets are of peers with memory, the last one is of a peer without any."""
+ROUND: Final = 50
+"""Attempts with one client, before it goes on with the next peer."""
+CLIENT_SECONDS: Final = 20.0
+VIEWS: Final = 8
+REMOTE_VIEWS: Final = 0.1
+BATCH: Final = 8
+READS, WRONG, FAILED, CHANGES, LIMIT = range(5)
+"""Columns of the counts: values compared, those that were wrong, reads and puts without a result, puts and removals;
+and how many values to compare before waiting for more to be wanted, which the parent says."""
+COLUMNS: Final = 5
+PREEMPTED: Final = 0.01
+MAX_PREEMPTED_SECONDS: Final = 0.05
+TRUSTING_SECONDS: Final = 2.0
+PAUSE_SECONDS: Final = 0.005
+
+Counts = NDArray[np.uint64]
+
+_TO_BE_EXPECTED = (
+    *(NoSuchKey, Unavailable, StoreClosed, NoLocalPeer),
+    *(CapacityExceeded, LeaseLimitExceeded, DeadlineExceeded),
+)
+"""What evictions, removals and killed peers lead to. Anything else ends the actor."""
+
+
+class Actor:
+    """What all of them have: random numbers, counts, a client of one peer after the other."""
+
+    def __init__(self, sockets: list[str], counts: Counts, rng: Random) -> None:
+        self.sockets = sockets
+        self.counts = counts
+        self.rng = rng
+        self.buffer = memoryview(bytearray(LONGEST_BYTES))
+
+    def run(
+        self, client_of: Callable[[], int], work: Callable[[BlockingClient, int], None]
+    ) -> None:
+        """`work` again and again, `ROUND` times with one client, of a peer that `client_of` names."""
+        while True:
+            peer = client_of()
+            try:
+                with blocking.connect(self.sockets[peer], timeout=CLIENT_SECONDS) as client:
+                    for _ in range(ROUND):
+                        self._attempt(work, client, peer)
+            except (NoLocalPeer, StoreClosed):
+                time.sleep(0.02)  # it was killed, and comes back
+
+    def _attempt(
+        self, work: Callable[[BlockingClient, int], None], client: BlockingClient, peer: int
+    ) -> None:
+        while self.counts[READS] >= self.counts[LIMIT]:
+            time.sleep(PAUSE_SECONDS)
+        try:
+            work(client, peer)
+        except (NoLocalPeer, StoreClosed):
+            raise
+        except _TO_BE_EXPECTED:
+            self.counts[FAILED] += 1
+            time.sleep(PAUSE_SECONDS)  # leave it to others to bring it
+
+    def owner(self) -> int:
+        """Any peer with memory."""
+        return self.rng.randrange(OWNERS)
+
+    def compare(self, key: str, value: memoryview, how: str) -> None:
+        """Count a read; one that is wrong is told on stderr, too."""
+        self.counts[READS] += 1
+        if not is_right(key, value):
+            self.counts[WRONG] += 1
+            print(f"WRONG {how}: {key!r}, {len(value):,} bytes", file=sys.stderr, flush=True)
+
+    def key(self, peer: int) -> str:
+        return key_name(peer, self.rng.randrange(KEYS_PER_PEER))
+
+    def key_here(self, client: BlockingClient, peer: int) -> str:
+        """One that the peer of this client lists: a key that nobody has costs round trips."""
+        reader = client._session._live.link.readers[0]
+        for _ in range(KEYS_PER_PEER):
+            key = self.key(peer)
+            if reader.contains(key_digest(key)):
+                return key
+        raise NoSuchKey(key)
+
+    # --- roles -------------------------------------------------------------------------------
+
+    def change(self, client: BlockingClient, peer: int) -> None:
+        """Put new values over old ones, remove one, or put others that drive out what is there."""
+        kind = self.rng.choices(("replace", "remove", "drive out"), (2, 1, 4))[0]
+        keys = [self.key(peer) for _ in range(BATCH)]
+        if kind == "remove":
+            client.remove(keys[0])
+            self.counts[CHANGES] += 1
+            return
+        if kind == "drive out":
+            keys = [f"{key} {self.rng.getrandbits(63)}" for key in keys]
+        values = [(key, value_of(key, self.rng.getrandbits(63))) for key in keys]
+        for result in client.put_many(values, overwrite=kind == "replace"):
+            if result.error is not None and not isinstance(result.error, _TO_BE_EXPECTED):
+                raise result.error
+            self.counts[CHANGES if result.error is None else FAILED] += 1
+
+    def copy(self, client: BlockingClient, peer: int, how: str) -> None:
+        """Copy a value of that peer's."""
+        key = self.key_here(client, peer) if how == "copy" else self.key(peer)
+        length = client.get_into(key, self.buffer)
+        self.compare(key, self.buffer[:length], how)
+
+    def view(self, client: BlockingClient, peer: int) -> None:
+        """Hold views of several values, some of them fetched from the other peer for that, and compare each of
+        them when it is taken and when all are there: nothing may have moved."""
+        held: list[tuple[str, memoryview]] = []
+        for _ in range(VIEWS):
+            try:
+                remote = self.rng.random() < REMOTE_VIEWS
+                key = self.key(1 - peer) if remote else self.key_here(client, peer)
+                value = client.take_lease(key)
+            except _TO_BE_EXPECTED as error:
+                if isinstance(error, StoreClosed):
+                    break  # what is held stays what it is
+                self.counts[FAILED] += 1
+                continue
+            self.compare(key, value, "view")
+            held.append((key, value))
+        for key, value in held:
+            self.compare(key, value, "view, later")
+
+    def trust(self, client: BlockingClient, peer: int) -> None:
+        """Look a value up, and go on copying it from there for a while, without a lease or a look at checksums. It
+        shows what the others are protected from: its wrong values are counted, and are no failure."""
+        reader = client._session._live.link.readers[0]
+        key = self.key_here(client, peer)
+        found = reader.find(key_digest(key))
+        if found is None:
+            raise NoSuchKey(key)
+        slot, _ = found
+        view = self.buffer[: slot.length]
+        right, deadline = True, time.monotonic() + TRUSTING_SECONDS
+        while right and time.monotonic() < deadline:
+            np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(reader.view_of(slot), np.uint8))
+            right = is_right(key, view)
+            time.sleep(PAUSE_SECONDS)
+        self.counts[READS] += 1
+        self.counts[WRONG] += not right
+
+
+def preempt(rng: Random) -> None:
+    """Have some reads of this process wait, after they looked up where a value is, until it is not there any more (or
+    for a while): as when the kernel lets others run at the worst moment, which it does too seldom for a test."""
+    find = SegmentReader.find
+
+    def find_and_wait(reader: SegmentReader, digest: bytes) -> tuple[Slot, TrailerBody] | None:
+        found = find(reader, digest)
+        if found is not None and rng.random() < PREEMPTED:
+            deadline = time.monotonic() + rng.uniform(0, MAX_PREEMPTED_SECONDS)
+            while time.monotonic() < deadline and find(reader, digest) == found:
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.005))  # its place is used again
+        return found
+
+    SegmentReader.find = find_and_wait  # type: ignore[method-assign, assignment] # on purpose
+
+
+def _on_another_host(transport: ShmTransport, copy: RemoteCopy) -> str:
+    return "this reader does as if the holder were on another host"
+
+
+def play(role: str, actor: Actor) -> None:
+    """Work in that role, without end."""
+    match role:
+        case "change":
+            actor.run(actor.owner, actor.change)
+        case "copy":
+            actor.run(actor.owner, lambda client, peer: actor.copy(client, peer, role))
+        case "view":
+            actor.run(actor.owner, actor.view)
+        case "trust":
+            actor.run(actor.owner, actor.trust)
+        case "shm" | "tcp":
+
+            def read(client: BlockingClient, _: int) -> None:
+                actor.copy(client, actor.owner(), role)
+
+            if role == "tcp":
+                ShmTransport.why_not = _on_another_host  # type: ignore[method-assign, assignment] # on purpose
+            actor.run(lambda: OWNERS, read)
+        case _:
+            raise ValueError(f"there is no role {role!r}")
+
+
+def main() -> None:
+    parent, role, sockets, counts, row, seed = sys.argv[1:]
+    die_with_parent(int(parent))
+    rows = np.memmap(Path(counts), dtype=np.uint64, mode="r+").reshape(-1, COLUMNS)
+    rng = Random(int(seed))
+    preempt(rng)
+    play(role, Actor(sockets.split(","), rows[int(row)], rng))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""How full a segment stays while values of all sizes come and go."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+import pytest
+
+from p2pstore.objects import GIB
+from p2pstore.transfer.segment import Segment
+from tests.unit.segment_churn import LOADS, churn, segment_for
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_mixed_load_leaves_little_unused(load: str, seed: int) -> None:
+    segment = segment_for(1 * GIB, Segment)
+    churned = churn(segment, LOADS[load], 1500, seed)
+    assert churned.evicted > 1000, "the load did not churn"
+    assert mean(churned.used) >= 0.95
+    assert mean(churned.payload) >= 0.95
+    segment.check()
