@@ -31,6 +31,7 @@ _PORT: Final = re.compile(r"[0-9]{1,5}")
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
 NetworkName = Literal["lan", "wan", "local"]
 DirectoryName = Literal["auto", "full", "partitioned"]
+SwitchName = Literal["off", "on"]
 
 
 class _NamesAreChecked(msgspec.StructMeta):
@@ -61,7 +62,8 @@ class PeerConfig(
     others. `network` says how long the others may take to answer before they are suspected: `lan` within a
     data centre, `wan` between data centres, `local` on one machine. `transport`: how this peer reads from
     others; `auto` takes the best that works, the others are strict. `rdma_device`: the RDMA devices that it may
-    use, best first; unset: any. `directory`: whether this peer knows
+    use, best first; unset: any. `data_tls`: `on` lets others read this peer over TLS only, and not by RDMA;
+    how this one reads from each of them, they decide. `directory`: whether this peer knows
     where all objects are (`full`), or its part of that, and asks others (`partitioned`); `auto` as
     `index_memory` and the size of the cluster allow.
     """
@@ -80,6 +82,7 @@ class PeerConfig(
     max_objects: int | None = None
     transport: TransportName = "auto"
     rdma_device: list[str] = []
+    data_tls: SwitchName = "off"
     directory: DirectoryName = "auto"
     index_memory: str | int = "1GiB"
     cluster_key_file: str | None = None
@@ -118,6 +121,11 @@ class PeerConfig(
         if self.rdma_device and self.transport not in ("auto", "rdma"):
             raise ConfigError(
                 f"{says['rdma_device']}: transport {self.transport} uses no RDMA device; use auto or rdma"
+            )
+        if self.data_tls == "on" and (self.rdma_device or self.transport == "rdma"):
+            raise ConfigError(
+                f"{says['data_tls']}: what RDMA moves is not encrypted; use transport auto or tcp, and no "
+                "rdma_device"
             )
         for setting in ("join_timeout", "drain_timeout", "slow_operation"):
             value = getattr(self, setting)

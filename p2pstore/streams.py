@@ -68,6 +68,14 @@ class ByteStream(Protocol):
         ...
 
 
+class AcceptedStream(ByteStream, Protocol):
+    """A server's end, which waits for as long as it likes between requests."""
+
+    async def wait_readable_forever(self) -> None:
+        """Wait, without a deadline, until a receive would not block."""
+        ...
+
+
 class Event(Protocol):
     """Something that one task or thread waits for; it may be set before that, and only once."""
 

@@ -14,7 +14,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from p2pstore.config import split_address
 from p2pstore.errors import (
     AuthenticationFailed,
     ConfigError,
@@ -24,7 +23,8 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
-from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver
+from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver
+from p2pstore.transfer.data_addresses import DataAddress, split_data_address
 from p2pstore.transfer.data_connection import (
     TRANSPORT_NAME,
     DataConnection,
@@ -348,7 +348,10 @@ class DataPool:
                 break
             try:
                 return await self._connect_to(
-                    address, self._ticket(peer), min(self._connect_seconds, left_seconds)
+                    address,
+                    peer.peer_id,
+                    self._ticket(peer),
+                    min(self._connect_seconds, left_seconds),
                 )
             except (AuthenticationFailed, ProtocolMismatch, ProtocolError) as error:
                 refusal = refusal or error
@@ -370,12 +373,26 @@ class DataPool:
         return peer.ticket if peer.ticket is not None else self._ticket_source(peer)
 
     async def _connect_to(
-        self, address: str, granted: GrantedTicket, connect_seconds: float
+        self, address: str, peer_id: bytes, granted: GrantedTicket, connect_seconds: float
     ) -> DataConnection:
-        host, port = split_address(address, "data address")
-        stream = await self._driver.connect_tcp(host, port, connect_seconds)
+        at = split_data_address(address)
+        stream = await self._driver.connect_tcp(at.host, at.port, connect_seconds)
         stream.progress_seconds = connect_seconds
-        return await DataConnection.open(stream, granted, self._software)
+        return await open_connection(stream, at, peer_id, granted, self._software)
+
+
+async def open_connection(
+    stream: ByteStream, at: DataAddress, peer_id: bytes, granted: GrantedTicket, software: str
+) -> DataConnection:
+    """Shake hands with a peer over a fresh stream to its data address: TLS where it is spoken there, then the
+    hello, each within `stream.progress_seconds`. Raises like `dial_tls` and `DataConnection.open`; then, as after
+    any error, the stream is closed."""
+    if at.tls:
+        # What most clusters do without is not imported there.
+        from p2pstore.transfer.tls_streams import dial_tls
+
+        stream, granted = await dial_tls(stream, peer_id, granted)
+    return await DataConnection.open(stream, granted, software)
 
 
 class _Guarded:

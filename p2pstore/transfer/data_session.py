@@ -19,7 +19,7 @@ import trio
 
 from p2pstore.errors import P2PStoreError, ProtocolError
 from p2pstore.objects import CHUNK_BYTES, GIB, KIB, MIB, PART_BYTES
-from p2pstore.streams import BytesLike
+from p2pstore.streams import AcceptedStream, BytesLike
 from p2pstore.transfer.frame_reading import Refused, skip_bulk
 from p2pstore.transfer.messages import (
     MAX_MEASURE_BYTES,
@@ -44,7 +44,6 @@ from p2pstore.transfer.messages import (
 from p2pstore.transfer.rdma_serving import RdmaBackend, ReadableEnd
 from p2pstore.transfer.store_intake import StoreBackend, receive_value
 from p2pstore.transfer.tickets import Scope, TicketClaims
-from p2pstore.trio_streams import TrioStream
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
     HEADER_BYTES,
@@ -138,7 +137,7 @@ class DataSession:
 
     def __init__(
         self,
-        stream: TrioStream,
+        stream: AcceptedStream,
         frames: FrameBuffer,
         claims: TicketClaims,
         *,

@@ -20,13 +20,12 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import pytest
 import trio
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from p2pstore.asyncio_streams import AsyncioDriver
 from p2pstore.errors import (
@@ -41,9 +40,12 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
+from p2pstore.gossip.links.identity import Ed25519Verifier as Verifier
+from p2pstore.gossip.links.identity import Identity
 from p2pstore.keyring import KeyRing
 from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.streams import BlockingDriver, BytesLike, ByteStream, Driver, run_blocking
+from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.data_server import (
     DataServer,
@@ -120,27 +122,7 @@ SEGMENT_BYTES = 24 * MIB
 _buffers: dict[int, memoryview] = {}
 
 
-class Identity:
-    """An ed25519 key pair; its peer id is the raw public key."""
-
-    def __init__(self, seed: int) -> None:
-        self._key = Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32)
-        self.peer_id = self._key.public_key().public_bytes_raw()
-
-    def sign(self, message: bytes) -> bytes:
-        return self._key.sign(message)
-
-
-class Verifier:
-    def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool:
-        try:
-            Ed25519PublicKey.from_public_bytes(peer_id).verify(signature, message)
-        except (InvalidSignature, ValueError):
-            return False
-        return True
-
-
-OWNER, READER = Identity(1), Identity(2)
+OWNER, READER = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)
 
 
 def grant(
@@ -290,10 +272,13 @@ class TcpHarness:
         segment: Segment,
         limits: ServerLimits | None = None,
         stores: StoreBackend | None = None,
+        *,
+        tls: bool = False,
     ) -> AsyncIterator[TcpHarness]:
         harness = cls(segment)
         (listener,) = await open_data_listeners(["127.0.0.1:0"])
-        harness.address = listener_address(listener)
+        address = listener_address(listener)
+        harness.address = over_tls(address) if tls else address
         harness.server = DataServer(
             harness.backend,
             ring=RING,
@@ -302,6 +287,7 @@ class TcpHarness:
             incarnation=7,
             limits=limits,
             stores=stores,
+            tls=tls,
         )
 
         async def serve() -> None:
@@ -334,6 +320,7 @@ class TcpHarness:
 
 HARNESSES: dict[str, Callable[[Segment], contextlib.AbstractAsyncContextManager[Harness]]] = {
     "tcp": TcpHarness.open,
+    "tls": partial(TcpHarness.open, tls=True),
 }
 
 

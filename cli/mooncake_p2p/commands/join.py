@@ -36,6 +36,11 @@ class DirectoryKept(StrEnum):
     partitioned = "partitioned"
 
 
+class Switch(StrEnum):
+    off = "off"
+    on = "on"
+
+
 class LogLevel(StrEnum):
     debug = "debug"
     info = "info"
@@ -108,6 +113,12 @@ def join(
     rdma_device: Annotated[
         list[str] | None,
         _option("NAME", "RDMA device to use, best first; may be repeated [default: any]."),
+    ] = None,
+    data_tls: Annotated[
+        Switch | None,
+        typer.Option(
+            help="Let others read this peer over TLS only [default: off].", show_default=False
+        ),
     ] = None,
     directory: Annotated[
         DirectoryKept | None,
