@@ -17,7 +17,7 @@ from typing import Final, cast
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.objects import KIB
-from p2pstore.streams import AcceptedStream, BytesLike, ByteStream, flatten_parts, stalled
+from p2pstore.streams import AcceptedStream, BytesLike, ByteStream, flatten_parts
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.tls_certificates import bound_secret, check_certificate
 
@@ -66,20 +66,29 @@ class TlsStream:
     async def shake_hands(self, received: bytes | memoryview = b"") -> None:
         """Agree on keys, within `progress_seconds` in all. `received` has come already.
 
-        Raises `ProtocolError` when the other side does not speak TLS 1.3.
+        Raises `ProtocolError` when the other side does not speak TLS 1.3, and what sending and receiving raise.
+        After an error the stream is of no use.
         """
         limit_seconds = self.progress_seconds
         deadline = time.monotonic() + limit_seconds
+        late = DeadlineExceeded(f"the TLS handshake was not over within {limit_seconds:g} s")
         self._incoming.write(received)
         left_bytes = MAX_HANDSHAKE_BYTES - len(received)
         while not await self._step():
             self.receive_seconds = left_seconds = deadline - time.monotonic()
             if left_seconds <= 0:
-                raise stalled(limit_seconds)
-            count = await self._receive_some(LEAST_RECEIVE_BYTES)
+                raise late
+            try:
+                count = await self._receive_some(LEAST_RECEIVE_BYTES)
+            except DeadlineExceeded:
+                raise late from None
+            except ConnectionResetError:
+                count = 0
             left_bytes -= count
             if not count:
-                raise ProtocolError("the other side ended the TLS handshake: it may speak no TLS")
+                raise ConnectionResetError(
+                    "the other side ended the TLS handshake: it may speak no TLS there"
+                )
             if left_bytes < 0:
                 raise ProtocolError("the TLS handshake is longer than any of p2pstore's")
         self.receive_seconds = None
@@ -198,7 +207,7 @@ async def dial_tls(
     after any error, the stream is closed.
     """
     try:
-        secured = TlsStream(stream, _dialling_context(), server_side=False)
+        secured = TlsStream(stream, dialling_context(), server_side=False)
         await secured.shake_hands()
         certificate = secured.other_certificate()
         check_certificate(certificate, peer_id, time.time())
@@ -209,7 +218,8 @@ async def dial_tls(
 
 
 @cache
-def _dialling_context() -> ssl.SSLContext:
+def dialling_context() -> ssl.SSLContext:
+    """For who checks the certificate itself afterwards."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

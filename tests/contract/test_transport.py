@@ -628,7 +628,8 @@ class StepCounter(trio.abc.Instrument):
                 self.scope.cancel()
 
 
-async def test_an_owner_stopped_at_each_checkpoint_lets_everything_go() -> None:
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+async def test_an_owner_stopped_at_each_checkpoint_lets_everything_go(tls: bool) -> None:
     segment = segment_of(SEGMENT_BYTES)
     value = pattern(2 * MIB + 5)
     digest = put(segment, "key", value)
@@ -637,7 +638,7 @@ async def test_an_owner_stopped_at_each_checkpoint_lets_everything_go() -> None:
     at = 0
     while not delivered:
         at += 1
-        async with TcpHarness.open(segment) as harness:
+        async with TcpHarness.open(segment, tls=tls) as harness:
             counter = StepCounter("_run_connection", at, harness.stop)
             trio.lowlevel.add_instrument(counter)
             try:
