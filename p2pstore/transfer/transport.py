@@ -91,7 +91,7 @@ def watch_of(destination: Destination) -> ReadWatch | None:
 
 @dataclass(frozen=True, slots=True)
 class RemotePeer:
-    """A peer to connect to: `data` are its data addresses (`host:port`, `[v6]:port`), best first.
+    """A peer to connect to: `data` are its data addresses (see `data_addresses`), best first.
 
     Without `ticket` the connection pool asks its ticket source.
     """

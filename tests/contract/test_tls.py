@@ -15,7 +15,7 @@ import trio
 from p2pstore.errors import AuthenticationFailed, ProtocolMismatch, Unavailable
 from p2pstore.objects import KIB, MIB
 from p2pstore.streams import ByteStream
-from p2pstore.transfer.data_addresses import TLS_SCHEME, DataAddress, over_tls
+from p2pstore.transfer.data_addresses import TLS_SCHEME, over_tls, split_data_address
 from p2pstore.transfer.data_connection import DataConnection
 from p2pstore.transfer.data_pool import DataPool, open_connection
 from p2pstore.transfer.data_server import ServerLimits
@@ -261,7 +261,7 @@ async def test_a_refusal_inside_tls_is_heard(harness: TcpHarness, side: Side) ->
 
 async def test_who_is_cancelled_in_the_handshake_leaves_nothing(harness: TcpHarness) -> None:
     """At each checkpoint, under trio; `CancellingDriver` of `test_transport` does it at each call."""
-    at = DataAddress(*plain(harness.address).rsplit(":", 1), tls=True)  # type: ignore[arg-type]  # the port is not used
+    at = split_data_address(harness.address)
     steps, done = 0, False
     while not done:
         steps += 1

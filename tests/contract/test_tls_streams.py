@@ -264,7 +264,7 @@ async def test_who_says_nothing_is_given_up(side: Side) -> None:
         with pytest.raises(DeadlineExceeded):
             await dial(side, address, progress_seconds=0.05)
 
-    async with raw_server(idle) as address:  # type: ignore[arg-type]  # any stream will do
+    async with raw_server(idle) as address:
         await side.run(talk)
 
 

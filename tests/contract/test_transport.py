@@ -40,8 +40,7 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
-from p2pstore.gossip.links.identity import Ed25519Verifier as Verifier
-from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.keyring import KeyRing
 from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.streams import BlockingDriver, BytesLike, ByteStream, Driver, run_blocking
@@ -122,6 +121,7 @@ SEGMENT_BYTES = 24 * MIB
 _buffers: dict[int, memoryview] = {}
 
 
+Verifier = Ed25519Verifier
 OWNER, READER = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)
 
 
