@@ -287,10 +287,11 @@ class DataConnection:
         answer_seconds: float = math.inf,
     ) -> Pulled:
         """Read one object. Raises `PullFailed`, or what `destination.prepare` raises, and
-        `DeadlineExceeded` also when the answer does not begin within `answer_seconds`."""
+        `DeadlineExceeded` also when the answer does not begin within `answer_seconds`. When those are finite, the
+        other side may be too busy for a large object (`PullFailed`, BUSY)."""
         with self._operation():
             first = GetItem(digest, 0, PART_CHUNKS, slot_hint)
-            expected = await self._send_get((first,))
+            expected = await self._send_get((first,), may_refuse=answer_seconds < math.inf)
             await self._wait_for_answer(answer_seconds)
             return await self._pull(expected, destination)
 
@@ -422,7 +423,7 @@ class DataConnection:
                 sequence=reply.sequence,
             )
         if reply.status == ObjectStatus.BUSY:
-            raise PullFailed(Code.BUSY, "the holder has all its upload slots taken")
+            raise PullFailed(Code.BUSY, "the holder has much to send already: others have it, too")
         if reply.status == ObjectStatus.TOO_LARGE:
             raise PullFailed(Code.OBJECT_TOO_LARGE, "the object did not fit into the reply")
         if reply.status != ObjectStatus.OK:
@@ -471,8 +472,8 @@ class DataConnection:
     async def _send_batch(self, batch: Sequence[tuple[bytes, Destination]]) -> _Expected:
         return await self._send_get(tuple(GetItem(digest) for digest, _ in batch))
 
-    async def _send_get(self, items: tuple[GetItem, ...]) -> _Expected:
-        return _Expected(await self._send(DataKind.GET, Get(list(items))), items)
+    async def _send_get(self, items: tuple[GetItem, ...], *, may_refuse: bool = False) -> _Expected:
+        return _Expected(await self._send(DataKind.GET, Get(list(items), may_refuse)), items)
 
     async def _send(self, kind: DataKind, message: Message, bulk: memoryview = _NO_BULK) -> int:
         self._last_request_id = number = self._last_request_id % 0xFFFF_FFFF + 1

@@ -69,6 +69,8 @@ GATHER_BYTES: Final = 256 * KIB
 GATHER_PARTS: Final = 512
 _MEASURE_FILL: Final = memoryview(os.urandom(MIB))
 """Random: a way that compresses must not look faster than it is for tensors."""
+SMALL_READ_BYTES: Final = 64 * KIB
+"""Reads up to this are never refused because of others."""
 RETIRING_IDLE_SECONDS: Final = 0.25
 """A connection that is to end does so when no request came for so long."""
 
@@ -110,6 +112,9 @@ class ServerLimits:
     """What strangers and slow readers may cost. Times in seconds."""
 
     connections: int = 1024
+    uploads: int = 16
+    """Large answers on their way at once, before readers that know other holders are told BUSY. More would share the
+    same network, and all be done later."""
     unproved: int = 256
     unproved_per_address: int = 32
     hello_seconds: float = 5.0
@@ -126,10 +131,13 @@ class ServerLimits:
 
 @dataclass(slots=True)
 class Traffic:
-    """What was served so far, for statistics."""
+    """What was served so far, for statistics; `busy` are reads that were sent to other holders."""
 
     objects: int = 0
     bytes: int = 0
+    busy: int = 0
+    uploads: int = 0
+    """Connections with a large answer on its way now."""
 
 
 class DataSession:
@@ -166,6 +174,7 @@ class DataSession:
         self._handlers = 0
         self._measured_bytes = 0
         self._held: list[OpenedObject] = []
+        self._uploads = False
         self._parts: list[BytesLike] = []
         self._gathered_bytes = 0
 
@@ -303,6 +312,9 @@ class DataSession:
                 replies.append(each)
                 continue
             payload = _range(each.payload, item)
+            if len(payload) > SMALL_READ_BYTES and not self._take_upload(get.may_refuse):
+                replies.append(ObjectReply(ObjectStatus.BUSY))
+                continue
             body_bytes += len(each.trailer) + 128
             if (
                 bulk_bytes + len(payload) > self._limits.reply_bulk_bytes
@@ -323,6 +335,17 @@ class DataSession:
         self._parts += payloads
         self._gathered_bytes += bulk_bytes
         self._traffic.objects += len(payloads)
+
+    def _take_upload(self, may_refuse: bool) -> bool:
+        """Whether a large answer may be sent now; if so, this connection has one on its way until the next flush
+        is over."""
+        if not self._uploads:
+            if may_refuse and self._traffic.uploads >= self._limits.uploads:
+                self._traffic.busy += 1
+                return False
+            self._uploads = True
+            self._traffic.uploads += 1
+        return True
 
     def _gather(self, frame: bytes) -> None:
         self._parts.append(frame)
@@ -350,6 +373,9 @@ class DataSession:
             self._sending.release()
 
     def _let_go_all(self) -> None:
+        if self._uploads:
+            self._uploads = False
+            self._traffic.uploads -= 1
         held, self._held = self._held, []
         self._parts = []
         self._gathered_bytes = 0

@@ -100,7 +100,8 @@ class RemotePeer:
     data: tuple[str, ...] = ()
     ticket: GrantedTicket | None = field(default=None, repr=False)
     answer_seconds: float = field(default=math.inf, kw_only=True)
-    """How long to wait for each first sign of life; not longer than for any other progress."""
+    """How long to wait for each first sign of life; not longer than for any other progress. Finite where others
+    have the object as well: then it may also be told to ask them (BUSY)."""
 
 
 @dataclass(frozen=True, slots=True)

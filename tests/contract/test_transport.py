@@ -1202,9 +1202,9 @@ async def test_a_holder_that_misbehaves_fails_the_pull_and_nothing_else(
         assert report.unwrap().length == len(VALUE)
         assert report.copy is not None
         assert report.copy.member == 2
-        assert [(failure.member, failure.code) for failure in report.failures] == [
-            (1, caught.value.code)
-        ]
+        assert [(failure.member, failure.code) for failure in report.failures] == (
+            [] if name == "busy" else [(1, caught.value.code)]
+        )
         assert buffer == VALUE
 
 

@@ -85,6 +85,7 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     "hello reply": (DataKind.HELLO, 0, HelloReply(1, b"m" * 4, b"p" * 4, 9, "sw"), REPLY, 0),
     "proof": (DataKind.PROOF, 0, Proof(b"p" * 4), 0, 0),
     "get": (DataKind.GET, 1, Get([GetItem(DIGEST), GetItem(DIGEST, 64, 64, 7)]), 0, 0),
+    "get elsewhere": (DataKind.GET, 1, Get([GetItem(DIGEST)], may_refuse=True), 0, 0),
     "get reply": (
         DataKind.GET,
         1,
@@ -141,9 +142,10 @@ GOLDEN: dict[str, str] = {
     "hello reply": "010001000000000012000000000000009501c4046d6d6d6dc4047070707009a27377",
     "proof": "0200000000000000070000000000000091c40470707070",
     "get": (
-        "10000000010000002e00000000000000919294c410dccec363d9fb256bb2d52a0704475a00000000"
-        "94c410dccec363d9fb256bb2d52a0704475a00404007"
+        "10000000010000002f00000000000000929294c410dccec363d9fb256bb2d52a0704475a00000000"
+        "94c410dccec363d9fb256bb2d52a0704475a00404007c2"
     ),
+    "get elsewhere": "10000000010000001900000000000000929194c410dccec363d9fb256bb2d52a0704475a00000000c3",
     "get reply": (
         "10000100010000008e0000000c00000091939700c440010206002c000000dccec363d9fb256bb2d5"
         "2a0704475a00050000000000000000200000000000000c000000000000001806ac967fb02e6b6346"
