@@ -93,5 +93,5 @@ def test_the_doctor_examines_a_peer_with_tls() -> None:
         assert address.startswith("tls://")
         found = findings(done(examine(peer, "--json")))
         assert " over TLS, protocol " in found[f"data {address}"]["value"]
-        assert found["tcp from it"]["measured"]["bytes_per_second"] > 1e6
-        assert found["tcp to it"]["measured"]["bytes_per_second"] > 1e6
+        assert found["tcp from it"]["measured"]["bytes_per_second"] > 0
+        assert found["tcp to it"]["measured"]["bytes_per_second"] > 0
