@@ -71,8 +71,12 @@ class ByteStream(Protocol):
 class AcceptedStream(ByteStream, Protocol):
     """A server's end, which waits for as long as it likes between requests."""
 
-    async def wait_readable_forever(self) -> None:
-        """Wait, without a deadline, until a receive would not block."""
+    async def receive_without_deadline(self, view: memoryview) -> int:
+        """`receive_into`, but it waits for as long as it takes."""
+        ...
+
+    def stop_receiving(self) -> None:
+        """Whoever waits to receive gets what has arrived, and then 0 as if the other side had closed."""
         ...
 
 
@@ -107,6 +111,11 @@ class Driver(Protocol):
     def event(self) -> Event:
         """A new event, for one waiter."""
         ...
+
+
+def total_bytes(parts: Sequence[BytesLike]) -> int:
+    """The bytes of all parts together."""
+    return sum([part.nbytes if type(part) is memoryview else len(part) for part in parts])
 
 
 def flatten_parts(parts: Sequence[BytesLike]) -> list[memoryview]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Final, cast
@@ -30,6 +30,9 @@ MOST_RECEIVE_BYTES: Final = 128 * KIB
 """Room to receive into, for who reads little and for who reads much at once."""
 MAX_HANDSHAKE_BYTES: Final = 64 * KIB
 """Of the other side; it takes one or two."""
+
+
+Receive = Callable[[memoryview], Awaitable[int]]
 
 
 class TlsStream:
@@ -79,7 +82,7 @@ class TlsStream:
             if left_seconds <= 0:
                 raise late
             try:
-                count = await self._receive_some(LEAST_RECEIVE_BYTES)
+                count = await self._receive_some(LEAST_RECEIVE_BYTES, self._inner.receive_into)
             except DeadlineExceeded:
                 raise late from None
             except ConnectionResetError:
@@ -133,7 +136,7 @@ class TlsStream:
 
     async def receive_into(self, view: memoryview) -> int:
         while not (count := self._decrypt_into(view)):
-            if not await self._receive_some(len(view)):
+            if not await self._receive_some(len(view), self._inner.receive_into):
                 return 0
         return count
 
@@ -141,7 +144,7 @@ class TlsStream:
         """As much as has arrived whole."""
         position = 0
         try:
-            while position < len(view) and self.holds_input:
+            while position < len(view) and self._holds_input:
                 count = cast("int", self._tls.read(len(view) - position, view[position:]))
                 if not count:  # the other side's farewell
                     break
@@ -152,17 +155,17 @@ class TlsStream:
             raise ConnectionAbortedError(f"the TLS connection broke: {_reason(error)}") from error
         return position
 
-    async def _receive_some(self, wanted_bytes: int) -> int:
+    async def _receive_some(self, wanted_bytes: int, receive: Receive) -> int:
         """Take encrypted bytes off the stream below; 0 at its end."""
         size = max(LEAST_RECEIVE_BYTES, min(wanted_bytes, MOST_RECEIVE_BYTES))
         if len(self._room) < size:
             self._room = memoryview(bytearray(size))
-        count = await self._inner.receive_into(self._room)
+        count = await receive(self._room)
         self._incoming.write(self._room[:count])
         return count
 
     @property
-    def holds_input(self) -> bool:
+    def _holds_input(self) -> bool:
         """Whether something was received that nobody has read: perhaps a part of a record."""
         return bool(self._incoming.pending or self._tls.pending())
 
@@ -193,9 +196,15 @@ class AcceptedTlsStream(TlsStream):
         """A ticket's secret as it counts on this stream."""
         return bound_secret(secret, self._certificate)
 
-    async def wait_readable_forever(self) -> None:
-        if not self.holds_input:
-            await self._accepted.wait_readable_forever()
+    async def receive_without_deadline(self, view: memoryview) -> int:
+        if not self._holds_input and not await self._receive_some(
+            len(view), self._accepted.receive_without_deadline
+        ):
+            return 0
+        return await self.receive_into(view)  # the rest of a record has a deadline
+
+    def stop_receiving(self) -> None:
+        self._accepted.stop_receiving()
 
 
 async def dial_tls(
