@@ -23,7 +23,7 @@ from p2pstore.transfer.messages import DataKind, Ping, Pong
 from p2pstore.transfer.tls_streams import MAX_HANDSHAKE_BYTES, dial_tls
 from p2pstore.transfer.transport import BufferDestination, PullFailed, pull_with_failover
 from p2pstore.trio_streams import TrioDriver, TrioStream
-from p2pstore.wire import Code
+from p2pstore.wire import Code, encode_frame
 from tests.contract.test_tls_streams import raw_server
 from tests.contract.test_transport import (
     DRIVERS,
@@ -37,6 +37,7 @@ from tests.contract.test_transport import (
     grant,
     pattern,
     put,
+    read_frame,
     segment_of,
     until,
 )
@@ -239,6 +240,48 @@ async def test_strangers_with_tls_are_limited_as_others() -> None:
         assert harness.server.connections == 2
         for stream in waiting:
             stream.close()
+
+
+async def opened(harness: TcpHarness) -> tuple[ByteStream, DataConnection]:
+    """A connection after a good hello, and the stream that its records travel on."""
+    inner = await connect(plain(harness.address))
+    at = split_data_address(harness.address)
+    return inner, await open_connection(inner, at, OWNER.peer_id, grant(), "")
+
+
+async def test_idle_connections_are_closed() -> None:
+    limits = ServerLimits(idle_seconds=0.05)
+    async with TcpHarness.open(segment_of(4 * MIB), limits, tls=True) as harness:
+        _, connection = await opened(harness)
+        await assert_closed(connection.stream)
+
+
+@pytest.mark.parametrize("said", [b"\x17", b"\x17\x03\x03\x00\x50" + bytes(40)], ids=len)
+async def test_half_a_record_is_waited_for_only_so_long(said: bytes) -> None:
+    limits = ServerLimits(progress_seconds=0.05)
+    async with TcpHarness.open(segment_of(4 * MIB), limits, tls=True) as harness:
+        inner, connection = await opened(harness)
+        assert await connection.request(DataKind.PING, Ping()) == Pong(7, 42)
+        with caught_log() as lines:
+            await inner.send(said)
+            await assert_closed(inner)
+            await until(lambda: harness.server.connections == 0)
+        assert ["made no progress for 0.05 s" in line for line in lines] == [True]
+
+
+async def test_requests_that_arrive_together_are_all_answered(harness: TcpHarness) -> None:
+    """Also those that wait as received, but not decrypted, when the first ones are taken."""
+    _, connection = await opened(harness)
+    pings = [encode_frame(DataKind.PING, number, Ping()) for number in range(20_000)]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(connection.stream.send, b"".join(pings))
+        answered = 0
+        with trio.fail_after(20):
+            while answered < len(pings):
+                kind, *_ = await read_frame(connection.stream)
+                assert kind == DataKind.PING
+                answered += 1
+    connection.close()
 
 
 async def test_garbage_inside_tls_ends_its_connection_only(harness: TcpHarness) -> None:
