@@ -29,7 +29,7 @@ LEAST_RECEIVE_BYTES: Final = 32 * KIB
 MOST_RECEIVE_BYTES: Final = 128 * KIB
 """Room to receive into, for who reads little and for who reads much at once."""
 MAX_HANDSHAKE_BYTES: Final = 64 * KIB
-"""Of the other side; it takes one or two."""
+"""What the other side may say in it; usual are one or two KiB."""
 
 
 Receive = Callable[[memoryview], Awaitable[int]]
