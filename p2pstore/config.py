@@ -32,6 +32,7 @@ TransportName = Literal["auto", "shm", "rdma", "tcp"]
 NetworkName = Literal["lan", "wan", "local"]
 DirectoryName = Literal["auto", "full", "partitioned"]
 HugePagesName = Literal["auto", "never", "require"]
+SwitchName = Literal["off", "on"]
 
 
 class _NamesAreChecked(msgspec.StructMeta):
@@ -67,7 +68,8 @@ class PeerConfig(
     peer reads from others; `auto` takes the best that works, the others are strict. `rdma_device`: the RDMA devices
     that it may use; unset: any. `rdma_topology`: which of them are near which memory, as a JSON matrix or a file with
     one (`{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}`: preferred and fallback), where the machine does not tell it right.
-    `directory`: whether this peer knows
+    `data_tls`: `on` lets others read this peer over TLS only, and not by RDMA; how this one reads from each of
+    them, they decide. `directory`: whether this peer knows
     where all objects are (`full`), or its part of that, and asks others (`partitioned`); `auto` as
     `index_memory` and the size of the cluster allow.
     """
@@ -90,6 +92,7 @@ class PeerConfig(
     transport: TransportName = "auto"
     rdma_device: list[str] = []
     rdma_topology: str | None = None
+    data_tls: SwitchName = "off"
     directory: DirectoryName = "auto"
     index_memory: str | int = "1GiB"
     cluster_key_file: str | None = None
@@ -131,6 +134,15 @@ class PeerConfig(
                 raise ConfigError(
                     f"{says[setting]}: transport {self.transport} uses no RDMA device; use auto or rdma"
                 )
+        for setting in ("rdma_device", "rdma_topology"):
+            if getattr(self, setting) and self.data_tls == "on":
+                raise ConfigError(
+                    f"{says['data_tls']}: what RDMA moves is not encrypted; leave out {setting}"
+                )
+        if self.data_tls == "on" and self.transport == "rdma":
+            raise ConfigError(
+                f"{says['data_tls']}: what RDMA moves is not encrypted; use transport auto or tcp"
+            )
         for setting in ("join_timeout", "drain_timeout", "slow_operation"):
             value = getattr(self, setting)
             if not 0 <= value <= 86_400:

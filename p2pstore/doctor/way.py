@@ -18,7 +18,7 @@ from typing import Final
 import trio
 
 import p2pstore
-from p2pstore.config import is_loopback, split_address
+from p2pstore.config import split_address
 from p2pstore.doctor import way_rules
 from p2pstore.doctor.finding import Finding, broken, fine, skipped
 from p2pstore.doctor.way_data import examine_data_address
@@ -231,14 +231,14 @@ class _Examination:
         shares = 2 * len(record.data) + (1 if same_host else 0) + 1
         share_seconds = self.way.measure_seconds / max(1, shares)
         for address in record.data[:MAX_ADDRESSES]:
-            elsewhere = not same_host and is_loopback(split_address(address, "data address")[0])
             await examine_data_address(
                 address,
+                record.peer_id,
                 office.ticket(record.peer_id, Scope.READ | Scope.PEER),
                 share_seconds,
                 self.timeout,
                 self.report,
-                loopback_elsewhere=elsewhere,
+                same_host=same_host,
             )
         if same_host:
             await examine_shared_memory(

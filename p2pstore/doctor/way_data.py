@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 import p2pstore
-from p2pstore.config import split_address
+from p2pstore.config import is_loopback
 from p2pstore.doctor import way_rules
 from p2pstore.doctor.finding import Failure, Finding, fine
 from p2pstore.errors import (
@@ -19,7 +19,9 @@ from p2pstore.errors import (
     ProtocolMismatch,
 )
 from p2pstore.objects import KIB
+from p2pstore.transfer.data_addresses import split_data_address
 from p2pstore.transfer.data_connection import DataConnection
+from p2pstore.transfer.data_pool import open_connection
 from p2pstore.transfer.messages import MAX_MEASURE_BYTES, DataKind, Measure, Measured, Ping
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.trio_streams import TrioDriver
@@ -33,22 +35,24 @@ STEP_SECONDS: Final = 0.1
 
 async def examine_data_address(
     address: str,
+    peer_id: bytes,
     granted: GrantedTicket,
     seconds: float,
     timeout_seconds: float,
     report: Callable[[Finding], None],
     *,
-    loopback_elsewhere: bool,
+    same_host: bool,
 ) -> None:
     """Examine one data address; each direction is measured for `seconds`."""
     name = f"data {address}"
-    stream = None
+    stream, elsewhere = None, False
     try:
-        host, port = split_address(address, "data address")
+        at = split_data_address(address)
+        elsewhere = not same_host and is_loopback(at.host)
         begin = time.monotonic()
-        stream = await TrioDriver().connect_tcp(host, port, timeout_seconds)
+        stream = await TrioDriver().connect_tcp(at.host, at.port, timeout_seconds)
         stream.progress_seconds = timeout_seconds
-        connection = await DataConnection.open(stream, granted, p2pstore.__version__)
+        connection = await open_connection(stream, at, peer_id, granted, p2pstore.__version__)
     except (P2PStoreError, OSError, ValueError) as error:
         report(
             way_rules.judge_data_failure(
@@ -56,13 +60,14 @@ async def examine_data_address(
                 address,
                 str(error) or type(error).__name__,
                 _failure(error, connected=stream is not None),
-                loopback_elsewhere=loopback_elsewhere,
+                loopback_elsewhere=elsewhere,
             )
         )
         return
     try:
         opened = way_rules.format_seconds(time.monotonic() - begin)
-        report(fine(name, f"admitted in {opened}, protocol {connection.version}"))
+        over = " over TLS" if at.tls else ""
+        report(fine(name, f"admitted in {opened}{over}, protocol {connection.version}"))
         await _measure(connection, name, seconds, timeout_seconds, report)
     finally:
         connection.close()

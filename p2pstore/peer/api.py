@@ -60,6 +60,7 @@ from p2pstore.peer.tickets import TicketOffice
 from p2pstore.places import MAX_LOCAL_PEERS
 from p2pstore.results import Location
 from p2pstore.statedir import StateDirectory, ephemeral
+from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.layout import plan_geometry
@@ -232,6 +233,8 @@ class _Assembly:
             config,
             "data_advertise",
         )
+        if config.data_tls == "on":
+            self.data = [over_tls(address) for address in self.data]
         return listeners
 
     def _make_segment(self) -> Segment:
@@ -400,6 +403,7 @@ class _Assembly:
             verifier=self.verifier,
             incarnation=self.incarnation,
             rdma=self.rdma.server if self.rdma is not None else None,
+            tls=config.data_tls == "on",
         )
         node.served = data_server.traffic
 

@@ -129,7 +129,7 @@ async def open_rdma(
 def device_names(config: PeerConfig, folder: Path = DEVICES) -> Sequence[str]:
     """The devices to try; none when this peer is not to use RDMA, or nobody asked for it and there is none. Raises
     `ConfigError` when there is none of those that it must use."""
-    if config.transport not in ("auto", "rdma"):
+    if config.transport not in ("auto", "rdma") or config.data_tls == "on":
         return ()
     found = [each.name for each in folder.iterdir()] if folder.is_dir() else []
     found.sort(key=natural_order)

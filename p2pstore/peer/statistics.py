@@ -41,7 +41,13 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         "counters": dict(sorted(core.counters.items())),
         "unix": round(time.time(), 3),
         "joined": node.contacted.is_set(),
-        "served": {"tcp": {"objects": node.served.objects, "bytes": node.served.bytes}},
+        "served": {
+            "tcp": {
+                "objects": node.served.objects,
+                "bytes": node.served.bytes,
+                "busy": node.served.busy,
+            }
+        },
         "received": node.watch.traffic.document(),
         "connections": _connections(node),
     }

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from p2pstore.config import split_address
 from p2pstore.errors import (
     AuthenticationFailed,
     ConfigError,
@@ -24,7 +23,9 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
-from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver
+from p2pstore.objects import KIB
+from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver, Event
+from p2pstore.transfer.data_addresses import DataAddress, split_data_address
 from p2pstore.transfer.data_connection import (
     TRANSPORT_NAME,
     DataConnection,
@@ -51,6 +52,10 @@ CONNECT_SECONDS: Final = 3.0
 """For each address of a peer: connect, then again for the hello."""
 IDLE_SECONDS: Final = 300.0
 """Older idle connections are not trusted: the other side closes them after 600 s, firewalls earlier."""
+BRIEF_BYTES: Final = 64 * KIB
+"""Reads of up to so many bytes take less time than a new connection."""
+QUEUE_SECONDS: Final = 600.0
+"""For a connection, while each of those who have one makes progress."""
 MAX_PLACES: Final = 32
 MAX_IDLE: Final = 256
 
@@ -69,13 +74,15 @@ def carried_ticket(peer: RemotePeer) -> GrantedTicket:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Room for one connection. `users` have it or queue for it."""
+    """Room for one connection. `users` have it or queue for it, all of them `briefly` or not; `turns` are those of
+    who queues."""
 
-    lock: AbstractAsyncContextManager[Any]
     users: int = 0
+    briefly: bool = False
     connection: DataConnection | None = None
     connected_at: float = 0.0
     idle_since: float = 0.0
+    turns: deque[Event] = field(default_factory=deque)
 
 
 class DataPool:
@@ -163,17 +170,26 @@ class DataPool:
         except OSError as error:
             raise _broken(peer, error) from error
 
-    async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
-        """Read one object. Raises `PullFailed`, or what `destination.prepare` raises."""
+    async def pull(
+        self,
+        peer: RemotePeer,
+        digest: bytes,
+        destination: Destination,
+        slot_hint: int = 0,
+        expected_bytes: int = 0,
+    ) -> Pulled:
+        """Read one object, of about `expected_bytes` where that is known. Raises `PullFailed`, or what
+        `destination.prepare` raises."""
         guarded = _Guarded(destination)
 
         def pull(connection: DataConnection) -> Awaitable[Pulled]:
             if guarded.watch is not None:
                 guarded.watch.connected()
-            return connection.pull(digest, guarded, copy.slot, copy.answer_seconds)
+            return connection.pull(digest, guarded, slot_hint, peer.answer_seconds, expected_bytes)
 
         try:
-            return await self._use(copy, self._progress_seconds, pull)
+            briefly = 0 < expected_bytes <= BRIEF_BYTES
+            return await self._use(peer, self._progress_seconds, pull, briefly=briefly)
         except PullFailed:
             raise
         except Exception as error:
@@ -245,42 +261,69 @@ class DataPool:
         peer: RemotePeer,
         progress_seconds: float,
         action: Callable[[DataConnection], Awaitable[T]],
+        *,
+        briefly: bool = False,
     ) -> T:
-        """Run `action` on a connection; once more on a fresh one when a kept one turns out dead."""
-        place = self._choose(peer.peer_id)
+        """Run `action` on a connection; once more on a fresh one when a kept one turns out dead. Who needs it
+        `briefly` queues for a connection that would be kept, sooner than have one opened and closed again."""
+        place, turn = self._choose(peer.peer_id, briefly)
+        if turn is not None:
+            await self._wait_for(turn, peer.peer_id, place)
         try:
-            async with place.lock:
-                kept = self._take_kept(place)
-                if kept is not None:
-                    kept.stream.progress_seconds = progress_seconds
-                    kept.start_watching()
-                    try:
-                        return await action(kept)
-                    except OSError as error:
-                        if isinstance(error, DeadlineExceeded) or kept.received_any:
-                            raise
-                connection = await self._connect(peer)
-                self._keep(place, connection)
-                connection.stream.progress_seconds = progress_seconds
-                return await action(connection)
+            kept = self._take_kept(place)
+            if kept is not None:
+                kept.stream.progress_seconds = progress_seconds
+                kept.start_watching()
+                try:
+                    return await action(kept)
+                except OSError as error:
+                    if isinstance(error, DeadlineExceeded) or kept.received_any:
+                        raise
+            connection = await self._connect(peer)
+            self._keep(place, connection)
+            connection.stream.progress_seconds = progress_seconds
+            return await action(connection)
         finally:
             self._give_back(peer.peer_id, place)
 
-    def _choose(self, peer_id: bytes) -> _Place:
+    def _choose(self, peer_id: bytes, briefly: bool) -> tuple[_Place, Event | None]:
+        """A place, and what to wait for when others have it."""
         with self._state:
             if self._closed:
                 raise StoreClosed("the data connections were closed")
             places = self._peers.setdefault(peer_id, [])
-            idle = [place for place in places if not place.users]
-            if idle:  # the one used last: its connection is the most likely to be alive
-                place = max(idle, key=lambda each: (_is_open(each), each.idle_since))
-            elif len(places) < self._max_places:
-                place = _Place(self._driver.lock())
+            for place in reversed(places):  # the one used last is the most likely to be alive
+                if not place.users:
+                    place.users, place.briefly = 1, briefly
+                    return place, None
+            shared = [place for place in places if place.briefly] if briefly else []
+            if len(places) < self._max_places and len(shared) < self._idle_per_peer:
+                place = _Place(1, briefly)
                 places.append(place)
-            else:
-                place = min(places, key=lambda each: each.users)
+                return place, None
+            place = min(shared or places, key=lambda each: each.users)
             place.users += 1
-            return place
+            place.briefly = place.briefly and briefly
+            turn = self._driver.event()
+            place.turns.append(turn)
+            return place, turn
+
+    async def _wait_for(self, turn: Event, peer_id: bytes, place: _Place) -> None:
+        """Queue for a place. Raises `DeadlineExceeded` when that takes absurdly long."""
+        try:
+            if not await turn.wait(QUEUE_SECONDS):
+                raise DeadlineExceeded(
+                    f"all {self._max_places} connections to the peer were busy for {QUEUE_SECONDS:g} s"
+                )
+        except BaseException:
+            with self._state:
+                queued = turn in place.turns
+                if queued:
+                    place.turns.remove(turn)
+                    place.users -= 1
+            if not queued:  # it came in the same moment, and is the next one's
+                self._give_back(peer_id, place)
+            raise
 
     def _take_kept(self, place: _Place) -> DataConnection | None:
         connection = place.connection
@@ -305,9 +348,17 @@ class DataPool:
         with self._state:
             place.users -= 1
             place.idle_since = time.monotonic()
-            places = self._peers.get(peer_id)
-            if places is None or place.users:
+            if place.turns:
+                place.turns.popleft().set()
                 return
+            places = self._peers.get(peer_id)
+            if places is None:
+                return
+            if places[-1] is not place:
+                places.remove(place)
+                places.append(place)
+            if not _is_open(place):  # others first
+                places.insert(0, places.pop())
             if len(places) <= self._idle_per_peer and _is_open(place) and self._few_peers():
                 return
             _close_oldest(places, self._idle_per_peer)
@@ -348,7 +399,10 @@ class DataPool:
                 break
             try:
                 return await self._connect_to(
-                    address, self._ticket(peer), min(self._connect_seconds, left_seconds)
+                    address,
+                    peer.peer_id,
+                    self._ticket(peer),
+                    min(self._connect_seconds, left_seconds),
                 )
             except (AuthenticationFailed, ProtocolMismatch, ProtocolError) as error:
                 refusal = refusal or error
@@ -370,12 +424,26 @@ class DataPool:
         return peer.ticket if peer.ticket is not None else self._ticket_source(peer)
 
     async def _connect_to(
-        self, address: str, granted: GrantedTicket, connect_seconds: float
+        self, address: str, peer_id: bytes, granted: GrantedTicket, connect_seconds: float
     ) -> DataConnection:
-        host, port = split_address(address, "data address")
-        stream = await self._driver.connect_tcp(host, port, connect_seconds)
+        at = split_data_address(address)
+        stream = await self._driver.connect_tcp(at.host, at.port, connect_seconds)
         stream.progress_seconds = connect_seconds
-        return await DataConnection.open(stream, granted, self._software)
+        return await open_connection(stream, at, peer_id, granted, self._software)
+
+
+async def open_connection(
+    stream: ByteStream, at: DataAddress, peer_id: bytes, granted: GrantedTicket, software: str
+) -> DataConnection:
+    """Shake hands with a peer over a fresh stream to its data address: TLS where it is spoken there, then the
+    hello, each within `stream.progress_seconds`. Raises like `dial_tls` and `DataConnection.open`; then, as after
+    any error, the stream is closed."""
+    if at.tls:
+        # What most clusters do without is not imported there.
+        from p2pstore.transfer.tls_streams import dial_tls
+
+        stream, granted = await dial_tls(stream, peer_id, granted)
+    return await DataConnection.open(stream, granted, software)
 
 
 class _Guarded:
@@ -448,4 +516,4 @@ class TcpTransport:
         return 1.0
 
     async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
-        return await self._pool.pull(copy, digest, destination)
+        return await self._pool.pull(copy, digest, destination, copy.slot)

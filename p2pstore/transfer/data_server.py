@@ -28,7 +28,7 @@ from p2pstore.errors import (
 )
 from p2pstore.keyring import KeyRing
 from p2pstore.strangers import Strangers
-from p2pstore.streams import tune_tcp
+from p2pstore.streams import AcceptedStream, tune_tcp
 from p2pstore.transfer.data_session import (
     RECEIVE_BYTES,
     DataBackend,
@@ -58,6 +58,8 @@ from p2pstore.transfer.tickets import (
     open_ticket,
     prove,
 )
+from p2pstore.transfer.tls_serving import TlsServing
+from p2pstore.transfer.tls_streams import AcceptedTlsStream
 from p2pstore.trio_streams import TrioStream
 from p2pstore.wire import (
     DATA_REQUEST_LIMITS,
@@ -183,15 +185,17 @@ class DataServer:
         allowed: AllowList | None = None,
         stores: StoreBackend | None = None,
         rdma: RdmaBackend | None = None,
+        tls: bool = False,
     ) -> None:
         """`stores`: where values go that others store here; None for taking none. `rdma`: who lets others read
-        by RDMA; None for nobody.
+        by RDMA; None for nobody. `tls`: whether TLS is spoken, and nothing else.
 
         `allowed`: whose tickets are taken; None for everybody's. After it or `ring` were changed, call
         `recheck`."""
         self._backend = backend
         self._stores = stores
         self._rdma = rdma
+        self._tls = TlsServing(signer, unix_clock) if tls else None
         self._limits = limits or ServerLimits()
         self.connections = 0
         self.traffic = Traffic()
@@ -280,12 +284,14 @@ class DataServer:
 
         `hello` is around the hello: cancelled to make room for another stranger.
         """
-        stream = TrioStream(sock, self._limits.progress_seconds)
+        stream: AcceptedStream = TrioStream(sock, self._limits.progress_seconds)
         try:
             tune_tcp(sock)
             frames = FrameBuffer(HELLO_LIMITS)
             met = None
             with hello, trio.move_on_after(self._limits.hello_seconds):
+                if self._tls is not None:
+                    stream = await self._tls.accept(stream)
                 met = await self._shake_hands(stream, frames)
             self._strangers.leave(hello)
             if met is None:
@@ -334,14 +340,14 @@ class DataServer:
             finally:
                 del self._sessions[session]
 
-    async def _send_last(self, stream: TrioStream, frame: bytes) -> None:
+    async def _send_last(self, stream: AcceptedStream, frame: bytes) -> None:
         try:
             await stream.send(frame)
         except OSError as error:
             logger.debug("could not say why the connection ends: %s", error)
 
     async def _shake_hands(
-        self, stream: TrioStream, frames: FrameBuffer
+        self, stream: AcceptedStream, frames: FrameBuffer
     ) -> tuple[TicketClaims, int]:
         """Preface, hello and proof; what the ticket claims and the version spoken. Raises `Refused` when
         the ticket or the proof is not good."""
@@ -373,6 +379,8 @@ class DataServer:
                 raise AuthenticationFailed("the ticket's issuer is not on this peer's allow list")
         except P2PStoreError as error:
             raise Refused(header.kind, header.request_id, code_of(error), str(error)) from error
+        if isinstance(stream, AcceptedTlsStream):
+            secret = stream.bound(secret)
         nonce = os.urandom(NONCE_BYTES)
         proof = prove(secret, b"server", hello.nonce, nonce)
         reply = HelloReply(version, nonce, proof, self._incarnation, self._software)

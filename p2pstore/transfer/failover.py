@@ -136,20 +136,24 @@ class Attempt:
     copy: RemoteCopy
     transport: int
     hurried: bool = False
-    """Whether another holder is better than waiting long for this one to begin with its answer."""
+    """Whether another holder is better than waiting long for this one to begin with its answer, and better than
+    this one when it has much to send already."""
 
 
 class PullAttempts:
     """The course of one read over several holders.
 
     `next()` says what to try; after it failed, `failed()` takes the reason. Transports of one holder are
-    tried cheapest first, and the next one only when the way failed and not the holder.
+    tried cheapest first, and the next one only when the way failed and not the holder. Holders that were busy
+    are asked once more when no other delivered; they do not refuse then.
     """
 
     def __init__(self, copies: Sequence[RemoteCopy], transports: Sequence[TransportLike]) -> None:
         self._copies = list(copies[:MAX_ATTEMPTS])
         self._transports = transports
         self._ways: list[Attempt] = []
+        self._busy: list[RemoteCopy] = []
+        self._second_round = False
         self._current: Attempt | None = None
         self.reports: list[HolderReport] = []
         self.fallbacks: list[HolderReport] = []
@@ -158,13 +162,15 @@ class PullAttempts:
     def next(self) -> Attempt | None:
         """What to try now; None when nothing is left."""
         while not self._ways:
+            if not self._copies and not self._second_round:
+                self._copies, self._busy, self._second_round = self._busy, [], True
             if not self._copies:
                 self._current = None
                 return None
             copy = self._copies.pop(0)
             offered = [number for number, each in enumerate(self._transports) if each.offers(copy)]
             offered.sort(key=lambda number: self._transports[number].cost(copy))
-            hurried = bool(self._copies)
+            hurried = not self._second_round and bool(self._copies or self._busy)
             self._ways = [Attempt(copy, number, hurried) for number in offered]
             if not offered:
                 self.reports.append(
@@ -193,6 +199,9 @@ class PullAttempts:
             self.fallbacks.append(report)  # the holder itself is not to blame yet
             return
         self._ways = []
+        if failure.code is Code.BUSY and attempt.hurried:
+            self._busy.append(attempt.copy)
+            return
         self.reports.append(report)
 
     def error(self) -> NoSuchKey | Unavailable:

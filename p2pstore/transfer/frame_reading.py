@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pstore.trio_streams import TrioStream
+from p2pstore.streams import AcceptedStream
 from p2pstore.wire import Code, FrameBuffer, FrameHeader, encode_failure
 
 
@@ -14,7 +14,7 @@ class Refused(Exception):
         self.frame = encode_failure(kind, request_id, code, text)
 
 
-async def receive_some(stream: TrioStream, view: memoryview) -> int:
+async def receive_some(stream: AcceptedStream, view: memoryview) -> int:
     """At least one byte. Raises `ConnectionResetError` when the other side has closed."""
     count = await stream.receive_into(view)
     if count == 0:
@@ -23,7 +23,7 @@ async def receive_some(stream: TrioStream, view: memoryview) -> int:
 
 
 async def next_frame(
-    stream: TrioStream, frames: FrameBuffer, buffer: memoryview
+    stream: AcceptedStream, frames: FrameBuffer, buffer: memoryview
 ) -> tuple[FrameHeader, bytes]:
     """The next header with its body; `buffer` is room to receive into. The frame's bulk bytes, if it has
     some, come next: see `receive_bulk`."""
@@ -32,7 +32,7 @@ async def next_frame(
     return frame
 
 
-async def receive_bulk(stream: TrioStream, frames: FrameBuffer, view: memoryview) -> None:
+async def receive_bulk(stream: AcceptedStream, frames: FrameBuffer, view: memoryview) -> None:
     """Fill `view` with the bulk bytes that come next, straight off the socket."""
     position = frames.take_into(view)
     while position < len(view):
@@ -40,7 +40,7 @@ async def receive_bulk(stream: TrioStream, frames: FrameBuffer, view: memoryview
 
 
 async def skip_bulk(
-    stream: TrioStream, frames: FrameBuffer, length_bytes: int, buffer: memoryview
+    stream: AcceptedStream, frames: FrameBuffer, length_bytes: int, buffer: memoryview
 ) -> None:
     """Receive bulk bytes that nobody wants."""
     while length_bytes:

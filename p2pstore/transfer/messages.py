@@ -97,9 +97,11 @@ MAX_GET_ITEMS: Final = 1024
 
 
 class Get(Message, frozen=True):
-    """Objects, or chunks of them; the reply's bulk is their bytes one after the other."""
+    """Objects, or chunks of them; the reply's bulk is their bytes one after the other. `may_refuse`: the answer
+    may be BUSY, because others have the object as well."""
 
     items: Annotated[list[GetItem], Meta(max_length=MAX_GET_ITEMS)]
+    may_refuse: bool = False
 
 
 class ObjectStatus(IntEnum):

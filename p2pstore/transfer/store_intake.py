@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import trio
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
+from p2pstore.streams import AcceptedStream
 from p2pstore.transfer.frame_reading import Refused, next_frame, receive_bulk
 from p2pstore.transfer.incoming_value import IncomingValue
 from p2pstore.transfer.messages import DataKind, Store, Stored, StorePart
 from p2pstore.transfer.tickets import TicketClaims
-from p2pstore.trio_streams import TrioStream
 from p2pstore.wire import ONE_WAY, REPLY, Code, FrameBuffer, FrameHeader, decode_body
 
 
@@ -46,7 +46,7 @@ class StoreBackend(Protocol):
 
 
 async def receive_value(
-    stream: TrioStream,
+    stream: AcceptedStream,
     frames: FrameBuffer,
     buffer: memoryview,
     opened: OpenedStore,
@@ -69,7 +69,7 @@ async def receive_value(
 
 
 async def _receive_part(
-    stream: TrioStream, frames: FrameBuffer, buffer: memoryview, incoming: IncomingValue
+    stream: AcceptedStream, frames: FrameBuffer, buffer: memoryview, incoming: IncomingValue
 ) -> FrameHeader:
     header, body = await next_frame(stream, frames, buffer)
     if header.kind != DataKind.STORE_PART or header.flags & REPLY:

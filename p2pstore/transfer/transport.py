@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from p2pstore.errors import BufferTooSmall, NoSuchKey, P2PStoreError
 from p2pstore.objects import ZERO_VERSION, Version, chunk_count, format_bytes
@@ -33,6 +33,7 @@ __all__ = [
     "Transport",
     "check_object",
     "checked_view",
+    "failed_report",
     "hurried",
     "pull_with_failover",
     "unpack_sums",
@@ -71,7 +72,9 @@ class BufferDestination:
         view = memoryview(buffer)
         if view.readonly or not view.c_contiguous:
             raise ValueError("the buffer must be writable and contiguous")
-        self._view = view.cast("B") if view.nbytes else memoryview(bytearray())
+        if view.ndim != 1 or view.format != "B":
+            view = view.cast("B") if view.nbytes else memoryview(bytearray())
+        self._view = view
 
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
         if slot.length > len(self._view):
@@ -91,7 +94,7 @@ def watch_of(destination: Destination) -> ReadWatch | None:
 
 @dataclass(frozen=True, slots=True)
 class RemotePeer:
-    """A peer to connect to: `data` are its data addresses (`host:port`, `[v6]:port`), best first.
+    """A peer to connect to: `data` are its data addresses (see `data_addresses`), best first.
 
     Without `ticket` the connection pool asks its ticket source.
     """
@@ -100,7 +103,8 @@ class RemotePeer:
     data: tuple[str, ...] = ()
     ticket: GrantedTicket | None = field(default=None, repr=False)
     answer_seconds: float = field(default=math.inf, kw_only=True)
-    """How long to wait for each first sign of life; not longer than for any other progress."""
+    """How long to wait for each first sign of life; not longer than for any other progress. Finite where others
+    have the object as well: then it may also be told to ask them (BUSY)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +122,7 @@ class RemoteCopy(RemotePeer):
     rdma: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
+class Pulled(NamedTuple):
     """A delivered and verified object: `length` bytes lie in the destination."""
 
     slot: Slot
@@ -189,8 +192,7 @@ def unpack_sums(sums: bytes, length: int) -> tuple[int, ...]:
     return tuple(memoryview(sums).cast("Q")[: chunk_count(length)])
 
 
-@dataclass(frozen=True, slots=True)
-class PullReport:
+class PullReport(NamedTuple):
     """How a read over several holders ended: `pulled` from `copy`, or `error`. `failures` on the way are
     worth telling the peer that named the holders."""
 
@@ -207,6 +209,16 @@ class PullReport:
             assert self.error is not None
             raise self.error
         return self.pulled
+
+
+def failed_report(
+    copy: RemoteCopy, transports: Sequence[Transport], failure: PullFailed
+) -> PullReport:
+    """The report of a read that was tried once, from this copy by the first transport that offers itself."""
+    attempts = PullAttempts([copy], transports)
+    attempts.next()
+    attempts.failed(failure)
+    return PullReport(None, None, tuple(attempts.reports), attempts.error())
 
 
 def hurried(copy: RemoteCopy) -> RemoteCopy:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
 
+from p2pstore.gossip.links.identity import Identity
 from p2pstore.keyring import KeyRing
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
+from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.transfer.messages import (
     DataKind,
@@ -37,6 +41,7 @@ from p2pstore.transfer.messages import (
     Ticket,
 )
 from p2pstore.transfer.tickets import Scope, issue_ticket, prove
+from p2pstore.transfer.tls_certificates import bound_secret, make_certificate
 from p2pstore.wire import (
     ERROR,
     HEADER,
@@ -80,6 +85,7 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     "hello reply": (DataKind.HELLO, 0, HelloReply(1, b"m" * 4, b"p" * 4, 9, "sw"), REPLY, 0),
     "proof": (DataKind.PROOF, 0, Proof(b"p" * 4), 0, 0),
     "get": (DataKind.GET, 1, Get([GetItem(DIGEST), GetItem(DIGEST, 64, 64, 7)]), 0, 0),
+    "get elsewhere": (DataKind.GET, 1, Get([GetItem(DIGEST)], may_refuse=True), 0, 0),
     "get reply": (
         DataKind.GET,
         1,
@@ -136,9 +142,10 @@ GOLDEN: dict[str, str] = {
     "hello reply": "010001000000000012000000000000009501c4046d6d6d6dc4047070707009a27377",
     "proof": "0200000000000000070000000000000091c40470707070",
     "get": (
-        "10000000010000002e00000000000000919294c410dccec363d9fb256bb2d52a0704475a00000000"
-        "94c410dccec363d9fb256bb2d52a0704475a00404007"
+        "10000000010000002f00000000000000929294c410dccec363d9fb256bb2d52a0704475a00000000"
+        "94c410dccec363d9fb256bb2d52a0704475a00404007c2"
     ),
+    "get elsewhere": "10000000010000001900000000000000929194c410dccec363d9fb256bb2d52a0704475a00000000c3",
     "get reply": (
         "10000100010000008e0000000c00000091939700c440010206002c000000dccec363d9fb256bb2d5"
         "2a0704475a00050000000000000000200000000000000c000000000000001806ac967fb02e6b6346"
@@ -217,3 +224,27 @@ def test_ticket_secret_and_proof() -> None:
     assert granted.secret.hex() == SECRET
     assert prove(granted.secret, b"client", b"c" * 32, b"s" * 32).hex() == CLIENT_PROOF
     assert prove(granted.secret, b"server", b"c" * 32, b"s" * 32).hex() == SERVER_PROOF
+
+
+# --- TLS -----------------------------------------------------------------------------------------
+
+
+def test_tls() -> None:
+    """The peer's signature over a certificate's key and times, the name of its place, and a ticket's secret."""
+    key = ec.derive_private_key(12345, ec.SECP256R1())
+    made = make_certificate(Identity(bytes([1]) * 32), 1_800_000_000, key)
+    certificate = x509.load_der_x509_certificate(made.der)
+    assert certificate.not_valid_before_utc.timestamp() == 1_800_000_000 - 3600
+    assert certificate.not_valid_after_utc.timestamp() == 1_800_000_000 + 7 * 86_400
+    (extension,) = certificate.extensions
+    assert extension.oid.dotted_string == "2.25.330051757334202964865493182548981595895"
+    assert isinstance(extension.value, x509.UnrecognizedExtension)
+    assert extension.value.value.hex() == (
+        "791d7ac31359063d4fbe7a0e9e4953eb32135803d7083c4d3c7a334952530e21"
+        "9f45a9d624f851f678cc4e544e984780c8165cd3edd4b1b927a83a854c53e90f"
+    )
+    assert (
+        bound_secret(b"secret", b"certificate").hex()
+        == "3e36efcce5b7188dd97f6289e152d8c51f540de1d845f0a072a9a42d2ae99ccc"
+    )
+    assert over_tls("10.0.0.1:17947") == "tls://10.0.0.1:17947"

@@ -42,6 +42,11 @@ class DirectoryKept(StrEnum):
     partitioned = "partitioned"
 
 
+class Switch(StrEnum):
+    off = "off"
+    on = "on"
+
+
 class LogLevel(StrEnum):
     debug = "debug"
     info = "info"
@@ -132,6 +137,12 @@ def join(
     rdma_topology: Annotated[
         str | None,
         _option("FILE|JSON", "RDMA devices near each memory [default: as the machine says]."),
+    ] = None,
+    data_tls: Annotated[
+        Switch | None,
+        typer.Option(
+            help="Let others read this peer over TLS only [default: off].", show_default=False
+        ),
     ] = None,
     directory: Annotated[
         DirectoryKept | None,

@@ -1,0 +1,145 @@
+"""A holder that has much to send says BUSY to readers that can go elsewhere, and to nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from p2pstore.objects import KIB, MIB, key_digest
+from p2pstore.streams import ByteStream
+from p2pstore.transfer.data_server import ServerLimits
+from p2pstore.transfer.messages import DataKind, Get, GetItem
+from p2pstore.transfer.transport import (
+    BufferDestination,
+    PullFailed,
+    PullReport,
+    RemoteCopy,
+    hurried,
+    pull_with_failover,
+)
+from p2pstore.trio_streams import TrioDriver
+from p2pstore.wire import Code, encode_frame
+from tests.contract.test_transport import (
+    DRIVERS,
+    Side,
+    TcpHarness,
+    authenticated,
+    pattern,
+    put,
+    read_frame,
+    segment_of,
+    until,
+)
+
+LARGE, SMALL = pattern(16 * MIB), pattern(64 * KIB)
+DIGEST = key_digest("large")
+
+
+@pytest.fixture(params=DRIVERS)
+def side(request: pytest.FixtureRequest) -> Side:
+    return Side(request.param, DRIVERS[request.param]())
+
+
+@pytest.fixture
+async def busy() -> AsyncIterator[TcpHarness]:
+    """A holder whose only place for uploads is taken by a reader that does not read."""
+    async with holder(1) as harness, occupied(harness):
+        yield harness
+
+
+@contextlib.asynccontextmanager
+async def holder(number: int) -> AsyncIterator[TcpHarness]:
+    segment = segment_of((16 + 8 * number) * MIB)
+    put(segment, "large", LARGE)
+    put(segment, "small", SMALL)
+    async with TcpHarness.open(segment, ServerLimits(uploads=1)) as harness:
+        yield harness
+
+
+@contextlib.asynccontextmanager
+async def occupied(harness: TcpHarness) -> AsyncIterator[ByteStream]:
+    slow = await authenticated(harness.address)
+    await slow.send(encode_frame(DataKind.GET, 1, Get([GetItem(DIGEST)])))
+    await until(lambda: harness.server.traffic.uploads == 1)
+    yield slow
+    slow.close()
+    await until(lambda: harness.server.traffic.uploads == 0)
+
+
+async def read(side: Side, harness: TcpHarness, *copies: RemoteCopy) -> PullReport:
+    """The large object from the first that delivers."""
+    buffer = bytearray(len(LARGE))
+    transport = harness.transport(side.driver)
+    report = await side.run(
+        lambda: pull_with_failover(copies, [transport], DIGEST, BufferDestination(buffer))
+    )
+    assert (report.pulled is not None) == (buffer == LARGE)
+    return report
+
+
+async def test_a_reader_goes_to_another_holder(busy: TcpHarness, side: Side) -> None:
+    async with holder(2) as other:
+        copies = [busy.copy(), replace(other.copy(), peer_id=b"other", member=2)]
+        report = await read(side, busy, *copies)
+    assert report.copy is copies[1]
+    assert report.failures == ()  # to be busy is no failure
+    assert busy.server.traffic.busy == 1
+
+
+async def test_when_all_are_busy_the_first_serves(busy: TcpHarness, side: Side) -> None:
+    async with holder(2) as other, occupied(other):
+        copies = [busy.copy(), replace(other.copy(), peer_id=b"other", member=2)]
+        report = await read(side, busy, *copies)
+        assert report.copy is copies[0]
+        assert report.failures == ()
+        assert (busy.server.traffic.busy, other.server.traffic.busy) == (1, 1)
+
+
+async def test_a_busy_holder_serves_when_the_others_fail(busy: TcpHarness, side: Side) -> None:
+    copies = [busy.copy(), replace(busy.copy(), peer_id=b"dead", data=("127.0.0.1:1",), member=2)]
+    report = await read(side, busy, *copies)
+    assert report.copy is copies[0]
+    assert [each.member for each in report.failures] == [2]
+
+
+async def test_the_only_holder_serves(busy: TcpHarness, side: Side) -> None:
+    report = await read(side, busy, busy.copy())
+    assert report.copy is not None
+    assert busy.server.traffic.busy == 0
+
+
+async def test_small_reads_are_never_refused(busy: TcpHarness, side: Side) -> None:
+    pool = busy.pool(side.driver)
+    buffer = bytearray(len(SMALL))
+    destination, digest = BufferDestination(buffer), key_digest("small")
+    await side.run(lambda: pool.pull(hurried(busy.copy()), digest, destination))
+    assert buffer == SMALL
+    with pytest.raises(PullFailed) as caught:
+        large = BufferDestination(bytearray(len(LARGE)))
+        await side.run(lambda: pool.pull(hurried(busy.copy()), DIGEST, large))
+    assert caught.value.code is Code.BUSY
+    assert pool.open_connections == 1  # it is as good as before
+    await side.run(lambda: pool.pull(hurried(busy.copy()), digest, destination))
+
+
+async def test_a_place_is_free_when_its_reader_is_done_or_gone() -> None:
+    async with holder(1) as harness:
+        for reads in (True, False):
+            async with occupied(harness) as stream:
+                with pytest.raises(PullFailed, match="much to send already"):
+                    await _pull(harness)
+                if reads:
+                    await read_frame(stream)
+                    await until(lambda: harness.server.traffic.uploads == 0)
+                    await _pull(harness)
+            await _pull(harness)
+        assert harness.server.traffic.busy == 2
+
+
+async def _pull(harness: TcpHarness) -> None:
+    pool = harness.pool(TrioDriver())
+    await pool.pull(hurried(harness.copy()), DIGEST, BufferDestination(bytearray(len(LARGE))))
+    pool.close()
