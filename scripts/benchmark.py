@@ -1,15 +1,23 @@
-"""What the benchmarks share: rows with their baseline, a table for people, JSON for programs."""
+"""What the benchmarks share: rows with their baseline, a table for people, JSON for programs; peers and
+plain servers in processes of their own."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import socket
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import trio
 
 from mooncake_p2p.measuring import machine as machine
 
@@ -89,9 +97,21 @@ def _number(value: float) -> str:
 def arguments(description: str) -> argparse.Namespace:
     """`--quick` and `--json FILE`, as every benchmark takes them."""
     parser = argparse.ArgumentParser(description=description)
+    add_arguments(parser)
+    return parser.parse_args()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every benchmark takes, for those that take more."""
     parser.add_argument("--quick", action="store_true", help="fewer repeats; under two minutes")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
-    return parser.parse_args()
+
+
+def cpu_seconds(process: int) -> float:
+    """CPU time that a process of this machine used so far, all of its threads together."""
+    return time.clock_gettime(
+        ~process << 3 | 2
+    )  # the id that the kernel gives the clock of a process
 
 
 def times(action: Callable[[], object], repeats: int, warm_up: int = 1) -> list[float]:
@@ -119,3 +139,103 @@ def paired_times(
             if number >= warm_up:
                 taken.append(time.perf_counter() - start)
     return statistics.median(one), statistics.median(other)
+
+
+@contextmanager
+def peer(folder: Path, name: str, *options: str) -> Iterator[dict[str, object]]:
+    """A peer process; yields its `ready` document with its `pid`."""
+    command = [sys.executable, "-m", "mooncake_p2p", "join", "--name", name]
+    if "--listen" not in options:
+        command += ["--listen", "127.0.0.1:0"]
+    command += ["--state-dir", str(folder / name)]
+    command += ["--socket", str(folder / f"{name}.sock"), "--log-level", "warning", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line.startswith("ready "):
+            sys.exit(f"the peer {name} did not start")
+        yield {**json.loads(line.removeprefix("ready ")), "pid": process.pid}
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+@contextmanager
+def child(serve: Callable[[], None]) -> Iterator[int]:
+    """`serve` in a forked process; yields its number."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            serve()
+        finally:
+            os._exit(0)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+QUESTION = bytes(35)
+ANSWER = bytes(20)
+"""What goes to and fro for one `contains`: the bytes of both frames."""
+
+
+def echo_blocking(listener: socket.socket) -> None:
+    """Answer one client, with blocking sockets."""
+    connection, _ = listener.accept()
+    while connection.recv(64):
+        connection.sendall(ANSWER)
+
+
+def echo_trio(listener: socket.socket) -> None:
+    """Answer one client in a trio loop, with trio's own sockets."""
+
+    async def serve() -> None:
+        connection, _ = await trio.socket.from_stdlib_socket(listener).accept()
+        while await connection.recv(64):
+            await connection.send(ANSWER)
+
+    trio.run(serve)
+
+
+def echo_bare_trio(listener: socket.socket) -> None:
+    """Answer one client with the least that a trio loop can do: wait, receive, send."""
+
+    async def serve() -> None:
+        connection, _ = listener.accept()
+        connection.setblocking(False)
+        while True:
+            await trio.lowlevel.wait_readable(connection.fileno())
+            if not connection.recv(64):
+                return
+            connection.send(ANSWER)
+
+    trio.run(serve)
+
+
+@contextmanager
+def unix_ping_pong(
+    folder: Path, echo: Callable[[socket.socket], None]
+) -> Iterator[Callable[[], object]]:
+    """A round trip of a blocking client to another process over AF_UNIX, with as many bytes as a `contains`."""
+    path = str(folder / f"{echo.__name__}.sock")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(1)
+    with child(lambda: echo(listener)):
+        listener.close()
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(path)
+        os.unlink(path)
+
+        def ping() -> None:
+            client.sendall(QUESTION)
+            client.recv(64)
+
+        yield ping
+        client.close()
