@@ -101,6 +101,11 @@ class Driver(Protocol):
         ...
 
 
+def total_bytes(parts: Sequence[BytesLike]) -> int:
+    """The bytes of all parts together."""
+    return sum([part.nbytes if type(part) is memoryview else len(part) for part in parts])
+
+
 def flatten_parts(parts: Sequence[BytesLike]) -> list[memoryview]:
     """Byte views of at most 1 MiB each, empty parts left out."""
     views: list[memoryview] = []

@@ -3,6 +3,7 @@ stream objects on small messages and nothing on large ones."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -16,6 +17,7 @@ from p2pstore.errors import DeadlineExceeded
 from p2pstore.streams import (
     ANCILLARY_BYTES,
     DEFAULT_PROGRESS_SECONDS,
+    MAX_GATHER,
     SEND_PIECE_BYTES,
     BytesLike,
     Event,
@@ -24,6 +26,7 @@ from p2pstore.streams import (
     flatten_parts,
     gather,
     stalled,
+    total_bytes,
     tune_tcp,
 )
 
@@ -73,8 +76,17 @@ class TrioStream:
             await trio.lowlevel.checkpoint_if_cancelled()
 
     async def send(self, *parts: BytesLike) -> None:
+        sent = 0
+        if len(parts) <= MAX_GATHER and (size := total_bytes(parts)) <= SEND_PIECE_BYTES:
+            try:  # a small message goes out whole nearly always
+                sent = self._sock.sendmsg(parts)
+            except BlockingIOError:
+                await self._wait_writable()
+            await self._yield_after(sent)
+            if sent == size:
+                return
         views = flatten_parts(parts)
-        first = 0
+        first = advance(views, 0, sent)
         while first < len(views):
             try:
                 sent = self._sock.sendmsg(gather(views, first))
@@ -119,9 +131,19 @@ class TrioStream:
                 continue
             return count, check_descriptors(ancillary, flags)
 
-    async def wait_readable_forever(self) -> None:
-        """Wait, without a deadline, until a receive would not block: for servers between requests."""
-        await trio.lowlevel.wait_readable(self._sock)
+    async def receive_without_deadline(self, view: memoryview) -> int:
+        """`receive_into`, but it waits for as long as it takes: for servers between requests."""
+        while True:
+            await trio.lowlevel.wait_readable(self._sock)
+            try:
+                return self._sock.recv_into(view)
+            except BlockingIOError:
+                continue
+
+    def stop_receiving(self) -> None:
+        """Whoever waits to receive gets what has arrived, and then 0 as if the other side had closed."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
 
     def fileno(self) -> int:
         return self._sock.fileno()

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import trio
 
@@ -62,6 +62,9 @@ from p2pstore.wire import (
 
 logger = logging.getLogger("p2pstore.transfer")
 
+# Plain numbers: they are compared for every request.
+HELLO, PROOF = int(DataKind.HELLO), int(DataKind.PROOF)
+OK, TOO_LARGE = int(ObjectStatus.OK), int(ObjectStatus.TOO_LARGE)
 RECEIVE_BYTES: Final = 64 * KIB
 MAX_REPLY_BODY_BYTES: Final = 3 * MIB
 """Slots and trailers in one reply; the frame's cap is 4 MiB."""
@@ -74,8 +77,7 @@ RETIRING_IDLE_SECONDS: Final = 0.25
 """A connection that is to end does so when no request came for so long."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedObject:
+class OpenedObject(NamedTuple):
     """An object that stays where it is until the backend's `let_go`. `handle` is the backend's own."""
 
     slot: bytes
@@ -158,11 +160,23 @@ class DataSession:
         self._stores = stores
         self._rdma = rdma
         self._readable: list[ReadableEnd] = []
-        self._takes_values = stores is not None and version >= STORE_VERSION
+        self._known = {
+            int(kind): message_type
+            for kind, message_type in REQUESTS.items()
+            if kind not in WRITE_KINDS or (stores is not None and version >= STORE_VERSION)
+        }
+        self._allowed = {
+            kind: message_type
+            for kind, message_type in self._known.items()
+            if claims.scope & _scope_for(kind)
+        }
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._sending = trio.Lock()
         self._ended_by: Exception | None = None
-        self._idle_scope: trio.CancelScope | None = None
+        self._quiet_since: float | None = None
+        """Since when the next request is waited for, unless one is being answered."""
+        self._idle_watch = trio.CancelScope()
+        self._nap = trio.CancelScope()
         self._retiring = False
         self._handlers = 0
         self._measured_bytes = 0
@@ -173,6 +187,7 @@ class DataSession:
     async def run(self) -> None:
         """Serve until the other side closes. Raises `Refused`, `ProtocolError` and `OSError` bare."""
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_idleness)
             try:
                 await self._serve_requests(nursery)
             except (Refused, ProtocolError, OSError) as error:
@@ -181,6 +196,7 @@ class DataSession:
                 self._let_go_all()
                 for each in self._readable:
                     each.close()
+            self._idle_watch.cancel()
             if not self._retiring:
                 nursery.cancel_scope.cancel()  # nobody is left to hear the answers
         if self._ended_by is not None:
@@ -189,68 +205,87 @@ class DataSession:
     def retire(self) -> None:
         """End as soon as the other side pauses between its requests; what is under way is answered."""
         self._retiring = True
-        if self._idle_scope is not None:
-            self._idle_scope.deadline = trio.current_time() + RETIRING_IDLE_SECONDS
+        self._nap.cancel()
+
+    async def _watch_idleness(self) -> None:
+        """Take no more requests when none came for too long. A deadline around every wait for one would cost
+        each small read a tenth of its time; and what has arrived by then is answered."""
+        with self._idle_watch:
+            while (left_seconds := self._patience_left()) > 0:
+                with trio.move_on_after(left_seconds) as self._nap:
+                    await trio.sleep_forever()
+            self._stream.stop_receiving()
+
+    def _patience_left(self) -> float:
+        patience = RETIRING_IDLE_SECONDS if self._retiring else self._limits.idle_seconds
+        if self._quiet_since is None:
+            return patience
+        return self._quiet_since + patience - time.monotonic()
 
     async def _serve_requests(self, nursery: trio.Nursery) -> None:
-        while True:
-            await self._answer_all(nursery)
-            count = await self._receive_request()
-            if count == 0:
-                return
-            self._frames.feed(self._buffer[:count])
+        await self._answer_all(nursery)  # what came along with the hello
+        while count := await self._receive_request():
+            data = self._buffer[:count]
+            if (frame := self._frames.sole_frame(data)) is not None:
+                await self._answer(*frame, nursery)
+                await self._flush()
+            else:
+                self._frames.feed(data)
+                await self._answer_all(nursery)
 
     async def _receive_request(self) -> int:
         """The next bytes; 0 when the other side closed, or was silent for too long between requests."""
-        if not self._frames.pending_bytes:
-            patience = RETIRING_IDLE_SECONDS if self._retiring else self._limits.idle_seconds
-            with trio.move_on_after(patience) as self._idle_scope:
-                await self._stream.wait_readable_forever()
-            if self._idle_scope.cancelled_caught:
-                return 0
-        return await self._stream.receive_into(self._buffer)
+        if self._frames.pending_bytes:
+            return await self._stream.receive_into(self._buffer)
+        self._quiet_since = time.monotonic()
+        count = await self._stream.receive_without_deadline(self._buffer)
+        self._quiet_since = None
+        return count
 
     async def _answer_all(self, nursery: trio.Nursery) -> None:
         """Answer every request that has arrived whole."""
         while (frame := self._frames.next_frame()) is not None:
-            header, body = frame
-            message = self._decode(header, body)
-            if header.bulk_length:
-                await self._flush()  # what is ready does not wait for it
-                await skip_bulk(self._stream, self._frames, header.bulk_length, self._buffer)
-            if message is None:
-                continue
-            if isinstance(message, Store):
-                await self._flush()
-                await self._store(header, message)
-            elif isinstance(message, RdmaConnect):
-                await self._flush()
-                await self._connect_rdma(header, message)
-            elif isinstance(message, Measure):
-                self._gather_measured(header, message)
-                await self._flush()
-            elif isinstance(message, Get):
-                self._gather_objects(header.request_id, message)
-                if self._gathered_bytes >= GATHER_BYTES or len(self._parts) >= GATHER_PARTS:
-                    await self._flush()
-            elif self._handlers >= self._limits.handlers_per_connection:
-                text = f"{self._handlers} requests of this connection are under way already"
-                self._gather(encode_failure(header.kind, header.request_id, Code.BUSY, text))
-            else:
-                self._handlers += 1
-                nursery.start_soon(self._handle, header, message, nursery.cancel_scope)
+            await self._answer(*frame, nursery)
         await self._flush()
+
+    async def _answer(self, header: FrameHeader, body: bytes, nursery: trio.Nursery) -> None:
+        """Answer a request, or gather what it is to be answered with."""
+        message = self._decode(header, body)
+        if header.bulk_length:
+            await self._flush()  # what is ready does not wait for it
+            await skip_bulk(self._stream, self._frames, header.bulk_length, self._buffer)
+        if message is None:
+            return
+        if isinstance(message, Get):
+            self._gather_objects(header.request_id, message)
+            if self._gathered_bytes >= GATHER_BYTES or len(self._parts) >= GATHER_PARTS:
+                await self._flush()
+        elif isinstance(message, Store):
+            await self._flush()
+            await self._store(header, message)
+        elif isinstance(message, RdmaConnect):
+            await self._flush()
+            await self._connect_rdma(header, message)
+        elif isinstance(message, Measure):
+            self._gather_measured(header, message)
+            await self._flush()
+        elif self._handlers >= self._limits.handlers_per_connection:
+            text = f"{self._handlers} requests of this connection are under way already"
+            self._gather(encode_failure(header.kind, header.request_id, Code.BUSY, text))
+        else:
+            self._handlers += 1
+            nursery.start_soon(self._handle, header, message, nursery.cancel_scope)
 
     def _decode(self, header: FrameHeader, body: bytes) -> Message | None:
         """The request, or None when it was answered with a failure. Raises `Refused` for garbage."""
         kind, request_id = header.kind, header.request_id
-        if kind in (DataKind.HELLO, DataKind.PROOF) or header.flags & REPLY:
+        if kind in (HELLO, PROOF) or header.flags & REPLY:
             raise ProtocolError(f"a frame of kind {kind}, flags {header.flags} is not a request")
-        message_type = REQUESTS.get(kind)
-        if message_type is None or (kind in WRITE_KINDS and not self._takes_values):
+        message_type = self._allowed.get(kind)
+        if message_type is None and kind not in self._known:
             self._refuse(header, Code.UNSUPPORTED, f"kind {kind} is unknown to this version")
             return None
-        if not self._claims.scope & _scope_for(kind):
+        if message_type is None:
             self._refuse(
                 header,
                 Code.AUTHENTICATION_FAILED,
@@ -309,11 +344,11 @@ class DataSession:
                 bulk_bytes + len(payload) > self._limits.reply_bulk_bytes
                 or body_bytes > MAX_REPLY_BODY_BYTES
             ):
-                replies.append(ObjectReply(ObjectStatus.TOO_LARGE))
+                replies.append(ObjectReply(TOO_LARGE))
                 continue
             bulk_bytes += len(payload)
             replies.append(
-                ObjectReply(ObjectStatus.OK, each.slot, each.trailer, bulk_bytes=len(payload))
+                ObjectReply(OK, each.slot, each.trailer, len(payload))
             )
             payloads.append(payload)
         self._gather(
