@@ -15,9 +15,8 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from p2pstore.errors import (
     AuthenticationFailed,
@@ -26,7 +25,7 @@ from p2pstore.errors import (
     ProtocolError,
     ProtocolMismatch,
 )
-from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES, MIB, PART_BYTES, chunk_count, chunk_sum
+from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, MIB, PART_BYTES, chunk_count, chunk_sum
 from p2pstore.streams import ByteStream
 from p2pstore.transfer.inbox import Inbox
 from p2pstore.transfer.layout import Slot, TrailerBody
@@ -89,6 +88,8 @@ ItemOutcome = Pulled | P2PStoreError | ValueError
 PART_CHUNKS: Final = PART_BYTES // CHUNK_BYTES
 NO_CHUNK: Final = MAX_OBJECT_BYTES // CHUNK_BYTES
 """Beyond the end of any object: asks for its slot and trailer alone."""
+SMALL_BYTES: Final = 64 * KIB
+"""Payloads that are checked before they are copied to where they belong: a batch of them takes few receives."""
 BATCH_ITEMS: Final = 512
 """Objects in one GET of `pull_many`."""
 DISCARD_BYTES: Final = MIB
@@ -98,8 +99,7 @@ TRANSPORT_NAME: Final = "tcp"
 _NO_BULK: Final = memoryview(b"")
 
 
-@dataclass(frozen=True, slots=True)
-class _Expected:
+class _Expected(NamedTuple):
     """A GET under way: its request id and what was asked for."""
 
     request_id: int
@@ -285,10 +285,13 @@ class DataConnection:
         destination: Destination,
         slot_hint: int = 0,
         answer_seconds: float = math.inf,
+        expected_bytes: int = 0,
     ) -> Pulled:
-        """Read one object. Raises `PullFailed`, or what `destination.prepare` raises, and
-        `DeadlineExceeded` also when the answer does not begin within `answer_seconds`."""
+        """Read one object; `expected_bytes` is about its length, where that is known. Raises `PullFailed`, or
+        what `destination.prepare` raises, and `DeadlineExceeded` also when the answer does not begin within
+        `answer_seconds`."""
         with self._operation():
+            self._inbox.expect(expected_bytes)
             first = GetItem(digest, 0, PART_CHUNKS, slot_hint)
             expected = await self._send_get((first,))
             await self._wait_for_answer(answer_seconds)
@@ -324,6 +327,7 @@ class DataConnection:
         """
         results: list[ItemOutcome] = []
         with self._operation():
+            self._inbox.expect(0)
             try:
                 await self._pull_batches(items, results, answer_seconds)
                 for index, result in enumerate(results):
@@ -354,7 +358,14 @@ class DataConnection:
             if number + 1 < len(batches):  # the other side works on it while we receive
                 expected = await self._send_batch(batches[number + 1])
             for reply, item, (_, destination) in zip(objects, asked, batch, strict=True):
-                results.append(await self._receive_item(reply, item, destination))
+                if 0 < reply.bulk_bytes <= SMALL_BYTES:
+                    payload = self._inbox.held(reply.bulk_bytes)
+                    if payload is None:
+                        payload = await self._inbox.take(reply.bulk_bytes)
+                    self._bulk_left -= reply.bulk_bytes
+                    results.append(self._deliver_small(reply, item, destination, payload))
+                else:
+                    results.append(await self._receive_item(reply, item, destination))
 
     # --- pulls -------------------------------------------------------------------------------
 
@@ -377,6 +388,11 @@ class DataConnection:
         except (P2PStoreError, ValueError):
             await self._discard_small(reply.bulk_bytes)
             raise
+        if 0 < slot.length <= SMALL_BYTES:
+            payload = await self._inbox.take(slot.length)
+            self._bulk_left = 0
+            _deliver(payload, view, trailer, watch_of(destination))
+            return Pulled(slot, trailer, slot.length, TRANSPORT_NAME)
         sums = unpack_sums(trailer.sums, slot.length)
         for first in range(0, max(1, len(sums)), PART_CHUNKS):
             if first:
@@ -387,16 +403,30 @@ class DataConnection:
             following = first + PART_CHUNKS
             if following < len(sums):  # sent before this part is read, so that the pipe stays full
                 expected = await self._send_get((GetItem(digest, following, PART_CHUNKS),))
+                self._inbox.expect((len(sums) - following) * CHUNK_BYTES)
             last = min(following, len(sums))
             await self._receive_chunks(view, sums, first, last, watch_of(destination))
+        return Pulled(slot, trailer, slot.length, TRANSPORT_NAME)
+
+    def _deliver_small(
+        self, reply: ObjectReply, asked: GetItem, destination: Destination, payload: memoryview
+    ) -> ItemOutcome:
+        """An item of a batch whose payload is here."""
+        try:
+            slot, trailer = self._check_reply(reply, asked)
+            view = checked_view(destination, slot, trailer)
+            _deliver(payload, view, trailer, watch_of(destination))
+        except (P2PStoreError, ValueError) as error:
+            if isinstance(error, (ProtocolError, OSError)):
+                raise
+            self._damaged = self._damaged or is_damage(error)
+            return error
         return Pulled(slot, trailer, slot.length, TRANSPORT_NAME)
 
     async def _receive_item(
         self, reply: ObjectReply, asked: GetItem, destination: Destination
     ) -> ItemOutcome:
         """One item of a batch. What does not verify is its result; the next item's bytes follow anyway."""
-        if self._bulk_left < reply.bulk_bytes:
-            raise ProtocolError("the items of a reply claim more bytes than it has")
         left_after = self._bulk_left - reply.bulk_bytes
         try:
             slot, trailer = self._check_reply(reply, asked)
@@ -414,19 +444,8 @@ class DataConnection:
 
     def _check_reply(self, reply: ObjectReply, asked: GetItem) -> tuple[Slot, TrailerBody]:
         """Slot and trailer of an answer that claims to have the object, verified."""
-        if reply.status == ObjectStatus.NOT_FOUND:
-            raise PullFailed(
-                Code.NO_SUCH_KEY,
-                "the holder does not have the object any more",
-                incarnation=reply.incarnation,
-                sequence=reply.sequence,
-            )
-        if reply.status == ObjectStatus.BUSY:
-            raise PullFailed(Code.BUSY, "the holder has all its upload slots taken")
-        if reply.status == ObjectStatus.TOO_LARGE:
-            raise PullFailed(Code.OBJECT_TOO_LARGE, "the object did not fit into the reply")
-        if reply.status != ObjectStatus.OK:
-            raise PullFailed(Code.UNSUPPORTED, f"the holder answered with status {reply.status}")
+        if reply.status:
+            raise _refusal(reply)
         slot, trailer = check_object(reply.slot, reply.trailer, asked.digest)
         if slot.length > MAX_OBJECT_BYTES:
             raise PullFailed(Code.OBJECT_TOO_LARGE, "the holder claims an object above 4 GiB")
@@ -452,10 +471,7 @@ class DataConnection:
             self._bulk_left -= len(chunk)
             began = 0.0 if watch is None else watch.clock()
             if chunk_sum(chunk) != sums[number]:
-                raise PullFailed(
-                    Code.STALE,
-                    f"chunk {number} of the object arrived damaged; nothing was delivered",
-                )
+                raise _damaged_chunk(number)
             if watch is not None:
                 watch.verified(watch.clock() - began)
                 watch.advanced(number * CHUNK_BYTES + len(chunk), len(view))
@@ -485,9 +501,12 @@ class DataConnection:
         objects = await self._receive(DataKind.GET, expected.request_id, Objects)
         if len(objects.items) != len(expected.items):
             raise ProtocolError("the reply to GET has another number of items than the request")
-        if sum(item.bulk_bytes for item in objects.items) != self._bulk_left or any(
-            item.bulk_bytes < 0 for item in objects.items
-        ):
+        bulk_left = self._bulk_left
+        for item in objects.items:
+            if not 0 <= item.bulk_bytes <= bulk_left:
+                raise ProtocolError("the items of a reply do not add up to its bulk bytes")
+            bulk_left -= item.bulk_bytes
+        if bulk_left:
             raise ProtocolError("the items of a reply do not add up to its bulk bytes")
         return objects.items
 
@@ -495,8 +514,8 @@ class DataConnection:
         """Header and body of the next reply; its bulk bytes are left to the caller."""
         if self._bulk_left:
             raise ProtocolError("the previous reply's bulk bytes were not read")
-        header = decode_header(await self._inbox.read(HEADER_BYTES), DATA_REPLY_LIMITS)
-        body = await self._inbox.read(header.body_length)
+        header = decode_header(await self._inbox.take(HEADER_BYTES), DATA_REPLY_LIMITS)
+        body = await self._inbox.take(header.body_length)
         if header.flags & ERROR:
             failure = decode_body(Failure, body)
             self._check_order(header, kind, request_id, failure)
@@ -529,6 +548,40 @@ class DataConnection:
     def in_the_middle(self) -> bool:
         """Whether the next exchange cannot begin here: an earlier one is unfinished, or was damaged."""
         return self._unanswered > 0 or self._bulk_left > 0 or self._damaged
+
+
+def _refusal(reply: ObjectReply) -> PullFailed:
+    """Why the holder did not send the object."""
+    if reply.status == ObjectStatus.NOT_FOUND:
+        return PullFailed(
+            Code.NO_SUCH_KEY,
+            "the holder does not have the object any more",
+            incarnation=reply.incarnation,
+            sequence=reply.sequence,
+        )
+    if reply.status == ObjectStatus.BUSY:
+        return PullFailed(Code.BUSY, "the holder has all its upload slots taken")
+    if reply.status == ObjectStatus.TOO_LARGE:
+        return PullFailed(Code.OBJECT_TOO_LARGE, "the object did not fit into the reply")
+    return PullFailed(Code.UNSUPPORTED, f"the holder answered with status {reply.status}")
+
+
+def _deliver(
+    payload: memoryview, view: memoryview, trailer: TrailerBody, watch: ReadWatch | None
+) -> None:
+    """Check a payload of one chunk in place, and copy it to where it belongs."""
+    began = 0.0 if watch is None else watch.clock()
+    if chunk_sum(payload) != int.from_bytes(trailer.sums, "little"):
+        raise _damaged_chunk(0)
+    view[:] = payload
+    if watch is not None:
+        watch.verified(watch.clock() - began)
+        watch.advanced(len(view), len(view))
+
+
+def _damaged_chunk(number: int) -> PullFailed:
+    text = f"chunk {number} of the object arrived damaged; nothing was delivered"
+    return PullFailed(Code.STALE, text)
 
 
 def _known(code: int) -> Code:

@@ -8,6 +8,8 @@ from p2pstore.objects import KIB
 from p2pstore.streams import ByteStream
 
 INBOX_BYTES: Final = 128 * KIB
+HEAD_BYTES: Final = 4 * KIB
+"""What is received at once before a large payload: a reply's head with few of the bytes that belong elsewhere."""
 
 
 class Inbox:
@@ -21,31 +23,47 @@ class Inbox:
         self._buffer = memoryview(bytearray(INBOX_BYTES))
         self._start = 0
         self._end = 0
+        self._ahead_bytes = INBOX_BYTES
         self.received_any = False
+
+    def expect(self, payload_bytes: int) -> None:
+        """So many bytes will come that are read by `read_into`: few of them should come with a head."""
+        self._ahead_bytes = HEAD_BYTES if payload_bytes >= INBOX_BYTES else INBOX_BYTES
+
+    def held(self, length: int) -> memoryview | None:
+        """The next `length` bytes in place, until the next call, if they are here already."""
+        start, end = self._start, self._start + length
+        if end > self._end:
+            return None
+        self._start = end
+        return self._buffer[start:end]
+
+    async def take(self, length: int) -> memoryview:
+        """The next `length` bytes: in place, until the next call, unless they are too many for that. Raises as
+        `read_into`."""
+        if length > INBOX_BYTES:
+            return memoryview(await self.read(length))
+        while (view := self.held(length)) is None:
+            await self._receive(length)
+        return view
 
     async def read_into(self, view: memoryview) -> None:
         """Fill `view`. Raises `ConnectionResetError` when the other side closes before."""
-        position = self._take(view)
+        position = self._move_into(view)
         while position < len(view):
             if len(view) >= INBOX_BYTES:
                 position += self._count(await self._stream.receive_into(view[position:]))
             else:
-                self._start = 0
-                self._end = 0
-                self._end = self._count(await self._stream.receive_into(self._buffer))
-                position += self._take(view[position:])
+                await self._receive(1)
+                position += self._move_into(view[position:])
 
     async def wait_for_more(self) -> None:
         """Return when something is here that nobody has read yet. Raises as `read_into`."""
         if self._start == self._end:
-            self._start = self._end = 0
-            self._end = self._count(await self._stream.receive_into(self._buffer))
+            await self._receive(1)
 
     async def read(self, length: int) -> bytearray:
         """The next `length` bytes, in memory of their own."""
-        if length <= self._end - self._start:
-            self._start += length
-            return bytearray(self._buffer[self._start - length : self._start])
         data = bytearray(length)
         await self.read_into(memoryview(data))
         return data
@@ -58,7 +76,19 @@ class Inbox:
             await self.read_into(scratch[:count])
             length -= count
 
-    def _take(self, view: memoryview) -> int:
+    async def _receive(self, wanted_bytes: int) -> None:
+        """Receive more, with room for `wanted_bytes` after what nobody has read yet begins."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start + wanted_bytes > INBOX_BYTES:
+            held = self._end - self._start
+            self._buffer[:held] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, held
+        limit = max(self._start + wanted_bytes, self._end + self._ahead_bytes)
+        room = self._buffer[self._end : limit]
+        self._end += self._count(await self._stream.receive_into(room))
+
+    def _move_into(self, view: memoryview) -> int:
         count = min(len(view), self._end - self._start)
         if count:  # at most 128 KiB: too little to matter that this holds the GIL
             view[:count] = self._buffer[self._start : self._start + count]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from p2pstore.errors import BufferTooSmall, NoSuchKey, P2PStoreError
 from p2pstore.objects import ZERO_VERSION, Version, chunk_count, format_bytes
@@ -118,8 +118,7 @@ class RemoteCopy(RemotePeer):
     rdma: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
+class Pulled(NamedTuple):
     """A delivered and verified object: `length` bytes lie in the destination."""
 
     slot: Slot
