@@ -8,7 +8,7 @@ from random import Random
 from typing import Final
 
 from p2pstore.client.answers import error_in, name_key, raise_for, tier_name
-from p2pstore.client.known_holders import KnownHolders, OwnPlan
+from p2pstore.client.known_holders import KnownHolders, OwnPlan, remote_copy
 from p2pstore.client.link import PeerLink
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError, Unavailable
 from p2pstore.local.messages import (
@@ -22,19 +22,18 @@ from p2pstore.local.messages import (
     PlanItem,
     Planned,
 )
-from p2pstore.objects import Version, namespace_digest
+from p2pstore.objects import namespace_digest
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.failover import HolderReport, SilentHolders
-from p2pstore.transfer.messages import Ticket
 from p2pstore.transfer.reader import Copied
 from p2pstore.transfer.shm import ShmTransport, copy_in_pieces, expired, read_mapped
-from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.transport import (
     Destination,
     Pulled,
+    PullFailed,
     PullReport,
-    RemoteCopy,
     Transport,
+    failed_report,
     hurried,
     pull_with_failover,
     watch_of,
@@ -77,6 +76,9 @@ class Fetcher:
         """Bring the object to the destination. Raises, when it is still so after `wait_seconds`,
         `NoSuchKey` or `Unavailable`; at once what the destination raises, `DeadlineExceeded`,
         `StoreClosed`."""
+        before = await self._pull_from_only_holder(key, digest, destination)
+        if isinstance(before, Pulled):
+            return before
         wait_until = time.monotonic() + wait_seconds
         pause_seconds = FIRST_PAUSE_SECONDS
         while True:
@@ -86,10 +88,12 @@ class Fetcher:
             left_seconds = max(0.0, wait_until - time.monotonic())
             plan: PlanItem | None = self._own_plan(digest, destination)
             if plan is None:
-                plan = await self._plan_watched(key, digest, destination, left_seconds)
+                failed = [] if before is None else _blamed_members(before, own=True)
+                plan = await self._plan_watched(key, digest, destination, left_seconds, failed)
             try:
-                return await self.fetch_planned(key, digest, destination, plan)
+                return await self.fetch_planned(key, digest, destination, plan, before=before)
             except (NoSuchKey, Unavailable) as error:  # whoever had it just dropped it, or died
+                before = None
                 left_seconds = wait_until - time.monotonic()
                 if left_seconds <= 0:
                     self.ended(error)
@@ -108,6 +112,28 @@ class Fetcher:
         if copied is not None:
             watch.was_here(self._link.connection.hello.name, copied.length, watch.clock() - began)
         return copied
+
+    async def _pull_from_only_holder(
+        self, key: str, digest: bytes, destination: Destination
+    ) -> Pulled | PullReport | None:
+        """The shortest way to what one other host is known to hold: no plan, no list of attempts. Otherwise how
+        that failed, or None when it is not the case; then all that there is to try is tried."""
+        if watch_of(destination) is not None:
+            return None
+        only = self._known.only(digest)
+        if only is None or any(reader.contains(digest) for reader in self._link.readers):
+            return None
+        copy, slot_hint, expected_bytes = only
+        began = time.monotonic()
+        try:
+            pulled = await self._pool.pull(copy, digest, destination, slot_hint, expected_bytes)
+        except PullFailed as failure:
+            report = failed_report(copy, self._transports, failure)
+            self._note_pull(key, digest, report, time.monotonic() - began, own=True)
+            return report
+        report = PullReport(pulled, copy, ())
+        self._link.note_pull(key, digest, report, time.monotonic() - began)
+        return pulled
 
     def _own_plan(self, digest: bytes, destination: Destination) -> OwnPlan | None:
         """A plan without asking the peer. Not for who wants to see how a read goes, nor for what is here and only
@@ -209,12 +235,18 @@ class Fetcher:
         destination: Destination,
         plan: PlanItem,
         silent: SilentHolders | None = None,
+        before: PullReport | None = None,
     ) -> Copied | Pulled:
         """Read from the holders of a plan; when all of them fail, from those of a second plan. `silent` are
-        those that did not answer in time, which reads of one batch share."""
+        those that did not answer in time, which reads of one batch share; `before` is how an attempt without a
+        plan failed."""
         silent = silent or SilentHolders()
         failed: list[int] = []
         error: P2PStoreError | ValueError | None = None
+        if before is not None and before.error is not None:
+            silent.learn(before.failures)
+            failed = _blamed_members(before, own=True)
+            error = name_key(key, before.error)
         attempts = PLANS + isinstance(plan, OwnPlan)
         for attempt in range(attempts):
             if plan.local:
@@ -244,7 +276,7 @@ class Fetcher:
                     silent.learn(report.failures)
                     if report.pulled is not None:
                         return report.pulled
-                    failed += [each.member for each in _blamed(plan, report)]
+                    failed += _blamed_members(report, own=isinstance(plan, OwnPlan))
                     assert report.error is not None
                     error = name_key(key, report.error)
             if attempt + 1 < attempts:
@@ -267,16 +299,25 @@ class Fetcher:
         copies = [remote_copy(holder) for holder in holders]
         began = time.monotonic()
         report = await pull_with_failover(copies, self._transports, digest, destination)
-        self._link.note_pull(key, digest, report, time.monotonic() - began)
-        self._known.forget(each.member for each in report.failures)
-        # The local peer is told of the holders that failed.
-        self._link.note_failures(
-            [
-                HolderFailure(digest, each.member, int(each.code), each.incarnation, each.sequence)
-                for each in _blamed(plan, report)
-            ]
-        )
+        seconds = time.monotonic() - began
+        self._note_pull(key, digest, report, seconds, own=isinstance(plan, OwnPlan))
         return report
+
+    def _note_pull(
+        self, key: str, digest: bytes, report: PullReport, seconds: float, *, own: bool
+    ) -> None:
+        """Keep in mind how a read ended, and have the local peer told, of the holders that failed too."""
+        self._link.note_pull(key, digest, report, seconds)
+        if report.failures:
+            self._known.forget(each.member for each in report.failures)
+            self._link.note_failures(
+                [
+                    HolderFailure(
+                        digest, each.member, int(each.code), each.incarnation, each.sequence
+                    )
+                    for each in _blamed(report, own=own)
+                ]
+            )
 
     async def pull_many(
         self, holder: Holder, items: Sequence[tuple[bytes, Destination]], *, others: bool
@@ -365,29 +406,16 @@ class Fetcher:
         self._link.stir()
 
 
-def _blamed(plan: PlanItem, report: PullReport) -> list[HolderReport]:
-    """Of the holders that did not deliver, those of whom that says something."""
-    own = isinstance(plan, OwnPlan)
+def _blamed(report: PullReport, *, own: bool) -> list[HolderReport]:
+    """Of the holders that did not deliver, those of whom that says something; `own`: the client chose them itself."""
     return [each for each in report.failures if not own or each.code in _OF_THE_HOLDER]
+
+
+def _blamed_members(report: PullReport, *, own: bool) -> list[int]:
+    return [each.member for each in _blamed(report, own=own)]
 
 
 def deadline_ms(timeout_seconds: float) -> int:
     """What the peer is told: a little less than what the client waits, so that its answer
     arrives."""
     return max(1, round(timeout_seconds * 900))
-
-
-def remote_copy(holder: Holder) -> RemoteCopy:
-    """A planned holder as transports want it."""
-    return RemoteCopy(
-        peer_id=holder.peer_id,
-        data=tuple(holder.data),
-        ticket=GrantedTicket(
-            Ticket(holder.ticket_claims, holder.ticket_signature), holder.ticket_secret
-        ),
-        member=holder.member,
-        socket=holder.socket,
-        same_host=holder.same_host,
-        slot=holder.slot,
-        version=Version(holder.clock, holder.writer),
-    )

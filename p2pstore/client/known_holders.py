@@ -13,12 +13,16 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from random import Random
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
 from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
 from p2pstore.local.messages import Holder, PlanItem
+from p2pstore.objects import KIB, Version
+from p2pstore.transfer.messages import Ticket
+from p2pstore.transfer.tickets import GrantedTicket
+from p2pstore.transfer.transport import RemoteCopy
 
 TRUSTED_SECONDS: Final = 50.0
 """A ticket is good for 60 s at least when the peer hands it out."""
@@ -26,6 +30,25 @@ ASKED_SECONDS: Final = 10.0
 """After a member did not deliver."""
 MAX_HOLDERS: Final = 1024
 HOLDERS_PER_PLAN: Final = 8
+SIZE_UNIT_BYTES: Final = 4 * KIB
+"""What location records count lengths in."""
+
+
+class OnlyHolder(NamedTuple):
+    """The one peer that is known to hold an object: how to get there, a hint where it has the object, and about how
+    long that is."""
+
+    copy: RemoteCopy
+    slot_hint: int
+    expected_bytes: int
+
+
+class _Named(NamedTuple):
+    """What was said of a member, and until when that is trusted."""
+
+    trusted_until: float
+    holder: Holder
+    copy: RemoteCopy
 
 
 class OwnPlan(PlanItem, frozen=True):
@@ -39,8 +62,7 @@ class KnownHolders:
     def __init__(self, elsewhere: KnownElsewhere | None, rng: Random) -> None:
         self._elsewhere = elsewhere
         self._rng = rng
-        self._named: dict[int, tuple[float, Holder]] = {}
-        """What was said of each member, and until when that is trusted."""
+        self._named: dict[int, _Named] = {}
         self._asked_until: dict[int, float] = {}
         """Members that did not deliver: for a while the peer says which holder comes first."""
         self._changing = threading.Lock()
@@ -56,7 +78,8 @@ class KnownHolders:
             for plan in plans:
                 for holder in () if plan.through_peer else plan.holders:
                     self._named.pop(holder.member, None)
-                    self._named[holder.member] = trusted_until, holder
+                    named = _Named(trusted_until, holder, remote_copy(holder))
+                    self._named[holder.member] = named
             while len(self._named) > MAX_HOLDERS:
                 del self._named[next(iter(self._named))]
 
@@ -72,6 +95,20 @@ class KnownHolders:
                 takewhile(lambda each: self._asked_until[each] <= now, self._asked_until)
             ):
                 del self._asked_until[member]
+
+    def only(self, digest: bytes) -> OnlyHolder | None:
+        """The holder on another host, when just one is known; None when `plan` is to say more."""
+        elsewhere = self._elsewhere  # another thread may close it
+        if elsewhere is None:
+            return None
+        records = elsewhere.holders(digest)
+        if not records or len(records) > 1:
+            return None
+        record = records[0]
+        named = self._trusted(record.member, time.monotonic())
+        if named is None or named.copy.same_host or not named.copy.data:
+            return None
+        return OnlyHolder(named.copy, record.slot, record.size_units * SIZE_UNIT_BYTES)
 
     def plan(self, digest: bytes) -> OwnPlan | None:
         """Holders of the newest version that is known, best first; None when the peer must be asked."""
@@ -95,17 +132,13 @@ class KnownHolders:
     def _holders(self, records: Sequence[KnownRecord]) -> list[Holder] | None:
         now, holders = time.monotonic(), []
         for record in records:
-            trusted_until, named = self._named.get(record.member, (0.0, None))
-            if (
-                named is None
-                or trusted_until < now
-                or self._asked_until.get(record.member, 0.0) > now
-            ):
+            named = self._trusted(record.member, now)
+            if named is None:
                 return None
             clock, writer = record.version
             holders.append(
                 replace(
-                    named,
+                    named.holder,
                     slot=record.slot,
                     size_units=record.size_units,
                     clock=clock,
@@ -116,3 +149,26 @@ class KnownHolders:
         if len(holders) > 1:
             holders.sort(key=lambda holder: not holder.same_host)
         return holders
+
+    def _trusted(self, member: int, now: float) -> _Named | None:
+        named = self._named.get(member)
+        if named is None or named.trusted_until < now:
+            return None
+        asked = self._asked_until and self._asked_until.get(member, 0.0) > now
+        return None if asked else named
+
+
+def remote_copy(holder: Holder) -> RemoteCopy:
+    """A planned holder as transports want it."""
+    return RemoteCopy(
+        peer_id=holder.peer_id,
+        data=tuple(holder.data),
+        ticket=GrantedTicket(
+            Ticket(holder.ticket_claims, holder.ticket_signature), holder.ticket_secret
+        ),
+        member=holder.member,
+        socket=holder.socket,
+        same_host=holder.same_host,
+        slot=holder.slot,
+        version=Version(holder.clock, holder.writer),
+    )

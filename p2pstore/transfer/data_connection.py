@@ -25,7 +25,15 @@ from p2pstore.errors import (
     ProtocolError,
     ProtocolMismatch,
 )
-from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, MIB, PART_BYTES, chunk_count, chunk_sum
+from p2pstore.objects import (
+    CHUNK_BYTES,
+    KIB,
+    MAX_OBJECT_BYTES,
+    MIB,
+    PART_BYTES,
+    chunk_count,
+    chunk_sum,
+)
 from p2pstore.streams import ByteStream
 from p2pstore.transfer.inbox import Inbox
 from p2pstore.transfer.layout import Slot, TrailerBody

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from p2pstore.config import split_address
@@ -24,7 +24,7 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
-from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver
+from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver, Event
 from p2pstore.transfer.data_connection import (
     TRANSPORT_NAME,
     DataConnection,
@@ -51,6 +51,8 @@ CONNECT_SECONDS: Final = 3.0
 """For each address of a peer: connect, then again for the hello."""
 IDLE_SECONDS: Final = 300.0
 """Older idle connections are not trusted: the other side closes them after 600 s, firewalls earlier."""
+QUEUE_SECONDS: Final = 600.0
+"""For a connection, while each of those who have one makes progress."""
 MAX_PLACES: Final = 32
 MAX_IDLE: Final = 256
 
@@ -69,13 +71,13 @@ def carried_ticket(peer: RemotePeer) -> GrantedTicket:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Room for one connection. `users` have it or queue for it."""
+    """Room for one connection. `users` have it or queue for it; `turns` are those of who queues."""
 
-    lock: AbstractAsyncContextManager[Any]
     users: int = 0
     connection: DataConnection | None = None
     connected_at: float = 0.0
     idle_since: float = 0.0
+    turns: deque[Event] = field(default_factory=deque)
 
 
 class DataPool:
@@ -163,17 +165,25 @@ class DataPool:
         except OSError as error:
             raise _broken(peer, error) from error
 
-    async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
-        """Read one object. Raises `PullFailed`, or what `destination.prepare` raises."""
+    async def pull(
+        self,
+        peer: RemotePeer,
+        digest: bytes,
+        destination: Destination,
+        slot_hint: int = 0,
+        expected_bytes: int = 0,
+    ) -> Pulled:
+        """Read one object, of about `expected_bytes` where that is known. Raises `PullFailed`, or what
+        `destination.prepare` raises."""
         guarded = _Guarded(destination)
 
         def pull(connection: DataConnection) -> Awaitable[Pulled]:
             if guarded.watch is not None:
                 guarded.watch.connected()
-            return connection.pull(digest, guarded, copy.slot, copy.answer_seconds)
+            return connection.pull(digest, guarded, slot_hint, peer.answer_seconds, expected_bytes)
 
         try:
-            return await self._use(copy, self._progress_seconds, pull)
+            return await self._use(peer, self._progress_seconds, pull)
         except PullFailed:
             raise
         except Exception as error:
@@ -247,40 +257,62 @@ class DataPool:
         action: Callable[[DataConnection], Awaitable[T]],
     ) -> T:
         """Run `action` on a connection; once more on a fresh one when a kept one turns out dead."""
-        place = self._choose(peer.peer_id)
+        place, turn = self._choose(peer.peer_id)
+        if turn is not None:
+            await self._wait_for(turn, peer.peer_id, place)
         try:
-            async with place.lock:
-                kept = self._take_kept(place)
-                if kept is not None:
-                    kept.stream.progress_seconds = progress_seconds
-                    kept.start_watching()
-                    try:
-                        return await action(kept)
-                    except OSError as error:
-                        if isinstance(error, DeadlineExceeded) or kept.received_any:
-                            raise
-                connection = await self._connect(peer)
-                self._keep(place, connection)
-                connection.stream.progress_seconds = progress_seconds
-                return await action(connection)
+            kept = self._take_kept(place)
+            if kept is not None:
+                kept.stream.progress_seconds = progress_seconds
+                kept.start_watching()
+                try:
+                    return await action(kept)
+                except OSError as error:
+                    if isinstance(error, DeadlineExceeded) or kept.received_any:
+                        raise
+            connection = await self._connect(peer)
+            self._keep(place, connection)
+            connection.stream.progress_seconds = progress_seconds
+            return await action(connection)
         finally:
             self._give_back(peer.peer_id, place)
 
-    def _choose(self, peer_id: bytes) -> _Place:
+    def _choose(self, peer_id: bytes) -> tuple[_Place, Event | None]:
+        """A place, and what to wait for when others have it."""
         with self._state:
             if self._closed:
                 raise StoreClosed("the data connections were closed")
             places = self._peers.setdefault(peer_id, [])
-            idle = [place for place in places if not place.users]
-            if idle:  # the one used last: its connection is the most likely to be alive
-                place = max(idle, key=lambda each: (_is_open(each), each.idle_since))
-            elif len(places) < self._max_places:
-                place = _Place(self._driver.lock())
+            for place in reversed(places):  # the one used last is the most likely to be alive
+                if not place.users:
+                    place.users = 1
+                    return place, None
+            if len(places) < self._max_places:
+                place = _Place(users=1)
                 places.append(place)
-            else:
-                place = min(places, key=lambda each: each.users)
+                return place, None
+            place = min(places, key=lambda each: each.users)
             place.users += 1
-            return place
+            turn = self._driver.event()
+            place.turns.append(turn)
+            return place, turn
+
+    async def _wait_for(self, turn: Event, peer_id: bytes, place: _Place) -> None:
+        """Queue for a place. Raises `DeadlineExceeded` when that takes absurdly long."""
+        try:
+            if not await turn.wait(QUEUE_SECONDS):
+                raise DeadlineExceeded(
+                    f"all {self._max_places} connections to the peer were busy for {QUEUE_SECONDS:g} s"
+                )
+        except BaseException:
+            with self._state:
+                queued = turn in place.turns
+                if queued:
+                    place.turns.remove(turn)
+                    place.users -= 1
+            if not queued:  # it came in the same moment, and is the next one's
+                self._give_back(peer_id, place)
+            raise
 
     def _take_kept(self, place: _Place) -> DataConnection | None:
         connection = place.connection
@@ -305,9 +337,17 @@ class DataPool:
         with self._state:
             place.users -= 1
             place.idle_since = time.monotonic()
-            places = self._peers.get(peer_id)
-            if places is None or place.users:
+            if place.turns:
+                place.turns.popleft().set()
                 return
+            places = self._peers.get(peer_id)
+            if places is None:
+                return
+            if places[-1] is not place:
+                places.remove(place)
+                places.append(place)
+            if not _is_open(place):  # others first
+                places.insert(0, places.pop())
             if len(places) <= self._idle_per_peer and _is_open(place) and self._few_peers():
                 return
             _close_oldest(places, self._idle_per_peer)
@@ -448,4 +488,4 @@ class TcpTransport:
         return 1.0
 
     async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
-        return await self._pool.pull(copy, digest, destination)
+        return await self._pool.pull(copy, digest, destination, copy.slot)

@@ -347,9 +347,7 @@ class DataSession:
                 replies.append(ObjectReply(TOO_LARGE))
                 continue
             bulk_bytes += len(payload)
-            replies.append(
-                ObjectReply(OK, each.slot, each.trailer, len(payload))
-            )
+            replies.append(ObjectReply(OK, each.slot, each.trailer, len(payload)))
             payloads.append(payload)
         self._gather(
             encode_frame(

@@ -33,6 +33,7 @@ __all__ = [
     "Transport",
     "check_object",
     "checked_view",
+    "failed_report",
     "hurried",
     "pull_with_failover",
     "unpack_sums",
@@ -188,8 +189,7 @@ def unpack_sums(sums: bytes, length: int) -> tuple[int, ...]:
     return tuple(memoryview(sums).cast("Q")[: chunk_count(length)])
 
 
-@dataclass(frozen=True, slots=True)
-class PullReport:
+class PullReport(NamedTuple):
     """How a read over several holders ended: `pulled` from `copy`, or `error`. `failures` on the way are
     worth telling the peer that named the holders."""
 
@@ -206,6 +206,16 @@ class PullReport:
             assert self.error is not None
             raise self.error
         return self.pulled
+
+
+def failed_report(
+    copy: RemoteCopy, transports: Sequence[Transport], failure: PullFailed
+) -> PullReport:
+    """The report of a read that was tried once, from this copy by the first transport that offers itself."""
+    attempts = PullAttempts([copy], transports)
+    attempts.next()
+    attempts.failed(failure)
+    return PullReport(None, None, tuple(attempts.reports), attempts.error())
 
 
 def hurried(copy: RemoteCopy) -> RemoteCopy:
