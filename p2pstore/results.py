@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, runtime_checkable
 
 from p2pstore.errors import P2PStoreError
 
@@ -60,8 +60,7 @@ class PutResult:
     version: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class ItemResult(Generic[T_co]):
+class ItemResult(NamedTuple, Generic[T_co]):
     """One item of a batch: `value` when it worked, `error` when it did not (and then no value)."""
 
     key: str

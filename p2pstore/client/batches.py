@@ -7,76 +7,124 @@ from typing import Any
 
 from p2pstore.client.answers import plain_error
 from p2pstore.client.fetch import Fetcher
+from p2pstore.client.known_holders import remote_copy
 from p2pstore.client.values import destination_view
 from p2pstore.errors import P2PStoreError
+from p2pstore.local.messages import PlanItem
 from p2pstore.results import ItemResult
 from p2pstore.transfer.failover import SilentHolders, is_silence
-from p2pstore.transfer.transport import BufferDestination, Destination
+from p2pstore.transfer.transport import BufferDestination, RemoteCopy
 
 
 async def fetch_many(
     fetcher: Fetcher, items: Sequence[tuple[str, Any]], digest_of: Callable[[str], bytes]
 ) -> list[ItemResult[int]]:
     """Write each (key, buffer)'s value to the beginning of its buffer; per item the length, or the error."""
-    results: list[ItemResult[int]] = [ItemResult(key) for key, _ in items]
-    missing: dict[int, tuple[bytes, Destination]] = {}
-    for index, (key, buffer) in enumerate(items):
-        try:
-            digest = digest_of(key)
-            view = destination_view(buffer)
-            copied = await fetcher.read_here_into(digest, view)
-        except (P2PStoreError, ValueError, TypeError) as error:
-            results[index] = ItemResult(key, error=plain_error(error))
-            continue
-        if copied is None:
-            missing[index] = (digest, BufferDestination(view))
-        else:
-            results[index] = ItemResult(key, copied.length)
-    if missing:
-        await _fetch_elsewhere(fetcher, missing, results)
-    return results
+    batch = _Batch(fetcher, items)
+    batch.prepare(digest_of)
+    await batch.read_here()
+    await batch.pull_from_only_holders()
+    await batch.pull_as_planned()
+    await batch.fetch_the_rest()
+    return [
+        ItemResult(key, None, outcome)
+        if isinstance(outcome, Exception)
+        else ItemResult(key, outcome)
+        for (key, _), outcome in zip(items, batch.outcomes, strict=True)
+    ]
 
 
-async def _fetch_elsewhere(
-    fetcher: Fetcher,
-    missing: dict[int, tuple[bytes, Destination]],
-    results: list[ItemResult[int]],
-) -> None:
-    """One plan for all; then per holder one batch; what fails there is tried alone."""
-    plans = dict(
-        zip(
-            missing,
-            await fetcher.plan(
-                results[next(iter(missing))].key, [each[0] for each in missing.values()]
-            ),
-            strict=True,
-        )
-    )
-    silent = SilentHolders()
-    batches: dict[int, list[int]] = {}
-    for index, plan in plans.items():
-        if plan.holders and not plan.holders[0].same_host and not plan.through_peer:
-            batches.setdefault(plan.holders[0].member, []).append(index)
-    for indices in batches.values():
-        holder = plans[indices[0]].holders[0]
-        pulled = await fetcher.pull_many(
-            holder,
-            [missing[index] for index in indices],
-            others=(others := all(len(plans[index].holders) > 1 for index in indices)),
-        )
-        if any(is_silence(outcome) for outcome in pulled):
-            silent.add(holder.member, hurried=others)
-        for index, outcome in zip(indices, pulled, strict=True):
+class _Batch:
+    """Many reads at once. Each step settles some of the items, which are known by their numbers."""
+
+    def __init__(self, fetcher: Fetcher, items: Sequence[tuple[str, Any]]) -> None:
+        self.outcomes: list[int | P2PStoreError | ValueError | None] = [None] * len(items)
+        self._fetcher = fetcher
+        self._items = items
+        self._wanted: dict[int, tuple[bytes, memoryview]] = {}
+        """Digest and room of each item that is not settled."""
+        self._plans: dict[int, PlanItem] = {}
+        self._silent = SilentHolders()
+
+    def prepare(self, digest_of: Callable[[str], bytes]) -> None:
+        """Settle what was asked for wrongly."""
+        for number, (key, buffer) in enumerate(self._items):
+            try:
+                self._wanted[number] = digest_of(key), destination_view(buffer)
+            except (P2PStoreError, ValueError, TypeError) as error:
+                self.outcomes[number] = plain_error(error)
+
+    async def read_here(self) -> None:
+        """What the local peer holds."""
+        wanted = list(self._wanted.items())
+        here = self._fetcher.are_here([digest for _, (digest, _) in wanted])
+        for is_here, (number, (digest, view)) in zip(here, wanted, strict=True):
+            if not is_here:
+                continue
+            try:
+                copied = await self._fetcher.read_here_into(digest, view)
+            except (P2PStoreError, ValueError) as error:
+                self._settle(number, error)
+            else:
+                if copied is not None:
+                    self._settle(number, copied.length)
+
+    async def pull_from_only_holders(self) -> None:
+        """What one other host alone is known to hold, without a plan."""
+        numbers = list(self._wanted)
+        copies = self._fetcher.only_holders([self._wanted[number][0] for number in numbers])
+        batches: dict[int, tuple[RemoteCopy, list[int]]] = {}
+        for number, copy in zip(numbers, copies, strict=True):
+            if copy is not None:
+                batches.setdefault(copy.member, (copy, []))[1].append(number)
+        for copy, some in batches.values():
+            await self._pull(copy, some, others=False)
+
+    async def pull_as_planned(self) -> None:
+        """The rest by one plan for all, in a batch for each holder."""
+        if not self._wanted:
+            return
+        numbers = list(self._wanted)
+        digests = [self._wanted[number][0] for number in numbers]
+        plans = await self._fetcher.plan(self._items[numbers[0]][0], digests)
+        self._plans = dict(zip(numbers, plans, strict=True))
+        batches: dict[int, list[int]] = {}
+        for number, plan in self._plans.items():
+            if plan.holders and not plan.holders[0].same_host and not plan.through_peer:
+                batches.setdefault(plan.holders[0].member, []).append(number)
+        for some in batches.values():
+            holder = self._plans[some[0]].holders[0]
+            if self._silent.last([holder]):
+                others = all(len(self._plans[number].holders) > 1 for number in some)
+                await self._pull(remote_copy(holder), some, others=others)
+
+    async def fetch_the_rest(self) -> None:
+        """One by one, what did not come in a batch."""
+        for number, (digest, view) in list(self._wanted.items()):
+            key = self._items[number][0]
+            try:
+                done = await self._fetcher.fetch_planned(
+                    key, digest, BufferDestination(view), self._plans[number], self._silent
+                )
+            except (P2PStoreError, ValueError) as error:
+                self._fetcher.ended(error)
+                self._settle(number, error)
+            else:
+                self._settle(number, done.length)
+
+    async def _pull(self, copy: RemoteCopy, numbers: Sequence[int], *, others: bool) -> None:
+        """Those of one holder. `others`: other peers hold them as well."""
+        asked = [
+            (digest, BufferDestination(view))
+            for digest, view in (self._wanted[number] for number in numbers)
+        ]
+        outcomes = await self._fetcher.pull_many(copy, asked, others=others)
+        if any(is_silence(outcome) for outcome in outcomes):
+            self._silent.add(copy.member, hurried=others)
+        for number, outcome in zip(numbers, outcomes, strict=True):
             if not isinstance(outcome, Exception):
-                results[index] = ItemResult(results[index].key, outcome.length)
-    for index, (digest, destination) in missing.items():
-        key = results[index].key
-        if results[index].value is not None:
-            continue
-        try:
-            done = await fetcher.fetch_planned(key, digest, destination, plans[index], silent)
-        except (P2PStoreError, ValueError) as error:
-            fetcher.ended(error)
-            results[index] = ItemResult(key, error=error)
-        else:
-            results[index] = ItemResult(key, done.length)
+                self._settle(number, outcome.length)
+
+    def _settle(self, number: int, outcome: int | P2PStoreError | ValueError) -> None:
+        del self._wanted[number]
+        self.outcomes[number] = outcome

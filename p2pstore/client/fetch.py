@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Final
 
+import numpy as np
+
 from p2pstore.client.answers import error_in, name_key, raise_for, tier_name
 from p2pstore.client.known_holders import KnownHolders, OwnPlan, remote_copy
 from p2pstore.client.link import PeerLink
@@ -32,6 +34,7 @@ from p2pstore.transfer.transport import (
     Pulled,
     PullFailed,
     PullReport,
+    RemoteCopy,
     Transport,
     failed_report,
     hurried,
@@ -319,20 +322,32 @@ class Fetcher:
                 ]
             )
 
+    def are_here(self, digests: Sequence[bytes]) -> list[bool]:
+        """Which of these objects the local peer seems to have."""
+        packed = b"".join(digests)
+        here = np.zeros(len(digests), np.bool_)
+        for reader in self._link.readers:
+            here |= reader.contains_many(packed)
+        listed: list[bool] = here.tolist()
+        return listed
+
+    def only_holders(self, digests: Sequence[bytes]) -> list[RemoteCopy | None]:
+        """Of each object the one other host that is known to hold it, where there is just one."""
+        return self._known.only_many(digests)
+
     async def pull_many(
-        self, holder: Holder, items: Sequence[tuple[bytes, Destination]], *, others: bool
+        self, copy: RemoteCopy, items: Sequence[tuple[bytes, Destination]], *, others: bool
     ) -> list[Pulled | Exception]:
         """Many objects from one holder, over one connection; per item what came, or why not. `others`:
         other peers hold them as well."""
-        copy = remote_copy(holder)
         outcomes: list[Pulled | Exception] = list(
             await self._pool.pull_many(hurried(copy) if others else copy, items)
         )
         pulled = [each for each in outcomes if isinstance(each, Pulled)]
         if len(pulled) < len(outcomes):
-            self._known.forget([holder.member])
+            self._known.forget([copy.member])
         self._link.note_pulls(
-            holder.member,
+            copy.member,
             TcpTransport.name,
             objects=len(pulled),
             length_bytes=sum(each.length for each in pulled),

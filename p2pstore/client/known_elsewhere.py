@@ -8,7 +8,8 @@ the answer is None, "ask".
 from __future__ import annotations
 
 import time
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ from p2pstore.location_table import (
     apart_counter,
 )
 from p2pstore.objects import DIGEST_BYTES
+
+T = TypeVar("T")
 
 FRESH_NANOSECONDS: Final = 2_000_000_000
 """A peer that did not vouch for its table for so long may be stopped, and is asked: then that shows."""
@@ -106,10 +109,25 @@ class KnownElsewhere:
         held, asked = np.zeros(count, np.bool_), np.ones(count, np.bool_)
         for start in range(0, count, _AT_ONCE):
             end = min(start + _AT_ONCE, count)
-            found = self._look_up_many(digests[start * DIGEST_BYTES : end * DIGEST_BYTES])
+            some = digests[start * DIGEST_BYTES : end * DIGEST_BYTES]
+            found = self._settled(some, self._match)
             if found is not None:
                 held[start:end], asked[start:end] = found
         return held, asked
+
+    def only_members(self, digests: bytes) -> list[int]:
+        """Of packed digests: the one live member that is known to hold each; 0 where there is none or several, or
+        the local peer must be asked."""
+        count = len(digests) // DIGEST_BYTES
+        members = np.zeros(count, np.uint64)
+        for start in range(0, count, _AT_ONCE):
+            end = min(start + _AT_ONCE, count)
+            some = digests[start * DIGEST_BYTES : end * DIGEST_BYTES]
+            found = self._settled(some, self._match_only)
+            if found is not None:
+                members[start:end] = found
+        listed: list[int] = members.tolist()
+        return listed
 
     def _is_fresh(self) -> bool:
         alive_at = self._words[_ALIVE_AT]
@@ -126,7 +144,8 @@ class KnownElsewhere:
                 answer = None  # an old version may be forbidden
         return answer
 
-    def _look_up_many(self, digests: bytes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]] | None:
+    def _settled(self, digests: bytes, look_up: Callable[[bytes], T]) -> T | None:
+        """What is found while nothing moves, in a table that the peer vouches for."""
         words = self._words
         for _ in range(_TRIES):
             changes = words[_CHANGES]
@@ -134,7 +153,7 @@ class KnownElsewhere:
                 return None
             if not changes & 1:
                 try:
-                    found = self._match(digests)
+                    found = look_up(digests)
                 except IndexError:
                     continue
                 if words[_CHANGES] == changes:
@@ -152,6 +171,25 @@ class KnownElsewhere:
         held[matches.queries[believed]] = True
         asked[matches.queries[counts]] = True
         asked &= ~held
-        first = np.frombuffer(digests, "<u4")[:: DIGEST_BYTES // 4]
-        apart = table.aparts[first & (len(table.aparts) - 1)] != 0
+        apart = self._are_apart(digests)
         return held & ~apart, asked | apart
+
+    def _match_only(self, digests: bytes) -> NDArray[np.uint64]:
+        table, words = self._table, self._words
+        count = len(digests) // DIGEST_BYTES
+        matches = table.find_many(digests, _MOST_ROWS)
+        counted = np.flatnonzero(table.counts[matches.slots])
+        queries, clocks = matches.queries[counted], table.clocks(matches.rows[counted])
+        believed = (clocks > words[_AFTER]) & (clocks < words[_BEFORE])
+        members = np.zeros(count, np.uint64)
+        members[queries[believed]] = np.frombuffer(table.members, np.uint64)[
+            matches.slots[counted[believed]]
+        ]
+        members[np.bincount(queries, minlength=count) > 1] = 0
+        members[self._are_apart(digests)] = 0
+        return members
+
+    def _are_apart(self, digests: bytes) -> NDArray[np.bool_]:
+        first = np.frombuffer(digests, "<u4")[:: DIGEST_BYTES // 4]
+        aparts = self._table.aparts
+        return aparts[first & (len(aparts) - 1)] != 0

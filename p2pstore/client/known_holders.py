@@ -105,10 +105,20 @@ class KnownHolders:
         if not records or len(records) > 1:
             return None
         record = records[0]
-        named = self._trusted(record.member, time.monotonic())
-        if named is None or named.copy.same_host or not named.copy.data:
+        copy = self._way_to(record.member, time.monotonic())
+        if copy is None:
             return None
-        return OnlyHolder(named.copy, record.slot, record.size_units * SIZE_UNIT_BYTES)
+        return OnlyHolder(copy, record.slot, record.size_units * SIZE_UNIT_BYTES)
+
+    def only_many(self, digests: Sequence[bytes]) -> list[RemoteCopy | None]:
+        """For many objects, `only` without what is known of each: how to get to the holder."""
+        elsewhere = self._elsewhere  # another thread may close it
+        if elsewhere is None:
+            return [None] * len(digests)
+        members = elsewhere.only_members(b"".join(digests))
+        now = time.monotonic()
+        ways = {member: self._way_to(member, now) for member in set(members)}
+        return [ways[member] for member in members]
 
     def plan(self, digest: bytes) -> OwnPlan | None:
         """Holders of the newest version that is known, best first; None when the peer must be asked."""
@@ -149,6 +159,13 @@ class KnownHolders:
         if len(holders) > 1:
             holders.sort(key=lambda holder: not holder.same_host)
         return holders
+
+    def _way_to(self, member: int, now: float) -> RemoteCopy | None:
+        """How to get to a member of another host."""
+        named = self._trusted(member, now)
+        if named is None or named.copy.same_host or not named.copy.data:
+            return None
+        return named.copy
 
     def _trusted(self, member: int, now: float) -> _Named | None:
         named = self._named.get(member)

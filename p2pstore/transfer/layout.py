@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import xxhash
@@ -186,14 +186,14 @@ class SlotState(IntEnum):
     DOOMED = 3
 
 
+_SLOT_STATES: Final = tuple(SlotState)
 SLOT_FLAG_SOFT: Final = 1
 """A soft replica: kept because it was hot, evicted first."""
 SLOT_FLAG_TENSOR: Final = 2
 """The trailer has dtype and shape."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """One object as the table holds it. `offset` counts from the segment's start, in bytes."""
 
     state: SlotState
@@ -233,11 +233,11 @@ def decode_slot(packed: bytes) -> Slot | None:
     if (
         fmt != SLOT_FORMAT
         or checksum != xxhash.xxh3_64_intdigest(packed[:-8])
-        or state > SlotState.DOOMED
+        or state >= len(_SLOT_STATES)
     ):
         return None
     return Slot(
-        SlotState(state),
+        _SLOT_STATES[state],
         digest,
         Version(clock, writer, root),
         offset,

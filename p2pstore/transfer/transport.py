@@ -72,7 +72,9 @@ class BufferDestination:
         view = memoryview(buffer)
         if view.readonly or not view.c_contiguous:
             raise ValueError("the buffer must be writable and contiguous")
-        self._view = view.cast("B") if view.nbytes else memoryview(bytearray())
+        if view.ndim != 1 or view.format != "B":
+            view = view.cast("B") if view.nbytes else memoryview(bytearray())
+        self._view = view
 
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
         if slot.length > len(self._view):

@@ -100,7 +100,7 @@ async def test_a_slot_that_leads_out_of_the_segment(
     assert entry is not None
     slot = decode_slot(rdma.segment.slot_bytes(entry))
     assert slot is not None
-    beyond = replace(slot, offset=rdma.segment.geometry.total_bytes - 4096)
+    beyond = slot._replace(offset=rdma.segment.geometry.total_bytes - 4096)
     monkeypatch.setattr(rdma.segment, "slot_bytes", lambda _: encode_slot(beyond))
     copy = replace(rdma.copy(digest), slot=-1)
     longer = put(rdma.segment, "longer", pattern(3000))
@@ -108,7 +108,7 @@ async def test_a_slot_that_leads_out_of_the_segment(
     with pytest.raises(PullFailed) as caught:
         await transport.pull(copy, digest, BufferDestination(bytearray(3000)))
     assert caught.value.code is Code.STALE  # it is not there: the bytes do not match
-    beyond = replace(slot, offset=rdma.segment.geometry.total_bytes)
+    beyond = slot._replace(offset=rdma.segment.geometry.total_bytes)
     with pytest.raises(PullFailed, match="outside") as caught:
         await transport.pull(copy, digest, BufferDestination(bytearray(3000)))
     assert (caught.value.code, caught.value.retriable) == (Code.MALFORMED, True)
