@@ -64,7 +64,7 @@ class AsyncioStream:
         self._unyielded_bytes = 0
 
     async def _let_others_run(self) -> None:
-        """Once in 1 MiB; before a system call, because a task may be cancelled here."""
+        """Once in 2 MiB; before a system call, because a task may be cancelled here."""
         if self._unyielded_bytes >= SEND_PIECE_BYTES:
             self._unyielded_bytes = 0
             await asyncio.sleep(0)

@@ -67,7 +67,7 @@ class TrioStream:
         self._unyielded_bytes = 0
 
     async def _yield_after(self, count: int) -> None:
-        """A cancellation point always; lets other tasks run once in 1 MiB."""
+        """A cancellation point always; lets other tasks run once in 2 MiB."""
         self._unyielded_bytes += count
         if self._unyielded_bytes >= SEND_PIECE_BYTES:
             self._unyielded_bytes = 0

@@ -24,6 +24,7 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
+from p2pstore.objects import KIB
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver, Event
 from p2pstore.transfer.data_connection import (
     TRANSPORT_NAME,
@@ -51,6 +52,8 @@ CONNECT_SECONDS: Final = 3.0
 """For each address of a peer: connect, then again for the hello."""
 IDLE_SECONDS: Final = 300.0
 """Older idle connections are not trusted: the other side closes them after 600 s, firewalls earlier."""
+BRIEF_BYTES: Final = 64 * KIB
+"""Reads of up to so many bytes take less time than a new connection."""
 QUEUE_SECONDS: Final = 600.0
 """For a connection, while each of those who have one makes progress."""
 MAX_PLACES: Final = 32
@@ -71,9 +74,11 @@ def carried_ticket(peer: RemotePeer) -> GrantedTicket:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Room for one connection. `users` have it or queue for it; `turns` are those of who queues."""
+    """Room for one connection. `users` have it or queue for it, all of them `briefly` or not; `turns` are those of
+    who queues."""
 
     users: int = 0
+    briefly: bool = False
     connection: DataConnection | None = None
     connected_at: float = 0.0
     idle_since: float = 0.0
@@ -183,7 +188,8 @@ class DataPool:
             return connection.pull(digest, guarded, slot_hint, peer.answer_seconds, expected_bytes)
 
         try:
-            return await self._use(peer, self._progress_seconds, pull)
+            briefly = 0 < expected_bytes <= BRIEF_BYTES
+            return await self._use(peer, self._progress_seconds, pull, briefly=briefly)
         except PullFailed:
             raise
         except Exception as error:
@@ -255,9 +261,12 @@ class DataPool:
         peer: RemotePeer,
         progress_seconds: float,
         action: Callable[[DataConnection], Awaitable[T]],
+        *,
+        briefly: bool = False,
     ) -> T:
-        """Run `action` on a connection; once more on a fresh one when a kept one turns out dead."""
-        place, turn = self._choose(peer.peer_id)
+        """Run `action` on a connection; once more on a fresh one when a kept one turns out dead. Who needs it
+        `briefly` queues for a connection that would be kept, sooner than have one opened and closed again."""
+        place, turn = self._choose(peer.peer_id, briefly)
         if turn is not None:
             await self._wait_for(turn, peer.peer_id, place)
         try:
@@ -277,7 +286,7 @@ class DataPool:
         finally:
             self._give_back(peer.peer_id, place)
 
-    def _choose(self, peer_id: bytes) -> tuple[_Place, Event | None]:
+    def _choose(self, peer_id: bytes, briefly: bool) -> tuple[_Place, Event | None]:
         """A place, and what to wait for when others have it."""
         with self._state:
             if self._closed:
@@ -285,14 +294,16 @@ class DataPool:
             places = self._peers.setdefault(peer_id, [])
             for place in reversed(places):  # the one used last is the most likely to be alive
                 if not place.users:
-                    place.users = 1
+                    place.users, place.briefly = 1, briefly
                     return place, None
-            if len(places) < self._max_places:
-                place = _Place(users=1)
+            shared = [place for place in places if place.briefly] if briefly else []
+            if len(places) < self._max_places and len(shared) < self._idle_per_peer:
+                place = _Place(1, briefly)
                 places.append(place)
                 return place, None
-            place = min(places, key=lambda each: each.users)
+            place = min(shared or places, key=lambda each: each.users)
             place.users += 1
+            place.briefly = place.briefly and briefly
             turn = self._driver.event()
             place.turns.append(turn)
             return place, turn
