@@ -28,7 +28,7 @@ BytesLike = bytes | bytearray | memoryview
 
 SEND_PIECE_BYTES: Final = 2 * 1024 * 1024
 """Largest single send, and what is moved between two turns of an event loop: one send of 64 MiB would hold it for
-20 ms, and a turn for each 1 MiB takes a tenth of the time of moving it."""
+20 ms, and turns cost a server CPU time."""
 MAX_GATHER: Final = 512
 """Buffers in one `sendmsg`; the kernel allows 1,024."""
 DEFAULT_PROGRESS_SECONDS: Final = 5.0

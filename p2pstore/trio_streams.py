@@ -131,14 +131,9 @@ class TrioStream:
                 continue
             return count, check_descriptors(ancillary, flags)
 
-    async def receive_without_deadline(self, view: memoryview) -> int:
-        """`receive_into`, but it waits for as long as it takes: for servers between requests."""
-        while True:
-            await trio.lowlevel.wait_readable(self._sock)
-            try:
-                return self._sock.recv_into(view)
-            except BlockingIOError:
-                continue
+    async def wait_readable_forever(self) -> None:
+        """Wait, without a deadline, until a receive would not block: for servers between requests."""
+        await trio.lowlevel.wait_readable(self._sock)
 
     def stop_receiving(self) -> None:
         """Whoever waits to receive gets what has arrived, and then 0 as if the other side had closed."""

@@ -13,7 +13,7 @@ from p2pstore.errors import P2PStoreError
 from p2pstore.local.messages import PlanItem
 from p2pstore.results import ItemResult
 from p2pstore.transfer.failover import SilentHolders, is_silence
-from p2pstore.transfer.transport import BufferDestination, RemoteCopy
+from p2pstore.transfer.transport import BufferDestination, Pulled, PullFailed, RemoteCopy
 
 
 async def fetch_many(
@@ -122,8 +122,10 @@ class _Batch:
         if any(is_silence(outcome) for outcome in outcomes):
             self._silent.add(copy.member, hurried=others)
         for number, outcome in zip(numbers, outcomes, strict=True):
-            if not isinstance(outcome, Exception):
+            if isinstance(outcome, Pulled):
                 self._settle(number, outcome.length)
+            elif not isinstance(outcome, PullFailed):  # the buffer is too small, whoever fills it
+                self._settle(number, outcome)
 
     def _settle(self, number: int, outcome: int | P2PStoreError | ValueError) -> None:
         del self._wanted[number]

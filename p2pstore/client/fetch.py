@@ -25,6 +25,7 @@ from p2pstore.local.messages import (
     Planned,
 )
 from p2pstore.objects import namespace_digest
+from p2pstore.transfer.data_connection import ItemOutcome
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.failover import HolderReport, SilentHolders
 from p2pstore.transfer.reader import Copied
@@ -341,21 +342,20 @@ class Fetcher:
 
     async def pull_many(
         self, copy: RemoteCopy, items: Sequence[tuple[bytes, Destination]], *, others: bool
-    ) -> list[Pulled | Exception]:
+    ) -> list[ItemOutcome]:
         """Many objects from one holder, over one connection; per item what came, or why not. `others`:
         other peers hold them as well."""
-        outcomes: list[Pulled | Exception] = list(
-            await self._pool.pull_many(hurried(copy) if others else copy, items)
-        )
+        outcomes = await self._pool.pull_many(hurried(copy) if others else copy, items)
         pulled = [each for each in outcomes if isinstance(each, Pulled)]
-        if len(pulled) < len(outcomes):
+        failures = sum(isinstance(each, PullFailed) for each in outcomes)
+        if failures:
             self._known.forget([copy.member])
         self._link.note_pulls(
             copy.member,
             TcpTransport.name,
             objects=len(pulled),
             length_bytes=sum(each.length for each in pulled),
-            failures=len(outcomes) - len(pulled),
+            failures=failures,
         )
         return outcomes
 

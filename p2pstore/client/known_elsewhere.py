@@ -192,4 +192,5 @@ class KnownElsewhere:
     def _are_apart(self, digests: bytes) -> NDArray[np.bool_]:
         first = np.frombuffer(digests, "<u4")[:: DIGEST_BYTES // 4]
         aparts = self._table.aparts
-        return aparts[first & (len(aparts) - 1)] != 0
+        found: NDArray[np.bool_] = aparts[first & (len(aparts) - 1)] != 0
+        return found

@@ -40,11 +40,12 @@ class PeerDataBackend:
 
     def open_objects(self, items: Sequence[GetItem]) -> list[OpenedObject | ObjectReply]:
         """Hold what is about to be sent."""
-        unix = self._core.unix(self._node.now)
-        return [self._open(item, unix) for item in items]
+        now = self._node.now
+        unix = self._core.unix(now)
+        return [self._open(item.digest, now, unix) for item in items]
 
-    def _open(self, item: GetItem, unix: float) -> OpenedObject | ObjectReply:
-        entry = self._core.find(item.digest, self._node.now)
+    def _open(self, digest: bytes, now: float, unix: float) -> OpenedObject | ObjectReply:
+        entry = self._core.find(digest, now)
         if entry is None:
             self._core.counters["reads_not_found"] += 1
             return ObjectReply(
@@ -53,7 +54,7 @@ class PeerDataBackend:
                 sequence=self._core.gossip.log.sequence,
             )
         self._segment.acquire(entry)
-        self._segment.touch(item.digest, 1, unix)
+        self._segment.touch(digest, 1, unix)
         self._core.counters["reads_served"] += 1
         return OpenedObject(
             self._segment.slot_bytes(entry),

@@ -98,8 +98,10 @@ NO_CHUNK: Final = MAX_OBJECT_BYTES // CHUNK_BYTES
 """Beyond the end of any object: asks for its slot and trailer alone."""
 SMALL_BYTES: Final = 64 * KIB
 """Payloads that are checked before they are copied to where they belong: a batch of them takes few receives."""
-BATCH_ITEMS: Final = 512
+BATCH_ITEMS: Final = 256
 """Objects in one GET of `pull_many`."""
+BATCHES_AHEAD: Final = 2
+"""So many are asked for at once: the other side works on one while this side takes in the other."""
 DISCARD_BYTES: Final = MIB
 """Bytes nobody wants that are read to keep a connection; for more, a new connection is cheaper."""
 STORE_PART_BYTES: Final = DATA_REQUEST_LIMITS.bulk_bytes
@@ -356,17 +358,17 @@ class DataConnection:
         results: list[ItemOutcome],
         answer_seconds: float,
     ) -> None:
-        batches = [items[at : at + BATCH_ITEMS] for at in range(0, len(items), BATCH_ITEMS)]
-        expected = await self._send_batch(batches[0]) if batches else None
-        if batches:
-            await self._wait_for_answer(answer_seconds)
-        for number, batch in enumerate(batches):
-            assert expected is not None
-            asked = expected.items
+        batches = deque(items[at : at + BATCH_ITEMS] for at in range(0, len(items), BATCH_ITEMS))
+        under_way: deque[tuple[_Expected, Sequence[tuple[bytes, Destination]]]] = deque()
+        while batches or under_way:
+            while batches and len(under_way) < BATCHES_AHEAD:
+                batch = batches.popleft()
+                under_way.append((await self._send_batch(batch), batch))
+            if not results:
+                await self._wait_for_answer(answer_seconds)
+            expected, batch = under_way.popleft()
             objects = await self._receive_objects(expected)
-            if number + 1 < len(batches):  # the other side works on it while we receive
-                expected = await self._send_batch(batches[number + 1])
-            for reply, item, (_, destination) in zip(objects, asked, batch, strict=True):
+            for reply, item, (_, destination) in zip(objects, expected.items, batch, strict=True):
                 if 0 < reply.bulk_bytes <= SMALL_BYTES:
                     payload = self._inbox.held(reply.bulk_bytes)
                     if payload is None:

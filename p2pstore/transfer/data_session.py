@@ -213,11 +213,13 @@ class DataSession:
     def retire(self) -> None:
         """End as soon as the other side pauses between its requests; what is under way is answered."""
         self._retiring = True
+        if self._quiet_since is not None:  # a request may be on its way just now
+            self._quiet_since = time.monotonic()
         self._nap.cancel()
 
     async def _watch_idleness(self) -> None:
-        """Take no more requests when none came for too long. A deadline around every wait for one would cost
-        each small read a tenth of its time; and what has arrived by then is answered."""
+        """Take no more requests when none came for too long; what has arrived by then is answered. A deadline
+        around each wait would be made and undone for every small read."""
         with self._idle_watch:
             while (left_seconds := self._patience_left()) > 0:
                 with trio.move_on_after(left_seconds) as self._nap:
@@ -243,12 +245,11 @@ class DataSession:
 
     async def _receive_request(self) -> int:
         """The next bytes; 0 when the other side closed, or was silent for too long between requests."""
-        if self._frames.pending_bytes:
-            return await self._stream.receive_into(self._buffer)
-        self._quiet_since = time.monotonic()
-        count = await self._stream.receive_without_deadline(self._buffer)
-        self._quiet_since = None
-        return count
+        if not self._frames.pending_bytes:
+            self._quiet_since = time.monotonic()
+            await self._stream.wait_readable_forever()
+            self._quiet_since = None
+        return await self._stream.receive_into(self._buffer)
 
     async def _answer_all(self, nursery: trio.Nursery) -> None:
         """Answer every request that has arrived whole."""

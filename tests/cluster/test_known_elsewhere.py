@@ -18,12 +18,20 @@ from p2pstore import blocking, open_peer
 from p2pstore.blocking import BlockingClient
 from p2pstore.client.link import PeerLink
 from p2pstore.config import PeerConfig
-from p2pstore.errors import ConfigError, DeadlineExceeded, NoSuchKey, StoreClosed
+from p2pstore.errors import (
+    BufferTooSmall,
+    ConfigError,
+    DeadlineExceeded,
+    NoSuchKey,
+    StoreClosed,
+    Unavailable,
+)
 from p2pstore.local.messages import LocalKind
 from tests.cluster.processes import PeerProcess, new_cluster, until
 
 SECONDS = 30.0
 COUNT = 200
+FAR = ("--network", "local", "--transport", "tcp")
 ASKING = (LocalKind.CONTAINS, LocalKind.MATCH_PREFIX, LocalKind.PLAN)
 
 
@@ -31,6 +39,14 @@ ASKING = (LocalKind.CONTAINS, LocalKind.MATCH_PREFIX, LocalKind.PLAN)
 def pair() -> Iterator[list[PeerProcess]]:
     with new_cluster(2, halves=False) as cluster:
         cluster.start_first("--network", "local")
+        yield cluster.peers
+
+
+@pytest.fixture(scope="module")
+def far_pair() -> Iterator[list[PeerProcess]]:
+    """As if on two hosts."""
+    with new_cluster(2, halves=False) as cluster:
+        cluster.start_first(*FAR)
         yield cluster.peers
 
 
@@ -130,6 +146,53 @@ def test_a_holder_that_came_back_elsewhere_is_found(pair: list[PeerProcess]) -> 
         holder.client.put(keys[1], b"after")
         until(lambda: reader.contains(keys[1]), SECONDS)
         assert reader.get(keys[1]) == b"after"
+
+
+def test_the_only_holder_on_another_host_is_read_without_a_plan(
+    far_pair: list[PeerProcess], questions: list[str]
+) -> None:
+    holder, keys = far_pair[0].client, keys_of("far")
+    values = {key: key.encode() * (number + 1) for number, key in enumerate(keys)}
+    values[keys[1]], values[keys[2]] = b"", bytes(range(256)) * 8192  # two chunks
+    assert all(result.ok for result in holder.put_many(list(values.items())))
+    with blocking.connect(far_pair[1].ready["socket"]) as reader:
+        until(lambda: answers_alone(reader, keys, questions), SECONDS)
+        assert reader.get(keys[0]) == values[keys[0]]
+        assert questions == ["PLAN"]
+        with without_questions(questions):
+            assert [reader.get(key) for key in keys] == list(values.values())
+            into = [(key, bytearray(len(value))) for key, value in values.items()]
+            results = reader.get_many_into([*into, (keys[0], bytearray(1))])
+            assert [result.value for result in results] == [*map(len, values.values()), None]
+            assert isinstance(results[-1].error, BufferTooSmall)
+            assert [bytes(buffer) for _, buffer in into] == list(values.values())
+        holder.remove(keys[3])
+        with pytest.raises(NoSuchKey):
+            reader.get(keys[3])
+        holder.remove(keys[4])
+        gone, there = reader.get_many_into([(keys[4], bytearray(99)), (keys[5], bytearray(99))])
+        assert isinstance(gone.error, NoSuchKey)
+        assert there.value == len(values[keys[5]])
+
+
+def test_the_only_holder_on_another_host_may_move(far_pair: list[PeerProcess]) -> None:
+    holder, keys = far_pair[0], keys_of("far moved")
+    with blocking.connect(far_pair[1].ready["socket"]) as reader:
+        holder.client.put(keys[0], b"before")
+        until(lambda: reader.contains(keys[0]), SECONDS)
+        assert reader.get(keys[0]) == b"before"
+        holder.kill()
+        with pytest.raises((NoSuchKey, Unavailable)):
+            reader.get(keys[0])
+        (lost,) = reader.get_many_into([(keys[0], bytearray(9))])
+        assert isinstance(lost.error, NoSuchKey | Unavailable)
+        holder.start(*FAR, "--bootstrap", far_pair[1].control)
+        holder.wait_until_ready()  # its data address is another one
+        holder.client.put_many([(key, b"after") for key in keys[1:4]])
+        until(lambda: all(reader.contains_many(keys[1:4])), SECONDS)
+        assert reader.get(keys[1]) == b"after"
+        rooms = [(key, bytearray(5)) for key in keys[1:4]]
+        assert [result.value for result in reader.get_many_into(rooms)] == [5, 5, 5]
 
 
 def test_a_flush_is_seen_at_once(pair: list[PeerProcess], questions: list[str]) -> None:

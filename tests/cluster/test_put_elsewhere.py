@@ -19,7 +19,7 @@ import trio
 import p2pstore
 from p2pstore import blocking, errors
 from p2pstore.client import elsewhere
-from p2pstore.client.fetch import remote_copy
+from p2pstore.client.known_holders import remote_copy
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.keyring import KeyRing
 from p2pstore.local import messages as local

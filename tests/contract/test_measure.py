@@ -121,10 +121,9 @@ async def test_an_older_peer_is_sent_no_bytes(
     with pytest.raises(ProtocolMismatch, match="too old"):
         await connection.measure(memoryview(b"x"), NOTHING, lambda: False)
     assert isinstance(await connection.request(DataKind.PING, Ping()), Pong)
-    monkeypatch.delitem(
-        REQUESTS,
-        DataKind.MEASURE,
-    )
+    connection.close()
+    monkeypatch.delitem(REQUESTS, DataKind.MEASURE)
+    connection = await connect(tcp, TrioDriver())
     with pytest.raises(P2PStoreError, match="unknown to this version"):
         await connection.request(DataKind.MEASURE, Measure())
     connection.close()

@@ -639,7 +639,7 @@ class StepCounter(trio.abc.Instrument):
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 async def test_an_owner_stopped_at_each_checkpoint_lets_everything_go(tls: bool) -> None:
     segment = segment_of(SEGMENT_BYTES)
-    value = pattern(2 * MIB + 5)
+    value = pattern(6 * MIB + 5)
     digest = put(segment, "key", value)
     delivered = False
     outcomes = set()
@@ -1328,6 +1328,41 @@ async def test_connections_to_one_peer_are_limited_and_surplus_idle_ones_close(
     await until(lambda: tcp.server.connections == 0)
     with pytest.raises(StoreClosed):
         await pool.request(peer, DataKind.PING, Ping())
+
+
+async def test_brief_reads_share_the_connections_that_are_kept(tcp: TcpHarness) -> None:
+    """Others open more; and who gives up leaves the queue, or passes his turn on."""
+    pool = DataPool(TrioDriver(), idle_per_peer=2)
+    digest = put(tcp.segment, "key", VALUE)
+    peer = tcp.copy()
+
+    async def read(
+        task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        buffer = bytearray(len(VALUE))
+        with trio.CancelScope() as scope:
+            task_status.started(scope)
+            await pool.pull(peer, digest, BufferDestination(buffer), 0, len(VALUE))
+            assert buffer == VALUE
+
+    async def replicate() -> None:
+        await pool.request(peer, DataKind.REPLICATE, Replicate(bytes(16), 1, 1, 1))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(replicate)
+        await until(lambda: tcp.backend.waiting == 1)
+        scopes = [await nursery.start(read) for _ in range(20)]
+        for scope in scopes[:5] + scopes[10:15]:  # those that read, and those that queue
+            scope.cancel()
+        await until(lambda: len(nursery.child_tasks) == 1)
+        assert pool.open_connections == 3
+        await until(lambda: tcp.server.connections == 3)
+        tcp.backend.release.set()
+    async with trio.open_nursery() as nursery:
+        for _ in range(20):
+            nursery.start_soon(read)
+    assert pool.open_connections == 2
+    pool.close()
 
 
 async def test_closing_the_pool_fails_what_is_under_way(tcp: TcpHarness) -> None:

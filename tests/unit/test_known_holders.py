@@ -32,6 +32,10 @@ class Table(KnownElsewhere):
     def holders(self, digest: bytes) -> list[KnownRecord] | None:
         return self.records
 
+    def only_members(self, digests: bytes) -> list[int]:
+        alone = self.records[0].member if self.records and len(self.records) == 1 else 0
+        return [alone] * (len(digests) // len(DIGEST))
+
 
 def record(member: int, clock: int = 5, slot: int = 3) -> KnownRecord:
     return KnownRecord(member, (clock, member), slot, 7, 0)
@@ -88,6 +92,44 @@ def test_readers_spread_and_this_host_comes_first() -> None:
     holders = known(copy(1), copy(2))
     holders.note([PlanItem([holder(2, same_host=True)])])
     assert all(planned(holders) == [2, 1] for _ in range(20))
+
+
+def test_the_only_holder_on_another_host_is_known_with_the_way_to_it() -> None:
+    holders = known(record(1))
+    only = holders.only(DIGEST)
+    assert only is not None
+    assert (only.copy.member, only.copy.data) == (1, ("127.0.0.1:1",))
+    assert (only.slot_hint, only.expected_bytes) == (3, 7 * 4096)
+    assert holders.only_many([DIGEST, DIGEST]) == [only.copy, only.copy]
+
+
+@pytest.mark.parametrize(
+    "holders",
+    [
+        pytest.param(known(copy(1), copy(2)), id="there are two"),
+        pytest.param(known(), id="there is none"),
+        pytest.param(known(record(30)), id="nobody said how to get there"),
+        pytest.param(KnownHolders(None, Random(1)), id="there is no table"),
+    ],
+)
+def test_otherwise_there_is_no_only_holder(holders: KnownHolders) -> None:
+    assert holders.only(DIGEST) is None
+    assert holders.only_many([DIGEST]) == [None]
+
+
+def test_on_this_host_the_only_holder_is_read_as_planned() -> None:
+    holders = KnownHolders(Table(record(1)), Random(1))
+    holders.note([PlanItem([holder(1, same_host=True)])])
+    assert holders.only(DIGEST) is None
+    assert holders.only_many([DIGEST]) == [None]
+    assert planned(holders) == [1]
+
+
+def test_an_only_holder_that_did_not_deliver_is_asked_about() -> None:
+    holders = known(record(1))
+    holders.forget([1])
+    assert holders.only(DIGEST) is None
+    assert holders.only_many([DIGEST]) == [None]
 
 
 def test_what_was_said_is_trusted_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from p2pstore.client.known_elsewhere import KnownElsewhere
+from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
 from p2pstore.errors import ProtocolError, ProtocolMismatch
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.locations.directory import Directory, DirectoryConfig
@@ -146,7 +146,12 @@ class Cluster:
         held, asked = self.client.contains_many(b"".join(KEYS))
         for answer, is_held, is_asked in zip(answers, held.tolist(), asked.tolist(), strict=True):
             assert (is_held, is_asked) == (answer is True, answer is None)
+        only = [each[0].member if len(each) == 1 else 0 for each in map(self._held, KEYS)]
+        assert self.client.only_members(b"".join(KEYS)) == only
         return sum(answer is not None for answer in answers)
+
+    def _held(self, digest: bytes) -> list[KnownRecord]:
+        return self.client.holders(digest) or []
 
 
 @pytest.mark.parametrize("seed", range(12))

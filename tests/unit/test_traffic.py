@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from p2pstore.client import pull_ledger
@@ -108,14 +106,12 @@ def test_a_client_tells_which_transports_gave_way() -> None:
     ledger = PullLedger()
     for text in ("refused", "x" * 1000):
         fallback = HolderReport(2, Code.UNAVAILABLE, text, "shm")
-        ledger.pulled(
-            "k", DIGEST, dataclasses.replace(report(pulled="tcp"), fallbacks=(fallback,)), 0.0
-        )
+        ledger.pulled("k", DIGEST, report(pulled="tcp")._replace(fallbacks=(fallback,)), 0.0)
     assert ledger.take()[2] == [TransportFallback(2, "shm", 2, "x" * 200)]
     assert not ledger
     for member in range(MAX_FALLBACKS + 5):
         fallback = HolderReport(member, Code.UNAVAILABLE, "refused", "shm")
-        ledger.pulled("k", DIGEST, dataclasses.replace(report(), fallbacks=(fallback,)), 0.0)
+        ledger.pulled("k", DIGEST, report()._replace(fallbacks=(fallback,)), 0.0)
     assert len(ledger.take()[2]) == MAX_FALLBACKS
 
 

@@ -1,0 +1,69 @@
+"""Received bytes before they have a place."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pstore.streams import run_blocking
+from p2pstore.transfer.inbox import HEAD_BYTES, INBOX_BYTES, Inbox
+
+
+class Scripted:
+    """Delivers `data` in receives of at most `piece` bytes."""
+
+    progress_seconds = 1.0
+    receive_seconds: float | None = None
+
+    def __init__(self, data: bytes, piece: int) -> None:
+        self.data, self.piece = data, piece
+        self.asked: list[int] = []
+
+    async def receive_into(self, view: memoryview) -> int:
+        self.asked.append(len(view))
+        count = min(self.piece, len(view), len(self.data))
+        view[:count] = self.data[:count]
+        self.data = self.data[count:]
+        return count
+
+
+def inbox_of(data: bytes, piece: int) -> tuple[Inbox, Scripted]:
+    stream = Scripted(data, piece)
+    return Inbox(stream), stream  # type: ignore[arg-type]  # it only receives
+
+
+DATA = bytes(number * 7 % 251 for number in range(3 * INBOX_BYTES))
+
+
+@pytest.mark.parametrize("piece", [1000, 40_000, INBOX_BYTES, 10 * INBOX_BYTES])
+def test_pieces_of_any_length_come_in_order(piece: int) -> None:
+    inbox, _ = inbox_of(DATA, piece)
+    lengths = [16, 0, 300, 4096, 65_536, INBOX_BYTES - 5, 1, INBOX_BYTES + 1, 4096]
+    position = 0
+    for length in lengths:
+        assert run_blocking(inbox.take(length)) == DATA[position : position + length]
+        position += length
+    room = memoryview(bytearray(len(DATA) - position))
+    run_blocking(inbox.read_into(room))
+    assert room == DATA[position:]
+    with pytest.raises(ConnectionResetError):
+        run_blocking(inbox.take(1))
+
+
+def test_what_is_here_needs_no_wait() -> None:
+    inbox, stream = inbox_of(DATA, 5000)
+    assert inbox.held(1) is None
+    run_blocking(inbox.wait_for_more())
+    assert bytes(inbox.held(4000) or b"") == DATA[:4000]
+    assert inbox.held(1001) is None
+    assert bytes(inbox.held(1000) or b"") == DATA[4000:5000]
+    assert len(stream.asked) == 1
+
+
+def test_a_head_brings_little_of_a_large_payload() -> None:
+    inbox, stream = inbox_of(DATA, len(DATA))
+    inbox.expect(INBOX_BYTES)
+    assert run_blocking(inbox.take(16)) == DATA[:16]
+    room = memoryview(bytearray(2 * INBOX_BYTES))
+    run_blocking(inbox.read_into(room))
+    assert room == DATA[16 : 16 + len(room)]
+    assert stream.asked == [HEAD_BYTES, len(room) - HEAD_BYTES + 16]
