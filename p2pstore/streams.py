@@ -72,8 +72,8 @@ class ByteStream(Protocol):
 class AcceptedStream(ByteStream, Protocol):
     """A server's end, which waits for as long as it likes between requests."""
 
-    async def receive_without_deadline(self, view: memoryview) -> int:
-        """`receive_into`, but it waits for as long as it takes."""
+    async def wait_readable_forever(self) -> None:
+        """Wait, without a deadline, until a receive would not block."""
         ...
 
     def stop_receiving(self) -> None:

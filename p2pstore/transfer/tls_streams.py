@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Final, cast
@@ -30,9 +30,6 @@ MOST_RECEIVE_BYTES: Final = 128 * KIB
 """Room to receive into, for who reads little and for who reads much at once."""
 MAX_HANDSHAKE_BYTES: Final = 64 * KIB
 """What the other side may say in it; usual are one or two KiB."""
-
-
-Receive = Callable[[memoryview], Awaitable[int]]
 
 
 class TlsStream:
@@ -136,7 +133,7 @@ class TlsStream:
 
     async def receive_into(self, view: memoryview) -> int:
         while not (count := self._decrypt_into(view)):
-            if not await self._receive_some(len(view), self._inner.receive_into):
+            if not await self._receive_some(len(view)):
                 return 0
         return count
 
@@ -155,12 +152,12 @@ class TlsStream:
             raise ConnectionAbortedError(f"the TLS connection broke: {_reason(error)}") from error
         return position
 
-    async def _receive_some(self, wanted_bytes: int, receive: Receive) -> int:
+    async def _receive_some(self, wanted_bytes: int) -> int:
         """Take encrypted bytes off the stream below; 0 at its end."""
         size = max(LEAST_RECEIVE_BYTES, min(wanted_bytes, MOST_RECEIVE_BYTES))
         if len(self._room) < size:
             self._room = memoryview(bytearray(size))
-        count = await receive(self._room)
+        count = await self._inner.receive_into(self._room)
         self._incoming.write(self._room[:count])
         return count
 
@@ -196,12 +193,9 @@ class AcceptedTlsStream(TlsStream):
         """A ticket's secret as it counts on this stream."""
         return bound_secret(secret, self._certificate)
 
-    async def receive_without_deadline(self, view: memoryview) -> int:
-        if not self._holds_input and not await self._receive_some(
-            len(view), self._accepted.receive_without_deadline
-        ):
-            return 0
-        return await self.receive_into(view)  # the rest of a record has a deadline
+    async def wait_readable_forever(self) -> None:
+        if not self._holds_input:  # the rest of a record has a deadline
+            await self._accepted.wait_readable_forever()
 
     def stop_receiving(self) -> None:
         self._accepted.stop_receiving()
