@@ -79,7 +79,7 @@ class TlsStream:
             if left_seconds <= 0:
                 raise late
             try:
-                count = await self._receive_some(LEAST_RECEIVE_BYTES, self._inner.receive_into)
+                count = await self._receive_some(LEAST_RECEIVE_BYTES)
             except DeadlineExceeded:
                 raise late from None
             except ConnectionResetError:
