@@ -313,6 +313,10 @@ class _BlockingLock:
         self._lock = threading.RLock()  # it knows its owner
 
     async def __aenter__(self) -> None:
+        if self in _entered.locks:  # a frame in the middle of another one would end the session
+            raise RuntimeError(
+                "the client was called from a signal handler that interrupted one of its calls"
+            )
         _entered.locks.append(self)
         self._lock.acquire()
 

@@ -133,7 +133,10 @@ class TrioStream:
 
     async def wait_readable_forever(self) -> None:
         """Wait, without a deadline, until a receive would not block: for servers between requests."""
-        await trio.lowlevel.wait_readable(self._sock)
+        try:
+            await trio.lowlevel.wait_readable(self._sock)
+        except (trio.ClosedResourceError, ValueError):  # ValueError: it was closed before
+            raise ConnectionAbortedError("the connection was closed by this side") from None
 
     def stop_receiving(self) -> None:
         """Whoever waits to receive gets what has arrived, and then 0 as if the other side had closed."""

@@ -282,7 +282,8 @@ class _Janitor:
 def _close_all() -> None:
     """At the end of the program: its peers are told what it still held, and need not find out."""
     for client in list(_connected):
-        client.close()
+        if not client._session._link.connection.is_inherited:  # that is the parent's
+            client.close()
 
 
 atexit.register(_close_all)

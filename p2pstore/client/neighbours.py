@@ -125,6 +125,8 @@ class Neighbours:
             if companion is not None:
                 self._open[name] = companion
                 companion.users += 1
+                if self._closed:  # just now, and it may not have seen this one
+                    companion.link.close()
             return companion
 
     async def _connect(self, name: Name) -> _Companion | None:

@@ -341,15 +341,14 @@ class DataConnection:
             self._inbox.expect(0)
             try:
                 await self._pull_batches(items, results, answer_seconds)
-                for index, result in enumerate(results):
-                    if isinstance(result, PullFailed) and result.code is Code.OBJECT_TOO_LARGE:
-                        results[index] = await self._pull_alone(*items[index])
             except (OSError, ProtocolError, PullFailed) as error:
                 if not results:
                     raise
                 self.close()
                 failure = failure_of(error)
                 results += [failure] * (len(items) - len(results))
+            else:
+                await self._pull_large(items, results)
         return results
 
     async def _pull_batches(
@@ -380,15 +379,26 @@ class DataConnection:
 
     # --- pulls -------------------------------------------------------------------------------
 
-    async def _pull_alone(self, digest: bytes, destination: Destination) -> ItemOutcome:
-        """An item that did not fit into the reply with the others."""
-        expected = await self._send_get((GetItem(digest, 0, PART_CHUNKS),))
-        try:
-            return await self._pull(expected, destination)
-        except (P2PStoreError, ValueError) as error:
-            if self._unanswered or self._bulk_left:
-                raise
-            return error
+    async def _pull_large(
+        self, items: Sequence[tuple[bytes, Destination]], results: list[ItemOutcome]
+    ) -> None:
+        """Read the items that did not fit into a reply with others, one after the other."""
+        for index, result in enumerate(results):
+            if not (isinstance(result, PullFailed) and result.code is Code.OBJECT_TOO_LARGE):
+                continue
+            digest, destination = items[index]
+            if self.in_the_middle:
+                text = "the connection ended with an item before this one"
+                results[index] = PullFailed(Code.UNAVAILABLE, text, retriable=True)
+                continue
+            try:
+                expected = await self._send_get((GetItem(digest, 0, PART_CHUNKS),))
+                results[index] = await self._pull(expected, destination)
+            except (OSError, ProtocolError, PullFailed) as error:
+                self._damaged = self._damaged or is_damage(error)
+                results[index] = failure_of(error)
+            except (P2PStoreError, ValueError) as error:
+                results[index] = error
 
     async def _pull(self, expected: _Expected, destination: Destination) -> Pulled:
         digest = expected.items[0].digest

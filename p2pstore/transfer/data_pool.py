@@ -7,6 +7,7 @@ reconnect.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -82,6 +83,9 @@ class _Place:
     connection: DataConnection | None = None
     connected_at: float = 0.0
     idle_since: float = 0.0
+    failure: DeadlineExceeded | Unavailable | None = None
+    """What the last brief use ran into, at `failed_at`."""
+    failed_at: float = -math.inf
     turns: deque[Event] = field(default_factory=deque)
 
 
@@ -266,6 +270,7 @@ class DataPool:
     ) -> T:
         """Run `action` on a connection; once more on a fresh one when a kept one turns out dead. Who needs it
         `briefly` queues for a connection that would be kept, sooner than have one opened and closed again."""
+        came_at = time.monotonic()
         place, turn = self._choose(peer.peer_id, briefly)
         if turn is not None:
             await self._wait_for(turn, peer.peer_id, place)
@@ -279,12 +284,26 @@ class DataPool:
                 except OSError as error:
                     if isinstance(error, DeadlineExceeded) or kept.received_any:
                         raise
+            self._check_worth(place, came_at)
+            connected_at = time.monotonic()
             connection = await self._connect(peer)
-            self._keep(place, connection)
+            self._keep(place, connection, connected_at)
             connection.stream.progress_seconds = progress_seconds
             return await action(connection)
+        except (DeadlineExceeded, Unavailable) as error:
+            if briefly:
+                place.failed_at, place.failure = time.monotonic(), error
+            raise
         finally:
             self._give_back(peer.peer_id, place)
+
+    def _check_worth(self, place: _Place, came_at: float) -> None:
+        """Raise what a brief use of this place ran into while this one queued behind it: else each of many readers
+        of a hung peer would wait for it, one after the other. And `StoreClosed`, when it was closed meanwhile."""
+        if self._closed:
+            raise StoreClosed("the data connections were closed")
+        if place.failure is not None and place.failed_at > came_at:
+            raise type(place.failure)(str(place.failure))
 
     def _choose(self, peer_id: bytes, briefly: bool) -> tuple[_Place, Event | None]:
         """A place, and what to wait for when others have it."""
@@ -335,22 +354,23 @@ class DataPool:
             return None
         return connection
 
-    def _keep(self, place: _Place, connection: DataConnection) -> None:
+    def _keep(self, place: _Place, connection: DataConnection, connected_at: float) -> None:
         with self._state:
             if self._closed:
                 connection.close()
                 raise StoreClosed("the data connections were closed")
             place.connection = connection
-            place.connected_at = time.monotonic()
+            place.connected_at = connected_at
+            place.failure = None
 
     def _give_back(self, peer_id: bytes, place: _Place) -> None:
         """Leave a place; close what would be too many idle connections."""
         with self._state:
             place.users -= 1
-            place.idle_since = time.monotonic()
             if place.turns:
                 place.turns.popleft().set()
                 return
+            place.idle_since = time.monotonic()
             places = self._peers.get(peer_id)
             if places is None:
                 return

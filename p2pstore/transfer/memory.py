@@ -128,12 +128,13 @@ def _create_reserved(total_bytes: int, name: str, node: numa.Node | None) -> Sha
     memory = _create(total_bytes, name, os.MFD_HUGETLB | _MFD_HUGE_2MB, HUGE_PAGE_BYTES)
     if node is not None:
         _bind(memory, node)
-        # What the mapping reserved may be of any node: who touches a page that its node does not have, dies.
-        try:
-            os.posix_fallocate(memory.descriptor, 0, round_up(total_bytes, HUGE_PAGE_BYTES))
-        except OSError:
-            memory.close()
-            raise
+    # What the mapping reserved may be of any node, and a cgroup counts pages only when they are touched: who touches
+    # one that it cannot have, dies.
+    try:
+        os.posix_fallocate(memory.descriptor, 0, round_up(total_bytes, HUGE_PAGE_BYTES))
+    except OSError:
+        memory.close()
+        raise
     return memory
 
 

@@ -42,8 +42,8 @@ def create_file_memory(path: Path, total_bytes: int) -> SharedMemory:
             os.pwrite(lock, SEGMENT_MAGIC, 0)
         size = round_up(total_bytes, max(mmap.PAGESIZE, os.fstat(lock).st_blksize))
         _allocate(path, lock, size)
-        try:
-            descriptor = os.open(path, _HOW)
+        try:  # not by its path, which may mean another file by now
+            descriptor = os.open(f"/proc/self/fd/{lock}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise _unusable(path, error) from error
         try:
@@ -64,7 +64,7 @@ def _claim(path: Path) -> int:
             continue
         except OSError as error:
             raise _unusable(path, error) from error
-        if _locked(descriptor):
+        if _locked(descriptor) and _is_at(path, descriptor):
             return descriptor
         os.close(descriptor)  # another peer that starts took the empty file for a left-over
     raise _in_use(path)
@@ -99,9 +99,17 @@ def _remove_left_over(path: Path) -> None:
 
 def _remove(path: Path, descriptor: int) -> None:
     """Remove the name, unless it means another file by now."""
-    with suppress(FileNotFoundError):
-        if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor)):
+    if _is_at(path, descriptor):
+        with suppress(FileNotFoundError):
             os.unlink(path)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the path means this file."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _locked(descriptor: int) -> bool:

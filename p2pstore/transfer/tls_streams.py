@@ -43,6 +43,7 @@ class TlsStream:
     def __init__(self, inner: ByteStream, context: ssl.SSLContext, *, server_side: bool) -> None:
         self._inner = inner
         self._incoming = ssl.MemoryBIO()
+        self._ended = False
         self._outgoing = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
         self._room = memoryview(bytearray(LEAST_RECEIVE_BYTES))
@@ -133,7 +134,7 @@ class TlsStream:
 
     async def receive_into(self, view: memoryview) -> int:
         while not (count := self._decrypt_into(view)):
-            if not await self._receive_some(len(view)):
+            if self._ended or not await self._receive_some(len(view)):
                 return 0
         return count
 
@@ -143,7 +144,8 @@ class TlsStream:
         try:
             while position < len(view) and self._holds_input:
                 count = cast("int", self._tls.read(len(view) - position, view[position:]))
-                if not count:  # the other side's farewell
+                if not count:  # the other side's farewell: what it sends after that is not read
+                    self._ended = True
                     break
                 position += count
         except ssl.SSLWantReadError:

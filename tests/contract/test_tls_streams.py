@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -22,6 +23,7 @@ from p2pstore.transfer.tls_certificates import VALID_SECONDS, check_certificate,
 from p2pstore.transfer.tls_serving import RENEW_SECONDS, TlsServing, serving_context
 from p2pstore.transfer.tls_streams import (
     MAX_HANDSHAKE_BYTES,
+    MOST_RECEIVE_BYTES,
     AcceptedTlsStream,
     TlsStream,
     dial_tls,
@@ -132,6 +134,31 @@ async def test_small_views_get_what_a_record_holds_bit_by_bit(side: Side) -> Non
 
     async with tls_server(script) as address:
         assert await side.run(talk) == bytes(range(200))
+
+
+async def test_nothing_is_read_after_a_farewell() -> None:
+    """What a stranger goes on to send would fill the memory."""
+    ended = trio.Event()
+
+    async def script(stream: AcceptedTlsStream) -> None:
+        view = memoryview(bytearray(100))
+        assert await stream.receive_into(view) == 1
+        for _ in range(10):
+            assert await stream.receive_into(view) == 0
+            await stream.wait_readable_forever()
+        assert stream._incoming.pending < 2 * MOST_RECEIVE_BYTES
+        ended.set()
+
+    async with tls_server(script) as address:
+        stream = await dial(Side("trio", DRIVERS["trio"]()), address)
+        await stream.send(b"a")
+        with pytest.raises(ssl.SSLWantReadError):
+            stream._tls.unwrap()
+        with trio.fail_after(5), contextlib.suppress(OSError):
+            await stream._inner.send(stream._outgoing.read(), bytes(4_000_000))
+        with trio.fail_after(5):
+            await ended.wait()
+        stream.close()
 
 
 async def test_a_server_sees_what_it_has_received_but_not_read() -> None:

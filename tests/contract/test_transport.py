@@ -713,6 +713,29 @@ async def test_a_batch_larger_than_one_reply(side: Side) -> None:
     assert buffers == values
 
 
+async def test_a_buffer_too_small_for_one_large_item_costs_no_other_its_result(side: Side) -> None:
+    """Its bytes are on their way when that shows, so the connection ends; what came before it stands."""
+    segment = segment_of(SEGMENT_BYTES)
+    values = [pattern(3 * MIB, seed) for seed in range(4)]
+    digests = [put(segment, f"key {i}", value) for i, value in enumerate(values)]
+    async with TcpHarness.open(segment, ServerLimits(reply_bulk_bytes=4 * MIB)) as harness:
+        buffers = [bytearray(10 if i == 2 else len(value)) for i, value in enumerate(values)]
+        pool = harness.pool(side.driver)
+        first, second, small, last = await side.run(
+            lambda: pool.pull_many(
+                harness.copy(),
+                [(d, BufferDestination(b)) for d, b in zip(digests, buffers, strict=True)],
+            )
+        )
+        assert pool.open_connections == 0
+    assert isinstance(first, Pulled)
+    assert isinstance(second, Pulled)
+    assert buffers[:2] == values[:2]
+    assert isinstance(small, BufferTooSmall)
+    assert isinstance(last, PullFailed)
+    assert (last.code, last.retriable) == (Code.UNAVAILABLE, True)
+
+
 async def test_what_does_not_fit_into_a_reply_is_said_to_be_too_large() -> None:
     segment = segment_of(SEGMENT_BYTES)
     digests = [put(segment, f"key {i}", pattern(3 * MIB, i)) for i in range(2)]
@@ -1362,6 +1385,34 @@ async def test_brief_reads_share_the_connections_that_are_kept(tcp: TcpHarness) 
         for _ in range(20):
             nursery.start_soon(read)
     assert pool.open_connections == 2
+    pool.close()
+
+
+async def test_who_queues_for_a_hung_peer_does_not_wait_for_it_once_more() -> None:
+    pool = DataPool(TrioDriver(), idle_per_peer=1, progress_seconds=0.5)
+    accepted: list[trio.SocketStream] = []
+    failed: list[P2PStoreError] = []
+
+    async def read(copy: RemoteCopy) -> None:
+        with pytest.raises(PullFailed) as caught:
+            await pool.pull(copy, bytes(16), BufferDestination(bytearray(10)), 0, 10)
+        failed.append(caught.value)
+
+    async def hang(stream: trio.SocketStream) -> None:
+        accepted.append(stream)
+        await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, hang, [listener])
+        address = f"127.0.0.1:{listener.socket.getsockname()[1]}"
+        copy = RemoteCopy(OWNER.peer_id, (address,), grant(), member=1)
+        async with trio.open_nursery() as readers:
+            for _ in range(30):
+                readers.start_soon(read, copy)
+        nursery.cancel_scope.cancel()
+    assert len(accepted) == 1
+    assert {each.code for each in failed} == {Code.DEADLINE_EXCEEDED}
     pool.close()
 
 

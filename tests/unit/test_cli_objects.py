@@ -95,7 +95,8 @@ class MemoryStore:
         self.pin(key, "none")
 
     @contextlib.contextmanager
-    def lease(self, key: str) -> Iterator[memoryview]:
+    def lease(self, key: str, *, here: bool) -> Iterator[memoryview]:
+        assert here, "a pin is of this peer's own copy"
         if key not in self.elsewhere:
             raise NoSuchKey(f"no such key: {key}")
         self.values[key] = self.elsewhere.pop(key)

@@ -155,3 +155,25 @@ def test_who_takes_the_new_file_for_a_left_over_gets_it(
     with pytest.raises(ConfigError, match="is the memory of another peer"):
         create_file_memory(path, MIB)
     os.close(thief)
+
+
+def test_two_that_start_at_once_never_share_a_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one takes the new file for a left-over, removes it and has its own there before the lock."""
+    others: list[int] = []
+    real_lock = fcntl.flock
+
+    def late(descriptor: int, operation: int) -> None:
+        if not others:
+            path.unlink()
+            others.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            real_lock(others[0], operation)
+        real_lock(descriptor, operation)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    with pytest.raises(ConfigError, match="is the memory of another peer"):
+        create_file_memory(path, MIB)
+    assert os.path.samestat(path.stat(), os.fstat(others[0])), "the other's stays"
+    assert path.stat().st_size == 0
+    os.close(others[0])
