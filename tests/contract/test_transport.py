@@ -1391,7 +1391,7 @@ async def test_brief_reads_share_the_connections_that_are_kept(tcp: TcpHarness) 
 async def test_who_queues_for_a_hung_peer_does_not_wait_for_it_once_more() -> None:
     pool = DataPool(TrioDriver(), idle_per_peer=1, progress_seconds=0.5)
     accepted: list[trio.SocketStream] = []
-    failed: list[P2PStoreError] = []
+    failed: list[PullFailed] = []
 
     async def read(copy: RemoteCopy) -> None:
         with pytest.raises(PullFailed) as caught:
