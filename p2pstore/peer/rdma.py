@@ -170,7 +170,8 @@ def open_devices(names: Sequence[str], most: int = MAX_DEVICES) -> list[Device]:
 async def register(devices: Sequence[Device], view: memoryview, matrix: Matrix) -> UsedDevices:
     """Register memory, whose pages are there, with those devices that `matrix` wants for it. One that cannot take it is
     left out. Raises `Unavailable` when none is wanted, and what `Device.register` raises when none can."""
-    from p2pstore.transfer.rdma_staging import Registered, address_of
+    from p2pstore.transfer.memory import address_of
+    from p2pstore.transfer.rdma_staging import Registered
 
     address = address_of(view)
     location = await trio.to_thread.run_sync(location_of, address, len(view))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Protocol, TypeVar
 
-from p2pstore.objects import chunk_bounds, chunk_sum
+from p2pstore.objects import chunk_bounds
 from p2pstore.simulation.kernel import FaultyNetwork
 from p2pstore.simulation.tasks import Answer, sleep
 from p2pstore.transfer.messages import ObjectReply, ObjectStatus
@@ -21,6 +21,7 @@ from p2pstore.transfer.transport import (
     check_object,
     checked_view,
     unpack_sums,
+    verify_chunk,
 )
 from p2pstore.wire import Code
 
@@ -88,11 +89,7 @@ class SimulatedTransport:
                 await sleep(pause_seconds)
                 where = slice(slot.offset + first, slot.offset + last)
                 view[first:last] = await self._read(holder, life, where)
-            if chunk_sum(view[start:end]) != sums[number]:
-                raise PullFailed(
-                    Code.STALE,
-                    f"chunk {number} of the object arrived damaged; nothing was delivered",
-                )
+            verify_chunk(view[start:end], sums[number], number, None)
         return Pulled(slot, trailer, slot.length, self.name)
 
     async def _look(

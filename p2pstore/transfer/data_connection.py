@@ -32,7 +32,6 @@ from p2pstore.objects import (
     MIB,
     PART_BYTES,
     chunk_count,
-    chunk_sum,
 )
 from p2pstore.streams import ByteStream
 from p2pstore.transfer.inbox import Inbox
@@ -67,6 +66,7 @@ from p2pstore.transfer.transport import (
     check_object,
     checked_view,
     unpack_sums,
+    verify_chunk,
     watch_of,
 )
 from p2pstore.wire import (
@@ -490,11 +490,8 @@ class DataConnection:
             chunk = view[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
             await self._inbox.read_into(chunk)
             self._bulk_left -= len(chunk)
-            began = 0.0 if watch is None else watch.clock()
-            if chunk_sum(chunk) != sums[number]:
-                raise _damaged_chunk(number)
+            verify_chunk(chunk, sums[number], number, watch)
             if watch is not None:
-                watch.verified(watch.clock() - began)
                 watch.advanced(number * CHUNK_BYTES + len(chunk), len(view))
 
     async def _discard_small(self, bulk_bytes: int) -> None:
@@ -591,18 +588,10 @@ def _deliver(
     payload: memoryview, view: memoryview, trailer: TrailerBody, watch: ReadWatch | None
 ) -> None:
     """Check a payload of one chunk in place, and copy it to where it belongs."""
-    began = 0.0 if watch is None else watch.clock()
-    if chunk_sum(payload) != int.from_bytes(trailer.sums, "little"):
-        raise _damaged_chunk(0)
+    verify_chunk(payload, int.from_bytes(trailer.sums, "little"), 0, watch)
     view[:] = payload
     if watch is not None:
-        watch.verified(watch.clock() - began)
         watch.advanced(len(view), len(view))
-
-
-def _damaged_chunk(number: int) -> PullFailed:
-    text = f"chunk {number} of the object arrived damaged; nothing was delivered"
-    return PullFailed(Code.STALE, text)
 
 
 def _known(code: int) -> Code:

@@ -32,6 +32,7 @@ from p2pstore.transfer.layout import (
     trailer_matches,
     trailer_offset,
 )
+from p2pstore.transfer.memory import address_of
 from p2pstore.transfer.rdma_lines import Lines
 from p2pstore.transfer.rdma_payload import (
     Direct,
@@ -42,11 +43,10 @@ from p2pstore.transfer.rdma_payload import (
     read_for,
     read_payload,
     tell,
-    verify_chunk,
 )
 from p2pstore.transfer.rdma_reads import Line, ReadEngine, ReadFailed
 from p2pstore.transfer.rdma_rules import NAME, Meaning
-from p2pstore.transfer.rdma_staging import SMALL_BLOCK_BYTES, Registered, Staging, address_of
+from p2pstore.transfer.rdma_staging import SMALL_BLOCK_BYTES, Registered, Staging
 from p2pstore.transfer.rdma_verbs import Device
 from p2pstore.transfer.shm import expired
 from p2pstore.transfer.trace import ReadWatch
@@ -57,6 +57,7 @@ from p2pstore.transfer.transport import (
     RemoteCopy,
     checked_view,
     unpack_sums,
+    verify_chunk,
     watch_of,
 )
 from p2pstore.wire import Code

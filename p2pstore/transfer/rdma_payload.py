@@ -10,13 +10,12 @@ from typing import Final, Protocol
 import numpy as np
 import trio
 
-from p2pstore.objects import chunk_bounds, chunk_sum
+from p2pstore.objects import chunk_bounds
 from p2pstore.transfer.rdma_reads import Line, Read, ReadFailed
 from p2pstore.transfer.rdma_rules import Meaning
 from p2pstore.transfer.rdma_staging import Block, BlockPool, Registered
 from p2pstore.transfer.trace import ReadWatch
-from p2pstore.transfer.transport import PullFailed
-from p2pstore.wire import Code
+from p2pstore.transfer.transport import verify_chunk
 
 CHUNKS_UNDER_WAY: Final = 8
 """Of one object, by each line; more of them hardly fill a path better, and take blocks away from others."""
@@ -258,17 +257,6 @@ async def read_for(line: Line, pool: BlockPool, seconds: float) -> tuple[int, fl
     finally:
         for read, block in under_way:
             read.when_ended(block.give_back)
-
-
-def verify_chunk(chunk: memoryview, expected: int, number: int, watch: ReadWatch | None) -> None:
-    """Raise `PullFailed` (STALE) unless the chunk is what it must be."""
-    began = 0.0 if watch is None else watch.clock()
-    if chunk_sum(chunk) != expected:
-        raise PullFailed(
-            Code.STALE, f"chunk {number} of the object arrived damaged; nothing was delivered"
-        )
-    if watch is not None:
-        watch.verified(watch.clock() - began)
 
 
 def tell(watch: ReadWatch | None, done_bytes: int, total_bytes: int) -> None:

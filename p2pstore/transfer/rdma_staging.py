@@ -7,22 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import trio
 
 from p2pstore.objects import CHUNK_BYTES, KIB, MIB
+from p2pstore.transfer.memory import address_of
 from p2pstore.transfer.rdma_verbs import Device, Region
 
 SMALL_BLOCK_BYTES: Final = 128 * KIB
 """Payload and trailer of an object up to here come by one read. No trailer alone is longer."""
 SMALL_BLOCKS: Final = 64
 DEFAULT_STAGING_BYTES: Final = 32 * MIB
-
-
-def address_of(view: memoryview) -> int:
-    """Where writable memory is, in this process."""
-    address: int = np.frombuffer(view, np.uint8).ctypes.data
-    return address
 
 
 class Registered:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Protocol
 
 from p2pstore.errors import BufferTooSmall, NoSuchKey, P2PStoreError
-from p2pstore.objects import ZERO_VERSION, Version, chunk_count, format_bytes
+from p2pstore.objects import ZERO_VERSION, Version, chunk_count, chunk_sum, format_bytes
 from p2pstore.transfer.failover import HolderReport, PullAttempts, PullFailed
 from p2pstore.transfer.layout import (
     Slot,
@@ -37,6 +37,7 @@ __all__ = [
     "hurried",
     "pull_with_failover",
     "unpack_sums",
+    "verify_chunk",
     "watch_of",
 ]
 
@@ -190,6 +191,17 @@ def checked_view(destination: Destination, slot: Slot, trailer: TrailerBody) -> 
 def unpack_sums(sums: bytes, length: int) -> tuple[int, ...]:
     """The chunk sums of a value of `length` bytes as numbers."""
     return tuple(memoryview(sums).cast("Q")[: chunk_count(length)])
+
+
+def verify_chunk(chunk: memoryview, expected: int, number: int, watch: ReadWatch | None) -> None:
+    """Raise `PullFailed` (STALE) unless the chunk is what it must be."""
+    began = 0.0 if watch is None else watch.clock()
+    if chunk_sum(chunk) != expected:
+        raise PullFailed(
+            Code.STALE, f"chunk {number} of the object arrived damaged; nothing was delivered"
+        )
+    if watch is not None:
+        watch.verified(watch.clock() - began)
 
 
 class PullReport(NamedTuple):

@@ -21,10 +21,11 @@ from p2pstore.transfer import rdma_reads, rdma_serving
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.data_server import ServerLimits
 from p2pstore.transfer.layout import Slot, TrailerBody, decode_slot, encode_slot, encode_trailer
+from p2pstore.transfer.memory import address_of
 from p2pstore.transfer.messages import DataKind, RdmaConnect, RdmaConnected
 from p2pstore.transfer.rdma import RdmaTransport, open_rdma_reading
 from p2pstore.transfer.rdma_rules import Endpoint, RemoteMemory, agree
-from p2pstore.transfer.rdma_staging import Staging, address_of
+from p2pstore.transfer.rdma_staging import Staging
 from p2pstore.transfer.rdma_verbs import Device, device_names, load_verbs
 from p2pstore.transfer.tickets import Scope
 from p2pstore.transfer.transport import (
@@ -524,7 +525,7 @@ import mmap, os, resource, sys
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 from p2pstore.errors import ConfigError
-from p2pstore.transfer.rdma_staging import address_of
+from p2pstore.transfer.memory import address_of
 from p2pstore.transfer.rdma_verbs import Device, device_names
 memory = memoryview(mmap.mmap(-1, 8 << 20))
 try:
