@@ -234,7 +234,7 @@ class LocationTable:
     def owners(self, rows: Rows) -> npt.NDArray[np.uint32]:
         """`owner` of each."""
         owners = self.block_owners[rows // BLOCK_ROWS]
-        shared = np.flatnonzero(owners == SHARED)
+        shared = (owners == SHARED).nonzero()[0]
         if shared.size:
             owners[shared] = self.row_owners[rows[shared]]
         return owners
@@ -253,7 +253,7 @@ class LocationTable:
         level, buckets_there = self.words[_LEVEL], self.words[_BUCKETS]
         high = (mixed >> np.uint64(32)).astype(np.intp)
         buckets = high & (2 * level - 1)
-        late = np.flatnonzero(buckets >= buckets_there)
+        late = (buckets >= buckets_there).nonzero()[0]
         if late.size:
             buckets[late] = high[late] & (level - 1)
         buckets += self.heads
@@ -270,12 +270,12 @@ class LocationTable:
         queries = np.arange(keys.size)
         rows = self.following(self.heads_of(self.mix(first, second)))
         found_queries, found_rows = [queries[:0]], [rows[:0]]
-        while (live := np.flatnonzero(rows)).size:
+        while (live := rows.nonzero()[0]).size:
             if not most_rows:
                 raise IndexError("the chain of rows is too long")
             if live.size < rows.size:
                 rows, queries = rows[live], queries[live]
-            same = np.flatnonzero(self.first[rows] == first[queries])
+            same = (self.first[rows] == first[queries]).nonzero()[0]
             if same.size:
                 same = same[self.second[rows[same]] == second[queries[same]]]
                 found_queries.append(queries[same])

@@ -10,10 +10,10 @@ import hashlib
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+import msgspec
 import xxhash
 
 from p2pstore.errors import ConfigError, ObjectTooLarge
@@ -126,8 +126,7 @@ def namespace_digest(namespace: str) -> bytes:
     ).digest()
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Version:
+class Version(msgspec.Struct, frozen=True, order=True, gc=False):
     """(hybrid logical clock, writer's hash, root checksum): the highest wins everywhere.
 
     `clock` is 48 bits of Unix milliseconds and 16 bits of counter. `writer` is a 16-bit hash of the

@@ -15,13 +15,16 @@ from p2pstore.results import ItemResult
 from p2pstore.transfer.failover import SilentHolders, is_silence
 from p2pstore.transfer.transport import BufferDestination, Pulled, PullFailed, RemoteCopy
 
+DigestsOf = Callable[[Sequence[str]], list[bytes]]
+"""The digests of many keys. Raises `ValueError` or `TypeError` for one that is no key."""
+
 
 async def fetch_many(
-    fetcher: Fetcher, items: Sequence[tuple[str, Any]], digest_of: Callable[[str], bytes]
+    fetcher: Fetcher, items: Sequence[tuple[str, Any]], digests_of: DigestsOf
 ) -> list[ItemResult[int]]:
     """Write each (key, buffer)'s value to the beginning of its buffer; per item the length, or the error."""
     batch = _Batch(fetcher, items)
-    batch.prepare(digest_of)
+    batch.prepare(digests_of)
     await batch.read_here()
     await batch.pull_from_only_holders()
     await batch.pull_as_planned()
@@ -46,11 +49,19 @@ class _Batch:
         self._plans: dict[int, PlanItem] = {}
         self._silent = SilentHolders()
 
-    def prepare(self, digest_of: Callable[[str], bytes]) -> None:
+    def prepare(self, digests_of: DigestsOf) -> None:
         """Settle what was asked for wrongly."""
+        try:
+            digests = digests_of([key for key, _ in self._items])
+            views = [destination_view(buffer) for _, buffer in self._items]
+            self._wanted = dict(enumerate(zip(digests, views, strict=True)))
+        except (P2PStoreError, ValueError, TypeError):
+            self._prepare_one_by_one(digests_of)
+
+    def _prepare_one_by_one(self, digests_of: DigestsOf) -> None:
         for number, (key, buffer) in enumerate(self._items):
             try:
-                self._wanted[number] = digest_of(key), destination_view(buffer)
+                self._wanted[number] = digests_of([key])[0], destination_view(buffer)
             except (P2PStoreError, ValueError, TypeError) as error:
                 self.outcomes[number] = plain_error(error)
 

@@ -258,7 +258,7 @@ class ClientSession:
     async def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult[int]]:
         """`get_into` for many keys; one result (the length, or the error) per item, in order. Never
         raises for one item that fails."""
-        return await fetch_many(self._live.fetcher, arguments.item_list(items), self._digest)
+        return await fetch_many(self._live.fetcher, arguments.item_list(items), self._digests)
 
     async def take_lease(self, key: str, *, wait: float = 0.0, here: bool = False) -> memoryview:
         """A read-only view of the value in place: in the local peer's memory, or in that of another peer of

@@ -31,6 +31,8 @@ def source_view(value: Any) -> memoryview:
     this host's memory, and `TypeError` for what has no bytes of its own."""
     if type(value) is bytes:
         return memoryview(value)
+    if type(value) is memoryview and value.format == "B" and value.ndim == 1 and value.contiguous:
+        return value if value.nbytes else memoryview(b"")
     if type(value) is RegisteredBuffer:
         return value.view
     if _is_torch_tensor(value):

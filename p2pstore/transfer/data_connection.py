@@ -98,7 +98,8 @@ NO_CHUNK: Final = MAX_OBJECT_BYTES // CHUNK_BYTES
 """Beyond the end of any object: asks for its slot and trailer alone."""
 SMALL_BYTES: Final = 64 * KIB
 """Payloads that are checked before they are copied to where they belong: a batch of them takes few receives."""
-BATCH_ITEMS: Final = 256
+MIN_BATCH_ITEMS: Final = 16
+MAX_BATCH_ITEMS: Final = 256
 """Objects in one GET of `pull_many`."""
 BATCHES_AHEAD: Final = 2
 """So many are asked for at once: the other side works on one while this side takes in the other."""
@@ -357,12 +358,19 @@ class DataConnection:
         results: list[ItemOutcome],
         answer_seconds: float,
     ) -> None:
-        batches = deque(items[at : at + BATCH_ITEMS] for at in range(0, len(items), BATCH_ITEMS))
+        size = _batch_items(len(items))
+        batches = deque(items[at : at + size] for at in range(0, len(items), size))
         under_way: deque[tuple[_Expected, Sequence[tuple[bytes, Destination]]]] = deque()
         while batches or under_way:
+            frames: list[bytes] = []
             while batches and len(under_way) < BATCHES_AHEAD:
                 batch = batches.popleft()
-                under_way.append((await self._send_batch(batch), batch))
+                items_asked = tuple([GetItem(digest) for digest, _ in batch])
+                number, frame = self._frame(DataKind.GET, Get(list(items_asked)))
+                frames.append(frame)
+                under_way.append((_Expected(number, items_asked), batch))
+            if frames:  # together: each would wake the other side
+                await self.stream.send(*frames)
             if not results:
                 await self._wait_for_answer(answer_seconds)
             expected, batch = under_way.popleft()
@@ -502,18 +510,19 @@ class DataConnection:
 
     # --- frames ------------------------------------------------------------------------------
 
-    async def _send_batch(self, batch: Sequence[tuple[bytes, Destination]]) -> _Expected:
-        return await self._send_get(tuple(GetItem(digest) for digest, _ in batch))
-
     async def _send_get(self, items: tuple[GetItem, ...], *, may_refuse: bool = False) -> _Expected:
         return _Expected(await self._send(DataKind.GET, Get(list(items), may_refuse)), items)
 
     async def _send(self, kind: DataKind, message: Message, bulk: memoryview = _NO_BULK) -> int:
-        self._last_request_id = number = self._last_request_id % 0xFFFF_FFFF + 1
-        self._unanswered += 1
-        frame = encode_frame(kind, number, message, bulk_length=len(bulk))
+        number, frame = self._frame(kind, message, len(bulk))
         await (self.stream.send(frame, bulk) if bulk else self.stream.send(frame))
         return number
+
+    def _frame(self, kind: DataKind, message: Message, bulk_length: int = 0) -> tuple[int, bytes]:
+        """The next request's number, and its frame, which is to be sent at once."""
+        self._last_request_id = number = self._last_request_id % 0xFFFF_FFFF + 1
+        self._unanswered += 1
+        return number, encode_frame(kind, number, message, bulk_length=bulk_length)
 
     async def _receive_objects(self, expected: _Expected) -> list[ObjectReply]:
         objects = await self._receive(DataKind.GET, expected.request_id, Objects)
@@ -566,6 +575,11 @@ class DataConnection:
     def in_the_middle(self) -> bool:
         """Whether the next exchange cannot begin here: an earlier one is unfinished, or was damaged."""
         return self._unanswered > 0 or self._bulk_left > 0 or self._damaged
+
+
+def _batch_items(count: int) -> int:
+    """How many of `count` objects one GET asks for: a quarter, so that both sides have work all the time."""
+    return max(MIN_BATCH_ITEMS, min(MAX_BATCH_ITEMS, -(-count // 4)))
 
 
 def _refusal(reply: ObjectReply) -> PullFailed:

@@ -67,7 +67,7 @@ OK, TOO_LARGE = int(ObjectStatus.OK), int(ObjectStatus.TOO_LARGE)
 RECEIVE_BYTES: Final = 64 * KIB
 MAX_REPLY_BODY_BYTES: Final = 3 * MIB
 """Slots and trailers in one reply; the frame's cap is 4 MiB."""
-GATHER_BYTES: Final = 256 * KIB
+GATHER_BYTES: Final = 64 * KIB
 """Answers to pipelined requests wait for each other until they have this many bytes."""
 GATHER_PARTS: Final = 512
 _MEASURE_FILL: Final = memoryview(os.urandom(MIB))
@@ -79,7 +79,8 @@ RETIRING_IDLE_SECONDS: Final = 0.25
 
 
 class OpenedObject(NamedTuple):
-    """An object that stays where it is until the backend's `let_go`. `handle` is the backend's own."""
+    """An object that stays where it is until the backend's `let_go`. `handle` is the backend's own; None for a
+    copy, of which nothing is given back."""
 
     slot: bytes
     trailer: bytes
@@ -93,7 +94,7 @@ class DataBackend(Protocol):
     def open_objects(self, items: Sequence[GetItem]) -> Sequence[OpenedObject | ObjectReply]:
         """Hold objects that are about to be sent, one result per item: an `ObjectReply` says why not.
 
-        Every `OpenedObject` is given back by `let_go`, whatever happens. Never blocks.
+        Every `OpenedObject` with a handle is given back by `let_go`, whatever happens. Never blocks.
         """
         ...
 
@@ -342,7 +343,9 @@ class DataSession:
         payloads: list[memoryview] = []
         bulk_bytes = body_bytes = 0
         opened = self._backend.open_objects(get.items)
-        self._held += [each for each in opened if isinstance(each, OpenedObject)]
+        self._held += [
+            each for each in opened if isinstance(each, OpenedObject) and each.handle is not None
+        ]
         for item, each in zip(get.items, opened, strict=True):
             if isinstance(each, ObjectReply):
                 replies.append(each)

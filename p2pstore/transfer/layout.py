@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import xxhash
@@ -193,7 +193,7 @@ SLOT_FLAG_TENSOR: Final = 2
 """The trailer has dtype and shape."""
 
 
-class Slot(NamedTuple):
+class Slot(msgspec.Struct, frozen=True, gc=False):
     """One object as the table holds it. `offset` counts from the segment's start, in bytes."""
 
     state: SlotState

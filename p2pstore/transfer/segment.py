@@ -259,9 +259,13 @@ class Segment:
         """Take in that an object was read `count` times; whoever serves or copies it says so."""
         entry = self._entries.get(digest)
         if entry is not None:
-            entry.hits += count
-            entry.last_access = now
-            self._order.touch(entry)
+            self.used(entry, count, now)
+
+    def used(self, entry: ObjectEntry, count: int, now: float) -> None:
+        """`touch` for an entry at hand."""
+        entry.hits += count
+        entry.last_access = now
+        self._order.touch(entry)
 
     def payload(self, entry: ObjectEntry) -> memoryview:
         """The value in place, read-only. Stable between `acquire` (or `lease`) and its end."""

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -105,7 +106,7 @@ async def test_a_slot_that_leads_out_of_the_segment(
     assert entry is not None
     slot = decode_slot(rdma.segment.slot_bytes(entry))
     assert slot is not None
-    beyond = slot._replace(offset=rdma.segment.geometry.total_bytes - 4096)
+    beyond = msgspec.structs.replace(slot, offset=rdma.segment.geometry.total_bytes - 4096)
     monkeypatch.setattr(rdma.segment, "slot_bytes", lambda _: encode_slot(beyond))
     copy = replace(rdma.copy(digest), slot=-1)
     longer = put(rdma.segment, "longer", pattern(3000))
@@ -113,7 +114,7 @@ async def test_a_slot_that_leads_out_of_the_segment(
     with pytest.raises(PullFailed) as caught:
         await transport.pull(copy, digest, BufferDestination(bytearray(3000)))
     assert caught.value.code is Code.STALE  # it is not there: the bytes do not match
-    beyond = slot._replace(offset=rdma.segment.geometry.total_bytes)
+    beyond = msgspec.structs.replace(slot, offset=rdma.segment.geometry.total_bytes)
     with pytest.raises(PullFailed, match="outside") as caught:
         await transport.pull(copy, digest, BufferDestination(bytearray(3000)))
     assert (caught.value.code, caught.value.retriable) == (Code.MALFORMED, True)

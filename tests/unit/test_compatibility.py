@@ -219,7 +219,9 @@ def test_a_copy_from_an_older_holder_fits_though_its_trailer_grows() -> None:
         grows_by = len(encode_body(remote.trailer)) - len(
             msgspec.msgpack.encode(older(remote.trailer))
         )
-        slot = remote.slot._replace(trailer_length=remote.slot.trailer_length - grows_by)
+        slot = msgspec.structs.replace(
+            remote.slot, trailer_length=remote.slot.trailer_length - grows_by
+        )
         operation = world.core.fetch(slot.digest, world.now)
         destination = world.core.copy_destination(operation.number, world.now)
         destination.prepare(slot, remote.trailer)[:] = bytes(length)
