@@ -14,6 +14,7 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
 import struct
 import threading
@@ -74,6 +75,10 @@ class AcceptedStream(ByteStream, Protocol):
 
     async def wait_readable_forever(self) -> None:
         """Wait, without a deadline, until a receive would not block."""
+        ...
+
+    async def send_in_thread(self, *parts: BytesLike) -> None:
+        """`send` of much, where it does not hold the event loop up. A cancellation ends the connection."""
         ...
 
     def stop_receiving(self) -> None:
@@ -140,6 +145,24 @@ def gather(views: Sequence[memoryview], first: int) -> list[memoryview]:
         total += len(views[last])
         last += 1
     return list(views[first:last])
+
+
+def send_all(sock: socket.socket, parts: Sequence[BytesLike], progress_seconds: float) -> None:
+    """Send everything on a non-blocking socket, in a thread that may wait. Raises `DeadlineExceeded` when nothing
+    moves for `progress_seconds`, and `OSError` when the connection breaks, or somebody shuts it down."""
+    views = [memoryview(part).cast("B") for part in parts if len(part)]
+    first = 0
+    writable = select.poll()
+    writable.register(sock, select.POLLOUT)
+    while first < len(views):
+        try:
+            # As much as the kernel takes: between two calls the thread needs the interpreter's lock.
+            sent = sock.sendmsg(views[first : first + MAX_GATHER])
+        except BlockingIOError:
+            if not writable.poll(progress_seconds * 1000):
+                raise stalled(progress_seconds) from None
+        else:
+            first = advance(views, first, sent)
 
 
 def advance(views: list[memoryview], first: int, sent: int) -> int:

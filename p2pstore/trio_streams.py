@@ -25,6 +25,7 @@ from p2pstore.streams import (
     check_descriptors,
     flatten_parts,
     gather,
+    send_all,
     stalled,
     total_bytes,
     tune_tcp,
@@ -44,6 +45,8 @@ class TrioStream:
         self.progress_seconds = progress_seconds
         self.receive_seconds: float | None = None
         self._unyielded_bytes = 0
+        self._in_thread = False
+        """Whether a thread sends."""
 
     async def _wait_writable(self) -> None:
         await self._wait(trio.lowlevel.wait_writable, self.progress_seconds)
@@ -138,6 +141,37 @@ class TrioStream:
         except (trio.ClosedResourceError, ValueError):  # ValueError: it was closed before
             raise ConnectionAbortedError("the connection was closed by this side") from None
 
+    async def send_in_thread(self, *parts: BytesLike) -> None:
+        """`send` of much, where it does not hold the event loop up. A cancellation ends the connection."""
+        error: OSError | DeadlineExceeded | None = None
+        await trio.lowlevel.checkpoint_if_cancelled()
+        with self._sock.dup() as sock:  # its number is not given to others while the thread has it
+            self._in_thread = True
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._shut_down_when_cancelled)
+                with trio.CancelScope(shield=True):  # the thread reads `parts` until it has ended
+                    try:
+                        await trio.to_thread.run_sync(send_all, sock, parts, self.progress_seconds)
+                    except (OSError, DeadlineExceeded) as problem:
+                        error = problem
+                    finally:
+                        self._in_thread = False
+                nursery.cancel_scope.cancel()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if error is not None:
+            raise error
+
+    async def _shut_down_when_cancelled(self) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            self._shut_down_thread()
+
+    def _shut_down_thread(self) -> None:
+        if self._in_thread:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
     def stop_receiving(self) -> None:
         """Whoever waits to receive gets what has arrived, and then 0 as if the other side had closed."""
         with contextlib.suppress(OSError):
@@ -148,6 +182,7 @@ class TrioStream:
 
     def close(self) -> None:
         if self._sock.fileno() != -1:
+            self._shut_down_thread()
             trio.lowlevel.notify_closing(self._sock)
             self._sock.close()
 

@@ -9,6 +9,7 @@ task of its own, so that it holds nothing up.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -74,6 +75,11 @@ _MEASURE_FILL: Final = memoryview(os.urandom(MIB))
 """Random: a way that compresses must not look faster than it is for tensors."""
 SMALL_READ_BYTES: Final = 64 * KIB
 """Reads up to this are never refused because of others."""
+MIXED_SECONDS: Final = 0.1
+"""For so long after a small read, large answers are sent in threads: a small one would wait for a piece of a large
+one each time, and longer where the kernel lets others run first, as an event loop that works all the time is no
+longer preferred when it wakes up."""
+MAX_SENDING_THREADS: Final = 16
 RETIRING_IDLE_SECONDS: Final = 0.25
 """A connection that is to end does so when no request came for so long."""
 
@@ -141,6 +147,18 @@ class Traffic:
     busy: int = 0
     uploads: int = 0
     """Connections with a large answer on its way now."""
+    sending_threads: int = 0
+    """Those of them that are sent in threads."""
+    small_read_at: float = -math.inf
+    """When the last small read was answered, in monotonic seconds."""
+
+    @property
+    def wants_thread(self) -> bool:
+        """Whether a large answer should leave the event loop to others, who just read small objects."""
+        return (
+            time.monotonic() - self.small_read_at < MIXED_SECONDS
+            and self.sending_threads < MAX_SENDING_THREADS
+        )
 
 
 class DataSession:
@@ -372,6 +390,8 @@ class DataSession:
         self._parts += payloads
         self._gathered_bytes += bulk_bytes
         self._traffic.objects += len(payloads)
+        if payloads and not self._uploads:
+            self._traffic.small_read_at = time.monotonic()
 
     def _take_upload(self, may_refuse: bool) -> bool:
         """Whether a large answer may be sent now; if so, this connection has one on its way until the next flush
@@ -405,9 +425,19 @@ class DataSession:
         except trio.WouldBlock:
             await self._sending.acquire()
         try:
-            await self._stream.send(*parts)
+            if self._uploads and self._traffic.wants_thread:
+                await self._send_in_thread(parts)
+            else:
+                await self._stream.send(*parts)
         finally:
             self._sending.release()
+
+    async def _send_in_thread(self, parts: Sequence[BytesLike]) -> None:
+        self._traffic.sending_threads += 1
+        try:
+            await self._stream.send_in_thread(*parts)
+        finally:
+            self._traffic.sending_threads -= 1
 
     def _let_go_all(self) -> None:
         if self._uploads:

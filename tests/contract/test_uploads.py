@@ -11,6 +11,7 @@ import pytest
 from p2pstore.objects import KIB, MIB, key_digest
 from p2pstore.streams import ByteStream
 from p2pstore.transfer.data_server import ServerLimits
+from p2pstore.transfer.data_session import MAX_SENDING_THREADS
 from p2pstore.transfer.messages import DataKind, Get, GetItem
 from p2pstore.transfer.transport import (
     BufferDestination,
@@ -143,3 +144,48 @@ async def _pull(harness: TcpHarness) -> None:
     pool = harness.pool(TrioDriver())
     await pool.pull(hurried(harness.copy()), DIGEST, BufferDestination(bytearray(len(LARGE))))
     pool.close()
+
+
+# --- small reads beside a large one --------------------------------------------------------------
+
+
+async def test_a_large_answer_leaves_the_loop_to_small_reads() -> None:
+    async with holder(1) as harness:
+        await _pull_small(harness)
+        async with occupied(harness) as slow:
+            assert harness.server.traffic.sending_threads == 1
+            await _pull_small(harness)
+            *_, payload = await read_frame(slow)
+            assert payload == LARGE
+            await until(lambda: harness.server.traffic.sending_threads == 0)
+
+
+async def test_without_small_reads_there_is_no_thread() -> None:
+    async with holder(1) as harness, occupied(harness):
+        assert harness.server.traffic.sending_threads == 0
+
+
+async def test_threads_end_with_their_reader_and_with_the_server() -> None:
+    async with holder(1) as harness:
+        for stops in (False, True):
+            await _pull_small(harness)
+            async with occupied(harness):
+                assert harness.server.traffic.sending_threads == 1
+                if stops:
+                    harness.stop.cancel()
+            await until(lambda: harness.server.traffic.sending_threads == 0)
+
+
+async def test_threads_are_few() -> None:
+    async with holder(1) as harness:
+        await _pull_small(harness)
+        harness.server.traffic.sending_threads = MAX_SENDING_THREADS
+        async with occupied(harness):
+            assert harness.server.traffic.sending_threads == MAX_SENDING_THREADS
+
+
+async def _pull_small(harness: TcpHarness) -> None:
+    buffer = bytearray(len(SMALL))
+    pool = harness.pool(TrioDriver())
+    await pool.pull(harness.copy(), key_digest("small"), BufferDestination(buffer))
+    assert buffer == SMALL
