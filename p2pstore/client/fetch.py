@@ -12,7 +12,14 @@ import numpy as np
 from p2pstore.client.answers import error_in, name_key, raise_for, tier_name
 from p2pstore.client.known_holders import KnownHolders, OwnPlan, remote_copy
 from p2pstore.client.link import PeerLink
-from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError, Unavailable
+from p2pstore.errors import (
+    CapacityExceeded,
+    LeaseLimitExceeded,
+    NoSuchKey,
+    P2PStoreError,
+    ProtocolError,
+    Unavailable,
+)
 from p2pstore.local.messages import (
     OWN_COPY,
     Holder,
@@ -268,11 +275,12 @@ class Fetcher:
                 planned = error_in(key, plan.error)
                 # That no other holder is known says nothing of those that could not be reached.
                 raise error if isinstance(error, Unavailable) and error is not None else planned
-            elif plan.through_peer:
-                copied = await self._read_through_peer(key, digest, destination, plan)
-                if copied is not None:
-                    return copied
-            else:
+            elif (
+                plan.through_peer
+                and (brought := await self._brought(key, digest, destination, plan)) is not None
+            ):
+                return brought
+            elif not plan.through_peer or _has_ways(plan):
                 holders = silent.last(plan.holders)
                 if not holders and not isinstance(plan, OwnPlan):
                     raise error or Unavailable(
@@ -374,6 +382,17 @@ class Fetcher:
         finally:
             self.give_back(reply)
 
+    async def _brought(
+        self, key: str, digest: bytes, destination: Destination, plan: PlanItem
+    ) -> Copied | None:
+        """`_read_through_peer`; None also when there are other ways than that one, which failed."""
+        try:
+            return await self._read_through_peer(key, digest, destination, plan)
+        except (CapacityExceeded, LeaseLimitExceeded, Unavailable):
+            if not _has_ways(plan):
+                raise
+            return None
+
     async def _read_through_peer(
         self, key: str, digest: bytes, destination: Destination, plan: PlanItem
     ) -> Copied | None:
@@ -420,6 +439,11 @@ class Fetcher:
     def give_back(self, reply: Leased) -> None:
         """End leases that nobody will look at."""
         self._link.give_back(reply)
+
+
+def _has_ways(plan: PlanItem) -> bool:
+    """Whether the client itself can get to a holder."""
+    return any(holder.data or holder.socket for holder in plan.holders)
 
 
 def _blamed(report: PullReport, *, own: bool) -> list[HolderReport]:

@@ -105,10 +105,10 @@ class KnownHolders:
         if not records or len(records) > 1:
             return None
         record = records[0]
-        copy = self._way_to(record.member, time.monotonic())
-        if copy is None:
+        named = self._way_to(record.member, time.monotonic())
+        if named is None or _goes_through_peer(named.holder, record):
             return None
-        return OnlyHolder(copy, record.slot, record.size_units * SIZE_UNIT_BYTES)
+        return OnlyHolder(named.copy, record.slot, record.size_units * SIZE_UNIT_BYTES)
 
     def only_many(self, digests: Sequence[bytes]) -> list[RemoteCopy | None]:
         """For many objects, `only` without what is known of each: how to get to the holder."""
@@ -117,7 +117,11 @@ class KnownHolders:
             return [None] * len(digests)
         members = elsewhere.only_members(b"".join(digests))
         now = time.monotonic()
-        ways = {member: self._way_to(member, now) for member in set(members)}
+        ways: dict[int, RemoteCopy | None] = {}
+        for member in set(members):
+            named = self._way_to(member, now)
+            direct = named is not None and not named.holder.through_peer_bytes
+            ways[member] = named.copy if named is not None and direct else None
         return [ways[member] for member in members]
 
     def plan(self, digest: bytes) -> OwnPlan | None:
@@ -143,7 +147,7 @@ class KnownHolders:
         now, holders = time.monotonic(), []
         for record in records:
             named = self._trusted(record.member, now)
-            if named is None:
+            if named is None or _goes_through_peer(named.holder, record):
                 return None
             clock, writer = record.version
             holders.append(
@@ -160,12 +164,12 @@ class KnownHolders:
             holders.sort(key=lambda holder: not holder.same_host)
         return holders
 
-    def _way_to(self, member: int, now: float) -> RemoteCopy | None:
+    def _way_to(self, member: int, now: float) -> _Named | None:
         """How to get to a member of another host."""
         named = self._trusted(member, now)
         if named is None or named.copy.same_host or not named.copy.data:
             return None
-        return named.copy
+        return named
 
     def _trusted(self, member: int, now: float) -> _Named | None:
         named = self._named.get(member)
@@ -173,6 +177,11 @@ class KnownHolders:
             return None
         asked = self._asked_until and self._asked_until.get(member, 0.0) > now
         return None if asked else named
+
+
+def _goes_through_peer(holder: Holder, record: KnownRecord) -> bool:
+    """Whether the local peer has a faster way to an object, and is to say whether it takes it."""
+    return 0 < holder.through_peer_bytes <= record.size_units * SIZE_UNIT_BYTES
 
 
 def remote_copy(holder: Holder) -> RemoteCopy:

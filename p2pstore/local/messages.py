@@ -275,11 +275,14 @@ class Holder(Message, frozen=True):
     ticket_claims: bytes
     ticket_signature: bytes
     ticket_secret: bytes
+    through_peer_bytes: int = 0
+    """From this length on the local peer has a faster way to the holder than clients have; 0 where it has none."""
 
 
 class PlanItem(Message, frozen=True):
-    """Holders, best first. `known_unreachable` counts those that are known but believed dead. `through_peer`: only the
-    local peer can read from them, so that the client is to ask for a lease with `fetch`."""
+    """Holders, best first. `known_unreachable` counts those that are known but believed dead. `through_peer`: the local
+    peer reads from them faster, or it alone can (their `data` and `socket` are empty then), so that the client is to
+    ask for a lease with `fetch`."""
 
     holders: list[Holder]
     local: bool = False

@@ -18,7 +18,7 @@ from p2pstore.errors import (
 )
 from p2pstore.local import messages as local
 from p2pstore.local.server import LocalClient
-from p2pstore.objects import format_bytes
+from p2pstore.objects import MIB, format_bytes
 from p2pstore.peer.local_answers import (
     MAX_BATCH,
     MAX_WAIT_SECONDS,
@@ -30,9 +30,14 @@ from p2pstore.peer.local_answers import (
 )
 from p2pstore.peer.node import Node
 from p2pstore.peer.tickets import TicketOffice
+from p2pstore.transfer.layout import GRANULE_BYTES
 from p2pstore.wire import Code
 
 FETCH_ROUNDS: Final = 3
+THROUGH_PEER_BYTES: Final = MIB
+"""Clients have the peer read from here on by RDMA: less is done sooner than the peer is asked."""
+THROUGH_PEER_SHARE: Final = 16
+"""More than this part of the peer's memory would cost the others their place in it."""
 HOLDERS_PER_PLAN: Final = 8
 
 
@@ -150,8 +155,8 @@ class LocalGets:
         unreachable = len(copies) - len(reachable)
         if any(copy.local for copy in reachable):
             return local.PlanItem([], local=True, known_unreachable=unreachable)
-        ordered = self._node.reading_order(reachable)
-        holders = [self._holder(copy) for copy in ordered[:HOLDERS_PER_PLAN]]
+        ordered = self._node.reading_order(reachable)[:HOLDERS_PER_PLAN]
+        holders = [self._holder(copy) for copy in ordered]
         error = local.OK
         if not holders:
             error = (
@@ -163,13 +168,21 @@ class LocalGets:
             holders,
             known_unreachable=unreachable,
             error=error,
-            through_peer=bool(holders) and self._node.config.transport == "rdma",
+            through_peer=bool(holders) and self._goes_through_peer(holders[0]),
         )
+
+    def _goes_through_peer(self, best: local.Holder) -> bool:
+        if self._node.config.transport == "rdma":
+            return True
+        length = best.size_units * GRANULE_BYTES
+        most = self._segment.data_bytes // THROUGH_PEER_SHARE
+        return 0 < best.through_peer_bytes <= length <= most
 
     def _holder(self, copy: KnownCopy) -> local.Holder:
         remote = self._node.remote_copy(copy)
         if self._node.config.transport == "rdma":  # clients have no part in that
             remote = replace(remote, data=())
+        by_rdma = not remote.same_host and self._node.reads_by_rdma(remote)
         granted = self._office.for_clients(copy.peer_id)
         return local.Holder(
             copy.member,
@@ -186,6 +199,7 @@ class LocalGets:
             granted.ticket.claims,
             granted.ticket.signature,
             granted.secret,
+            THROUGH_PEER_BYTES if by_rdma else 0,
         )
 
     def report(self, client: LocalClient, message: local.Report) -> None:

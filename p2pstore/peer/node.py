@@ -348,6 +348,11 @@ class Node:
             rdma=record is not None and any(offer.name == RDMA for offer in record.transports),
         )
 
+    def reads_by_rdma(self, copy: RemoteCopy) -> bool:
+        """Whether this peer would try RDMA first."""
+        offered = [each for each in self.transports if each.offers(copy)]
+        return bool(offered) and min(offered, key=lambda each: each.cost(copy)).name == RDMA
+
     def reading_order(self, copies: Sequence[KnownCopy]) -> list[KnownCopy]:
         """Copies in the order to try them: as the core has them by version and by what failed just now;
         among equals this host first, then at random, so that readers do not all go to one holder."""

@@ -13,7 +13,11 @@ from p2pstore import errors
 from p2pstore.local.messages import PlanItem
 from p2pstore.objects import MIB, key_digest
 from p2pstore.peer.api import Peer
+from p2pstore.transfer.data_pool import TcpTransport
+from p2pstore.transfer.rdma_rules import NAME as RDMA
 from p2pstore.transfer.trace import FetchTrace
+from p2pstore.transfer.transport import Destination, Pulled, PullFailed, RemoteCopy
+from p2pstore.wire import Code
 from tests.cluster.test_open_peer import cluster, until
 
 VALUE = bytes(range(256)) * 8192  # 2 MiB
@@ -106,3 +110,82 @@ async def test_what_cannot_be_brought(tmp_path: Path) -> None:
         second.node.transports = first.node.transports
         with pytest.raises(errors.LeaseLimitExceeded):
             await second.get("large")
+
+
+# --- transport auto: clients read small values by TCP, and have the peer read large ones by RDMA --
+
+
+class AsIfRdma(TcpTransport):
+    """What the peer prefers; counts what it was asked for."""
+
+    name = RDMA
+
+    def __init__(self, peer: Peer, *, works: bool = True) -> None:
+        super().__init__(peer.node.pool)
+        self.works = works
+        self.asked = 0
+
+    def cost(self, copy: RemoteCopy) -> float:
+        return 0.3
+
+    async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
+        self.asked += 1
+        if not self.works:
+            raise PullFailed(Code.UNAVAILABLE, "no line", retriable=True)
+        return await super().pull(copy, digest, destination)
+
+
+@asynccontextmanager
+async def auto_pair(
+    folder: Path, *, works: bool = True
+) -> AsyncIterator[tuple[Peer, Peer, AsIfRdma]]:
+    """The second one as if on another host, with RDMA as its best way."""
+    async with cluster(folder, 2) as (first, second):
+        rdma = AsIfRdma(second, works=works)
+        second.node.host_id = b"another"
+        second.node.transports = [rdma] if not works else [rdma, TcpTransport(second.node.pool)]
+        yield first, second, rdma
+
+
+def holds(peer: Peer, key: str) -> bool:
+    return peer.node.core.segment.find(key_digest(key), 0.0) is not None
+
+
+async def test_large_values_come_by_the_faster_way_of_the_peer(tmp_path: Path) -> None:
+    async with auto_pair(tmp_path) as (first, second, rdma):
+        sizes = {"large": MIB, "small": MIB - 8192, "too large": 3 * MIB}  # of 32 MiB
+        for again in ("", " again"):  # by then the client knows the holder
+            for key, size in sizes.items():
+                await first.put(key + again, bytes(size))
+            for key, size in sizes.items():
+                assert len(await second.get(key + again, wait=5)) == size
+                assert holds(second, key + again) == (key == "large")
+        assert rdma.asked == 2
+
+
+async def test_a_batch_takes_both_ways(tmp_path: Path) -> None:
+    async with auto_pair(tmp_path) as (first, second, rdma):
+        sizes = {"a": MIB, "b": 4096, "c": MIB + 1}
+        for key, size in sizes.items():
+            await first.put(key, VALUE[:size])
+        await until(lambda: second.contains_nowait("c"))
+        for _ in range(2):
+            items = [(key, bytearray(size)) for key, size in sizes.items()]
+            done = await second.get_many_into(items)
+            assert [each.value for each in done] == list(sizes.values())
+            assert all(buffer == VALUE[: len(buffer)] for _, buffer in items)
+        assert rdma.asked == 2
+        assert [holds(second, key) for key in sizes] == [True, False, True]
+
+
+async def test_the_client_reads_itself_when_the_peer_cannot(tmp_path: Path) -> None:
+    async with auto_pair(tmp_path, works=False) as (first, second, rdma):
+        await first.put("k", VALUE[:MIB])
+        await until(lambda: second.contains_nowait("k"))
+        trace, buffer = FetchTrace(), bytearray(MIB)
+        assert await second.get_into("k", buffer, trace=trace) == MIB
+        assert buffer == VALUE[:MIB]
+        assert rdma.asked == 1
+        ways = [(each.transport, each.outcome == "delivered") for each in trace.tries]
+        assert (ways[0], ways[-1]) == (("rdma", False), ("tcp", True))
+        assert not holds(second, "k")

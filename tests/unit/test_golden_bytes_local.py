@@ -134,8 +134,8 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
             [local.PlanItem([HOLDER], False, 1, through_peer=True), local.PlanItem([], True)], 3
         ),
         (
-            "15000100040302013400000000000000929295919e01c4020102a16e91a3683a31a22f73c3020304"
-            "0500c40163c40173c4016bc2019300a000c39590c3009300a000c203"
+            "15000100040302013500000000000000929295919f01c4020102a16e91a3683a31a22f73c3020304"
+            "0500c40163c40173c4016b00c2019300a000c39590c3009300a000c203"
         ),
     ),
     "report": (

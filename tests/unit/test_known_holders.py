@@ -9,6 +9,7 @@ from collections import Counter
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
 from p2pstore.client.known_holders import (
@@ -69,6 +70,15 @@ def test_the_record_says_where_the_plan_how() -> None:
     (found,) = plan.holders
     assert (found.slot, found.size_units, found.clock, found.writer, found.tier) == (3, 7, 5, 1, 0)
     assert (found.data, found.ticket_claims) == (["127.0.0.1:1"], b"c")
+
+
+def test_what_the_peer_reads_faster_it_is_asked_about() -> None:
+    found = KnownHolders(Table(record(1)), Random(1))  # 7 units of 4 KiB
+    for from_bytes, direct in ((0, True), (7 * 4096 + 1, True), (7 * 4096, False), (1, False)):
+        found.note([PlanItem([replace(holder(1), through_peer_bytes=from_bytes)])])
+        assert (found.plan(DIGEST) is not None) == direct
+        assert (found.only(DIGEST) is not None) == direct
+        assert (found.only_many([DIGEST]) != [None]) == (from_bytes == 0)  # no sizes are known
 
 
 def test_only_the_newest_version_counts() -> None:
