@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final, Literal, get_args, get_origin
+from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
@@ -22,6 +22,9 @@ MINIMUM_MEMORY_BYTES: Final = 1 * MIB
 LEAST_MEMORY_BYTES: Final = 64 * MIB
 MOST_MEMORY_BYTES: Final = 4 * GIB
 """Between these two lies what is offered when nobody says how much."""
+MEMORY_PIECE_BYTES: Final = 2 * MIB
+"""Memory that is added has a multiple of this, as huge pages need."""
+MAX_MEMORY_PIECES: Final = 7
 MAX_NAME_BYTES: Final = 64
 
 NOT_SPELLED: Final[Mapping[str, str]] = MappingProxyType({})
@@ -49,29 +52,58 @@ class _NamesAreChecked(msgspec.StructMeta):
         return super().__call__(*arguments, **settings)
 
 
+class MemoryPiece(NamedTuple):
+    """Memory to add: `size` bytes from a NUMA node, or in a file."""
+
+    size: int
+    node: int | None = None
+    path: str | None = None
+
+    def with_absolute_path(self) -> str:
+        """As a setting, which means the same wherever the process goes."""
+        where = f"node:{self.node}" if self.path is None else os.path.abspath(self.path)
+        return f"{self.size}@{where}"
+
+
+def _memory_piece(text: str, spelled: str) -> MemoryPiece:
+    size_text, _, where = text.partition("@")
+    size = parse_bytes(size_text, spelled)
+    size += -size % MEMORY_PIECE_BYTES
+    if not size:
+        raise ConfigError(f"{spelled}: {text!r} must be above 0 bytes")
+    if "/" in where:
+        return MemoryPiece(size, path=where)
+    node = where.removeprefix("node:")
+    if node == where or not re.fullmatch("[0-9]{1,4}", node):
+        raise ConfigError(
+            f"{spelled}: {text!r} does not say where: write SIZE@node:N, or SIZE@FILE with a slash in its path"
+        )
+    return MemoryPiece(size, node=int(node))
+
+
 class PeerConfig(
     msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fields=True, kw_only=True
 ):
     """Settings of one peer. Field names are the command line's option names with underscores.
 
-    Sizes are bytes or text such as `4GiB`; addresses are `HOST:PORT` (`[v6]:PORT`), port 0 means any
-    free one. `interface` (its name, or a CIDR that holds one address of this machine) is where the peer
-    listens unless `listen` says otherwise. Neither given: with a cluster key (or `insecure`), the address
-    that leads to a bootstrap peer; else loopback. The port is then 17946, or any free one when that is
-    taken. `state_dir` unset: a new identity that is forgotten at the end. `memory` unset: an eighth of what
-    this process may use, at most 4 GiB; 0: none, for a peer that only lets clients of its host use the
-    others. `huge_pages`: reserved huge pages for it when there are enough, else transparent ones (`auto`), neither
-    (`never`), or reserved ones only (`require`). `memory_path`: the file that this memory is in, made anew and removed
-    at the end: on tmpfs, hugetlbfs, or a file system of CXL or persistent memory. `numa_node`: the node that it comes
-    from; unset: wherever the kernel takes it. `network` says how long the others may take to answer before they are
-    suspected: `lan` within a data centre, `wan` between data centres, `local` on one machine. `transport`: how this
-    peer reads from others; `auto` takes the best that works, the others are strict. `rdma_device`: the RDMA devices
-    that it may use; unset: any. `rdma_topology`: which of them are near which memory, as a JSON matrix or a file with
-    one (`{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}`: preferred and fallback), where the machine does not tell it right.
-    `data_tls`: `on` lets others read this peer over TLS only, and not by RDMA; how this one reads from each of
-    them, they decide. `directory`: whether this peer knows
-    where all objects are (`full`), or its part of that, and asks others (`partitioned`); `auto` as
-    `index_memory` and the size of the cluster allow.
+    Sizes are bytes or text such as `4GiB`; addresses are `HOST:PORT` (`[v6]:PORT`), port 0 means any free one.
+    `interface` (its name, or a CIDR that holds one address of this machine) is where the peer listens unless `listen`
+    says otherwise. Neither given: with a cluster key (or `insecure`), the address that leads to a bootstrap peer;
+    else loopback. The port is then 17946, or any free one when that is taken. `state_dir` unset: a new identity that
+    is forgotten at the end. `memory` unset: an eighth of what this process may use, at most 4 GiB; 0: none, for a
+    peer that only lets clients of its host use the others. `huge_pages`: reserved huge pages for it when there are
+    enough, else transparent ones (`auto`), neither (`never`), or reserved ones only (`require`). `memory_path`: the
+    file that this memory is in, made anew and removed at the end: on tmpfs, hugetlbfs, or a file system of CXL or
+    persistent memory. `numa_node`: the node that it comes from; unset: wherever the kernel takes it. `more_memory`:
+    more of it, from elsewhere: `SIZE@node:N`, or `SIZE@FILE` as `memory_path` (a path with a slash); objects go to
+    whichever has room. `network` says how long the others may take to answer before they are suspected: `lan` within
+    a data centre, `wan` between data centres, `local` on one machine. `transport`: how this peer reads from others;
+    `auto` takes the best that works, the others are strict. `rdma_device`: the RDMA devices that it may use; unset:
+    any. `rdma_topology`: which of them are near which memory, as a JSON matrix or a file with one (`{"cpu:0":
+    [["mlx5_0"], ["mlx5_1"]]}`: preferred and fallback), where the machine does not tell it right. `data_tls`: `on`
+    lets others read this peer over TLS only, and not by RDMA; how this one reads from each of them, they decide.
+    `directory`: whether this peer knows where all objects are (`full`), or its part of that, and asks others
+    (`partitioned`); `auto` as `index_memory` and the size of the cluster allow.
     """
 
     name: str = ""
@@ -86,6 +118,7 @@ class PeerConfig(
     network: NetworkName = "lan"
     memory: str | int | None = None
     memory_path: str | None = None
+    more_memory: list[str] = []
     huge_pages: HugePagesName = "auto"
     numa_node: int | None = None
     max_objects: int | None = None
@@ -127,6 +160,9 @@ class PeerConfig(
                 "offers none"
             )
         self._check_where_memory_is(memory, says)
+        pieces = self._memory_pieces(says["more_memory"])
+        if pieces and not memory:
+            raise ConfigError(f"{says['more_memory']}: with memory 0 there is nothing to add to")
         if self.max_objects is not None and self.max_objects < 1:
             raise ConfigError(f"{says['max_objects']}: {self.max_objects} must be at least 1")
         for setting in ("rdma_device", "rdma_topology"):
@@ -150,7 +186,7 @@ class PeerConfig(
         if not parse_bytes(self.index_memory, says["index_memory"]):
             raise ConfigError(f"{says['index_memory']}: must be above 0 bytes")
         self.socket_mode_bits(says["socket_mode"])
-        self.max_leased_bytes(memory, says["max_leased"])
+        self.max_leased_bytes(memory + sum(each.size for each in pieces), says["max_leased"])
         return msgspec.structs.replace(self, name=name, memory=memory)
 
     def _check_where_memory_is(self, memory: int, says: Mapping[str, str]) -> None:
@@ -205,8 +241,18 @@ class PeerConfig(
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of memory to offer."""
-        return self._memory_bytes("memory")
+        """Bytes of memory to offer, all together."""
+        return self._memory_bytes("memory") + sum(each.size for each in self.memory_pieces)
+
+    @property
+    def memory_pieces(self) -> list[MemoryPiece]:
+        """What `more_memory` asks for."""
+        return self._memory_pieces("more_memory")
+
+    def _memory_pieces(self, spelled: str) -> list[MemoryPiece]:
+        if len(self.more_memory) > MAX_MEMORY_PIECES:
+            raise ConfigError(f"{spelled}: at most {MAX_MEMORY_PIECES} may be added")
+        return [_memory_piece(each, spelled) for each in self.more_memory]
 
     def _memory_bytes(self, spelled: str) -> int:
         if self.memory is None:

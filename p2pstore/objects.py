@@ -11,9 +11,8 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
-import msgspec
 import xxhash
 
 from p2pstore.errors import ConfigError, ObjectTooLarge
@@ -126,7 +125,7 @@ def namespace_digest(namespace: str) -> bytes:
     ).digest()
 
 
-class Version(msgspec.Struct, frozen=True, order=True, gc=False):
+class Version(NamedTuple):
     """(hybrid logical clock, writer's hash, root checksum): the highest wins everywhere.
 
     `clock` is 48 bits of Unix milliseconds and 16 bits of counter. `writer` is a 16-bit hash of the

@@ -241,6 +241,7 @@ _COMPUTED: Final[Mapping[str, Callable[[PeerConfig], tuple[Any, str]]]] = {
     "name": lambda config: (config.name, "default: this host's name"),
     "memory": _memory,
     "memory_path": lambda config: (None, "default: in no file"),
+    "more_memory": lambda config: ([], "default: none"),
     "numa_node": lambda config: (None, "default: wherever the kernel takes it"),
     "max_objects": lambda config: (None, "default: one per 16 KiB of memory, at least 1,024"),
     "listen": _listen,

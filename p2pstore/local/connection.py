@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import islice
 from typing import Final, TypeVar
 
 from p2pstore.errors import (
@@ -28,7 +29,7 @@ from p2pstore.errors import (
     ProtocolError,
     StoreClosed,
 )
-from p2pstore.local.messages import Access, Hello, HelloReply, LocalKind
+from p2pstore.local.messages import Access, Hello, HelloReply, LocalKind, SegmentInfo
 from p2pstore.local.requests import Frame, LateFrame, RequestAhead, Waiter, reply_in
 from p2pstore.streams import (
     DEFAULT_PROGRESS_SECONDS,
@@ -37,6 +38,7 @@ from p2pstore.streams import (
     Driver,
     Event,
 )
+from p2pstore.transfer.joined_memory import map_joined
 from p2pstore.transfer.memory import map_read_only, map_table, map_writable
 from p2pstore.wire import (
     ERROR,
@@ -166,12 +168,13 @@ class LocalConnection:
             self.hello = reply_in(frame, LocalKind.HELLO, HelloReply)
             negotiate_version(self.hello.version, self.hello.version)
             table_bytes = self.hello.location_table_bytes
-            if len(descriptors) != len(self.hello.segments) + bool(table_bytes):
-                raise ProtocolError("the peer did not pass one descriptor per segment")
-            map_segment = map_writable if access == Access.WRITE else map_read_only
+            counts = [max(1, len(segment.pieces)) for segment in self.hello.segments]
+            if len(descriptors) != sum(counts) + bool(table_bytes):
+                raise ProtocolError("the peer did not pass a descriptor for each of its memories")
+            writable, left = access == Access.WRITE, iter(descriptors)
             self.segments = [
-                map_segment(descriptor, segment.total_bytes)
-                for descriptor, segment in zip(descriptors, self.hello.segments, strict=False)
+                _map_segment(segment, list(islice(left, count)), writable=writable)
+                for segment, count in zip(self.hello.segments, counts, strict=True)
             ]
             if table_bytes:
                 with contextlib.suppress(OSError):  # no room to map it: the peer can be asked
@@ -503,6 +506,12 @@ class LocalConnection:
                 os.dup2(nowhere, self._stream.fileno(), inheritable=False)
         finally:
             os.close(nowhere)
+
+
+def _map_segment(segment: SegmentInfo, descriptors: list[int], *, writable: bool) -> memoryview:
+    if segment.pieces:
+        return map_joined(descriptors, segment.pieces, segment.total_bytes, writable=writable)
+    return (map_writable if writable else map_read_only)(descriptors[0], segment.total_bytes)
 
 
 def _hangs(path: str) -> DeadlineExceeded:

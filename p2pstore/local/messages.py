@@ -55,8 +55,12 @@ class Hello(Message, frozen=True):
 
 
 class SegmentInfo(Message, frozen=True):
+    """`pieces`: the bytes of each of the memories that it is made of, side by side, with a descriptor each; when there
+    are none, one descriptor is all of it."""
+
     segment_id: bytes
     total_bytes: int
+    pieces: list[int] = []
 
 
 class HelloReply(Message, frozen=True):

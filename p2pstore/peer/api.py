@@ -54,7 +54,7 @@ from p2pstore.peer.local_backend import PeerLocalBackend
 from p2pstore.peer.node import Node
 from p2pstore.peer.prefaulting import provide_pages
 from p2pstore.peer.rdma import PeerRdma, open_rdma
-from p2pstore.peer.segment_memory import create_segment_memory
+from p2pstore.peer.segment_memory import SegmentMemory, create_segment_memory
 from p2pstore.peer.store_backend import PeerStoreBackend
 from p2pstore.peer.tickets import TicketOffice
 from p2pstore.places import MAX_LOCAL_PEERS
@@ -178,7 +178,7 @@ class _Assembly:
         stack: AsyncExitStack,
         config: PeerConfig,
         state: StateDirectory | None,
-        memory: SharedMemory,
+        memory: SegmentMemory,
     ) -> None:
         self.stack = stack
         self.config = config

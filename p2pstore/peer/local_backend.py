@@ -32,6 +32,7 @@ from p2pstore.peer.local_answers import (
 from p2pstore.peer.local_gets import LocalGets
 from p2pstore.peer.local_puts import LocalPuts
 from p2pstore.peer.node import Node
+from p2pstore.peer.segment_memory import SegmentMemory
 from p2pstore.peer.statistics import cluster_document, peer_document
 from p2pstore.peer.tickets import TicketOffice
 from p2pstore.transfer.layout import Pin
@@ -67,7 +68,7 @@ class PeerLocalBackend:
     def __init__(
         self,
         node: Node,
-        memory: SharedMemory,
+        memory: SegmentMemory,
         location_table: SharedMemory | None,
         office: TicketOffice,
         max_leased_bytes: int,
@@ -76,7 +77,7 @@ class PeerLocalBackend:
         self._core = node.core
         self._segment = node.core.segment
         self._memory = memory
-        self._read_only = memory.read_only_descriptor()
+        self._read_only = memory.read_only_descriptors()
         self._location_table = location_table
         self._table_descriptor = (
             -1 if location_table is None else location_table.read_only_descriptor()
@@ -110,17 +111,19 @@ class PeerLocalBackend:
 
     def close(self) -> None:
         """Close the descriptors that readers are given."""
-        for descriptor in {self._read_only, self._table_descriptor} - {-1}:
+        for descriptor in {*self._read_only, self._table_descriptor} - {-1}:
             os.close(descriptor)
-        self._read_only = self._table_descriptor = -1
+        self._read_only, self._table_descriptor = [], -1
 
     def welcome(self, client: LocalClient, version: int) -> tuple[local.HelloReply, list[int]]:
-        """Who this peer is, and the segment's descriptor."""
+        """Who this peer is, and the segment's descriptors."""
         self._node.check_open()
-        descriptor = (
-            self._memory.descriptor if client.access is local.Access.WRITE else self._read_only
+        memory = self._memory
+        writes = client.access is local.Access.WRITE
+        descriptors = memory.descriptors if writes else self._read_only
+        segment = local.SegmentInfo(
+            self._segment.segment_id, self._segment.geometry.total_bytes, memory.pieces
         )
-        segment = local.SegmentInfo(self._segment.segment_id, self._segment.geometry.total_bytes)
         reply = local.HelloReply(
             version,
             self._core.peer_id,
@@ -132,9 +135,9 @@ class PeerLocalBackend:
         )
         table = self._location_table
         if table is None or not client.reads_locations:
-            return reply, [descriptor]
+            return reply, list(descriptors)
         with_table = msgspec.structs.replace(reply, location_table_bytes=table.length)
-        return with_table, [descriptor, self._table_descriptor]
+        return with_table, [*descriptors, self._table_descriptor]
 
     def handle(self, client: LocalClient, kind: LocalKind, message: Message) -> Answer:
         """The answer, or something to await that gives it."""

@@ -7,12 +7,13 @@ from typing import Final
 
 import trio
 
-from p2pstore.transfer.memory import SharedMemory, prefault
+from p2pstore.peer.segment_memory import SegmentMemory
+from p2pstore.transfer.memory import prefault
 
 PAUSE_SECONDS: Final = 0.001
 
 
-async def provide_pages(memory: SharedMemory) -> None:
+async def provide_pages(memory: SegmentMemory) -> None:
     """Have the kernel provide the memory, on a thread: fresh pages fill at 1.3 GB/s, used ones at 13. Stops early
     when there is no more memory to give."""
     stopped = False

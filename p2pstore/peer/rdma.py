@@ -19,10 +19,10 @@ from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError, P2PStoreError, Unavailable
 from p2pstore.objects import CHUNK_BYTES
 from p2pstore.peer.prefaulting import provide_pages
+from p2pstore.peer.segment_memory import SegmentMemory
 from p2pstore.topology.matrix import Choice, Matrix, natural_order
 from p2pstore.topology.sysfs import location_of, read_matrix
 from p2pstore.transfer.data_pool import DataPool
-from p2pstore.transfer.memory import SharedMemory
 from p2pstore.transfer.rdma_serving import RdmaServer
 from p2pstore.transfer.rdma_verbs import Device
 
@@ -76,7 +76,7 @@ class UsedDevices:
 
 @asynccontextmanager
 async def open_rdma(
-    config: PeerConfig, memory: SharedMemory, pool: DataPool
+    config: PeerConfig, memory: SegmentMemory, pool: DataPool
 ) -> AsyncIterator[PeerRdma | None]:
     """RDMA for the length of the block; None when this peer is not to use it, or has no device.
 

@@ -81,7 +81,8 @@ def _with_absolute_paths(config: PeerConfig) -> PeerConfig:
     if config.rdma_topology and not is_matrix(config.rdma_topology):
         paths["rdma_topology"] = config.rdma_topology
     absolute = {name: os.path.abspath(path) for name, path in paths.items() if path}
-    return msgspec.structs.replace(config, **absolute)
+    more = [each.with_absolute_path() for each in config.memory_pieces]
+    return msgspec.structs.replace(config, **absolute, more_memory=more)
 
 
 async def _run(config: PeerConfig, detached: bool) -> None:

@@ -1,21 +1,66 @@
-"""Where a peer's memory is, as its settings say: in a file, on huge pages, on one NUMA node. Shell."""
+"""Where a peer's memory is, as its settings say: in files, on huge pages, on NUMA nodes. Shell."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
-from p2pstore.config import PeerConfig
-from p2pstore.transfer.layout import plan_geometry
-from p2pstore.transfer.memory import SharedMemory, create_memory
+from p2pstore.config import MemoryPiece, PeerConfig
+from p2pstore.errors import ConfigError
+from p2pstore.transfer.joined_memory import PIECE_BYTES, JoinedMemory
+from p2pstore.transfer.layout import plan_geometry, round_up
+from p2pstore.transfer.memory import SharedMemory, advise_huge_pages, create_memory
 from p2pstore.transfer.memory_file import create_file_memory
 
+SegmentMemory = SharedMemory | JoinedMemory
 
-def create_segment_memory(config: PeerConfig) -> SharedMemory:
+
+def create_segment_memory(config: PeerConfig) -> SegmentMemory:
     """Memory for the segment of a peer with these settings. Raises `ConfigError` when it cannot be as they say, or
     there is not enough of it."""
     total_bytes = plan_geometry(config.memory_bytes, config.max_objects).total_bytes
+    pieces = config.memory_pieces
+    if not pieces:
+        return _first(config, total_bytes)
+    first_bytes = round_up(total_bytes - sum(each.size for each in pieces), PIECE_BYTES)
+    with ExitStack() as stack:
+        memories = [_first(config, first_bytes)]
+        stack.callback(memories[0].close)
+        besides_bytes = 0 if config.memory_path is not None else first_bytes
+        for each in pieces:
+            memories.append(_further(config, each, besides_bytes))
+            stack.callback(memories[-1].close)
+            besides_bytes += 0 if each.path is not None else each.size
+        joined = JoinedMemory(memories, total_bytes)
+        stack.pop_all()
+    if config.huge_pages != "never":
+        advise_huge_pages(joined.view)  # what was advised of the memories is of their own mappings
+    return joined
+
+
+def _first(config: PeerConfig, size: int) -> SharedMemory:
     if config.memory_path is not None:
-        return create_file_memory(Path(config.memory_path), total_bytes)
+        return create_file_memory(Path(config.memory_path), size)
+    return create_memory(size, "p2pstore", huge_pages=config.huge_pages, numa_node=config.numa_node)
+
+
+def _further(config: PeerConfig, piece: MemoryPiece, besides_bytes: int) -> SharedMemory:
+    try:
+        return _piece(config, piece, besides_bytes)
+    except ConfigError as error:
+        setting, _, problem = str(error).partition(": ")
+        if setting in ("memory_path", "numa_node"):
+            raise ConfigError(f"more_memory: {problem}") from error
+        raise
+
+
+def _piece(config: PeerConfig, piece: MemoryPiece, besides_bytes: int) -> SharedMemory:
+    if piece.path is not None:
+        return create_file_memory(Path(piece.path), piece.size, marked_after=True)
     return create_memory(
-        total_bytes, "p2pstore", huge_pages=config.huge_pages, numa_node=config.numa_node
+        piece.size,
+        "p2pstore",
+        huge_pages=config.huge_pages,
+        numa_node=piece.node,
+        besides_bytes=besides_bytes,
     )

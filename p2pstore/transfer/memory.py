@@ -62,6 +62,20 @@ class SharedMemory:
         """The mapping itself: slices of it are bytes."""
         return self._mapping
 
+    @property
+    def descriptors(self) -> list[int]:
+        """All that there are of this memory: one."""
+        return [self.descriptor]
+
+    @property
+    def pieces(self) -> list[int]:
+        """The sizes of the memories that this one is made of: none, as it is a single one."""
+        return []
+
+    def read_only_descriptors(self) -> list[int]:
+        """`read_only_descriptor` of all `descriptors`."""
+        return [self.read_only_descriptor()]
+
     def read_only_descriptor(self) -> int:
         """A new descriptor of the same memory, only good for reading; the caller closes it."""
         return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
@@ -82,14 +96,19 @@ class SharedMemory:
 
 
 def create_memory(
-    total_bytes: int, name: str, *, huge_pages: HugePages = "auto", numa_node: int | None = None
+    total_bytes: int,
+    name: str,
+    *,
+    huge_pages: HugePages = "auto",
+    numa_node: int | None = None,
+    besides_bytes: int = 0,
 ) -> SharedMemory:
     """Zeroed shared memory of `total_bytes` that nobody can shrink; `name` is for /proc/PID/maps.
 
-    With `huge_pages="auto"`, reserved huge pages are used when there are enough, otherwise
-    transparent ones are asked for; `"require"` insists on reserved ones. With `numa_node`, all of it
-    comes from that node. Raises `ConfigError` when the host, the node, or the cgroup this process is
-    in, has not so much memory left, or the kernel refuses to bind it.
+    With `huge_pages="auto"`, reserved huge pages are used when there are enough, otherwise transparent ones are asked
+    for; `"require"` insists on reserved ones. With `numa_node`, all of it comes from that node. `besides_bytes` are
+    spoken for already, though nobody has touched them yet. Raises `ConfigError` when the host, the node, or the
+    cgroup this process is in, has not so much memory left, or the kernel refuses to bind it.
     """
     node = None if numa_node is None else numa.chosen_node(numa_node)
     free_huge = _free_huge_page_bytes(node)
@@ -106,21 +125,27 @@ def create_memory(
             if huge_pages == "require":
                 size = format_bytes(total_bytes)
                 raise ConfigError(f"huge_pages: cannot map {size}: {error.strerror}") from error
-    limits = [available_memory()]
+    available, source = available_memory()
+    limits = [(available - besides_bytes, source)]
     if node is not None:
         limits.append((node.available_bytes, f"NUMA node {node.number}"))
     available, source = min(limits)
     if total_bytes > available:
         raise ConfigError(
             f"{format_bytes(total_bytes)} of memory were asked for, {source} has "
-            f"{format_bytes(available)} left: choose a smaller --memory or raise the limit"
+            f"{format_bytes(max(0, available))} left: choose a smaller --memory or raise the limit"
         )
     memory = _create(total_bytes, name, 0, mmap.PAGESIZE)
     if node is not None:
         _bind(memory, node)
     if huge_pages != "never":
-        _advise(memory.view, 0, total_bytes, mmap.MADV_HUGEPAGE)  # only advice: failing is fine
+        advise_huge_pages(memory.view)
     return memory
+
+
+def advise_huge_pages(view: memoryview) -> None:
+    """Ask for transparent huge pages."""
+    _advise(view, 0, len(view), mmap.MADV_HUGEPAGE)  # only advice: failing is fine
 
 
 def _create_reserved(total_bytes: int, name: str, node: numa.Node | None) -> SharedMemory:
@@ -215,6 +240,12 @@ def map_table(descriptor: int, length: int) -> mmap.mmap:
 
 
 def _map(descriptor: int, length: int, protection: int) -> mmap.mmap:
+    check_descriptor(descriptor, length)
+    return mmap.mmap(descriptor, 0, prot=protection)
+
+
+def check_descriptor(descriptor: int, length: int) -> None:
+    """Raise `ConfigError` unless so many bytes of it can be mapped, and stay."""
     actual = os.fstat(descriptor).st_size
     problem = _why_it_may_shrink(descriptor)
     if not 0 < length <= actual or problem:
@@ -222,7 +253,6 @@ def _map(descriptor: int, length: int, protection: int) -> mmap.mmap:
             f"the peer's shared memory has {actual:,} bytes ({problem or 'sealed'}), {length:,} were announced: "
             "this is not a memory segment that can be mapped safely"
         )
-    return mmap.mmap(descriptor, 0, prot=protection)
 
 
 def _why_it_may_shrink(descriptor: int) -> str:

@@ -26,11 +26,13 @@ ATTEMPTS: Final = 8
 _HOW: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-def create_file_memory(path: Path, total_bytes: int) -> SharedMemory:
+def create_file_memory(path: Path, total_bytes: int, *, marked_after: bool = False) -> SharedMemory:
     """Zeroed shared memory of `total_bytes` in a new file of mode 0600, which is removed when it is closed.
 
-    What a peer that died left there is replaced. Raises `ConfigError` when the path is in use by another peer or by
-    something else, or the file system has no room for all of it or takes no files.
+    A file that a peer made is known by the segment's magic: at its beginning, where a segment has it, or
+    (`marked_after`) in one block more, for memory that begins with something else. What a peer that died left there
+    is replaced. Raises `ConfigError` when the path is in use by another peer or by something else, or the file system
+    has no room for all of it or takes no files.
     """
     with ExitStack() as stack:
         lock = _claim(path)
@@ -40,7 +42,8 @@ def create_file_memory(path: Path, total_bytes: int) -> SharedMemory:
             OSError
         ):  # hugetlbfs has no write(): then the segment's header is the first to say so
             os.pwrite(lock, SEGMENT_MAGIC, 0)
-        size = round_up(total_bytes, max(mmap.PAGESIZE, os.fstat(lock).st_blksize))
+        block_bytes = max(mmap.PAGESIZE, os.fstat(lock).st_blksize)
+        size = round_up(total_bytes, block_bytes) + (block_bytes if marked_after else 0)
         _allocate(path, lock, size)
         try:  # not by its path, which may mean another file by now
             descriptor = os.open(f"/proc/self/fd/{lock}", os.O_RDWR | os.O_CLOEXEC)
@@ -51,6 +54,9 @@ def create_file_memory(path: Path, total_bytes: int) -> SharedMemory:
         except OSError as error:
             os.close(descriptor)
             raise _unusable(path, error) from error
+        if marked_after:
+            mark = size - block_bytes
+            mapping[mark : mark + len(SEGMENT_MAGIC)] = SEGMENT_MAGIC
         return SharedMemory(descriptor, mapping, total_bytes, stack.pop_all().close)
 
 
@@ -87,7 +93,7 @@ def _remove_left_over(path: Path) -> None:
             )
         if not _locked(descriptor):
             raise _in_use(path)
-        if status.st_size and os.pread(descriptor, len(SEGMENT_MAGIC), 0) != SEGMENT_MAGIC:
+        if status.st_size and not _is_marked(descriptor, status):
             raise ConfigError(
                 f"memory_path: {path} holds something that no peer put there, and would be lost: name a file that "
                 "does not exist, or remove it"
@@ -95,6 +101,13 @@ def _remove_left_over(path: Path) -> None:
         _remove(path, descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_marked(descriptor: int, status: os.stat_result) -> bool:
+    """Whether a peer made the file: see `create_file_memory`."""
+    block_bytes = max(mmap.PAGESIZE, status.st_blksize)
+    places = (0, max(0, status.st_size - block_bytes))
+    return any(os.pread(descriptor, len(SEGMENT_MAGIC), at) == SEGMENT_MAGIC for at in places)
 
 
 def _remove(path: Path, descriptor: int) -> None:

@@ -74,3 +74,28 @@ def test_what_cannot_be_is_told_by_the_options_name(
     tmp_path: Path, options: tuple[str, ...], complaint: str
 ) -> None:
     assert complaint in " ".join(refused(tmp_path, *options).split())
+
+
+def test_memory_of_several_kinds_is_used_as_one(tmp_path: Path) -> None:
+    file = tmp_path / "more"
+    more = ("--more-memory", "8MiB@node:0", "--more-memory", f"8MiB@{file}")
+    options = ("--memory", "8MiB", "--max-leased", "100%", *more)
+    values = {f"k{number}": bytes([number]) * 3_000_000 for number in range(7)}  # over 16 MiB
+    with peer_process(tmp_path, "owner", *options) as peer:
+        with blocking.connect(peer.socket) as client:
+            for key, value in values.items():
+                assert client.put(key, value, pin="hard").status == "created"
+            views = {key: client.take_lease(key) for key in values}
+        with blocking.connect(peer.socket) as reader:
+            for key, value in values.items():
+                assert reader.get(key) == value
+                assert views[key] == value
+            assert reader.statistics()["peer"]["memory_capacity_bytes"] == 24 * 1024 * 1024
+        assert f"--more-memory: {file} is the memory of another peer" in refused(tmp_path, *more)
+        assert "--more-memory: this machine has no NUMA node 77" in refused(
+            tmp_path, "--more-memory", "1MiB@node:77"
+        )
+        del views
+        peer.process.send_signal(signal.SIGTERM)
+        assert peer.process.wait(END_SECONDS) == 0
+    assert not file.exists()

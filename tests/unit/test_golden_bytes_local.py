@@ -27,8 +27,8 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         REPLY,
         local.HelloReply(1, b"\x01", "n", 5, [local.SegmentInfo(DIGEST, 4096)], 6, "v", 4096),
         (
-            "010001000403020125000000000000009801c40101a16e059192c410000102030405060708090a0b"
-            "0c0d0e0fcd100006a176cd1000"
+            "010001000403020126000000000000009801c40101a16e059193c410000102030405060708090a0b"
+            "0c0d0e0fcd10009006a176cd1000"
         ),
     ),
     "reserve": (

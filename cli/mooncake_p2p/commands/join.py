@@ -112,6 +112,10 @@ def join(
         str | None,
         _option("FILE", "File to have that memory in, removed at the end [default: none]."),
     ] = None,
+    more_memory: Annotated[
+        list[str] | None,
+        _option("SIZE@WHERE", "More of it, from node:N or in a FILE; may be repeated."),
+    ] = None,
     huge_pages: Annotated[
         HugePages | None,
         typer.Option(
