@@ -40,6 +40,7 @@ from p2pstore.transfer.transport import (
     failed_report,
     hurried,
     pull_with_failover,
+    resumable,
     watch_of,
 )
 from p2pstore.wire import Code
@@ -80,6 +81,7 @@ class Fetcher:
         """Bring the object to the destination. Raises, when it is still so after `wait_seconds`,
         `NoSuchKey` or `Unavailable`; at once what the destination raises, `DeadlineExceeded`,
         `StoreClosed`."""
+        destination = resumable(destination)
         before = await self._pull_from_only_holder(key, digest, destination)
         if isinstance(before, Pulled):
             return before
@@ -249,6 +251,7 @@ class Fetcher:
         those that did not answer in time, which reads of one batch share; `before` is how an attempt without a
         plan failed."""
         silent = silent or SilentHolders()
+        destination = resumable(destination)
         failed: list[int] = []
         error: P2PStoreError | ValueError | None = None
         if before is not None and before.error is not None:

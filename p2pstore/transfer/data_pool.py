@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from p2pstore.errors import (
     AuthenticationFailed,
@@ -43,7 +43,7 @@ from p2pstore.transfer.transport import (
     PullFailed,
     RemoteCopy,
     RemotePeer,
-    watch_of,
+    resumable,
 )
 from p2pstore.wire import Message
 
@@ -184,12 +184,12 @@ class DataPool:
     ) -> Pulled:
         """Read one object, of about `expected_bytes` where that is known. Raises `PullFailed`, or what
         `destination.prepare` raises."""
-        guarded = _Guarded(destination)
+        known = resumable(destination)
 
         def pull(connection: DataConnection) -> Awaitable[Pulled]:
-            if guarded.watch is not None:
-                guarded.watch.connected()
-            return connection.pull(digest, guarded, slot_hint, peer.answer_seconds, expected_bytes)
+            if known.watch is not None:
+                known.watch.connected()
+            return connection.pull(digest, known, slot_hint, peer.answer_seconds, expected_bytes)
 
         try:
             briefly = 0 < expected_bytes <= BRIEF_BYTES
@@ -197,7 +197,7 @@ class DataPool:
         except PullFailed:
             raise
         except Exception as error:
-            if error is guarded.error or not _is_connection_error(error):
+            if error is known.error or not _is_connection_error(error):
                 raise
             raise failure_of(error) from error
 
@@ -464,22 +464,6 @@ async def open_connection(
 
         stream, granted = await dial_tls(stream, peer_id, granted)
     return await DataConnection.open(stream, granted, software)
-
-
-class _Guarded:
-    """Remembers what a destination raised, to tell its errors from the connection's."""
-
-    def __init__(self, destination: Destination) -> None:
-        self._destination = destination
-        self.watch = watch_of(destination)
-        self.error: BaseException | None = None
-
-    def prepare(self, slot: Any, trailer: Any) -> memoryview:
-        try:
-            return self._destination.prepare(slot, trailer)
-        except BaseException as error:
-            self.error = error
-            raise
 
 
 def _close_oldest(places: Sequence[_Place], keep: int) -> None:

@@ -13,8 +13,9 @@ from typing import Final
 DELIVERED: Final = "delivered"
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done so far and the bytes in all, at most once per MiB. After a failure it
-starts over. Called in the thread that moves the bytes; what it raises ends the read."""
+"""Called with the bytes done so far and the bytes in all, at most once per MiB. After a failure it goes on, or
+starts over when the next holder has another version. Called in the thread that moves the bytes; what it raises ends
+the read."""
 
 
 @dataclass(slots=True)

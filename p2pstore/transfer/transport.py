@@ -1,4 +1,5 @@
-"""What all transports have in common: a remote copy, where its bytes go, and the loop over holders."""
+"""What all transports have in common: a remote copy, and the loop over holders. Where bytes go is in
+`p2pstore.transfer.arriving`."""
 
 from __future__ import annotations
 
@@ -7,8 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Protocol
 
-from p2pstore.errors import BufferTooSmall, NoSuchKey, P2PStoreError
-from p2pstore.objects import ZERO_VERSION, Version, chunk_count, chunk_sum, format_bytes
+from p2pstore.errors import P2PStoreError
+from p2pstore.objects import ZERO_VERSION, Version
+from p2pstore.transfer.arriving import (
+    Arriving,
+    BufferDestination,
+    Destination,
+    ResumableDestination,
+    checked_view,
+    resumable,
+    resume,
+    unpack_sums,
+    verify_chunk,
+    watch_of,
+)
 from p2pstore.transfer.failover import HolderReport, PullAttempts, PullFailed
 from p2pstore.transfer.layout import (
     Slot,
@@ -19,10 +32,10 @@ from p2pstore.transfer.layout import (
     trailer_matches,
 )
 from p2pstore.transfer.tickets import GrantedTicket
-from p2pstore.transfer.trace import ReadWatch
 from p2pstore.wire import Code
 
 __all__ = [
+    "Arriving",
     "BufferDestination",
     "Destination",
     "PullFailed",
@@ -30,12 +43,15 @@ __all__ = [
     "Pulled",
     "RemoteCopy",
     "RemotePeer",
+    "ResumableDestination",
     "Transport",
     "check_object",
     "checked_view",
     "failed_report",
     "hurried",
     "pull_with_failover",
+    "resumable",
+    "resume",
     "unpack_sums",
     "verify_chunk",
     "watch_of",
@@ -45,52 +61,6 @@ __all__ = [
 HURRIED_ANSWER_SECONDS: Final = 1.5
 """For a holder to begin with its answer while others could be asked: one lost packet of a connection's first
 two is made up for within 1 s."""
-
-
-class Destination(Protocol):
-    """Where pulled bytes go."""
-
-    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
-        """Exactly `slot.length` writable bytes. Asked once slot and trailer are verified, before any
-        payload byte moves; asked again when another holder is tried after a failure, perhaps for another
-        version. What the view holds is undefined until the pull returned, and after it failed.
-
-        Raises `NoSuchKey` for a version that is not wanted: the next holder is tried. `BufferTooSmall`,
-        `CapacityExceeded` and all other errors end the read.
-        """
-        ...
-
-
-class BufferDestination:
-    """A caller's writable buffer: the value goes to its beginning.
-
-    `watch` is told how the read goes. Raises `ValueError` for a buffer that is read-only or not
-    contiguous.
-    """
-
-    def __init__(self, buffer: bytearray | memoryview, watch: ReadWatch | None = None) -> None:
-        self.watch = watch
-        view = memoryview(buffer)
-        if view.readonly or not view.c_contiguous:
-            raise ValueError("the buffer must be writable and contiguous")
-        if view.ndim != 1 or view.format != "B":
-            view = view.cast("B") if view.nbytes else memoryview(bytearray())
-        self._view = view
-
-    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
-        if slot.length > len(self._view):
-            raise BufferTooSmall(
-                f"the object has {slot.length:,} bytes ({format_bytes(slot.length)}); "
-                f"the buffer has room for {len(self._view):,}: give one of that length, or use get()",
-                slot.length,
-            )
-        return self._view[: slot.length]
-
-
-def watch_of(destination: Destination) -> ReadWatch | None:
-    """The watch that a destination carries, if it does."""
-    watch: ReadWatch | None = getattr(destination, "watch", None)
-    return watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,34 +146,6 @@ def check_object(
     return slot, trailer
 
 
-def checked_view(destination: Destination, slot: Slot, trailer: TrailerBody) -> memoryview:
-    """The destination's view. Raises what `prepare` raises, but `PullFailed` for a version that is not
-    wanted, and `ValueError` when the destination does not keep to its contract."""
-    try:
-        view = destination.prepare(slot, trailer)
-    except NoSuchKey as error:
-        raise PullFailed(Code.NO_SUCH_KEY, str(error)) from error
-    if view.nbytes != slot.length or view.readonly:
-        raise ValueError(f"the destination gave {view.nbytes:,} bytes for {slot.length:,}")
-    return view
-
-
-def unpack_sums(sums: bytes, length: int) -> tuple[int, ...]:
-    """The chunk sums of a value of `length` bytes as numbers."""
-    return tuple(memoryview(sums).cast("Q")[: chunk_count(length)])
-
-
-def verify_chunk(chunk: memoryview, expected: int, number: int, watch: ReadWatch | None) -> None:
-    """Raise `PullFailed` (STALE) unless the chunk is what it must be."""
-    began = 0.0 if watch is None else watch.clock()
-    if chunk_sum(chunk) != expected:
-        raise PullFailed(
-            Code.STALE, f"chunk {number} of the object arrived damaged; nothing was delivered"
-        )
-    if watch is not None:
-        watch.verified(watch.clock() - began)
-
-
 class PullReport(NamedTuple):
     """How a read over several holders ended: `pulled` from `copy`, or `error`. `failures` on the way are
     worth telling the peer that named the holders."""
@@ -244,13 +186,15 @@ async def pull_with_failover(
     digest: bytes,
     destination: Destination,
 ) -> PullReport:
-    """Pull an object from the first of `copies` (best first) that delivers it.
+    """Pull an object from the first of `copies` (best first) that delivers it. What a holder that fails has
+    delivered by then is not read again from the next one, where that has the same version.
 
     The report's error is `NoSuchKey` when every holder said that it has no such object, else
     `Unavailable`. Raises what `destination.prepare` raises: `BufferTooSmall`, `CapacityExceeded`.
     """
     attempts = PullAttempts(copies, transports)
-    watch = watch_of(destination)
+    destination = resumable(destination)
+    watch = destination.watch
     if watch is not None:
         for copy in copies:
             refusals = ((transport.name, transport.why_not(copy)) for transport in transports)
