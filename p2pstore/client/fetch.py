@@ -31,6 +31,7 @@ from p2pstore.transfer.failover import HolderReport, SilentHolders
 from p2pstore.transfer.reader import Copied
 from p2pstore.transfer.shm import ShmTransport, copy_in_pieces, expired, read_mapped
 from p2pstore.transfer.transport import (
+    SLICED_BYTES,
     Destination,
     Pulled,
     PullFailed,
@@ -130,6 +131,10 @@ class Fetcher:
         if only is None or any(reader.contains(digest) for reader in self._link.readers):
             return None
         copy, slot_hint, expected_bytes = only
+        if (
+            expected_bytes >= SLICED_BYTES
+        ):  # a plan is a small part of that, and there may be a faster way
+            return None
         began = time.monotonic()
         try:
             pulled = await self._pool.pull(copy, digest, destination, slot_hint, expected_bytes)

@@ -7,8 +7,10 @@ for the same version, length and sums, and when the destination gives the same m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -17,13 +19,16 @@ from p2pstore.errors import BufferTooSmall, NoSuchKey
 from p2pstore.objects import CHUNK_BYTES, PART_BYTES, chunk_count, chunk_sum, format_bytes
 from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.layout import Slot, TrailerBody
-from p2pstore.transfer.slicing import Slices
+from p2pstore.transfer.slicing import Slices, Step
 from p2pstore.transfer.trace import ReadWatch
 from p2pstore.wire import Code
 
 PART_CHUNKS: Final = PART_BYTES // CHUNK_BYTES
 ONLY_READER: Final = 0
 """The number of a reader that reads alone, and of the first one of several."""
+AHEAD_CHUNKS: Final = 4
+"""A reader among several asks for its next slice when so few are left of one: earlier would take it from others,
+later let a path of 100 Gb/s and 0.3 ms run dry."""
 
 
 class Destination(Protocol):
@@ -102,6 +107,19 @@ def verify_chunk(chunk: memoryview, expected: int, number: int, watch: ReadWatch
         watch.verified(watch.clock() - began)
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """How chunks are handed out: alone, in parts of 64 MiB, or among several readers, which may be threads."""
+
+    slice_chunks: int = PART_CHUNKS
+    ahead_chunks: int = PART_CHUNKS
+    lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    clock: Callable[[], float] = lambda: 0.0
+
+
+ALONE: Final = Sharing()
+
+
 class Arriving:
     """A value on its way into `view`: which of its chunks are there, and who brings the others.
 
@@ -114,22 +132,33 @@ class Arriving:
         trailer: TrailerBody,
         view: memoryview,
         watch: ReadWatch | None = None,
-        slice_chunks: int = PART_CHUNKS,
-        lock: AbstractContextManager[Any] | None = None,
+        sharing: Sharing = ALONE,
     ) -> None:
         self.slot = slot
         self.trailer = trailer
         self.view = view
         self._sums: Sequence[int] = unpack_sums(trailer.sums, slot.length)
-        self._slices = Slices(len(self._sums), slice_chunks)
+        self._slices = Slices(len(self._sums), sharing.slice_chunks)
         self._watch = watch
         self._there_bytes = 0
-        self._lock = lock if lock is not None else nullcontext()
+        self.sharing = sharing
+        self.brought_bytes: Counter[int] = Counter()
+        """By reader, since this value was begun or gone on with."""
+
+    def share(self, sharing: Sharing) -> None:
+        """Go on like this. Nobody may have anything under way."""
+        self.sharing = sharing
+        self._slices.share(sharing.slice_chunks)
 
     @property
     def complete(self) -> bool:
         """Whether every chunk is there."""
         return self._slices.complete
+
+    @property
+    def left_chunks(self) -> int:
+        """How many are not there yet."""
+        return self._slices.chunks - self._slices.there
 
     def is_of(self, slot: Slot, trailer: TrailerBody) -> bool:
         """Whether these describe the same bytes."""
@@ -146,19 +175,19 @@ class Arriving:
 
     def next_free(self) -> range:
         """What `take` would give."""
-        with self._lock:
+        with self.sharing.lock:
             return self._slices.next_free()
 
     def take(self, reader: int = ONLY_READER) -> range:
         """Chunks for this reader to bring; none when nothing is free."""
-        with self._lock:
-            return self._slices.take(reader)
+        with self.sharing.lock:
+            return self._slices.take(reader, self.sharing.clock())
 
     def claim(self, reader: int, first: int, count: int) -> range:
         """Those of these chunks that the value has, for this reader to bring: all of them must be free."""
         run = range(first, max(first, min(first + count, len(self._sums))))
-        with self._lock:
-            self._slices.claim(reader, run)
+        with self.sharing.lock:
+            self._slices.claim(reader, run, self.sharing.clock())
         return run
 
     def verify(
@@ -173,30 +202,48 @@ class Arriving:
         seconds = 0.0 if watch is None else watch.clock() - began
         if chunk is not None:
             np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(chunk, np.uint8))
-        with self._lock:
-            self._slices.verified(reader, number)
+        with self.sharing.lock:
+            self._slices.verified(reader, number, self.sharing.clock())
             self._there_bytes += len(place)
+            self.brought_bytes[reader] += len(place)
             if watch is not None:
                 watch.verified(seconds)
                 watch.advanced(self._there_bytes, len(self.view))
 
     def leave(self, reader: int = ONLY_READER) -> None:
         """Nothing writes for this reader any more; others may bring what it did not."""
-        with self._lock:
-            self._slices.leave(reader)
+        with self.sharing.lock:
+            self._slices.leave(reader, self.sharing.clock())
+
+    def next_step(self, reader: int) -> Step:
+        """See `Slices.next_step`. For who has the lock."""
+        return self._slices.next_step(reader, self.sharing.clock())
+
+    def is_overtaken(self, reader: int) -> bool:
+        """Whether others bring what this reader was to bring. For who has the lock."""
+        return self._slices.is_overtaken(reader)
 
 
 class ResumableDestination:
     """A destination for one read over several holders: remembers what is there already.
 
-    `error` is what the destination itself raised.
+    `error` is what the destination itself raised. `when_begun` is called when the first bytes of a value
+    are about to come, which is known by then.
     """
 
     def __init__(self, destination: Destination) -> None:
         self.watch = watch_of(destination)
         self.error: BaseException | None = None
         self.arriving: Arriving | None = None
+        self.when_begun: Callable[[Arriving], None] = lambda arriving: None
         self._destination = destination
+        self._sharing = ALONE
+
+    def share(self, sharing: Sharing) -> None:
+        """Have chunks handed out like this. Nobody may have anything under way."""
+        self._sharing = sharing
+        if self.arriving is not None:
+            self.arriving.share(sharing)
 
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
         """For who begins anew: nothing counts as being there."""
@@ -213,13 +260,17 @@ class ResumableDestination:
         before = self.arriving
         view = checked_view(self, slot, trailer)
         if before is None or not before.is_of(slot, trailer) or not _is_same(before.view, view):
-            before = Arriving(slot, trailer, view, self.watch)
+            before = Arriving(slot, trailer, view, self.watch, self._sharing)
+        else:
+            before.brought_bytes.clear()
         self.arriving = before
         return before
 
     def wanted_first(self) -> range:
         """The chunks to ask a holder for when nobody knows yet what it has."""
-        return self.arriving.next_free() if self.arriving is not None else range(PART_CHUNKS)
+        if self.arriving is not None:
+            return self.arriving.next_free()
+        return range(self._sharing.slice_chunks)
 
 
 def resumable(destination: Destination) -> ResumableDestination:

@@ -34,6 +34,7 @@ from p2pstore.objects import (
 )
 from p2pstore.streams import ByteStream
 from p2pstore.transfer.arriving import ONLY_READER, PART_CHUNKS, Arriving
+from p2pstore.transfer.failover import AnotherVersion
 from p2pstore.transfer.inbox import Inbox
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.messages import (
@@ -129,6 +130,7 @@ class DataConnection:
         self.incarnation = 0
         self.version = MIN_DATA_VERSION
         self.closed = False
+        self.abandoned = False
         self._inbox = Inbox(stream)
         self._last_request_id = 0
         self._unanswered = 0
@@ -172,6 +174,11 @@ class DataConnection:
         """Close at once."""
         self.closed = True
         self.stream.close()
+
+    def abandon(self) -> None:
+        """Close at once, under whoever uses it: that fails, and is not to be tried again over another connection."""
+        self.abandoned = True
+        self.close()
 
     @property
     def received_any(self) -> bool:
@@ -303,11 +310,9 @@ class DataConnection:
         BUSY)."""
         with self._operation():
             self._inbox.expect(expected_bytes)
-            run = (
-                destination.wanted_first()
-                if isinstance(destination, ResumableDestination)
-                else range(PART_CHUNKS)
-            )
+            run = range(PART_CHUNKS)
+            if isinstance(destination, ResumableDestination):
+                run = destination.wanted_first()
             first = GetItem(digest, run.start, len(run), slot_hint)
             expected = await self._send_get((first,), may_refuse=answer_seconds < math.inf)
             await self._wait_for_answer(answer_seconds)
@@ -420,7 +425,9 @@ class DataConnection:
         if slot.length > SMALL_BYTES:
             try:
                 run = arriving.claim(ONLY_READER, asked.first_chunk, asked.chunk_count)
-                await self._receive_runs(asked.digest, arriving, run)
+                if isinstance(destination, ResumableDestination):
+                    destination.when_begun(arriving)
+                await self._receive_runs(asked.digest, arriving, ONLY_READER, run)
             finally:
                 arriving.leave()
         elif reply.bulk_bytes:
@@ -432,21 +439,59 @@ class DataConnection:
             return await self._pull(again, destination)
         return Pulled(slot, trailer, slot.length, TRANSPORT_NAME)
 
-    async def _receive_runs(self, digest: bytes, arriving: Arriving, run: range) -> None:
-        """Receive chunks that were asked for, and what is free after them."""
-        while not arriving.complete:
-            # The next run is asked for before this one is read, so that the pipe stays full.
-            following = arriving.take()
+    async def pull_slices(
+        self,
+        digest: bytes,
+        arriving: Arriving,
+        reader: int,
+        slot_hint: int = 0,
+        answer_seconds: float = math.inf,
+    ) -> None:
+        """Bring chunks of a value that others read as well, until none are free. Raises as `pull`, and
+        `AnotherVersion` when this holder has another one."""
+        with self._operation():
+            run = arriving.take(reader)
+            if not run:
+                return
+            try:
+                expected = await self._ask_for(
+                    digest, run, slot_hint, may_refuse=answer_seconds < math.inf
+                )
+                await self._wait_for_answer(answer_seconds)
+                await self._receive_reply(arriving, expected)
+                await self._receive_runs(digest, arriving, reader, run)
+            finally:
+                arriving.leave(reader)
+
+    async def _receive_runs(
+        self, digest: bytes, arriving: Arriving, reader: int, run: range
+    ) -> None:
+        """Receive chunks whose bytes come next, and what is free after them."""
+        while True:
+            # The next run is asked for before this one ends, so that the pipe stays full.
+            ahead_at = max(run.start, run.stop - arriving.sharing.ahead_chunks)
+            await self._receive_chunks(arriving, reader, range(run.start, ahead_at))
+            following = arriving.take(reader)
             if following:
-                item = GetItem(digest, following.start, len(following))
-                expected = await self._send_get((item,))
-                self._inbox.expect(len(following) * CHUNK_BYTES)
-            await self._receive_chunks(arriving, run)
-            if following:
-                (reply,) = await self._receive_objects(expected)
-                if not arriving.is_of(*self._check_reply(reply, item)):
-                    raise PullFailed(Code.STALE, "the holder replaced the object while it was read")
+                expected = await self._ask_for(digest, following)
+            await self._receive_chunks(arriving, reader, range(ahead_at, run.stop))
+            if not following:
+                return
+            await self._receive_reply(arriving, expected)
             run = following
+
+    async def _ask_for(
+        self, digest: bytes, run: range, slot_hint: int = 0, *, may_refuse: bool = False
+    ) -> _Expected:
+        self._inbox.expect(len(run) * CHUNK_BYTES)
+        item = GetItem(digest, run.start, len(run), slot_hint)
+        return await self._send_get((item,), may_refuse=may_refuse)
+
+    async def _receive_reply(self, arriving: Arriving, expected: _Expected) -> None:
+        """The head of an answer whose chunks belong to a value that is known already."""
+        (reply,) = await self._receive_objects(expected)
+        if not arriving.is_of(*self._check_reply(reply, expected.items[0])):
+            raise AnotherVersion()
 
     def _deliver_small(
         self, reply: ObjectReply, asked: GetItem, destination: Destination, payload: memoryview
@@ -474,7 +519,8 @@ class DataConnection:
                 arriving = Arriving(
                     slot, trailer, checked_view(destination, slot, trailer), watch_of(destination)
                 )
-                await self._receive_chunks(arriving, arriving.claim(0, 0, chunk_count(slot.length)))
+                run = arriving.claim(ONLY_READER, 0, chunk_count(slot.length))
+                await self._receive_chunks(arriving, ONLY_READER, run)
             else:
                 checked_view(destination, slot, trailer)
         except (P2PStoreError, ValueError) as error:
@@ -501,12 +547,12 @@ class DataConnection:
             raise PullFailed(Code.MALFORMED, "the holder sent another range than it was asked for")
         return slot, trailer
 
-    async def _receive_chunks(self, arriving: Arriving, run: range) -> None:
+    async def _receive_chunks(self, arriving: Arriving, reader: int, run: range) -> None:
         for number in run:
             chunk = arriving.chunk(number)
             await self._inbox.read_into(chunk)
             self._bulk_left -= len(chunk)
-            arriving.verify(number)
+            arriving.verify(number, reader)
 
     async def _discard_small(self, bulk_bytes: int) -> None:
         """Skip a payload that nobody wants, if that is cheaper than a new connection."""
