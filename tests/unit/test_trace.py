@@ -89,7 +89,7 @@ def test_several_holders_at_once() -> None:
         "tried     beta over tcp: delivered ",
         "tried     gamma over tcp: not needed ",
     ]
-    assert [line.rpartition(", ")[2] for line in shown[:2]] == ["1 MiB", "3 MiB"]
+    assert [line.rpartition(", ")[2] for line in shown[:2]] == ["1.0 MiB", "3.0 MiB"]
 
 
 def test_what_the_first_failed_to_bring_others_did() -> None:

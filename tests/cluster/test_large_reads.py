@@ -1,0 +1,51 @@
+"""Whole peers and their clients read large objects from several holders at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import trio
+
+from p2pstore import blocking
+from p2pstore.objects import MIB, key_digest
+from p2pstore.transfer.trace import FetchTrace
+from tests.cluster.test_open_peer import cluster, until
+
+VALUE = np.random.default_rng(5).integers(0, 256, 66 * MIB + 5, np.uint8).tobytes()
+
+
+async def test_clients_and_peers_read_a_large_object_from_all_its_holders(tmp_path: Path) -> None:
+    async with cluster(tmp_path, memory="160MiB", transport="tcp") as (first, second, third):
+        result = await first.put("k", VALUE, replicas=2)
+        assert result.copies == 2
+        (has,) = [
+            each
+            for each in (second, third)
+            if each.node.core.segment.find(key_digest("k"), 0.0) is not None
+        ]
+        (lacks,) = {second, third} - {has}
+        directory = lacks.node.core.gossip.directory
+        await until(lambda: len(directory.holders(key_digest("k"))) == 2)
+        names = sorted([first.node.config.name, has.node.config.name])
+
+        def read() -> tuple[bytearray, FetchTrace]:
+            trace, buffer = FetchTrace(), bytearray(len(VALUE))
+            with blocking.connect(str(lacks.socket_path)) as client:
+                client.get_into("k", buffer, wait=5, trace=trace)
+                assert client.get("k") == VALUE
+            return buffer, trace
+
+        buffer, trace = await trio.to_thread.run_sync(read)
+        assert buffer == VALUE
+        assert sorted(trace.source.split(", ")) == names
+        assert [each.outcome for each in trace.tries if each.tried] == ["delivered"] * 2
+        assert sum(each.length_bytes for each in trace.tries) == len(VALUE)
+
+        async with lacks.lease("k", here=True) as view:  # the peer itself brings it here
+            assert view == VALUE
+        assert lacks.node.core.find(key_digest("k"), lacks.node.now) is not None
+        for holder in (first, has):  # the client's reads count as well
+            use = lacks.node.watch.traffic.used(holder.node.core.member)["tcp"]
+            assert use.bytes > 0
+            assert use.failures == 0
