@@ -12,8 +12,8 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 from p2pstore.errors import DeadlineExceeded
@@ -201,6 +201,11 @@ class _AsyncioHelper:
     def __init__(self, work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
         self.task = asyncio.get_running_loop().create_task(work(self))
 
+    @property
+    def ended_well(self) -> bool:
+        """Whether nobody needs to look at it any more."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is None)
+
     def cancel(self) -> None:
         self.task.cancel()
 
@@ -270,14 +275,16 @@ class AsyncioDriver:
             raise cancelled
         return running.result()
 
-    async def run_with_helpers(self, main: Callable[[StartHelper], Coroutine[Any, Any, T]]) -> T:
+    @asynccontextmanager
+    async def helpers(self) -> AsyncIterator[StartHelper]:
         helpers: list[_AsyncioHelper] = []
 
         def start(work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+            helpers[:] = [each for each in helpers if not each.ended_well]
             helpers.append(_AsyncioHelper(work))
 
         try:
-            return await main(start)
+            yield start
         finally:
             await _end([helper.task for helper in helpers])
 

@@ -17,8 +17,8 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
@@ -120,10 +120,10 @@ class Driver(Protocol):
         begins, but not then: the call returns only when `function` has."""
         ...
 
-    async def run_with_helpers(self, main: Callable[[StartHelper], Coroutine[Any, Any, T]]) -> T:
-        """Run `main(start)`, which may start helpers: tasks, or threads where this one can only do one thing at a
-        time. Returns what `main` returned, once all of them have ended; when it ends, in whatever way, it has seen to
-        it that they do. Event loops cancel those that are left."""
+    def helpers(self) -> AbstractAsyncContextManager[StartHelper]:
+        """For what runs side by side with a block: tasks, or threads where this one can only do one thing at a time.
+        All have ended when the block is left; when it ends, in whatever way, it sees to it that they do. Event loops
+        cancel those that are left."""
         ...
 
     async def sleep(self, seconds: float) -> None: ...
@@ -377,7 +377,8 @@ class _HelperThread:
         self._state = threading.Lock()
         self._cancelled = False
         self._connecting: socket.socket | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """What it raised."""
 
     def start(self) -> None:
         self._thread.start()
@@ -387,20 +388,15 @@ class _HelperThread:
         try:
             run_blocking(self._work(self))
         except BaseException as error:
-            self._error = error
+            self.error = error
 
     def join(self) -> None:
-        """Wait for its end, through any Ctrl-C, which is raised then. Raises what it raised."""
-        interrupt: KeyboardInterrupt | None = None
-        while self._thread.is_alive():
-            try:
-                self._thread.join()
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
-        if self._error is not None:
-            raise self._error
+        """Wait for its end."""
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def cancel(self) -> None:
         with self._state:
@@ -433,6 +429,21 @@ class _HelperThread:
             else:
                 return sock
         raise problem
+
+
+def _join_all(threads: list[_HelperThread]) -> None:
+    """Wait for the end of all, through any Ctrl-C, which is raised then. Raises what one of them raised."""
+    interrupt: KeyboardInterrupt | None = None
+    while alive := [each for each in threads if each.is_alive]:  # some may start others meanwhile
+        try:
+            alive[0].join()
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    for thread in threads:
+        if thread.error is not None:
+            raise thread.error
 
 
 class _Helping(threading.local):
@@ -485,19 +496,22 @@ class BlockingDriver:
     async def run_in_thread(self, function: Callable[[], T]) -> T:
         return function()
 
-    async def run_with_helpers(self, main: Callable[[StartHelper], Coroutine[Any, Any, T]]) -> T:
+    @asynccontextmanager
+    async def helpers(self) -> AsyncIterator[StartHelper]:
         threads: list[_HelperThread] = []
+        starting = threading.Lock()
 
         def start(work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
-            thread = _HelperThread(work)
-            thread.start()
-            threads.append(thread)
+            with starting:  # helpers may start others
+                threads[:] = [each for each in threads if each.is_alive or each.error is not None]
+                thread = _HelperThread(work)
+                thread.start()
+                threads.append(thread)
 
         try:
-            return await main(start)
+            yield start
         finally:
-            for thread in threads:
-                thread.join()
+            _join_all(threads)
 
     async def sleep(self, seconds: float) -> None:
         threading.Event().wait(seconds)

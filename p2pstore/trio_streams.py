@@ -7,8 +7,8 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 import trio
@@ -226,7 +226,8 @@ class TrioDriver:
             result: T = await trio.to_thread.run_sync(function)
         return result
 
-    async def run_with_helpers(self, main: Callable[[StartHelper], Coroutine[Any, Any, T]]) -> T:
+    @asynccontextmanager
+    async def helpers(self) -> AsyncIterator[StartHelper]:
         failure: Exception | None = None
         try:
             async with trio.open_nursery() as nursery:
@@ -235,7 +236,7 @@ class TrioDriver:
                     nursery.start_soon(_TrioHelper(work).run)
 
                 try:
-                    result = await main(start)
+                    yield start
                 except Exception as error:  # as itself, not in a group
                     failure = error
                 finally:
@@ -247,7 +248,6 @@ class TrioDriver:
             raise cause from None
         if failure is not None:
             raise failure
-        return result
 
     async def sleep(self, seconds: float) -> None:
         await trio.sleep(seconds)

@@ -127,7 +127,8 @@ class TeamRead:
         fared."""
         self._destination.share(Sharing(SLICE_CHUNKS, AHEAD_CHUNKS, self.lock, time.monotonic))
         try:
-            return await self._driver.run_with_helpers(partial(self._lead, copy))
+            async with self._driver.helpers() as start:
+                return await self._lead(copy, start)
         finally:
             self._destination.share(ALONE)
 
