@@ -226,9 +226,8 @@ class TransferBatch:
         try:
             while (transfer := self._take(task)) is not None:
                 await self._run(transfer)
-                if (
-                    transfer.to_be_cancelled
-                ):  # the next one must not be, even if this one came in time
+                # The next one must not be cancelled, even if this one ended before it noticed.
+                if transfer.to_be_cancelled:
                     return
         finally:
             with self._lock:

@@ -11,6 +11,7 @@ import trio
 from p2pstore.core.operation import Operation
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import P2PStoreError
+from p2pstore.objects import CHUNK_BYTES
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import peer_document
 from p2pstore.streams import BytesLike
@@ -42,10 +43,10 @@ class PeerDataBackend:
         """Hold what is about to be sent."""
         now = self._node.now
         unix = self._core.unix(now)
-        return [self._open(item.digest, now, unix) for item in items]
+        return [self._open(item, now, unix) for item in items]
 
-    def _open(self, digest: bytes, now: float, unix: float) -> OpenedObject | ObjectReply:
-        entry = self._core.find(digest, now)
+    def _open(self, item: GetItem, now: float, unix: float) -> OpenedObject | ObjectReply:
+        entry = self._core.find(item.digest, now)
         if entry is None:
             self._core.counters["reads_not_found"] += 1
             return ObjectReply(
@@ -54,8 +55,10 @@ class PeerDataBackend:
                 sequence=self._core.gossip.log.sequence,
             )
         self._segment.acquire(entry)
-        self._segment.touch(digest, 1, unix)
-        self._core.counters["reads_served"] += 1
+        # Who reads it in several requests, or from several holders, reads it once.
+        begins = not 0 < item.first_chunk * CHUNK_BYTES < entry.length
+        self._segment.touch(item.digest, int(begins), unix)
+        self._core.counters["reads_served"] += begins
         return OpenedObject(
             self._segment.slot_bytes(entry),
             self._segment.trailer_bytes(entry),
