@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from p2pstore.errors import ProtocolError as ProtocolError
     from p2pstore.errors import ProtocolMismatch as ProtocolMismatch
     from p2pstore.errors import StoreClosed as StoreClosed
+    from p2pstore.errors import TransferCancelled as TransferCancelled
     from p2pstore.errors import Unavailable as Unavailable
     from p2pstore.peer.api import Peer as Peer
     from p2pstore.peer.api import open_peer as open_peer
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from p2pstore.results import ObjectStore as ObjectStore
     from p2pstore.results import PeerInfo as PeerInfo
     from p2pstore.results import PutResult as PutResult
+    from p2pstore.results import TransferRequest as TransferRequest
+    from p2pstore.results import TransferStatus as TransferStatus
     from p2pstore.transfer.trace import FetchTrace as FetchTrace
 
 __version__ = "0.1.0"
@@ -59,12 +62,12 @@ _NAMES_IN = {
         *("AmbiguousLocalPeer", "AuthenticationFailed", "BufferTooSmall", "CapacityExceeded"),
         *("ClientForked", "ConfigError", "DeadlineExceeded", "DuplicateIdentity"),
         *("LeaseLimitExceeded", "NoLocalPeer", "NoSuchKey", "ObjectTooLarge", "P2PStoreError"),
-        *("ProtocolError", "ProtocolMismatch", "StoreClosed", "Unavailable"),
+        *("ProtocolError", "ProtocolMismatch", "StoreClosed", "TransferCancelled", "Unavailable"),
     ),
     "p2pstore.peer.api": ("Peer", "open_peer"),
     "p2pstore.results": (
         *("ItemResult", "KeyPage", "ListedKey", "Location", "ObjectStore", "PeerInfo"),
-        "PutResult",
+        *("PutResult", "TransferRequest", "TransferStatus"),
     ),
     "p2pstore.transfer.trace": ("FetchTrace",),
 }

@@ -12,8 +12,8 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 from p2pstore.errors import DeadlineExceeded
@@ -23,6 +23,8 @@ from p2pstore.streams import (
     SEND_PIECE_BYTES,
     BytesLike,
     Event,
+    HelperTask,
+    StartHelper,
     advance,
     check_descriptors,
     flatten_parts,
@@ -193,6 +195,43 @@ class _AsyncioEvent:
             expiry.cancel()
 
 
+class _AsyncioHelper:
+    """A helper of the asyncio driver."""
+
+    def __init__(self, work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+        self.task = asyncio.get_running_loop().create_task(work(self))
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether nobody needs to look at it any more."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is None)
+
+    def cancel(self) -> None:
+        self.task.cancel()
+
+    def connected(self) -> None:
+        """A task that is cancelled takes care of its connection itself."""
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel tasks and return when they have ended, through any cancellation, which is raised then. Raises what one
+    of them raised."""
+    for task in tasks:
+        task.cancel()
+    cancelled: asyncio.CancelledError | None = None
+    while any(not task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    failures = [task.exception() for task in tasks if not task.cancelled()]
+    if cancelled is not None:
+        raise cancelled
+    for failure in failures:
+        if failure is not None:
+            raise failure
+
+
 class AsyncioDriver:
     """The `Driver` of the asyncio client."""
 
@@ -235,6 +274,19 @@ class AsyncioDriver:
             running.exception()  # nobody else asks for it
             raise cancelled
         return running.result()
+
+    @asynccontextmanager
+    async def helpers(self) -> AsyncIterator[StartHelper]:
+        helpers: list[_AsyncioHelper] = []
+
+        def start(work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+            helpers[:] = [each for each in helpers if not each.ended_well]
+            helpers.append(_AsyncioHelper(work))
+
+        try:
+            yield start
+        finally:
+            await _end([helper.task for helper in helpers])
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -44,6 +44,10 @@ class LeaseLimitExceeded(P2PStoreError):
     """The client holds so many leased bytes that it must let go of views before it takes more."""
 
 
+class TransferCancelled(P2PStoreError):
+    """A transfer of a batch was cancelled before its end."""
+
+
 class StoreClosed(P2PStoreError):
     """The peer or client was closed, or the connection to the local peer ended."""
 

@@ -27,6 +27,9 @@ CHUNK_BYTES: Final = MIB
 PART_BYTES: Final = 64 * MIB
 """Unit of network requests and of SSD records: a longer object moves as several parts."""
 
+SIZE_UNIT_BYTES: Final = 4 * KIB
+"""What location records count lengths in."""
+
 MAX_OBJECT_BYTES: Final = 4 * GIB
 MAX_KEY_BYTES: Final = 1024
 MAX_NAMESPACE_BYTES: Final = 255

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, runtime_checkable
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     from p2pstore.client.registered import RegisteredBuffer
+    from p2pstore.client.transfers import TransferBatch
     from p2pstore.transfer.trace import FetchTrace, Progress
 
     T_co = TypeVar("T_co", covariant=True, default=Any)
@@ -77,6 +78,35 @@ class ItemResult(NamedTuple, Generic[T_co]):
             raise self.error
         value: T_co = self.value  # type: ignore[assignment] # there is one where there is no error
         return value
+
+
+TransferOperation = Literal["get", "put"]
+TransferState = Literal["waiting", "running", "done", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferRequest:
+    """One transfer of a batch: the value of `key` into `buffer`, or with `operation="put"` what is in `buffer` under
+    `key`. `wait` (seconds) is for gets, `replicas` and `overwrite` for puts, as in `get_into` and `put`. The buffer
+    is the batch's until the transfer has ended."""
+
+    key: str
+    buffer: Buffer = field(repr=False)
+    operation: TransferOperation = "get"
+    wait: float = field(default=0.0, kw_only=True)
+    replicas: int = field(default=1, kw_only=True)
+    overwrite: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStatus:
+    """How a transfer fares. `moved_bytes` grows while it runs, from 4 MiB of buffer on; else it is told at the end.
+    `error` says why it failed, or that it was cancelled (`TransferCancelled`)."""
+
+    key: str
+    state: TransferState
+    moved_bytes: int
+    error: P2PStoreError | ValueError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +254,14 @@ class ObjectStore(Protocol):
         has it, which stays in place until the last view is collected. With `here`, the local peer is to hold
         it. Raises as `get`, `LeaseLimitExceeded`, and `CapacityExceeded` or `ObjectTooLarge` when the value
         has to be brought to the local peer's memory and does not fit."""
+        ...
+
+    def transfers(
+        self, requests: Iterable[TransferRequest] = (), *, limit: int = 8
+    ) -> AbstractAsyncContextManager[TransferBatch]:
+        """A batch of gets and puts that run side by side, `limit` at once (1 to 256), for the length of the block:
+        `submit` more, `status` to poll, `wait` and `results` to await, `cancel`. The block ends when all of them have
+        ended; when it raises, or is cancelled, they are cancelled."""
         ...
 
     def register(self, buffer: Buffer) -> RegisteredBuffer:

@@ -18,8 +18,8 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
@@ -96,6 +96,23 @@ class Event(Protocol):
         ...
 
 
+class HelperTask(Protocol):
+    """A coroutine that runs side by side with the one that started it."""
+
+    def cancel(self) -> None:
+        """End it where it waits. A thread only while it connects: whoever wants to end it elsewhere closes the
+        connection that it uses."""
+        ...
+
+    def connected(self) -> None:
+        """It has the connection that it wanted: `cancel` leaves that alone."""
+        ...
+
+
+StartHelper = Callable[[Callable[[HelperTask], Coroutine[Any, Any, None]]], None]
+"""Starts `work(task)`. Raises `RuntimeError` where no more threads can be had. The work catches its own errors."""
+
+
 class Driver(Protocol):
     """How protocol code reaches the world."""
 
@@ -106,6 +123,12 @@ class Driver(Protocol):
     async def run_in_thread(self, function: Callable[[], T]) -> T:
         """Run a long copy or hash (over 5 ms) where it does not stop others. It may be cancelled before it
         begins, but not then: the call returns only when `function` has."""
+        ...
+
+    def helpers(self) -> AbstractAsyncContextManager[StartHelper]:
+        """For what runs side by side with a block: tasks, or threads where this one can only do one thing at a time.
+        All have ended when the block is left; when it ends, in whatever way, it sees to it that they do. Event loops
+        cancel those that are left."""
         ...
 
     async def sleep(self, seconds: float) -> None: ...
@@ -285,8 +308,7 @@ class BlockingStream:
         return self._sock.fileno()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in a receive
+        _shut_down(self._sock)  # wakes a thread that waits in a receive
         self._sock.close()
 
 
@@ -369,12 +391,110 @@ class _BlockingEvent:
         return self._lock.acquire(timeout=max(0.0, timeout_seconds))
 
 
+class _HelperThread:
+    """A helper of the blocking driver: a thread that runs a coroutine of its own."""
+
+    def __init__(self, work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="p2pstore-read")
+        self._state = threading.Lock()
+        self._cancelled = False
+        self._connecting: socket.socket | None = None
+        self.error: BaseException | None = None
+        """What it raised."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        _helping.thread = self
+        try:
+            run_blocking(self._work(self))
+        except BaseException as error:
+            self.error = error
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def cancel(self) -> None:
+        with self._state:
+            self._cancelled = True
+            if self._connecting is not None:
+                _shut_down(self._connecting)
+
+    def connected(self) -> None:
+        with self._state:
+            self._connecting = None
+
+    def connect(self, host: str, port: int, timeout_seconds: float) -> socket.socket:
+        """`socket.create_connection`, which `cancel` ends."""
+        problem: OSError = OSError(f"{host} has no address")
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in found:
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.settimeout(timeout_seconds)
+                with self._state:
+                    self._connecting = sock
+                    if self._cancelled:
+                        raise ConnectionAbortedError("nobody waits for this connection any more")
+                sock.connect(address)
+            except BaseException as error:
+                sock.close()
+                if not isinstance(error, OSError):
+                    raise
+                problem = error
+            else:
+                return sock
+        raise problem
+
+
+def _join_all(threads: list[_HelperThread]) -> None:
+    """Wait for the end of all, through any Ctrl-C, which is raised then. Raises what one of them raised."""
+    interrupt: KeyboardInterrupt | None = None
+    while alive := [each for each in threads if each.is_alive]:  # some may start others meanwhile
+        try:
+            alive[0].join()
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    for thread in threads:
+        if thread.error is not None:
+            raise thread.error
+
+
+class _Helping(threading.local):
+    """The helper that this thread is."""
+
+    thread: _HelperThread | None = None
+
+
+_helping = _Helping()
+
+
+def _shut_down(sock: socket.socket) -> None:
+    """End a connection, also one that is only being made: whoever waits for it is woken."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 class BlockingDriver:
     """The `Driver` of the blocking client."""
 
     async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> BlockingStream:
+        helper = _helping.thread
         try:
-            sock = socket.create_connection((host, port), timeout_seconds)
+            sock = (
+                socket.create_connection((host, port), timeout_seconds)
+                if helper is None
+                else helper.connect(host, port, timeout_seconds)
+            )
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{host}:{port} did not answer within {timeout_seconds:g} s"
@@ -398,6 +518,23 @@ class BlockingDriver:
 
     async def run_in_thread(self, function: Callable[[], T]) -> T:
         return function()
+
+    @asynccontextmanager
+    async def helpers(self) -> AsyncIterator[StartHelper]:
+        threads: list[_HelperThread] = []
+        starting = threading.Lock()
+
+        def start(work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+            with starting:  # helpers may start others
+                threads[:] = [each for each in threads if each.is_alive or each.error is not None]
+                thread = _HelperThread(work)
+                thread.start()
+                threads.append(thread)
+
+        try:
+            yield start
+        finally:
+            _join_all(threads)
 
     async def sleep(self, seconds: float) -> None:
         threading.Event().wait(seconds)

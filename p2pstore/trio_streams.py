@@ -7,13 +7,14 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 import trio
 
 from p2pstore.errors import DeadlineExceeded
+from p2pstore.nursery import sole_cause
 from p2pstore.streams import (
     ANCILLARY_BYTES,
     DEFAULT_PROGRESS_SECONDS,
@@ -21,6 +22,8 @@ from p2pstore.streams import (
     SEND_PIECE_BYTES,
     BytesLike,
     Event,
+    HelperTask,
+    StartHelper,
     advance,
     check_descriptors,
     flatten_parts,
@@ -200,6 +203,24 @@ class _TrioEvent:
         return self._event.is_set()
 
 
+class _TrioHelper:
+    """A helper of the trio driver."""
+
+    def __init__(self, work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+        self._work = work
+        self._scope = trio.CancelScope()
+
+    async def run(self) -> None:
+        with self._scope:
+            await self._work(self)
+
+    def cancel(self) -> None:
+        self._scope.cancel()
+
+    def connected(self) -> None:
+        """A task that is cancelled takes care of its connection itself."""
+
+
 class TrioDriver:
     """The `Driver` of the peer and of the trio client."""
 
@@ -239,6 +260,29 @@ class TrioDriver:
         with trio.CancelScope(shield=True):  # what it writes to is busy until it returns
             result: T = await trio.to_thread.run_sync(function)
         return result
+
+    @asynccontextmanager
+    async def helpers(self) -> AsyncIterator[StartHelper]:
+        failure: Exception | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+
+                def start(work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+                    nursery.start_soon(_TrioHelper(work).run)
+
+                try:
+                    yield start
+                except Exception as error:  # as itself, not in a group
+                    failure = error
+                finally:
+                    nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            cause = sole_cause(group)
+            if cause is group:
+                raise
+            raise cause from None
+        if failure is not None:
+            raise failure
 
     async def sleep(self, seconds: float) -> None:
         await trio.sleep(seconds)

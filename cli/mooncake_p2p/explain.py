@@ -63,8 +63,10 @@ def _lookup(trace: FetchTrace) -> str:
 
 
 def _tries(trace: FetchTrace) -> Iterator[str]:
+    several = sum(each.length_bytes > 0 for each in trace.tries) > 1
     for each in trace.tries:
-        yield f"{each.peer or 'a peer'} over {each.transport}: {_outcome(each)}"
+        brought = f", {format_bytes(each.length_bytes)}" if several and each.length_bytes else ""
+        yield f"{each.peer or 'a peer'} over {each.transport}: {_outcome(each)}{brought}"
     if trace.tries and not _by_rdma(trace):
         yield f"{RDMA}: {NOT_FOR_CLIENTS}"
 

@@ -11,9 +11,16 @@ from p2pstore.client.known_holders import remote_copy
 from p2pstore.client.values import destination_view
 from p2pstore.errors import P2PStoreError
 from p2pstore.local.messages import PlanItem
+from p2pstore.objects import SIZE_UNIT_BYTES
 from p2pstore.results import ItemResult
 from p2pstore.transfer.failover import SilentHolders, is_silence
-from p2pstore.transfer.transport import BufferDestination, Pulled, PullFailed, RemoteCopy
+from p2pstore.transfer.transport import (
+    SLICED_BYTES,
+    BufferDestination,
+    Pulled,
+    PullFailed,
+    RemoteCopy,
+)
 
 DigestsOf = Callable[[Sequence[str]], list[bytes]]
 """The digests of many keys. Raises `ValueError` or `TypeError` for one that is no key."""
@@ -101,7 +108,7 @@ class _Batch:
         self._plans = dict(zip(numbers, plans, strict=True))
         batches: dict[int, list[int]] = {}
         for number, plan in self._plans.items():
-            if plan.holders and not plan.holders[0].same_host and not plan.through_peer:
+            if _in_batches(plan):
                 batches.setdefault(plan.holders[0].member, []).append(number)
         for some in batches.values():
             holder = self._plans[some[0]].holders[0]
@@ -110,7 +117,7 @@ class _Batch:
                 await self._pull(remote_copy(holder), some, others=others)
 
     async def fetch_the_rest(self) -> None:
-        """One by one, what did not come in a batch."""
+        """One by one, what did not come in a batch; what is large from all its holders."""
         for number, (digest, view) in list(self._wanted.items()):
             key = self._items[number][0]
             try:
@@ -141,3 +148,10 @@ class _Batch:
     def _settle(self, number: int, outcome: int | P2PStoreError | ValueError) -> None:
         del self._wanted[number]
         self.outcomes[number] = outcome
+
+
+def _in_batches(plan: PlanItem) -> bool:
+    """Whether the object comes best with others of its holder."""
+    if not plan.holders or plan.holders[0].same_host or plan.through_peer:
+        return False
+    return plan.holders[0].size_units * SIZE_UNIT_BYTES < SLICED_BYTES

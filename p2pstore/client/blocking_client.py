@@ -6,14 +6,15 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from p2pstore.client.link import TIDY_SECONDS, PeerLink
 from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.session import ClientSession
+from p2pstore.client.transfers import TransferBatch
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE
 from p2pstore.results import (
@@ -25,11 +26,50 @@ from p2pstore.results import (
     PeerInfo,
     PinName,
     PutResult,
+    TransferRequest,
+    TransferStatus,
 )
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, BlockingDriver, run_blocking
 from p2pstore.transfer.trace import FetchTrace, Progress
 
+T = TypeVar("T")
+
 _connected: weakref.WeakSet[BlockingClient] = weakref.WeakSet()
+
+
+class _ThreadedSession(ClientSession):
+    in_threads = True
+
+
+class BlockingTransfers:
+    """Transfers of one blocking client, in threads of their own; made by its `transfers()`. Any thread may use it.
+
+    The methods are those of `TransferBatch`, plain.
+    """
+
+    def __init__(self, batch: TransferBatch) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def submit(self, requests: Iterable[TransferRequest]) -> list[int]:
+        return self._batch.submit(requests)
+
+    def status(self, number: int) -> TransferStatus:
+        return self._batch.status(number)
+
+    def statuses(self) -> list[TransferStatus]:
+        return self._batch.statuses()
+
+    def wait(self, number: int) -> ItemResult[int | PutResult]:
+        return run_blocking(self._batch.wait(number))
+
+    def results(self) -> list[ItemResult[int | PutResult]]:
+        return run_blocking(self._batch.results())
+
+    def cancel(self, *numbers: int) -> None:
+        self._batch.cancel(*numbers)
 
 
 class BlockingClient:
@@ -48,7 +88,7 @@ class BlockingClient:
         namespace: str = DEFAULT_NAMESPACE,
         timeout: float = DEFAULT_PROGRESS_SECONDS,
     ) -> None:
-        self._session = ClientSession(
+        self._session = _ThreadedSession(
             BlockingDriver(), socket=socket, namespace=namespace, timeout=timeout
         )
         run_blocking(self._session.open())
@@ -186,6 +226,22 @@ class BlockingClient:
     def take_lease(self, key: str, *, wait: float = 0.0, here: bool = False) -> memoryview:
         return run_blocking(self._session.take_lease(key, wait=wait, here=here))
 
+    @contextmanager
+    def transfers(
+        self, requests: Iterable[TransferRequest] = (), *, limit: int = 8
+    ) -> Iterator[BlockingTransfers]:
+        """A batch of gets and puts that run side by side in threads, `limit` at once (1 to 256), for the length of the
+        block: `submit` more, `status` to poll, `wait` and `results` to wait, `cancel`; see `TransferBatch`. The block
+        ends when all of them have ended; when it raises, they are cancelled."""
+        manager = self._session.transfers(requests, limit=limit)
+        batch = run_blocking(_enter(manager))
+        try:
+            yield BlockingTransfers(batch)
+        except BaseException as error:
+            run_blocking(_leave(manager, error))
+            raise
+        run_blocking(_leave(manager, None))
+
     def register(self, buffer: Buffer) -> RegisteredBuffer:
         return self._session.register(buffer)
 
@@ -245,9 +301,19 @@ class BlockingClient:
         run_blocking(self._session.leave(drain=drain))
 
 
-for _name, _method in vars(BlockingClient).items():
-    if not _name.startswith("_") and callable(_method) and not _method.__doc__:
-        _method.__doc__ = getattr(ClientSession, _name).__doc__
+for _plain, _original in ((BlockingClient, ClientSession), (BlockingTransfers, TransferBatch)):
+    for _name, _method in vars(_plain).items():
+        if not _name.startswith("_") and callable(_method) and not _method.__doc__:
+            _method.__doc__ = getattr(_original, _name).__doc__
+
+
+async def _enter(manager: AbstractAsyncContextManager[T]) -> T:
+    return await manager.__aenter__()
+
+
+async def _leave(manager: AbstractAsyncContextManager[Any], error: BaseException | None) -> None:
+    kind, traceback = (None, None) if error is None else (type(error), error.__traceback__)
+    await manager.__aexit__(kind, error, traceback)
 
 
 class _Janitor:

@@ -20,10 +20,12 @@ class BytesDestination:
 
     def __init__(self) -> None:
         self.value: Callable[[], bytes] = bytes
+        self._view: memoryview | None = None
 
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
-        view, self.value = fresh_bytes(slot.length)
-        return view
+        if self._view is None or len(self._view) != slot.length:
+            self._view, self.value = fresh_bytes(slot.length)
+        return self._view
 
 
 class TensorDestination:
@@ -32,12 +34,14 @@ class TensorDestination:
     def __init__(self, framework: Framework | None) -> None:
         self.tensor: Any = None
         self._framework = framework
+        self._kind: tuple[str, tuple[int, ...], int] | None = None
 
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
         if not trailer.dtype:
             raise P2PStoreError(
                 f"{trailer.key!r} is not a tensor: it was put as plain bytes; use get or get_into"
             )
-        shape = tuple(trailer.shape)
-        self.tensor = empty_tensor(trailer.dtype, shape, slot.length, self._framework)
+        kind = trailer.dtype, tuple(trailer.shape), slot.length
+        if kind != self._kind:
+            self.tensor, self._kind = empty_tensor(*kind, self._framework), kind
         return destination_view(self.tensor)

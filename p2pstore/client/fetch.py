@@ -38,6 +38,7 @@ from p2pstore.transfer.failover import HolderReport, SilentHolders
 from p2pstore.transfer.reader import Copied
 from p2pstore.transfer.shm import ShmTransport, copy_in_pieces, expired, read_mapped
 from p2pstore.transfer.transport import (
+    SLICED_BYTES,
     Destination,
     Pulled,
     PullFailed,
@@ -47,6 +48,7 @@ from p2pstore.transfer.transport import (
     failed_report,
     hurried,
     pull_with_failover,
+    resumable,
     watch_of,
 )
 from p2pstore.wire import Code
@@ -87,6 +89,7 @@ class Fetcher:
         """Bring the object to the destination. Raises, when it is still so after `wait_seconds`,
         `NoSuchKey` or `Unavailable`; at once what the destination raises, `DeadlineExceeded`,
         `StoreClosed`."""
+        destination = resumable(destination)
         before = await self._pull_from_only_holder(key, digest, destination)
         if isinstance(before, Pulled):
             return before
@@ -135,6 +138,10 @@ class Fetcher:
         if only is None or any(reader.contains(digest) for reader in self._link.readers):
             return None
         copy, slot_hint, expected_bytes = only
+        if (
+            expected_bytes >= SLICED_BYTES
+        ):  # a plan is a small part of that, and there may be a faster way
+            return None
         began = time.monotonic()
         try:
             pulled = await self._pool.pull(copy, digest, destination, slot_hint, expected_bytes)
@@ -256,6 +263,7 @@ class Fetcher:
         those that did not answer in time, which reads of one batch share; `before` is how an attempt without a
         plan failed."""
         silent = silent or SilentHolders()
+        destination = resumable(destination)
         failed: list[int] = []
         error: P2PStoreError | ValueError | None = None
         if before is not None and before.error is not None:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
 from p2pstore.local.messages import Holder, PlanItem
-from p2pstore.objects import KIB, Version
+from p2pstore.objects import SIZE_UNIT_BYTES, Version
 from p2pstore.transfer.messages import Ticket
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.transport import RemoteCopy
@@ -30,8 +30,6 @@ ASKED_SECONDS: Final = 10.0
 """After a member did not deliver."""
 MAX_HOLDERS: Final = 1024
 HOLDERS_PER_PLAN: Final = 8
-SIZE_UNIT_BYTES: Final = 4 * KIB
-"""What location records count lengths in."""
 
 
 class OnlyHolder(NamedTuple):
@@ -197,4 +195,5 @@ def remote_copy(holder: Holder) -> RemoteCopy:
         same_host=holder.same_host,
         slot=holder.slot,
         version=Version(holder.clock, holder.writer),
+        length_bytes=holder.size_units * SIZE_UNIT_BYTES,
     )

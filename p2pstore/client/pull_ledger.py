@@ -41,7 +41,9 @@ class PullLedger:
             self._fell_back(fallback)
         if report.pulled is not None and report.copy is not None:
             transport, member = report.pulled.transport, report.copy.member
-            self.count(member, transport, objects=1, length_bytes=report.pulled.length)
+            for share in report.brought():
+                whole = int(share.member == member)
+                self.count(share.member, transport, objects=whole, length_bytes=share.length_bytes)
             code = 0
         elif report.failures:
             last = report.failures[-1]

@@ -6,7 +6,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -20,6 +20,7 @@ from p2pstore.client.link import PeerLink
 from p2pstore.client.neighbours import Neighbours
 from p2pstore.client.presence import Presence
 from p2pstore.client.registered import RegisteredBuffer
+from p2pstore.client.transfers import TransferBatch
 from p2pstore.client.values import describe_tensor, destination_view, source_view
 from p2pstore.client.writing import Writer, put_options
 from p2pstore.errors import NoSuchKey
@@ -41,6 +42,7 @@ from p2pstore.results import (
     PeerInfo,
     PinName,
     PutResult,
+    TransferRequest,
 )
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver
 from p2pstore.transfer.trace import FetchTrace, Progress, ReadWatch
@@ -87,6 +89,8 @@ class ClientSession:
 
     how_to_connect: ClassVar[str] = "open() it first"
     """For people who have not."""
+    in_threads: ClassVar[bool] = False
+    """Whether what runs side by side runs in threads, which cannot be cancelled from outside."""
 
     def __init__(
         self,
@@ -281,6 +285,23 @@ class ClientSession:
             yield view
         finally:
             del view
+
+    @asynccontextmanager
+    async def transfers(
+        self, requests: Iterable[TransferRequest] = (), *, limit: int = 8
+    ) -> AsyncIterator[TransferBatch]:
+        """A batch of gets and puts that run side by side, `limit` at once (1 to 256), for the length of the block:
+        `submit` more, `status` to poll, `wait` and `results` to await, `cancel`; see `TransferBatch`. The block ends
+        when all of them have ended; when it raises, or is cancelled, they are cancelled."""
+        self._link.check()
+        async with self._driver.helpers() as start:
+            batch = TransferBatch(self, self._driver, start, limit, in_threads=self.in_threads)
+            try:
+                batch.submit(requests)
+                yield batch
+                await batch.finish()
+            finally:
+                batch.close()
 
     def register(self, buffer: Buffer) -> RegisteredBuffer:
         """Prepare memory for many puts from it and gets into it; see `RegisteredBuffer`. For memory that

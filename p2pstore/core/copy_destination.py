@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class CopyDestination:
     """Receives a copy into the peer's memory: a reservation that becomes an object, or nothing.
 
-    Satisfies `p2pstore.transfer.transport.Destination`. A holder may be tried after another failed:
-    `prepare` starts over.
+    Satisfies `p2pstore.transfer.transport.Destination`. A holder may be tried after another failed: for the same
+    version `prepare` gives the same room, with what is in it.
     """
 
     def __init__(self, core: PeerCore, operation: FetchOperation, now: float) -> None:
@@ -33,10 +33,38 @@ class CopyDestination:
         self._reservation: int | None = None
         self._slot: Slot | None = None
         self._trailer: TrailerBody | None = None
+        self._trailer_length = 0
 
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
         """Room for the payload. Raises `CapacityExceeded`, or `NoSuchKey` for a version that is too old."""
-        self.abort()
+        try:
+            trailer_length = self._check(slot, trailer)
+        except BaseException:
+            self.abort()
+            raise
+        if not self._has_room_for(slot, trailer_length):
+            self.abort()
+            reservation = self._core.segment.reserve(
+                slot.length, trailer_length, holder=self._holder, now=self._core.unix(self._now)
+            )
+            self._reservation, self._trailer_length = reservation.number, trailer_length
+            self._core.announce_withdrawn(self._now)
+        self._slot, self._trailer = slot, trailer
+        assert self._reservation is not None
+        return self._core.segment.reservation_view(self._reservation, holder=self._holder)
+
+    def _has_room_for(self, slot: Slot, trailer_length: int) -> bool:
+        """Whether what is reserved is for that very version."""
+        mine = self._slot
+        return (
+            self._reservation is not None
+            and mine is not None
+            and (mine.version, mine.length) == (slot.version, slot.length)
+            and self._trailer_length == trailer_length
+        )
+
+    def _check(self, slot: Slot, trailer: TrailerBody) -> int:
+        """The bytes that its trailer will need here. Raises `NoSuchKey` for what is not wanted."""
         wanted = self._operation.minimum
         if not slot.version.covers(wanted):
             raise NoSuchKey("the holder has only an older version")
@@ -58,12 +86,7 @@ class CopyDestination:
         )
         if forbidden:
             raise NoSuchKey("the object was removed, or replaced by a newer version")
-        reservation = core.segment.reserve(
-            slot.length, trailer_length, holder=self._holder, now=core.unix(self._now)
-        )
-        core.announce_withdrawn(self._now)
-        self._reservation, self._slot, self._trailer = reservation.number, slot, trailer
-        return core.segment.reservation_view(reservation.number, holder=self._holder)
+        return trailer_length
 
     def commit(self, now: float) -> ObjectEntry | None:
         """Publish what was received and verified. None when it was removed meanwhile."""

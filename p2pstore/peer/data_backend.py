@@ -12,7 +12,7 @@ import trio
 from p2pstore.core.operation import Operation
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import P2PStoreError
-from p2pstore.objects import KIB
+from p2pstore.objects import CHUNK_BYTES, KIB
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import peer_document
 from p2pstore.streams import BytesLike
@@ -47,22 +47,22 @@ class PeerDataBackend:
         """Hold what is about to be sent."""
         now = self._node.now
         unix = self._core.unix(now)
-        opened = [self._open(item.digest, now, unix) for item in items]
-        found = sum(isinstance(each, OpenedObject) for each in opened)
-        self._core.counters["reads_served"] += found
-        self._core.counters["reads_not_found"] += len(opened) - found
-        return opened
+        return [self._open(item, now, unix) for item in items]
 
-    def _open(self, digest: bytes, now: float, unix: float) -> OpenedObject | ObjectReply:
-        entry = self._core.find(digest, now)
+    def _open(self, item: GetItem, now: float, unix: float) -> OpenedObject | ObjectReply:
+        entry = self._core.find(item.digest, now)
         if entry is None:
+            self._core.counters["reads_not_found"] += 1
             return ObjectReply(
                 int(ObjectStatus.NOT_FOUND),
                 incarnation=self._core.incarnation,
                 sequence=self._core.gossip.log.sequence,
             )
         segment = self._segment
-        segment.used(entry, 1, unix)
+        # Who reads it in several requests, or from several holders, reads it once.
+        begins = not 0 < item.first_chunk * CHUNK_BYTES < entry.length
+        segment.used(entry, int(begins), unix)
+        self._core.counters["reads_served"] += begins
         slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
         payload = segment.payload(entry)
         if entry.length <= COPIED_BYTES:

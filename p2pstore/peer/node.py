@@ -53,7 +53,7 @@ from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.members.membership import MemberChange
 from p2pstore.gossip.messages import ControlKind, Status
 from p2pstore.gossip.records import Member, PeerId, PeerRecord, format_peer_id
-from p2pstore.objects import chunk_sums, root_checksum
+from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, root_checksum
 from p2pstore.peer.credentials import Credentials
 from p2pstore.peer.joining import Joining
 from p2pstore.peer.later_replies import LaterReplies
@@ -346,6 +346,7 @@ class Node:
             version=copy.record.version,
             load_permille=record.load_permille if record is not None else 0,
             rdma=record is not None and any(offer.name == RDMA for offer in record.transports),
+            length_bytes=copy.record.size_units * SIZE_UNIT_BYTES,
         )
 
     def reads_by_rdma(self, copy: RemoteCopy) -> bool:

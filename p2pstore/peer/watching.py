@@ -222,7 +222,11 @@ class PeerWatch:
             text = "; ".join(f"{each.transport}: {each.text}" for each in report.failures)
             if report.pulled is not None and report.copy is not None:
                 transport, member = report.pulled.transport, report.copy.member
-                self._came(member, transport, objects=1, length_bytes=report.pulled.length)
+                for share in report.brought():
+                    whole = int(share.member == member)
+                    self._came(
+                        share.member, transport, objects=whole, length_bytes=share.length_bytes
+                    )
                 outcome = f"ok after {text}" if text else "ok"
                 name = self._core.name_of(report.copy.peer_id)
                 stage = Stage("pull", seconds, name, transport, outcome[:MAX_OUTCOME_LETTERS])

@@ -20,8 +20,7 @@ from p2pstore.transfer.transport import (
     RemoteCopy,
     check_object,
     checked_view,
-    unpack_sums,
-    verify_chunk,
+    resume,
 )
 from p2pstore.wire import Code
 
@@ -81,15 +80,22 @@ class SimulatedTransport:
         holder = self._holders[copy.peer_id]
         life, reply = await self._look(holder, digest, copy.answer_seconds)
         slot, trailer = check_object(reply.slot, reply.trailer, digest)
-        view = checked_view(destination, slot, trailer)
-        sums = unpack_sums(trailer.sums, slot.length)
-        pause_seconds = self._read_seconds / (PIECES * max(1, len(sums)))
-        for number, (start, end) in enumerate(chunk_bounds(slot.length)):
-            for first, last in _pieces(start, end):
-                await sleep(pause_seconds)
-                where = slice(slot.offset + first, slot.offset + last)
-                view[first:last] = await self._read(holder, life, where)
-            verify_chunk(view[start:end], sums[number], number, None)
+        if not slot.length:
+            checked_view(destination, slot, trailer)
+            return Pulled(slot, trailer, 0, self.name)
+        arriving = resume(destination, slot, trailer)
+        bounds = list(chunk_bounds(slot.length))
+        pause_seconds = self._read_seconds / (PIECES * len(bounds))
+        try:
+            while not arriving.complete:
+                for number in arriving.take():
+                    for first, last in _pieces(*bounds[number]):
+                        await sleep(pause_seconds)
+                        where = slice(slot.offset + first, slot.offset + last)
+                        arriving.view[first:last] = await self._read(holder, life, where)
+                    arriving.verify(number)
+        finally:
+            arriving.leave()
         return Pulled(slot, trailer, slot.length, self.name)
 
     async def _look(

@@ -30,10 +30,11 @@ from p2pstore.objects import (
     KIB,
     MAX_OBJECT_BYTES,
     MIB,
-    PART_BYTES,
     chunk_count,
 )
 from p2pstore.streams import ByteStream
+from p2pstore.transfer.arriving import ONLY_READER, PART_CHUNKS, Arriving
+from p2pstore.transfer.failover import AnotherVersion
 from p2pstore.transfer.inbox import Inbox
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.messages import (
@@ -63,9 +64,10 @@ from p2pstore.transfer.transport import (
     Destination,
     Pulled,
     PullFailed,
+    ResumableDestination,
     check_object,
     checked_view,
-    unpack_sums,
+    resume,
     verify_chunk,
     watch_of,
 )
@@ -93,7 +95,6 @@ R = TypeVar("R", bound=Message)
 ItemOutcome = Pulled | P2PStoreError | ValueError
 """One item of a batch: pulled, or why not."""
 
-PART_CHUNKS: Final = PART_BYTES // CHUNK_BYTES
 NO_CHUNK: Final = MAX_OBJECT_BYTES // CHUNK_BYTES
 """Beyond the end of any object: asks for its slot and trailer alone."""
 SMALL_BYTES: Final = 64 * KIB
@@ -130,6 +131,7 @@ class DataConnection:
         self.incarnation = 0
         self.version = MIN_DATA_VERSION
         self.closed = False
+        self.abandoned = False
         self._inbox = Inbox(stream)
         self._last_request_id = 0
         self._unanswered = 0
@@ -173,6 +175,11 @@ class DataConnection:
         """Close at once."""
         self.closed = True
         self.stream.close()
+
+    def abandon(self) -> None:
+        """Close at once, under whoever uses it: that fails, and is not to be tried again over another connection."""
+        self.abandoned = True
+        self.close()
 
     @property
     def received_any(self) -> bool:
@@ -304,7 +311,10 @@ class DataConnection:
         BUSY)."""
         with self._operation():
             self._inbox.expect(expected_bytes)
-            first = GetItem(digest, 0, PART_CHUNKS, slot_hint)
+            run = range(PART_CHUNKS)
+            if isinstance(destination, ResumableDestination):
+                run = destination.wanted_first()
+            first = GetItem(digest, run.start, len(run), slot_hint)
             expected = await self._send_get((first,), may_refuse=answer_seconds < math.inf)
             await self._wait_for_answer(answer_seconds)
             return await self._pull(expected, destination)
@@ -409,33 +419,87 @@ class DataConnection:
                 results[index] = error
 
     async def _pull(self, expected: _Expected, destination: Destination) -> Pulled:
-        digest = expected.items[0].digest
         (reply,) = await self._receive_objects(expected)
+        asked = expected.items[0]
         try:
-            slot, trailer = self._check_reply(reply, expected.items[0])
-            view = checked_view(destination, slot, trailer)
+            slot, trailer = self._check_reply(reply, asked)
+            if slot.length <= SMALL_BYTES:
+                view = checked_view(destination, slot, trailer)
+            else:
+                arriving = resume(destination, slot, trailer)
         except (P2PStoreError, ValueError):
             await self._discard_small(reply.bulk_bytes)
             raise
-        if 0 < slot.length <= SMALL_BYTES:
+        if slot.length > SMALL_BYTES:
+            try:
+                run = arriving.claim(ONLY_READER, asked.first_chunk, asked.chunk_count)
+                if isinstance(destination, ResumableDestination):
+                    destination.when_begun(arriving)
+                await self._receive_runs(asked.digest, arriving, ONLY_READER, run)
+            finally:
+                arriving.leave()
+        elif reply.bulk_bytes:
             payload = await self._inbox.take(slot.length)
             self._bulk_left = 0
             _deliver(payload, view, trailer, watch_of(destination))
-            return Pulled(slot, trailer, slot.length, TRANSPORT_NAME)
-        sums = unpack_sums(trailer.sums, slot.length)
-        for first in range(0, max(1, len(sums)), PART_CHUNKS):
-            if first:
-                (reply,) = await self._receive_objects(expected)
-                later, _ = self._check_reply(reply, expected.items[0])
-                if (later.version, later.length) != (slot.version, slot.length):
-                    raise PullFailed(Code.STALE, "the holder replaced the object while it was read")
-            following = first + PART_CHUNKS
-            if following < len(sums):  # sent before this part is read, so that the pipe stays full
-                expected = await self._send_get((GetItem(digest, following, PART_CHUNKS),))
-                self._inbox.expect((len(sums) - following) * CHUNK_BYTES)
-            last = min(following, len(sums))
-            await self._receive_chunks(view, sums, first, last, watch_of(destination))
+        elif slot.length:  # chunks were asked for that a longer version had
+            again = await self._send_get((GetItem(asked.digest, 0, PART_CHUNKS),))
+            return await self._pull(again, destination)
         return Pulled(slot, trailer, slot.length, TRANSPORT_NAME)
+
+    async def pull_slices(
+        self,
+        digest: bytes,
+        arriving: Arriving,
+        reader: int,
+        slot_hint: int = 0,
+        answer_seconds: float = math.inf,
+    ) -> None:
+        """Bring chunks of a value that others read as well, until none are free. Raises as `pull`, and
+        `AnotherVersion` when this holder has another one."""
+        with self._operation():
+            run = arriving.take(reader)
+            if not run:
+                return
+            try:
+                expected = await self._ask_for(
+                    digest, run, slot_hint, may_refuse=answer_seconds < math.inf
+                )
+                await self._wait_for_answer(answer_seconds)
+                await self._receive_reply(arriving, expected)
+                await self._receive_runs(digest, arriving, reader, run)
+            finally:
+                arriving.leave(reader)
+
+    async def _receive_runs(
+        self, digest: bytes, arriving: Arriving, reader: int, run: range
+    ) -> None:
+        """Receive chunks whose bytes come next, and what is free after them."""
+        while True:
+            # The next run is asked for before this one ends, so that the pipe stays full.
+            ahead_at = max(run.start, run.stop - arriving.sharing.ahead_chunks)
+            await self._receive_chunks(arriving, reader, range(run.start, ahead_at))
+            following = arriving.take(reader)
+            if following:
+                expected = await self._ask_for(digest, following)
+            await self._receive_chunks(arriving, reader, range(ahead_at, run.stop))
+            if not following:
+                return
+            await self._receive_reply(arriving, expected)
+            run = following
+
+    async def _ask_for(
+        self, digest: bytes, run: range, slot_hint: int = 0, *, may_refuse: bool = False
+    ) -> _Expected:
+        self._inbox.expect(len(run) * CHUNK_BYTES)
+        item = GetItem(digest, run.start, len(run), slot_hint)
+        return await self._send_get((item,), may_refuse=may_refuse)
+
+    async def _receive_reply(self, arriving: Arriving, expected: _Expected) -> None:
+        """The head of an answer whose chunks belong to a value that is known already."""
+        (reply,) = await self._receive_objects(expected)
+        if not arriving.is_of(*self._check_reply(reply, expected.items[0])):
+            raise AnotherVersion()
 
     def _deliver_small(
         self, reply: ObjectReply, asked: GetItem, destination: Destination, payload: memoryview
@@ -459,9 +523,14 @@ class DataConnection:
         left_after = self._bulk_left - reply.bulk_bytes
         try:
             slot, trailer = self._check_reply(reply, asked)
-            view = checked_view(destination, slot, trailer)
-            sums = unpack_sums(trailer.sums, slot.length)
-            await self._receive_chunks(view, sums, 0, len(sums), watch_of(destination))
+            if slot.length:
+                arriving = Arriving(
+                    slot, trailer, checked_view(destination, slot, trailer), watch_of(destination)
+                )
+                run = arriving.claim(ONLY_READER, 0, chunk_count(slot.length))
+                await self._receive_chunks(arriving, ONLY_READER, run)
+            else:
+                checked_view(destination, slot, trailer)
         except (P2PStoreError, ValueError) as error:
             if isinstance(error, (ProtocolError, OSError)):
                 raise
@@ -486,21 +555,12 @@ class DataConnection:
             raise PullFailed(Code.MALFORMED, "the holder sent another range than it was asked for")
         return slot, trailer
 
-    async def _receive_chunks(
-        self,
-        view: memoryview,
-        sums: Sequence[int],
-        first: int,
-        last: int,
-        watch: ReadWatch | None,
-    ) -> None:
-        for number in range(first, last):
-            chunk = view[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+    async def _receive_chunks(self, arriving: Arriving, reader: int, run: range) -> None:
+        for number in run:
+            chunk = arriving.chunk(number)
             await self._inbox.read_into(chunk)
             self._bulk_left -= len(chunk)
-            verify_chunk(chunk, sums[number], number, watch)
-            if watch is not None:
-                watch.advanced(number * CHUNK_BYTES + len(chunk), len(view))
+            arriving.verify(number, reader)
 
     async def _discard_small(self, bulk_bytes: int) -> None:
         """Skip a payload that nobody wants, if that is cheaper than a new connection."""

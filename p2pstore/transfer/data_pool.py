@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from p2pstore.errors import (
     AuthenticationFailed,
@@ -26,6 +26,7 @@ from p2pstore.errors import (
 )
 from p2pstore.objects import KIB
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver, Event
+from p2pstore.transfer.arriving import Arriving
 from p2pstore.transfer.data_addresses import DataAddress, split_data_address
 from p2pstore.transfer.data_connection import (
     TRANSPORT_NAME,
@@ -35,17 +36,20 @@ from p2pstore.transfer.data_connection import (
 )
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.messages import DataKind, Store, Stored
+from p2pstore.transfer.team_read import TeamRead, may_use_two
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.trace import Progress
 from p2pstore.transfer.transport import (
     Destination,
+    Helpers,
     Pulled,
     PullFailed,
     RemoteCopy,
     RemotePeer,
-    watch_of,
+    ResumableDestination,
+    resumable,
 )
-from p2pstore.wire import Message
+from p2pstore.wire import Code, Message
 
 T = TypeVar("T")
 
@@ -181,15 +185,17 @@ class DataPool:
         destination: Destination,
         slot_hint: int = 0,
         expected_bytes: int = 0,
+        using: Using | None = None,
     ) -> Pulled:
-        """Read one object, of about `expected_bytes` where that is known. Raises `PullFailed`, or what
-        `destination.prepare` raises."""
-        guarded = _Guarded(destination)
+        """Read one object, of about `expected_bytes` where that is known. `using` hears of the connection. Raises
+        `PullFailed`, or what `destination.prepare` raises."""
+        known = resumable(destination)
 
         def pull(connection: DataConnection) -> Awaitable[Pulled]:
-            if guarded.watch is not None:
-                guarded.watch.connected()
-            return connection.pull(digest, guarded, slot_hint, peer.answer_seconds, expected_bytes)
+            if known.watch is not None:
+                known.watch.connected()
+            pulling = connection.pull(digest, known, slot_hint, peer.answer_seconds, expected_bytes)
+            return pulling if using is None else _used(using, connection, pulling)
 
         try:
             briefly = 0 < expected_bytes <= BRIEF_BYTES
@@ -197,7 +203,26 @@ class DataPool:
         except PullFailed:
             raise
         except Exception as error:
-            if error is guarded.error or not _is_connection_error(error):
+            if error is known.error or not _is_connection_error(error):
+                raise
+            raise failure_of(error) from error
+
+    async def pull_slices(
+        self, copy: RemoteCopy, digest: bytes, arriving: Arriving, reader: int, using: Using
+    ) -> None:
+        """Bring chunks of a value that others read as well: see `DataConnection.pull_slices`. Does not queue: raises
+        `PullFailed` (BUSY) when every place for a connection is taken."""
+
+        def pull(connection: DataConnection) -> Awaitable[None]:
+            pulling = connection.pull_slices(
+                digest, arriving, reader, copy.slot, copy.answer_seconds
+            )
+            return _used(using, connection, pulling)
+
+        try:
+            await self._use(copy, self._progress_seconds, pull, may_queue=False)
+        except Exception as error:
+            if isinstance(error, PullFailed) or not _is_connection_error(error):
                 raise
             raise failure_of(error) from error
 
@@ -235,6 +260,11 @@ class DataPool:
         the peer cannot be reached, `DeadlineExceeded` when it does not answer, and what its hello raised."""
         return await self._connect(peer)
 
+    @property
+    def driver(self) -> Driver:
+        """How its connections reach the world."""
+        return self._driver
+
     def close(self) -> None:
         """Close every connection; those in use fail at their next step."""
         with self._state:
@@ -267,11 +297,12 @@ class DataPool:
         action: Callable[[DataConnection], Awaitable[T]],
         *,
         briefly: bool = False,
+        may_queue: bool = True,
     ) -> T:
         """Run `action` on a connection; once more on a fresh one when a kept one turns out dead. Who needs it
         `briefly` queues for a connection that would be kept, sooner than have one opened and closed again."""
         came_at = time.monotonic()
-        place, turn = self._choose(peer.peer_id, briefly)
+        place, turn = self._choose(peer.peer_id, briefly, may_queue=may_queue)
         if turn is not None:
             await self._wait_for(turn, peer.peer_id, place)
         try:
@@ -282,7 +313,8 @@ class DataPool:
                 try:
                     return await action(kept)
                 except OSError as error:
-                    if isinstance(error, DeadlineExceeded) or kept.received_any:
+                    hung = isinstance(error, DeadlineExceeded)
+                    if hung or kept.received_any or kept.abandoned:
                         raise
             self._check_worth(place, came_at)
             connected_at = time.monotonic()
@@ -305,7 +337,9 @@ class DataPool:
         if place.failure is not None and place.failed_at > came_at:
             raise type(place.failure)(str(place.failure))
 
-    def _choose(self, peer_id: bytes, briefly: bool) -> tuple[_Place, Event | None]:
+    def _choose(
+        self, peer_id: bytes, briefly: bool, *, may_queue: bool
+    ) -> tuple[_Place, Event | None]:
         """A place, and what to wait for when others have it."""
         with self._state:
             if self._closed:
@@ -320,6 +354,8 @@ class DataPool:
                 place = _Place(1, briefly)
                 places.append(place)
                 return place, None
+            if not may_queue:
+                raise PullFailed(Code.BUSY, "all connections to the holder are in use")
             place = min(shared or places, key=lambda each: each.users)
             place.users += 1
             place.briefly = place.briefly and briefly
@@ -466,20 +502,20 @@ async def open_connection(
     return await DataConnection.open(stream, granted, software)
 
 
-class _Guarded:
-    """Remembers what a destination raised, to tell its errors from the connection's."""
+class Using(Protocol):
+    """Whoever wants to know which connection somebody uses, and until when."""
 
-    def __init__(self, destination: Destination) -> None:
-        self._destination = destination
-        self.watch = watch_of(destination)
-        self.error: BaseException | None = None
+    def began(self, connection: DataConnection) -> None: ...
 
-    def prepare(self, slot: Any, trailer: Any) -> memoryview:
-        try:
-            return self._destination.prepare(slot, trailer)
-        except BaseException as error:
-            self.error = error
-            raise
+    def ended(self) -> None: ...
+
+
+async def _used(using: Using, connection: DataConnection, action: Awaitable[T]) -> T:
+    using.began(connection)
+    try:
+        return await action
+    finally:
+        using.ended()
 
 
 def _close_oldest(places: Sequence[_Place], keep: int) -> None:
@@ -537,3 +573,11 @@ class TcpTransport:
 
     async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
         return await self._pool.pull(copy, digest, destination, copy.slot)
+
+    async def pull_together(
+        self, copy: RemoteCopy, digest: bytes, destination: ResumableDestination, helpers: Helpers
+    ) -> Pulled:
+        """`pull` a large object over several connections, where that may be faster."""
+        if helpers.left or may_use_two(copy):
+            return await TeamRead(self._pool, digest, destination, helpers).run(copy)
+        return await self.pull(copy, digest, destination)

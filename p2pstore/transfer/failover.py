@@ -54,6 +54,13 @@ class PullFailed(P2PStoreError):
         self.retriable = retriable
 
 
+class AnotherVersion(PullFailed):
+    """The holder has another version than the one that is being read, as others have."""
+
+    def __init__(self) -> None:
+        super().__init__(Code.STALE, "the holder replaced the object while it was read")
+
+
 @dataclass(frozen=True, slots=True)
 class HolderReport:
     """What one holder did instead of delivering, for the peer that believed in its copy."""
@@ -168,8 +175,7 @@ class PullAttempts:
                 self._current = None
                 return None
             copy = self._copies.pop(0)
-            offered = [number for number, each in enumerate(self._transports) if each.offers(copy)]
-            offered.sort(key=lambda number: self._transports[number].cost(copy))
+            offered = self._offered(copy)
             hurried = not self._second_round and bool(self._copies or self._busy)
             self._ways = [Attempt(copy, number, hurried) for number in offered]
             if not offered:
@@ -180,6 +186,11 @@ class PullAttempts:
                 )
         self._current = self._ways.pop(0)
         return self._current
+
+    def _offered(self, copy: RemoteCopy) -> list[int]:
+        """The transports that reach a copy, cheapest first."""
+        offered = [number for number, each in enumerate(self._transports) if each.offers(copy)]
+        return sorted(offered, key=lambda number: self._transports[number].cost(copy))
 
     def failed(self, failure: PullFailed) -> None:
         """The attempt that `next` returned last ended like this."""
@@ -203,6 +214,49 @@ class PullAttempts:
             self._busy.append(attempt.copy)
             return
         self.reports.append(report)
+
+    # --- those that help with a large object -------------------------------------------------
+
+    def next_helper(self) -> RemoteCopy | None:
+        """A copy that may bring parts of what the attempt reads that `next` returned last: of the same version, over
+        the same transport. It is asked no more after that, but when it was busy."""
+        copy = self._helper()
+        if copy is not None:
+            self._copies.remove(copy)
+        return copy
+
+    @property
+    def has_helper(self) -> bool:
+        """Whether `next_helper` returns one."""
+        return self._helper() is not None
+
+    def _helper(self) -> RemoteCopy | None:
+        current = self._current
+        if current is None or self._second_round:
+            return None
+        for copy in self._copies:
+            if copy.version == current.copy.version and self._offered(copy)[:1] == [
+                current.transport
+            ]:
+                return copy
+        return None
+
+    def helper_failed(self, copy: RemoteCopy, transport: int, failure: PullFailed) -> None:
+        """A helper, or the attempt itself when its helpers did without it, ended like this."""
+        if failure.code is Code.BUSY or isinstance(failure, AnotherVersion):
+            self._busy.append(copy)
+            return
+        self.reports.append(
+            HolderReport(
+                copy.member,
+                failure.code,
+                failure.text,
+                self._transports[transport].name,
+                failure.incarnation,
+                failure.sequence,
+                hurried=True,
+            )
+        )
 
     def error(self) -> NoSuchKey | Unavailable:
         """What to tell the caller after `next` returned None."""

@@ -42,7 +42,6 @@ from p2pstore.transfer.rdma_payload import (
     read_bytes,
     read_for,
     read_payload,
-    tell,
 )
 from p2pstore.transfer.rdma_reads import Line, ReadEngine, ReadFailed
 from p2pstore.transfer.rdma_rules import NAME, Meaning
@@ -56,8 +55,7 @@ from p2pstore.transfer.transport import (
     PullFailed,
     RemoteCopy,
     checked_view,
-    unpack_sums,
-    verify_chunk,
+    resume,
     watch_of,
 )
 from p2pstore.wire import Code
@@ -125,8 +123,7 @@ class RdmaTransport:
         watch = watch_of(destination)
         try:
             found = await self._look(copy, digest, watch)
-            view = checked_view(destination, found.slot, found.trailer)
-            await self._deliver(copy, found, view, watch)
+            await self._deliver(copy, found, destination)
         except ReadFailed as failure:
             code = _CODES.get(failure.meaning, Code.UNAVAILABLE)
             raise PullFailed(code, failure.text, retriable=True) from failure
@@ -204,22 +201,23 @@ class RdmaTransport:
 
     # --- payload -----------------------------------------------------------------------------
 
-    async def _deliver(
-        self, copy: RemoteCopy, found: _Found, view: memoryview, watch: ReadWatch | None
-    ) -> None:
+    async def _deliver(self, copy: RemoteCopy, found: _Found, destination: Destination) -> None:
         length = found.slot.length
         if not length:
+            checked_view(destination, found.slot, found.trailer)
             return
-        sums = unpack_sums(found.trailer.sums, length)
+        arriving = resume(destination, found.slot, found.trailer)
         if found.payload is not None:
-            verify_chunk(memoryview(found.payload), sums[0], 0, watch)
-            view[:] = found.payload
-            tell(watch, len(view), len(view))
+            (number,) = arriving.take()
+            try:
+                arriving.verify(number, chunk=memoryview(found.payload))
+            finally:
+                arriving.leave()
             return
         if length >= STRIPED_BYTES:
             self.lines.widen(copy)
-        payload = Payload(found.slot.offset, length, sums, self._progress_seconds)
-        await read_payload(_Choosing(self.lines, copy), payload, self._places(view), view, watch)
+        payload = Payload(found.slot.offset, arriving, self._progress_seconds)
+        await read_payload(_Choosing(self.lines, copy), payload, self._places(arriving.view))
 
     def _places(self, view: memoryview) -> Places:
         """Where chunks for a destination are read to."""
@@ -227,7 +225,7 @@ class RdmaTransport:
         for memory in self._registered:
             if memory.holds(address, len(view)):
                 return Direct(memory, view, address)
-        return Staged(self._staging.large, view)
+        return Staged(self._staging.large)
 
 
 class _Choosing:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-import numpy as np
 import trio
 
 from p2pstore.objects import chunk_bounds
+from p2pstore.transfer.arriving import Arriving
 from p2pstore.transfer.rdma_reads import Line, Read, ReadFailed
 from p2pstore.transfer.rdma_rules import Meaning
 from p2pstore.transfer.rdma_staging import Block, BlockPool, Registered
-from p2pstore.transfer.trace import ReadWatch
-from p2pstore.transfer.transport import verify_chunk
 
 CHUNKS_UNDER_WAY: Final = 8
 """Of one object, by each line; more of them hardly fill a path better, and take blocks away from others."""
@@ -25,11 +23,11 @@ MEASURED_READ_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What to read from where: `offset` is in the other side's memory, `sums` are those of its chunks."""
+    """What to read from where: those chunks of `arriving` that are not there yet; `offset` is in the other side's
+    memory."""
 
     offset: int
-    length_bytes: int
-    sums: Sequence[int]
+    arriving: Arriving
     progress_seconds: float
 
 
@@ -63,8 +61,8 @@ class Places(Protocol):
         """Room for one; waits for it."""
         ...
 
-    def deliver(self, block: Block, start: int, end: int) -> None:
-        """The chunk is there and verified."""
+    def deliver(self, block: Block, chunk: int, arriving: Arriving) -> None:
+        """The chunk of that number was read. Raises `PullFailed` (STALE) unless it is what it must be."""
         ...
 
     async def leave(self, under_way: Iterable[Chunk]) -> None:
@@ -86,8 +84,8 @@ class Direct:
     async def take(self, start: int, end: int) -> Block:
         return self.take_nowait(start, end)
 
-    def deliver(self, block: Block, start: int, end: int) -> None:
-        """It is where it belongs."""
+    def deliver(self, block: Block, chunk: int, arriving: Arriving) -> None:
+        arriving.verify(chunk)
 
     async def leave(self, under_way: Iterable[Chunk]) -> None:
         reads: dict[Line, list[Read]] = {}
@@ -98,12 +96,11 @@ class Direct:
 
 
 class Staged:
-    """Into blocks of `pool`, and what was verified on to `view`. Blocks that are left stay with the reads that
-    still fill them; `view` is touched no more."""
+    """Into blocks of `pool`, and what was verified on to where it belongs. Blocks that are left stay with the reads
+    that still fill them; the destination is touched no more."""
 
-    def __init__(self, pool: BlockPool, view: memoryview) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._view = view
 
     def take_nowait(self, start: int, end: int) -> Block | None:
         return self._pool.take_nowait()
@@ -111,9 +108,8 @@ class Staged:
     async def take(self, start: int, end: int) -> Block:
         return await self._pool.take()
 
-    def deliver(self, block: Block, start: int, end: int) -> None:
-        chunk = np.frombuffer(block.view[: end - start], np.uint8)
-        np.copyto(np.frombuffer(self._view[start:end], np.uint8), chunk)
+    def deliver(self, block: Block, chunk: int, arriving: Arriving) -> None:
+        arriving.verify(chunk, chunk=block.view[: len(arriving.chunk(chunk))])
 
     async def leave(self, under_way: Iterable[Chunk]) -> None:
         for chunk in under_way:
@@ -133,17 +129,17 @@ class Chunk:
     block: Block
 
 
-async def read_payload(
-    choosing: Choosing, payload: Payload, places: Places, view: memoryview, watch: ReadWatch | None
-) -> None:
+async def read_payload(choosing: Choosing, payload: Payload, places: Places) -> None:
     """Read an object's chunks to their places, each verified before it is delivered. What a line that fails had
     under way is read again through another one.
 
     Raises `PullFailed` (STALE) for a chunk that does not match, `ReadFailed`, `DeadlineExceeded`.
     """
-    bounds = list(chunk_bounds(payload.length_bytes))
-    waiting, under_way = deque(range(len(bounds))), deque[Chunk]()
-    done_bytes = 0
+    arriving = payload.arriving
+    bounds = list(chunk_bounds(arriving.slot.length))
+    waiting, under_way = deque[int](), deque[Chunk]()
+    while run := arriving.take():
+        waiting += run
     try:
         while waiting or under_way:
             while waiting and len(under_way) < CHUNKS_UNDER_WAY * choosing.count():
@@ -170,17 +166,15 @@ async def read_payload(
                 await _change_line(choosing, chunk.line, failure)
                 continue
             under_way.popleft()
-            start, end = bounds[chunk.number]
             try:
-                part = chunk.block.view[: end - start]
-                verify_chunk(part, payload.sums[chunk.number], chunk.number, watch)
-                places.deliver(chunk.block, start, end)
+                places.deliver(chunk.block, chunk.number, arriving)
             finally:
                 chunk.block.give_back()
-            done_bytes += end - start
-            tell(watch, done_bytes, len(view))
     finally:
-        await places.leave(under_way)
+        try:
+            await places.leave(under_way)
+        finally:
+            arriving.leave()
 
 
 async def _begin(
@@ -257,9 +251,3 @@ async def read_for(line: Line, pool: BlockPool, seconds: float) -> tuple[int, fl
     finally:
         for read, block in under_way:
             read.when_ended(block.give_back)
-
-
-def tell(watch: ReadWatch | None, done_bytes: int, total_bytes: int) -> None:
-    """Tell whoever watches how far it is."""
-    if watch is not None:
-        watch.advanced(done_bytes, total_bytes)

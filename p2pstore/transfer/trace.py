@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 DELIVERED: Final = "delivered"
+NOT_NEEDED: Final = "not needed"
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done so far and the bytes in all, at most once per MiB. After a failure it
-starts over. Called in the thread that moves the bytes; what it raises ends the read."""
+"""Called with the bytes done so far and the bytes in all, at most once per MiB. After a failure it goes on, or
+starts over when the next holder has another version. Called in the thread that moves the bytes; what it raises ends
+the read."""
 
 
 @dataclass(slots=True)
@@ -27,13 +29,16 @@ class TransportTry:
     tried: bool
     outcome: str
     seconds: float = 0.0
+    length_bytes: int = 0
+    """What it brought, verified."""
 
 
 @dataclass(slots=True)
 class FetchTrace:
     """The course of one get. Pass a new one to `get_into` and read it afterwards, also after an error.
 
-    Seconds are those of the reading process. `verify_seconds` is None where copying and checking are one
+    Several holders may bring parts of a large object at once: `source` names all of them, and `tries` says what each
+    brought. Seconds are those of the reading process. `verify_seconds` is None where copying and checking are one
     pass over memory (the local peer's segment, shm). `tier` is the tier its holder announced.
     """
 
@@ -66,6 +71,8 @@ class ReadWatch:
         self._progress = progress
         self._holders: Mapping[int, tuple[str, str]] = {}
         self._begun = 0.0
+        self._latest: TransportTry | None = None
+        self._joined: dict[int, float] = {}
         self._queued = 0.0
         self._verified: float | None = None
 
@@ -105,28 +112,58 @@ class ReadWatch:
     def attempt(self, member: int, transport: str) -> None:
         """A pull begins."""
         peer = self._holders.get(member, ("", ""))[0]
-        self.trace.tries.append(TransportTry(peer, transport, True, ""))
+        self._latest = TransportTry(peer, transport, True, "")
+        self.trace.tries.append(self._latest)
         self._begun, self._queued, self._verified = self.clock(), 0.0, None
+
+    def joined(self, member: int, transport: str) -> TransportTry:
+        """Another holder begins to bring parts of what the latest pull reads."""
+        helper = TransportTry(self._holders.get(member, ("", ""))[0], transport, True, "")
+        self.trace.tries.append(helper)
+        self._joined[id(helper)] = self.clock()
+        return helper
+
+    def left(self, helper: TransportTry, reason: str, length_bytes: int) -> None:
+        """It ended, for that reason or because all is there."""
+        helper.outcome = reason or (DELIVERED if length_bytes else NOT_NEEDED)
+        helper.length_bytes = length_bytes
+        helper.seconds = self.clock() - self._joined.pop(id(helper))
 
     def failed(self, reason: str) -> None:
         """The pull that began last did not deliver."""
-        self.trace.tries[-1].outcome = reason
-        self.trace.tries[-1].seconds = self.clock() - self._begun
+        assert self._latest is not None
+        self._latest.outcome = reason
+        self._latest.seconds = self.clock() - self._begun
 
-    def delivered(self, member: int, length_bytes: int) -> None:
-        """The pull that began last delivered."""
-        trace, latest = self.trace, self.trace.tries[-1]
-        latest.outcome, latest.seconds = DELIVERED, self.clock() - self._begun
+    def delivered(
+        self,
+        member: int,
+        length_bytes: int,
+        brought_bytes: int | None = None,
+        sources: Sequence[int] = (),
+    ) -> None:
+        """The pull that began last delivered, so much of it itself; `sources` are those who brought it when several
+        did at once."""
+        trace, latest = self.trace, self._latest
+        assert latest is not None
+        seconds = self.clock() - self._begun
+        if not latest.outcome:  # others may have done without it
+            latest.outcome, latest.seconds = DELIVERED, seconds
+            latest.length_bytes = length_bytes if brought_bytes is None else brought_bytes
         trace.source, trace.tier = self._holders.get(member, ("", ""))
+        if sources:
+            named = [self._holders.get(each, ("", "")) for each in sources]
+            trace.source, trace.tier = ", ".join(name for name, _ in named), named[0][1]
         trace.transport, trace.length_bytes = latest.transport, length_bytes
         trace.queue_seconds, trace.verify_seconds = self._queued, self._verified
         trace.transfer_seconds = max(
-            0.0, latest.seconds - self._queued - (self._verified if self._verified else 0.0)
+            0.0, seconds - self._queued - (self._verified if self._verified else 0.0)
         )
 
     def brought(self, member: int, transport: str, length_bytes: int) -> None:
         """The pull that began last was the local peer's: from this member, into its segment, and from there."""
-        latest = self.trace.tries[-1]
+        latest = self._latest
+        assert latest is not None
         latest.peer, latest.transport = self._holders.get(member, ("", ""))[0], transport
         self.trace.local = False
         self.delivered(member, length_bytes)

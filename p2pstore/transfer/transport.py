@@ -1,15 +1,30 @@
-"""What all transports have in common: a remote copy, where its bytes go, and the loop over holders."""
+"""What all transports have in common: a remote copy, and the loop over holders. Where bytes go is in
+`p2pstore.transfer.arriving`."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
-from p2pstore.errors import BufferTooSmall, NoSuchKey, P2PStoreError
-from p2pstore.objects import ZERO_VERSION, Version, chunk_count, chunk_sum, format_bytes
-from p2pstore.transfer.failover import HolderReport, PullAttempts, PullFailed
+from p2pstore.errors import P2PStoreError
+from p2pstore.objects import MIB, ZERO_VERSION, Version
+from p2pstore.transfer.arriving import (
+    ONLY_READER,
+    Arriving,
+    BufferDestination,
+    Destination,
+    ResumableDestination,
+    checked_view,
+    resumable,
+    resume,
+    unpack_sums,
+    verify_chunk,
+    watch_of,
+)
+from p2pstore.transfer.failover import Attempt, HolderReport, PullAttempts, PullFailed
 from p2pstore.transfer.layout import (
     Slot,
     SlotState,
@@ -19,10 +34,11 @@ from p2pstore.transfer.layout import (
     trailer_matches,
 )
 from p2pstore.transfer.tickets import GrantedTicket
-from p2pstore.transfer.trace import ReadWatch
+from p2pstore.transfer.trace import ReadWatch, TransportTry
 from p2pstore.wire import Code
 
 __all__ = [
+    "Arriving",
     "BufferDestination",
     "Destination",
     "PullFailed",
@@ -30,67 +46,26 @@ __all__ = [
     "Pulled",
     "RemoteCopy",
     "RemotePeer",
+    "ResumableDestination",
     "Transport",
     "check_object",
     "checked_view",
     "failed_report",
     "hurried",
     "pull_with_failover",
+    "resumable",
+    "resume",
     "unpack_sums",
     "verify_chunk",
     "watch_of",
 ]
 
 
+SLICED_BYTES: Final = 64 * MIB
+"""From here on an object is read from several holders at once. Below, calling others takes too large a part of it."""
 HURRIED_ANSWER_SECONDS: Final = 1.5
 """For a holder to begin with its answer while others could be asked: one lost packet of a connection's first
 two is made up for within 1 s."""
-
-
-class Destination(Protocol):
-    """Where pulled bytes go."""
-
-    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
-        """Exactly `slot.length` writable bytes. Asked once slot and trailer are verified, before any
-        payload byte moves; asked again when another holder is tried after a failure, perhaps for another
-        version. What the view holds is undefined until the pull returned, and after it failed.
-
-        Raises `NoSuchKey` for a version that is not wanted: the next holder is tried. `BufferTooSmall`,
-        `CapacityExceeded` and all other errors end the read.
-        """
-        ...
-
-
-class BufferDestination:
-    """A caller's writable buffer: the value goes to its beginning.
-
-    `watch` is told how the read goes. Raises `ValueError` for a buffer that is read-only or not
-    contiguous.
-    """
-
-    def __init__(self, buffer: bytearray | memoryview, watch: ReadWatch | None = None) -> None:
-        self.watch = watch
-        view = memoryview(buffer)
-        if view.readonly or not view.c_contiguous:
-            raise ValueError("the buffer must be writable and contiguous")
-        if view.ndim != 1 or view.format != "B":
-            view = view.cast("B") if view.nbytes else memoryview(bytearray())
-        self._view = view
-
-    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
-        if slot.length > len(self._view):
-            raise BufferTooSmall(
-                f"the object has {slot.length:,} bytes ({format_bytes(slot.length)}); "
-                f"the buffer has room for {len(self._view):,}: give one of that length, or use get()",
-                slot.length,
-            )
-        return self._view[: slot.length]
-
-
-def watch_of(destination: Destination) -> ReadWatch | None:
-    """The watch that a destination carries, if it does."""
-    watch: ReadWatch | None = getattr(destination, "watch", None)
-    return watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +96,8 @@ class RemoteCopy(RemotePeer):
     version: Version = ZERO_VERSION
     load_permille: int = 0
     rdma: bool = False
+    length_bytes: int = 0
+    """About its length, where that is known."""
 
 
 class Pulled(NamedTuple):
@@ -158,6 +135,36 @@ class Transport(Protocol):
         ...
 
 
+class Helpers(Protocol):
+    """Other holders that may bring parts of a large object. Not for several threads at once."""
+
+    @property
+    def left(self) -> bool:
+        """Whether `next` returns one."""
+        ...
+
+    def next(self) -> RemoteCopy | None:
+        """One that begins to help now."""
+        ...
+
+    def ended(self, copy: RemoteCopy, failure: PullFailed | None, brought_bytes: int) -> None:
+        """It brought so much, verified, and failed, or did not. Also for the holder that was to be helped, unless
+        the read failed with it."""
+        ...
+
+
+@runtime_checkable
+class TeamTransport(Transport, Protocol):
+    """A transport that can read one object from several holders at once."""
+
+    async def pull_together(
+        self, copy: RemoteCopy, digest: bytes, destination: ResumableDestination, helpers: Helpers
+    ) -> Pulled:
+        """`pull`, helped by others as far as that is worth it. Nothing of it runs any more after return, error or
+        cancellation."""
+        ...
+
+
 def check_object(
     slot_bytes: bytes, trailer_bytes: bytes, digest: bytes
 ) -> tuple[Slot, TrailerBody]:
@@ -176,37 +183,17 @@ def check_object(
     return slot, trailer
 
 
-def checked_view(destination: Destination, slot: Slot, trailer: TrailerBody) -> memoryview:
-    """The destination's view. Raises what `prepare` raises, but `PullFailed` for a version that is not
-    wanted, and `ValueError` when the destination does not keep to its contract."""
-    try:
-        view = destination.prepare(slot, trailer)
-    except NoSuchKey as error:
-        raise PullFailed(Code.NO_SUCH_KEY, str(error)) from error
-    if view.nbytes != slot.length or view.readonly:
-        raise ValueError(f"the destination gave {view.nbytes:,} bytes for {slot.length:,}")
-    return view
+class Share(NamedTuple):
+    """What one holder brought of an object."""
 
-
-def unpack_sums(sums: bytes, length: int) -> tuple[int, ...]:
-    """The chunk sums of a value of `length` bytes as numbers."""
-    return tuple(memoryview(sums).cast("Q")[: chunk_count(length)])
-
-
-def verify_chunk(chunk: memoryview, expected: int, number: int, watch: ReadWatch | None) -> None:
-    """Raise `PullFailed` (STALE) unless the chunk is what it must be."""
-    began = 0.0 if watch is None else watch.clock()
-    if chunk_sum(chunk) != expected:
-        raise PullFailed(
-            Code.STALE, f"chunk {number} of the object arrived damaged; nothing was delivered"
-        )
-    if watch is not None:
-        watch.verified(watch.clock() - began)
+    member: int
+    transport: str
+    length_bytes: int
 
 
 class PullReport(NamedTuple):
-    """How a read over several holders ended: `pulled` from `copy`, or `error`. `failures` on the way are
-    worth telling the peer that named the holders."""
+    """How a read over several holders ended: `pulled` from `copy` (or most of it, where `shares` says who brought
+    what), or `error`. `failures` on the way are worth telling the peer that named the holders."""
 
     pulled: Pulled | None
     copy: RemoteCopy | None
@@ -214,6 +201,14 @@ class PullReport(NamedTuple):
     error: P2PStoreError | None = None
     fallbacks: tuple[HolderReport, ...] = ()
     """Transports that gave way to another one to the same holder."""
+    shares: tuple[Share, ...] = ()
+    """Who brought how much, where several holders were read at once; the first is that of `copy`."""
+
+    def brought(self) -> Sequence[Share]:
+        """Who brought how much, of any read that delivered."""
+        if self.shares or self.pulled is None or self.copy is None:
+            return self.shares
+        return [Share(self.copy.member, self.pulled.transport, self.pulled.length)]
 
     def unwrap(self) -> Pulled:
         """What was pulled. Raises the error."""
@@ -244,13 +239,15 @@ async def pull_with_failover(
     digest: bytes,
     destination: Destination,
 ) -> PullReport:
-    """Pull an object from the first of `copies` (best first) that delivers it.
+    """Pull an object from the first of `copies` (best first) that delivers it. What a holder that fails has
+    delivered by then is not read again from the next one, where that has the same version.
 
     The report's error is `NoSuchKey` when every holder said that it has no such object, else
     `Unavailable`. Raises what `destination.prepare` raises: `BufferTooSmall`, `CapacityExceeded`.
     """
     attempts = PullAttempts(copies, transports)
-    watch = watch_of(destination)
+    destination = resumable(destination)
+    watch = destination.watch
     if watch is not None:
         for copy in copies:
             refusals = ((transport.name, transport.why_not(copy)) for transport in transports)
@@ -260,17 +257,84 @@ async def pull_with_failover(
             watch.attempt(attempt.copy.member, transports[attempt.transport].name)
         try:
             copy = hurried(attempt.copy) if attempt.hurried else attempt.copy
-            pulled = await transports[attempt.transport].pull(copy, digest, destination)
+            transport, helpers = transports[attempt.transport], None
+            if copy.length_bytes >= SLICED_BYTES and isinstance(transport, TeamTransport):
+                helpers = _HelpingHolders(attempts, attempt, transport.name, watch)
+                pulled = await transport.pull_together(copy, digest, destination, helpers)
+            else:
+                pulled = await transport.pull(copy, digest, destination)
         except PullFailed as failure:
             attempts.failed(failure)
             if watch is not None:
                 watch.failed(failure.text)
         else:
+            shares = helpers.shares() if helpers is not None else ()
             if watch is not None:
-                watch.delivered(attempt.copy.member, pulled.length)
+                arrived = destination.arriving
+                brought = None if arrived is None else arrived.brought_bytes[ONLY_READER]
+                sources = [each.member for each in shares]
+                watch.delivered(attempt.copy.member, pulled.length, brought, sources)
             return PullReport(
-                pulled, attempt.copy, tuple(attempts.reports), fallbacks=tuple(attempts.fallbacks)
+                pulled,
+                helpers.copy_of(shares[0]) if helpers is not None and shares else attempt.copy,
+                tuple(attempts.reports),
+                fallbacks=tuple(attempts.fallbacks),
+                shares=shares,
             )
     return PullReport(
         None, None, tuple(attempts.reports), attempts.error(), tuple(attempts.fallbacks)
     )
+
+
+class _HelpingHolders:
+    """`Helpers` of one attempt."""
+
+    def __init__(
+        self, attempts: PullAttempts, attempt: Attempt, name: str, watch: ReadWatch | None
+    ) -> None:
+        self._attempts = attempts
+        self._attempt = attempt
+        self._name = name
+        self._watch = watch
+        self._tries: dict[int, TransportTry] = {}
+        self._copies = {attempt.copy.member: attempt.copy}
+        self._brought: Counter[int] = Counter()
+
+    @property
+    def left(self) -> bool:
+        return self._attempts.has_helper
+
+    def next(self) -> RemoteCopy | None:
+        copy = self._attempts.next_helper()
+        if copy is not None:
+            self._copies[copy.member] = copy
+            if self._watch is not None:
+                self._tries[copy.member] = self._watch.joined(copy.member, self._name)
+        return copy
+
+    def ended(self, copy: RemoteCopy, failure: PullFailed | None, brought_bytes: int) -> None:
+        member = copy.member
+        self._brought[member] += brought_bytes
+        if failure is not None:
+            self._attempts.helper_failed(self._copies[member], self._attempt.transport, failure)
+        if self._watch is None:
+            return
+        reason = failure.text if failure is not None else ""
+        if member in self._tries:
+            self._watch.left(self._tries[member], reason, self._brought[member])
+        elif reason:
+            self._watch.failed(reason)
+
+    def shares(self) -> tuple[Share, ...]:
+        """What each holder brought, the most first; nothing when it was one alone."""
+        shares = [
+            Share(each, self._name, size) for each, size in self._brought.most_common() if size
+        ]
+        return tuple(shares) if len(shares) > 1 or self._only_others(shares) else ()
+
+    def _only_others(self, shares: Sequence[Share]) -> bool:
+        return any(each.member != self._attempt.copy.member for each in shares)
+
+    def copy_of(self, share: Share) -> RemoteCopy:
+        """The copy that it comes from."""
+        return self._copies[share.member]

@@ -159,6 +159,26 @@ def test_a_holder_that_dies_at_any_moment_fails_over() -> None:
     assert sources == {1, 2}
 
 
+def test_the_next_holder_is_not_asked_for_what_is_there() -> None:
+    """Whenever the first one dies: what it had delivered by then stays, and only the rest is read."""
+    resumed = 0
+    for moment in MOMENTS:
+        world = World(OLD, more=1)
+        first_chunk = world.owners[1].segment.find(world.digest, time.time())
+        assert first_chunk is not None
+        task = world.pull_from_any()
+        world.turn(moment)
+        world.owners[0].end()
+        if world.buffer[:CHUNK_BYTES] == OLD[:CHUNK_BYTES] and any(world.buffer[CHUNK_BYTES:]):
+            spoilt = slice(first_chunk.offset, first_chunk.offset + 10)
+            world.owners[1].memory[spoilt] = bytes(10)  # it would not do to read it again
+            resumed += 1
+        world.kernel.run_until(60.0)
+        task.result().unwrap()
+        assert world.buffer == OLD
+    assert resumed > 3
+
+
 def replace_value(world: World) -> None:
     """The key gets another value of the same length, where the old one was."""
     segment = world.owners[0].segment

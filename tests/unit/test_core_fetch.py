@@ -12,6 +12,7 @@ from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import decode_location
 from p2pstore.local.messages import HolderFailure
 from p2pstore.objects import Version
+from p2pstore.transfer.memory import address_of
 from p2pstore.transfer.messages import DataKind, Locations
 from p2pstore.transfer.segment import ObjectEntry
 from p2pstore.wire import Code
@@ -362,12 +363,42 @@ def test_delivered_and_gone_again_is_no_such_key() -> None:
     assert "removed" in str(operation.result)
 
 
-def test_a_second_holder_starts_over_with_fresh_room() -> None:
+def test_a_second_holder_of_the_version_goes_on_in_the_same_room() -> None:
     world = Harness(others=1)
     pull = begin(world)
     thing = remote_object("k", b"value")
     destination = world.core.copy_destination(pull.operation, world.now)
-    destination.prepare(thing.slot, thing.trailer)[:2] = b"xx"
+    first = destination.prepare(thing.slot, thing.trailer)
+    first[:2] = b"va"
+    used = world.segment.used_bytes
+    second = destination.prepare(thing.slot, thing.trailer)
+    assert address_of(second) == address_of(first)
+    assert bytes(second[:2]) == b"va"
+    assert world.segment.used_bytes == used
+    second[2:] = thing.value[2:]
+    assert destination.commit(world.now) is world.find("k")
+    assert world.value("k") == b"value"
+
+
+def test_room_of_a_version_that_is_refused_meanwhile_is_given_back() -> None:
+    world = Harness(others=1)
+    pull = begin(world)
+    thing = remote_object("k", b"value")
+    destination = world.core.copy_destination(pull.operation, world.now)
+    destination.prepare(thing.slot, thing.trailer)
+    world.learn_floor(world.others[0], digest_of("k"), thing.version)
+    with pytest.raises(NoSuchKey, match="removed"):
+        destination.prepare(thing.slot, thing.trailer)
+    assert world.segment.used_bytes == 0
+
+
+def test_a_second_holder_of_another_version_starts_over_with_fresh_room() -> None:
+    world = Harness(others=1)
+    pull = begin(world)
+    old = remote_object("k", b"older", clock=clock_at(-1.0))
+    thing = remote_object("k", b"value")
+    destination = world.core.copy_destination(pull.operation, world.now)
+    destination.prepare(old.slot, old.trailer)[:2] = b"xx"
     used = world.segment.used_bytes
     destination.prepare(thing.slot, thing.trailer)[:] = thing.value
     assert world.segment.used_bytes == used, "the first room was given back"

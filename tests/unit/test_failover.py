@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.errors import NoSuchKey, Unavailable
+from p2pstore.objects import Version
 from p2pstore.transfer.failover import (
     MAX_ATTEMPTS,
+    AnotherVersion,
     HolderReport,
     PullAttempts,
     PullFailed,
@@ -243,3 +246,46 @@ def test_every_reachable_holder_is_asked_before_giving_up(
     assert sorted(report.member for report in attempts.reports) == list(
         range(min(len(hosts), MAX_ATTEMPTS))
     )
+
+
+def test_helpers_are_of_the_same_version_and_reached_the_same_way() -> None:
+    newer = Version(2, 1)
+    copies = [
+        replace(copy(1), version=newer),
+        replace(copy(2, same_host=True), version=newer),  # cheaper by another transport
+        copy(3),
+        replace(copy(4), version=newer),
+        replace(copy(5), version=newer),
+    ]
+    attempts = PullAttempts(copies, [TCP, SHM])
+    assert attempts.next_helper() is None  # nobody is helped yet
+    first = attempts.next()
+    assert first is not None
+    assert attempts.has_helper
+    helpers = [attempts.next_helper(), attempts.next_helper()]
+    assert [each.member for each in helpers if each is not None] == [4, 5]
+    assert not attempts.has_helper
+    assert attempts.next_helper() is None
+    attempts.helper_failed(copies[3], 0, PullFailed(Code.STALE, "damaged"))
+    attempts.helper_failed(copies[4], 0, PullFailed(Code.BUSY, "busy"))
+    attempts.failed(PullFailed(Code.UNAVAILABLE, "broken"))
+    rest = []
+    while attempt := attempts.next():
+        rest.append(attempt.copy.member)
+        assert attempts.next_helper() is None or attempt.copy.member == 3
+        attempts.failed(PullFailed(Code.UNAVAILABLE, "broken"))
+    assert rest == [2, 3, 5]  # who failed is not asked again, who was busy last
+    assert [each.member for each in attempts.reports] == [4, 1, 2, 3, 5]
+
+
+def test_a_helper_with_another_version_is_asked_when_the_rest_failed() -> None:
+    attempts = PullAttempts([copy(1), copy(2)], [TCP])
+    attempts.next()
+    helper = attempts.next_helper()
+    assert helper is not None
+    attempts.helper_failed(helper, 0, AnotherVersion())
+    attempts.failed(PullFailed(Code.UNAVAILABLE, "broken"))
+    again = attempts.next()
+    assert again is not None
+    assert again.copy is helper
+    assert [each.member for each in attempts.reports] == [1]

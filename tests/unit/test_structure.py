@@ -47,10 +47,10 @@ PURE = (
     *(
         f"p2pstore/transfer/{name}.py"
         for name in (
-            *("allocator", "entries", "eviction", "expiry", "failover", "holdings"),
+            *("allocator", "arriving", "entries", "eviction", "expiry", "failover", "holdings"),
             *("incoming_value", "key_index"),
             *("key_listing", "layout", "messages", "object_table", "segment", "tickets"),
-            *("rdma_rules", "trace"),
+            *("rdma_rules", "slicing", "trace"),
         )
     ),
     *(

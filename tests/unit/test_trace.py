@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from mooncake_p2p.explain import document, explanation
+from p2pstore.objects import MIB
 from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.trace import FetchTrace, ReadWatch
 from p2pstore.transfer.transport import BufferDestination, watch_of
@@ -70,6 +71,37 @@ def test_a_second_plan_adds_to_the_first() -> None:
     assert (watch.trace.homes_asked, watch.trace.source) == (3, "beta")
     assert [each.peer for each in watch.trace.tries] == ["alpha", "beta"]
     assert watch.trace.verify_seconds is None
+
+
+def test_several_holders_at_once() -> None:
+    watch = ticking()
+    watch.looked_up(0.1, {1: ("alpha", "dram"), 2: ("beta", "ssd"), 3: ("gamma", "dram")}, 0, 0)
+    watch.attempt(1, "tcp")
+    helpers = [watch.joined(member, "tcp") for member in (2, 3)]
+    watch.left(helpers[1], "", 0)
+    watch.left(helpers[0], "", 3 * MIB)
+    watch.delivered(1, 4 * MIB, MIB, [2, 1])
+    trace = watch.trace
+    assert (trace.source, trace.tier, trace.length_bytes) == ("beta, alpha", "ssd", 4 * MIB)
+    shown = explanation(trace)[1:5]
+    assert [line.partition("after")[0] for line in shown[:3]] == [
+        "tried     alpha over tcp: delivered ",
+        "tried     beta over tcp: delivered ",
+        "tried     gamma over tcp: not needed ",
+    ]
+    assert [line.rpartition(", ")[2] for line in shown[:2]] == ["1.0 MiB", "3.0 MiB"]
+
+
+def test_what_the_first_failed_to_bring_others_did() -> None:
+    watch = ticking()
+    watch.looked_up(0.1, {1: ("alpha", "dram"), 2: ("beta", "ssd")}, 0, 0)
+    watch.attempt(1, "tcp")
+    helper = watch.joined(2, "tcp")
+    watch.failed("gone")
+    watch.left(helper, "", MIB)
+    watch.delivered(1, MIB, 0, [2])
+    assert [each.outcome for each in watch.trace.tries] == ["gone", "delivered"]
+    assert watch.trace.source == "beta"
 
 
 def test_what_the_local_peer_brought() -> None:

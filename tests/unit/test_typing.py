@@ -31,6 +31,10 @@ async def any_store(store: p2pstore.ObjectStore) -> None:
     with store.register(numpy.zeros(4)) as registered:
         await store.get_into("k", registered)
     assert_type((await store.locate("k"))[0].pin, Literal["none", "soft", "hard"])
+    async with store.transfers([p2pstore.TransferRequest("k", bytearray(1))]) as batch:
+        batch.submit([p2pstore.TransferRequest("k", b"v", "put", overwrite=True)])
+        assert_type(batch.status(0), p2pstore.TransferStatus)
+        assert_type((await batch.results())[0].unwrap(), int | p2pstore.PutResult)
 
 
 async def under_trio() -> None:
@@ -57,6 +61,8 @@ def in_threads() -> None:
         assert_type(store.put_many([("k", b"v")])[0].unwrap(), p2pstore.PutResult)
         with store.lease("k") as view:
             assert_type(view, memoryview[int])
+        with store.transfers() as batch:
+            assert_type(batch.wait(0).unwrap(), int | p2pstore.PutResult)
         store.put("k", b"v", pin="firm")
         store.put(b"k", b"v")
         store.get_tensor("t", framework="jax")

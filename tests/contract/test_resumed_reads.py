@@ -1,0 +1,170 @@
+"""A holder that fails in the middle of an object: the next one is asked only for what is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+
+import pytest
+import trio
+
+from p2pstore.objects import MIB
+from p2pstore.transfer.layout import Slot, TrailerBody
+from p2pstore.transfer.trace import ReadWatch
+from p2pstore.transfer.transport import (
+    BufferDestination,
+    Destination,
+    PullReport,
+    RemoteCopy,
+    pull_with_failover,
+)
+from p2pstore.wire import Code
+from tests.contract.test_transport import (
+    DRIVERS,
+    OWNER,
+    READER,
+    ROOT,
+    Side,
+    TcpHarness,
+    _buffers,
+    grant,
+    pattern,
+    put,
+    segment_of,
+    until,
+)
+
+HEADS_BYTES = 16 * 1024
+"""Headers, slots and trailers of a few answers."""
+
+
+@pytest.fixture(params=DRIVERS)
+def side(request: pytest.FixtureRequest) -> Side:
+    return Side(request.param, DRIVERS[request.param]())
+
+
+@contextlib.asynccontextmanager
+async def holder(data_bytes: int, value: bytes, clock: int = 1) -> AsyncIterator[TcpHarness]:
+    segment = segment_of(data_bytes)
+    put(segment, "key", value, clock)
+    async with TcpHarness.open(segment) as harness:
+        yield harness
+
+
+DIGEST = put(segment_of(24 * MIB), "key", b"")
+
+
+@contextlib.contextmanager
+def damaged(harness: TcpHarness, data_bytes: int, chunk: int) -> Iterator[None]:
+    entry = harness.segment.find(DIGEST, time.time())
+    assert entry is not None
+    at = entry.offset + chunk * MIB + 7
+    _buffers[data_bytes][at] ^= 1
+    yield
+    _buffers[data_bytes][at] ^= 1
+
+
+async def read(
+    side: Side, harness: TcpHarness, copies: list[RemoteCopy], destination: Destination
+) -> PullReport:
+    transport = harness.transport(side.driver)
+    return await side.run(lambda: pull_with_failover(copies, [transport], DIGEST, destination))
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(5 * MIB + 3, 3), (5 * MIB, 0), (70 * MIB + 1, 66)])
+async def test_only_missing_chunks_are_read_from_the_next_holder(
+    side: Side, length: int, chunk: int
+) -> None:
+    value, room = pattern(length), 80 * MIB
+    buffer = bytearray(len(value))
+    async with holder(room, value) as first, holder(room + 8 * MIB, value) as second:
+        copies = [first.copy(), replace(second.copy(), peer_id=READER.peer_id, member=2)]
+        with damaged(first, room, chunk):
+            report = await read(side, first, copies, BufferDestination(buffer))
+        assert report.copy is copies[1]
+        assert [(each.member, each.code) for each in report.failures] == [(1, Code.STALE)]
+        assert buffer == value
+        missing = len(value) - chunk * MIB
+        await until(lambda: second.server.traffic.bytes >= missing)  # it counts what it has sent
+        assert second.server.traffic.bytes < missing + HEADS_BYTES
+
+
+async def test_several_holders_with_damage_in_different_places(side: Side) -> None:
+    """None of them has all of it; together they have."""
+    value, room = pattern(6 * MIB), 24 * MIB
+    buffer = bytearray(len(value))
+    async with holder(room, value) as first, holder(room + 8 * MIB, value) as second:
+        copies = [first.copy(), replace(second.copy(), peer_id=READER.peer_id, member=2)]
+        with damaged(first, room, 4), damaged(second, room + 8 * MIB, 1):
+            report = await read(side, first, copies, BufferDestination(buffer))
+        assert report.copy is copies[1]
+        assert buffer == value
+
+
+async def test_versions_are_never_mixed(side: Side) -> None:
+    old, new, room = pattern(5 * MIB), pattern(4 * MIB + 9, seed=1), 24 * MIB
+    for first_value, second_value in ((old, new), (new, old), (old, pattern(100)), (old, b"")):
+        buffer = bytearray(len(old))
+        async with (
+            holder(room, first_value, clock=2) as first,
+            holder(room + 8 * MIB, second_value, clock=3) as second,
+        ):
+            copies = [first.copy(), replace(second.copy(), peer_id=READER.peer_id, member=2)]
+            with damaged(first, room, 3):
+                report = await read(side, first, copies, BufferDestination(buffer))
+            assert report.unwrap().slot.version.clock == 3
+            assert buffer[: len(second_value)] == second_value
+
+
+async def test_other_memory_is_filled_from_the_beginning(side: Side) -> None:
+    given: list[bytearray] = []
+
+    class Moving:
+        def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
+            given.append(bytearray(slot.length))
+            return memoryview(given[-1])
+
+    value, room = pattern(5 * MIB), 24 * MIB
+    async with holder(room, value) as first, holder(room + 8 * MIB, value) as second:
+        copies = [first.copy(), replace(second.copy(), peer_id=READER.peer_id, member=2)]
+        with damaged(first, room, 3):
+            await read(side, first, copies, Moving())
+        assert given[-1] == value
+        assert len(given) > 1
+
+
+async def test_an_owner_killed_in_the_middle_is_not_read_anew(side: Side) -> None:
+    """Progress goes on where it was."""
+    value = pattern(16 * MIB)
+    done: list[int] = []
+    program = "from tests.contract.test_transport import run_owner; run_owner()"
+    with subprocess.Popen(  # starting it takes a moment
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = (await trio.to_thread.run_sync(process.stdout.readline)).strip()
+
+            def progress(done_bytes: int, total_bytes: int) -> None:
+                done.append(done_bytes)
+                if done_bytes == 3 * MIB:
+                    process.kill()
+                    process.wait()
+
+            buffer = bytearray(len(value))
+            destination = BufferDestination(buffer, ReadWatch(time.perf_counter, progress))
+            async with holder(24 * MIB, value) as second:
+                first = RemoteCopy(OWNER.peer_id, (address,), grant(), member=1)
+                other = replace(second.copy(), peer_id=READER.peer_id, member=2)
+                report = await read(side, second, [first, other], destination)
+                assert report.copy is other
+                assert [failure.code for failure in report.failures] == [Code.UNAVAILABLE]
+                assert buffer == value
+                assert done == [(number + 1) * MIB for number in range(16)]
+                assert second.server.traffic.bytes < 13 * MIB + HEADS_BYTES
+        finally:
+            process.kill()
