@@ -486,8 +486,11 @@ class LocalConnection:
         wait, and half a frame harms nobody when nothing follows."""
         if self._is_sending or self._closed_because is not None or self.is_inherited:
             return
-        with contextlib.suppress(OSError):
-            os.write(self._stream.fileno(), frames)
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(self._stream.fileno())) as sock,
+        ):
+            sock.send(frames, socket.MSG_DONTWAIT)  # a blocking stream's descriptor would wait
 
     def close(self) -> None:
         """End the connection, its leases and reservations. Views of the mappings stay readable."""

@@ -20,7 +20,7 @@ from typing import Final
 from p2pstore.errors import ConfigError
 from p2pstore.objects import format_bytes
 from p2pstore.transfer.layout import SEGMENT_MAGIC, round_up
-from p2pstore.transfer.memory import SharedMemory
+from p2pstore.transfer.memory import SharedMemory, available_memory
 
 ATTEMPTS: Final = 8
 _HOW: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -32,7 +32,7 @@ def create_file_memory(path: Path, total_bytes: int, *, marked_after: bool = Fal
     A file that a peer made is known by the segment's magic: at its beginning, where a segment has it, or
     (`marked_after`) in one block more, for memory that begins with something else. What a peer that died left there
     is replaced. Raises `ConfigError` when the path is in use by another peer or by something else, or the file system
-    has no room for all of it or takes no files.
+    has no room for all of it or takes no files; on tmpfs also when the host or a cgroup has not as much memory left.
     """
     with ExitStack() as stack:
         lock = _claim(path)
@@ -136,6 +136,12 @@ def _locked(descriptor: int) -> bool:
 
 def _allocate(path: Path, descriptor: int, size: int) -> None:
     """Have the file system set aside every byte: who touches a page for which it has no room, dies."""
+    available, source = available_memory()
+    if size > available and _is_on_tmpfs(descriptor):  # whose limit says nothing about memory
+        raise ConfigError(
+            f"memory_path: {path} needs {format_bytes(size)} of memory, {source} has {format_bytes(available)} left: "
+            "choose a smaller --memory or raise the limit"
+        )
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
@@ -147,6 +153,17 @@ def _allocate(path: Path, descriptor: int, size: int) -> None:
             f"{format_bytes(found.f_bavail * found.f_frsize)} free ({error.strerror}): choose a smaller --memory or "
             "another file system"
         ) from error
+
+
+def _is_on_tmpfs(descriptor: int) -> bool:
+    """Whether the file's pages are memory of this host, counted by the cgroup of whoever makes them."""
+    device = os.fstat(descriptor).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2] == wanted:
+            return kind.split()[0] == "tmpfs"
+    return False
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:

@@ -35,15 +35,17 @@ MAX_HANDSHAKE_BYTES: Final = 64 * KIB
 class TlsStream:
     """A `ByteStream` over TLS. One task may send while another receives.
 
-    A send that fails or is cancelled closes the stream: what was encrypted cannot be sent later. The other
-    side's end without TLS's own farewell is an end like any other: all that is said on data connections has
-    its length.
+    A send that is cancelled or takes too long closes the stream: what was encrypted cannot be sent later. After one
+    that failed because the connection broke, nothing more can be sent, but what came before can be received: it may
+    say why. The other side's end without TLS's own farewell is an end like any other: all that is said on data
+    connections has its length.
     """
 
     def __init__(self, inner: ByteStream, context: ssl.SSLContext, *, server_side: bool) -> None:
         self._inner = inner
         self._incoming = ssl.MemoryBIO()
         self._ended = False
+        self._broken = False
         self._outgoing = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
         self._room = memoryview(bytearray(LEAST_RECEIVE_BYTES))
@@ -111,14 +113,24 @@ class TlsStream:
         return complete
 
     async def send(self, *parts: BytesLike) -> None:
+        self._check_whole()
         try:
             for piece in self._encrypt(parts):
                 await self._inner.send(piece)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            if isinstance(error, OSError) and not isinstance(error, DeadlineExceeded):
+                self._broken = True
+            else:
+                self.close()
             raise
 
+    def _check_whole(self) -> None:
+        """Raises `ConnectionResetError` when a send broke off: the other side cannot decrypt what follows."""
+        if self._broken:
+            raise ConnectionResetError("the TLS connection broke in an earlier send")
+
     async def send_whole(self, *parts: BytesLike) -> None:
+        self._check_whole()
         await self._inner.send_whole(*self._encrypt(parts))
 
     def _encrypt(self, parts: Sequence[BytesLike]) -> Iterator[bytes]:

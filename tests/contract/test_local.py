@@ -637,6 +637,22 @@ async def test_what_is_granted_too_late_is_given_back(
         await eventually(peer, lambda: segment.used_bytes == kept)
 
 
+def test_who_closes_waits_for_no_peer_that_stands_still(peer: SmallPeer) -> None:
+    """Not even to say farewell, when its socket takes no more."""
+    client = blocking.connect(peer.path, timeout=600)
+    client.put("k", b"value")
+    assert client.get("k") == b"value"
+    connection = client._session._link.connection
+    with deaf(peer), socket.socket(fileno=os.dup(connection._stream.fileno())) as sock:
+        with pytest.raises(BlockingIOError):
+            while True:
+                sock.send(bytes(1 << 16), socket.MSG_DONTWAIT)
+        closing = threading.Thread(target=client.close, daemon=True)
+        closing.start()
+        closing.join(8)
+        assert not closing.is_alive()
+
+
 async def test_whoever_is_left_waiting_receives_next(peer: SmallPeer) -> None:
     """The thread that receives for others leaves with its own answer; theirs come later."""
     with blocking.connect(str(peer.path), timeout=30) as client:

@@ -110,11 +110,13 @@ class Stores:
 
 
 @contextlib.asynccontextmanager
-async def storing(limits: ServerLimits | None = None) -> AsyncIterator[tuple[TcpHarness, Stores]]:
+async def storing(
+    limits: ServerLimits | None = None, *, tls: bool = False
+) -> AsyncIterator[tuple[TcpHarness, Stores]]:
     """A server that takes values; at its end nothing is held."""
     segment = segment_of(SEGMENT_BYTES)
     stores = Stores(segment)
-    async with TcpHarness.open(segment, limits, stores) as harness:
+    async with TcpHarness.open(segment, limits, stores, tls=tls) as harness:
         yield harness, stores
     assert stores.open == []
     used = sum(entry.extent_bytes for entry in segment.entries())
@@ -236,20 +238,22 @@ async def test_a_refusal_comes_before_any_byte_and_keeps_the_connection(
     assert len(stores.requests) == 2
 
 
+@pytest.mark.parametrize("tls", [False, True])
 async def test_a_value_that_changed_meanwhile_is_an_error_of_the_caller(
-    tcp: tuple[TcpHarness, Stores], side: Side
+    tls: bool, side: Side
 ) -> None:
-    harness, stores = tcp
+    """Its reason arrives although sending failed before it could be read."""
     value = bytearray(pattern(20 * MIB))
     announced = bytes(value)
     value[3 * MIB] ^= 1
-    with caught_log() as lines:
-        with pytest.raises(ValueError, match="chunk 3 is not the one that was announced"):
-            await store(harness, side, bytes(value), announced)
-        await until(lambda: harness.server.connections == 0)
-    assert stores.value() is None
-    assert len(lines) == 1
-    assert await store(harness, side, announced) == STORED
+    async with storing(tls=tls) as (harness, stores):
+        with caught_log() as lines:
+            with pytest.raises(ValueError, match="chunk 3 is not the one that was announced"):
+                await store(harness, side, bytes(value), announced)
+            await until(lambda: harness.server.connections == 0)
+        assert stores.value() is None
+        assert len(lines) == 1
+        assert await store(harness, side, announced) == STORED
 
 
 async def test_an_internal_error_is_hidden(tcp: tuple[TcpHarness, Stores], side: Side) -> None:

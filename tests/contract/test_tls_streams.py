@@ -409,6 +409,19 @@ async def test_under_trio_a_cancelled_receive_loses_no_bytes() -> None:
         assert bytes(received[:6]) == b"answer"
 
 
+async def test_what_came_before_a_send_that_failed_can_be_received() -> None:
+    """And nothing is sent after it, which the other side could not decrypt."""
+    async with trio_pair() as (client, server):
+        await server.send(b"why")
+        server.close()
+        for complaint in ("Broken pipe", "in an earlier send"):
+            with pytest.raises(ConnectionError, match=complaint):
+                await client.send(b"more")
+        received = memoryview(bytearray(10))
+        assert await client.receive_into(received) == 3
+        assert bytes(received[:3]) == b"why"
+
+
 async def test_under_trio_a_cancelled_send_closes_the_stream() -> None:
     async with trio_pair() as (client, _):
         with trio.move_on_after(0.05) as scope:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from p2pstore.errors import ConfigError
 from p2pstore.objects import GIB, MIB
+from p2pstore.transfer import memory_file
 from p2pstore.transfer.layout import SEGMENT_MAGIC
 from p2pstore.transfer.memory import map_read_only, map_writable, prefault
 from p2pstore.transfer.memory_file import create_file_memory
@@ -135,6 +137,30 @@ def test_a_file_system_without_room_is_told_of(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"memory_path: .* its file system has .* free"):
         create_file_memory(path, free + 1024 * GIB)
     assert not path.exists()
+
+
+def test_memory_that_a_cgroup_does_not_let_this_process_have_is_not_taken(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tmpfs; a disk's pages are not memory. Who allocates what its cgroup cannot give, is killed."""
+    left = (MIB, "the cgroup (limit 2.0 GiB)")
+    monkeypatch.setattr(memory_file, "available_memory", lambda: left)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        on_tmpfs = Path(folder) / "segment"
+        create_file_memory(on_tmpfs, MIB).close()
+        complaint = r"needs 2\.0 MiB of memory, the cgroup \(limit 2\.0 GiB\) has 1\.0 MiB left"
+        with pytest.raises(ConfigError, match=complaint):
+            create_file_memory(on_tmpfs, 2 * MIB)
+        assert os.listdir(folder) == []
+    monkeypatch.setattr(memory_file, "_is_on_tmpfs", lambda descriptor: False)
+    create_file_memory(path, 2 * MIB).close()
+
+
+def test_what_is_on_tmpfs() -> None:
+    for name, expected in (("/dev/shm", True), ("/proc", False), ("/sys", False)):
+        descriptor = os.open(name, os.O_RDONLY)
+        assert memory_file._is_on_tmpfs(descriptor) is expected
+        os.close(descriptor)
 
 
 def test_who_takes_the_new_file_for_a_left_over_gets_it(
