@@ -327,7 +327,14 @@ class SmallPeer:
     def stall(self, seconds: float) -> None:
         """Have the whole peer stand still for so long, from now on."""
         assert self.token is not None
-        self.token.run_sync_soon(time.sleep, seconds)
+        begun = threading.Event()
+
+        def stand_still() -> None:
+            begun.set()
+            time.sleep(seconds)
+
+        self.token.run_sync_soon(stand_still)
+        assert begun.wait(5.0)
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
         """Wait for something to become true on the peer's thread."""
