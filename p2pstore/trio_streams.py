@@ -28,6 +28,7 @@ from p2pstore.streams import (
     check_descriptors,
     flatten_parts,
     gather,
+    shut_down,
     stalled,
     total_bytes,
     tune_tcp,
@@ -148,6 +149,9 @@ class TrioStream:
 
     def fileno(self) -> int:
         return self._sock.fileno()
+
+    def abort(self) -> None:
+        shut_down(self._sock)
 
     def close(self) -> None:
         if self._sock.fileno() != -1:

@@ -176,9 +176,9 @@ class DataConnection:
         self.stream.close()
 
     def abandon(self) -> None:
-        """Close at once, under whoever uses it: that fails, and is not to be tried again over another connection."""
+        """End it under whoever uses it: that fails at once, and is not to be tried again over another connection."""
         self.abandoned = True
-        self.close()
+        self.stream.abort()
 
     @property
     def received_any(self) -> bool:
@@ -694,5 +694,6 @@ class _Operation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._connection.in_the_middle or is_damage(error):
-            self._connection.close()
+        connection = self._connection
+        if connection.in_the_middle or is_damage(error) or connection.abandoned:
+            connection.close()

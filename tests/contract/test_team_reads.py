@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 import threading
 import time
@@ -67,7 +68,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
     yield
-    assert not [each for each in threading.enumerate() if each.name == "p2pstore-read"]
+    assert not [each for each in threading.enumerate() if each.name == "p2pstore-helper"]
 
 
 @dataclass
@@ -200,6 +201,14 @@ STEADY = {"seconds": 0.004}
 SLOW = {"seconds": 0.4}
 HANGS = {"seconds": 0.004, "limit_bytes": 3.5 * MIB}
 ENDS = {**HANGS, "ends": True}
+
+
+KINDS: dict[str, dict[str, float]] = {
+    "steady": STEADY,
+    "slow": SLOW,
+    "hangs": HANGS,
+    "ends": ENDS,
+}
 
 
 @contextlib.contextmanager
@@ -544,7 +553,7 @@ async def test_an_interrupt_in_a_thread_ends_all_readers() -> None:
                 pull_with_failover(holders.copies(), [TcpTransport(pool)], DIGEST, destination)
             )
             raise AssertionError("it was not interrupted")
-        assert not [each for each in threading.enumerate() if each.name == "p2pstore-read"]
+        assert not [each for each in threading.enumerate() if each.name == "p2pstore-helper"]
         pool.close()
 
     async with cluster(STEADY, STEADY, STEADY) as holders:
@@ -552,6 +561,37 @@ async def test_an_interrupt_in_a_thread_ends_all_readers() -> None:
         after = bytes(buffer)
         await until(lambda: holders.in_flight() == 0)
         assert bytes(buffer) == after
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_one_good_holder_is_enough_whatever_the_others_do(
+    side: Side, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are slow, hang or end somewhere, have damage or another version, or nothing at all."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(team_read, "MAX_READERS", rng.choice([2, 3, 4]))
+    good, newer = rng.randrange(4), pattern(len(VALUE), seed=1)
+    ways, values, damage = [], [], []
+    for number in range(4):
+        kind = "steady" if number == good else rng.choice([*KINDS, "damaged", "newer"])
+        limit_bytes = rng.randrange(20 * MIB)
+        ways.append(
+            {**KINDS.get(kind, STEADY), "limit_bytes": limit_bytes}
+            if kind in ("hangs", "ends")
+            else KINDS.get(kind, STEADY)
+        )
+        values.append(newer if kind == "newer" else VALUE)
+        chunks = rng.sample(range(25), 3) if kind == "damaged" else []
+        damage += [(number, chunk) for chunk in chunks]
+    buffer = bytearray(len(VALUE))
+    async with cluster(*ways, values=values) as holders:
+        with contextlib.ExitStack() as stack:
+            for number, chunk in damage:
+                stack.enter_context(damaged(number, chunk, holders.harnesses[number]))
+            report = await holders.read(side, BufferDestination(buffer), progress_seconds=3.0)
+        assert buffer == (newer if report.unwrap().slot.version.clock == 2 else VALUE)
+        assert report.copy is not None
+        assert good + 1 not in {each.member for each in report.failures}
 
 
 async def test_many_reads_of_one_pool_at_once() -> None:
