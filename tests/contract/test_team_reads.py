@@ -73,16 +73,19 @@ def no_thread_left() -> Iterator[None]:
 
 @dataclass
 class Relay:
-    """A way to a holder: slow (`seconds` for each MiB), and after `limit_bytes` of answers it hangs or ends."""
+    """A way to a holder: slow (`seconds` for each MiB, on the first `slow_connections`), and after `limit_bytes` of
+    answers it hangs or ends."""
 
     target: str
     seconds: float = 0.0
     limit_bytes: float = float("inf")
     ends: bool = False
+    slow_connections: float = float("inf")
     address: str = ""
     passed_bytes: int = 0
     connections: int = 0
     most_connections: int = 0
+    all_connections: int = 0
     streams: list[trio.SocketStream] = field(default_factory=list)
 
     @contextlib.asynccontextmanager
@@ -98,6 +101,7 @@ class Relay:
         host, _, port = self.target.rpartition(":")
         server = await trio.open_tcp_stream(host, int(port))
         self.connections += 1
+        self.all_connections += 1
         self.most_connections = max(self.most_connections, self.connections)
         try:
             with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
@@ -118,6 +122,7 @@ class Relay:
         scope.cancel()
 
     async def _answers(self, server: trio.SocketStream, client: trio.SocketStream) -> None:
+        seconds = self.seconds if self.all_connections <= self.slow_connections else 0.0
         while data := await server.receive_some(256 * 1024):
             if self.passed_bytes >= self.limit_bytes:
                 if self.ends:
@@ -125,8 +130,8 @@ class Relay:
                 await trio.sleep_forever()
             self.passed_bytes += len(data)
             await client.send_all(data)
-            if self.seconds and len(data) > 1000:
-                await trio.sleep(self.seconds * len(data) / MIB)
+            if seconds and len(data) > 1000:
+                await trio.sleep(seconds * len(data) / MIB)
 
 
 @dataclass
@@ -332,7 +337,7 @@ async def test_one_with_another_version_is_asked_when_the_first_fails(side: Side
 async def test_one_that_was_overtaken_is_asked_again_when_the_others_fail(side: Side) -> None:
     """The second one stops the first in the middle of its first slice, and has damage just there."""
     buffer = bytearray(len(VALUE))
-    async with cluster(SLOW, STEADY) as holders:
+    async with cluster({"seconds": 5.0, "slow_connections": 1}, STEADY) as holders:
         with damaged(1, 1, holders.harnesses[1]):
             report = await holders.read(side, BufferDestination(buffer))
         assert buffer == VALUE
