@@ -29,6 +29,7 @@ from p2pstore.streams import (
     check_descriptors,
     flatten_parts,
     gather,
+    shut_down,
     stalled,
     tune_tcp,
 )
@@ -129,6 +130,9 @@ class AsyncioStream:
 
     def fileno(self) -> int:
         return self._sock.fileno()
+
+    def abort(self) -> None:
+        shut_down(self._sock)
 
     def close(self) -> None:
         for wait in list(self._waits):

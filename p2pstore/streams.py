@@ -65,6 +65,11 @@ class ByteStream(Protocol):
 
     def fileno(self) -> int: ...
 
+    def abort(self) -> None:
+        """End the connection under whoever uses it, in another task or thread: what they wait for fails at once.
+        They close it; its descriptor stays theirs until then."""
+        ...
+
     def close(self) -> None:
         """Close at once; never blocks, may be called twice."""
         ...
@@ -307,8 +312,11 @@ class BlockingStream:
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    def abort(self) -> None:
+        shut_down(self._sock)
+
     def close(self) -> None:
-        _shut_down(self._sock)  # wakes a thread that waits in a receive
+        shut_down(self._sock)  # wakes a thread that waits in a receive
         self._sock.close()
 
 
@@ -396,7 +404,7 @@ class _HelperThread:
 
     def __init__(self, work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
         self._work = work
-        self._thread = threading.Thread(target=self._run, name="p2pstore-read")
+        self._thread = threading.Thread(target=self._run, name="p2pstore-helper")
         self._state = threading.Lock()
         self._cancelled = False
         self._connecting: socket.socket | None = None
@@ -425,7 +433,7 @@ class _HelperThread:
         with self._state:
             self._cancelled = True
             if self._connecting is not None:
-                _shut_down(self._connecting)
+                shut_down(self._connecting)
 
     def connected(self) -> None:
         with self._state:
@@ -478,7 +486,7 @@ class _Helping(threading.local):
 _helping = _Helping()
 
 
-def _shut_down(sock: socket.socket) -> None:
+def shut_down(sock: socket.socket) -> None:
     """End a connection, also one that is only being made: whoever waits for it is woken."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

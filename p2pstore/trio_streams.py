@@ -29,6 +29,7 @@ from p2pstore.streams import (
     flatten_parts,
     gather,
     send_all,
+    shut_down,
     stalled,
     total_bytes,
     tune_tcp,
@@ -172,8 +173,7 @@ class TrioStream:
 
     def _shut_down_thread(self) -> None:
         if self._in_thread:
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+            shut_down(self._sock)
 
     def stop_receiving(self) -> None:
         """Whoever waits to receive gets what has arrived, and then 0 as if the other side had closed."""
@@ -182,6 +182,9 @@ class TrioStream:
 
     def fileno(self) -> int:
         return self._sock.fileno()
+
+    def abort(self) -> None:
+        shut_down(self._sock)
 
     def close(self) -> None:
         if self._sock.fileno() != -1:

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 REASON_COLUMNS: Final = 80
 RDMA: Final = "rdma"
-NOT_FOR_CLIENTS: Final = (
-    "not tried, only peers read by it: for leases and copies, with --transport rdma for every get"
-)
+NOT_FOR_CLIENTS: Final = "not tried, only peers read by it, for large gets, leases and copies"
 
 
 def explanation(trace: FetchTrace) -> list[str]:

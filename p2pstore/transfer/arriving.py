@@ -231,13 +231,15 @@ class ResumableDestination:
     are about to come, which is known by then.
     """
 
+    # Of the class until they change: every small read makes a destination.
+    error: BaseException | None = None
+    arriving: Arriving | None = None
+    when_begun: Callable[[Arriving], None] = staticmethod(lambda arriving: None)
+    _sharing = ALONE
+
     def __init__(self, destination: Destination) -> None:
         self.watch = watch_of(destination)
-        self.error: BaseException | None = None
-        self.arriving: Arriving | None = None
-        self.when_begun: Callable[[Arriving], None] = lambda arriving: None
         self._destination = destination
-        self._sharing = ALONE
 
     def share(self, sharing: Sharing) -> None:
         """Have chunks handed out like this. Nobody may have anything under way."""
@@ -266,11 +268,12 @@ class ResumableDestination:
         self.arriving = before
         return before
 
-    def wanted_first(self) -> range:
-        """The chunks to ask a holder for when nobody knows yet what it has."""
-        if self.arriving is not None:
-            return self.arriving.next_free()
-        return range(self._sharing.slice_chunks)
+    def wanted_first(self) -> tuple[int, int]:
+        """The chunks to ask a holder for when nobody knows yet what it has: the first, and how many."""
+        if self.arriving is None:
+            return 0, self._sharing.slice_chunks
+        run = self.arriving.next_free()
+        return run.start, len(run)
 
 
 def resumable(destination: Destination) -> ResumableDestination:

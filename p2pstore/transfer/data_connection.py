@@ -177,9 +177,9 @@ class DataConnection:
         self.stream.close()
 
     def abandon(self) -> None:
-        """Close at once, under whoever uses it: that fails, and is not to be tried again over another connection."""
+        """End it under whoever uses it: that fails at once, and is not to be tried again over another connection."""
         self.abandoned = True
-        self.close()
+        self.stream.abort()
 
     @property
     def received_any(self) -> bool:
@@ -311,11 +311,11 @@ class DataConnection:
         BUSY)."""
         with self._operation():
             self._inbox.expect(expected_bytes)
-            run = range(PART_CHUNKS)
+            first, count = 0, PART_CHUNKS
             if isinstance(destination, ResumableDestination):
-                run = destination.wanted_first()
-            first = GetItem(digest, run.start, len(run), slot_hint)
-            expected = await self._send_get((first,), may_refuse=answer_seconds < math.inf)
+                first, count = destination.wanted_first()
+            item = GetItem(digest, first, count, slot_hint)
+            expected = await self._send_get((item,), may_refuse=answer_seconds < math.inf)
             await self._wait_for_answer(answer_seconds)
             return await self._pull(expected, destination)
 
@@ -423,14 +423,14 @@ class DataConnection:
         asked = expected.items[0]
         try:
             slot, trailer = self._check_reply(reply, asked)
-            if slot.length <= SMALL_BYTES:
+            if slot.length <= CHUNK_BYTES:
                 view = checked_view(destination, slot, trailer)
             else:
                 arriving = resume(destination, slot, trailer)
         except (P2PStoreError, ValueError):
             await self._discard_small(reply.bulk_bytes)
             raise
-        if slot.length > SMALL_BYTES:
+        if slot.length > CHUNK_BYTES:
             try:
                 run = arriving.claim(ONLY_READER, asked.first_chunk, asked.chunk_count)
                 if isinstance(destination, ResumableDestination):
@@ -439,13 +439,26 @@ class DataConnection:
             finally:
                 arriving.leave()
         elif reply.bulk_bytes:
-            payload = await self._inbox.take(slot.length)
-            self._bulk_left = 0
-            _deliver(payload, view, trailer, watch_of(destination))
+            await self._receive_only_chunk(view, trailer, watch_of(destination))
         elif slot.length:  # chunks were asked for that a longer version had
             again = await self._send_get((GetItem(asked.digest, 0, PART_CHUNKS),))
             return await self._pull(again, destination)
         return Pulled(slot, trailer, slot.length, TRANSPORT_NAME)
+
+    async def _receive_only_chunk(
+        self, view: memoryview, trailer: TrailerBody, watch: ReadWatch | None
+    ) -> None:
+        """A value of one chunk: a small one is checked where it arrived, and copied then."""
+        if len(view) <= SMALL_BYTES:
+            payload = await self._inbox.take(len(view))
+            self._bulk_left = 0
+            _deliver(payload, view, trailer, watch)
+            return
+        await self._inbox.read_into(view)
+        self._bulk_left = 0
+        verify_chunk(view, int.from_bytes(trailer.sums, "little"), 0, watch)
+        if watch is not None:
+            watch.advanced(len(view), len(view))
 
     async def pull_slices(
         self,
@@ -708,5 +721,6 @@ class _Operation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._connection.in_the_middle or is_damage(error):
-            self._connection.close()
+        connection = self._connection
+        if connection.in_the_middle or is_damage(error) or connection.abandoned:
+            connection.close()

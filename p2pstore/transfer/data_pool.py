@@ -385,7 +385,7 @@ class DataPool:
         if connection is None or connection.closed:
             return None
         stale = time.monotonic() - place.idle_since > IDLE_SECONDS
-        if stale or place.connected_at < self._renewed_at:
+        if stale or connection.abandoned or place.connected_at < self._renewed_at:
             connection.close()
             return None
         return connection

@@ -191,6 +191,9 @@ class TlsStream:
     def fileno(self) -> int:
         return self._inner.fileno()
 
+    def abort(self) -> None:
+        self._inner.abort()
+
     def close(self) -> None:
         self._inner.close()
 

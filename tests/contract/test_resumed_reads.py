@@ -8,10 +8,13 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import trio
 
+from p2pstore import blocking
+from p2pstore.local import messages as local
 from p2pstore.objects import MIB
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.trace import ReadWatch
@@ -23,6 +26,7 @@ from p2pstore.transfer.transport import (
     pull_with_failover,
 )
 from p2pstore.wire import Code
+from tests.contract.small_peer import small_peer
 from tests.contract.test_transport import (
     DRIVERS,
     OWNER,
@@ -168,3 +172,33 @@ async def test_an_owner_killed_in_the_middle_is_not_read_anew(side: Side) -> Non
                 assert second.server.traffic.bytes < 13 * MIB + HEADS_BYTES
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("into", [True, False], ids=["get_into", "get"])
+async def test_a_client_keeps_what_came_when_its_peer_names_other_holders(
+    into: bool, tmp_path: Path
+) -> None:
+    value, room = pattern(5 * MIB), 24 * MIB
+
+    def planned(member: int, harness: TcpHarness) -> local.PlanItem:
+        granted = grant()
+        ticket = granted.ticket.claims, granted.ticket.signature, granted.secret
+        where = bytes([member]), "", [harness.address], "", False
+        return local.PlanItem([local.Holder(member, *where, 0, 1280, 1, 1, 0, *ticket)])
+
+    def read(path: str) -> bytes:
+        with blocking.connect(path) as client:
+            if not into:
+                return client.get("key")
+            buffer = bytearray(len(value))
+            client.get_into("key", buffer)
+            return bytes(buffer)
+
+    with small_peer(tmp_path / "peer.sock") as peer:
+        async with holder(room, value) as first, holder(room + 8 * MIB, value) as second:
+            peer.backend.planned[DIGEST] = [planned(1, first), planned(2, second)]
+            with damaged(first, room, 3):
+                got = await trio.to_thread.run_sync(read, str(peer.path))
+            assert got == value
+            assert peer.backend.excluded == [[], [1]]
+            assert second.server.traffic.bytes < 2 * MIB + HEADS_BYTES

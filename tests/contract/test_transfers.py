@@ -35,7 +35,7 @@ def side(request: pytest.FixtureRequest) -> Side:
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
     yield
-    assert not [each for each in threading.enumerate() if each.name == "p2pstore-read"]
+    assert not [each for each in threading.enumerate() if each.name == "p2pstore-helper"]
 
 
 class SlowStore:

@@ -49,8 +49,7 @@ def test_the_course_of_a_read_over_two_holders() -> None:
         "tried     alpha over shm: not tried, on another host",
         "tried     alpha over tcp: refused after 1.0 ms",
         "tried     beta over tcp: delivered after 3.0 ms",
-        "tried     rdma: not tried, only peers read by it: for leases and copies, with --transport rdma "
-        "for every get",
+        "tried     rdma: not tried, only peers read by it, for large gets, leases and copies",
         "source    beta, ssd, over tcp",
         "queue     1.0 ms until connected",
         "transfer  1.0 ms for 4.0 KiB (4.10 MB/s)",
