@@ -253,37 +253,54 @@ async def pull_with_failover(
             refusals = ((transport.name, transport.why_not(copy)) for transport in transports)
             watch.passed_over(copy.member, [each for each in refusals if each[1]])
     while attempt := attempts.next():
+        transport = transports[attempt.transport]
         if watch is not None:
-            watch.attempt(attempt.copy.member, transports[attempt.transport].name)
+            watch.attempt(attempt.copy.member, transport.name)
+        helpers = None
+        if attempt.copy.length_bytes >= SLICED_BYTES:
+            helpers = _HelpingHolders(attempts, attempt, transport.name, watch)
         try:
-            copy = hurried(attempt.copy) if attempt.hurried else attempt.copy
-            transport, helpers = transports[attempt.transport], None
-            if copy.length_bytes >= SLICED_BYTES and isinstance(transport, TeamTransport):
-                helpers = _HelpingHolders(attempts, attempt, transport.name, watch)
-                pulled = await transport.pull_together(copy, digest, destination, helpers)
-            else:
-                pulled = await transport.pull(copy, digest, destination)
+            pulled = await _pull(attempt, transport, helpers, digest, destination)
         except PullFailed as failure:
             attempts.failed(failure)
             if watch is not None:
                 watch.failed(failure.text)
-        else:
-            shares = helpers.shares() if helpers is not None else ()
-            if watch is not None:
-                arrived = destination.arriving
-                brought = None if arrived is None else arrived.brought_bytes[ONLY_READER]
-                sources = [each.member for each in shares]
-                watch.delivered(attempt.copy.member, pulled.length, brought, sources)
-            return PullReport(
-                pulled,
-                helpers.copy_of(shares[0]) if helpers is not None and shares else attempt.copy,
-                tuple(attempts.reports),
-                fallbacks=tuple(attempts.fallbacks),
-                shares=shares,
-            )
+            continue
+        shares = () if helpers is None else helpers.shares()
+        if watch is not None:
+            brought = _brought_first(destination)
+            sources = [each.member for each in shares]
+            watch.delivered(attempt.copy.member, pulled.length, brought, sources)
+        return PullReport(
+            pulled,
+            helpers.copy_of(shares[0]) if helpers is not None and shares else attempt.copy,
+            tuple(attempts.reports),
+            fallbacks=tuple(attempts.fallbacks),
+            shares=shares,
+        )
     return PullReport(
         None, None, tuple(attempts.reports), attempts.error(), tuple(attempts.fallbacks)
     )
+
+
+async def _pull(
+    attempt: Attempt,
+    transport: Transport,
+    helpers: _HelpingHolders | None,
+    digest: bytes,
+    destination: ResumableDestination,
+) -> Pulled:
+    """One attempt; a large object with the help of others, where the transport can do that."""
+    copy = hurried(attempt.copy) if attempt.hurried else attempt.copy
+    if helpers is not None and isinstance(transport, TeamTransport):
+        return await transport.pull_together(copy, digest, destination, helpers)
+    return await transport.pull(copy, digest, destination)
+
+
+def _brought_first(destination: ResumableDestination) -> int | None:
+    """What the holder of the attempt itself brought, where that was counted."""
+    arriving = destination.arriving
+    return None if arriving is None else arriving.brought_bytes[ONLY_READER]
 
 
 class _HelpingHolders:
