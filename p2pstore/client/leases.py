@@ -27,8 +27,8 @@ class _Whole(weakref.ref[Array]):
     """Of the array under all views of a lease. When that is collected, this goes to the leases that ended, without
     a line of Python that a signal could interrupt."""
 
-    __slots__ = ("number",)
-    number: int
+    number: int | None = None
+    """None for one whose making was interrupted."""
 
 
 @dataclass(slots=True)
@@ -106,8 +106,8 @@ class LeaseBook:
         else:
             whole = np.empty(0, np.uint8)
         whole.flags.writeable = False
-        lease.whole = _Whole(whole, self._ended.append)
-        lease.whole.number = lease.number
+        ends = _Whole(whole, self._ended.append)
+        ends.number, lease.whole = lease.number, ends
         return memoryview(whole)  # type: ignore[arg-type] # an array is a buffer
 
     def covers(self, digest: bytes) -> bool:
@@ -117,6 +117,13 @@ class LeaseBook:
     def give_back(self, number: int) -> None:
         """End a lease of which no view was made."""
         self._ended.append(number)
+
+    def forsake(self, number: int) -> None:
+        """End a lease of which a view was to be made, when that was interrupted at any moment: the last view ends it,
+        if there was one."""
+        lease = self._leases.get(number)
+        if lease is None or lease.whole is None:
+            self._ended.append(number)
 
     def take_ended(self, *, everything: bool) -> list[int]:
         """Leases to give back, each once: those that ended 50 ms ago, or all that ended.
@@ -146,7 +153,9 @@ class LeaseBook:
         now = time.monotonic()
         while self._ended:
             ended = self._ended.popleft()
-            self._kept[ended if isinstance(ended, int) else ended.number] = now
+            number = ended if isinstance(ended, int) else ended.number
+            if number is not None:
+                self._kept[number] = now
 
     @property
     def outstanding(self) -> bool:

@@ -43,14 +43,20 @@ class Leaser:
             nearby = await self._take_nearby(key, digest, wait_seconds)
             if nearby is not None:
                 return nearby
-        grant = await _ask(link, key, digest) if is_here else None
-        if grant is None or grant.error.code == Code.NO_SUCH_KEY:
-            left_seconds = max(0.0, wait_until - time.monotonic())
-            grant = await _ask(link, key, digest, fetch=True, wait_seconds=left_seconds)
-        if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
-            grant = await _ask(link, key, digest)
-        answers.raise_for(key, grant.error)
-        return _view(link, digest, grant)
+        grant = None
+        try:
+            if is_here:
+                grant = await _ask(link, key, digest)
+            if grant is None or grant.error.code == Code.NO_SUCH_KEY:
+                left_seconds = max(0.0, wait_until - time.monotonic())
+                grant = await _ask(link, key, digest, fetch=True, wait_seconds=left_seconds)
+            if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
+                grant = await _ask(link, key, digest)
+            answers.raise_for(key, grant.error)
+            return _view(link, digest, grant)
+        except BaseException:  # Ctrl-C, too, at any moment
+            _forsake(link, grant)
+            raise
 
     async def _take_nearby(self, key: str, digest: bytes, wait_seconds: float) -> memoryview | None:
         """A view in the memory of another peer of this host. None when none has it, or gives it. Raises
@@ -96,15 +102,18 @@ def _neighbours_in(holders: Sequence[Holder]) -> list[Holder]:
 async def _lease_at(holder: Holder, key: str, digest: bytes, link: PeerLink) -> memoryview | None:
     """A view by a link to a neighbour. None when it does not have what it was said to have, or this client
     holds too much there."""
-    grant = await _ask(link, key, digest)
-    if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
+    grant = None
+    try:
         grant = await _ask(link, key, digest)
-    if grant.error.code:
-        return None
-    if not _version(grant).covers(_announced(holder)):  # an older one may be forbidden
-        link.give_back(local.Leased([grant]))
-        return None
-    return _view(link, digest, grant)
+        if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
+            grant = await _ask(link, key, digest)
+        if not grant.error.code and _version(grant).covers(_announced(holder)):
+            return _view(link, digest, grant)
+    except BaseException:
+        _forsake(link, grant)
+        raise
+    _forsake(link, grant)  # an older one may be forbidden
+    return None
 
 
 def _share(link: PeerLink, digest: bytes, announced: Version = ZERO_VERSION) -> memoryview | None:
@@ -134,18 +143,31 @@ async def _ask(
     link: PeerLink, key: str, digest: bytes, *, fetch: bool = False, wait_seconds: float = 0.0
 ) -> local.LeaseGrant:
     """Ask for a lease. Only with `fetch` may the answer take its time: the object is brought."""
-    reply = await link.request(
-        LocalKind.LEASE,
-        local.Lease(
-            digest, fetch, round(wait_seconds * 1000), deadline_ms(link.timeout_seconds), key
-        ),
-        local.Leased,
-        extra_seconds=wait_seconds + FETCH_SECONDS if fetch else 0.0,
-        on_late_reply=link.give_back,
-    )
-    if len(reply.items) != 1:
-        raise ProtocolError(f"{len(reply.items)} answers about one lease")
-    return reply.items[0]
+    reply = None
+    try:
+        reply = await link.request(
+            LocalKind.LEASE,
+            local.Lease(
+                digest, fetch, round(wait_seconds * 1000), deadline_ms(link.timeout_seconds), key
+            ),
+            local.Leased,
+            extra_seconds=wait_seconds + FETCH_SECONDS if fetch else 0.0,
+            on_late_reply=link.give_back,
+        )
+        if len(reply.items) != 1:
+            raise ProtocolError(f"{len(reply.items)} answers about one lease")
+        return reply.items[0]
+    except BaseException:
+        if reply is not None:
+            link.give_back(reply)
+        raise
+
+
+def _forsake(link: PeerLink, grant: local.LeaseGrant | None) -> None:
+    """Give back a lease, if it is one, of which no view was made."""
+    if grant is not None and not grant.error.code:
+        link.leases.forsake(grant.lease)
+        link.stir()
 
 
 def _view(link: PeerLink, digest: bytes, grant: local.LeaseGrant) -> memoryview:

@@ -246,7 +246,14 @@ class LocalConnection:
         while True:
             frame = await self._exchange(kind, message, deadline, progress_seconds, on_late_frame)
             if not frame[0].flags & ERROR:
-                return reply_in(frame, kind, reply_type)
+                try:
+                    return reply_in(frame, kind, reply_type)
+                except ProtocolError:
+                    raise
+                except BaseException:  # interrupted: nobody looks at it
+                    if on_late_frame is not None:
+                        on_late_frame(frame)
+                    raise
             failure = decode_body(Failure, frame[1])
             if failure.code != Code.BUSY or time.monotonic() + BUSY_RETRY_SECONDS > deadline:
                 raise error_of(failure.code, failure.text, failure.detail)
@@ -266,10 +273,10 @@ class LocalConnection:
             await self._receive_or_wait(waiter, deadline)
             if waiter.frame is None:
                 await self._receive_until(waiter, deadline, progress_seconds)
+            return self._taken(waiter)
         except BaseException:
             self.give_up(waiter, on_late_frame)
             raise
-        return self._taken(waiter)
 
     async def request_ahead(
         self,
@@ -345,7 +352,7 @@ class LocalConnection:
                 waiter.on_late_frame = on_late_frame
                 self._abandoned += 1
                 return
-            del self._waiters[waiter.number]
+            self._waiters.pop(waiter.number, None)
         if waiter.frame is not None and on_late_frame is not None:
             on_late_frame(waiter.frame)
 

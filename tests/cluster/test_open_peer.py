@@ -26,7 +26,7 @@ from p2pstore.peer import Peer, open_peer, saving
 MIB = 1024 * 1024
 
 
-async def until(condition: Callable[[], object], seconds: float = 15.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     with trio.fail_after(seconds):
         while not condition():
             await trio.sleep(0.01)

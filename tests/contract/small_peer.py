@@ -336,6 +336,23 @@ class SmallPeer:
         self.token.run_sync_soon(stand_still)
         assert begun.wait(5.0)
 
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """The whole peer stands still for the length of the block."""
+        wake, stands = threading.Event(), threading.Event()
+
+        def stand() -> None:
+            stands.set()
+            wake.wait(120)
+
+        assert self.token is not None
+        self.token.run_sync_soon(stand)
+        assert stands.wait(30)
+        try:
+            yield
+        finally:
+            wake.set()
+
     def wait_until(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
         """Wait for something to become true on the peer's thread."""
         deadline = time.monotonic() + seconds

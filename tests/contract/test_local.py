@@ -26,6 +26,8 @@ import trio
 
 import p2pstore
 from p2pstore import aio, blocking
+from p2pstore.client import answers, leasing
+from p2pstore.client import leases as leases_module
 from p2pstore.client.leases import LeaseBook
 from p2pstore.client.trio_client import Client
 from p2pstore.errors import (
@@ -43,7 +45,7 @@ from p2pstore.errors import (
     Unavailable,
 )
 from p2pstore.local import messages as local
-from p2pstore.local import paths
+from p2pstore.local import paths, requests
 from p2pstore.local.connection import LocalConnection
 from p2pstore.local.listener import MAX_CONNECTIONS, listen_at
 from p2pstore.local.messages import Access, LocalKind
@@ -53,6 +55,7 @@ from p2pstore.streams import BlockingDriver, run_blocking
 from p2pstore.trio_streams import TrioDriver, TrioStream
 from p2pstore.wire import HEADER, PREFACE_LOCAL, Code, Empty, Message, encode_frame
 from tests.contract.small_peer import PEER_ID, SmallPeer, small_peer
+from tests.interrupts import interrupted_at_each_line
 
 
 class PlainStore:
@@ -598,24 +601,6 @@ async def test_cancelled_at_any_point_nothing_leaks(peer: SmallPeer) -> None:
     assert peer.used_bytes() == 4096
 
 
-@contextlib.contextmanager
-def deaf(peer: SmallPeer) -> Iterator[None]:
-    """The peer's loop stands still for the length of the block."""
-    wake, stands = threading.Event(), threading.Event()
-
-    def stand() -> None:
-        stands.set()
-        wake.wait(10)
-
-    assert peer.token is not None
-    peer.token.run_sync_soon(stand)
-    assert stands.wait(10)
-    try:
-        yield
-    finally:
-        wake.set()
-
-
 @both
 @pytest.mark.parametrize("what", ["lease", "reserve", "commit"])
 async def test_what_is_granted_too_late_is_given_back(
@@ -628,7 +613,7 @@ async def test_what_is_granted_too_late_is_given_back(
             await store.put("s2", bytes(4096))
         peer.backend.requests.clear()
         call = store.take_lease("k") if what == "lease" else store.put("s3", bytes(4096))
-        with deaf(peer), pytest.raises(DeadlineExceeded):
+        with peer.standing_still(), pytest.raises(DeadlineExceeded):
             await call
         await eventually(peer, lambda: LocalKind[what.upper()] in peer.backend.requests)
         segment = peer.backend.segment
@@ -643,7 +628,7 @@ def test_who_closes_waits_for_no_peer_that_stands_still(peer: SmallPeer) -> None
     client.put("k", b"value")
     assert client.get("k") == b"value"
     connection = client._session._link.connection
-    with deaf(peer), socket.socket(fileno=os.dup(connection._stream.fileno())) as sock:
+    with peer.standing_still(), socket.socket(fileno=os.dup(connection._stream.fileno())) as sock:
         with pytest.raises(BlockingIOError):
             while True:
                 sock.send(bytes(1 << 16), socket.MSG_DONTWAIT)
@@ -1135,6 +1120,29 @@ def test_an_interrupted_caller_leaves_no_lock_taken(moment: str, peer: SmallPeer
         thread.join(10)
         assert len(others) == 1
         assert client.locate("k") == others[0]
+
+
+def test_a_lease_that_is_interrupted_at_any_line_is_given_back(peer: SmallPeer) -> None:
+    """From the moment in which its reply is there: what is half received ends the session, and so the lease."""
+    places: list[str] = []
+    with blocking.connect(str(peer.path)) as client:
+        client.put("k", bytes(10_000))
+        link = client._session._link
+        leases = link.leases
+
+        def lease() -> None:
+            client.take_lease("k")
+
+        for place in interrupted_at_each_line(lease, leasing, leases_module, answers, requests):
+            places.append(place)
+            gc.collect()
+            deadline = time.monotonic() + 10
+            while peer.call(lambda: peer.backend.segment.leased_bytes):
+                assert time.monotonic() < deadline, f"lost when it was interrupted at {place}"
+                link.make_room()  # at once, not after the usual 50 ms
+                client.locate("k")
+            assert not leases.outstanding, place
+    assert len(places) > 40
 
 
 def test_leases_that_another_thread_gave_back_meanwhile() -> None:

@@ -299,13 +299,13 @@ def test_a_neighbour_that_hangs_is_given_up_and_left_alone(
 ) -> None:
     scene = street()
     held = scene.view(0)
-    scene.houses[0].stall(2.0)
-    with pytest.raises(errors.NoSuchKey):  # the own peer, which was asked then, has it neither
-        scene.view(0, 1)
-    before = len(scene.houses[0].backend.requests)
-    with pytest.raises(errors.NoSuchKey):
-        scene.view(0, 2)
-    assert held == scene.value(0)
+    with scene.houses[0].standing_still():
+        with pytest.raises(errors.NoSuchKey):  # the own peer, which was asked then, has it neither
+            scene.view(0, 1)
+        before = len(scene.houses[0].backend.requests)
+        with pytest.raises(errors.NoSuchKey):
+            scene.view(0, 2)
+        assert held == scene.value(0)
     scene.houses[0].wait_until(lambda: len(scene.houses[0].backend.requests) > before)
     until(lambda: 0 < scene.leased() < 200_000)  # what nobody waited for was given back
     monkeypatch.setattr(neighbours, "RETRY_SECONDS", 0.0)
@@ -327,8 +327,8 @@ def test_after_one_that_hangs_the_next_is_asked(street: Callable[..., Street]) -
     scene.name(0, 1, member=2, socket=str(scene.houses[1].path))
     (second,) = scene.own.backend.planned[digest][0].holders
     scene.own.backend.planned[digest] = [local.PlanItem([first, second])]
-    scene.houses[0].stall(2.0)
-    assert scene.client.take_lease("0/1") == scene.value(1)
+    with scene.houses[0].standing_still():
+        assert scene.client.take_lease("0/1") == scene.value(1)
     assert scene.leased(1) > 0
 
 

@@ -268,7 +268,7 @@ def open_cluster() -> Iterator[Cluster]:
         yield Cluster(Path(folder), stack)
 
 
-def until(condition: Callable[[], object], seconds: float = 15.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait for what other threads and processes bring about."""
     deadline = time.monotonic() + seconds
     while not condition():
