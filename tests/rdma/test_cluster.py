@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
     """p0 at one end of both cables, p1 at the other end; p2 at that of p0, with the first cable alone. p1 may use
-    nothing but RDMA."""
+    nothing but RDMA. The memory of p0 is in two pieces."""
     load()
     cluster = ProcessCluster(tmp_path_factory.mktemp("cluster"), 3, None, MEMORY)
     try:
@@ -60,14 +60,16 @@ def start(cluster: ProcessCluster, peer: PeerProcess, transport: str) -> None:
     number = cluster.peers.index(peer)
     machine = cluster.folder / f"machine{number}"
     machine.write_text(f"{uuid.uuid4()}\n")
-    bootstrap = ["--bootstrap", cluster.peers[0].control] if number else []
+    options = ["--bootstrap", cluster.peers[0].control] if number else []
+    if not number:
+        options = ["--memory", "32MiB", "--more-memory", "32MiB@node:0"]
     if number == 2:
         devices = ["--rdma-topology", json.dumps({"cpu:0": [[cables()[0][0]], []]})]
     else:
         names = [ends[number] for ends in cables()[:2]]
         devices = [option for name in names for option in ("--rdma-device", name)]
     peer.start(
-        *bootstrap,
+        *options,
         *("--transport", transport, *devices),
         by=partial(ForkedPeer, machine=machine),
     )
@@ -143,6 +145,18 @@ def test_clients_of_a_peer_that_uses_rdma_alone(cluster: ProcessCluster) -> None
     assert objects_by(second, "rdma") == 5
     assert objects_by(second, "tcp") == objects_by(second, "shm") == 0
     put_copies(second, "back", 2)
+
+
+def test_clients_of_auto_peers_have_large_objects_brought_by_rdma(cluster: ProcessCluster) -> None:
+    first, second, _ = cluster.peers
+    lease_by_rdma(first, second)
+    before = objects_by(first, "rdma"), objects_by(first, "tcp")
+    second.client.put("auto large", VALUE)
+    second.client.put("auto small", VALUE[:1000])
+    assert eventually(partial(first.client.get, "auto large", wait=SECONDS)) == VALUE
+    assert first.client.get("auto small", wait=SECONDS) == VALUE[:1000]
+    after = objects_by(first, "rdma"), objects_by(first, "tcp")
+    assert (after[0] - before[0], after[1] - before[1]) == (1, 1)
 
 
 def test_people_are_told(cluster: ProcessCluster) -> None:
