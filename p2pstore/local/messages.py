@@ -1,8 +1,9 @@
 """Messages on the local socket, between a client and the peer of its host. Pure.
 
-The client sends the preface `P2PSTORL` and HELLO. The reply carries, as SCM_RIGHTS, one descriptor per
-segment in the order of `segments`: read-only for READ access, writable for WRITE. Afterwards requests
-may be pipelined; replies come in any order. What a connection reserved or leased ends with it.
+The client sends the preface `P2PSTORL` and HELLO. The reply carries, as SCM_RIGHTS, one descriptor for
+each memory of each segment, in the order of `segments` and their `pieces`: read-only for READ access, writable for
+WRITE. Afterwards requests may be pipelined; replies come in any order. What a connection reserved or leased ends
+with it.
 """
 
 from __future__ import annotations

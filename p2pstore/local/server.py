@@ -87,7 +87,7 @@ class LocalBackend(Protocol):
     """What the server asks of the peer. Errors raised go to the client as failures."""
 
     def welcome(self, client: LocalClient, version: int) -> tuple[HelloReply, list[int]]:
-        """The answer to a client's hello, and a descriptor per segment in it: read-only ones for
+        """The answer to a client's hello, and a descriptor for each memory of each segment in it: read-only ones for
         READ access, writable ones for WRITE; then, where the hello names one and the client reads it, a read-only
         one of the table of locations. The descriptors stay the backend's."""
         ...

@@ -11,9 +11,9 @@ from __future__ import annotations
 import threading
 import time
 from functools import partial
-from ipaddress import ip_address
 from typing import TYPE_CHECKING, Final
 
+from p2pstore.config import is_loopback
 from p2pstore.errors import ConfigError
 from p2pstore.objects import CHUNK_BYTES, MIB
 from p2pstore.streams import Event, HelperTask, StartHelper
@@ -55,8 +55,8 @@ def may_use_two(copy: RemoteCopy) -> bool:
 
 def _is_loopback(address: str) -> bool:
     try:
-        return ip_address(split_data_address(address).host).is_loopback
-    except (ConfigError, ValueError):  # a name
+        return is_loopback(split_data_address(address).host)
+    except ConfigError:  # a form that is not known
         return False
 
 

@@ -418,6 +418,7 @@ def test_which_holders_may_be_read_over_two_connections() -> None:
     assert team_read.may_use_two(replace(copy, data=("node7:5",)))
     assert not team_read.may_use_two(replace(copy, same_host=True))
     assert not team_read.may_use_two(replace(copy, data=("127.0.0.1:1", "tls://[::1]:2")))
+    assert not team_read.may_use_two(replace(copy, data=("localhost:1",)))
 
 
 async def test_who_looks_on_sees_who_brought_what(side: Side) -> None:
