@@ -25,6 +25,7 @@ MOST_MEMORY_BYTES: Final = 4 * GIB
 MEMORY_PIECE_BYTES: Final = 2 * MIB
 """Memory that is added has a multiple of this, as huge pages need."""
 MAX_MEMORY_PIECES: Final = 7
+MINIMUM_SSD_BYTES: Final = 1 * GIB
 MAX_NAME_BYTES: Final = 64
 
 NOT_SPELLED: Final[Mapping[str, str]] = MappingProxyType({})
@@ -96,10 +97,13 @@ class PeerConfig(
     file that this memory is in, made anew and removed at the end: on tmpfs, hugetlbfs, or a file system of CXL or
     persistent memory. `numa_node`: the node that it comes from; unset: wherever the kernel takes it. `more_memory`:
     more of it, from elsewhere: `SIZE@node:N`, or `SIZE@FILE` as `memory_path` (a path with a slash); objects go to
-    whichever has room. `network` says how long the others may take to answer before they are suspected: `lan` within
-    a data centre, `wan` between data centres, `local` on one machine. `transport`: how this peer reads from others;
-    `auto` takes the best that works, the others are strict. `rdma_device`: the RDMA devices that it may use; unset:
-    any. `rdma_topology`: which of them are near which memory, as a JSON matrix or a file with one (`{"cpu:0":
+    whichever has room. `ssd`: a directory on a local SSD, or a block device, for objects that memory has no room for;
+    `ssd_capacity` of it are taken at the start; unset: half of what is free, or the whole device. What is there comes
+    back after a restart. `ssd_writes_per_day`: how much may be written to it, for devices that wear out; unset: as
+    much as there is to write. `network` says how long the others may take to answer before they are suspected: `lan`
+    within a data centre, `wan` between data centres, `local` on one machine. `transport`: how this peer reads from
+    others; `auto` takes the best that works, the rest are strict. `rdma_device`: the RDMA devices that it may use;
+    unset: any. `rdma_topology`: which of them are near which memory, as a JSON matrix or a file with one (`{"cpu:0":
     [["mlx5_0"], ["mlx5_1"]]}`: preferred and fallback), where the machine does not tell it right. `data_tls`: `on`
     lets others read this peer over TLS only, and not by RDMA; how this one reads from each of them, they decide.
     `directory`: whether this peer knows where all objects are (`full`), or its part of that, and asks others
@@ -119,6 +123,9 @@ class PeerConfig(
     memory: str | int | None = None
     memory_path: str | None = None
     more_memory: list[str] = []
+    ssd: str | None = None
+    ssd_capacity: str | int | None = None
+    ssd_writes_per_day: str | int | None = None
     huge_pages: HugePagesName = "auto"
     numa_node: int | None = None
     max_objects: int | None = None
@@ -160,6 +167,7 @@ class PeerConfig(
                 "offers none"
             )
         self._check_where_memory_is(memory, says)
+        self._check_ssd(memory, says)
         pieces = self._memory_pieces(says["more_memory"])
         if pieces and not memory:
             raise ConfigError(f"{says['more_memory']}: with memory 0 there is nothing to add to")
@@ -188,6 +196,31 @@ class PeerConfig(
         self.socket_mode_bits(says["socket_mode"])
         self.max_leased_bytes(memory + sum(each.size for each in pieces), says["max_leased"])
         return msgspec.structs.replace(self, name=name, memory=memory)
+
+    def _check_ssd(self, memory: int, says: Mapping[str, str]) -> None:
+        if self.ssd is None:
+            for setting in ("ssd_capacity", "ssd_writes_per_day"):
+                if getattr(self, setting) is not None:
+                    raise ConfigError(
+                        f"{says[setting]}: there is no SSD; say where with {says['ssd']}"
+                    )
+            return
+        if not self.ssd:
+            raise ConfigError(f"{says['ssd']}: name a directory, or a block device")
+        if not memory:
+            raise ConfigError(
+                f"{says['ssd']}: with memory 0 there is nothing that objects could be read into"
+            )
+        if self.ssd_capacity is not None:
+            capacity = parse_bytes(self.ssd_capacity, says["ssd_capacity"])
+            if capacity < MINIMUM_SSD_BYTES:
+                raise ConfigError(
+                    f"{says['ssd_capacity']}: {self.ssd_capacity!r} is too little; give at least 1GiB"
+                )
+        if self.ssd_writes_per_day is not None and not parse_bytes(
+            self.ssd_writes_per_day, says["ssd_writes_per_day"]
+        ):
+            raise ConfigError(f"{says['ssd_writes_per_day']}: must be above 0 bytes")
 
     def _check_where_memory_is(self, memory: int, says: Mapping[str, str]) -> None:
         if self.numa_node is not None and self.numa_node < 0:

@@ -71,6 +71,10 @@ class ElsewhereWriter:
     ) -> PutResult:
         """Store one value at the first peer that takes it. `refusal` is why the local one does not,
         `finish_seconds` what its replicas may take. Raises `CapacityExceeded` when nobody takes it."""
+        if options["durable"]:
+            raise CapacityExceeded(
+                f"durable: only the local peer's SSD is asked. {refusal}"
+            ) from refusal
         placed = await self._place(key, len(source), refusal)
         request = await self._request(key, source, options, placed.clock)
         reasons: list[str] = []
@@ -109,7 +113,8 @@ class ElsewhereWriter:
     ) -> Store:
         sums = await sum_chunks(self._link.driver, source)
         root = root_checksum(len(source), sums)
-        return Store(self._namespace, key, len(source), sums, root, clock, **options)
+        travelling = {name: value for name, value in options.items() if name != "durable"}
+        return Store(self._namespace, key, len(source), sums, root, clock, **travelling)
 
     def _is_own(self, target: local.Target) -> bool:
         """Whether the target is the local peer: it holds the key, and is asked what that means."""

@@ -408,7 +408,8 @@ class Fetcher:
         from that."""
         watch = watch_of(destination)
         if watch is not None:
-            watch.attempt(plan.holders[0].member, "rdma")
+            way = "ssd" if plan.on_ssd else "rdma"
+            watch.attempt(plan.holders[0].member, way)
         reply = await self._lease_fetched(key, digest)
         full = reply.items[0].error.code == Code.LEASE_LIMIT_EXCEEDED
         if full and self._link.make_room():  # leases of the reads before this one

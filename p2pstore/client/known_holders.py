@@ -29,6 +29,8 @@ TRUSTED_SECONDS: Final = 50.0
 ASKED_SECONDS: Final = 10.0
 """After a member did not deliver."""
 MAX_HOLDERS: Final = 1024
+SSD: Final = 1
+"""The tier of what is on its holder's SSD alone."""
 HOLDERS_PER_PLAN: Final = 8
 
 
@@ -192,7 +194,8 @@ def remote_copy(holder: Holder) -> RemoteCopy:
         ),
         member=holder.member,
         socket=holder.socket,
-        same_host=holder.same_host,
+        # What is on an SSD alone comes to memory when its holder is asked for it.
+        same_host=holder.same_host and holder.tier != SSD,
         slot=holder.slot,
         version=Version(holder.clock, holder.writer),
         length_bytes=holder.size_units * SIZE_UNIT_BYTES,

@@ -34,13 +34,12 @@ def put_options(
     replicas: int, pin: str, ttl: float | None, overwrite: bool, durable: bool
 ) -> PutOptions:
     """The options of one put, checked. `ttl` in seconds. Raises `TypeError` or `ValueError`."""
-    if arguments.flag("durable", durable):
-        raise ValueError("durable=True needs an SSD tier, which this version does not have yet")
     return {
         "replicas": arguments.whole_number("replicas", replicas),
         "pin": arguments.pin_number(pin),
         "ttl_ms": arguments.milliseconds("ttl", ttl),
         "overwrite": arguments.flag("overwrite", overwrite),
+        "durable": arguments.flag("durable", durable),
     }
 
 

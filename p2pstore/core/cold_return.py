@@ -3,9 +3,9 @@ known to be good."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from p2pstore.objects import Version
 
@@ -32,17 +32,16 @@ class ColdSorted:
 class ColdReturn:
     """The objects that are held back, and how they are told apart, some at a time."""
 
-    def __init__(self, objects: Iterable[ColdObject]) -> None:
-        held_back = list(objects)
-        self.newest_clock = max((each.version.clock for each in held_back), default=0)
-        self._objects = deque(held_back)
+    def __init__(self, objects: Iterable[ColdObject], newest_clock: int) -> None:
+        self.newest_clock = newest_clock
+        self._objects = iter(objects)  # they may be many more than fit in memory at once
 
     def sort(self, count: int, is_good: Callable[[ColdObject], bool]) -> ColdSorted:
         """Up to `count` of those left."""
-        some = [self._objects.popleft() for _ in range(min(count, len(self._objects)))]
+        some = list(islice(self._objects, count))
         good = {each for each in some if is_good(each)}
         return ColdSorted(
             tuple(each for each in some if each in good),
             tuple(each for each in some if each not in good),
-            last=not self._objects,
+            last=len(some) < count,
         )

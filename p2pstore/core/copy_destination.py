@@ -53,6 +53,12 @@ class CopyDestination:
         assert self._reservation is not None
         return self._core.segment.reservation_view(self._reservation, holder=self._holder)
 
+    @property
+    def pages(self) -> memoryview:
+        """What `prepare` gave, up to the end of its last page: what reads the SSD writes whole pages."""
+        assert self._reservation is not None
+        return self._core.segment.reservation_room(self._reservation, holder=self._holder)
+
     def _has_room_for(self, slot: Slot, trailer_length: int) -> bool:
         """Whether what is reserved is for that very version."""
         mine = self._slot

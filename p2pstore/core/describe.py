@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from p2pstore.gossip.records import (
     LocationRecord,
+    Tier,
 )
 from p2pstore.objects import Version
 from p2pstore.transfer.layout import (
@@ -15,6 +18,9 @@ from p2pstore.transfer.messages import (
 )
 from p2pstore.transfer.segment import ObjectEntry
 
+if TYPE_CHECKING:
+    from p2pstore.ssd_tier.index import ColdEntry
+
 
 def location_of(entry: ObjectEntry) -> LocationRecord:
     """What the peer announces of an object it holds."""
@@ -23,22 +29,43 @@ def location_of(entry: ObjectEntry) -> LocationRecord:
         Version(entry.version.clock, entry.version.writer),
         entry.slot,
         round_up(entry.length, GRANULE_BYTES) // GRANULE_BYTES,
+        tier=_tier_of(entry),
         soft=entry.soft,
         replicas=entry.replicas,
         pin=entry.pin,
     )
 
 
-def key_info(entry: ObjectEntry) -> KeyInfo:
+def location_on_ssd(entry: ColdEntry) -> LocationRecord:
+    """What the peer announces of an object that is on its SSD alone."""
+    return LocationRecord(
+        entry.digest,
+        Version(entry.version.clock, entry.version.writer),
+        0,
+        min(round_up(entry.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF),
+        tier=Tier.SSD,
+        soft=entry.soft,
+        replicas=entry.replicas,
+        pin=entry.pin,
+    )
+
+
+def key_info(entry: ObjectEntry | ColdEntry) -> KeyInfo:
     """An object as `ls` shows it."""
     return KeyInfo(
         entry.key,
         entry.length,
         entry.version.clock,
         entry.version.writer,
-        0,
+        int(_tier_of(entry)),
         entry.pin,
         entry.soft,
         entry.expires_unix_ms,
-        entry.references > 0,
+        isinstance(entry, ObjectEntry) and entry.references > 0,
     )
+
+
+def _tier_of(entry: ObjectEntry | ColdEntry) -> Tier:
+    if not isinstance(entry, ObjectEntry):
+        return Tier.SSD
+    return Tier.BOTH if entry.on_ssd else Tier.DRAM

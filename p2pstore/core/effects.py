@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from p2pstore.core.cold_return import ColdSorted
 from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord
+from p2pstore.transfer.entries import ObjectEntry
 from p2pstore.wire import Failure, Message
 
 
@@ -49,6 +50,22 @@ class PullObject:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadObject:
+    """Bring an object from this peer's SSD into its memory: as `PullObject`, without other peers."""
+
+    operation: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WriteObject:
+    """Write an object in memory to the SSD; `core.write_back.ended` brings the outcome. Its bytes are held until
+    then."""
+
+    entry: ObjectEntry
+
+
+@dataclass(frozen=True, slots=True)
 class SaveClusterRecord:
     """Keep this record in the state directory."""
 
@@ -86,6 +103,14 @@ class PullOutcome:
     """From which member it came, and how."""
 
 
-Effect = AskPeer | PullObject | SaveClusterRecord | ColdSorted | OperationFinished
+Effect = (
+    AskPeer
+    | PullObject
+    | LoadObject
+    | WriteObject
+    | SaveClusterRecord
+    | ColdSorted
+    | OperationFinished
+)
 Reply = Message | Failure | None
 """An answer, a refusal, or nothing at all within the time."""

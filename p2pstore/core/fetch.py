@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2pstore.core.effects import (
     KnownCopy,
+    LoadObject,
     PullObject,
     PullOutcome,
 )
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 class FetchOperation(Operation):
     """Bring one object into this peer's memory. The result is its `ObjectEntry`.
 
-    Many callers that want one absent object share one fetch (`PeerCore.fetch`). With `source`, only that
-    peer is asked, and `minimum` is the version it promised.
+    What lies on this peer's SSD is read there, and only from others when that fails. Many callers that want one
+    absent object share one fetch (`PeerCore.fetch`). With `source`, only that peer is asked, and `minimum` is the
+    version it promised. With `only_here`, nobody is asked: the object comes from this peer's SSD, or not at all.
     """
 
     def __init__(
@@ -39,12 +41,14 @@ class FetchOperation(Operation):
         progress_seconds: float = 5.0,
         source: KnownCopy | None = None,
         minimum: Version = ZERO_VERSION,
+        only_here: bool = False,
         on_finish: Callable[[Any, float], None] | None = None,
     ) -> None:
         super().__init__(core, on_finish)
         self.digest = digest
         self.soft = soft
         self.minimum = minimum
+        self.only_here = only_here
         self.shared_by = 1
         self.brought: tuple[int, str] = (0, "")
         """From which member the object came, and how; nothing when it was here already."""
@@ -53,6 +57,7 @@ class FetchOperation(Operation):
         self._failed: set[int] = set()
         self._lookup: LookupOperation | None = None
         self._rounds = 0
+        self._loads = False
         self._all_said_gone = True
 
     def start(self, now: float) -> None:
@@ -67,6 +72,7 @@ class FetchOperation(Operation):
             self.core,
             [self.digest],
             exclude=frozenset(self._failed),
+            ask_homes=not self.only_here,
             on_finish=self._found,
         )
         self.core.start(self._lookup, now)
@@ -86,7 +92,14 @@ class FetchOperation(Operation):
         if entry is not None:
             self.finish(entry, now)
             return
-        copies = [copy for copy in result[0] if not copy.local]
+        cold = None if self._loads else self.core.cold.find(self.digest, now)
+        if cold is not None:
+            self._loads = True
+            self.soft = cold.soft
+            self._rounds -= 1  # when that fails, as many are left as without an SSD
+            self.core.emit(LoadObject(self.number, self.digest))
+            return
+        copies = [copy for copy in result[0] if not copy.local and not self.only_here]
         usable = [copy for copy in copies if copy.reachable]
         if usable:
             self._pull(usable)

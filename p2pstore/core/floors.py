@@ -126,15 +126,16 @@ class Floors:
 
     # --- a peer that was away ----------------------------------------------------------------
 
-    def return_with(self, objects: Iterable[ColdObject], now: float) -> None:
-        """This peer has objects of an earlier life, on its SSD. Call it before the first tick, once.
+    def return_with(self, objects: Iterable[ColdObject], newest_clock: int, now: float) -> None:
+        """This peer has objects of an earlier life, on its SSD; `newest_clock` is that of the newest. Call it before
+        the first tick, once.
 
         They are not to be served or announced before `ColdSorted` says so, which it does when this peer
         has heard of every floor made while it was away. What a floor forbids by then is to be discarded,
         and what floors that are gone may have forbidden. Objects that a floor forbade in the earlier
         life must have been discarded then, durably: that floor may be gone as well.
         """
-        self._cold = ColdReturn(objects)
+        self._cold = ColdReturn(objects, newest_clock)
         self._seen_before_cold = dict(self._sync.seen)
         last_alive = max(self._clock_at_start, self._cold.newest_clock)
         if self._sync.was_away_too_long(last_alive, now):
@@ -150,6 +151,14 @@ class Floors:
     def cold_settled(self) -> None:
         """What `ColdSorted` said was discarded is gone for good."""
         self._seen_before_cold = None
+
+    def holds_back(self, digest: bytes, namespace: bytes, version: Version) -> bool:
+        """Whether an object on the SSD may not be shown yet, as it may be of an earlier life."""
+        if self._cold is None:
+            return False
+        return not (
+            self._sync.synchronised and self._is_good(ColdObject(digest, namespace, version))
+        )
 
     def distrusts(self, operation: Operation, version: Version) -> bool:
         """Whether what this operation fetched may come from a holder that had missed a floor."""
@@ -170,17 +179,20 @@ class Floors:
         if record.kind != ClusterRecordKind.FLOOR:
             return
         if record.scope != SCOPE_KEY:
+            core.cold.sweep(record.name, record.version)
             self.sweep.begin(now)
             return
         entry = core.segment.find(record.name, core.unix(now))
         if entry is not None and record.version.covers(entry.version):
             core.withdraw(entry, now)
+        core.cold.discard(record.name, record.version, now)
 
     def _distrust(self, clock: int, now: float) -> None:
         core = self._core
         self._distrusted_before = max(self._distrusted_before, clock)
         self._trusted_operation = core.next_operation
         core.counters["horizons_missed"] += 1
+        core.cold.sweep(None, Version(clock, 0xFFFF))
         self.sweep.begin(now, distrusted=clock)
 
     @property

@@ -13,8 +13,9 @@ from collections.abc import Hashable, Sequence
 from random import Random
 from typing import Any, Final
 
+from p2pstore.core.cold_copies import ColdCopies
 from p2pstore.core.copy_destination import CopyDestination
-from p2pstore.core.describe import location_of
+from p2pstore.core.describe import location_of, location_on_ssd
 from p2pstore.core.effects import (
     AskPeer,
     Effect,
@@ -30,11 +31,13 @@ from p2pstore.core.lookup import check_holding_record
 from p2pstore.core.operation import Operation
 from p2pstore.core.serving import serve
 from p2pstore.core.taking_pushes import PushesComing
+from p2pstore.core.write_back import WriteBack
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import (
+    LocationRecord,
     Member,
     PeerId,
     Signer,
@@ -106,6 +109,8 @@ class PeerCore:
         self.pushes_coming = PushesComing()
         """Large ones, which are taken in one after the other."""
         self.floors = Floors(self)
+        self.cold = ColdCopies(self)
+        self.write_back = WriteBack(self)
         gossip.locations.watch(segment.digests(), self._awaited.keys())
 
     # --- driving -----------------------------------------------------------------------------
@@ -211,10 +216,12 @@ class PeerCore:
             self._effects.append(effect)
         self.flush_pushes(now)
         self.floors.tick(now)
+        self.write_back.tick(now)
         if now >= self._next_expire:
             self._next_expire = now + EXPIRE_INTERVAL_SECONDS
             self.segment.expire(self.unix(now))
             self.announce_withdrawn(now)
+            self.cold.expire(now)
             self._avoid_until = {m: until for m, until in self._avoid_until.items() if until > now}
         due: dict[int, None] = {}
         while self._next_alarm() <= now:  # who wants to go on at once does so with the next tick
@@ -233,6 +240,7 @@ class PeerCore:
             self._next_expire,
             self._next_alarm(),
             self.floors.next_tick(now),
+            self.write_back.next_tick(),
         )
 
     def set_alarm(self, operation: Operation) -> None:
@@ -310,11 +318,9 @@ class PeerCore:
         could write none above them that others would take.
         """
         copies = []
-        entry = self.find(digest, now)
-        if entry is not None:
-            copies.append(
-                KnownCopy(self.member, self.peer_id, location_of(entry), reachable=True, local=True)
-            )
+        mine = self.own_location(digest, now)
+        if mine is not None:
+            copies.append(KnownCopy(self.member, self.peer_id, mine, reachable=True, local=True))
         for holding in self.gossip.holders(digest, now):
             version = holding.record.version
             if self.gossip.cluster_records.forbids(digest, namespace, version):
@@ -413,19 +419,24 @@ class PeerCore:
             self._tell_waiting(digest, now)
             entry = self.segment.find(digest, self.unix(now))
             newest = next(iter(self.known_copies(digest, now)), None)
-            if entry is not None and newest is not None and newest.reachable and not newest.local:
+            if newest is None or not newest.reachable or newest.local:
+                continue
+            if entry is not None:
                 self.withdraw(entry, now)
+            else:  # as new, or newer, than what the SSD may have
+                self.cold.discard(digest, before(newest.record.version), now)
         self.floors.arrived(now)
 
     def withdraw(self, entry: ObjectEntry, now: float) -> None:
         """This peer no longer holds the object: it was removed, replaced, or is not to be trusted."""
         self.gossip.release(entry.digest, entry.version, now)  # the location first, then the bytes
         self.segment.remove(entry.digest)
+        self.cold.discard(entry.digest, entry.version, now)
         self.counters["objects_removed"] += 1
 
     def forbids(self, entry: ObjectEntry) -> bool:
         """Whether a floor forbids an object that is here (and will be withdrawn in a moment)."""
-        namespace = self._namespace_digest(entry.namespace)
+        namespace = self.namespace_digest(entry.namespace)
         return self.gossip.cluster_records.forbids(entry.digest, namespace, entry.version)
 
     def find(self, digest: bytes, now: float) -> ObjectEntry | None:
@@ -435,13 +446,22 @@ class PeerCore:
             return None
         return entry
 
+    def own_location(self, digest: bytes, now: float) -> LocationRecord | None:
+        """What this peer says of an object that it serves, from memory or from its SSD."""
+        entry = self.find(digest, now)
+        if entry is not None:
+            return location_of(entry)
+        cold = self.cold.find(digest, now)
+        return None if cold is None else location_on_ssd(cold)
+
     def drop_spoilt(self, entry: ObjectEntry, now: float) -> None:
-        """Withdraw an object whose bytes no longer give its root; other holders serve it."""
+        """Give up an object in memory whose bytes no longer give its root. Other holders serve it, or the SSD."""
         self.counters["objects_spoilt"] += 1
         if self.segment.find(entry.digest, self.unix(now)) is entry:
-            self.withdraw(entry, now)
+            self.segment.remove(entry.digest)
+            self.cold.left_memory(entry, now)
 
-    def _namespace_digest(self, namespace: str) -> bytes:
+    def namespace_digest(self, namespace: str) -> bytes:
         digest = self._namespaces.get(namespace)
         if digest is None:
             if len(self._namespaces) > 10_000:
@@ -466,7 +486,7 @@ class PeerCore:
 
         Raises `NoSuchKey` when a floor forbids the version (the key was removed meanwhile).
         """
-        namespace = self._namespace_digest(trailer.namespace)
+        namespace = self.namespace_digest(trailer.namespace)
         if self.gossip.cluster_records.forbids(digest, namespace, version):
             raise NoSuchKey("the object was removed, or replaced by a newer version, meanwhile")
         entry = self.segment.commit(
@@ -479,16 +499,17 @@ class PeerCore:
             soft=soft,
             now=self.unix(now),
         )
+        self.cold.came_to_memory(entry)
         self.announce_withdrawn(now)
         self.announce(entry, now)
         self.counters["objects_published"] += 1
         return entry
 
     def announce_withdrawn(self, now: float) -> None:
-        """Withdraw the locations of what the segment evicted, expired, replaced or removed."""
+        """Say where that is now which the segment evicted, expired or replaced."""
         for entry in self.segment.take_withdrawn():
-            self.gossip.release(entry.digest, entry.version, now)
-            self.counters["objects_withdrawn"] += 1
+            self.cold.left_memory(entry, now)
+        self.write_back.memory_taken(now)
 
     def announce(self, entry: ObjectEntry, now: float) -> None:
         """Tell the others what this peer now says of an object it holds."""
@@ -515,6 +536,7 @@ class PeerCore:
         if running is not None:
             running.shared_by += 1
             running.soft &= options.get("soft", True)
+            running.only_here &= options.get("only_here", False)
             return running
         operation = FetchOperation(self, digest, **options)
         self._fetches[digest] = operation
@@ -526,3 +548,10 @@ class PeerCore:
         if not isinstance(machine, FetchOperation):
             raise NoSuchKey("nobody waits for this object any more")
         return CopyDestination(self, machine, now)
+
+
+def before(version: Version) -> Version:
+    """The highest version that is older."""
+    if version.writer:
+        return Version(version.clock, version.writer - 1, 0xFFFF_FFFF_FFFF_FFFF)
+    return Version(max(0, version.clock - 1), 0xFFFF, 0xFFFF_FFFF_FFFF_FFFF)

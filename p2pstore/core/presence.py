@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def is_known(core: PeerCore, digest: bytes, now: float, namespace: bytes | None = None) -> bool:
     """`known_keys` for one key: without the sets, which cost more than looking it up."""
-    if digest in core.segment.digests():
+    if digest in core.segment.digests() or core.cold.find(digest, now) is not None:
         return True
     locations = core.gossip.holders(digest, now)
     if not locations:
@@ -43,6 +43,7 @@ def known_keys(
     copy, at a microsecond or so each. Objects that expired within the last second still count."""
     wanted = set(digests)
     here = wanted & core.segment.digests()
+    here |= core.cold.held_only_here(wanted - here, now)
 
     flushed = core.gossip.cluster_records.floor_for(b"", namespace).clock
     end = newest_accepted_clock(core.unix(now)) + 1

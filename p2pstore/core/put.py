@@ -36,6 +36,7 @@ from p2pstore.transfer.messages import (
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
+    from p2pstore.ssd_tier.index import ColdEntry
     from p2pstore.transfer.segment import ObjectEntry
 
 COMPARE_TIMEOUT_SECONDS: Final = 1.0
@@ -124,8 +125,11 @@ class PutOperation(Operation):
             )
             return
         existing = self.core.find(self.digest, now)
+        cold = self.core.cold.find(self.digest, now) if existing is None else None
         if existing is not None and (existing.version.root == spec.root or not spec.overwrite):
             self._keep(existing, now)
+        elif cold is not None and (self._is_same(cold) or not spec.overwrite):
+            self._keep_cold(cold, now)
         elif spec.reservation is None:
             self.finish(None, now)
         elif spec.overwrite or not self.core.gossip.partitions.knows_all:
@@ -134,6 +138,12 @@ class PutOperation(Operation):
             self.core.start(self._lookup, now)
         else:
             self._compare_known(now)
+
+    @property
+    def kept(self) -> bool:
+        """Whether the key has these bytes now."""
+        end = self.result
+        return isinstance(end, PutEnd) and end.status is not PutStatus.KEPT_EXISTING
 
     def _looked(self, result: Any, now: float) -> None:
         if self.done:
@@ -191,9 +201,22 @@ class PutOperation(Operation):
             self, version
         )
 
+    def _is_same(self, existing: ObjectEntry | ColdEntry) -> bool:
+        return existing.version.root == self.spec.root and existing.length == self.spec.length
+
+    def _keep_cold(self, cold: ColdEntry, now: float) -> None:
+        """The object is on the SSD alone. The same bytes bring it back to memory."""
+        same = self._is_same(cold)
+        if same and self.spec.reservation is not None:
+            self._commit(cold.version, PutStatus.UNCHANGED, soft=cold.soft, now=now)
+            return
+        self._give_room_back()
+        status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
+        self.finish(self._found(status, cold.version, now), now)
+
     def _keep(self, existing: ObjectEntry, now: float) -> None:
         self._give_room_back()
-        same = existing.version.root == self.spec.root and existing.length == self.spec.length
+        same = self._is_same(existing)
         status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
         self._end = self._found(status, existing.version, now)
         if same:

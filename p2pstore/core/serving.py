@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core import home_messages
-from p2pstore.core.describe import key_info, location_of
+from p2pstore.core.describe import key_info
 from p2pstore.core.effects import (
     KnownCopy,
 )
@@ -48,6 +48,7 @@ from p2pstore.wire import Code, Failure, Message, code_of
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
+    from p2pstore.ssd_tier.index import ColdEntry
 
 MAX_HOLDINGS: Final = 8
 """Holders named per key: a reply of 4,096 keys stays under 3 MiB."""
@@ -115,15 +116,10 @@ def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
     members as well, and so tells a key whose holders cannot be reached from one that never was."""
     alive: list[Holding] = []
     dead: list[Holding] = []
-    entry = core.find(digest, now)
-    if entry is not None:
+    mine = core.own_location(digest, now)
+    if mine is not None:
         alive.append(
-            Holding(
-                core.member,
-                core.incarnation,
-                core.gossip.log.sequence,
-                location_of(entry).encode(),
-            )
+            Holding(core.member, core.incarnation, core.gossip.log.sequence, mine.encode())
         )
     for known in core.gossip.holders(digest, now):
         version = known.record.version
@@ -155,6 +151,9 @@ def _serve_replicate(
         return Replicated(entry.version.clock, entry.version.writer)
     if entry is not None and entry.version.covers(minimum):
         return Replicated(entry.version.clock, entry.version.writer)
+    cold = core.cold.find(request.digest, now) if entry is None else None
+    if cold is not None and cold.version.covers(minimum) and (request.soft or not cold.soft):
+        return Replicated(cold.version.clock, cold.version.writer)
     if request.length > core.segment.data_bytes or not core.segment.data_bytes:
         return Failure(int(Code.CAPACITY_EXCEEDED), "the object is larger than this peer's memory")
     record = LocationRecord(
@@ -186,10 +185,12 @@ def reply_of(operation: Operation) -> Message:
 def list_local(core: PeerCore, request: ListKeys, now: float) -> Keys:
     """One page of the keys held here."""
     limit = max(1, min(request.limit, MAX_LIST_LIMIT))
-    found: list[ObjectEntry] = []
-    after, more = request.after, True
-    while more and len(found) < limit:
-        page, more = core.segment.keys(request.namespace, request.prefix, after, limit - len(found))
-        found += [entry for entry in page if entry.pin or not request.pinned]
-        after = page[-1].key if page else after
-    return Keys([key_info(entry) for entry in found], more)
+    found: list[ObjectEntry | ColdEntry] = []
+    after: str | None = request.after
+    while after is not None and len(found) < limit:
+        page = core.cold.merged_page(
+            request.namespace, request.prefix, after, limit - len(found), now
+        )
+        found += [entry for entry in page.entries if entry.pin or not request.pinned]
+        after = page.complete_to
+    return Keys([key_info(entry) for entry in found], after is not None)

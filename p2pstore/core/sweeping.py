@@ -31,11 +31,11 @@ class Sweep:
     @property
     def pending(self) -> bool:
         """Whether there is a step to make."""
-        return self._left > 0
+        return self._left > 0 or self._core.cold.sweeping
 
     def forbids(self, entry: ObjectEntry) -> bool:
         """Whether the object is to go, though it is still here."""
-        return self.pending and (
+        return self._left > 0 and (
             entry.version.clock <= self._distrusted or self._core.forbids(entry)
         )
 
@@ -47,7 +47,17 @@ class Sweep:
         self.step(now)
 
     def step(self, now: float) -> None:
-        """Pass some slots."""
+        """Pass some slots; when all were passed, discard some objects on the SSD."""
+        if self._left:
+            self._pass_slots(now)
+        else:
+            self._core.cold.sweep_step(now)
+        if not self.pending:
+            waiting, self._waiting = self._waiting, []
+            for operation in waiting:
+                operation.finish(None, now)
+
+    def _pass_slots(self, now: float) -> None:
         core, withdrawn = self._core, 0
         count = min(SLOTS_PER_STEP, self._left)
         for entry in core.segment.entries_in(self._at, count):
@@ -63,9 +73,6 @@ class Sweep:
             self._at = 0
         if not self._left:
             self._distrusted = 0
-            waiting, self._waiting = self._waiting, []
-            for operation in waiting:
-                operation.finish(None, now)
 
     def wait(self, operation: SweepOperation, now: float) -> None:
         """Finish the operation when nothing is left to sweep."""

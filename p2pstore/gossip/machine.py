@@ -89,6 +89,7 @@ from p2pstore.gossip.records import (
     PeerRecord,
     SignedRecord,
     Signer,
+    Tier,
     Verifier,
     format_peer_id,
 )
@@ -220,11 +221,19 @@ class Gossip:
 
     def hold(self, record: LocationRecord, now: float) -> None:
         """This peer holds a version of a key from now on."""
-        self._note_operation(self.log.add(record), now)
+        operation = self.log.add(record)
+        self._note_operation(operation, now)
+        if operation is not None and record.tier is Tier.SSD:  # clients do not see it in memory
+            self.directory.show_own(self.member, operation)
+        elif operation is not None:
+            self.directory.hide_own(record.digest)
 
     def release(self, digest: bytes, version: Version, now: float) -> None:
         """This peer no longer holds that version."""
-        self._note_operation(self.log.remove(digest, version), now)
+        operation = self.log.remove(digest, version)
+        self._note_operation(operation, now)
+        if operation is not None:
+            self.directory.hide_own(digest)
 
     def record(self, now: float) -> SignedRecord:
         """This peer's own record, signed anew when something changed."""

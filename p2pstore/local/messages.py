@@ -287,13 +287,14 @@ class Holder(Message, frozen=True):
 class PlanItem(Message, frozen=True):
     """Holders, best first. `known_unreachable` counts those that are known but believed dead. `through_peer`: the local
     peer reads from them faster, or it alone can (their `data` and `socket` are empty then), so that the client is to
-    ask for a lease with `fetch`."""
+    ask for a lease with `fetch`. `on_ssd`: the local peer has it on its SSD, and brings it to its memory for that."""
 
     holders: list[Holder]
     local: bool = False
     known_unreachable: int = 0
     error: ItemError = OK
     through_peer: bool = False
+    on_ssd: bool = False
 
 
 class Planned(Message, frozen=True):

@@ -10,6 +10,7 @@ from typing import Final
 import trio
 
 from p2pstore.core.operation import Operation
+from p2pstore.core.put import SLOT_ONLY
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import CHUNK_BYTES, KIB
@@ -17,6 +18,7 @@ from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import peer_document
 from p2pstore.streams import BytesLike
 from p2pstore.transfer.data_server import OpenedObject
+from p2pstore.transfer.layout import Slot, SlotState, encode_slot
 from p2pstore.transfer.messages import (
     DataKind,
     GetItem,
@@ -51,6 +53,10 @@ class PeerDataBackend:
 
     def _open(self, item: GetItem, now: float, unix: float) -> OpenedObject | ObjectReply:
         entry = self._core.find(item.digest, now)
+        cold = self._core.cold.find(item.digest, now) if entry is None else None
+        if cold is not None and item.first_chunk == SLOT_ONLY:
+            slot = encode_slot(Slot(SlotState.LIVE, cold.digest, cold.version, 0, cold.length, 0))
+            return OpenedObject(slot, b"", memoryview(b""), None)
         if entry is None:
             self._core.counters["reads_not_found"] += 1
             return ObjectReply(
@@ -69,6 +75,28 @@ class PeerDataBackend:
             return OpenedObject(slot, trailer, memoryview(bytes(payload)), None)
         segment.acquire(entry)
         return OpenedObject(slot, trailer, payload, entry)
+
+    def must_bring(self, items: Sequence[GetItem]) -> bool:
+        """Whether some of these are on the SSD alone."""
+        cold = self._core.cold
+        if cold.store is None:
+            return False
+        now = self._node.now
+        return any(
+            item.first_chunk != SLOT_ONLY and cold.find_only_here(item.digest, now) is not None
+            for item in items
+        )
+
+    async def bring(self, items: Sequence[GetItem]) -> None:
+        """Bring those to memory. What fails is not there when it is opened."""
+        now = self._node.now
+        operations = [
+            self._core.fetch(item.digest, now, only_here=True)
+            for item in items
+            if self._core.cold.find_only_here(item.digest, now) is not None
+        ]
+        for operation in operations:
+            await self._node.settle(operation)
 
     def let_go(self, opened: OpenedObject) -> None:
         """The object was sent, or will not be."""

@@ -16,6 +16,7 @@ from p2pstore.errors import (
     LeaseLimitExceeded,
     NoSuchKey,
 )
+from p2pstore.gossip.records import Tier
 from p2pstore.local import messages as local
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import MIB, format_bytes
@@ -153,7 +154,16 @@ class LocalGets:
     def _plan_item(self, copies: Sequence[KnownCopy]) -> local.PlanItem:
         reachable = [copy for copy in copies if copy.reachable]
         unreachable = len(copies) - len(reachable)
-        if any(copy.local for copy in reachable):
+        mine = next((copy for copy in reachable if copy.local), None)
+        if mine is not None and mine.record.tier is Tier.SSD:
+            holder = self._holder(mine)
+            return local.PlanItem(
+                [msgspec.structs.replace(holder, data=[], socket="")],
+                known_unreachable=unreachable,
+                through_peer=True,
+                on_ssd=True,
+            )
+        if mine is not None:
             return local.PlanItem([], local=True, known_unreachable=unreachable)
         ordered = self._node.reading_order(reachable)[:HOLDERS_PER_PLAN]
         holders = [self._holder(copy) for copy in ordered]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import trio
+
 from p2pstore.core.operation import Operation
 from p2pstore.core.placing import place
 from p2pstore.core.put import PutOperation, PutSpec, check_put
@@ -61,7 +63,10 @@ class LocalPuts:
         """Publish what was written; with more replicas than one, once they exist."""
         check_batch(message.items)
         operations = [self._start_put(client, message, item) for item in message.items]
-        if all(isinstance(each, local.PutOutcome) or each.done for each in operations):
+        durable = any(item.durable for item in message.items)
+        if not durable and all(
+            isinstance(each, local.PutOutcome) or each.done for each in operations
+        ):
             return self._committed(client, message, operations)
         return self._commit_later(client, message, operations)
 
@@ -70,8 +75,10 @@ class LocalPuts:
     ) -> Operation | local.PutOutcome:
         try:
             check_put(length=item.length, replicas=item.replicas, pin=item.pin, ttl_ms=item.ttl_ms)
-            if item.durable:
-                raise ValueError("durable: this peer has no SSD tier to keep the object on")
+            if item.durable and self._node.ssd is None:
+                raise ValueError(
+                    "durable: this peer has no SSD tier to keep the object on: give it --ssd"
+                )
             operation = PutOperation(
                 self._core,
                 PutSpec(
@@ -103,7 +110,28 @@ class LocalPuts:
         for operation in operations:
             if isinstance(operation, Operation):
                 await self._node.settle(operation)
-        return self._committed(client, message, operations)
+        ends = await self._make_durable(message, operations)
+        return self._committed(client, message, ends)
+
+    async def _make_durable(
+        self, message: local.Commit, operations: Sequence[Operation | local.PutOutcome]
+    ) -> list[Operation | local.PutOutcome]:
+        """Have the SSD keep what it is to keep, all at once: they share their syncs. What fails is in memory all the
+        same."""
+        ends = list(operations)
+
+        async def keep(number: int, digest: bytes) -> None:
+            assert self._node.ssd is not None
+            try:
+                await self._node.ssd.make_durable(digest)
+            except P2PStoreError as error:
+                ends[number] = failed_put(error)
+
+        async with trio.open_nursery() as nursery:
+            for number, (item, operation) in enumerate(zip(message.items, operations, strict=True)):
+                if item.durable and isinstance(operation, PutOperation) and operation.kept:
+                    nursery.start_soon(keep, number, operation.digest)
+        return ends
 
     def _committed(
         self,

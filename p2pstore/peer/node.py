@@ -9,20 +9,23 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import groupby
 from random import Random
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
 from p2pstore.config import PeerConfig
+from p2pstore.core.cold_return import ColdSorted
 from p2pstore.core.effects import (
     AskPeer,
     KnownCopy,
+    LoadObject,
     OperationFinished,
     PullFailure,
     PullObject,
     PullOutcome,
     Reply,
     SaveClusterRecord,
+    WriteObject,
 )
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
@@ -52,7 +55,7 @@ from p2pstore.gossip.machine import (
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.members.membership import MemberChange
 from p2pstore.gossip.messages import ControlKind, Status
-from p2pstore.gossip.records import Member, PeerId, PeerRecord, format_peer_id
+from p2pstore.gossip.records import Member, PeerId, PeerRecord, Tier, format_peer_id
 from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, root_checksum
 from p2pstore.peer.credentials import Credentials
 from p2pstore.peer.joining import Joining
@@ -73,6 +76,9 @@ from p2pstore.transfer.transport import (
     pull_with_failover,
 )
 from p2pstore.wire import Code, Failure, Message, code_of, error_of
+
+if TYPE_CHECKING:
+    from p2pstore.peer.ssd import PeerSsd
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -130,6 +136,7 @@ class Node:
         self.pool: DataPool
         self.credentials: Credentials
         self.transports: Sequence[Transport] = ()
+        self.ssd: PeerSsd | None = None
         self._nursery: trio.Nursery
         self._later_replies = LaterReplies()
         self._limiter = trio.CapacityLimiter(MAX_EFFECTS_UNDER_WAY)
@@ -249,6 +256,9 @@ class Node:
             self._nursery.start_soon(self._carry_out, self._fetch_snapshot, effect)
         elif isinstance(effect, Contact):
             self._nursery.start_soon(self._carry_out, self._contact, effect)
+        elif isinstance(effect, LoadObject | WriteObject | ColdSorted):
+            assert self.ssd is not None, "the core knows of no SSD, so it asks for nothing there"
+            self._nursery.start_soon(self._carry_out, self.ssd.carry_out, effect)
         elif isinstance(effect, SaveClusterRecord):
             if self.saver is not None:
                 self.saver.add(effect.signed)
@@ -333,8 +343,13 @@ class Node:
         """How to read one copy; a strict transport leaves the other ways out, for clients as well."""
         record = self._record_of(copy.peer_id)
         strict = self.config.transport
+        # What is on the SSD alone comes to the holder's memory when it is asked for, and only a request does that.
+        in_memory = copy.record.tier is not Tier.SSD
         by_socket = (
-            record is not None and record.host_id == self.host_id and strict in ("auto", "shm")
+            in_memory
+            and record is not None
+            and record.host_id == self.host_id
+            and strict in ("auto", "shm")
         )
         return RemoteCopy(
             peer_id=copy.peer_id,
@@ -345,7 +360,9 @@ class Node:
             slot=copy.record.slot,
             version=copy.record.version,
             load_permille=record.load_permille if record is not None else 0,
-            rdma=record is not None and any(offer.name == RDMA for offer in record.transports),
+            rdma=in_memory
+            and record is not None
+            and any(offer.name == RDMA for offer in record.transports),
             length_bytes=copy.record.size_units * SIZE_UNIT_BYTES,
         )
 

@@ -33,7 +33,9 @@ from p2pstore.topology.matrix import is_matrix
 logger = logging.getLogger("p2pstore.peer")
 
 LOG_NAME: Final = "peer.log"
-_PATHS: Final = ("cluster_key_file", "allow_file", "state_dir", "socket", "log_file", "memory_path")
+_PATHS: Final = (
+    *("cluster_key_file", "allow_file", "state_dir", "socket", "log_file", "memory_path", "ssd"),
+)
 
 
 def run_peer(config: PeerConfig, invite: Invite | None = None, *, detached: bool = False) -> None:

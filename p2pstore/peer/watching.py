@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, get_args
 
 from p2pstore.config import TransportName
-from p2pstore.core.effects import AskPeer, PullObject, Reply
+from p2pstore.core.effects import AskPeer, LoadObject, PullObject, Reply
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.local import messages as local
@@ -232,6 +232,12 @@ class PeerWatch:
                 stage = Stage("pull", seconds, name, transport, outcome[:MAX_OUTCOME_LETTERS])
             else:
                 stage = Stage("pull", seconds, outcome=text[:MAX_OUTCOME_LETTERS])
+        self.slow.stage([effect.digest], stage, time.monotonic())
+
+    def loaded(self, effect: LoadObject, length_bytes: int, seconds: float) -> None:
+        """A read of this peer's SSD ended; -1 bytes when it brought nothing."""
+        outcome = "ok" if length_bytes >= 0 else "not read"
+        stage = Stage("load", seconds, transport="ssd", outcome=outcome)
         self.slow.stage([effect.digest], stage, time.monotonic())
 
     def _came(

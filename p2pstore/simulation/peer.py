@@ -148,7 +148,9 @@ class SimulatedPeer:
             unix_offset_seconds=unix_offset,
         )
         if self.keeps_cold:
-            self.core.floors.return_with(self.disk.cold_objects(), now)
+            cold = self.disk.cold_objects()
+            newest = max((each.version.clock for each in cold), default=0)
+            self.core.floors.return_with(cold, newest, now)
         self._waiting.clear()
         self.answered_later.clear()
         self._tick_at = float("inf")

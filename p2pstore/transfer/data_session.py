@@ -104,6 +104,14 @@ class DataBackend(Protocol):
         """
         ...
 
+    def must_bring(self, items: Sequence[GetItem]) -> bool:
+        """Whether some of these must be brought to memory before they can be opened."""
+        ...
+
+    async def bring(self, items: Sequence[GetItem]) -> None:
+        """Bring them. Whatever keeps one from it, `open_objects` says; cancelled when the connection ends."""
+        ...
+
     def let_go(self, opened: OpenedObject) -> None:
         """The end of `open_objects`."""
         ...
@@ -285,6 +293,9 @@ class DataSession:
         if message is None:
             return
         if isinstance(message, Get):
+            if self._backend.must_bring(message.items):
+                await self._flush()  # what is ready does not wait for it
+                await self._backend.bring(message.items)
             self._gather_objects(header.request_id, message)
             if self._gathered_bytes >= GATHER_BYTES or len(self._parts) >= GATHER_PARTS:
                 await self._flush()

@@ -16,6 +16,8 @@ class ObjectEntry:
     `slot` is its number in the object table, `offset` where its payload begins, in bytes from the
     segment's start; `extent_bytes` is what it occupies with padding and trailer. `references`
     counts leases and I/O in flight. Times are Unix seconds; `pin_until` is 0 for a pin without end.
+    `on_ssd`: the same version lies on the peer's SSD as well, so that losing these bytes costs a read of it;
+    if not, nobody is to try that again before `not_written_before`.
     """
 
     digest: bytes
@@ -38,6 +40,8 @@ class ObjectEntry:
     references: int = 0
     hits: int = 0
     state: SlotState = SlotState.LIVE
+    on_ssd: bool = False
+    not_written_before: float = 0.0
 
     def expired(self, now: float) -> bool:
         """Whether its time to live is over at `now` (Unix seconds)."""

@@ -8,7 +8,7 @@ cooperation (`p2pstore.transfer.reader`). All `now` are Unix seconds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Set
+from collections.abc import Hashable, Iterable, Iterator, Set
 from itertools import islice
 from typing import Final
 
@@ -31,6 +31,7 @@ from p2pstore.transfer.layout import (
     decode_trailer,
     encode_trailer,
     extent_bytes,
+    round_up,
     trailer_matches,
 )
 from p2pstore.transfer.object_table import ObjectTable, slot_of
@@ -97,6 +98,11 @@ class Segment:
         return self._allocator.used_bytes
 
     @property
+    def free_bytes(self) -> int:
+        """Bytes that nothing occupies."""
+        return self._allocator.free_bytes
+
+    @property
     def object_count(self) -> int:
         """How many objects can be found."""
         return len(self._entries)
@@ -154,6 +160,12 @@ class Segment:
         """Where to write the value. Nothing may write there after commit or abort."""
         reservation = self._reservations.get(number, holder)
         return self._buffer[reservation.offset : reservation.offset + reservation.length]
+
+    def reservation_room(self, number: int, holder: Hashable) -> memoryview:
+        """`reservation_view` up to the end of the last page: what reads the SSD writes whole pages."""
+        reservation = self._reservations.get(number, holder)
+        end = reservation.offset + round_up(reservation.length, GRANULE_BYTES)
+        return self._buffer[reservation.offset : end]
 
     def commit(
         self,
@@ -242,8 +254,9 @@ class Segment:
             self._referenced_bytes += entry.extent_bytes
         entry.references += 1
 
-    def let_go(self, entry: ObjectEntry) -> None:
-        """The end of `acquire`. The last one frees what was withdrawn meanwhile."""
+    def let_go(self, entry: ObjectEntry, *, was_used: bool = True) -> None:
+        """The end of `acquire`. The last one frees what was withdrawn meanwhile. Without `was_used`, the entry is as
+        cold as before."""
         if not entry.references:
             raise ValueError(f"nothing refers to {entry.key!r}")
         entry.references -= 1
@@ -252,8 +265,10 @@ class Segment:
         self._referenced_bytes -= entry.extent_bytes
         if entry.state is SlotState.DOOMED:
             self._free(entry)
-        else:
+        elif was_used:
             self._order.update(entry)
+        else:
+            self._order.put_back(entry)
 
     def touch(self, digest: bytes, count: int, now: float) -> None:
         """Take in that an object was read `count` times; whoever serves or copies it says so."""
@@ -270,6 +285,11 @@ class Segment:
     def payload(self, entry: ObjectEntry) -> memoryview:
         """The value in place, read-only. Stable between `acquire` (or `lease`) and its end."""
         return self._buffer[entry.offset : entry.offset + entry.length].toreadonly()
+
+    def payload_pages(self, entry: ObjectEntry) -> memoryview:
+        """`payload` up to the end of its last page, whatever else is there."""
+        end = entry.offset + round_up(entry.length, GRANULE_BYTES)
+        return self._buffer[entry.offset : end].toreadonly()
 
     def trailer_bytes(self, entry: ObjectEntry) -> bytes:
         """A copy of the entry's trailer."""
@@ -327,6 +347,17 @@ class Segment:
         entry.replicas = replicas
         self._table.write_slot(entry)
         self.set_pin(entry, pin, now + SOFT_PIN_SECONDS if pin is Pin.SOFT else 0.0)
+
+    def set_on_ssd(self, entry: ObjectEntry, on_ssd: bool) -> None:
+        """The SSD has a live entry's version as well, or has it no longer."""
+        if entry.on_ssd != on_ssd and entry.state is SlotState.LIVE:
+            entry.on_ssd = on_ssd
+            if entry in self._order:
+                self._order.update(entry)
+
+    def coldest(self) -> Iterator[ObjectEntry]:
+        """What would be evicted first. Nothing may be done to the segment until the last one was taken."""
+        return self._order.coldest()
 
     def expire(self, now: float) -> list[ObjectEntry]:
         """Withdraw what is past its time to live and return it (`take_withdrawn` has it, too); end

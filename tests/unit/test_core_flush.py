@@ -21,6 +21,12 @@ from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of
 NAME = namespace_digest(NAMESPACE)
 
 
+def return_with(world: Harness, objects: list[ColdObject]) -> None:
+    """The peer has these on its SSD."""
+    newest = max((each.version.clock for each in objects), default=0)
+    world.core.floors.return_with(objects, newest, world.now)
+
+
 def flush(world: Harness, timeout_seconds: float = 10.0) -> FlushOperation:
     operation = FlushOperation(world.core, NAMESPACE, timeout_seconds)
     world.start(operation)
@@ -294,7 +300,7 @@ def returned(world: Harness) -> tuple[set[bytes], set[bytes]]:
 def test_cold_objects_wait_until_all_floors_are_known() -> None:
     world = Harness(others=1)
     objects = [cold("kept", clock_at(-50.0)), cold("removed", clock_at(-60.0))]
-    world.core.floors.return_with(objects, world.now)
+    return_with(world, objects)
     assert returned(world) == (set(), set())
     world.learn_floor(world.others[0], digest_of("removed"), Version(clock_at(-55.0), 1))
     world.gossip.floors.synchronised = True
@@ -305,7 +311,7 @@ def test_cold_objects_wait_until_all_floors_are_known() -> None:
 def test_a_namespace_s_floor_and_a_missed_horizon_count() -> None:
     world = Harness(others=1)
     objects = [cold(f"k{age}", clock_at(-float(age))) for age in (10, 20, 30)]
-    world.core.floors.return_with(objects, world.now)
+    return_with(world, objects)
     world.learn_floor(world.others[0], NAME, Version(clock_at(-25.0), 1), SCOPE_NAMESPACE)
     world.gossip.floors.synchronised = True
     miss_a_horizon(world, clock_at(-15.0))
@@ -316,14 +322,14 @@ def test_a_namespace_s_floor_and_a_missed_horizon_count() -> None:
 
 def test_alone_there_is_nothing_to_wait_for() -> None:
     world = Harness()
-    world.core.floors.return_with([cold("k", clock_at(-10.0))], world.now)
+    return_with(world, [cold("k", clock_at(-10.0))])
     assert returned(world) == ({digest_of("k")}, set())
 
 
 def test_after_a_month_nothing_is_trusted() -> None:
     world = Harness()
     month = 31 * 86_400.0
-    world.core.floors.return_with([cold("k", clock_at(-month))], world.now)
+    return_with(world, [cold("k", clock_at(-month))])
     assert returned(world) == (set(), {digest_of("k")})
 
 
@@ -331,7 +337,7 @@ def test_what_is_saved_as_seen_waits_for_the_cold_objects() -> None:
     world = Harness()
     earlier = {5: clock_at(-100.0)}
     world.gossip.floors.load(earlier)
-    world.core.floors.return_with([cold("k", clock_at(-10.0))], world.now)
+    return_with(world, [cold("k", clock_at(-10.0))])
     assert world.core.floors.seen_to_save == earlier
     returned(world)
     assert len(world.gossip.floors.seen) == 2

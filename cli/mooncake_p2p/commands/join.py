@@ -116,6 +116,16 @@ def join(
         list[str] | None,
         _option("SIZE@WHERE", "More of it, from node:N or in a FILE; may be repeated."),
     ] = None,
+    ssd: Annotated[
+        str | None,
+        _option("DIR|DEVICE", "SSD for what memory has no room for [default: none]."),
+    ] = None,
+    ssd_capacity: Annotated[
+        str | None, _option("SIZE", "How much of it to take [default: half of what is free].")
+    ] = None,
+    ssd_writes_per_day: Annotated[
+        str | None, _option("SIZE", "Most to write to it in a day [default: no limit].")
+    ] = None,
     huge_pages: Annotated[
         HugePages | None,
         typer.Option(

@@ -193,11 +193,12 @@ class Directory:
         self.shares = LocationShares()
         self._unsettled: set[Member] = set()
         self._moved: set[Member] = set()
+        self._own_slot: int | None = None
 
     @_exclusive
     def close(self) -> None:
         """Let go of the table and forget all. Nothing but `holders` may be called after that."""
-        self._published = None
+        self._published = self._own_slot = None
         self._views.clear()
         self._of_slot.clear()
         index, self._index = self._index, LocationIndex(0)
@@ -210,7 +211,8 @@ class Directory:
     @property
     def record_count(self) -> int:
         """Records in all views."""
-        return self._index.record_count - self._staging.done_count
+        own = 0 if self._own_slot is None else self._index.count(self._own_slot)
+        return self._index.record_count - self._staging.done_count - own
 
     def watch(self, held: Set[bytes], awaited: Set[bytes]) -> None:
         """Note every change that concerns a digest in one of these live views of sets, for
@@ -561,6 +563,29 @@ class Directory:
                 )
             )
         return found
+
+    def show_own(self, member: Member, operation: bytes) -> None:
+        """Let clients know of an object that this peer holds where they do not see it, on its SSD. For them alone:
+        `holders` and `held` are about other members."""
+        if self._published is None:
+            return
+        if self._own_slot is None:
+            self._own_slot = self._index.open()
+            self._published.count(self._own_slot, member, True)
+        if self._index.has_room(1):
+            self._change_own(self._own_slot, operation)
+
+    def hide_own(self, digest: bytes) -> None:
+        """The end of `show_own`, if that was called for the object."""
+        if self._own_slot is None:
+            return
+        shown = self._index.get(self._own_slot, digest)
+        if shown is not None:
+            self._change_own(self._own_slot, shown[:_FLAGS] + bytes((shown[_FLAGS] | REMOVED,)))
+
+    @_changing
+    def _change_own(self, slot: int, operation: bytes) -> None:
+        self._index.apply(slot, operation)
 
     @_exclusive
     def held(self, digests: Set[bytes], believed: Callable[[Member], range]) -> set[bytes]:

@@ -1,0 +1,226 @@
+"""What the core knows of its peer's SSD: copies that are only there, found, announced and given up.
+
+The SSD tier keeps its own index; this asks it, and holds its answers to the rules that all copies are held to:
+floors, times to live, and what a peer may not show before it knows what was removed while it was away.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from p2pstore.core.describe import location_on_ssd
+from p2pstore.objects import Version
+from p2pstore.transfer.layout import SlotState
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+    from p2pstore.ssd_tier.index import ColdEntry
+    from p2pstore.transfer.segment import ObjectEntry
+
+FORGOTTEN_PER_STEP: Final = 64
+"""Withdrawing a location costs some 25 us."""
+
+
+class ColdStore(Protocol):
+    """What the core asks of an SSD tier. Nothing here waits, or reads the SSD."""
+
+    def find(self, digest: bytes) -> ColdEntry | None:
+        """The whole object that lies there."""
+        ...
+
+    def discard(self, digest: bytes, up_to: Version) -> None:
+        """Versions up to this one are never to be seen again."""
+        ...
+
+    def discard_some(
+        self, namespace: bytes | None, up_to: Version, limit: int
+    ) -> Sequence[ColdEntry]:
+        """`discard` for up to `limit` objects of the namespace with this digest (None: of all), which are returned:
+        fewer than the limit when there are no more."""
+        ...
+
+    def page(
+        self, namespace: str, prefix: str, after: str, limit: int
+    ) -> tuple[Sequence[ColdEntry], bool]:
+        """Objects in key order, and whether there are more."""
+        ...
+
+
+class Page(NamedTuple):
+    """Objects in the order of their keys, and up to which key that is all; None when there are no more."""
+
+    entries: Sequence[ObjectEntry | ColdEntry]
+    complete_to: str | None
+
+
+class _Sweep(NamedTuple):
+    """What is to be discarded: of one namespace or of all, up to a version."""
+
+    namespace: bytes | None
+    up_to: Version
+
+
+class ColdCopies:
+    """A peer's copies on its SSD. Without a `store` there are none."""
+
+    def __init__(self, core: PeerCore) -> None:
+        self.store: ColdStore | None = None
+        self._core = core
+        self._to_sweep: deque[_Sweep] = deque()
+        self._expiring: list[tuple[int, bytes, Version]] = []
+        """A heap: when (Unix milliseconds) what is on the SSD alone is over."""
+
+    def find(self, digest: bytes, now: float) -> ColdEntry | None:
+        """The object on the SSD, if it may be served."""
+        if self.store is None:
+            return None
+        entry = self.store.find(digest)
+        if entry is None or 0 < entry.expires_unix_ms <= self._core.unix(now) * 1000:
+            return None
+        namespace = self._core.namespace_digest(entry.namespace)
+        forbidden = self._core.gossip.cluster_records.forbids(digest, namespace, entry.version)
+        if forbidden or self._core.floors.holds_back(digest, namespace, entry.version):
+            return None
+        return None if self._is_about_to_go(entry.version) else entry
+
+    def _is_about_to_go(self, version: Version) -> bool:
+        """Whether a sweep of everything has yet to come by. What one namespace's is for, its floor forbids."""
+        return any(
+            sweep.namespace is None and sweep.up_to.covers(version) for sweep in self._to_sweep
+        )
+
+    def find_only_here(self, digest: bytes, now: float) -> ColdEntry | None:
+        """`find`, when there are no bytes of it in memory."""
+        return None if digest in self._core.segment.digests() else self.find(digest, now)
+
+    def held_only_here(self, digests: set[bytes], now: float) -> set[bytes]:
+        """Those of many keys, not in memory, that the SSD has."""
+        if self.store is None:
+            return set()
+        return {digest for digest in digests if self.find(digest, now) is not None}
+
+    def merged_page(self, namespace: str, prefix: str, after: str, limit: int, now: float) -> Page:
+        """Keys in order, in memory and on the SSD."""
+        held, more = self._core.segment.keys(namespace, prefix, after, limit)
+        if self.store is None:
+            return Page(held, held[-1].key if more else None)
+        cold_held, more_cold = self.store.page(namespace, prefix, after, limit)
+        # Behind the end of a page that is not the last one there may be keys that it does not show.
+        ends = [held[-1].key] if more else []
+        ends += [cold_held[-1].key] if more_cold else []
+        end = min(ends, default=None)
+        merged: dict[str, ObjectEntry | ColdEntry] = {
+            cold.key: cold
+            for cold in cold_held
+            if self.find_only_here(cold.digest, now) is not None
+        }
+        merged.update((entry.key, entry) for entry in held)
+        keys = sorted(key for key in merged if end is None or key <= end)
+        if len(keys) > limit:
+            keys, end = keys[:limit], keys[limit - 1]
+        return Page([merged[key] for key in keys], end)
+
+    # --- what memory does --------------------------------------------------------------------
+
+    def left_memory(self, entry: ObjectEntry, now: float) -> None:
+        """Memory gave an object up: it was evicted, expired or replaced. Say where it is now, if anywhere."""
+        core = self._core
+        cold = self.find_only_here(entry.digest, now) if entry.on_ssd else None
+        if cold is not None and cold.version == entry.version:
+            self._hold(cold, now)
+            core.counters["objects_left_to_ssd"] += 1
+        else:
+            core.gossip.release(entry.digest, entry.version, now)
+            core.counters["objects_withdrawn"] += 1
+
+    def came_to_memory(self, entry: ObjectEntry) -> None:
+        """An object was published in memory: older versions are of no use any more."""
+        if self.store is None:
+            return
+        cold = self.store.find(entry.digest)
+        if cold is None:
+            return
+        if cold.version == entry.version:
+            self._core.segment.set_on_ssd(entry, True)
+        elif cold.version < entry.version:
+            self.store.discard(entry.digest, cold.version)
+
+    def written(self, entry: ObjectEntry, now: float) -> None:
+        """The tier has taken the object. What became of it meanwhile counts for that copy, too."""
+        if self.store is None:
+            return
+        segment = self._core.segment
+        if entry.state is SlotState.LIVE and not entry.expired(self._core.unix(now)):
+            segment.set_on_ssd(entry, True)
+        else:
+            self.store.discard(entry.digest, entry.version)
+
+    # --- what is over ------------------------------------------------------------------------
+
+    def discard(self, digest: bytes, up_to: Version, now: float) -> None:
+        """Versions up to this one were removed or replaced."""
+        if self.store is None:
+            return
+        cold = self.store.find(digest)
+        if cold is not None and up_to.covers(cold.version):
+            if digest not in self._core.segment.digests():
+                self._core.gossip.release(digest, cold.version, now)
+            self.store.discard(digest, cold.version)
+
+    def lost(self, entries: Iterable[ColdEntry], now: float) -> None:
+        """The tier no longer has these: it made room, or found them damaged."""
+        core = self._core
+        for cold in entries:
+            entry = core.segment.find(cold.digest, core.unix(now))
+            if entry is None:
+                core.gossip.release(cold.digest, cold.version, now)
+            elif entry.version == cold.version:
+                core.segment.set_on_ssd(entry, False)
+
+    def announce(self, digest: bytes, now: float) -> None:
+        """Tell the others of an object of an earlier life, now that it may be served."""
+        cold = self.find_only_here(digest, now)
+        if cold is not None:
+            self._hold(cold, now)
+
+    def _hold(self, cold: ColdEntry, now: float) -> None:
+        self._core.gossip.hold(location_on_ssd(cold), now)
+        if cold.expires_unix_ms:
+            heapq.heappush(self._expiring, (cold.expires_unix_ms, cold.digest, cold.version))
+
+    def expire(self, now: float) -> None:
+        """Withdraw what is past its time to live."""
+        unix_ms = self._core.unix(now) * 1000
+        for _ in range(FORGOTTEN_PER_STEP):
+            if not self._expiring or self._expiring[0][0] > unix_ms:
+                return
+            _, digest, version = heapq.heappop(self._expiring)
+            self.discard(digest, version, now)
+
+    # --- many at once ------------------------------------------------------------------------
+
+    @property
+    def sweeping(self) -> bool:
+        """Whether there are objects to discard, by `sweep_step`."""
+        return bool(self._to_sweep)
+
+    def sweep(self, namespace: bytes | None, up_to: Version) -> None:
+        """Discard all versions up to one: of a namespace, by its digest, or of all. Until that is done, `find`
+        shows none of them."""
+        if self.store is not None:
+            self._to_sweep.append(_Sweep(namespace, up_to))
+
+    def sweep_step(self, now: float) -> None:
+        """Discard some."""
+        if not self._to_sweep or self.store is None:
+            return
+        sweep = self._to_sweep[0]
+        gone = self.store.discard_some(sweep.namespace, sweep.up_to, FORGOTTEN_PER_STEP)
+        for cold in gone:
+            if cold.digest not in self._core.segment.digests():
+                self._core.gossip.release(cold.digest, cold.version, now)
+        if len(gone) < FORGOTTEN_PER_STEP:
+            self._to_sweep.popleft()
