@@ -1,0 +1,162 @@
+"""A core with an SSD tier that is a dictionary, and a shell that writes and loads when it is told to. For tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from p2pstore.core.effects import LoadObject, PullOutcome, WriteObject
+from p2pstore.gossip.records import LocationRecord
+from p2pstore.objects import Version, namespace_digest
+from p2pstore.ssd_tier.index import ColdEntry
+from p2pstore.transfer.layout import Slot, SlotState, TrailerBody, decode_trailer, encode_trailer
+from tests.unit.core_harness import Harness, clock_at, digest_of
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the dictionary keeps of an object."""
+
+    entry: ColdEntry
+    trailer: TrailerBody
+    value: bytes
+
+
+class DictionaryStore:
+    """Satisfies `p2pstore.core.cold_copies.ColdStore`."""
+
+    def __init__(self) -> None:
+        self.objects: dict[bytes, Stored] = {}
+
+    def find(self, digest: bytes) -> ColdEntry | None:
+        stored = self.objects.get(digest)
+        return None if stored is None else stored.entry
+
+    def discard(self, digest: bytes, up_to: Version) -> None:
+        stored = self.objects.get(digest)
+        if stored is not None and up_to.covers(stored.entry.version):
+            del self.objects[digest]
+
+    def discard_some(
+        self, namespace: bytes | None, up_to: Version, limit: int
+    ) -> Sequence[ColdEntry]:
+        gone = [
+            stored.entry
+            for stored in self.objects.values()
+            if up_to.covers(stored.entry.version)
+            and namespace in (None, namespace_digest(stored.entry.namespace))
+        ][:limit]
+        for entry in gone:
+            del self.objects[entry.digest]
+        return gone
+
+    def page(
+        self, namespace: str, prefix: str, after: str, limit: int
+    ) -> tuple[Sequence[ColdEntry], bool]:
+        entries = (stored.entry for stored in self.objects.values())
+        found = sorted(
+            (
+                entry
+                for entry in entries
+                if entry.namespace == namespace
+                and entry.key.startswith(prefix)
+                and entry.key > after
+            ),
+            key=lambda entry: entry.key,
+        )
+        return found[:limit], len(found) > limit
+
+
+class ColdWorld(Harness):
+    """A core whose objects go to a dictionary, and come back from it, when the test says so."""
+
+    def __init__(self, others: int = 0, memory_bytes: int = 256 * 1024) -> None:
+        super().__init__(others, memory_bytes)
+        self.store = DictionaryStore()
+        self.core.cold.store = self.store
+        self._fillers = 0
+
+    @property
+    def soon(self) -> Version:
+        """A version above all there are."""
+        return Version(clock_at(self.now - 100.0 + 5.0), 0)
+
+    def write(self, *, accept: bool = True, retry_seconds: float = 60.0) -> list[str]:
+        """Carry out what is to be written now; the keys."""
+        keys = []
+        for effect in self.effects(WriteObject):
+            keys.append(effect.entry.key)
+            if accept:
+                self._keep(effect)
+            self.core.write_back.ended(effect.entry, accept, retry_seconds, self.now)
+        return keys
+
+    def _keep(self, effect: WriteObject) -> None:
+        held = effect.entry
+        trailer = decode_trailer(self.segment.trailer_bytes(held))
+        assert trailer is not None
+        entry = ColdEntry(
+            digest=held.digest,
+            version=held.version,
+            length=held.length,
+            namespace=held.namespace,
+            key=held.key,
+            places=(),
+            hits=0,
+            expires_unix_ms=held.expires_unix_ms,
+            replicas=held.replicas,
+            pin=int(held.pin),
+            soft=held.soft,
+            disk_bytes=held.length,
+        )
+        self.store.objects[held.digest] = Stored(entry, trailer, bytes(self.segment.payload(held)))
+
+    def load(self, **outcome: Any) -> list[str]:
+        """Carry out what is to be loaded now; with `fail` or `error` it does not work. The keys."""
+        keys = []
+        for effect in self.effects(LoadObject):
+            stored = self.store.objects[effect.digest]
+            keys.append(stored.entry.key)
+            if outcome:
+                failed = PullOutcome(False, (), outcome.get("error"), 0, "ssd")
+                self.core.pulled(effect.operation, failed, self.now)
+                continue
+            destination = self.core.copy_destination(effect.operation, self.now)
+            slot = Slot(
+                SlotState.LIVE,
+                effect.digest,
+                stored.entry.version,
+                0,
+                len(stored.value),
+                len(encode_trailer(stored.trailer)),
+            )
+            destination.prepare(slot, stored.trailer)
+            destination.pages[: len(stored.value)] = stored.value
+            destination.commit(self.now)
+            self.core.pulled(
+                effect.operation, PullOutcome(True, (), None, self.core.member, "ssd"), self.now
+            )
+        return keys
+
+    def fill(self, first: int, count: int, length: int = 16_000) -> None:
+        """Put many objects, the SSD taking what it is given."""
+        for number in range(first, first + count):
+            self.stored(f"filler-{number}", bytes([number % 251]) * length)
+            self.pass_time(0.05)
+            self.write()
+
+    def cool(self, key: str, value: bytes, **options: Any) -> LocationRecord:
+        """An object that is on the SSD alone. What this peer announces of it."""
+        self.stored(key, value, **options)
+        while self.find(key) is not None:
+            self._fillers += 1
+            assert self._fillers < 100_000, f"{key} stays in memory"
+            self.fill(
+                1_000_000 + self._fillers, 1, len(value)
+            )  # others of that size take its place
+        record = self.announced(key)
+        assert record is not None, f"{key} left memory and is not on the SSD"
+        assert digest_of(key) in self.store.objects
+        self.forget_effects()
+        return record

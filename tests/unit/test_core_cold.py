@@ -1,0 +1,426 @@
+"""What a core makes of its SSD: objects are written before memory needs their room, announced, and brought back."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from p2pstore.core.cold_return import ColdObject, ColdSorted
+from p2pstore.core.effects import LoadObject, PullObject, WriteObject
+from p2pstore.core.presence import is_known, known_keys
+from p2pstore.core.serving import list_local
+from p2pstore.errors import CapacityExceeded, NoSuchKey
+from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier
+from p2pstore.local.messages import PutStatus
+from p2pstore.objects import Version, namespace_digest
+from p2pstore.transfer.layout import Pin
+from p2pstore.transfer.messages import DataKind, ListKeys, Lookup, Replicate, Replicated
+from tests.unit.cold_world import ColdWorld
+from tests.unit.core_harness import NAMESPACE, Harness, digest_of
+
+VALUE = b"v" * 9_000
+
+
+# --- to the SSD ------------------------------------------------------------------------------
+
+
+def test_nothing_is_written_while_memory_has_room() -> None:
+    world = ColdWorld()
+    world.stored("k", VALUE)
+    world.pass_time(1.0)
+    assert not world.effects(WriteObject)
+
+
+def test_the_coldest_is_written_first_and_used_objects_last() -> None:
+    world = ColdWorld(memory_bytes=256 * 1024)
+    for number in range(12):
+        world.stored(f"k{number}", VALUE + bytes([number]))
+    used = world.find("k0")
+    assert used is not None
+    world.segment.used(used, 1, world.core.unix(world.now))
+    for number in range(12, 20):
+        world.stored(f"k{number}", VALUE + bytes([number]))
+    world.pass_time(0.1)
+    written = world.write()
+    assert written[0] == "k1"
+    assert "k0" not in written
+    assert world.announced("k1") is not None
+    assert world.announced("k1").tier is Tier.DRAM  # type: ignore[union-attr]  # it is not None
+
+
+def test_what_is_being_written_is_not_evicted_and_little_is_at_a_time() -> None:
+    world = ColdWorld(memory_bytes=256 * 1024)
+    for number in range(20):
+        world.stored(f"k{number}", VALUE)
+    world.pass_time(0.1)
+    effects = world.effects(WriteObject)
+    assert 0 < sum(effect.entry.extent_bytes for effect in effects) <= 256 * 1024 // 8 + 12 * 1024
+    for number in range(40):
+        world.stored(f"n{number}", VALUE)
+    assert all(world.find(effect.entry.key) is effect.entry for effect in effects)
+    for effect in effects:
+        world.core.write_back.ended(effect.entry, False, 60.0, world.now)
+    world.check_idle()
+
+
+def test_an_evicted_object_is_announced_as_on_the_ssd() -> None:
+    world = ColdWorld()
+    record = world.cool("k", VALUE, replicas=2)
+    assert (record.tier, record.replicas) == (Tier.SSD, 2)
+    (copy,) = world.core.known_copies(digest_of("k"), world.now)
+    assert copy.local
+    assert copy.record == record
+    assert is_known(world.core, digest_of("k"), world.now)
+    assert known_keys(world.core, [digest_of("k"), digest_of("x")], world.now) == {digest_of("k")}
+
+
+def test_what_the_ssd_does_not_take_is_lost_when_it_is_evicted() -> None:
+    world = ColdWorld()
+    world.stored("k", VALUE)
+    for number in range(30):
+        world.stored(f"n{number}", VALUE)
+        world.pass_time(0.05)
+        world.write(accept=False)
+    assert world.find("k") is None
+    assert world.announced("k") is None
+
+
+def test_a_refused_object_is_offered_again_later() -> None:
+    world = ColdWorld()
+    for number in range(20):
+        world.stored(f"k{number}", VALUE)
+    world.pass_time(0.1)
+    refused = world.write(accept=False, retry_seconds=5.0)
+    world.core.write_back.memory_taken(world.now)
+    world.pass_time(1.0)
+    assert not set(refused) & set(world.write(accept=False))
+    world.pass_time(5.0)
+    world.core.write_back.memory_taken(world.now)
+    world.pass_time(0.1)
+    assert set(refused) & set(world.write())
+
+
+def test_soft_copies_are_not_written() -> None:
+    world = ColdWorld(others=1)
+    thing = world.hold(world.others[0], "soft", VALUE)
+    world.core.fetch(digest_of("soft"), world.now)
+    world.deliver(world.pull_wanted(), thing)
+    for number in range(30):
+        world.stored(f"k{number}", VALUE)
+        world.pass_time(0.05)
+        assert "soft" not in world.write()
+
+
+def test_what_is_removed_while_it_is_written_does_not_stay_on_the_ssd() -> None:
+    world = ColdWorld(others=1)
+    for number in range(20):
+        world.stored(f"k{number}", VALUE)
+    world.pass_time(0.1)
+    world._effects += world.core.take_effects()
+    world.learn_floor(world.others[0], digest_of("k0"), world.soon)
+    assert "k0" in world.write()
+    assert digest_of("k0") not in world.store.objects
+    world.check_idle()
+
+
+# --- and back --------------------------------------------------------------------------------
+
+
+def test_a_fetch_loads_from_the_ssd_and_asks_nobody() -> None:
+    world = ColdWorld(others=2)
+    world.cool("k", VALUE)
+    operation = world.core.fetch(digest_of("k"), world.now)
+    again = world.core.fetch(digest_of("k"), world.now)
+    assert again is operation
+    assert world.load() == ["k"]
+    entry = world.find("k")
+    assert operation.result is entry
+    assert entry is not None
+    assert (entry.soft, entry.on_ssd) == (False, True)
+    assert world.value("k") == VALUE
+    assert not world.effects(PullObject)
+    record = world.announced("k")
+    assert record is not None
+    assert record.tier is Tier.BOTH
+
+
+def test_a_load_that_fails_goes_on_at_another_holder() -> None:
+    world = ColdWorld(others=2)
+    world.cool("k", VALUE)
+    cold = world.store.objects[digest_of("k")]
+    thing = world.hold(
+        world.others[0], "k", VALUE, cold.entry.version.clock, cold.entry.version.writer
+    )
+    operation = world.core.fetch(digest_of("k"), world.now)
+    world.load(fail=True)
+    entry = world.deliver(world.pull_wanted(), thing)
+    assert operation.result is entry is world.find("k")
+
+
+def test_a_load_without_room_says_so() -> None:
+    world = ColdWorld()
+    world.cool("k", VALUE)
+    operation = world.core.fetch(digest_of("k"), world.now)
+    error = CapacityExceeded("no room")
+    world.load(error=error)
+    assert operation.result is error
+
+
+def test_a_load_for_another_peer_asks_nobody_when_it_fails() -> None:
+    world = ColdWorld(others=2)
+    world.cool("k", VALUE)
+    cold = world.store.objects[digest_of("k")].entry.version
+    world.hold(world.others[0], "k", VALUE, cold.clock, cold.writer)
+    operation = world.core.fetch(digest_of("k"), world.now, only_here=True)
+    world.load(fail=True)
+    assert isinstance(operation.result, NoSuchKey)
+    assert not world.effects(PullObject)
+
+
+def test_who_wants_it_from_anywhere_may_join_a_load_for_another_peer() -> None:
+    world = ColdWorld(others=2)
+    world.cool("k", VALUE)
+    cold = world.store.objects[digest_of("k")].entry.version
+    thing = world.hold(world.others[0], "k", VALUE, cold.clock, cold.writer)
+    operation = world.core.fetch(digest_of("k"), world.now, only_here=True)
+    assert world.core.fetch(digest_of("k"), world.now) is operation
+    world.load(fail=True)
+    assert world.deliver(world.pull_wanted(), thing) is operation.result
+
+
+def test_a_pass_over_cold_objects_does_not_push_out_what_is_used() -> None:
+    world = ColdWorld(memory_bytes=512 * 1024)
+    names = [f"cold{number}" for number in range(30)]
+    for name in names:
+        world.cool(name, VALUE + name.encode())
+    for number in range(10):
+        entry = world.stored(f"hot{number}", VALUE)
+        world.segment.used(entry, 3, world.core.unix(world.now))
+    for name in names:
+        world.core.fetch(digest_of(name), world.now)
+        assert world.load() == [name]
+        entry_of_it = world.find(name)
+        assert entry_of_it is not None
+        world.segment.used(entry_of_it, 1, world.core.unix(world.now))
+        world.pass_time(0.01)
+        world.write()
+    assert all(world.find(f"hot{number}") for number in range(10))
+
+
+# --- other peers -----------------------------------------------------------------------------
+
+
+def test_others_hear_of_it_and_may_count_on_it() -> None:
+    world = ColdWorld(others=1)
+    record = world.cool("k", VALUE)
+    found = world.serve(world.others[0], DataKind.LOOKUP, Lookup(digest_of("k")))
+    assert found.items[0][0].record == record.encode()
+    version = record.version
+    request = Replicate(digest_of("k"), version.clock, version.writer, len(VALUE))
+    assert world.serve(world.others[0], DataKind.REPLICATE, request) == Replicated(
+        version.clock, version.writer
+    )
+    assert not world.effects(LoadObject)
+
+
+def test_a_newer_version_elsewhere_ends_an_older_one_on_the_ssd() -> None:
+    world = ColdWorld(others=1)
+    world.cool("k", VALUE)
+    world.core.gossip.locations.watch(frozenset([digest_of("k")]), frozenset())
+    world.hold(world.others[0], "k", b"newer", world.soon.clock)
+    world.core.gossip_arrived(world.now)
+    assert digest_of("k") not in world.store.objects
+    assert world.announced("k") is None
+
+
+# --- the end of objects ----------------------------------------------------------------------
+
+
+def test_a_floor_ends_it() -> None:
+    world = ColdWorld(others=1)
+    record = world.cool("k", VALUE)
+    older = Version(record.version.clock - 1, 0)
+    world.learn_floor(world.others[0], digest_of("k"), older)
+    assert world.core.cold.find(digest_of("k"), world.now) is not None
+    world.learn_floor(world.others[0], digest_of("k"), world.soon)
+    assert world.core.cold.find(digest_of("k"), world.now) is None
+    assert digest_of("k") not in world.store.objects
+    assert world.announced("k") is None
+
+
+def test_the_floor_of_a_namespace_ends_all_in_steps_and_hides_them_at_once() -> None:
+    world = ColdWorld(others=1)
+    names = [f"k{number}" for number in range(200)]
+    for name in names:
+        world.cool(name, name.encode() * 1000)
+    name = namespace_digest(NAMESPACE)
+    world.learn_floor(world.others[0], name, world.soon, SCOPE_NAMESPACE)
+    assert not any(world.core.cold.find(digest_of(name), world.now) for name in names)
+    assert world.store.objects, "all at once would hold the loop"
+    world.pass_time(0.5)
+    assert not world.store.objects
+    assert not any(world.announced(name) for name in names)
+    world.check_idle()
+
+
+def test_it_expires() -> None:
+    world = ColdWorld()
+    world.cool("k", VALUE, ttl_seconds=30.0)
+    world.pass_time(40.0)
+    assert world.core.cold.find(digest_of("k"), world.now) is None
+    assert world.announced("k") is None
+    assert digest_of("k") not in world.store.objects
+
+
+def test_what_the_tier_loses_is_withdrawn_unless_memory_has_it() -> None:
+    world = ColdWorld()
+    world.cool("gone", VALUE)
+    world.cool("here", VALUE + b"x")
+    world.core.fetch(digest_of("here"), world.now)
+    world.load()
+    lost = [world.store.objects.pop(digest_of(name)).entry for name in ("gone", "here")]
+    world.core.cold.lost(lost, world.now)
+    assert world.announced("gone") is None
+    entry = world.find("here")
+    assert entry is not None
+    assert not entry.on_ssd
+    assert world.announced("here") is not None
+
+
+def test_spoilt_memory_leaves_the_copy_on_the_ssd() -> None:
+    world = ColdWorld()
+    world.cool("k", VALUE)
+    world.core.fetch(digest_of("k"), world.now)
+    world.load()
+    entry = world.find("k")
+    assert entry is not None
+    world.core.drop_spoilt(entry, world.now)
+    record = world.announced("k")
+    assert record is not None
+    assert record.tier is Tier.SSD
+
+
+# --- puts ------------------------------------------------------------------------------------
+
+
+def test_the_same_bytes_come_back_to_memory() -> None:
+    world = ColdWorld()
+    record = world.cool("k", VALUE)
+    put = world.put("k", VALUE)
+    assert put.result.status is PutStatus.UNCHANGED
+    entry = world.find("k")
+    assert entry is not None
+    assert entry.on_ssd
+    assert (entry.version.clock, entry.version.writer) == record.version[:2]
+
+
+def test_other_bytes_keep_what_exists() -> None:
+    world = ColdWorld()
+    world.cool("k", VALUE)
+    put = world.put("k", b"other")
+    assert put.result.status is PutStatus.KEPT_EXISTING
+    assert world.find("k") is None
+    assert world.core.cold.find(digest_of("k"), world.now) is not None
+    world.check_idle()
+
+
+def test_overwriting_ends_the_copy_on_the_ssd() -> None:
+    world = ColdWorld()
+    record = world.cool("k", VALUE)
+    put = world.put("k", b"other", overwrite=True)
+    assert put.result.status is PutStatus.CREATED
+    assert put.result.version > record.version
+    assert digest_of("k") not in world.store.objects
+    entry = world.find("k")
+    assert entry is not None
+    assert not entry.on_ssd
+
+
+# --- listing ---------------------------------------------------------------------------------
+
+
+def test_keys_in_memory_and_on_the_ssd_are_listed_together_page_by_page() -> None:
+    world = ColdWorld()
+    names = [f"a{number:02}" for number in range(12)]
+    for name in names[::2]:
+        world.cool(name, VALUE + name.encode())
+    for name in names[1::2]:
+        world.stored(name, b"small")
+    world.stored("pinned", VALUE, pin=int(Pin.SOFT))
+    for limit in (1, 2, 5, 100):
+        listed, after = [], ""
+        while True:
+            page = list_local(world.core, ListKeys(NAMESPACE, "a", after, limit, False), world.now)
+            listed += page.items
+            if not page.more:
+                break
+            assert page.items
+            after = page.items[-1].key
+        assert [item.key for item in listed] == names
+        assert all(earlier.key < later.key for earlier, later in pairwise(listed))
+        assert [item.tier for item in listed[::2]] == [int(Tier.SSD)] * 6
+    page = list_local(world.core, ListKeys(NAMESPACE, "", "", 100, True), world.now)
+    assert [item.key for item in page.items] == ["pinned"]
+
+
+def test_a_page_goes_past_keys_that_may_not_be_shown() -> None:
+    world = ColdWorld(others=1)
+    for number in range(6):
+        world.cool(f"a{number}", VALUE + bytes([number]))
+    world.stored("b", b"small")
+    kept = dict(world.store.objects)
+    for number in range(6):
+        world.learn_floor(world.others[0], digest_of(f"a{number}"), world.soon)
+    world.store.objects.update(kept)  # as if the sweep had not come by
+    page = list_local(world.core, ListKeys(NAMESPACE, "", "", 2, False), world.now)
+    assert "b" in [item.key for item in page.items] or page.more
+    assert not any(item.key.startswith("a") for item in page.items)
+
+
+# --- a new life ------------------------------------------------------------------------------
+
+
+def returned(world: Harness) -> ColdSorted:
+    (effect,) = world.effects(ColdSorted)
+    return effect
+
+
+def test_objects_of_an_earlier_life_are_hidden_until_they_are_known_to_be_good() -> None:
+    before = ColdWorld()
+    before.cool("k", VALUE)
+    world = ColdWorld(others=1)
+    world.store.objects = before.store.objects
+    entry = world.store.objects[digest_of("k")].entry
+    cold = ColdObject(entry.digest, namespace_digest(NAMESPACE), entry.version)
+    world.core.floors.return_with([cold], entry.version.clock, world.now)
+    assert world.core.cold.find(digest_of("k"), world.now) is None
+    assert not world.core.known_copies(digest_of("k"), world.now)
+
+
+def test_alone_they_are_back_at_once() -> None:
+    before = ColdWorld()
+    before.cool("k", VALUE)
+    world = ColdWorld()
+    world.store.objects = before.store.objects
+    entry = world.store.objects[digest_of("k")].entry
+    cold = ColdObject(entry.digest, namespace_digest(NAMESPACE), entry.version)
+    world.core.floors.return_with([cold], entry.version.clock, world.now)
+    world.pass_time(1.0)
+    effect = returned(world)
+    assert effect.good == (cold,)
+    world.core.cold.announce(entry.digest, world.now)
+    record = world.announced("k")
+    assert record is not None
+    assert record.tier is Tier.SSD
+    assert world.core.cold.find(digest_of("k"), world.now) is not None
+
+
+@pytest.mark.parametrize("many", [1, 5])
+def test_without_a_tier_nothing_changes(many: int) -> None:
+    world = Harness()
+    for number in range(40 * many):
+        world.stored(f"k{number}", VALUE)
+        world.pass_time(0.05)
+    assert not world.effects(WriteObject)
+    assert world.core.cold.find(digest_of("k0"), world.now) is None
