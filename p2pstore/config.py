@@ -282,6 +282,17 @@ class PeerConfig(
         """What `more_memory` asks for."""
         return self._memory_pieces("more_memory")
 
+    @property
+    def ssd_capacity_bytes(self) -> int | None:
+        """What is to be taken of the SSD; None when nobody says."""
+        return None if self.ssd_capacity is None else parse_bytes(self.ssd_capacity, "ssd_capacity")
+
+    @property
+    def ssd_bytes_per_day(self) -> int | None:
+        """What may be written to the SSD in a day; None for as much as there is."""
+        limit = self.ssd_writes_per_day
+        return None if limit is None else parse_bytes(limit, "ssd_writes_per_day")
+
     def _memory_pieces(self, spelled: str) -> list[MemoryPiece]:
         if len(self.more_memory) > MAX_MEMORY_PIECES:
             raise ConfigError(f"{spelled}: at most {MAX_MEMORY_PIECES} may be added")

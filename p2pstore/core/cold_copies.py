@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from p2pstore.core.describe import location_on_ssd
@@ -31,21 +32,19 @@ class ColdStore(Protocol):
         """The whole object that lies there."""
         ...
 
-    def discard(self, digest: bytes, up_to: Version) -> None:
-        """Versions up to this one are never to be seen again."""
+    def discard(self, digest: bytes, up_to: Version) -> bool:
+        """Versions up to this one are never to be seen again. Whether there was one."""
         ...
 
-    def discard_some(
-        self, namespace: bytes | None, up_to: Version, limit: int
-    ) -> Sequence[ColdEntry]:
-        """`discard` for up to `limit` objects of the namespace with this digest (None: of all), which are returned:
-        fewer than the limit when there are no more."""
+    def digests(self, namespace: bytes | None) -> Iterator[bytes]:
+        """Those of all objects, or of a namespace by its digest, that are there now. Others may come and go while
+        they are gone through."""
         ...
 
-    def page(
+    def entries(
         self, namespace: str, prefix: str, after: str, limit: int
     ) -> tuple[Sequence[ColdEntry], bool]:
-        """Objects in key order, and whether there are more."""
+        """Objects in the order of their keys, above `after`, and whether there are more."""
         ...
 
 
@@ -57,10 +56,12 @@ class Page(NamedTuple):
 
 
 class _Sweep(NamedTuple):
-    """What is to be discarded: of one namespace or of all, up to a version."""
+    """What is to be discarded, of one namespace or of all, up to a version; and which objects are left to be looked
+    at."""
 
     namespace: bytes | None
     up_to: Version
+    left: Iterator[bytes]
 
 
 class ColdCopies:
@@ -107,7 +108,7 @@ class ColdCopies:
         held, more = self._core.segment.keys(namespace, prefix, after, limit)
         if self.store is None:
             return Page(held, held[-1].key if more else None)
-        cold_held, more_cold = self.store.page(namespace, prefix, after, limit)
+        cold_held, more_cold = self.store.entries(namespace, prefix, after, limit)
         # Behind the end of a page that is not the last one there may be keys that it does not show.
         ends = [held[-1].key] if more else []
         ends += [cold_held[-1].key] if more_cold else []
@@ -211,16 +212,15 @@ class ColdCopies:
         """Discard all versions up to one: of a namespace, by its digest, or of all. Until that is done, `find`
         shows none of them."""
         if self.store is not None:
-            self._to_sweep.append(_Sweep(namespace, up_to))
+            self._to_sweep.append(_Sweep(namespace, up_to, self.store.digests(namespace)))
 
     def sweep_step(self, now: float) -> None:
         """Discard some."""
         if not self._to_sweep or self.store is None:
             return
         sweep = self._to_sweep[0]
-        gone = self.store.discard_some(sweep.namespace, sweep.up_to, FORGOTTEN_PER_STEP)
-        for cold in gone:
-            if cold.digest not in self._core.segment.digests():
-                self._core.gossip.release(cold.digest, cold.version, now)
-        if len(gone) < FORGOTTEN_PER_STEP:
+        some = list(islice(sweep.left, FORGOTTEN_PER_STEP))
+        for digest in some:
+            self.discard(digest, sweep.up_to, now)
+        if len(some) < FORGOTTEN_PER_STEP:
             self._to_sweep.popleft()

@@ -53,6 +53,14 @@ class CopyDestination:
         assert self._reservation is not None
         return self._core.segment.reservation_view(self._reservation, holder=self._holder)
 
+    def describe(self, trailer: TrailerBody) -> None:
+        """Have the object's trailer say this, when `prepare` could not know all of it. Raises `ValueError` when there
+        is no room for that much."""
+        needed = len(encode_trailer(trailer))
+        if needed > self._trailer_length:
+            raise ValueError(f"a trailer of {needed:,} bytes, where {self._trailer_length:,} fit")
+        self._trailer = trailer
+
     @property
     def pages(self) -> memoryview:
         """What `prepare` gave, up to the end of its last page: what reads the SSD writes whole pages."""

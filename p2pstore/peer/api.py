@@ -55,6 +55,7 @@ from p2pstore.peer.node import Node
 from p2pstore.peer.prefaulting import provide_pages
 from p2pstore.peer.rdma import PeerRdma, open_rdma
 from p2pstore.peer.segment_memory import SegmentMemory, create_segment_memory
+from p2pstore.peer.ssd import open_ssd
 from p2pstore.peer.store_backend import PeerStoreBackend
 from p2pstore.peer.tickets import TicketOffice
 from p2pstore.places import MAX_LOCAL_PEERS
@@ -194,6 +195,7 @@ class _Assembly:
         self.control: list[str] = []
         self.data: list[str] = []
         self.location_memory: SharedMemory | None = None
+        self.node: Node | None = None
         self.rdma: PeerRdma | None = None
 
     async def start(self, namespace: str) -> Peer:
@@ -212,6 +214,8 @@ class _Assembly:
         await self._open_transports(node, office)
         await self._open_control(node, listen)
         core.gossip.add_bootstrap(config.bootstrap)
+        await self.stack.enter_async_context(open_ssd(config, node))
+        self.node = node
         await self._serve(node, office, listeners)
         client = await self.stack.enter_async_context(
             open_client(Peer, str(self.socket_path), namespace)
@@ -300,6 +304,7 @@ class _Assembly:
 
     def _describe(self, segment: Segment) -> PeerRecord:
         """What this peer offers now; gossip fills in sequence and head, and signs."""
+        ssd = self.node.ssd if self.node is not None else None
         return PeerRecord(
             format=PEER_RECORD_FORMAT,
             peer_id=self.identity.peer_id,
@@ -315,8 +320,8 @@ class _Assembly:
             segments=[SegmentOffer(segment.segment_id, segment.data_bytes)],
             memory_capacity=segment.data_bytes,
             memory_used=segment.used_bytes,
-            ssd_capacity=0,
-            ssd_used=0,
+            ssd_capacity=ssd.capacity_bytes if ssd is not None else 0,
+            ssd_used=ssd.used_bytes if ssd is not None else 0,
             load_permille=0,
             head=LogHead(),
             software=p2pstore.__version__,

@@ -147,7 +147,7 @@ class Node:
         self._doubted: set[bytes] = set()
         self._drained = trio.Event()
         self._kept_version = -1
-        self._ended = False
+        self._running = self._ended = False
 
     @property
     def now(self) -> float:
@@ -164,6 +164,7 @@ class Node:
         """Drive the core until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            self._running = True
             if self.saver is not None:
                 nursery.start_soon(self.saver.run)
             nursery.start_soon(self.joining.watch_names, self.host)
@@ -174,7 +175,7 @@ class Node:
             finally:
                 # Other peers ask on until the host has closed their connections, and a nursery that is
                 # about to end takes no more tasks.
-                self._ended = True
+                self._running, self._ended = False, True
 
     async def _tick_forever(self) -> None:
         while True:
@@ -201,7 +202,7 @@ class Node:
 
     def process(self) -> None:
         """Carry out what the core has decided. Call it after everything that touches the core."""
-        if self._ended:
+        if not self._running:
             return
         self.core.gossip_arrived(self.now)
         for change in self.core.gossip.take_changes():

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.cold_return import ColdSorted
+import trio
+
+from p2pstore.config import PeerConfig
+from p2pstore.core.cold_return import ColdObject, ColdSorted
+from p2pstore.core.copy_destination import CopyDestination
 from p2pstore.core.effects import LoadObject, PullOutcome, WriteObject
-from p2pstore.errors import CapacityExceeded, NoSuchKey, P2PStoreError
+from p2pstore.errors import CapacityExceeded, ConfigError, NoSuchKey, P2PStoreError
+from p2pstore.objects import chunk_count, namespace_digest
+from p2pstore.ssd_tier.admission import AdmissionPolicy, Refusal
+from p2pstore.ssd_tier.disk import FileDisk, open_disk
+from p2pstore.ssd_tier.health import TierState
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.layout import ColdFacts
-from p2pstore.ssd_tier.tier import ColdMiss, Refusal, SsdTier
+from p2pstore.ssd_tier.misses import ColdMiss
+from p2pstore.ssd_tier.opening import FILE_NAME
+from p2pstore.ssd_tier.tier import SsdTier, open_tier
 from p2pstore.transfer.entries import ObjectEntry
 from p2pstore.transfer.layout import (
+    MAX_TRAILER_BYTES,
     SLOT_FLAG_SOFT,
     Slot,
     SlotState,
@@ -33,16 +48,72 @@ NAME: Final = "ssd"
 SOON_SECONDS: Final = 0.5
 LATER_SECONDS: Final = 60.0
 """When an object that the tier refused is offered again: soon, when it is a matter of time."""
+SPARE_TRAILER_BYTES: Final = 512
+"""Room for what belongs to a tensor, which is not known before it is read."""
 _FOR_NOW: Final = (Refusal.QUEUE_FULL, Refusal.WRITE_BUDGET_SPENT, Refusal.NO_ROOM)
+
+
+@asynccontextmanager
+async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
+    """The node's SSD tier, if it is to have one, for as long as the block runs. Call it before the node runs. Raises
+    `ConfigError` when the SSD cannot be used."""
+    if config.ssd is None:
+        yield
+        return
+    disk = await trio.to_thread.run_sync(_open_disk, config)
+    try:
+        ssd = PeerSsd(node)
+        policy = AdmissionPolicy(write_bytes_per_day=config.ssd_bytes_per_day)
+        async with open_tier(
+            disk, policy, withdraw=ssd.withdraw, is_last_copy=ssd.is_last_copy
+        ) as tier:
+            ssd.begin(tier)
+            yield
+    except OSError as error:
+        raise ConfigError(f"ssd: {config.ssd} fails: {error}") from error
+    finally:
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(disk.close)
+
+
+def _open_disk(config: PeerConfig) -> FileDisk:
+    path = config.ssd
+    assert path is not None
+    return open_disk(path, config.ssd_capacity_bytes or default_capacity(path))
+
+
+def default_capacity(path: str) -> int | None:
+    """What is taken when nobody says how much: of a directory what was taken before, else half of what is free; None
+    for a whole device."""
+    place = Path(path)
+    if not place.is_dir():
+        return None
+    with contextlib.suppress(FileNotFoundError):
+        return (place / FILE_NAME).stat().st_size
+    return shutil.disk_usage(place).free // 2
 
 
 class PeerSsd:
     """The shell between a peer's core and its SSD tier."""
 
-    def __init__(self, node: Node, tier: SsdTier) -> None:
+    tier: SsdTier
+
+    def __init__(self, node: Node) -> None:
         self._node = node
         self._core = node.core
+
+    def begin(self, tier: SsdTier) -> None:
+        """From now on there is an SSD. What is on it is shown when that is known to be good."""
+        core = self._core
         self.tier = tier
+        self._node.ssd, core.cold.store = self, tier
+        core.floors.return_with(self._of_an_earlier_life(), tier.newest_clock, self._node.now)
+
+    def _of_an_earlier_life(self) -> Iterator[ColdObject]:
+        for digest in self.tier.digests(None):
+            entry = self.tier.find(digest)
+            if entry is not None:
+                yield ColdObject(digest, namespace_digest(entry.namespace), entry.version)
 
     # --- what the core asks for --------------------------------------------------------------
 
@@ -60,8 +131,9 @@ class PeerSsd:
         entry = effect.entry
         written, retry_seconds = False, LATER_SECONDS
         try:
-            refusal = await self._store(entry, durable=False)
-            written = refusal is None
+            refusal = self.tier.admit(entry.digest, entry.length, entry.hits)
+            if refusal is None:
+                written = await self._store(entry)
             retry_seconds = SOON_SECONDS if refusal in _FOR_NOW else LATER_SECONDS
         finally:
             self._core.write_back.ended(entry, written, retry_seconds, self._node.now)
@@ -74,16 +146,10 @@ class PeerSsd:
             destination = core.copy_destination(effect.operation, node.now)
         except NoSuchKey:
             return  # whoever wanted it has gone
-
-        def prepare(facts: ColdFacts) -> memoryview:
-            trailer = _trailer_of(facts)
-            destination.prepare(_slot_of(facts, trailer), trailer)
-            return destination.pages
-
-        began, error, length = node.now, None, -1
+        began = node.now
+        length, error = -1, None
         try:
-            length = (await self.tier.load(effect.digest, prepare)).length
-            destination.commit(node.now)
+            length = await self._load_into(destination, effect.digest)
         except ColdMiss as miss:
             logger.debug("not read from the SSD: %s", miss)
         except (P2PStoreError, ValueError) as problem:
@@ -94,6 +160,27 @@ class PeerSsd:
         outcome = PullOutcome(length >= 0, (), error, core.member, NAME)
         core.pulled(effect.operation, outcome, node.now)
         node.process()
+
+    async def _load_into(self, destination: CopyDestination, digest: bytes) -> int:
+        """The length of what was read and published."""
+        spare_bytes = SPARE_TRAILER_BYTES
+
+        def prepare(facts: ColdFacts) -> memoryview:
+            # Its dtype and shape come with its bytes, and its sums have as many bytes as these.
+            trailer = _trailer_of(facts, bytes(8 * chunk_count(facts.length)))
+            destination.prepare(_slot_of(facts, trailer, spare_bytes), trailer)
+            return destination.pages
+
+        facts = await self.tier.load(digest, prepare)
+        trailer = _trailer_of(facts, _packed(facts.chunk_sums))
+        try:
+            destination.describe(trailer)
+        except ValueError:  # the shape of a tensor with very many dimensions: now it is known
+            spare_bytes = MAX_TRAILER_BYTES // 2
+            facts = await self.tier.load(digest, prepare)
+            destination.describe(trailer)
+        destination.commit(self._node.now)
+        return facts.length
 
     async def _take_back(self, effect: ColdSorted) -> None:
         """Of the objects of an earlier life, announce those that are good, and destroy the others."""
@@ -122,16 +209,27 @@ class PeerSsd:
             )
         segment.acquire(entry)
         try:
-            refusal = await self._store(entry, durable=True)
-            if refusal is not None:
+            if not await self._store(entry, durable=True):
+                why = self.tier.why or "it is full, or the object too large for it"
                 raise CapacityExceeded(
-                    f"durable: the object is in memory, but its SSD does not take it ({refusal.value}): see "
-                    "`mooncake-p2p stats`"
+                    f"durable: the object is in memory, but the SSD does not take it: {why}; see `mooncake-p2p stats`"
                 )
             self._core.cold.written(entry, self._node.now)
         finally:
             segment.let_go(entry)
             self._node.process()
+
+    # --- what others are told ----------------------------------------------------------------
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What it can take; 0 when the SSD has failed."""
+        return self.tier.capacity_bytes if self.tier.state is TierState.OK else 0
+
+    @property
+    def used_bytes(self) -> int:
+        """What of that is alive."""
+        return self.tier.live_bytes
 
     # --- what the tier asks ------------------------------------------------------------------
 
@@ -144,17 +242,13 @@ class PeerSsd:
         """Whether nobody else that is alive is known to hold the object."""
         return all(holding.hidden for holding in self._core.gossip.holders(digest, self._node.now))
 
-    async def _store(self, entry: ObjectEntry, *, durable: bool) -> Refusal | None:
+    async def _store(self, entry: ObjectEntry, *, durable: bool = False) -> bool:
         segment = self._core.segment
         trailer = decode_trailer(segment.trailer_bytes(entry))
         if trailer is None:
             raise RuntimeError(f"the trailer of {entry.key!r} is damaged in this peer's own memory")
-        return await self.tier.store(
-            _facts_of(entry, trailer),
-            segment.payload_pages(entry),
-            hits=entry.hits,
-            durable=durable,
-        )
+        payload = segment.payload_pages(entry)
+        return await self.tier.store(_facts_of(entry, trailer), payload, durable=durable)
 
 
 def _facts_of(entry: ObjectEntry, trailer: TrailerBody) -> ColdFacts:
@@ -174,11 +268,11 @@ def _facts_of(entry: ObjectEntry, trailer: TrailerBody) -> ColdFacts:
     )
 
 
-def _trailer_of(facts: ColdFacts) -> TrailerBody:
+def _trailer_of(facts: ColdFacts, sums: bytes) -> TrailerBody:
     return TrailerBody(
         facts.namespace,
         facts.key,
-        struct.pack(f"<{len(facts.chunk_sums)}Q", *facts.chunk_sums),
+        sums,
         facts.expires_unix_ms,
         facts.replicas,
         facts.pin,
@@ -187,14 +281,17 @@ def _trailer_of(facts: ColdFacts) -> TrailerBody:
     )
 
 
-def _slot_of(facts: ColdFacts, trailer: TrailerBody) -> Slot:
-    flags = SLOT_FLAG_SOFT if facts.soft else 0
+def _slot_of(facts: ColdFacts, trailer: TrailerBody, spare_bytes: int) -> Slot:
     return Slot(
         SlotState.LIVE,
         facts.digest,
         facts.version,
         0,
         facts.length,
-        len(encode_trailer(trailer)),
-        flags,
+        min(MAX_TRAILER_BYTES, len(encode_trailer(trailer)) + spare_bytes),
+        SLOT_FLAG_SOFT if facts.soft else 0,
     )
+
+
+def _packed(sums: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(sums)}Q", *sums)

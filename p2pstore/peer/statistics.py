@@ -51,6 +51,8 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         "received": node.watch.traffic.document(),
         "connections": _connections(node),
     }
+    if node.ssd is not None:
+        document["ssd"] = node.ssd.tier.statistics()
     if private:
         record = core.gossip.membership.own.record
         document["bootstrap"] = list(node.config.bootstrap)
@@ -83,6 +85,8 @@ def cluster_document(core: PeerCore, now: float) -> dict[str, Any]:
             "peer_id": format_peer_id(record.peer_id),
             "memory_capacity_bytes": record.memory_capacity,
             "memory_used_bytes": record.memory_used,
+            "ssd_capacity_bytes": record.ssd_capacity,
+            "ssd_used_bytes": record.ssd_used,
             "objects": record.head.count,
             "status": Status(state.status).name.lower(),
             "heard_seconds_ago": _seconds_ago(
@@ -99,6 +103,8 @@ def cluster_document(core: PeerCore, now: float) -> dict[str, Any]:
         "peers": len(members),
         "memory_capacity_bytes": sum(record["memory_capacity_bytes"] for record in members),
         "memory_used_bytes": sum(record["memory_used_bytes"] for record in members),
+        "ssd_capacity_bytes": sum(record["ssd_capacity_bytes"] for record in members),
+        "ssd_used_bytes": sum(record["ssd_used_bytes"] for record in members),
         "copies": sum(record["objects"] for record in members),
         "members": members,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,25 +33,23 @@ class DictionaryStore:
         stored = self.objects.get(digest)
         return None if stored is None else stored.entry
 
-    def discard(self, digest: bytes, up_to: Version) -> None:
+    def discard(self, digest: bytes, up_to: Version) -> bool:
         stored = self.objects.get(digest)
-        if stored is not None and up_to.covers(stored.entry.version):
-            del self.objects[digest]
+        if stored is None or not up_to.covers(stored.entry.version):
+            return False
+        del self.objects[digest]
+        return True
 
-    def discard_some(
-        self, namespace: bytes | None, up_to: Version, limit: int
-    ) -> Sequence[ColdEntry]:
-        gone = [
-            stored.entry
-            for stored in self.objects.values()
-            if up_to.covers(stored.entry.version)
-            and namespace in (None, namespace_digest(stored.entry.namespace))
-        ][:limit]
-        for entry in gone:
-            del self.objects[entry.digest]
-        return gone
+    def digests(self, namespace: bytes | None) -> Iterator[bytes]:
+        return iter(
+            [
+                digest
+                for digest, stored in self.objects.items()
+                if namespace in (None, namespace_digest(stored.entry.namespace))
+            ]
+        )
 
-    def page(
+    def entries(
         self, namespace: str, prefix: str, after: str, limit: int
     ) -> tuple[Sequence[ColdEntry], bool]:
         entries = (stored.entry for stored in self.objects.values())
