@@ -54,6 +54,14 @@ PURE = (
         )
     ),
     *(
+        f"p2pstore/ssd_tier/{name}.py"
+        for name in (
+            *("layout", "record_header", "superblock", "dead_marks", "rows", "footer", "payload"),
+            *("index", "digest_slots", "key_texts", "key_order", "compression"),
+            *("recovery", "segment_search"),
+        )
+    ),
+    *(
         f"p2pstore/doctor/{name}.py"
         for name in ("finding", "machine_rules", "network_rules", "way_rules")
     ),
