@@ -66,6 +66,10 @@ PURE = (
         for name in ("finding", "machine_rules", "network_rules", "way_rules")
     ),
     *(f"p2pstore/ssd_tier/{name}.py" for name in ("disk_protocol",)),
+    *(
+        f"p2pstore/ssd_tier/{name}.py"
+        for name in ("admission", "health", "measures", "misses", "reinsertion", "segments")
+    ),
     "p2pstore/peer/slow_operations.py",
     "p2pstore/peer/traffic.py",
     *(f"p2pstore/topology/{name}.py" for name in ("machine", "matrix")),
