@@ -26,7 +26,7 @@ class OpenedDisk(Protocol):
     def __call__(self) -> Disk: ...
 
 
-def opened(path: Path, capacity_bytes: int | None = SIZE) -> FileDisk:
+def opened(path: Path, capacity_bytes: int | None) -> FileDisk:
     """Open it, or skip the test where direct I/O does not work at all."""
     try:
         return open_disk(path, capacity_bytes)
@@ -68,7 +68,7 @@ def disk_of_kind(kind: str, folder: Path) -> Iterator[OpenedDisk]:
     try:
         match kind:
             case "file":
-                yield lambda: keep(opened(folder))
+                yield lambda: keep(opened(folder, SIZE))
             case "device":
                 with loop_device(folder) as device:
                     try:
