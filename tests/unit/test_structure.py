@@ -59,6 +59,8 @@ PURE = (
             *("layout", "record_header", "superblock", "dead_marks", "rows", "footer", "payload"),
             *("index", "digest_slots", "key_texts", "key_order", "compression"),
             *("recovery", "refill", "segment_search"),
+            *("recovery", "segment_search"),
+            "disk_protocol",
         )
     ),
     *(
