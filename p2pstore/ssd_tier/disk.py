@@ -1,17 +1,159 @@
-"""A file or a block device as a `Disk`."""
+"""A file or a block device as a `Disk`: direct I/O by threads of its own."""
 
 from __future__ import annotations
 
-import mmap
+import errno
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
 
-from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES, Disk
+import trio
 
-__all__ = ["Disk", "aligned_buffer"]
+from p2pstore.ssd_tier.aligned import aligned_buffer
+from p2pstore.ssd_tier.disk_protocol import (
+    SECTOR_BYTES,
+    Disk,
+    checked_bytes,
+    cut,
+    refuse_closed,
+)
+from p2pstore.ssd_tier.io_threads import IoThreads, Work
+from p2pstore.ssd_tier.opening import OpenPlace, open_place
+
+__all__ = ["Disk", "FileDisk", "aligned_buffer", "open_disk"]
+
+READ_PIECE_BYTES: Final = 4 * 1024 * 1024
+WRITE_PIECE_BYTES: Final = 1024 * 1024
+"""Larger requests are cut: the pieces are done side by side. Those of writes are smaller, because a read waits in the
+disk for writes that came before it."""
+
+READ_THREADS: Final = 32
+WRITE_THREADS: Final = 4
 
 
-def aligned_buffer(size: int) -> memoryview:
-    """Zeroed memory for direct I/O, given back when the last view of it is gone: `size` bytes, and room up to the
-    next multiple of 4,096. Raises `ValueError` unless `size` is positive."""
-    if size <= 0:
-        raise ValueError(f"a buffer of {size} bytes")
-    return memoryview(mmap.mmap(-1, -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES))[:size]
+def open_disk(
+    path: str | os.PathLike[str],
+    capacity_bytes: int | None,
+    direct: bool = True,
+    *,
+    overwrite: bool = False,
+) -> FileDisk:
+    """Open the disk at `path`: a directory, in which the file `cold.log` gets `capacity_bytes` set aside, or a block
+    device, as a whole or its first `capacity_bytes`. An existing file may grow, not shrink.
+
+    `direct=False` goes through the page cache, for file systems without direct I/O, with a warning in the log.
+    `overwrite` takes a file or device that holds something else than a log of this kind. May take seconds: call it in
+    a thread. Raises `ConfigError`, which says what to do, when the disk cannot be used, another peer has it, or there
+    is too little space.
+    """
+    place = open_place(path, capacity_bytes, direct=direct, overwrite=overwrite)
+    return FileDisk(place)
+
+
+class FileDisk:
+    """`Disk` on what `open_place` opened. A cancelled request waits until no thread uses its memory any more."""
+
+    def __init__(
+        self,
+        place: OpenPlace,
+        *,
+        read_threads: int = READ_THREADS,
+        write_threads: int = WRITE_THREADS,
+    ) -> None:
+        self.path = place.path
+        self._size_bytes = place.size_bytes
+        self._descriptor = place.descriptor
+        self._closed = False
+        self._failed_syncs = 0
+        self._told_of_failed_syncs = 0
+        self._threads = IoThreads("p2pstore-ssd", read_threads, write_threads, place.close)
+
+    @property
+    def size_bytes(self) -> int:
+        """As `Disk` has it."""
+        return self._size_bytes
+
+    async def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+        """As `Disk` has it."""
+        refuse_closed(self._closed)
+        if not checked_bytes(position, buffers, self._size_bytes, reading=True):
+            await trio.lowlevel.checkpoint()
+            return
+        await self._threads.read(
+            [
+                partial(_transfer, os.preadv, self._descriptor, at, parts)
+                for at, parts in cut(position, buffers, READ_PIECE_BYTES)
+            ]
+        )
+
+    async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
+        """As `Disk` has it."""
+        refuse_closed(self._closed)
+        if not checked_bytes(position, buffers, self._size_bytes, reading=False):
+            await trio.lowlevel.checkpoint()
+            return
+        write: Work
+        pieces: list[Work] = []
+        for at, parts in cut(position, buffers, WRITE_PIECE_BYTES):
+            if any(isinstance(part.obj, bytes) for part in parts):
+                write = partial(_write_copied, self._descriptor, at, parts)
+            else:
+                write = partial(_transfer, os.pwritev, self._descriptor, at, parts)
+            pieces.append(write)
+        await self._threads.write(pieces)
+
+    async def sync(self) -> None:
+        """As `Disk` has it."""
+        refuse_closed(self._closed)
+        told = self._told_of_failed_syncs
+        try:
+            await self._threads.sync(self._sync_now)
+        except OSError:
+            self._told_of_failed_syncs = self._failed_syncs
+            raise
+        if self._failed_syncs != told:
+            self._told_of_failed_syncs = self._failed_syncs
+            raise OSError(errno.EIO, f"a sync of {self.path} failed beside or before this one")
+
+    def _sync_now(self) -> None:
+        """The kernel tells of an error once. What nobody waited for any more is not forgotten so."""
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError:
+            self._failed_syncs += 1
+            raise
+
+    def close(self) -> None:
+        """As `Disk` has it. Waits at most a second for work under way: until that has ended the file stays open,
+        and locked."""
+        self._closed = True
+        self._threads.close()
+
+
+def _transfer(
+    call: Callable[[int, list[memoryview], int], int],
+    descriptor: int,
+    position: int,
+    parts: list[memoryview],
+) -> None:
+    """`os.preadv` or `os.pwritev`, again and again until all is done. In a thread."""
+    while parts:
+        done = call(descriptor, parts, position)
+        if done <= 0 or done % SECTOR_BYTES:
+            raise OSError(errno.EIO, f"short: the disk ends at {position + done}")
+        position += done
+        while parts and done >= len(parts[0]):
+            done -= len(parts.pop(0))
+        if done:
+            parts[0] = parts[0][done:]
+
+
+def _write_copied(descriptor: int, position: int, parts: list[memoryview]) -> None:
+    """Write what may lie at any address."""
+    copy = aligned_buffer(sum(map(len, parts)))
+    start = 0
+    for part in parts:
+        copy[start : start + len(part)] = part
+        start += len(part)
+    _transfer(os.pwritev, descriptor, position, [copy])

@@ -8,7 +8,7 @@ an object is found when all its parts are there.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from p2pstore.errors import CapacityExceeded
 from p2pstore.objects import Version
 from p2pstore.ssd_tier.digest_slots import NOT_FOUND, DigestSlots
+from p2pstore.ssd_tier.footer import Footer
 from p2pstore.ssd_tier.key_texts import KeyTexts, Namespaces
 from p2pstore.ssd_tier.layout import ColdFacts, RecordPlace, part_count, record_bytes
 from p2pstore.ssd_tier.rows import (
@@ -327,12 +328,13 @@ class ColdIndex:
         rows = self._rows_of(segment)
         offsets, lengths = self._rows["key_offset"][rows], self._rows["key_bytes"][rows]
         text, self._rows["key_offset"][rows] = self._texts.gather(segment, offsets, lengths)
-        self._texts.set(segment, text)
+        self._texts.set(segment, text, dead_bytes=0)
 
     # --- many rows at once ---------------------------------------------------------------------
 
-    def rows_of(self, segment: int) -> tuple[Rows, list[str], bytes]:
-        """(rows in the order of their numbers, namespaces, key text) of a segment, for its footer."""
+    def footer_of(self, segment: int) -> Footer:
+        """The footer of a segment: all its records in the index. So every record placed in it must have been added
+        or given up by then."""
         numbers = self._rows_of(segment)
         rows = self._rows[numbers]
         order = np.argsort(rows["number"])
@@ -341,19 +343,19 @@ class ColdIndex:
             segment, rows["key_offset"], rows["key_bytes"]
         )
         used, rows["namespace"] = np.unique(self._namespace_of[numbers], return_inverse=True)
-        return rows, [self._names.name(number) for number in used.tolist()], text
+        return Footer(rows, [self._names.name(number) for number in used.tolist()], text)
 
     def load(
         self,
         rows: Rows,
         segments: npt.NDArray[np.uint32],
         namespaces: npt.NDArray[np.uint32],
-        names: list[str],
-        texts: dict[int, bytes],
-        generations: npt.NDArray[np.uint64],
+        names: Sequence[str],
+        texts: Mapping[int, bytes],
+        generations: Mapping[int, int],
     ) -> None:
         """Fill an empty index at once: `rows` sorted by digest and part, no two of them alike, only of objects that
-        are complete; for each row its segment and which of `names` it is in; the text and generation of segments.
+        are complete; for each row its segment and which of `names` it is in; text and generation of segments.
 
         Raises `CapacityExceeded` for more rows than the index has room for.
         """
@@ -364,25 +366,28 @@ class ColdIndex:
             raise CapacityExceeded(
                 f"{count:,} records, the index has room for {self.max_records:,}"
             )
-        heads = rows["part"] == 0
         self._rows[:count] = rows
         self._segment_of[:count] = segments + 1
-        numbers = np.array([self._names.use(name, 0) for name in names], np.uint32)
-        self._namespace_of[:count] = numbers[namespaces]
         uses = np.bincount(namespaces, minlength=len(names)).tolist()
-        for name, times in zip(names, uses, strict=True):
-            self._names.use(name, times)
-        followed = np.flatnonzero(~heads[1:]) if count else np.empty(0, np.int64)
+        numbers = [
+            self._names.use(name, uses[at]) if uses[at] else 0 for at, name in enumerate(names)
+        ]
+        self._namespace_of[:count] = np.array(numbers, np.uint32)[namespaces]
+        heads = rows["part"] == 0
+        followed = np.flatnonzero(~heads[1:])
         self._next[followed] = followed + 2
-        self._used = self.records = count
         self._slots.insert_all(rows["digest"][heads], np.flatnonzero(heads).astype(np.uint32))
         sizes = disk_bytes(rows)
-        np.add.at(self._live_bytes, segments, sizes)
-        np.add.at(self._live_records, segments, 1)
-        self._generations[:] = generations
-        self.live_bytes, self.objects = int(sizes.sum()), int(heads.sum())
+        count_of = len(self._live_bytes)
+        self._live_bytes += np.bincount(segments, sizes, count_of).astype(np.int64)
+        self._live_records += np.bincount(segments, minlength=count_of)
+        key_bytes = np.bincount(segments, rows["key_bytes"], count_of).astype(np.int64).tolist()
         for segment, text in texts.items():
-            self._texts.set(segment, text)
+            self._texts.set(segment, text, dead_bytes=len(text) - key_bytes[segment])
+        for segment, generation in generations.items():
+            self._generations[segment] = generation
+        self._used = self.records = count
+        self.live_bytes, self.objects = int(sizes.sum()), int(heads.sum())
 
     # --- one row -------------------------------------------------------------------------------
 
