@@ -25,7 +25,7 @@ MOST_MEMORY_BYTES: Final = 4 * GIB
 MEMORY_PIECE_BYTES: Final = 2 * MIB
 """Memory that is added has a multiple of this, as huge pages need."""
 MAX_MEMORY_PIECES: Final = 7
-MINIMUM_SSD_BYTES: Final = 1 * GIB
+MINIMUM_SSD_BYTES: Final = 256 * MIB
 MAX_NAME_BYTES: Final = 64
 
 NOT_SPELLED: Final[Mapping[str, str]] = MappingProxyType({})
@@ -215,7 +215,7 @@ class PeerConfig(
             capacity = parse_bytes(self.ssd_capacity, says["ssd_capacity"])
             if capacity < MINIMUM_SSD_BYTES:
                 raise ConfigError(
-                    f"{says['ssd_capacity']}: {self.ssd_capacity!r} is too little; give at least 1GiB"
+                    f"{says['ssd_capacity']}: {self.ssd_capacity!r} is too little; give at least 256MiB"
                 )
         if self.ssd_writes_per_day is not None and not parse_bytes(
             self.ssd_writes_per_day, says["ssd_writes_per_day"]

@@ -161,8 +161,26 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
             f"{peer['objects']:,} here ({format_bytes(leased) if leased else 'nothing'} leased), "
             f"{_copies(peer['known_locations'])} known elsewhere",
         ),
+        *_ssd_lines(peer.get("ssd"), blocks),
         *_directory_lines(peer.get("directory", {})),
     ]
+
+
+def _ssd_lines(ssd: Document | None, blocks: bool) -> list[str]:
+    """How the SSD is used, and what is wrong with it."""
+    if ssd is None:
+        return []
+    bar = memory_bar(ssd["live_bytes"], ssd["capacity_bytes"], blocks)
+    read = ssd.get("read_latency", {})
+    facts = [f"{ssd['objects']:,} objects", f"hit rate {_percent(ssd.get('hit_rate'))}"]
+    if ssd.get("write_amplification"):
+        facts.append(f"write amplification {ssd['write_amplification']:.2f}")
+    if read.get("p50_ms"):
+        facts.append(f"reads {read['p50_ms']:.1f} ms, 99 % in {read['p99_ms']:.1f}")
+    lines = [_fact("ssd", bar), _fact("", ", ".join(facts))]
+    if ssd["state"] != "ok":
+        lines.append(_fact("", f"{ssd['state'].replace('_', ' ')}: {printable(ssd['why'])}"))
+    return lines
 
 
 def _directory_lines(directory: Document) -> list[str]:
@@ -211,6 +229,16 @@ def _cluster_lines(cluster: Document, blocks: bool) -> list[str]:
         _fact(
             "memory",
             memory_bar(cluster["memory_used_bytes"], cluster["memory_capacity_bytes"], blocks),
+        ),
+        *(
+            [
+                _fact(
+                    "ssd",
+                    memory_bar(cluster["ssd_used_bytes"], cluster["ssd_capacity_bytes"], blocks),
+                )
+            ]
+            if cluster.get("ssd_capacity_bytes")
+            else []
         ),
     ]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
     from p2pstore.transfer.segment import ObjectEntry
 
-WRITTEN_SHARE: Final = 8
+WRITTEN_SHARE: Final = 4
 """This part of memory, from the coldest on, is to be free or written."""
 UNDER_WAY_BYTES: Final = 256 * MIB
 UNDER_WAY_SHARE: Final = 8

@@ -247,6 +247,7 @@ class PeerLocalBackend:
         check_batch(message.keys)
         operation = RemoveOperation(self._core, message.namespace, message.keys)
         existed = await self._node.complete(self._core.start(operation, self._now))
+        await self._node.forget_for_good()
         return local.Removed(existed)
 
     def _leave(self, client: LocalClient, message: local.Leave) -> Empty:
@@ -290,6 +291,7 @@ class PeerLocalBackend:
         seconds = min(max(0, message.deadline_ms) / 1000, MAX_WAIT_SECONDS)
         operation = FlushOperation(self._core, message.namespace, seconds)
         end: FlushEnd = await self._node.complete(self._core.start(operation, self._now))
+        await self._node.forget_for_good()
         return local.Flushed(end.told, [self._core.name_of(peer_id) for peer_id in end.not_told])
 
     def _prefetch(self, client: LocalClient, message: local.Prefetch) -> Empty:

@@ -92,6 +92,7 @@ DRAIN_CHECKPOINTS: Final = 3
 """Scheduler turns between a timer and its verdict: after a stall of the process, what has arrived
 meanwhile is handled before anybody is declared silent."""
 FAREWELL_SECONDS: Final = 1.0
+FORGET_SECONDS: Final = 2.0
 MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
 
 
@@ -310,6 +311,13 @@ class Node:
         """Wait for an operation whose result or error is looked at later."""
         with contextlib.suppress(P2PStoreError, ValueError):
             await self.complete(operation)
+
+    async def forget_for_good(self) -> None:
+        """Wait until what was removed cannot come back from this peer's SSD, even if it crashes now. Not for long: what
+        the SSD does not write down, floors forbid."""
+        if self.ssd is not None:
+            with trio.move_on_after(FORGET_SECONDS), contextlib.suppress(P2PStoreError):
+                await self.ssd.tier.discards_durable()
 
     def doubt_own_copy(self, digest: bytes) -> None:
         """A client found this peer's own copy spoilt: check it, and withdraw it if that is so."""
@@ -540,13 +548,15 @@ class Node:
     # --- leaving -----------------------------------------------------------------------------
 
     async def leave(self) -> None:
-        """Take no new work, finish what is under way (at most `drain_seconds`), tell the others, keep
-        what must survive."""
+        """Take no new work, finish what is under way, write to the SSD what memory has (at most `drain_seconds` for
+        both), tell the others, keep what must survive."""
         self.core.closing = True
         self.process()
         with trio.move_on_after(self.drain_seconds):
             if self.core.operations_under_way:
                 await self._drained.wait()
+            if self.ssd is not None:
+                await self.ssd.keep_memory()
         asks = [effect for effect in self.core.gossip.leave(self.now) if isinstance(effect, Ask)]
         with trio.move_on_after(FAREWELL_SECONDS):
             async with trio.open_nursery() as nursery:

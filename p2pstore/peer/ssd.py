@@ -6,6 +6,7 @@ import contextlib
 import logging
 import shutil
 import struct
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,12 +19,12 @@ from p2pstore.core.cold_return import ColdObject, ColdSorted
 from p2pstore.core.copy_destination import CopyDestination
 from p2pstore.core.effects import LoadObject, PullOutcome, WriteObject
 from p2pstore.errors import CapacityExceeded, ConfigError, NoSuchKey, P2PStoreError
-from p2pstore.objects import chunk_count, namespace_digest
+from p2pstore.objects import MIB, chunk_count, namespace_digest
 from p2pstore.ssd_tier.admission import AdmissionPolicy, Refusal
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
 from p2pstore.ssd_tier.health import TierState
 from p2pstore.ssd_tier.index import ColdEntry
-from p2pstore.ssd_tier.layout import ColdFacts
+from p2pstore.ssd_tier.layout import SEGMENT_BYTES, ColdFacts
 from p2pstore.ssd_tier.misses import ColdMiss
 from p2pstore.ssd_tier.opening import FILE_NAME
 from p2pstore.ssd_tier.tier import SsdTier, open_tier
@@ -48,6 +49,10 @@ NAME: Final = "ssd"
 SOON_SECONDS: Final = 0.5
 LATER_SECONDS: Final = 60.0
 """When an object that the tier refused is offered again: soon, when it is a matter of time."""
+KEPT_AT_ONCE: Final = 8
+"""Objects that are written side by side when the peer leaves."""
+SEGMENTS_WANTED: Final = 16
+LEAST_SEGMENT_BYTES: Final = 16 * MIB
 SPARE_TRAILER_BYTES: Final = 512
 """Room for what belongs to a tensor, which is not known before it is read."""
 _FOR_NOW: Final = (Refusal.QUEUE_FULL, Refusal.WRITE_BUDGET_SPENT, Refusal.NO_ROOM)
@@ -65,7 +70,11 @@ async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
         ssd = PeerSsd(node)
         policy = AdmissionPolicy(write_bytes_per_day=config.ssd_bytes_per_day)
         async with open_tier(
-            disk, policy, withdraw=ssd.withdraw, is_last_copy=ssd.is_last_copy
+            disk,
+            policy,
+            withdraw=ssd.withdraw,
+            is_last_copy=ssd.is_last_copy,
+            segment_bytes=segment_bytes_for(disk.size_bytes),
         ) as tier:
             ssd.begin(tier)
             yield
@@ -80,6 +89,13 @@ def _open_disk(config: PeerConfig) -> FileDisk:
     path = config.ssd
     assert path is not None
     return open_disk(path, config.ssd_capacity_bytes or default_capacity(path))
+
+
+def segment_bytes_for(capacity_bytes: int) -> int:
+    """A power of two: 256 MiB, or on a small disk what makes some sixteen of them. Reclaim goes by whole segments, and
+    parts of large objects are 64 MiB."""
+    wanted = max(LEAST_SEGMENT_BYTES, capacity_bytes // SEGMENTS_WANTED)
+    return min(SEGMENT_BYTES, 1 << (wanted.bit_length() - 1))
 
 
 def default_capacity(path: str) -> int | None:
@@ -195,6 +211,34 @@ class PeerSsd:
         if effect.last:
             await self.tier.discards_durable()
             core.floors.cold_settled()
+
+    # --- leaving -----------------------------------------------------------------------------
+
+    async def keep_memory(self) -> None:
+        """Write what is in memory only, the most recently used first, for the next life of this peer."""
+        entries = sorted(self._core.segment.entries(), key=lambda entry: -entry.last_access)
+        left = deque(entry for entry in entries if not entry.on_ssd and not entry.soft)
+
+        async def write_some() -> None:
+            while left:
+                entry = left.popleft()
+                if entry.state is SlotState.LIVE:
+                    await self._keep(entry)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(KEPT_AT_ONCE):
+                nursery.start_soon(write_some)
+
+    async def _keep(self, entry: ObjectEntry) -> None:
+        segment = self._core.segment
+        if self.tier.admit(entry.digest, entry.length, entry.hits) is not None:
+            return
+        segment.acquire(entry)
+        try:
+            if await self._store(entry):
+                self._core.cold.written(entry, self._node.now)
+        finally:
+            segment.let_go(entry, was_used=False)
 
     # --- what clients ask for ----------------------------------------------------------------
 

@@ -145,7 +145,10 @@ class PeerWatch:
         """With `fetch` is asked for what was not here a moment ago."""
         for item in answer.items:
             if not item.error.code:
-                self._counters["client_reads_elsewhere" if message.fetch else "client_leases"] += 1
+                from_ssd = item.transport == "ssd"
+                elsewhere = message.fetch and not from_ssd
+                self._counters["client_reads_elsewhere" if elsewhere else "client_leases"] += 1
+                self._counters["client_reads_from_ssd"] += from_ssd
             elif message.fetch and item.error.code in (Code.NO_SUCH_KEY, Code.UNAVAILABLE):
                 self._counters["client_misses"] += 1
 

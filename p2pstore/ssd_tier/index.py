@@ -250,6 +250,24 @@ class ColdIndex:
                     self._hit_counts[head],
                 )
 
+    @property
+    def newest_clock(self) -> int:
+        """The highest clock of all versions; 0 when there are none."""
+        used = self._segment_of[: self._used] != 0
+        return int(self._rows["clock"][: self._used][used].max(initial=0))
+
+    def digests(self, namespace_digest: bytes | None) -> Iterator[bytes]:
+        """The digests of all objects that are there now, complete or not: of a namespace, or of all (None). Others
+        may come and go while they are gone through."""
+        used = self._segment_of[: self._used] != 0
+        if namespace_digest is not None:
+            number = self._names.number_of_digest(namespace_digest)
+            if number is None:
+                return iter(())
+            used &= self._namespace_of[: self._used] == number
+        packed = self._rows["digest"][: self._used][used].tobytes()
+        return (packed[start : start + 16] for start in range(0, len(packed), 16))
+
     def digests_of_namespace(self, namespace_digest: bytes) -> list[bytes]:
         """The digests of all objects in a namespace, complete or not."""
         number = self._names.number_of_digest(namespace_digest)
