@@ -68,7 +68,7 @@ class WriteBack:
             return
         self._next_step, self._last_step = float("inf"), now
         for entry in self._choose(self._core.unix(now)):
-            self._core.segment.acquire(entry)
+            self._core.segment.acquire_unused(entry)
             self._under_way += 1
             self._under_way_bytes += entry.extent_bytes
             self._core.emit(WriteObject(entry))
@@ -84,6 +84,8 @@ class WriteBack:
                 or self._under_way_bytes + chosen_bytes >= self._most_bytes
             ):
                 break
+            if entry.references:  # it is being written
+                continue
             ready_bytes += entry.extent_bytes
             # A soft copy has a firm one elsewhere.
             if not entry.on_ssd and not entry.soft and entry.not_written_before <= unix:

@@ -59,9 +59,10 @@ class EvictionOrder:
         # OrderedDict, not dict: taking from the front of a dict slows down with every deletion.
         self._ranks = tuple(OrderedDict[int, ObjectEntry]() for _ in range(3))
         self._rank_at: dict[int, int] = {}
+        self._held: set[int] = set()
 
     def __contains__(self, entry: ObjectEntry) -> bool:
-        return entry.offset in self._rank_at
+        return entry.offset in self._rank_at and entry.offset not in self._held
 
     def update(self, entry: ObjectEntry) -> None:
         """Take in that the entry's references, pin or state changed; it counts as just used."""
@@ -72,24 +73,33 @@ class EvictionOrder:
             self._rank_at[entry.offset] = rank
             self.evictable_bytes += entry.extent_bytes
 
+    def hold(self, entry: ObjectEntry) -> None:
+        """An entry that is not used, but looked at, may not be evicted until `put_back`; it keeps its place."""
+        self._held.add(entry.offset)
+        self.evictable_bytes -= entry.extent_bytes
+
     def put_back(self, entry: ObjectEntry) -> None:
-        """`update` for an entry that was held for a while, but not used: it is the first of its rank."""
-        self.update(entry)
-        rank = self._rank_at.get(entry.offset)
-        if rank is not None:
-            self._ranks[rank].move_to_end(entry.offset, last=False)
+        """The end of `hold`. Where its rank is another one by now, the entry is the last there."""
+        if entry.offset in self._held:
+            self._held.discard(entry.offset)
+            self.evictable_bytes += entry.extent_bytes
+        if self._rank_at.get(entry.offset) != rank_of(entry):
+            self.update(entry)
 
     def discard(self, entry: ObjectEntry) -> None:
         """The entry may not be evicted for now."""
         rank = self._rank_at.pop(entry.offset, None)
         if rank is not None:
             del self._ranks[rank][entry.offset]
-            self.evictable_bytes -= entry.extent_bytes
+            if entry.offset in self._held:
+                self._held.discard(entry.offset)
+            else:
+                self.evictable_bytes -= entry.extent_bytes
 
     def touch(self, entry: ObjectEntry) -> None:
         """The entry was used just now."""
         rank = self._rank_at.get(entry.offset)
-        if rank == _CHEAP and entry.on_ssd:
+        if rank == _CHEAP and entry.on_ssd and entry.offset not in self._held:
             self.update(entry)  # it may be worth more by now
         elif rank is not None:
             self._ranks[rank].move_to_end(entry.offset)
@@ -106,7 +116,7 @@ class EvictionOrder:
     def cost_at(self, offset: int, now: float) -> float | None:
         """What evicting the entry at `offset` costs; None when nothing evictable begins there."""
         rank = self._rank_at.get(offset)
-        if rank is None:
+        if rank is None or offset in self._held:
             return None
         return self.policy(self._ranks[rank][offset], now) * _RANK_WEIGHTS[rank]
 

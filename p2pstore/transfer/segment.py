@@ -254,6 +254,14 @@ class Segment:
             self._referenced_bytes += entry.extent_bytes
         entry.references += 1
 
+    def acquire_unused(self, entry: ObjectEntry) -> None:
+        """`acquire` an entry that nobody refers to, without using it: it is as cold as before. Ends with `let_go`."""
+        if entry not in self._order:
+            raise ValueError(f"{entry.key!r} is in use, or is not to be evicted")
+        self._order.hold(entry)
+        self._referenced_bytes += entry.extent_bytes
+        entry.references += 1
+
     def let_go(self, entry: ObjectEntry, *, was_used: bool = True) -> None:
         """The end of `acquire`. The last one frees what was withdrawn meanwhile. Without `was_used`, the entry is as
         cold as before."""
@@ -405,7 +413,8 @@ class Segment:
         if slot is None and self.expire(now):
             slot = self._table.take_slot()
         if slot is None:
-            candidates = [(self._order.cost_at(at, now), at) for at in self._order.candidates(1)]
+            costs = ((self._order.cost_at(at, now), at) for at in self._order.candidates(1))
+            candidates = [(cost, at) for cost, at in costs if cost is not None]
             if candidates:
                 self._evict((min(candidates)[1],))
                 slot = self._table.take_slot()

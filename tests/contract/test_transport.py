@@ -218,6 +218,12 @@ class Backend:
         self.most_waiting = 0
         self.pushes: list[tuple[bytes, Push]] = []
 
+    def must_bring(self, items: Sequence[GetItem]) -> bool:
+        return False  # all of it is in memory
+
+    async def bring(self, items: Sequence[GetItem]) -> None:
+        raise AssertionError("nothing is to be brought")
+
     def open_objects(self, items: Sequence[GetItem]) -> list[OpenedObject | ObjectReply]:
         return [self._open(item.digest) for item in items]
 

@@ -254,8 +254,7 @@ def test_the_floor_of_a_namespace_ends_all_in_steps_and_hides_them_at_once() -> 
     names = [f"k{number}" for number in range(200)]
     for name in names:
         world.cool(name, name.encode() * 1000)
-    name = namespace_digest(NAMESPACE)
-    world.learn_floor(world.others[0], name, world.soon, SCOPE_NAMESPACE)
+    world.learn_floor(world.others[0], namespace_digest(NAMESPACE), world.soon, SCOPE_NAMESPACE)
     assert not any(world.core.cold.find(digest_of(name), world.now) for name in names)
     assert world.store.objects, "all at once would hold the loop"
     world.pass_time(0.5)
