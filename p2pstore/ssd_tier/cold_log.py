@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import trio
 
-from p2pstore.objects import Version, namespace_digest
+from p2pstore.objects import MIB, Version, namespace_digest
 from p2pstore.ssd_tier.admission import Admission
 from p2pstore.ssd_tier.dead_marks import DeadMarks
 from p2pstore.ssd_tier.disk_protocol import Disk
@@ -29,9 +29,12 @@ from p2pstore.ssd_tier.superblock import Superblock
 from p2pstore.ssd_tier.waking import Condition, Signal
 
 _TRUSTED: Final = (SegmentState.OPEN, SegmentState.SEALING, SegmentState.SEALED)
+INLINE_BYTES: Final = MIB
+"""Hashing so much takes some 0.1 ms, about as long as going to a thread and back."""
 WORKERS: Final = 4
 """Threads that hash and compress at the same time."""
 
+Result = TypeVar("Result")
 Withdraw = Callable[[Sequence[ColdEntry]], None]
 """Told of objects that the tier loses by its own decision, before their bytes go."""
 
@@ -108,6 +111,13 @@ class ColdLog:
         """The footer of a segment, with all of its records that the index has."""
         footer = self.index.footer_of(segment.number)
         return encode_footer(self.store_id, segment.number, segment.generation, footer)
+
+    async def run(self, length: int, work: Callable[..., Result], *arguments: object) -> Result:
+        """Work through so many bytes: in a thread, where that would hold up everything else for long. It cannot be
+        interrupted, so the memory is free again when this returns, cancelled or not."""
+        if length <= INLINE_BYTES:
+            return work(*arguments)
+        return await trio.to_thread.run_sync(work, *arguments, limiter=self.workers)
 
     # Records.
 

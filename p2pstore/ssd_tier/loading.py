@@ -6,25 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-import numpy as np
 import trio
 
-from p2pstore.objects import MIB, PART_BYTES, chunk_sums
+from p2pstore.objects import PART_BYTES
 from p2pstore.ssd_tier.cold_log import ColdLog
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.layout import (
     ColdFacts,
     DamagedRecord,
-    RecordPlace,
-    part_bytes,
     part_count,
     round_up_to_page,
 )
 from p2pstore.ssd_tier.misses import ColdMiss, Miss
-from p2pstore.ssd_tier.record_header import RecordHeader, decode_record_header, joined_facts
+from p2pstore.ssd_tier.record_header import RecordHeader, joined_facts
+from p2pstore.ssd_tier.record_reader import RecordReader
 
-INLINE_BYTES: Final = MIB
-"""Values up to this length are checked at once; longer ones by a thread, for they would hold up everything else."""
 PARTS_AT_ONCE: Final = 4
 
 Prepare = Callable[[ColdFacts], memoryview]
@@ -35,6 +31,7 @@ class Reader:
 
     def __init__(self, log: ColdLog) -> None:
         self._log = log
+        self._records = RecordReader(log)
 
     def find(self, digest: bytes) -> ColdEntry:
         """The entry. Raises `ColdMiss`."""
@@ -73,8 +70,6 @@ class Reader:
                 )
             try:
                 facts = joined_facts(await self._read_parts(entry, view))
-                if (facts.digest, facts.version) != (entry.digest, entry.version):
-                    raise DamagedRecord("another object lies where this one should")
             except DamagedRecord as error:
                 log.measures.damaged += 1
                 log.lose(entry)
@@ -99,7 +94,7 @@ class Reader:
     async def _read_parts(self, entry: ColdEntry, view: memoryview) -> Sequence[RecordHeader]:
         parts = part_count(entry.length)
         if parts == 1:
-            return [await self._read_part(entry, 0, view)]
+            return [await self._records.read_part(entry, 0, view)]
         headers: list[RecordHeader | None] = [None] * parts
         failures: list[Exception] = []
         limit = trio.CapacityLimiter(PARTS_AT_ONCE)
@@ -107,7 +102,9 @@ class Reader:
         async def read(part: int, scope: trio.CancelScope) -> None:
             try:
                 async with limit:
-                    headers[part] = await self._read_part(entry, part, view[part * PART_BYTES :])
+                    headers[part] = await self._records.read_part(
+                        entry, part, view[part * PART_BYTES :]
+                    )
             except (DamagedRecord, OSError) as error:
                 failures.append(error)
                 scope.cancel()
@@ -118,47 +115,6 @@ class Reader:
         if failures:
             raise failures[0]
         return [header for header in headers if header is not None]
-
-    async def _read_part(self, entry: ColdEntry, part: int, view: memoryview) -> RecordHeader:
-        """One record, its value at the beginning of `view`. Raises `DamagedRecord` and `OSError`."""
-        place, length = entry.places[part], part_bytes(entry.length, part)
-        target = view[: round_up_to_page(length)]
-        with self._log.scratch.page() as page:
-            await self._read(place, [page, target] if length else [page])
-            header = self._header(page, place)
-        if (header.facts.digest, header.part) != (entry.digest, part):
-            raise DamagedRecord("another record lies where this one should")
-        await self._run(length, check_sums, target[:length], header.facts.chunk_sums)
-        return header
-
-    def _header(self, page: memoryview, place: RecordPlace) -> RecordHeader:
-        return decode_record_header(
-            page, self._log.store_id, place.segment, place.generation, place.page
-        )
-
-    async def _read(self, place: RecordPlace, buffers: Sequence[memoryview]) -> None:
-        """From the beginning of a record. Tried twice."""
-        log = self._log
-        position = log.position(place)
-        try:
-            await log.disk.read_into(position, buffers)
-        except OSError:
-            await log.disk.read_into(position, buffers)
-        log.health.read_worked()
-        log.measures.read.add(sum(map(len, buffers)), log.unix())
-
-    async def _run(self, length: int, work: Callable[..., None], *arguments: object) -> None:
-        """In a thread, where it takes long. The memory is in use until it returns, cancelled or not."""
-        if length <= INLINE_BYTES:
-            work(*arguments)
-        else:
-            await trio.to_thread.run_sync(work, *arguments, limiter=self._log.workers)
-
-
-def check_sums(value: memoryview, sums: Sequence[int]) -> None:
-    """Raises `DamagedRecord` unless these are the sums of the value's chunks."""
-    if chunk_sums(value) != np.array(sums, "<u8").tobytes():
-        raise DamagedRecord("the value is not the one that was written")
 
 
 def facts_known(entry: ColdEntry) -> ColdFacts:

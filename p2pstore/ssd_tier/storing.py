@@ -10,6 +10,7 @@ import trio
 from p2pstore.errors import CapacityExceeded
 from p2pstore.ssd_tier.admission import Refusal
 from p2pstore.ssd_tier.cold_log import ColdLog, UnderWay
+from p2pstore.ssd_tier.compression import WORTH_RATIO, compress_part, sample_ratio
 from p2pstore.ssd_tier.layout import (
     PAGE_BYTES,
     Codec,
@@ -89,15 +90,27 @@ class Writer:
         start = 0
         for part in range(part_count(facts.length)):
             length = part_bytes(facts.length, part)
-            await self._write_part(job, facts, part, payload[start:], length)
-            stored.append(length)
+            stored.append(await self._write_part(job, facts, part, payload[start:], length))
             start += length
         return stored
 
     async def _write_part(
         self, job: UnderWay, facts: ColdFacts, part: int, payload: memoryview, length: int
-    ) -> None:
+    ) -> int:
+        """Stored bytes of the part: compressed where a sample says that it pays."""
+        log = self._log
+        value = payload[:length]
+        if log.admission.policy.compress and sample_ratio(value) <= WORTH_RATIO:
+            async with log.scratch.buffer(length) as memory:
+                sizes = await log.run(length, _pack, value, memory)
+                if sizes is not None:
+                    stored = sum(sizes)
+                    packed = [memory[: round_up_to_page(stored)]]
+                    await self._write_record(job, facts, part, packed, stored, Codec.LZ4, sizes)
+                    log.measures.compressed_parts += 1
+                    return stored
         await self._write_record(job, facts, part, whole_pages(payload, length), length)
+        return length
 
     async def _write_record(
         self,
@@ -162,6 +175,19 @@ class Writer:
         found = log.index.find(facts.digest)
         if found is None:
             raise _Refused(Refusal.FAILED)
+
+
+def _pack(value: memoryview, memory: memoryview) -> tuple[int, ...] | None:
+    """Compress the value into memory of its length; the sizes of its chunks, None when it does not pay."""
+    packed = compress_part(value)
+    if packed is None:
+        return None
+    chunks, sizes = packed
+    position = 0
+    for chunk, size in zip(chunks, sizes, strict=True):
+        memory[position : position + size] = chunk
+        position += size
+    return sizes
 
 
 def text_bytes(facts: ColdFacts) -> int:

@@ -10,6 +10,7 @@ import trio
 
 from p2pstore.errors import ConfigError
 from p2pstore.objects import KIB, MIB, Version, key_digest, namespace_digest
+from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.admission import AdmissionPolicy, Refusal
 from p2pstore.ssd_tier.health import TierOff, TierState
 from p2pstore.ssd_tier.layout import PAGE_BYTES, ColdFacts, record_position
@@ -52,6 +53,47 @@ async def test_what_was_stored_is_loaded(length: int, autojump_clock: object) ->
         assert loaded == value
         assert facts == facts_of("a", 5, value, **more)
         assert await missing(harness, "b") is Miss.ABSENT
+
+
+@pytest.mark.parametrize("length", [3000, 5000, 200_000, 900_000])
+async def test_what_compresses_is_compressed(length: int, autojump_clock: object) -> None:
+    value = value_of("a", 5, length, compressible=True)
+    async with running(simulated_disk()) as harness:
+        assert await harness.store("a", 5, value)
+        facts, loaded = await harness.load("a")
+        assert loaded == value
+        assert facts == facts_of("a", 5, value)
+        statistics = harness.tier.statistics()
+        assert statistics["compressed_parts"] == (length > PAGE_BYTES)
+        assert statistics["live_bytes"] < PAGE_BYTES * 3 + length // 10
+    async with running(simulated_disk(), AdmissionPolicy(compress=False)) as harness:
+        assert await harness.store("a", 5, value[:200_000])
+        assert harness.tier.statistics()["compressed_parts"] == 0
+
+
+@pytest.mark.parametrize("compressible", [False, True])
+async def test_long_values_are_worked_on_in_threads(
+    compressible: bool, autojump_clock: object
+) -> None:
+    value = value_of("a", 5, 3 * MIB + 5, compressible=compressible)
+    disk = FaultyDisk(0, 33 * MIB, pause=trio.sleep)
+    async with running(disk, segment_bytes=4 * MIB) as harness:
+        assert await harness.store("a", 5, value)
+        assert (await harness.load("a"))[1] == value
+        entry = harness.tier.find(key_digest("a", NAMESPACE))
+        assert entry is not None
+        disk.damage(record_position(entry.places[0], 4 * MIB) + 2 * PAGE_BYTES)
+        assert await missing(harness, "a") is Miss.DAMAGED
+
+
+async def test_damaged_compressed_bytes_are_a_miss(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, value_of("a", 1, 200_000, compressible=True))
+        entry = harness.tier.find(key_digest("a", NAMESPACE))
+        assert entry is not None
+        disk.damage(record_position(entry.places[0], SEGMENT_BYTES) + PAGE_BYTES + 20)
+        assert await missing(harness, "a") is Miss.DAMAGED
 
 
 async def test_it_is_there_after_a_crash(autojump_clock: object) -> None:
