@@ -38,7 +38,9 @@ NAMESPACE = "tests"
 def value_of(key: str, clock: int, length: int, *, compressible: bool = False) -> bytes:
     """What was stored under the key with this clock: different for each."""
     rng = Random(f"{key} {clock} {length}")
-    return rng.randbytes(64) * (length // 64 + 1) if compressible else rng.randbytes(length)
+    if compressible:
+        return (rng.randbytes(64) * (length // 64 + 1))[:length]
+    return rng.randbytes(length)
 
 
 def facts_of(key: str, clock: int, value: bytes | bytearray, **more: Any) -> ColdFacts:
