@@ -44,6 +44,8 @@ class AdmissionPolicy:
     """How much of the budget may be saved up and spent at once."""
     max_queued_bytes: int = 256 * MIB
     """Bytes on their way to the disk; beyond that objects are not written."""
+    compress: bool = True
+    """Whether lz4 is tried where a sample says that it pays."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_bytes <= self.max_bytes:

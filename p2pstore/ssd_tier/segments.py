@@ -62,7 +62,7 @@ class Segment:
     reads: int = 0
     """Reads under way."""
     writes: int = 0
-    """Writes under way."""
+    """Records placed that are neither in the index nor given up yet."""
 
 
 FooterPages = Callable[[int, int], int]
@@ -113,8 +113,8 @@ class SegmentTable:
     def place(self, pages: int, text_bytes: int, stream: Stream = Stream.NEW) -> RecordPlace | None:
         """Where a record of so many pages goes; None when no segment has room for it now.
 
-        Its segment counts a write under way until `written`. An open segment that is too full is closed
-        (SEALING) when there is a free one to go on with; until then smaller records still find room in it.
+        Its segment counts a write under way until `written`: it is not sealed before. An open segment that is too full
+        is closed (SEALING) when there is a free one to go on with; until then smaller records still find room in it.
         """
         segment = self._open.get(stream)
         if segment is None or not self._fits(segment, pages, text_bytes):
@@ -139,7 +139,7 @@ class SegmentTable:
         return place
 
     def written(self, place: RecordPlace) -> None:
-        """The write of a placed record is over, however it ended."""
+        """A placed record is in the index, or given up."""
         segment = self.segments[place.segment]
         if segment.writes < 1:
             raise ValueError(f"no write is under way in segment {place.segment}")

@@ -58,19 +58,13 @@ PURE = (
         for name in (
             *("layout", "record_header", "superblock", "dead_marks", "rows", "footer", "payload"),
             *("index", "digest_slots", "key_texts", "key_order", "compression"),
-            *("recovery", "refill", "segment_search"),
-            *("recovery", "segment_search"),
-            "disk_protocol",
+            *("recovery", "refill", "segment_search", "disk_protocol"),
+            *("admission", "health", "measures", "misses", "reinsertion", "segments"),
         )
     ),
     *(
         f"p2pstore/doctor/{name}.py"
         for name in ("finding", "machine_rules", "network_rules", "way_rules")
-    ),
-    *(f"p2pstore/ssd_tier/{name}.py" for name in ("disk_protocol",)),
-    *(
-        f"p2pstore/ssd_tier/{name}.py"
-        for name in ("admission", "health", "measures", "misses", "reinsertion", "segments")
     ),
     "p2pstore/peer/slow_operations.py",
     "p2pstore/peer/traffic.py",
