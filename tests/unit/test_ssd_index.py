@@ -101,6 +101,8 @@ class IndexMachine(RuleBasedStateMachine):
             return
         if known.version < facts.version:
             assert set(superseded) == set(parts.values())
+            del self.alive[facts.digest]
+            self.forget_empty_sweeps()
             parts = {}
         else:
             assert superseded == tuple(parts[part] for part in {part} & set(parts))
@@ -158,9 +160,11 @@ class IndexMachine(RuleBasedStateMachine):
                 facts, parts = self.alive.pop(digest)
                 assert self.is_swept(facts)
                 assert set(places) == set(parts.values())
-            if self.index.sweep(0) is None:
-                break
-            self.forget_empty_sweeps()
+        for name in set(self.swept):  # which of them came to their end, the index does not tell
+            if self.index._rows.names.number(name) not in self.index._sweeps._sweeps:
+                here = [each for each, _ in self.alive.values() if each.namespace == name]
+                assert not any(self.is_swept(facts) for facts in here)
+                del self.swept[name]
 
     @rule()
     def sweep_all(self) -> None:
