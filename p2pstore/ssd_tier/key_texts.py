@@ -88,6 +88,10 @@ class Namespaces:
             del self._numbers[name], self._digests[namespace_digest(name)]
             self._free.append(number)
 
+    def is_used(self, number: int) -> bool:
+        """Whether any record is in the namespace of this number."""
+        return self._uses[number] > 0
+
     def name(self, number: int) -> str:
         """The name of a namespace that records are in."""
         return self._names[number]

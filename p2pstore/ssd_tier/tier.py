@@ -15,7 +15,7 @@ What holds at any time:
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -70,7 +70,27 @@ class SsdTier:
         """How many objects there are."""
         return self._log.index.objects
 
+    @property
+    def capacity_bytes(self) -> int:
+        """What all segments have together."""
+        return self._log.table.count * self._log.segment_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """What the objects occupy."""
+        return self._log.index.live_bytes
+
+    @property
+    def newest_clock(self) -> int:
+        """The highest clock of the versions of all objects; 0 without any."""
+        return self._log.index.newest_clock
+
     # Looking.
+
+    def digests(self, namespace_digest: bytes | None) -> Iterator[bytes]:
+        """Those of all objects, or of a namespace, that are there now. Others may come and go while they are gone
+        through."""
+        return self._log.index.digests(namespace_digest)
 
     def find(self, digest: bytes) -> ColdEntry | None:
         """What is known of an object; None when it is not there, its time to live is over, or the tier is off."""

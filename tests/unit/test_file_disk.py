@@ -135,7 +135,11 @@ def test_in_one_process_as_well(tmp_path: Path) -> None:
         open_disk(tmp_path, SIZE)
 
 
-def test_too_little_space_is_said_before_anything_is_taken(tmp_path: Path) -> None:
+def test_too_little_space_is_said_before_anything_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that is full for a moment fails other programs."""
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("some of it was taken"))
     free = os.statvfs(tmp_path)
     too_much = free.f_bavail * free.f_frsize + (1 << 40)
     with pytest.raises(ConfigError, match=r"needs .* more to have .* free: choose a smaller"):
@@ -143,18 +147,33 @@ def test_too_little_space_is_said_before_anything_is_taken(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_cannot_grow_stays_as_it_was(tmp_path: Path) -> None:
-    """The limit on a process's files stands in for quotas and for those who took the room meanwhile."""
+def test_a_file_that_cannot_grow_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else took the room meanwhile, or there is a quota."""
+
+    def grow_some(descriptor: int, start: int, length: int) -> None:
+        os.ftruncate(descriptor, SIZE + PAGE)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
     opened(tmp_path, SIZE).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", grow_some)
+        with pytest.raises(ConfigError, match="choose a smaller"):
+            open_disk(tmp_path, 2 * SIZE)
+    assert (tmp_path / "cold.log").stat().st_size == SIZE
+    opened(tmp_path, SIZE).close()
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE + PAGE, hard))
     try:
         with pytest.raises(ConfigError, match="choose a smaller"):
             open_disk(tmp_path, 2 * SIZE)
+        opened(tmp_path, SIZE).close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert (tmp_path / "cold.log").stat().st_size == SIZE
-    opened(tmp_path, SIZE).close()
 
 
 def test_places_that_are_none(tmp_path: Path) -> None:

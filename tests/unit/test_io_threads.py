@@ -230,6 +230,36 @@ async def test_requests_taken_back_keep_their_place_in_a_full_queue(
             gate.may_end.set()
 
 
+async def test_who_waits_for_room_hears_of_places_that_only_cancelled_requests_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(io_threads, "MAX_WAITING_PIECES", 3)
+    gate, loop_knows = Gate(), threading.Event()
+    with pool() as threads:
+        tell_loop = threads._tell_loop
+
+        def tell_and_wait(request: io_threads._Request | None) -> None:
+            """The queue is still full when the loop hears of a request that has ended."""
+            tell_loop(request)
+            if request is not None:
+                assert loop_knows.wait(PATIENCE_SECONDS)
+
+        async def begin() -> None:
+            await threads.read([gate])
+            loop_knows.set()
+
+        monkeypatch.setattr(threads, "_tell_loop", tell_and_wait)
+        with trio.fail_after(PATIENCE_SECONDS):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(begin)
+                await gate.wait_begun()
+                with trio.move_on_after(0.001):
+                    await threads.read([nothing] * 3)
+                nursery.start_soon(threads.read, [nothing])
+                await wait_all_tasks_blocked()
+                gate.may_end.set()
+
+
 async def test_closing_refuses_what_waits_and_lets_end_what_runs() -> None:
     gate, outcomes, ended = Gate(), [], threading.Event()
     threads = IoThreads("test", 1, 1, ended.set)

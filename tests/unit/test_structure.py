@@ -58,6 +58,7 @@ PURE = (
         for name in (
             *("layout", "record_header", "superblock", "dead_marks", "rows", "footer", "payload"),
             *("index", "digest_slots", "key_texts", "key_order", "compression"),
+            *("record_rows", "namespace_sweeps"),
             *("recovery", "refill", "segment_search", "disk_protocol"),
             *("admission", "health", "measures", "misses", "reinsertion", "segments"),
         )
