@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from p2pstore.client.answers import plain_error
 from p2pstore.client.fetch import Fetcher
@@ -21,6 +22,8 @@ from p2pstore.transfer.transport import (
     PullFailed,
     RemoteCopy,
 )
+
+BROUGHT_AHEAD: Final = 8
 
 DigestsOf = Callable[[Sequence[str]], list[bytes]]
 """The digests of many keys. Raises `ValueError` or `TypeError` for one that is no key."""
@@ -117,8 +120,14 @@ class _Batch:
                 await self._pull(remote_copy(holder), some, others=others)
 
     async def fetch_the_rest(self) -> None:
-        """One by one, what did not come in a batch; what is large from all its holders."""
-        for number, (digest, view) in list(self._wanted.items()):
+        """One by one, what did not come in a batch; what is large from all its holders. What is on the local peer's
+        SSD is brought ahead of that."""
+        wanted = list(self._wanted.items())
+        ahead = deque(digest for number, (digest, _) in wanted if self._plans[number].on_ssd)
+        await self._bring(ahead, 2 * BROUGHT_AHEAD)
+        for place, (number, (digest, view)) in enumerate(wanted, start=1):
+            if place % BROUGHT_AHEAD == 0:
+                await self._bring(ahead, BROUGHT_AHEAD)
             key = self._items[number][0]
             try:
                 done = await self._fetcher.fetch_planned(
@@ -129,6 +138,11 @@ class _Batch:
                 self._settle(number, error)
             else:
                 self._settle(number, done.length)
+
+    async def _bring(self, ahead: deque[bytes], count: int) -> None:
+        """Have the local peer read the next ones from its SSD, side by side."""
+        some = [ahead.popleft() for _ in range(min(count, len(ahead)))]
+        await self._fetcher.prefetch(b"".join(some))
 
     async def _pull(self, copy: RemoteCopy, numbers: Sequence[int], *, others: bool) -> None:
         """Those of one holder. `others`: other peers hold them as well."""

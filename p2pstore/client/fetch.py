@@ -12,6 +12,7 @@ import numpy as np
 from p2pstore.client.answers import error_in, name_key, raise_for, tier_name
 from p2pstore.client.known_holders import KnownHolders, OwnPlan, remote_copy
 from p2pstore.client.link import PeerLink
+from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.errors import (
     CapacityExceeded,
     LeaseLimitExceeded,
@@ -30,6 +31,7 @@ from p2pstore.local.messages import (
     Plan,
     PlanItem,
     Planned,
+    Prefetch,
 )
 from p2pstore.objects import namespace_digest
 from p2pstore.transfer.data_connection import ItemOutcome
@@ -51,7 +53,7 @@ from p2pstore.transfer.transport import (
     resumable,
     watch_of,
 )
-from p2pstore.wire import Code
+from p2pstore.wire import Code, Empty
 
 LEASED_READS: Final = 4
 PLANS: Final = 2
@@ -69,8 +71,9 @@ FETCH_SECONDS: Final = 60.0
 class Fetcher:
     """Reads objects for one client. Delivers only bytes that were verified."""
 
-    def __init__(self, link: PeerLink, namespace: str) -> None:
+    def __init__(self, link: PeerLink, namespace: str, chains: PrefixChains) -> None:
         self._link = link
+        self._chains = chains
         self._namespace = namespace_digest(namespace)
         self._shm = ShmTransport(link.driver, link.timeout_seconds)
         self._pool = DataPool(link.driver, progress_seconds=link.timeout_seconds)
@@ -375,6 +378,15 @@ class Fetcher:
         )
         return outcomes
 
+    async def read_ahead(self, digest: bytes) -> None:
+        """An object is read from the local peer's SSD: have it bring what is likely to be read next, too."""
+        await self.prefetch(self._chains.after(digest))
+
+    async def prefetch(self, digests: bytes) -> None:
+        """Have the local peer bring objects (packed digests) to its memory; does not wait for them."""
+        if digests:
+            await self._link.request(LocalKind.PREFETCH, Prefetch(digests), Empty)
+
     async def _read_under_lease(
         self, digest: bytes, destination: Destination
     ) -> tuple[Copied | None, bool]:
@@ -394,6 +406,8 @@ class Fetcher:
         self, key: str, digest: bytes, destination: Destination, plan: PlanItem
     ) -> Copied | None:
         """`_read_through_peer`; None also when there are other ways than that one, which failed."""
+        if plan.on_ssd:
+            await self.read_ahead(digest)
         try:
             return await self._read_through_peer(key, digest, destination, plan)
         except (CapacityExceeded, LeaseLimitExceeded, Unavailable):

@@ -53,6 +53,8 @@ class Leaser:
             if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
                 grant = await _ask(link, key, digest)
             answers.raise_for(key, grant.error)
+            if grant.transport == "ssd":
+                await self._fetcher.read_ahead(digest)
             return _view(link, digest, grant)
         except BaseException:  # Ctrl-C, too, at any moment
             _forsake(link, grant)

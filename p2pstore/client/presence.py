@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2pstore.client.link import PeerLink
+from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.errors import ProtocolError
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
@@ -38,9 +39,15 @@ class _Asked:
 class Presence:
     """Answers for one client. `digests_of` makes the digests of many keys of its namespace."""
 
-    def __init__(self, link: PeerLink, digests_of: Callable[[Sequence[str]], list[bytes]]) -> None:
+    def __init__(
+        self,
+        link: PeerLink,
+        digests_of: Callable[[Sequence[str]], list[bytes]],
+        chains: PrefixChains,
+    ) -> None:
         self._link = link
         self._digests_of = digests_of
+        self._chains = chains
 
     async def contains(self, digest: bytes) -> bool:
         """Whether some live peer is known to hold the object."""
@@ -89,12 +96,17 @@ class Presence:
     async def match_prefix(self, keys: Sequence[str]) -> int:
         """How many of these keys, from the first on, some live peer is known to hold."""
         packed = b"".join(self._digests_of(keys))
+        length = await self._match(packed, len(keys))
+        self._chains.matched(packed, length)
+        return length
+
+    async def _match(self, packed: bytes, keys: int) -> int:
         known, unclear = self._look_up(packed)
         absent = np.flatnonzero(~known)
-        length = int(absent[0]) if len(absent) else len(keys)
-        if length < len(keys) and not unclear[length]:
+        length = int(absent[0]) if len(absent) else keys
+        if length < keys and not unclear[length]:
             return length
-        while length < len(keys):
+        while length < keys:
             some = packed[length * DIGEST_BYTES : (length + CONTAINS_KEYS) * DIGEST_BYTES]
             count = len(some) // DIGEST_BYTES
             reply = await self._link.ask(

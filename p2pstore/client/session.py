@@ -18,6 +18,7 @@ from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
 from p2pstore.client.leasing import Leaser
 from p2pstore.client.link import PeerLink
 from p2pstore.client.neighbours import Neighbours
+from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.client.presence import Presence
 from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.transfers import TransferBatch
@@ -63,11 +64,12 @@ class _Parts:
         self, link: PeerLink, namespace: str, digests_of: Callable[[Sequence[str]], list[bytes]]
     ) -> None:
         self.link = link
-        self.fetcher = Fetcher(link, namespace)
+        chains = PrefixChains()
+        self.fetcher = Fetcher(link, namespace, chains)
         self.writer = Writer(link, namespace)
         self.neighbours = Neighbours(link, namespace)
         self.leaser = Leaser(link, self.fetcher, self.neighbours)
-        self.presence = Presence(link, digests_of)
+        self.presence = Presence(link, digests_of, chains)
 
     def close(self) -> None:
         """Close what this process opened; what a forked child inherited is its parent's."""

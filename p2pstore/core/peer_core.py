@@ -29,6 +29,7 @@ from p2pstore.core.floors import Floors
 from p2pstore.core.home_messages import message_of, rivals_of
 from p2pstore.core.lookup import check_holding_record
 from p2pstore.core.operation import Operation
+from p2pstore.core.prefetching import Prefetching
 from p2pstore.core.serving import serve
 from p2pstore.core.taking_pushes import PushesComing
 from p2pstore.core.write_back import WriteBack
@@ -111,6 +112,7 @@ class PeerCore:
         self.floors = Floors(self)
         self.cold = ColdCopies(self)
         self.write_back = WriteBack(self)
+        self.prefetching = Prefetching(self)
         gossip.locations.watch(segment.digests(), self._awaited.keys())
 
     # --- driving -----------------------------------------------------------------------------
@@ -527,7 +529,7 @@ class PeerCore:
             )
             self.announce(entry, now)
 
-    def fetch(self, digest: bytes, now: float, **options: Any) -> Operation:
+    def fetch(self, digest: bytes, now: float, **options: Any) -> FetchOperation:
         """Bring an absent object here; callers that want the same one share one fetch.
 
         The copy is a firm one as soon as one of them wants it so.
@@ -540,7 +542,8 @@ class PeerCore:
             return running
         operation = FetchOperation(self, digest, **options)
         self._fetches[digest] = operation
-        return self.start(operation, now)
+        self.start(operation, now)
+        return operation
 
     def copy_destination(self, operation: int, now: float) -> CopyDestination:
         """Where the bytes of a `PullObject` go. The shell calls `commit` or `abort` at its end."""

@@ -295,9 +295,7 @@ class PeerLocalBackend:
         return local.Flushed(end.told, [self._core.name_of(peer_id) for peer_id in end.not_told])
 
     def _prefetch(self, client: LocalClient, message: local.Prefetch) -> Empty:
-        for digest in check_batch(split_digests(message.digests)):
-            if self._segment.find(digest, self._unix) is None:
-                self._core.fetch(digest, self._now)
+        self._core.prefetching.add(check_batch(split_digests(message.digests)), self._now)
         return Empty()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from p2pstore.core.cold_return import ColdObject, ColdSorted
 from p2pstore.core.effects import LoadObject, PullObject, WriteObject
+from p2pstore.core.prefetching import AT_ONCE, MAX_QUEUED
 from p2pstore.core.presence import is_known, known_keys
 from p2pstore.core.serving import list_local
 from p2pstore.errors import CapacityExceeded, NoSuchKey
@@ -423,3 +424,47 @@ def test_without_a_tier_nothing_changes(many: int) -> None:
         world.pass_time(0.05)
     assert not world.effects(WriteObject)
     assert world.core.cold.find(digest_of("k0"), world.now) is None
+
+
+# --- ahead of need ---------------------------------------------------------------------------
+
+
+def test_prefetching_goes_some_at_a_time() -> None:
+    world = ColdWorld(memory_bytes=1024 * 1024)
+    names = [f"cold{number:02}" for number in range(40)]
+    for name in names:
+        world.cool(name, VALUE + name.encode())
+    world.core.prefetching.add([digest_of(name) for name in names], world.now)
+    brought: list[str] = []
+    while len(world.core.prefetching):
+        some = world.load()
+        assert 0 < len(some) <= AT_ONCE
+        assert len(some) * len(VALUE) <= 1024 * 1024 // 8 + len(VALUE)
+        brought += some
+    assert brought == names
+    world.check_idle()
+
+
+def test_prefetching_passes_over_what_is_here_nowhere_or_on_its_way() -> None:
+    world = ColdWorld()
+    world.stored("here", b"x")
+    world.cool("cold", VALUE)
+    wanted = world.core.fetch(digest_of("cold"), world.now)
+    world.core.prefetching.add([digest_of(name) for name in ("here", "nowhere", "cold")], world.now)
+    assert not len(world.core.prefetching)
+    assert wanted.shared_by == 1
+    assert world.load() == ["cold"]
+    world.check_idle()
+
+
+def test_prefetching_ends_somewhere() -> None:
+    world = ColdWorld(others=1)
+    world.core.prefetching.add((number.to_bytes(16, "big") for number in range(40_000)), world.now)
+    assert len(world.core.prefetching) <= MAX_QUEUED + AT_ONCE
+
+
+def test_prefetching_many_that_are_nowhere() -> None:
+    world = ColdWorld()
+    world.core.prefetching.add((number.to_bytes(16, "big") for number in range(5_000)), world.now)
+    assert not len(world.core.prefetching)
+    world.check_idle()

@@ -1,0 +1,49 @@
+"""What is likely to be read after a block."""
+
+from __future__ import annotations
+
+from p2pstore.client.prefix_chains import AHEAD, MAX_CHAINS, PrefixChains
+from p2pstore.objects import DIGEST_BYTES
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(DIGEST_BYTES, "big")
+
+
+def chain(first: int, count: int) -> bytes:
+    return b"".join(digest(first + number) for number in range(count))
+
+
+def test_behind_the_head_come_the_next_blocks_and_then_one_more_each_time() -> None:
+    chains = PrefixChains()
+    chains.matched(chain(0, 30), 20)
+    assert chains.after(digest(0)) == chain(1, AHEAD)
+    brought = AHEAD
+    for number in range(1, 20):
+        more = chains.after(digest(number))
+        assert more == (digest(number + AHEAD) if number + AHEAD < 20 else b"")
+        brought += bool(more)
+    assert brought == 19, "each of those that matched, once"
+
+
+def test_what_did_not_match_or_was_not_asked_about_is_not_brought() -> None:
+    chains = PrefixChains()
+    chains.matched(chain(0, 30), 1)
+    assert chains.after(digest(0)) == b""
+    chains.matched(chain(0, 30), 0)
+    assert chains.after(digest(77)) == b""
+
+
+def test_digests_are_found_whole() -> None:
+    chains = PrefixChains()
+    packed = bytes(8) + bytes(range(24)) + chain(5, 1)
+    chains.matched(packed, 3)
+    assert chains.after(packed[8:24]) == b"", "across two digests"
+
+
+def test_the_oldest_chains_are_forgotten() -> None:
+    chains = PrefixChains()
+    for number in range(MAX_CHAINS + 1):
+        chains.matched(chain(100 * number, 4), 4)
+    assert chains.after(digest(0)) == b""
+    assert chains.after(digest(100)) == chain(101, 3)
