@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, TypeVar
@@ -143,11 +144,12 @@ class Harness:
         others: int = 0,
         memory_bytes: int = 256 * 1024,
         directory: DirectorySetting = "auto",
+        new_memory: Callable[[int], memoryview] = lambda length: memoryview(bytearray(length)),
     ) -> None:
         self.now = 100.0
         self.signer = SimulatedSigner(0)
         geometry = plan_geometry(memory_bytes)
-        self.memory = memoryview(bytearray(geometry.total_bytes))
+        self.memory = new_memory(geometry.total_bytes)
         self.segment = Segment(self.memory, segment_id=bytes(16), incarnation=1, geometry=geometry)
         verifier, clock = SimulatedVerifier(), HybridClock()
         self.unix_offset = UNIX - self.now
