@@ -158,7 +158,7 @@ async def test_floors_heard_of_before_it_shows_anything_count() -> None:
         world = second.world
         assert await second.get("kept") is None, "nothing is shown before the others were asked"
         world.learn_floor(world.others[0], digest_of("removed"), Version(clock_at(50.0), 0))
-        world.gossip.floors.synchronised = True  # type: ignore[misc]
+        world.gossip.floors.synchronised = True
         assert await second.settled()
         assert await second.get("removed") is None
         assert await second.get("kept") == VALUE + b"kept"
