@@ -29,6 +29,8 @@ from p2pstore.ssd_tier.superblock import Superblock
 from p2pstore.ssd_tier.waking import Condition, Signal
 
 _TRUSTED: Final = (SegmentState.OPEN, SegmentState.SEALING, SegmentState.SEALED)
+SWEPT_ROWS: Final = 2000
+"""A step of `sweep`: some milliseconds when all of them go."""
 INLINE_BYTES: Final = MIB
 """Hashing so much takes some 0.1 ms, about as long as going to a thread and back."""
 WORKERS: Final = 4
@@ -80,6 +82,8 @@ class ColdLog:
         self.commit = GroupCommit(disk, nursery, self._sync_failed)
         self.dirty = {each.number for each in table.segments if marks[each.number].dirty}
         """Segments with dead marks that are not on their way to the disk."""
+        self.sweeping = False
+        """Whether `sweep` has something to do."""
         self.marked = Signal()
         """There are new dead marks."""
         self.work = Signal()
@@ -178,12 +182,25 @@ class ColdLog:
         self._may_reclaim()
         return True
 
-    def discard_namespace(self, namespace: bytes, up_to: Version) -> int:
-        """The same for all objects of a namespace, named by its digest; how many were there."""
-        digests = set(self.index.digests_of_namespace(namespace))
+    def discard_namespace(self, namespace: bytes, up_to: Version) -> None:
+        """The same for all objects of a namespace, named by its digest. They are not found any more; `sweep` marks
+        them dead."""
         for jobs in self._under_way.values():
-            digests |= {job.digest for job in jobs if namespace_digest(job.namespace) == namespace}
-        return sum(self.discard(digest, up_to) for digest in digests)
+            for job in jobs:
+                if namespace_digest(job.namespace) == namespace and up_to.covers(job.version):
+                    job.discarded = True
+                    self.mark_dead(job.places)
+        self.index.empty_namespace(namespace, up_to)
+        self.sweeping = True
+        self.marked.send()
+
+    def sweep(self) -> bool:
+        """A step of discarding namespaces; False when nothing is left to do."""
+        dropped = self.index.sweep(SWEPT_ROWS)
+        self.sweeping = dropped is not None
+        for _, places in dropped or ():
+            self.mark_dead(places)
+        return self.sweeping
 
     def lose(self, entry: ColdEntry) -> None:
         """The object turned out to be unreadable: drop it, if it still lies where it was read."""
@@ -194,11 +211,14 @@ class ColdLog:
 
     def drop(self, digests: Iterable[bytes]) -> int:
         """The tier gives up these objects: they are withdrawn, and their records marked dead. How many."""
-        entries = [entry for each in digests if (entry := self.index.find(each)) is not None]
+        given_up = list(digests)
+        entries = [entry for each in given_up if (entry := self.index.find(each)) is not None]
         if entries:
             self._withdraw(entries)
-        for entry in entries:
-            self.mark_dead(self.index.drop(entry.digest))
+        for (
+            digest
+        ) in given_up:  # also those of a namespace that is being discarded, which are not found
+            self.mark_dead(self.index.drop(digest))
         return len(entries)
 
     # Segments.

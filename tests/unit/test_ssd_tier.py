@@ -164,12 +164,66 @@ async def test_the_same_version_is_written_once(autojump_clock: object) -> None:
 
 
 async def test_a_namespace_is_discarded(autojump_clock: object) -> None:
-    async with running(simulated_disk()) as harness:
+    disk = simulated_disk()
+    until = UntilCrash(disk)
+    async with running(until) as harness:
         for number in range(5):
-            assert await harness.store(str(number), number, VALUE)
-        assert harness.tier.discard_namespace(namespace_digest("other"), Version(9, 9)) == 0
-        assert harness.tier.discard_namespace(namespace_digest(NAMESPACE), Version(2, 0xFFFF)) == 3
+            assert await harness.store(str(number), number, VALUE, durable=True)
+        harness.tier.discard_namespace(namespace_digest("other"), Version(9, 9))
+        harness.tier.discard_namespace(namespace_digest(NAMESPACE), Version(2, 0xFFFF))
         assert harness.keys() == {"3": 3, "4": 4}
+        assert await missing(harness, "0") is Miss.ABSENT
+        await harness.tier.discards_durable()
+        assert set(harness.tier.digests()) == {key_digest(key, NAMESPACE) for key in "34"}
+        until.gone = True
+        disk.crash()
+    async with running(disk) as harness:
+        assert harness.keys() == {"3": 3, "4": 4}
+
+
+async def test_a_segment_of_a_namespace_that_is_discarded_is_reclaimed(
+    autojump_clock: object,
+) -> None:
+    async with running(simulated_disk(segments=4)) as harness:
+        for number in range(60):
+            assert await harness.store(str(number), number, VALUE)
+            harness.tier.discard_namespace(namespace_digest(NAMESPACE), Version(number, 0xFFFF))
+        assert harness.keys() == {}
+        assert harness.tier.statistics()["reclaimed_segments"] > 3
+
+
+@pytest.mark.parametrize("whole_namespace", [False, True])
+async def test_what_is_discarded_while_it_is_stored_never_comes_back(
+    whole_namespace: bool, autojump_clock: object
+) -> None:
+    """Its record reaches the disk, whole, after the discard was durable; then the machine crashes."""
+    disk = simulated_disk()
+    until = UntilCrash(disk)
+    writing, written = trio.Event(), trio.Event()
+    original = disk.write_from
+
+    async def slow_write(position: int, buffers: Any) -> None:
+        await original(position, buffers)
+        if len(buffers) > 1:  # a record
+            writing.set()
+            await written.wait()
+
+    async with running(until) as harness:
+        disk.write_from = slow_write  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(harness.store, "a", 1, VALUE)
+            await writing.wait()
+            if whole_namespace:
+                harness.tier.discard_namespace(namespace_digest(NAMESPACE), Version(1, 0xFFFF))
+            else:
+                assert not harness.discard("a", 1)
+            await harness.tier.discards_durable()
+            until.gone = True
+            disk.crash()
+            written.set()
+    disk.write_from = original  # type: ignore[method-assign]
+    async with running(disk) as harness:
+        assert harness.keys() == {}
 
 
 async def test_an_object_past_its_time_is_a_miss(autojump_clock: object) -> None:
