@@ -118,7 +118,8 @@ class ColdIndex:
         """Put in a record. The places of those that it makes worthless, which must be marked dead: parts of lower
         versions, the same part of the same version at another place, or this record itself when a higher version is
         there, or its namespace is being emptied of it. (Otherwise they would be back after a restart, once the
-        segment of what they lost to is reclaimed.)
+        segment of what they lost to is reclaimed.) Of a record that was copied, sync the copy before the mark is
+        written: a crash between these would take both.
 
         Raises `CapacityExceeded` when the index is full, and changes nothing then.
         """
