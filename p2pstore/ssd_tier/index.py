@@ -202,10 +202,6 @@ class ColdIndex:
             self._hit_counts[head] = hits + 1
         return hits
 
-    def digests(self) -> bytes:
-        """The digests of all objects whose first part is there, 16 bytes each: some 20 ms for a million."""
-        return self._rows.digests()
-
     def page(
         self, namespace: str, prefix: str, after: str, limit: int
     ) -> tuple[list[ColdEntry], bool]:

@@ -202,12 +202,6 @@ class RecordRows:
         rows = np.flatnonzero(self._segment_of[: self._used] == segment + 1)
         return rows[np.argsort(self._rows["number"][rows])]
 
-    def digests(self) -> bytes:
-        """The digests of all first parts, 16 bytes each."""
-        used = self._segment_of[: self._used] != 0
-        first = self._rows["part"][: self._used] == 0
-        return bytes(self._rows["digest"][: self._used][used & first].tobytes())
-
     def first_parts(self, namespace: int) -> list[int]:
         """The rows of the first parts of a namespace's objects."""
         used = self._segment_of[: self._used] > 0

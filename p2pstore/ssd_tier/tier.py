@@ -22,7 +22,7 @@ from typing import Any, Final
 import trio
 
 from p2pstore.nursery import open_background_nursery
-from p2pstore.objects import DIGEST_BYTES, KIB, Version
+from p2pstore.objects import KIB, Version
 from p2pstore.ssd_tier.admission import Admission, AdmissionPolicy, Refusal
 from p2pstore.ssd_tier.cold_log import ColdLog, Withdraw
 from p2pstore.ssd_tier.dead_mark_writer import DeadMarkWriter
@@ -104,13 +104,6 @@ class SsdTier:
     ) -> tuple[list[ColdEntry], bool]:
         """Up to `limit` objects in the order of their keys, above `after`; and whether there are more."""
         return self._log.index.page(namespace, prefix, after, limit)
-
-    def digests(self) -> list[bytes]:
-        """Those of all objects, in no order; `find` tells more of each. Some 100 ms for a million."""
-        packed = self._log.index.digests()
-        return [
-            packed[start : start + DIGEST_BYTES] for start in range(0, len(packed), DIGEST_BYTES)
-        ]
 
     # Reading and writing.
 

@@ -174,7 +174,7 @@ async def test_a_namespace_is_discarded(autojump_clock: object) -> None:
         assert harness.keys() == {"3": 3, "4": 4}
         assert await missing(harness, "0") is Miss.ABSENT
         await harness.tier.discards_durable()
-        assert set(harness.tier.digests()) == {key_digest(key, NAMESPACE) for key in "34"}
+        assert set(harness.tier.digests(None)) == {key_digest(key, NAMESPACE) for key in "34"}
         until.gone = True
         disk.crash()
     async with running(disk) as harness:
