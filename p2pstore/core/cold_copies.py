@@ -13,6 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from p2pstore.core.describe import location_on_ssd
+from p2pstore.gossip.records import decode_location
 from p2pstore.objects import Version
 from p2pstore.transfer.layout import SlotState
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from p2pstore.ssd_tier.index import ColdEntry
     from p2pstore.transfer.segment import ObjectEntry
 
+MAX_VERSION: Final = Version((1 << 64) - 1, 0xFFFF)
 FORGOTTEN_PER_STEP: Final = 64
 """Withdrawing a location costs some 25 us."""
 
@@ -201,6 +203,13 @@ class ColdCopies:
             _, digest, version = heapq.heappop(self._expiring)
             self.discard(digest, version, now)
 
+    def lose_store(self) -> None:
+        """There is no SSD any more: from now on, nothing is found there, and by and by it is withdrawn."""
+        if self.store is not None:
+            left, self.store = self.store.digests(None), None
+            self._to_sweep.clear()
+            self._to_sweep.append(_Sweep(None, MAX_VERSION, left))
+
     # --- many at once ------------------------------------------------------------------------
 
     @property
@@ -216,11 +225,23 @@ class ColdCopies:
 
     def sweep_step(self, now: float) -> None:
         """Discard some."""
-        if not self._to_sweep or self.store is None:
+        if not self._to_sweep:
             return
         sweep = self._to_sweep[0]
         some = list(islice(sweep.left, FORGOTTEN_PER_STEP))
         for digest in some:
-            self.discard(digest, sweep.up_to, now)
+            if self.store is None:
+                self._withdraw(digest, now)
+            else:
+                self.discard(digest, sweep.up_to, now)
         if len(some) < FORGOTTEN_PER_STEP:
             self._to_sweep.popleft()
+
+    def _withdraw(self, digest: bytes, now: float) -> None:
+        """The SSD has it no more."""
+        core = self._core
+        entry = core.segment.find(digest, core.unix(now))
+        if entry is not None:
+            core.segment.set_on_ssd(entry, False)
+        elif (held := core.gossip.log.held(digest)) is not None:
+            core.gossip.release(digest, decode_location(held).version, now)

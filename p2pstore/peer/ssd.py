@@ -74,6 +74,7 @@ async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
             policy,
             withdraw=ssd.withdraw,
             is_last_copy=ssd.is_last_copy,
+            on_state=ssd.state_changed,
             segment_bytes=segment_bytes_for(disk.size_bytes),
         ) as tier:
             ssd.begin(tier)
@@ -280,6 +281,26 @@ class PeerSsd:
     def withdraw(self, entries: Sequence[ColdEntry]) -> None:
         """These are about to leave the SSD, or were found to be damaged."""
         self._core.cold.lost(entries, self._node.now)
+        self._node.process()
+
+    def state_changed(self, state: TierState, why: str) -> None:
+        """The SSD failed. This peer goes on with what it has in memory, and the others are told."""
+        if state is TierState.READ_ONLY:
+            logger.error(
+                "nothing more is written to the SSD, only read: %s. Replace it, or free space, and start this peer "
+                "again",
+                why,
+                extra={"event": "ssd_read_only"},
+            )
+        else:
+            logger.error(
+                "the SSD is not used any more: %s. This peer goes on with its memory alone; replace the SSD, and "
+                "start this peer again",
+                why,
+                extra={"event": "ssd_off"},
+            )
+            self._core.cold.lose_store()
+        self._core.gossip.own_record.changed()
         self._node.process()
 
     def is_last_copy(self, digest: bytes) -> bool:

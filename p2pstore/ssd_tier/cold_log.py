@@ -37,6 +37,9 @@ WORKERS: Final = 4
 """Threads that hash and compress at the same time."""
 
 Result = TypeVar("Result")
+OnState = Callable[[TierState, str], None]
+"""Told when the tier becomes read-only or is off, and why."""
+
 Withdraw = Callable[[Sequence[ColdEntry]], None]
 """Told of objects that the tier loses by its own decision, before their bytes go."""
 
@@ -66,6 +69,7 @@ class ColdLog:
         admission: Admission,
         nursery: trio.Nursery,
         withdraw: Withdraw,
+        on_state: OnState,
         unix: Callable[[], float],
     ) -> None:
         self.disk = disk
@@ -93,6 +97,8 @@ class ColdLog:
         self.drained = Condition()
         """Reads ended in segments that drain."""
         self._withdraw = withdraw
+        self._on_state = on_state
+        self._told_state = self.health.state
         self._under_way: dict[bytes, list[UnderWay]] = {}
 
     @property
@@ -251,6 +257,9 @@ class ColdLog:
         self.state_may_have_changed()
 
     def state_may_have_changed(self) -> None:
+        if self.health.state is not self._told_state:
+            self._told_state = self.health.state
+            self._on_state(self.health.state, self.health.why)
         self.room.changed()
         self.drained.changed()
         self.work.send()

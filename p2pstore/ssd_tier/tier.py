@@ -24,7 +24,7 @@ import trio
 from p2pstore.nursery import open_background_nursery
 from p2pstore.objects import KIB, Version
 from p2pstore.ssd_tier.admission import Admission, AdmissionPolicy, Refusal
-from p2pstore.ssd_tier.cold_log import ColdLog, Withdraw
+from p2pstore.ssd_tier.cold_log import ColdLog, OnState, Withdraw
 from p2pstore.ssd_tier.dead_mark_writer import DeadMarkWriter
 from p2pstore.ssd_tier.disk_protocol import Disk
 from p2pstore.ssd_tier.health import TierOff, TierState
@@ -200,6 +200,7 @@ async def open_tier(
     *,
     withdraw: Withdraw,
     is_last_copy: Callable[[bytes], bool],
+    on_state: OnState = lambda state, why: None,
     now: Callable[[], float] = time.time,
     segment_bytes: int = SEGMENT_BYTES,
     max_records: int | None = None,
@@ -207,8 +208,9 @@ async def open_tier(
     """The tier on this disk, for as long as the block runs. What the disk holds is there at once.
 
     `withdraw` is told of objects that the tier gives up (not of those that it is told to discard), before their bytes
-    go. `is_last_copy` says of a digest whether no other peer is known to hold the object. `now` gives Unix seconds.
-    `segment_bytes` counts for a disk that holds nothing yet. The disk is not closed.
+    go; of all of them at once, when the tier is off, `on_state` alone tells. `is_last_copy` says of a digest whether no
+    other peer is known to hold the object. `now` gives Unix seconds. `segment_bytes` counts for a disk that holds
+    nothing yet. The disk is not closed.
 
     Raises `ConfigError` when the disk is too small or holds something else, and `OSError` when it fails at once.
     """
@@ -227,6 +229,7 @@ async def open_tier(
             Admission(policy, now()),
             nursery,
             withdraw,
+            on_state,
             now,
         )
         marks = DeadMarkWriter(log)

@@ -468,3 +468,27 @@ def test_prefetching_many_that_are_nowhere() -> None:
     world.core.prefetching.add((number.to_bytes(16, "big") for number in range(5_000)), world.now)
     assert not len(world.core.prefetching)
     world.check_idle()
+
+
+# --- a failing SSD ---------------------------------------------------------------------------
+
+
+def test_without_its_ssd_a_peer_withdraws_what_was_there_and_goes_on() -> None:
+    world = ColdWorld()
+    for number in range(100):
+        world.cool(f"cold{number}", VALUE + bytes([number]))
+    world.core.fetch(digest_of("cold5"), world.now)
+    world.load()
+    world.core.cold.lose_store()
+    assert world.core.cold.find(digest_of("cold1"), world.now) is None
+    world.pass_time(0.5)
+    records = [world.announced(f"cold{number}") for number in range(100)]
+    assert [number for number, record in enumerate(records) if record is not None] == [5]
+    entry = world.find("cold5")
+    assert entry is not None
+    assert not entry.on_ssd
+    for number in range(40):
+        world.stored(f"new{number}", VALUE)
+        world.pass_time(0.05)
+    assert not world.effects(WriteObject)
+    world.check_idle()
