@@ -183,7 +183,8 @@ class ObjectStore(Protocol):
         """Store a value; with `replicas`, returns when so many copies exist. `ttl` in seconds. Raises
         `CapacityExceeded` when neither the local peer nor another one has room and `ObjectTooLarge` above
         4 GiB, both before any byte is copied, and `ValueError` for a value that is not contiguous.
-        `durable` is refused with `ValueError`: there is no SSD tier yet.
+        `durable` returns when the object is on the local peer's SSD and survives a crash of its machine. Raises
+        `ValueError` when the peer has no SSD, and `CapacityExceeded` when that does not take it: it is in memory then.
         `progress` is called with the bytes copied so far and the bytes in all."""
         ...
 

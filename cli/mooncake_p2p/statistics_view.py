@@ -177,7 +177,10 @@ def _ssd_lines(ssd: Document | None, blocks: bool) -> list[str]:
         facts.append(f"write amplification {ssd['write_amplification']:.2f}")
     if read.get("p50_ms"):
         facts.append(f"reads {read['p50_ms']:.1f} ms, 99 % in {read['p99_ms']:.1f}")
+    moving = [ssd.get("read_bytes_per_second", 0), ssd.get("written_bytes_per_second", 0)]
     lines = [_fact("ssd", bar), _fact("", ", ".join(facts))]
+    if any(moving):
+        lines.append(_fact("", f"{_bytes(moving[0])}/s read, {_bytes(moving[1])}/s written"))
     if ssd["state"] != "ok":
         lines.append(_fact("", f"{ssd['state'].replace('_', ' ')}: {printable(ssd['why'])}"))
     return lines

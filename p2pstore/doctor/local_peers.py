@@ -12,7 +12,12 @@ from p2pstore import blocking
 from p2pstore.config import split_address
 from p2pstore.doctor.checks import CHECK_SECONDS, Check
 from p2pstore.doctor.finding import Finding, fine
-from p2pstore.doctor.network_rules import LocalPeerReading, judge_local_peer, silent_local_peer
+from p2pstore.doctor.network_rules import (
+    LocalPeerReading,
+    SsdReading,
+    judge_local_peer,
+    silent_local_peer,
+)
 from p2pstore.errors import P2PStoreError
 from p2pstore.local.paths import find_socket, live_sockets
 from p2pstore.results import PeerInfo
@@ -69,4 +74,17 @@ def _reading(path: Path, document: dict[str, Any], members: Sequence[PeerInfo]) 
         versions=tuple(
             member.software for member in members if member.status in ("alive", "suspect")
         ),
+        ssd=_ssd_reading(peer["ssd"]) if "ssd" in peer else None,
+    )
+
+
+def _ssd_reading(ssd: dict[str, Any]) -> SsdReading:
+    return SsdReading(
+        state=ssd["state"],
+        why=ssd["why"],
+        capacity_bytes=ssd["capacity_bytes"],
+        live_bytes=ssd["live_bytes"],
+        objects=ssd["objects"],
+        damaged=ssd["damaged"],
+        read_p99_ms=ssd["read_latency"].get("p99_ms") or 0.0,
     )

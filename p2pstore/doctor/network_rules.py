@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from p2pstore.doctor.finding import Finding, broken, fine, warning
+from p2pstore.objects import format_bytes
 from p2pstore.topology.machine import Machine
 from p2pstore.topology.matrix import Matrix
 from p2pstore.transfer.rdma_rules import GidEntry, choose_gid
@@ -232,6 +233,42 @@ class LocalPeerReading:
     suspect: tuple[str, ...]
     dead: tuple[str, ...]
     versions: tuple[str, ...]
+    ssd: SsdReading | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SsdReading:
+    """A peer's SSD tier as its statistics have it. `why` is empty as long as `state` is ok."""
+
+    state: str
+    why: str
+    capacity_bytes: int
+    live_bytes: int
+    objects: int
+    damaged: int
+    read_p99_ms: float
+
+
+def judge_ssd(name: str, ssd: SsdReading) -> Finding:
+    """The SSD of a peer on this machine."""
+    text = (
+        f"{format_bytes(ssd.live_bytes)} of {format_bytes(ssd.capacity_bytes)}, {ssd.objects:,} objects, "
+        f"99 % of reads in {ssd.read_p99_ms:.1f} ms"
+    )
+    measured = {"read_p99_ms": ssd.read_p99_ms, "capacity_bytes": ssd.capacity_bytes}
+    if ssd.state != "ok":
+        state = "is only read" if ssd.state == "read_only" else "is not used any more"
+        cure = "look at the kernel's log for that disk, replace it or free space, and start the peer again"
+        return broken(f"{name}: ssd", f"{state}: {text}", ssd.why, cure)
+    if ssd.damaged:
+        return warning(
+            f"{name}: ssd",
+            f"{text}; {ssd.damaged:,} objects were damaged",
+            "what was read was not what had been written; other copies were used, if there were any",
+            "if that number grows, replace the disk",
+            **measured,
+        )
+    return fine(f"{name}: ssd", text, **measured)
 
 
 def judge_local_peer(reading: LocalPeerReading, own_version: str) -> list[Finding]:
@@ -252,6 +289,8 @@ def judge_local_peer(reading: LocalPeerReading, own_version: str) -> list[Findin
                 f"`mooncake-p2p doctor --peer {reading.bootstrap[0]}` says why",
             )
         ]
+    if reading.ssd is not None:
+        findings.append(judge_ssd(name, reading.ssd))
     if reading.dead or reading.suspect:
         gone = ", ".join((*reading.dead, *reading.suspect)[:8])
         findings.append(

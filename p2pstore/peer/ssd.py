@@ -19,7 +19,7 @@ from p2pstore.core.cold_return import ColdObject, ColdSorted
 from p2pstore.core.copy_destination import CopyDestination
 from p2pstore.core.effects import LoadObject, PullOutcome, WriteObject
 from p2pstore.errors import CapacityExceeded, ConfigError, NoSuchKey, P2PStoreError
-from p2pstore.objects import MIB, chunk_count, namespace_digest
+from p2pstore.objects import MIB, chunk_count, format_bytes, namespace_digest
 from p2pstore.ssd_tier.admission import AdmissionPolicy, Refusal
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
 from p2pstore.ssd_tier.health import TierState
@@ -78,6 +78,13 @@ async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
             segment_bytes=segment_bytes_for(disk.size_bytes),
         ) as tier:
             ssd.begin(tier)
+            logger.info(
+                "ssd: %s of %s, %s objects of earlier",
+                format_bytes(tier.live_bytes),
+                format_bytes(tier.capacity_bytes),
+                f"{len(tier):,}",
+                extra={"event": "ssd_open", "path": str(disk.path)},
+            )
             yield
     except OSError as error:
         raise ConfigError(f"ssd: {config.ssd} fails: {error}") from error

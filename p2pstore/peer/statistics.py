@@ -52,7 +52,7 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         "connections": _connections(node),
     }
     if node.ssd is not None:
-        document["ssd"] = node.ssd.tier.statistics()
+        document["ssd"] = node.ssd.tier.statistics() | {"hit_rate": _ssd_hit_rate(core)}
     if private:
         record = core.gossip.membership.own.record
         document["bootstrap"] = list(node.config.bootstrap)
@@ -61,6 +61,13 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         document["data"] = list(record.data) if record is not None else []
         document["slow"] = node.watch.slow.document()
     return document
+
+
+def _ssd_hit_rate(core: PeerCore) -> float | None:
+    """Of the clients' gets that memory could not answer, the share that the SSD did; None without any."""
+    hits = core.counters["client_reads_from_ssd"]
+    others = core.counters["client_reads_elsewhere"] + core.counters["client_misses"]
+    return round(hits / (hits + others), 4) if hits + others else None
 
 
 def _connections(node: Node) -> dict[str, int]:

@@ -96,11 +96,9 @@ class Measures:
 
     def document(self, now: float) -> dict[str, Any]:
         """For JSON."""
-        lookups = self.hits + self.misses
         return {
             "hits": self.hits,
             "misses": self.misses,
-            "hit_rate": round(self.hits / lookups, 4) if lookups else 0.0,
             "damaged": self.damaged,
             "expired": self.expired,
             "stored_objects": self.stored_objects,

@@ -299,6 +299,21 @@ def test_peers_on_this_machine() -> None:
     assert judge(software="2") == {"peer a": OK, "peer a: versions": WARNING}
     check_words(network.silent_local_peer("/s", "no answer"))
 
+    def ssd(**changes: Any) -> network.SsdReading:
+        return network.SsdReading(
+            **{
+                **{"state": "ok", "why": "", "capacity_bytes": 1 << 40, "live_bytes": 1 << 39},
+                **{"objects": 1000, "damaged": 0, "read_p99_ms": 2.5},
+                **changes,
+            }
+        )
+
+    assert judge(ssd=ssd()) == {"peer a": OK, "peer a: ssd": OK}
+    assert judge(ssd=ssd(damaged=2)) == {"peer a": OK, "peer a: ssd": WARNING}
+    for state in ("read_only", "off"):
+        failed = ssd(state=state, why="writing failed: no space left on the device")
+        assert judge(ssd=failed) == {"peer a": OK, "peer a: ssd": BROKEN}
+
 
 def test_the_first_breakage_decides_and_all_are_counted() -> None:
     late = broken("b", "", "cause", "cure", Failure.DEADLINE)

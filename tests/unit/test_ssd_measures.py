@@ -61,4 +61,3 @@ def test_write_amplification() -> None:
     measures.hits, measures.misses = 3, 1
     document = measures.document(now=0)
     assert document["write_amplification"] == 1.25
-    assert document["hit_rate"] == 0.75

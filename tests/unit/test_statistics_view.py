@@ -175,3 +175,28 @@ def test_durations(seconds: float, shown: str) -> None:
 def test_a_cut_line_shows_that_it_was_cut() -> None:
     assert clip("abcdef", 6) == "abcdef"
     assert clip("abcdefg", 6) == "abcde~"
+
+
+SSD: dict[str, Any] = {
+    "state": "ok",
+    "why": "",
+    "capacity_bytes": 1 << 40,
+    "live_bytes": 1 << 39,
+    "objects": 4321,
+    "hit_rate": 0.5,
+    "write_amplification": 1.04,
+    "read_latency": {"p50_ms": 1.5, "p99_ms": 12.0},
+    "read_bytes_per_second": 0,
+    "written_bytes_per_second": 2_000_000,
+}
+
+
+def test_an_ssd_is_shown_with_what_is_wrong_with_it() -> None:
+    lines = overview(document(ssd=SSD), None, columns=120)
+    text = "\n".join(lines)
+    assert "50.0 % of 1.0 TiB" in text
+    assert "4,321 objects, hit rate 50.0 %, write amplification 1.04" in text
+    assert "read only" not in text
+    failed = SSD | {"state": "read_only", "why": "writing failed\x1b[2J"}
+    lines = overview(document(ssd=failed), None, columns=120)
+    assert any("read only: writing failed" in line and "\x1b" not in line for line in lines)

@@ -67,6 +67,9 @@ def put(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a value that has other bytes.")
     ] = False,
+    durable: Annotated[
+        bool, typer.Option("--durable", help="Have it on the peer's SSD before this ends.")
+    ] = False,
     socket: Socket = None,
     namespace: Namespace = "default",
     timeout: Timeout = DEFAULT_TIMEOUT,
@@ -94,6 +97,7 @@ def put(
             pin=pin.value,
             ttl=ttl_seconds,
             overwrite=overwrite,
+            durable=durable,
             progress=bar.at if bar.shown else None,
         )
         seconds = time.perf_counter() - begin
