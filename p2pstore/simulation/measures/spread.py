@@ -24,7 +24,7 @@ SIZES: Final = (10, 100, 1000)
 LIMITS: Final = {10: (0.6, 0.060), 100: (0.8, 0.150), 1000: (1.2, 0.250)}
 """Seconds: p99 and median of the time until 99 % know."""
 PARTS: Final = LOSSES
-PUTS: Final = {10: 200, 100: 60, 1000: 12}
+PUTS: Final = {10: 300, 100: 300, 1000: 12}
 QUICK_PUTS: Final = {10: 40, 100: 12, 1000: 3}
 LONGEST_SECONDS: Final = 10.0
 PAUSE_SECONDS: Final = 0.3
