@@ -91,8 +91,14 @@ class Attack:
         self._log = cluster.folder / "actors.log"
         self._counts = np.memmap(self._counts_path, np.uint64, "r+").reshape(-1, COLUMNS)
         self._parts = [_Part(role, row) for row, role in enumerate(CAST)]
-        self._options = [(), ("--memory-path", str(cluster.folder / "memory"))]
-        """Of the peers with memory: the second one has it in a file, which it makes anew when it comes back."""
+        ssd = cluster.folder / "ssd"
+        ssd.mkdir()
+        self._options = [
+            ("--ssd", str(ssd), "--ssd-capacity", "256MiB"),
+            ("--memory-path", str(cluster.folder / "memory")),
+        ]
+        """Of the peers with memory: the first one comes back with what is on its SSD; the second one has its memory in
+        a file, which it makes anew."""
         self._outcome = Outcome()
 
     def run(
@@ -201,7 +207,7 @@ class Attack:
         self._outcome.killed_actors += 1
 
     def _kill_peer(self) -> None:
-        """kill -9 one of the peers with memory; the same one comes back, empty."""
+        """kill -9 one of the peers with memory; the same one comes back, with its SSD if it has one."""
         number = self._rng.randrange(OWNERS)
         peer, other = self._cluster.peers[number], self._cluster.peers[1 - number]
         peer.kill()
