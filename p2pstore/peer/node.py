@@ -218,6 +218,10 @@ class Node:
         if self.core.closing and not self.core.operations_under_way:
             self._drained.set()
 
+    def stir(self) -> None:
+        """Have it looked at soon what the core has to do: for who may be called in the middle of one of its steps."""
+        self._wake.set()
+
     def _member_changed(self, change: MemberChange) -> None:
         logger.info(
             "peer %s is %s",

@@ -288,7 +288,7 @@ class PeerSsd:
     def withdraw(self, entries: Sequence[ColdEntry]) -> None:
         """These are about to leave the SSD, or were found to be damaged."""
         self._core.cold.lost(entries, self._node.now)
-        self._node.process()
+        self._node.stir()
 
     def state_changed(self, state: TierState, why: str) -> None:
         """The SSD failed. This peer goes on with what it has in memory, and the others are told."""
@@ -308,7 +308,7 @@ class PeerSsd:
             )
             self._core.cold.lose_store()
         self._core.gossip.own_record.changed()
-        self._node.process()
+        self._node.stir()
 
     def is_last_copy(self, digest: bytes) -> bool:
         """Whether nobody else that is alive is known to hold the object."""

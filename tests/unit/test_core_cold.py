@@ -252,7 +252,7 @@ def test_a_floor_ends_it() -> None:
 
 def test_the_floor_of_a_namespace_ends_all_in_steps_and_hides_them_at_once() -> None:
     world = ColdWorld(others=1)
-    names = [f"k{number}" for number in range(200)]
+    names = [f"k{number}" for number in range(80)]
     for name in names:
         world.cool(name, name.encode() * 1000)
     world.learn_floor(world.others[0], namespace_digest(NAMESPACE), world.soon, SCOPE_NAMESPACE)
