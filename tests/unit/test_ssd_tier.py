@@ -236,6 +236,33 @@ async def test_an_object_past_its_time_is_a_miss(autojump_clock: object) -> None
         assert [entry.key for entry in harness.withdrawn] == ["a"]
 
 
+async def test_what_is_discarded_while_it_waits_for_room_is_not_written(
+    autojump_clock: object,
+) -> None:
+    disk = simulated_disk()
+    disk.faults.latency_seconds = 0.1
+    until = UntilCrash(disk)
+    original = disk.write_from
+
+    async def write_and_crash(position: int, buffers: Any) -> None:
+        await original(position, buffers)
+        if len(buffers) > 1:  # a record
+            await disk.sync()
+            until.gone = True
+            disk.crash()
+
+    async with running(until) as harness, trio.open_nursery() as nursery:
+        nursery.start_soon(harness.store, "a", 1, VALUE)
+        await trio.testing.wait_all_tasks_blocked()
+        assert harness.tier.statistics()["segments"]["open"] == 0, "it waits"
+        disk.write_from = write_and_crash  # type: ignore[method-assign]
+        harness.discard("a", 1)
+        await harness.tier.discards_durable()
+    disk.write_from = original  # type: ignore[method-assign]
+    async with running(disk) as harness:
+        assert harness.keys() == {}
+
+
 async def test_full_segments_are_sealed_and_the_oldest_reclaimed(autojump_clock: object) -> None:
     disk = simulated_disk(segments=6)
     async with running(disk) as harness:
