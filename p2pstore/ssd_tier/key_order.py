@@ -15,9 +15,9 @@ from typing import Final
 
 from p2pstore.ssd_tier.record_rows import RecordRows
 
-RUN_KEYS: Final = 8_192
+RUN_KEYS: Final = 4_096
 """A run has at most that many keys, and all but the last about half or more. Sorting a thousand takes 1 ms."""
-_SEARCHED_ROWS: Final = 4_096
+_SEARCHED_ROWS: Final = 2_048
 _STALE_BESIDE: Final = 1_000
 _STALE_SHARE: Final = 1 / 8
 

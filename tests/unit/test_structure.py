@@ -60,6 +60,7 @@ PURE = (
             *("index", "digest_slots", "key_texts", "key_order", "compression"),
             *("record_rows", "namespace_sweeps"),
             *("recovery", "refill", "segment_search"),
+            "disk_protocol",
         )
     ),
     *(

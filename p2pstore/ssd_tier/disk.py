@@ -1,0 +1,194 @@
+"""A file or a block device as a `Disk`: direct I/O, small reads by the kernel, all else by threads of its own."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+import trio
+
+from p2pstore.ssd_tier.aligned import aligned_buffer, fast_address
+from p2pstore.ssd_tier.disk_protocol import (
+    SECTOR_BYTES,
+    Disk,
+    checked_bytes,
+    cut,
+    refuse_closed,
+)
+from p2pstore.ssd_tier.io_threads import IoThreads, Work
+from p2pstore.ssd_tier.kernel_aio import KernelAio
+from p2pstore.ssd_tier.opening import OpenPlace, open_place
+
+logger = logging.getLogger("p2pstore.ssd_tier")
+
+__all__ = ["Disk", "FileDisk", "aligned_buffer", "open_disk"]
+
+READ_PIECE_BYTES: Final = 4 * 1024 * 1024
+WRITE_PIECE_BYTES: Final = 1024 * 1024
+"""Larger requests are cut: the pieces are done side by side. Those of writes are smaller, because a read waits in the
+disk for writes that came before it."""
+
+READ_THREADS: Final = 16
+WRITE_THREADS: Final = 8
+
+
+def open_disk(
+    path: str | os.PathLike[str],
+    capacity_bytes: int | None,
+    direct: bool = True,
+    *,
+    overwrite: bool = False,
+) -> FileDisk:
+    """Open the disk at `path`: a directory, in which the file `cold.log` gets `capacity_bytes` set aside, or a block
+    device, as a whole or its first `capacity_bytes`. An existing file may grow, not shrink.
+
+    `direct=False` goes through the page cache, for file systems without direct I/O, with a warning in the log.
+    `overwrite` takes a file or device that holds something else than a log of this kind. May take seconds: call it in
+    a thread. Raises `ConfigError`, which says what to do, when the disk cannot be used, another peer has it, or there
+    is too little space.
+    """
+    place = open_place(path, capacity_bytes, direct=direct, overwrite=overwrite)
+    return FileDisk(place)
+
+
+class FileDisk:
+    """`Disk` on what `open_place` opened. A cancelled request waits until no thread uses its memory any more."""
+
+    def __init__(
+        self,
+        place: OpenPlace,
+        *,
+        read_threads: int = READ_THREADS,
+        write_threads: int = WRITE_THREADS,
+    ) -> None:
+        self.path = place.path
+        self._size_bytes = place.size_bytes
+        self._descriptor = place.descriptor
+        self._closed = False
+        self._failed_syncs = 0
+        self._told_of_failed_syncs = 0
+        self._threads = IoThreads("p2pstore-ssd", read_threads, write_threads, place.close)
+        self._small_reads = _kernel_aio(place)
+
+    @property
+    def size_bytes(self) -> int:
+        """As `Disk` has it."""
+        return self._size_bytes
+
+    async def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+        """As `Disk` has it."""
+        refuse_closed(self._closed)
+        length = self._checked_bytes(position, buffers, reading=True)
+        if not length:
+            await trio.lowlevel.checkpoint()
+            return
+        if self._small_reads and await self._small_reads.read(position, buffers, length):
+            return
+        await self._threads.read(
+            [
+                partial(_transfer, os.preadv, self._descriptor, at, parts)
+                for at, parts in cut(position, buffers, READ_PIECE_BYTES)
+            ]
+        )
+
+    async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
+        """As `Disk` has it."""
+        refuse_closed(self._closed)
+        if not self._checked_bytes(position, buffers, reading=False):
+            await trio.lowlevel.checkpoint()
+            return
+        write: Work
+        pieces: list[Work] = []
+        for at, parts in cut(position, buffers, WRITE_PIECE_BYTES):
+            if any(isinstance(part.obj, bytes) for part in parts):
+                write = partial(_write_copied, self._descriptor, at, parts)
+            else:
+                write = partial(_transfer, os.pwritev, self._descriptor, at, parts)
+            pieces.append(write)
+        await self._threads.write(pieces)
+
+    async def sync(self) -> None:
+        """As `Disk` has it."""
+        refuse_closed(self._closed)
+        told = self._told_of_failed_syncs
+        try:
+            await self._threads.sync(self._sync_now)
+        except OSError:
+            self._told_of_failed_syncs = self._failed_syncs
+            raise
+        if self._failed_syncs != told:
+            self._told_of_failed_syncs = self._failed_syncs
+            raise OSError(errno.EIO, f"a sync of {self.path} failed beside or before this one")
+
+    def _sync_now(self) -> None:
+        """The kernel tells of an error once. What nobody waited for any more is not forgotten so."""
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError:
+            self._failed_syncs += 1
+            raise
+
+    def _checked_bytes(
+        self, position: int, buffers: Sequence[memoryview | bytes], *, reading: bool
+    ) -> int:
+        return checked_bytes(
+            position, buffers, self._size_bytes, reading=reading, address=fast_address
+        )
+
+    def close(self) -> None:
+        """As `Disk` has it. Waits at most a second for work under way: until that has ended the file stays open,
+        and locked."""
+        self._closed = True
+        if self._small_reads:
+            self._small_reads.close()
+        self._threads.close()
+
+
+def _kernel_aio(place: OpenPlace) -> KernelAio | None:
+    """None: small reads go through threads as well, which takes more CPU time."""
+    if not place.direct:  # the page cache answers at once, or makes whoever asks wait
+        return None
+    try:
+        return KernelAio(place.descriptor)
+    except OSError as error:
+        logger.warning(
+            "small reads of %s take more CPU time: the kernel gives no asynchronous I/O (%s); see fs.aio-max-nr",
+            place.path,
+            error.strerror,
+            extra={"event": "ssd_no_aio", "path": str(place.path)},
+        )
+        return None
+
+
+def _transfer(
+    call: Callable[[int, list[memoryview], int], int],
+    descriptor: int,
+    position: int,
+    parts: list[memoryview],
+) -> None:
+    """`os.preadv` or `os.pwritev`, again and again until all is done. In a thread."""
+    while parts:
+        done = call(descriptor, parts, position)
+        if len(parts) == 1 and done == len(parts[0]):  # most of the time
+            return
+        if done <= 0 or done % SECTOR_BYTES:
+            raise OSError(errno.EIO, f"short: the disk ends at {position + done}")
+        position += done
+        while parts and done >= len(parts[0]):
+            done -= len(parts.pop(0))
+        if done:
+            parts[0] = parts[0][done:]
+
+
+def _write_copied(descriptor: int, position: int, parts: list[memoryview]) -> None:
+    """Write what may lie at any address."""
+    copy = aligned_buffer(sum(map(len, parts)))
+    start = 0
+    for part in parts:
+        copy[start : start + len(part)] = part
+        start += len(part)
+    _transfer(os.pwritev, descriptor, position, [copy])

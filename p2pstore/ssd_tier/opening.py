@@ -1,0 +1,253 @@
+"""Taking a file or a block device for the log: its own, large enough, and read and written directly."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from p2pstore.errors import ConfigError
+from p2pstore.objects import MIB, format_bytes
+from p2pstore.ssd_tier.aligned import aligned_buffer
+from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES
+from p2pstore.ssd_tier.place_owners import lock_owner, mount_point
+from p2pstore.ssd_tier.superblock import SUPERBLOCK_MAGIC
+
+FILE_NAME: Final = "cold.log"
+INSPECTED_BYTES: Final = MIB
+"""At both ends: there is where file systems, partition tables, RAID and volume managers sign."""
+
+_HOW: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK
+
+logger = logging.getLogger("p2pstore.ssd_tier")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPlace:
+    """An open and locked file or block device, of which the first `size_bytes` are there to be used."""
+
+    path: Path
+    descriptor: int
+    size_bytes: int
+    direct: bool = False
+    """Whether reads and writes pass the page cache by."""
+
+    def close(self) -> None:
+        """Close it, which unlocks it."""
+        os.close(self.descriptor)
+
+
+def open_place(
+    path: str | os.PathLike[str], capacity_bytes: int | None, *, direct: bool, overwrite: bool
+) -> OpenPlace:
+    """As `p2pstore.ssd_tier.disk.open_disk` says."""
+    where = Path(path)
+    if capacity_bytes is not None:
+        capacity_bytes -= capacity_bytes % ALIGNMENT_BYTES
+        if capacity_bytes <= 0:
+            raise ConfigError(f"the SSD tier at {where} needs a capacity: say how much it may take")
+    try:
+        mode = where.stat().st_mode
+    except OSError as error:
+        raise ConfigError(
+            f"the SSD tier's directory {where} cannot be used ({error.strerror}): make it, on the disk that is "
+            "meant; if that is to be mounted there, see whether it is"
+        ) from None
+    with ExitStack() as stack:
+        if stat.S_ISDIR(mode):
+            place = _open_file(where, capacity_bytes, overwrite, stack)
+        elif stat.S_ISBLK(mode):
+            place = _open_device(where, capacity_bytes, overwrite, stack)
+        else:
+            raise ConfigError(
+                f"the SSD tier's place {where} is no directory and no block device: name one of them"
+            )
+        if direct:
+            _use_direct_io(place)
+        else:
+            logger.warning(
+                "the SSD tier at %s goes through the page cache: slower, and its memory is counted as this "
+                "process's; a directory on ext4 or XFS takes direct I/O",
+                place.path,
+                extra={"event": "ssd_buffered", "path": str(place.path)},
+            )
+        stack.pop_all()
+    return replace(place, direct=direct)
+
+
+# --- a file in a directory ---------------------------------------------------------------------------
+
+
+def _open_file(
+    directory: Path, capacity_bytes: int | None, overwrite: bool, stack: ExitStack
+) -> OpenPlace:
+    path = directory / FILE_NAME
+    if capacity_bytes is None:
+        raise ConfigError(f"the SSD tier in {directory} needs a capacity: say how much it may take")
+    created = True
+    try:
+        try:
+            descriptor = os.open(path, _HOW | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            created = False
+            descriptor = os.open(path, _HOW)
+    except OSError as error:
+        raise _unusable(path, error) from None
+    stack.callback(os.close, descriptor)
+    if created:
+        stack.callback(_remove, path)
+    _lock(path, descriptor)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{path} is no file: remove it, or name another directory")
+    try:
+        _refuse_strangers_data(path, descriptor, status.st_size, overwrite)
+        _allocate(path, descriptor, status, capacity_bytes)
+        os.fchmod(descriptor, 0o600)
+        os.fsync(descriptor)
+        _sync_directory(directory)
+    except OSError as error:
+        raise _unusable(path, error) from error
+    return OpenPlace(path, descriptor, capacity_bytes)
+
+
+def _allocate(path: Path, descriptor: int, status: os.stat_result, capacity_bytes: int) -> None:
+    """Have the file system set aside every byte now, so that no write fails for want of room later."""
+    if capacity_bytes < status.st_size:
+        raise ConfigError(
+            f"{path} has {format_bytes(status.st_size)}, more than the {format_bytes(capacity_bytes)} asked for: it "
+            "cannot shrink. Ask for at least as much, or remove the file: what is in it is then gone"
+        )
+    found = os.fstatvfs(descriptor)
+    free_bytes = found.f_bavail * found.f_frsize
+    needed_bytes = capacity_bytes - status.st_blocks * 512
+    no_space = ConfigError(
+        f"{path} needs {format_bytes(max(0, needed_bytes))} more to have {format_bytes(capacity_bytes)}, its file "
+        f"system has {format_bytes(free_bytes)} free: choose a smaller --ssd-capacity or another disk"
+    )
+    if needed_bytes > free_bytes:
+        raise no_space
+    try:
+        os.posix_fallocate(descriptor, 0, capacity_bytes)
+    except OSError as error:
+        os.ftruncate(descriptor, status.st_size)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise no_space from error
+        raise
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+# --- a block device ----------------------------------------------------------------------------------
+
+
+def _open_device(
+    path: Path, capacity_bytes: int | None, overwrite: bool, stack: ExitStack
+) -> OpenPlace:
+    path = path.resolve()
+    try:
+        # Of a block device O_EXCL means: nobody else has it so, nor is it mounted, swap or part of a volume.
+        descriptor = os.open(path, _HOW | os.O_EXCL)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise _device_in_use(path) from None
+        raise _unusable(path, error) from None
+    stack.callback(os.close, descriptor)
+    _lock(path, descriptor)  # so that others can be told by whom it is used
+    try:
+        size_bytes = os.lseek(descriptor, 0, os.SEEK_END)
+        _refuse_strangers_data(path, descriptor, size_bytes, overwrite)
+    except OSError as error:
+        raise _unusable(path, error) from error
+    if capacity_bytes is not None and capacity_bytes > size_bytes:
+        raise ConfigError(
+            f"{path} has {format_bytes(size_bytes)}, less than the {format_bytes(capacity_bytes)} asked for: choose a "
+            "smaller --ssd-capacity, or none for the whole device"
+        )
+    usable_bytes = size_bytes if capacity_bytes is None else capacity_bytes
+    return OpenPlace(path, descriptor, usable_bytes - usable_bytes % ALIGNMENT_BYTES)
+
+
+def _device_in_use(path: Path) -> ConfigError:
+    mounted = mount_point(os.stat(path).st_rdev)
+    owner = lock_owner(os.stat(path))
+    if mounted is not None:
+        how = f"mounted at {mounted}: name a directory there, or unmount it"
+    elif owner is not None:
+        how = f"in use by {owner}: stop that, or name another device"
+    else:
+        how = (
+            f"in use, itself or a part of it: `lsblk {path}` and `fuser -v {path}` may say by whom"
+        )
+    return ConfigError(f"the SSD tier's device {path} is {how}")
+
+
+# --- both --------------------------------------------------------------------------------------------
+
+
+def _lock(path: Path, descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = (
+            lock_owner(os.fstat(descriptor)) or f"another process (`fuser -v {path}` says which)"
+        )
+        raise ConfigError(
+            f"{path} is in use by {owner}: each peer has an SSD directory of its own. Stop that one, or name another"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be locked ({error.strerror}): choose a local disk for the SSD tier"
+        ) from None
+
+
+def _refuse_strangers_data(path: Path, descriptor: int, size_bytes: int, overwrite: bool) -> None:
+    """Raises `ConfigError` when something else than a log lies there."""
+    if overwrite:
+        return
+    for position in (0, max(0, size_bytes - INSPECTED_BYTES)):
+        content = os.pread(descriptor, INSPECTED_BYTES, position)
+        if position == 0 and content.startswith(SUPERBLOCK_MAGIC):
+            return
+        if content.count(0) != len(content):
+            raise ConfigError(
+                f"{path} holds something that is no log of p2pstore: if that may be lost, clear it "
+                f"(`wipefs -a` for a device, `rm` for a file), else name another place"
+            )
+
+
+def _use_direct_io(place: OpenPlace) -> None:
+    """From now on past the page cache. Raises `ConfigError` where that does not work."""
+    try:
+        flags = fcntl.fcntl(place.descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(place.descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        # Only a read tells whether pages are large enough for it.
+        os.preadv(place.descriptor, [aligned_buffer(ALIGNMENT_BYTES)], 0)
+    except OSError as error:
+        raise ConfigError(
+            f"{place.path} takes no direct I/O in pages of {ALIGNMENT_BYTES} bytes ({error.strerror}): choose a "
+            "directory on ext4 or XFS, or a block device; buffered I/O would work, and is slower"
+        ) from None
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the SSD tier cannot use {path} ({error.strerror}): it must be there to be read and written by this user"
+    )

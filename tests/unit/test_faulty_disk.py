@@ -1,0 +1,314 @@
+"""The simulated disk fails as real ones do, and in no other way."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from p2pstore.simulation.faulty_disk import DiskFaults, FaultyDisk, at_once
+from p2pstore.ssd_tier.disk import aligned_buffer
+from p2pstore.ssd_tier.disk_protocol import SECTOR_BYTES
+
+PAGE = 4096
+SIZE = 64 * PAGE
+SEEDS = range(50)
+
+
+def filled(byte: int, pages: int = 1) -> memoryview:
+    buffer = aligned_buffer(pages * PAGE)
+    buffer[:] = bytes([byte]) * len(buffer)
+    return buffer
+
+
+def write(disk: FaultyDisk, position: int, byte: int, pages: int = 1) -> None:
+    at_once(disk.write_from(position, [filled(byte, pages)]))
+
+
+def read(disk: FaultyDisk, position: int, pages: int = 1) -> bytes:
+    buffer = aligned_buffer(pages * PAGE)
+    at_once(disk.read_into(position, [buffer]))
+    return bytes(buffer)
+
+
+def sectors(data: bytes) -> list[bytes]:
+    return [data[at : at + SECTOR_BYTES] for at in range(0, len(data), SECTOR_BYTES)]
+
+
+def test_a_crash_keeps_what_was_synced() -> None:
+    for seed in SEEDS:
+        disk = FaultyDisk(seed, SIZE)
+        write(disk, 0, 1, pages=4)
+        at_once(disk.sync())
+        write(disk, 8 * PAGE, 2)
+        disk.crash()
+        assert read(disk, 0, pages=4) == bytes([1]) * 4 * PAGE
+
+
+def test_a_crash_loses_keeps_or_tears_what_was_not_synced() -> None:
+    fates = set()
+    for seed in SEEDS:
+        disk = FaultyDisk(seed, SIZE)
+        write(disk, 0, 1, pages=2)
+        assert read(disk, 0, pages=2) == bytes([1]) * 2 * PAGE
+        disk.crash()
+        left = sectors(read(disk, 0, pages=2))
+        assert all(sector in (bytes(SECTOR_BYTES), bytes([1]) * SECTOR_BYTES) for sector in left)
+        assert disk.peek(2 * PAGE, SIZE) == bytes(SIZE - 2 * PAGE)
+        whole = {sector[0] for sector in left}
+        fates.add("torn" if len(whole) == 2 else "kept" if whole == {1} else "lost")
+    assert fates == {"torn", "kept", "lost"}
+
+
+def test_the_same_seed_gives_the_same_disk() -> None:
+    def run(seed: int) -> bytes:
+        disk = FaultyDisk(seed, SIZE)
+        for page in range(16):
+            write(disk, page * PAGE, page + 1)
+        disk.crash()
+        return disk.peek(0, SIZE)
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_after_a_failed_sync_nothing_before_it_becomes_durable_any_more() -> None:
+    """The kernel marks pages clean whose writing failed, so a second fsync that succeeds proves nothing."""
+    lost = torn = hidden = 0
+    for seed in SEEDS:
+        disk = FaultyDisk(seed, SIZE, DiskFaults(sync_error=1.0))
+        write(disk, 0, 1)
+        with pytest.raises(OSError, match="sync_error") as caught:
+            at_once(disk.sync())
+        assert caught.value.errno == errno.EIO
+        before = read(disk, 0)
+        disk.faults = DiskFaults()
+        write(disk, PAGE, 2)
+        at_once(disk.sync())
+        disk.crash()
+        after = read(disk, 0)
+        lost += after == bytes(PAGE)
+        torn += len(set(after)) == 2
+        hidden += before != after
+        assert read(disk, PAGE) == bytes([2]) * PAGE
+    assert lost
+    assert torn
+    assert hidden, "what is read after a failed sync is not always what a crash leaves"
+
+
+@pytest.mark.parametrize(
+    ("faults", "error"),
+    [
+        (DiskFaults(write_error=1.0), errno.EIO),
+        (DiskFaults(no_space=1.0), errno.ENOSPC),
+        (DiskFaults(read_only=1.0), errno.EROFS),
+    ],
+)
+def test_a_write_that_fails_says_so(faults: DiskFaults, error: int) -> None:
+    written = set()
+    for seed in SEEDS:
+        disk = FaultyDisk(seed, SIZE, faults)
+        with pytest.raises(OSError, match="simulated") as caught:
+            write(disk, 0, 1, pages=2)
+        assert caught.value.errno == error
+        written.add(disk.peek(0, 2 * PAGE).count(1) // SECTOR_BYTES)
+    assert written == {0} if error == errno.EROFS else {0, 5} <= written
+
+
+@pytest.mark.parametrize("fault", ["read_error", "short_read"])
+def test_a_read_that_fails_says_so(fault: str) -> None:
+    disk = FaultyDisk(1, SIZE, DiskFaults(**{fault: 1.0}))
+    with pytest.raises(OSError, match=fault) as caught:
+        read(disk, 0)
+    assert caught.value.errno == errno.EIO
+    assert disk.happened[fault] == 1
+
+
+def test_rot_is_for_good_and_survives_a_crash() -> None:
+    disk = FaultyDisk(1, SIZE)
+    write(disk, 0, 1)
+    at_once(disk.sync())
+    disk.faults.rot = 1.0
+    rotten = read(disk, 0)
+    disk.faults.rot = 0.0
+    assert sum(a != 1 for a in rotten) == 1
+    disk.crash()
+    assert read(disk, 0) == rotten
+
+
+def test_a_lost_write_is_told_to_nobody() -> None:
+    disk = FaultyDisk(1, SIZE, DiskFaults(lost_write=1.0))
+    write(disk, 0, 1)
+    assert disk.peek(0, SIZE) == bytes(SIZE)
+
+
+def test_a_misdirected_write_is_found_elsewhere() -> None:
+    disk = FaultyDisk(3, SIZE, DiskFaults(misdirected_write=1.0))
+    write(disk, 0, 1)
+    content = disk.peek(0, SIZE)
+    assert content.count(1) == PAGE
+    assert content.index(1) % PAGE == 0
+    assert content.index(1) > 0
+
+
+def test_a_misdirected_read_brings_what_lies_elsewhere() -> None:
+    disk = FaultyDisk(3, SIZE)
+    for page in range(64):
+        write(disk, page * PAGE, page + 1)
+    disk.faults.misdirected_read = 1.0
+    assert read(disk, 0)[0] != 1
+    disk.faults.misdirected_read = 0.0
+    assert read(disk, 0)[0] == 1
+
+
+def test_damage_and_poke() -> None:
+    disk = FaultyDisk(1, SIZE)
+    disk.poke(5, b"hello")
+    disk.crash()
+    assert disk.peek(4, 7) == b"\0hello\0"
+    disk.damage(5, 2)
+    assert disk.peek(7, 3) == b"llo"
+    assert disk.peek(5, 1) != b"h"
+    assert disk.peek(6, 1) != b"e"
+
+
+def test_at_once_refuses_what_waits() -> None:
+    async def forever() -> None:
+        await trio.lowlevel.checkpoint()
+
+    with pytest.raises(RuntimeError, match="waits"):
+        at_once(forever())
+
+
+def slow_disk(seed: int) -> FaultyDisk:
+    return FaultyDisk(seed, SIZE, DiskFaults(latency_seconds=1.0), pause=trio.sleep)
+
+
+async def test_requests_overlap_and_take_their_time(autojump_clock: MockClock) -> None:
+    disk, ended = slow_disk(1), []
+
+    async def one(byte: int) -> None:
+        await disk.write_from(byte * PAGE, [filled(byte)])
+        ended.append(byte)
+
+    async with trio.open_nursery() as nursery:
+        for byte in range(1, 10):
+            nursery.start_soon(one, byte)
+    assert sorted(ended) == list(range(1, 10))
+    assert ended != sorted(ended)
+    assert 0 < trio.current_time() < 9
+
+
+async def test_memory_of_a_read_is_rubbish_until_it_returns(autojump_clock: MockClock) -> None:
+    disk = slow_disk(1)
+    disk.poke(0, bytes([7]) * PAGE)
+    buffer = aligned_buffer(PAGE)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(disk.read_into, 0, [buffer])
+        await wait_all_tasks_blocked()
+        assert bytes(buffer) != bytes(PAGE)
+        assert bytes(buffer) != bytes([7]) * PAGE
+    assert bytes(buffer) == bytes([7]) * PAGE
+
+
+async def test_changing_memory_under_a_write_is_noticed(autojump_clock: MockClock) -> None:
+    disk, buffer = slow_disk(1), filled(1)
+
+    async def change() -> None:
+        await wait_all_tasks_blocked()
+        buffer[17] = 2
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(disk.write_from, 0, [buffer])
+            nursery.start_soon(change)
+    assert caught.group_contains(RuntimeError, match="changed")
+
+
+async def never(seconds: float) -> None:
+    await trio.sleep_forever()
+
+
+async def test_a_cancelled_write_is_done_in_part_or_not_at_all() -> None:
+    done = set()
+    for seed in SEEDS:
+        disk = FaultyDisk(seed, SIZE, pause=never)
+        buffer = filled(1)
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await disk.write_from(0, [buffer])
+        assert scope.cancelled_caught
+        done.add(disk.peek(0, PAGE).count(1))
+        buffer[:] = bytes(PAGE)
+        assert disk.peek(0, SIZE).count(1) in done
+    assert {0, PAGE} < done
+
+
+@pytest.mark.parametrize("request_name", ["read", "write", "sync"])
+async def test_requests_under_way_at_a_crash_change_nothing_later(request_name: str) -> None:
+    goes_on = trio.Event()
+
+    async def pause(seconds: float) -> None:
+        await goes_on.wait()
+
+    disk, buffer = FaultyDisk(1, SIZE, pause=pause), filled(1)
+
+    async def fail() -> None:
+        with pytest.raises(OSError, match="crashed"):
+            match request_name:
+                case "read":
+                    await disk.read_into(0, [buffer])
+                case "write":
+                    await disk.write_from(0, [buffer])
+                case _:
+                    await disk.sync()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fail)
+        await wait_all_tasks_blocked()
+        disk.crash()
+        content = disk.peek(0, SIZE)
+        goes_on.set()
+    assert disk.peek(0, SIZE) == content
+
+
+async def test_a_sync_does_not_cover_what_is_written_while_it_runs() -> None:
+    kept = 0
+    for seed in SEEDS:
+        goes_on = trio.Event()
+        disk = FaultyDisk(seed, SIZE)
+        write(disk, 0, 1)
+        disk.pause = lambda _, event=goes_on: event.wait()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(disk.sync)
+            await wait_all_tasks_blocked()
+            disk.pause = None
+            write(disk, PAGE, 2)
+            goes_on.set()
+        disk.crash()
+        assert read(disk, 0) == bytes([1]) * PAGE
+        kept += read(disk, PAGE) == bytes([2]) * PAGE
+    assert 0 < kept < len(SEEDS)
+
+
+async def test_a_sync_beside_one_that_fails_fails_as_well() -> None:
+    goes_on = trio.Event()
+    disk = FaultyDisk(1, SIZE, pause=lambda _: goes_on.wait())
+    disk.faults.sync_error = 1.0
+    failed = []
+
+    async def sync() -> None:
+        try:
+            await disk.sync()
+        except OSError as error:
+            failed.append(error)
+            disk.faults.sync_error = 0.0
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(sync)
+        nursery.start_soon(sync)
+        await wait_all_tasks_blocked()
+        goes_on.set()
+    assert len(failed) == 2

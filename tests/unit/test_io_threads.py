@@ -1,0 +1,376 @@
+"""Threads that do blocking I/O: what they take first, what a cancellation takes back, and how they end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from p2pstore.errors import StoreClosed
+from p2pstore.ssd_tier import io_threads
+from p2pstore.ssd_tier.io_threads import IoThreads
+
+PATIENCE_SECONDS = 20.0
+
+
+@contextmanager
+def pool(read_threads: int = 1, write_threads: int = 1) -> Iterator[IoThreads]:
+    threads = IoThreads("test", read_threads, write_threads, lambda: None)
+    try:
+        yield threads
+    finally:
+        threads.close()
+
+
+class Gate:
+    """Work that begins, and ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.may_end = threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self.may_end.wait(PATIENCE_SECONDS)
+
+    async def wait_begun(self) -> None:
+        with trio.fail_after(PATIENCE_SECONDS):
+            while not self.begun.is_set():
+                await trio.sleep(0.001)
+
+
+def nothing() -> None:
+    pass
+
+
+async def test_pieces_of_one_request_run_side_by_side() -> None:
+    meet = threading.Barrier(4)
+    with pool(read_threads=4) as threads:
+        await threads.read([lambda: meet.wait(PATIENCE_SECONDS)] * 4)
+
+
+async def test_a_request_ends_when_its_last_piece_has() -> None:
+    gate, done = Gate(), []
+    with pool(read_threads=2) as threads:
+
+        async def read() -> None:
+            await threads.read([gate, lambda: done.append("quick")])
+            done.append("all")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await gate.wait_begun()
+            await threads.read([nothing])
+            assert done == ["quick"]
+            gate.may_end.set()
+    assert done == ["quick", "all"]
+
+
+async def test_the_first_error_is_raised_and_the_rest_left_out() -> None:
+    done = []
+
+    def fail() -> None:
+        raise OSError("broken")
+
+    with pool() as threads:
+        with pytest.raises(OSError, match="broken"):
+            await threads.read([lambda: done.append(1), fail, lambda: done.append(2)])
+        assert done == [1]
+        await threads.read([lambda: done.append(3)])
+    assert done == [1, 3]
+
+
+async def test_a_thread_survives_everything() -> None:
+    def leave() -> None:
+        raise SystemExit
+
+    with pool() as threads:
+        for _ in range(3):
+            with pytest.raises(SystemExit):
+                await threads.read([leave])
+        await threads.read([nothing])
+
+
+async def test_reads_that_wait_go_before_writes_that_wait() -> None:
+    order: list[str] = []
+    reading, writing = Gate(), Gate()
+    with pool() as threads:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(threads.read, [reading])
+            await reading.wait_begun()
+            nursery.start_soon(threads.write, [writing])
+            await writing.wait_begun()
+            nursery.start_soon(threads.write, [lambda: order.append("write")])
+            await wait_all_tasks_blocked()
+            for _ in range(3):
+                nursery.start_soon(threads.read, [lambda: order.append("read")])
+            await wait_all_tasks_blocked()
+            writing.may_end.set()
+            with trio.fail_after(PATIENCE_SECONDS):
+                while len(order) < 4:
+                    await trio.sleep(0.001)
+            reading.may_end.set()
+    assert order == ["read"] * 3 + ["write"]
+
+
+async def test_many_reads_do_not_stop_all_writing() -> None:
+    order: list[str] = []
+    reading, writing = Gate(), Gate()
+    with pool() as threads:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(threads.read, [reading])
+            await reading.wait_begun()
+            nursery.start_soon(threads.write, [writing])
+            await writing.wait_begun()
+            nursery.start_soon(threads.write, [lambda: order.append("write")])
+            nursery.start_soon(threads.read, [lambda: order.append("read")] * 100)
+            await wait_all_tasks_blocked()
+            writing.may_end.set()
+            with trio.fail_after(PATIENCE_SECONDS):
+                while "write" not in order:
+                    await trio.sleep(0.001)
+            reading.may_end.set()
+    assert order.index("write") == io_threads.READS_BEFORE_WRITE
+
+
+async def test_cancelling_takes_back_what_no_thread_has_begun() -> None:
+    gate, done = Gate(), []
+    with pool() as threads:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(threads.read, [gate])
+            await gate.wait_begun()
+            with trio.fail_after(PATIENCE_SECONDS), trio.move_on_after(0.01) as scope:
+                await threads.read([lambda: done.append(1)] * 5)
+            assert scope.cancelled_caught
+            gate.may_end.set()
+        await threads.read([nothing])
+    assert done == []
+
+
+async def test_cancelling_waits_for_what_a_thread_does() -> None:
+    gate, ended = Gate(), []
+    with pool() as threads:
+
+        async def read() -> None:
+            try:
+                await threads.read([gate, lambda: ended.append("second piece")])
+            finally:
+                ended.append("read")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await gate.wait_begun()
+            nursery.cancel_scope.cancel()
+            with trio.CancelScope(shield=True):
+                await wait_all_tasks_blocked()
+                assert ended == []
+                gate.may_end.set()
+    assert nursery.cancel_scope.cancelled_caught
+    assert ended == ["read"]
+
+
+async def test_a_cancelled_request_raises_that_and_not_its_error() -> None:
+    gate = Gate()
+
+    def fail() -> None:
+        gate()
+        raise OSError("broken")
+
+    with pool() as threads:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(threads.read, [fail])
+            await gate.wait_begun()
+            nursery.cancel_scope.cancel()
+            gate.may_end.set()
+    assert nursery.cancel_scope.cancelled_caught
+
+
+async def test_a_full_queue_makes_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_threads, "MAX_WAITING_PIECES", 3)
+    gate, done = Gate(), []
+    with pool() as threads:
+
+        async def read(number: int) -> None:
+            await threads.read([lambda: done.append(number)])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(threads.read, [gate])
+            await gate.wait_begun()
+            for number in range(20):
+                nursery.start_soon(read, number)
+            await wait_all_tasks_blocked()
+            assert threads._reads.queue.qsize() == 3
+            assert done == []
+            gate.may_end.set()
+        assert sorted(done) == list(range(20))
+
+
+async def test_requests_taken_back_keep_their_place_in_a_full_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or cancelling again and again on a disk that hangs would fill memory."""
+    monkeypatch.setattr(io_threads, "MAX_WAITING_PIECES", 3)
+    gate = Gate()
+    with pool() as threads:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(threads.read, [gate])
+            await gate.wait_begun()
+            for _ in range(10):
+                with trio.move_on_after(0.001):
+                    await threads.read([nothing])
+            assert threads._reads.queue.qsize() == 3
+            nursery.start_soon(threads.read, [nothing])
+            await wait_all_tasks_blocked()
+            gate.may_end.set()
+
+
+async def test_who_waits_for_room_hears_of_places_that_only_cancelled_requests_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(io_threads, "MAX_WAITING_PIECES", 3)
+    gate, loop_knows = Gate(), threading.Event()
+    with pool() as threads:
+        tell_loop = threads._tell_loop
+
+        def tell_and_wait(request: io_threads._Request | None) -> None:
+            """The queue is still full when the loop hears of a request that has ended."""
+            tell_loop(request)
+            if request is not None:
+                assert loop_knows.wait(PATIENCE_SECONDS)
+
+        async def begin() -> None:
+            await threads.read([gate])
+            loop_knows.set()
+
+        monkeypatch.setattr(threads, "_tell_loop", tell_and_wait)
+        with trio.fail_after(PATIENCE_SECONDS):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(begin)
+                await gate.wait_begun()
+                with trio.move_on_after(0.001):
+                    await threads.read([nothing] * 3)
+                nursery.start_soon(threads.read, [nothing])
+                await wait_all_tasks_blocked()
+                gate.may_end.set()
+
+
+async def test_closing_refuses_what_waits_and_lets_end_what_runs() -> None:
+    gate, outcomes, ended = Gate(), [], threading.Event()
+    threads = IoThreads("test", 1, 1, ended.set)
+
+    async def read(*pieces: Callable[[], object]) -> None:
+        try:
+            await threads.read(pieces)
+            outcomes.append("done")
+        except StoreClosed:
+            outcomes.append("closed")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read, gate)
+        await gate.wait_begun()
+        nursery.start_soon(read, nothing, nothing)
+        await wait_all_tasks_blocked()
+        await trio.to_thread.run_sync(threads.close)
+        await wait_all_tasks_blocked()
+        assert outcomes == ["closed"]
+        assert not ended.is_set()
+        gate.may_end.set()
+    assert outcomes == ["closed", "done"]
+    assert ended.wait(PATIENCE_SECONDS)
+    await read(nothing)
+    assert outcomes[-1] == "closed"
+
+
+async def test_closing_refuses_those_who_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_threads, "MAX_WAITING_PIECES", 1)
+    gate, refused = Gate(), []
+    threads = IoThreads("test", 1, 1, lambda: None)
+
+    async def read() -> None:
+        try:
+            await threads.read([nothing])
+        except StoreClosed:
+            refused.append(1)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(threads.read, [gate])
+        await gate.wait_begun()
+        for _ in range(5):
+            nursery.start_soon(read)
+        await wait_all_tasks_blocked()
+        await trio.to_thread.run_sync(threads.close)
+        with trio.fail_after(PATIENCE_SECONDS):
+            while len(refused) < 5:
+                await trio.sleep(0.001)
+        gate.may_end.set()
+
+
+async def test_all_threads_end_when_it_is_closed() -> None:
+    ended = []
+    before = threading.active_count()
+    threads = IoThreads("test", 8, 4, lambda: ended.append(1))
+    await threads.read([nothing])
+    assert threading.active_count() == before + 13
+    threads.close()
+    threads.close()
+    assert ended == [1]
+    assert threading.active_count() == before
+
+
+def test_it_serves_one_trio_run_after_the_other() -> None:
+    with pool() as threads:
+        for _ in range(3):
+            trio.run(threads.read, [nothing])
+
+
+def test_too_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+    allowed = 3
+
+    def start_some(thread: threading.Thread) -> None:
+        nonlocal allowed
+        if not allowed:
+            raise RuntimeError("can't start new thread")
+        allowed -= 1
+        start(thread)
+
+    ended = threading.Event()
+    before = threading.active_count()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_some)
+        with pytest.raises(RuntimeError, match="new thread"):
+            IoThreads("test", 4, 4, ended.set)
+    assert ended.wait(PATIENCE_SECONDS)
+    assert threading.active_count() == before
+
+
+async def test_threads_keep_nothing_of_what_they_did() -> None:
+    class Memory:
+        def use(self) -> None:
+            if self.fails:
+                raise OSError("broken")
+
+        fails = False
+
+    gc.disable()
+    try:
+        for fails in (False, True):
+            memory = Memory()
+            memory.fails = fails
+            with pool() as threads:
+                try:
+                    await threads.read([memory.use])
+                except OSError as error:
+                    assert fails
+                    del error
+                kept = weakref.ref(memory)
+                del memory
+                assert kept() is None
+    finally:
+        gc.enable()
