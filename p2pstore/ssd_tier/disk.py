@@ -1,8 +1,9 @@
-"""A file or a block device as a `Disk`: direct I/O by threads of its own."""
+"""A file or a block device as a `Disk`: direct I/O, small reads by the kernel, all else by threads of its own."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Final
 
 import trio
 
-from p2pstore.ssd_tier.aligned import aligned_buffer
+from p2pstore.ssd_tier.aligned import aligned_buffer, fast_address
 from p2pstore.ssd_tier.disk_protocol import (
     SECTOR_BYTES,
     Disk,
@@ -19,7 +20,10 @@ from p2pstore.ssd_tier.disk_protocol import (
     refuse_closed,
 )
 from p2pstore.ssd_tier.io_threads import IoThreads, Work
+from p2pstore.ssd_tier.kernel_aio import KernelAio
 from p2pstore.ssd_tier.opening import OpenPlace, open_place
+
+logger = logging.getLogger("p2pstore.ssd_tier")
 
 __all__ = ["Disk", "FileDisk", "aligned_buffer", "open_disk"]
 
@@ -28,8 +32,8 @@ WRITE_PIECE_BYTES: Final = 1024 * 1024
 """Larger requests are cut: the pieces are done side by side. Those of writes are smaller, because a read waits in the
 disk for writes that came before it."""
 
-READ_THREADS: Final = 32
-WRITE_THREADS: Final = 4
+READ_THREADS: Final = 16
+WRITE_THREADS: Final = 8
 
 
 def open_disk(
@@ -68,6 +72,7 @@ class FileDisk:
         self._failed_syncs = 0
         self._told_of_failed_syncs = 0
         self._threads = IoThreads("p2pstore-ssd", read_threads, write_threads, place.close)
+        self._small_reads = _kernel_aio(place)
 
     @property
     def size_bytes(self) -> int:
@@ -77,8 +82,11 @@ class FileDisk:
     async def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
         """As `Disk` has it."""
         refuse_closed(self._closed)
-        if not checked_bytes(position, buffers, self._size_bytes, reading=True):
+        length = self._checked_bytes(position, buffers, reading=True)
+        if not length:
             await trio.lowlevel.checkpoint()
+            return
+        if self._small_reads and await self._small_reads.read(position, buffers, length):
             return
         await self._threads.read(
             [
@@ -90,7 +98,7 @@ class FileDisk:
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
         """As `Disk` has it."""
         refuse_closed(self._closed)
-        if not checked_bytes(position, buffers, self._size_bytes, reading=False):
+        if not self._checked_bytes(position, buffers, reading=False):
             await trio.lowlevel.checkpoint()
             return
         write: Work
@@ -124,11 +132,36 @@ class FileDisk:
             self._failed_syncs += 1
             raise
 
+    def _checked_bytes(
+        self, position: int, buffers: Sequence[memoryview | bytes], *, reading: bool
+    ) -> int:
+        return checked_bytes(
+            position, buffers, self._size_bytes, reading=reading, address=fast_address
+        )
+
     def close(self) -> None:
         """As `Disk` has it. Waits at most a second for work under way: until that has ended the file stays open,
         and locked."""
         self._closed = True
+        if self._small_reads:
+            self._small_reads.close()
         self._threads.close()
+
+
+def _kernel_aio(place: OpenPlace) -> KernelAio | None:
+    """None: small reads go through threads as well, which takes more CPU time."""
+    if not place.direct:  # the page cache answers at once, or makes whoever asks wait
+        return None
+    try:
+        return KernelAio(place.descriptor)
+    except OSError as error:
+        logger.warning(
+            "small reads of %s take more CPU time: the kernel gives no asynchronous I/O (%s); see fs.aio-max-nr",
+            place.path,
+            error.strerror,
+            extra={"event": "ssd_no_aio", "path": str(place.path)},
+        )
+        return None
 
 
 def _transfer(
@@ -140,6 +173,8 @@ def _transfer(
     """`os.preadv` or `os.pwritev`, again and again until all is done. In a thread."""
     while parts:
         done = call(descriptor, parts, position)
+        if len(parts) == 1 and done == len(parts[0]):  # most of the time
+            return
         if done <= 0 or done % SECTOR_BYTES:
             raise OSError(errno.EIO, f"short: the disk ends at {position + done}")
         position += done

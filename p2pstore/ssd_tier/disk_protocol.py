@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
@@ -53,33 +53,41 @@ class Disk(Protocol):
         """No more requests. Those that wait raise `StoreClosed`; those that began end as they would have."""
 
 
+def memory_address(buffer: memoryview) -> int:
+    """Where its bytes begin in memory; it must have some."""
+    return np.frombuffer(buffer, np.uint8).ctypes.data
+
+
 def checked_bytes(
-    position: int, buffers: Sequence[memoryview | bytes], size_bytes: int, *, reading: bool
+    position: int,
+    buffers: Sequence[memoryview | bytes],
+    size_bytes: int,
+    *,
+    reading: bool,
+    address: Callable[[memoryview], int] = memory_address,
 ) -> int:
     """The length of a request to a disk of that size. Raises `ValueError`, as `Disk` says."""
     length = 0
     for buffer in buffers:
-        if isinstance(buffer, memoryview):
-            _check_memory(buffer, reading)
-        elif reading:
-            raise ValueError("bytes cannot be read into")
-        length += len(buffer)
-        if length % ALIGNMENT_BYTES:
-            raise ValueError(f"{len(buffer)} bytes are no multiple of {ALIGNMENT_BYTES}")
+        own_length = len(buffer)
+        if own_length % ALIGNMENT_BYTES:
+            raise ValueError(f"{own_length} bytes are no multiple of {ALIGNMENT_BYTES}")
+        length += own_length
+        if isinstance(buffer, bytes):
+            if reading:
+                raise ValueError("bytes cannot be read into")
+            continue
+        if buffer.itemsize != 1 or not buffer.contiguous:
+            raise ValueError("a buffer is contiguous memory, in bytes")
+        if reading and buffer.readonly:
+            raise ValueError("read-only memory cannot be read into")
+        if own_length and address(buffer) % ALIGNMENT_BYTES:
+            raise ValueError(f"a buffer's address is no multiple of {ALIGNMENT_BYTES}")
     if position % ALIGNMENT_BYTES:
         raise ValueError(f"position {position} is no multiple of {ALIGNMENT_BYTES}")
     if position < 0 or position + length > size_bytes:
         raise ValueError(f"{length} bytes at {position}: the disk has {size_bytes} bytes")
     return length
-
-
-def _check_memory(buffer: memoryview, reading: bool) -> None:
-    if buffer.itemsize != 1 or not buffer.contiguous:
-        raise ValueError("a buffer is contiguous memory, in bytes")
-    if reading and buffer.readonly:
-        raise ValueError("read-only memory cannot be read into")
-    if len(buffer) and np.frombuffer(buffer, np.uint8).ctypes.data % ALIGNMENT_BYTES:
-        raise ValueError(f"a buffer's address is no multiple of {ALIGNMENT_BYTES}")
 
 
 def refuse_closed(closed: bool) -> None:
@@ -91,6 +99,8 @@ def refuse_closed(closed: bool) -> None:
 def cut(position: int, buffers: Sequence[memoryview | bytes], piece_bytes: int) -> list[Piece]:
     """The same request as pieces of at most `piece_bytes` (a multiple of `ALIGNMENT_BYTES`), in order: each as
     large as it can be."""
+    if len(buffers) == 1 and 0 < len(buffers[0]) <= piece_bytes:  # most requests
+        return [(position, [memoryview(buffers[0])])]
     pieces: list[Piece] = []
     room = 0
     for buffer in buffers:

@@ -160,7 +160,7 @@ def decode_footer(tail: FooterTail, body: bytes | memoryview) -> Footer:
         raise DamagedRecord("the footer is damaged")
     rows_bytes = tail.rows * tail.row_bytes
     each = np.frombuffer(body[:rows_bytes], np.uint8).reshape(tail.rows, tail.row_bytes)
-    rows = np.ascontiguousarray(each[:, :ROW_BYTES]).reshape(-1).view(ROW)
+    rows = each[:, :ROW_BYTES].copy().reshape(-1).view(ROW)
     names, position = [], rows_bytes
     for _ in range(tail.namespaces):
         start = position + _LENGTH.size

@@ -118,7 +118,8 @@ class ColdIndex:
         """Put in a record. The places of those that it makes worthless, which must be marked dead: parts of lower
         versions, the same part of the same version at another place, or this record itself when a higher version is
         there, or its namespace is being emptied of it. (Otherwise they would be back after a restart, once the
-        segment of what they lost to is reclaimed.)
+        segment of what they lost to is reclaimed.) Of a record that was copied, sync the copy before the mark is
+        written: a crash between these would take both.
 
         Raises `CapacityExceeded` when the index is full, and changes nothing then.
         """
@@ -205,17 +206,29 @@ class ColdIndex:
         """The digests of all objects whose first part is there, 16 bytes each: some 20 ms for a million."""
         return self._rows.digests()
 
+    def prepare_page(self, namespace: str) -> bool:
+        """A step of a few milliseconds towards `page`: whether there is no further one. (`page` takes those that are
+        left at once: 2 s for a million keys, the first time.)"""
+        order = self._order_of(namespace)
+        return order is None or order.prepare()
+
+    def _order_of(self, namespace: str) -> KeyOrder | None:
+        number = self._rows.names.number(namespace)
+        if number is None:
+            return None
+        order = self._orders.get(number)
+        if order is None:
+            order = self._orders[number] = KeyOrder(self._rows, number)
+        return order
+
     def page(
         self, namespace: str, prefix: str, after: str, limit: int
     ) -> tuple[list[ColdEntry], bool]:
         """Up to `limit` objects whose keys begin with `prefix`, in key order, above `after`; and whether there are
         more."""
-        number = self._rows.names.number(namespace)
-        if number is None:
-            return [], False
-        order = self._orders.get(number)
+        order = self._order_of(namespace)
         if order is None:
-            order = self._orders[number] = KeyOrder(self._rows, number)
+            return [], False
         found: list[ColdEntry] = []
         for row in order.rows_from(prefix, after):
             entry = self.find(self._rows.fields(row)[DIGEST])
@@ -324,7 +337,7 @@ class ColdIndex:
         namespace = self._rows.namespace(row)
         order = self._orders.get(namespace)
         if order is not None and self._rows.fields(row)[PART] == 0:
-            order.removed()
+            order.removed(row)
         self._rows.release(row)
         if not self._rows.names.is_used(namespace):
             self._orders.pop(namespace, None)
@@ -337,7 +350,10 @@ class ColdIndex:
         number = self._rows.names.number_of_digest(namespace_digest)
         if number is None:
             return []
-        return [self._rows.fields(row)[DIGEST] for row in self._rows.first_parts(number)]
+        return [
+            self._rows.fields(row)[DIGEST]
+            for row in self._rows.first_parts(number, 0, self._rows.end)
+        ]
 
     def empty_namespace(self, namespace_digest: bytes, up_to: Version) -> None:
         """From now on nothing in the namespace is found that `up_to` covers; call `sweep` until it is taken out, and

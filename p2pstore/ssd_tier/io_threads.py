@@ -41,8 +41,9 @@ class _Request:
 
     def __init__(self, pieces: Iterable[Work], task: trio.lowlevel.Task) -> None:
         self.pieces = deque(pieces)
-        self.outstanding = [False] * len(self.pieces)
-        self.outstanding[0] = True
+        self.outstanding = [True]
+        if len(self.pieces) > 1:
+            self.outstanding += [False] * (len(self.pieces) - 1)
         """One for each piece that has not ended; whoever takes the last of them gets True."""
         self.task = task
         self.error: BaseException | None = None
@@ -141,6 +142,7 @@ class IoThreads:
 
     # --- in the loop ---
 
+    @trio.lowlevel.enable_ki_protection
     async def _do(self, lane: _Lane, pieces: Iterable[Work]) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         while lane.is_full and not self._closed:

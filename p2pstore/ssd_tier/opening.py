@@ -8,7 +8,7 @@ import logging
 import os
 import stat
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +35,8 @@ class OpenPlace:
     path: Path
     descriptor: int
     size_bytes: int
+    direct: bool = False
+    """Whether reads and writes pass the page cache by."""
 
     def close(self) -> None:
         """Close it, which unlocks it."""
@@ -76,7 +78,7 @@ def open_place(
                 extra={"event": "ssd_buffered", "path": str(place.path)},
             )
         stack.pop_all()
-    return place
+    return replace(place, direct=direct)
 
 
 # --- a file in a directory ---------------------------------------------------------------------------

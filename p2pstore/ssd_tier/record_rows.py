@@ -156,9 +156,14 @@ class RecordRows:
         """Whether the row has a record."""
         return self._segments[row] > 0
 
+    def sequence(self, row: int) -> int:
+        """The sequence of the record in the row."""
+        sequence: int = self.fields(row)[SEQUENCE]
+        return sequence
+
     def is_at(self, row: int, sequence: int) -> bool:
         """Whether the row still has the record of this sequence."""
-        return self._segments[row] > 0 and self.fields(row)[SEQUENCE] == sequence
+        return self._segments[row] > 0 and self.sequence(row) == sequence
 
     def place(self, row: int) -> RecordPlace:
         """Where the record is."""
@@ -208,12 +213,11 @@ class RecordRows:
         first = self._rows["part"][: self._used] == 0
         return bytes(self._rows["digest"][: self._used][used & first].tobytes())
 
-    def first_parts(self, namespace: int) -> list[int]:
-        """The rows of the first parts of a namespace's objects."""
-        used = self._segment_of[: self._used] > 0
-        used &= self._namespace_of[: self._used] == namespace
-        rows: list[int] = np.flatnonzero(used & (self._rows["part"][: self._used] == 0)).tolist()
-        return rows
+    def first_parts(self, namespace: int, first: int, end: int) -> list[int]:
+        """The rows of the first parts of a namespace's objects, of the rows from `first` to before `end`."""
+        fields = self.fields
+        rows = self.of_namespace(namespace, first, end)
+        return [row for row in rows if fields(row)[PART] == 0]
 
     def of_namespace(self, namespace: int, first: int, end: int) -> list[int]:
         """The rows of a namespace's records, of the rows from `first` to before `end`."""

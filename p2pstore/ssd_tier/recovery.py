@@ -60,7 +60,8 @@ class FoundSegment:
 
 
 SegmentReading = Generator[Read, Bytes | None, FoundSegment]
-"""Yields what to read, is sent the bytes or None where the disk failed, and returns what was found."""
+"""Yields what to read, is sent the bytes or None where the disk failed, and returns what was found. The memory of the
+bytes may be used again as soon as the next thing is asked for."""
 
 
 def read_segment(superblock: Superblock, segment: int) -> SegmentReading:
@@ -77,7 +78,10 @@ def read_segment(superblock: Superblock, segment: int) -> SegmentReading:
     generation = header.generation
     marks = DeadMarks.decode(start[PAGE_BYTES:], store_id, segment, generation)
     if not header.opened:
-        return FoundSegment(segment, FoundState.FREE, generation, marks, _nothing())
+        clean = DeadMarks(
+            store_id, segment, generation
+        )  # whatever is left of an earlier generation
+        return FoundSegment(segment, FoundState.FREE, generation, clean, _nothing())
     footer = yield from _read_footer(superblock, segment, generation)
     if footer is not None:
         return FoundSegment(segment, FoundState.SEALED, generation, marks, footer)

@@ -16,7 +16,7 @@ from p2pstore.errors import ConfigError
 from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.disk import Disk, FileDisk, open_disk
 
-MIB = 1024 * 1024
+KIB, MIB = 1024, 1024 * 1024
 SIZE = 48 * MIB
 
 

@@ -12,7 +12,7 @@ import trio
 from p2pstore.errors import StoreClosed
 from p2pstore.ssd_tier.disk import Disk, aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES as PAGE
-from tests.contract.disks import MIB, SIZE, OpenedDisk, disk_of_kind
+from tests.contract.disks import KIB, MIB, SIZE, OpenedDisk, disk_of_kind
 
 
 @pytest.fixture(params=["file", "device", "simulated", "simulated, slow"])
@@ -128,10 +128,10 @@ async def test_only_memory_can_be_read_into(disk: Disk) -> None:
         await disk.read_into(0, [aligned_buffer(PAGE).toreadonly()])
     with pytest.raises(ValueError, match="bytes"):
         await disk.read_into(0, [bytes(PAGE)])  # type: ignore[list-item]  # as a careless caller
-    with pytest.raises(ValueError, match="contiguous"):
-        await disk.read_into(0, [aligned_buffer(2 * PAGE)[::2]])
-    with pytest.raises(ValueError, match="contiguous"):
-        await disk.read_into(0, [aligned_buffer(PAGE).cast("I")])
+    for strange in (aligned_buffer(2 * PAGE)[::2], aligned_buffer(4 * PAGE).cast("I")):
+        assert len(strange) == PAGE
+        with pytest.raises(ValueError, match="contiguous"):
+            await disk.read_into(0, [strange])
 
 
 async def test_nothing_of_a_refused_request_is_done(disk: Disk) -> None:
@@ -206,15 +206,15 @@ async def test_syncs_at_once(disk: Disk) -> None:
                 nursery.start_soon(disk.sync)
 
 
-@pytest.mark.parametrize("seed", range(5))
-async def test_after_a_cancellation_memory_is_nobodys(disk: Disk, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [64 * KIB, 2 * MIB])
+async def test_after_a_cancellation_memory_is_nobodys(disk: Disk, size: int, seed: int) -> None:
     """A storm of reads and writes that are cancelled; the memory of each is poisoned as soon as it is free.
 
     A read that went on would overwrite the poison; a write that went on would put it on the disk.
     """
     generator = random.Random(seed)
     poison, old, new = b"\xee", b"\x11", b"\x22"
-    size = 2 * MIB
     await disk.write_from(0, [memoryview_of(old, SIZE)])
     buffers: list[memoryview] = []
     cancelled = 0
@@ -224,7 +224,7 @@ async def test_after_a_cancellation_memory_is_nobodys(disk: Disk, seed: int) -> 
         buffer = memoryview_of(new, size)
         buffers.append(buffer)
         position = number % (SIZE // size) * size
-        with trio.move_on_after(generator.random() * 0.02) as scope:
+        with trio.move_on_after(generator.random() * size / (100 * MIB)) as scope:
             if generator.random() < 0.5:
                 await disk.read_into(position, [buffer])
             else:

@@ -28,12 +28,23 @@ from tests.unit.cold_objects import STORE_ID
 
 
 def drive(reading: SegmentReading, read: Callable[[Read], bytes | None]) -> FoundSegment:
-    """Answer what a reading asks for, to its end."""
+    """Answer what a reading asks for, to its end, each time in the same memory."""
+    memory = memoryview(bytearray())
     try:
         wanted = next(reading)
         while True:
-            wanted = reading.send(read(wanted))
+            content = read(wanted)
+            if content is None:
+                wanted = reading.send(None)
+                continue
+            if len(content) > len(memory):
+                memory[:] = b"\xee" * len(memory)
+                memory = memoryview(bytearray(len(content)))
+            memory[: len(content)] = content
+            wanted = reading.send(memory[: len(content)])
+            memory[:] = b"\xee" * len(memory)
     except StopIteration as done:
+        memory[:] = b"\xee" * len(memory)
         found: FoundSegment = done.value
         return found
 

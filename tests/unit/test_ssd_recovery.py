@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.objects import KIB, MIB, PART_BYTES
-from p2pstore.ssd_tier.dead_marks import SECTOR_BYTES
+from p2pstore.ssd_tier.dead_marks import MAX_RECORDS_PER_SEGMENT, SECTOR_BYTES
 from p2pstore.ssd_tier.index import ColdEntry, ColdIndex
 from p2pstore.ssd_tier.layout import (
     PAGE_BYTES,
@@ -176,6 +176,20 @@ def test_nothing_of_an_earlier_generation_counts() -> None:
     log.start(0, 2, opened=True)
     index, found, _ = log.recover()
     assert (found[0].state, index.records) == (FoundState.UNSEALED, 0)
+
+
+def test_a_reclaim_that_is_torn_leaves_no_marks_of_the_generation_before() -> None:
+    """The new header is on the disk, the clean dead marks are not."""
+    log = Log(segments=1)
+    written = three_records(log)
+    log.mark(written["key 0"][1])
+    marks = bytes(log.disk[MIB + PAGE_BYTES : MIB + 2 * PAGE_BYTES])
+    log.start(0, 2, opened=False)
+    log.write(MIB + PAGE_BYTES, marks)
+    found = log.find()[0]
+    assert found.state is FoundState.FREE
+    assert not found.marks.dirty
+    assert not any(found.marks.is_dead(number) for number in range(MAX_RECORDS_PER_SEGMENT))
 
 
 def test_a_segment_without_its_header_counts_for_nothing_but_its_generation() -> None:
