@@ -50,7 +50,7 @@ class UnderWay:
     namespace: str
     places: list[RecordPlace] = field(default_factory=list)
     discarded: bool = False
-    """It was discarded meanwhile: its records are marked dead already."""
+    """It was discarded meanwhile, or a newer one came: its records are marked dead already."""
 
 
 class ColdLog:
@@ -169,12 +169,22 @@ class ColdLog:
                     self.dirty.add(place.segment)
                     self.marked.send()
 
+    def outdate(self, digest: bytes, version: Version) -> None:
+        """The object of this version is there now: what is under way of lower ones must not follow it, not even when
+        this one goes again first."""
+        for job in self._under_way.get(digest, ()):
+            if job.version < version:
+                self._give_up(job)
+
+    def _give_up(self, job: UnderWay) -> None:
+        job.discarded = True
+        self.mark_dead(job.places)
+
     def discard(self, digest: bytes, up_to: Version) -> bool:
         """The object does not count any more unless it is newer. Whether it was there."""
         for job in self._under_way.get(digest, ()):
             if up_to.covers(job.version):
-                job.discarded = True
-                self.mark_dead(job.places)
+                self._give_up(job)
         entry = self.index.find(digest)
         if entry is None or not up_to.covers(entry.version):
             return False
@@ -188,8 +198,7 @@ class ColdLog:
         for jobs in self._under_way.values():
             for job in jobs:
                 if namespace_digest(job.namespace) == namespace and up_to.covers(job.version):
-                    job.discarded = True
-                    self.mark_dead(job.places)
+                    self._give_up(job)
         self.index.empty_namespace(namespace, up_to)
         self.sweeping = True
         self.marked.send()

@@ -174,7 +174,8 @@ class Writer:
             raise _Refused(Refusal.NO_ROOM) from error
         found = log.index.find(facts.digest)
         if found is None or found.version != facts.version:
-            raise _Refused(Refusal.OUTDATED)  # a newer one came meanwhile
+            raise _Refused(Refusal.OUTDATED)  # its namespace is being discarded
+        log.outdate(facts.digest, facts.version)
 
     async def _make_durable(self, facts: ColdFacts) -> None:
         """Wait for a sync, unless the object went meanwhile: then nothing of it is durable."""

@@ -155,6 +155,63 @@ async def test_the_newer_version_wins_and_the_older_never_returns(autojump_clock
         assert harness.keys() == {}
 
 
+async def test_an_older_store_never_follows_a_newer_one(autojump_clock: object) -> None:
+    """Not even when the newer one went again before the older one was written."""
+    disk = simulated_disk()
+    original, go_on = disk.write_from, trio.Event()
+
+    async def slow_write(position: int, buffers: Any) -> None:
+        await original(position, buffers)
+        if sum(map(len, buffers)) > 200_000:
+            await go_on.wait()
+
+    async with running(disk) as harness:
+        disk.write_from = slow_write  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(harness.store, "a", 1, value_of("a", 1, 200_000))
+            await trio.sleep(1)
+            assert await harness.store("a", 2, VALUE)
+            entry = harness.tier.find(key_digest("a", NAMESPACE))
+            assert entry is not None
+            disk.damage(record_position(entry.places[0], SEGMENT_BYTES))
+            assert await missing(harness, "a") is Miss.DAMAGED
+            go_on.set()
+        assert harness.keys() == {}
+
+
+async def test_what_supersedes_is_durable_before_what_it_superseded_is_dead(
+    autojump_clock: object,
+) -> None:
+    """A crash in between must leave one of them."""
+    for seed in range(20):
+        disk = simulated_disk(seed)
+        until = UntilCrash(disk)
+        original = disk.write_from
+        async with running(until) as harness:
+            assert await harness.store("a", 1, VALUE, durable=True)
+            await trio.sleep(3)
+
+            async def write_and_crash(
+                position: int,
+                buffers: Any,
+                original: Any = original,
+                until: UntilCrash = until,
+                disk: FaultyDisk = disk,
+            ) -> None:
+                await original(position, buffers)
+                if len(buffers) == 1:  # dead marks
+                    until.gone = True
+                    disk.crash()
+
+            assert await harness.store("a", 2, value_of("a", 2, 5000))
+            disk.write_from = write_and_crash  # type: ignore[method-assign]
+            await trio.sleep(3)
+            assert until.gone
+        disk.write_from = original  # type: ignore[method-assign]
+        async with running(disk) as harness:
+            assert harness.keys().keys() == {"a"}
+
+
 async def test_the_same_version_is_written_once(autojump_clock: object) -> None:
     disk = simulated_disk()
     async with running(disk) as harness:
