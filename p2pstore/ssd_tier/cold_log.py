@@ -6,6 +6,7 @@ which marks what the index has and what is under way, covers everything that cou
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,11 @@ Result = TypeVar("Result")
 Withdraw = Callable[[Sequence[ColdEntry]], None]
 """Told of objects that the tier loses by its own decision, before their bytes go."""
 
+StateChanged = Callable[[TierState, str], None]
+"""Told of a state that is worse than the last one, and why."""
+
+logger = logging.getLogger("p2pstore.ssd_tier")
+
 
 @dataclass(slots=True, eq=False)
 class UnderWay:
@@ -66,6 +72,7 @@ class ColdLog:
         admission: Admission,
         nursery: trio.Nursery,
         withdraw: Withdraw,
+        state_changed: StateChanged,
         unix: Callable[[], float],
     ) -> None:
         self.disk = disk
@@ -93,6 +100,8 @@ class ColdLog:
         self.drained = Condition()
         """Reads ended in segments that drain."""
         self._withdraw = withdraw
+        self._state_changed = state_changed
+        self._told = TierState.OK
         self._under_way: dict[bytes, list[UnderWay]] = {}
 
     @property
@@ -211,6 +220,10 @@ class ColdLog:
             self.mark_dead(places)
         return self.sweeping
 
+    def is_expired(self, entry: ColdEntry) -> bool:
+        """Whether the object's time to live is over."""
+        return bool(entry.expires_unix_ms) and entry.expires_unix_ms <= self.unix() * 1000
+
     def lose(self, entry: ColdEntry) -> None:
         """The object turned out to be unreadable: drop it, if it still lies where it was read."""
         now = self.index.find(entry.digest)
@@ -260,6 +273,11 @@ class ColdLog:
         self.state_may_have_changed()
 
     def state_may_have_changed(self) -> None:
+        """Tell whoever waits for what may never come now."""
+        if self.health.state is not self._told:
+            self._told = self.health.state
+            logger.error("the SSD tier is %s: %s", self._told.value, self.health.why)
+            self._state_changed(self._told, self.health.why)
         self.room.changed()
         self.drained.changed()
         self.work.send()

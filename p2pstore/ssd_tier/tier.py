@@ -24,7 +24,7 @@ import trio
 from p2pstore.nursery import open_background_nursery
 from p2pstore.objects import DIGEST_BYTES, KIB, Version
 from p2pstore.ssd_tier.admission import Admission, AdmissionPolicy, Refusal
-from p2pstore.ssd_tier.cold_log import ColdLog, Withdraw
+from p2pstore.ssd_tier.cold_log import ColdLog, StateChanged, Withdraw
 from p2pstore.ssd_tier.dead_mark_writer import DeadMarkWriter
 from p2pstore.ssd_tier.disk_protocol import Disk
 from p2pstore.ssd_tier.health import TierOff, TierState
@@ -187,6 +187,7 @@ async def open_tier(
     *,
     withdraw: Withdraw,
     is_last_copy: Callable[[bytes], bool],
+    state_changed: StateChanged = lambda state, why: None,
     now: Callable[[], float] = time.time,
     segment_bytes: int = SEGMENT_BYTES,
     max_records: int | None = None,
@@ -194,7 +195,8 @@ async def open_tier(
     """The tier on this disk, for as long as the block runs. What the disk holds is there at once.
 
     `withdraw` is told of objects that the tier gives up (not of those that it is told to discard), before their bytes
-    go. `is_last_copy` says of a digest whether no other peer is known to hold the object. `now` gives Unix seconds.
+    go. `is_last_copy` says of a digest whether no other peer is known to hold the object. `state_changed` is told when
+    the tier only reads from now on, or is off, and why. `now` gives Unix seconds.
     `segment_bytes` counts for a disk that holds nothing yet. The disk is not closed.
 
     Raises `ConfigError` when the disk is too small or holds something else, and `OSError` when it fails at once.
@@ -214,6 +216,7 @@ async def open_tier(
             Admission(policy, now()),
             nursery,
             withdraw,
+            state_changed,
             now,
         )
         marks = DeadMarkWriter(log)

@@ -353,6 +353,18 @@ async def test_what_is_hot_or_the_last_copy_is_kept(autojump_clock: object) -> N
         assert harness.tier.statistics()["write_amplification"] < 1.25
 
 
+async def test_what_expired_is_not_kept(autojump_clock: object) -> None:
+    now = [1000.0]
+    async with running(simulated_disk(segments=6), now=lambda: now[0]) as harness:
+        harness.last_copies.add(key_digest("old", NAMESPACE))
+        assert await harness.store("old", 1, VALUE, expires_unix_ms=1_500_000)
+        now[0] = 2000.0
+        for number in range(60):
+            assert await harness.store(f"{number:02}", 1, value_of("n", 1, 90_000))
+        assert harness.tier.statistics()["kept_records"] == 0
+        assert "old" in [entry.key for entry in harness.withdrawn]
+
+
 async def test_a_segment_is_drained_before_it_is_reused(autojump_clock: object) -> None:
     disk = simulated_disk(segments=6)
     async with running(disk) as harness:
@@ -433,7 +445,9 @@ async def test_a_failed_write_is_refused_and_the_rest_goes_on(autojump_clock: ob
         assert harness.tier.statistics()["refused"] == {"failed": 1}
 
 
-async def test_a_full_disk_makes_it_read_only(autojump_clock: object) -> None:
+async def test_a_full_disk_makes_it_read_only(
+    autojump_clock: object, caplog: pytest.LogCaptureFixture
+) -> None:
     disk = simulated_disk()
     async with running(disk) as harness:
         assert await harness.store("a", 1, VALUE)
@@ -441,6 +455,8 @@ async def test_a_full_disk_makes_it_read_only(autojump_clock: object) -> None:
         assert not await harness.store("b", 1, VALUE)
         assert harness.tier.state is TierState.READ_ONLY
         assert "writing failed" in harness.tier.why
+        assert harness.states == [TierState.READ_ONLY]
+        assert "the SSD tier is read_only: writing failed" in caplog.text
         assert (await harness.load("a"))[1] == VALUE
         assert harness.tier.admit(key_digest("c", NAMESPACE), MIB, 5) is Refusal.READ_ONLY
 
@@ -483,6 +499,7 @@ async def test_reads_that_always_fail_turn_it_off(autojump_clock: object) -> Non
         disk.faults.read_error = 1.0
         reasons = [await missing(harness, str(number)) for number in range(20)]
         assert reasons == [Miss.READ_ERROR] * 16 + [Miss.OFF] * 4
+        assert harness.states == [TierState.OFF]
 
 
 async def test_a_group_of_durable_stores_shares_a_sync(autojump_clock: object) -> None:
