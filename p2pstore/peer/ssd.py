@@ -74,7 +74,7 @@ async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
             policy,
             withdraw=ssd.withdraw,
             is_last_copy=ssd.is_last_copy,
-            on_state=ssd.state_changed,
+            state_changed=ssd.state_changed,
             segment_bytes=segment_bytes_for(disk.size_bytes),
         ) as tier:
             ssd.begin(tier)

@@ -6,6 +6,7 @@ which marks what the index has and what is under way, covers everything that cou
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,11 +38,13 @@ WORKERS: Final = 4
 """Threads that hash and compress at the same time."""
 
 Result = TypeVar("Result")
-OnState = Callable[[TierState, str], None]
-"""Told when the tier becomes read-only or is off, and why."""
-
 Withdraw = Callable[[Sequence[ColdEntry]], None]
 """Told of objects that the tier loses by its own decision, before their bytes go."""
+
+StateChanged = Callable[[TierState, str], None]
+"""Told of a state that is worse than the last one, and why."""
+
+logger = logging.getLogger("p2pstore.ssd_tier")
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +56,7 @@ class UnderWay:
     namespace: str
     places: list[RecordPlace] = field(default_factory=list)
     discarded: bool = False
-    """It was discarded meanwhile: its records are marked dead already."""
+    """It was discarded meanwhile, or a newer one came: its records are marked dead already."""
 
 
 class ColdLog:
@@ -69,7 +72,7 @@ class ColdLog:
         admission: Admission,
         nursery: trio.Nursery,
         withdraw: Withdraw,
-        on_state: OnState,
+        state_changed: StateChanged,
         unix: Callable[[], float],
     ) -> None:
         self.disk = disk
@@ -97,8 +100,8 @@ class ColdLog:
         self.drained = Condition()
         """Reads ended in segments that drain."""
         self._withdraw = withdraw
-        self._on_state = on_state
-        self._told_state = self.health.state
+        self._state_changed = state_changed
+        self._told = TierState.OK
         self._under_way: dict[bytes, list[UnderWay]] = {}
 
     @property
@@ -175,12 +178,22 @@ class ColdLog:
                     self.dirty.add(place.segment)
                     self.marked.send()
 
+    def outdate(self, digest: bytes, version: Version) -> None:
+        """The object of this version is there now: what is under way of lower ones must not follow it, not even when
+        this one goes again first."""
+        for job in self._under_way.get(digest, ()):
+            if job.version < version:
+                self._give_up(job)
+
+    def _give_up(self, job: UnderWay) -> None:
+        job.discarded = True
+        self.mark_dead(job.places)
+
     def discard(self, digest: bytes, up_to: Version) -> bool:
         """The object does not count any more unless it is newer. Whether it was there."""
         for job in self._under_way.get(digest, ()):
             if up_to.covers(job.version):
-                job.discarded = True
-                self.mark_dead(job.places)
+                self._give_up(job)
         entry = self.index.find(digest)
         if entry is None or not up_to.covers(entry.version):
             return False
@@ -194,8 +207,7 @@ class ColdLog:
         for jobs in self._under_way.values():
             for job in jobs:
                 if namespace_digest(job.namespace) == namespace and up_to.covers(job.version):
-                    job.discarded = True
-                    self.mark_dead(job.places)
+                    self._give_up(job)
         self.index.empty_namespace(namespace, up_to)
         self.sweeping = True
         self.marked.send()
@@ -207,6 +219,10 @@ class ColdLog:
         for _, places in dropped or ():
             self.mark_dead(places)
         return self.sweeping
+
+    def is_expired(self, entry: ColdEntry) -> bool:
+        """Whether the object's time to live is over."""
+        return bool(entry.expires_unix_ms) and entry.expires_unix_ms <= self.unix() * 1000
 
     def lose(self, entry: ColdEntry) -> None:
         """The object turned out to be unreadable: drop it, if it still lies where it was read."""
@@ -257,9 +273,11 @@ class ColdLog:
         self.state_may_have_changed()
 
     def state_may_have_changed(self) -> None:
-        if self.health.state is not self._told_state:
-            self._told_state = self.health.state
-            self._on_state(self.health.state, self.health.why)
+        """Tell whoever waits for what may never come now."""
+        if self.health.state is not self._told:
+            self._told = self.health.state
+            logger.error("the SSD tier is %s: %s", self._told.value, self.health.why)
+            self._state_changed(self._told, self.health.why)
         self.room.changed()
         self.drained.changed()
         self.work.send()

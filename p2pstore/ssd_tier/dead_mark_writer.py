@@ -18,7 +18,7 @@ WRITES_AT_ONCE: Final = 16
 
 
 class DeadMarkWriter:
-    """Writes pages of marks, then syncs, in rounds. What failed is written again, until the tier is off.
+    """Writes pages of marks and syncs, in rounds. What failed is written again, until the tier is off.
 
     A page is written whole and anew each time, so a sync that follows speaks for it, whatever became of the last one.
     """
@@ -68,6 +68,8 @@ class DeadMarkWriter:
         log.dirty -= set(taken)
         try:
             if taken:
+                # First what the dead records lost to: a crash in between must not leave neither of them.
+                await log.commit.sync_writes()
                 await self._write(taken)
                 await log.commit.sync()
         except OSError as error:

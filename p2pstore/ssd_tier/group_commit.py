@@ -59,6 +59,11 @@ class GroupCommit:
         if this.error is not None:
             raise OSError(*this.error.args) from this.error
 
+    async def sync_writes(self) -> None:
+        """The same, for records and the like alone: without a sync when all that `wrote` was told of is durable."""
+        if self._unsynced or self._running:
+            await self.sync()
+
     async def _run(self) -> None:
         try:
             while self._next is not None:

@@ -46,8 +46,10 @@ class Keeper:
         for number, record in enumerate(self._log.index.records_of(segment.number)):
             if number % CHECKPOINT_EVERY == CHECKPOINT_EVERY - 1:
                 await trio.lowlevel.checkpoint()
-            last_copy = self._is_last_copy(record.digest)
-            found.append(Candidate(record, record.disk_bytes, record.hits, last_copy))
+            entry = self._log.index.find(record.digest)
+            if entry is not None and not self._log.is_expired(entry):
+                last_copy = self._is_last_copy(record.digest)
+                found.append(Candidate(record, record.disk_bytes, record.hits, last_copy))
         return found
 
     async def _copy(self, record: ColdRecord) -> bool:

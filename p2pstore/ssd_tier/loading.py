@@ -41,7 +41,7 @@ class Reader:
         entry = log.index.find(digest)
         if entry is None:
             raise ColdMiss(Miss.ABSENT, "the tier does not hold the object")
-        if entry.expires_unix_ms and entry.expires_unix_ms <= log.unix() * 1000:
+        if log.is_expired(entry):
             log.measures.expired += 1
             log.drop([digest])
             raise ColdMiss(Miss.EXPIRED, "the object's time to live is over")

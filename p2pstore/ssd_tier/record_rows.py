@@ -7,14 +7,14 @@ record. A row is free again when its record goes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from p2pstore.errors import CapacityExceeded
-from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.objects import Version
 from p2pstore.ssd_tier.footer import Footer
 from p2pstore.ssd_tier.key_texts import KeyTexts, Namespaces
 from p2pstore.ssd_tier.layout import ColdFacts, RecordPlace, record_bytes
@@ -156,9 +156,14 @@ class RecordRows:
         """Whether the row has a record."""
         return self._segments[row] > 0
 
+    def sequence(self, row: int) -> int:
+        """The sequence of the record in the row."""
+        sequence: int = self.fields(row)[SEQUENCE]
+        return sequence
+
     def is_at(self, row: int, sequence: int) -> bool:
         """Whether the row still has the record of this sequence."""
-        return self._segments[row] > 0 and self.fields(row)[SEQUENCE] == sequence
+        return self._segments[row] > 0 and self.sequence(row) == sequence
 
     def place(self, row: int) -> RecordPlace:
         """Where the record is."""
@@ -202,29 +207,25 @@ class RecordRows:
         rows = np.flatnonzero(self._segment_of[: self._used] == segment + 1)
         return rows[np.argsort(self._rows["number"][rows])]
 
-    def first_parts(self, namespace: int) -> list[int]:
-        """The rows of the first parts of a namespace's objects."""
-        used = self._segment_of[: self._used] > 0
-        used &= self._namespace_of[: self._used] == namespace
-        rows: list[int] = np.flatnonzero(used & (self._rows["part"][: self._used] == 0)).tolist()
-        return rows
-
     @property
     def newest_clock(self) -> int:
         """The highest clock of all versions; 0 when there are none."""
         used = self._segment_of[: self._used] > 0
         return int(self._rows["clock"][: self._used][used].max(initial=0))
 
-    def digests(self, namespace: int | None) -> Iterator[bytes]:
-        """Of all objects whose first part is there now, or of those of a namespace. Others may come and go while they
-        are gone through."""
-        chosen = self._segment_of[: self._used] > 0
+    def digests(self, namespace: int | None) -> bytes:
+        """The digests of all first parts, or of those of a namespace, 16 bytes each."""
+        chosen = self._segment_of[: self._used] != 0
         chosen &= self._rows["part"][: self._used] == 0
         if namespace is not None:
             chosen &= self._namespace_of[: self._used] == namespace
-        packed = self._rows["digest"][: self._used][chosen].tobytes()
-        starts = range(0, len(packed), DIGEST_BYTES)
-        return (packed[start : start + DIGEST_BYTES] for start in starts)
+        return bytes(self._rows["digest"][: self._used][chosen].tobytes())
+
+    def first_parts(self, namespace: int, first: int, end: int) -> list[int]:
+        """The rows of the first parts of a namespace's objects, of the rows from `first` to before `end`."""
+        fields = self.fields
+        rows = self.of_namespace(namespace, first, end)
+        return [row for row in rows if fields(row)[PART] == 0]
 
     def of_namespace(self, namespace: int, first: int, end: int) -> list[int]:
         """The rows of a namespace's records, of the rows from `first` to before `end`."""

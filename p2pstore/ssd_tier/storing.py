@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Final
 
 import trio
@@ -124,8 +125,7 @@ class Writer:
     ) -> None:
         log = self._log
         size = record_bytes(stored_bytes)
-        place = await self._place(size // PAGE_BYTES, text_bytes(facts))
-        job.places.append(place)
+        place = await self._place(job, size // PAGE_BYTES, text_bytes(facts))
         try:
             header = encode_record_header(
                 log.store_id, place, facts, part, stored_bytes, codec, chunk_sizes
@@ -137,16 +137,27 @@ class Writer:
         log.commit.wrote(place.segment)
         log.measures.written.add(size, log.unix())
 
-    async def _place(self, pages: int, text: int) -> RecordPlace:
-        log = self._log
-        with trio.move_on_after(ROOM_SECONDS):
-            while log.is_writable:
-                place = log.table.place(pages, text, Stream.NEW)
-                if place is not None:
-                    return place
-                log.work.send()
-                await log.room.wait()
-        raise _Refused(Refusal.NO_ROOM if log.is_writable else Refusal.READ_ONLY)
+    async def _place(self, job: UnderWay, pages: int, text: int) -> RecordPlace:
+        place = self._place_now(job, pages, text)
+        with trio.move_on_after(ROOM_SECONDS) if place is None else nullcontext():
+            while place is None:
+                self._log.work.send()
+                await self._log.room.wait()
+                place = self._place_now(job, pages, text)
+        if place is None:
+            raise _Refused(Refusal.NO_ROOM)
+        return place
+
+    def _place_now(self, job: UnderWay, pages: int, text: int) -> RecordPlace | None:
+        """Nothing is placed of what was discarded meanwhile: it would be on the disk, and not marked dead."""
+        if job.discarded:
+            raise _Refused(Refusal.OUTDATED)
+        if not self._log.is_writable:
+            raise _Refused(Refusal.READ_ONLY)
+        place = self._log.table.place(pages, text, Stream.NEW)
+        if place is not None:
+            job.places.append(place)
+        return place
 
     def _publish(self, job: UnderWay, facts: ColdFacts, stored: list[int]) -> None:
         """All parts are on the disk: from now on the object is found."""
@@ -163,7 +174,8 @@ class Writer:
             raise _Refused(Refusal.NO_ROOM) from error
         found = log.index.find(facts.digest)
         if found is None or found.version != facts.version:
-            raise _Refused(Refusal.OUTDATED)  # a newer one came meanwhile
+            raise _Refused(Refusal.OUTDATED)  # its namespace is being discarded
+        log.outdate(facts.digest, facts.version)
 
     async def _make_durable(self, facts: ColdFacts) -> None:
         """Wait for a sync, unless the object went meanwhile: then nothing of it is durable."""

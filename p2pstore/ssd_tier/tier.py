@@ -22,9 +22,9 @@ from typing import Any, Final
 import trio
 
 from p2pstore.nursery import open_background_nursery
-from p2pstore.objects import KIB, Version
+from p2pstore.objects import DIGEST_BYTES, KIB, Version
 from p2pstore.ssd_tier.admission import Admission, AdmissionPolicy, Refusal
-from p2pstore.ssd_tier.cold_log import ColdLog, OnState, Withdraw
+from p2pstore.ssd_tier.cold_log import ColdLog, StateChanged, Withdraw
 from p2pstore.ssd_tier.dead_mark_writer import DeadMarkWriter
 from p2pstore.ssd_tier.disk_protocol import Disk
 from p2pstore.ssd_tier.health import TierOff, TierState
@@ -87,11 +87,6 @@ class SsdTier:
 
     # Looking.
 
-    def digests(self, namespace_digest: bytes | None) -> Iterator[bytes]:
-        """Those of all objects, or of a namespace, that are there now. Others may come and go while they are gone
-        through."""
-        return self._log.index.digests(namespace_digest)
-
     def find(self, digest: bytes) -> ColdEntry | None:
         """What is known of an object; None when it is not there, its time to live is over, or the tier is off."""
         try:
@@ -104,6 +99,13 @@ class SsdTier:
     ) -> tuple[list[ColdEntry], bool]:
         """Up to `limit` objects in the order of their keys, above `after`; and whether there are more."""
         return self._log.index.page(namespace, prefix, after, limit)
+
+    def digests(self, namespace_digest: bytes | None) -> Iterator[bytes]:
+        """Those of all objects, or of a namespace by its digest, that are there now; `find` tells more of each. Others
+        may come and go while they are gone through."""
+        packed = self._log.index.digests(namespace_digest)
+        starts = range(0, len(packed), DIGEST_BYTES)
+        return (packed[start : start + DIGEST_BYTES] for start in starts)
 
     # Reading and writing.
 
@@ -200,7 +202,7 @@ async def open_tier(
     *,
     withdraw: Withdraw,
     is_last_copy: Callable[[bytes], bool],
-    on_state: OnState = lambda state, why: None,
+    state_changed: StateChanged = lambda state, why: None,
     now: Callable[[], float] = time.time,
     segment_bytes: int = SEGMENT_BYTES,
     max_records: int | None = None,
@@ -208,9 +210,9 @@ async def open_tier(
     """The tier on this disk, for as long as the block runs. What the disk holds is there at once.
 
     `withdraw` is told of objects that the tier gives up (not of those that it is told to discard), before their bytes
-    go; of all of them at once, when the tier is off, `on_state` alone tells. `is_last_copy` says of a digest whether no
-    other peer is known to hold the object. `now` gives Unix seconds. `segment_bytes` counts for a disk that holds
-    nothing yet. The disk is not closed.
+    go. `is_last_copy` says of a digest whether no other peer is known to hold the object. `state_changed` is told when
+    the tier only reads from now on, or is off, and why. `now` gives Unix seconds.
+    `segment_bytes` counts for a disk that holds nothing yet. The disk is not closed.
 
     Raises `ConfigError` when the disk is too small or holds something else, and `OSError` when it fails at once.
     """
@@ -229,7 +231,7 @@ async def open_tier(
             Admission(policy, now()),
             nursery,
             withdraw,
-            on_state,
+            state_changed,
             now,
         )
         marks = DeadMarkWriter(log)

@@ -17,7 +17,7 @@ from p2pstore.ssd_tier.keeping import Keeper
 from p2pstore.ssd_tier.segments import KEEP_FREE, Segment, SegmentState
 from p2pstore.ssd_tier.superblock import encode_segment_start
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("p2pstore.ssd_tier")
 
 BATCH: Final = 128
 """Objects dropped in one go: a few milliseconds."""

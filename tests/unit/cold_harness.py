@@ -27,6 +27,7 @@ from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.admission import AdmissionPolicy
 from p2pstore.ssd_tier.disk import aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import Disk
+from p2pstore.ssd_tier.health import TierState
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.layout import LOG_START_BYTES, ColdFacts, round_up_to_page
 from p2pstore.ssd_tier.tier import SsdTier, open_tier
@@ -102,6 +103,7 @@ class Harness:
 
     tier: SsdTier
     withdrawn: list[ColdEntry] = field(default_factory=list)
+    states: list[TierState] = field(default_factory=list)
     last_copies: set[bytes] = field(default_factory=set)
 
     async def store(
@@ -140,6 +142,7 @@ async def running(
         disk,
         policy or AdmissionPolicy(),
         withdraw=lambda entries: harness[0].withdrawn.extend(entries) if harness else None,
+        state_changed=lambda state, why: harness[0].states.append(state) if harness else None,
         is_last_copy=lambda digest: bool(harness) and digest in harness[0].last_copies,
         **settings,
     ) as tier:

@@ -193,6 +193,10 @@ class IndexMachine(RuleBasedStateMachine):
         assert [entry.key for entry in entries] == keys[:limit]
         assert more == (len(keys) > limit)
 
+    @rule(namespace=st.sampled_from((*NAMESPACES, "none")))
+    def prepare_page(self, namespace: str) -> None:
+        self.index.prepare_page(namespace)
+
     @rule(segment=st.integers(0, 3))
     def footer(self, segment: int) -> None:
         footer = self.index.footer_of(segment)
@@ -339,7 +343,8 @@ def test_namespaces_without_records_are_forgotten() -> None:
 
 def test_a_listing_follows_many_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Far more than are put in one by one, and with rows used again."""
-    monkeypatch.setattr(key_order, "_ADDED_BESIDE", 10)
+    monkeypatch.setattr(key_order, "_STALE_BESIDE", 10)
+    monkeypatch.setattr(key_order, "RUN_KEYS", 16)
     index, rng = ColdIndex(1, 500, salt=1), random.Random(3)
     here: set[str] = set()
     numbers = iter(range(100_000))
@@ -362,6 +367,28 @@ def test_a_listing_follows_many_changes(monkeypatch: pytest.MonkeyPatch) -> None
                 break
             after = listed[-1]
         assert listed == sorted(here)
+        for order in index._orders.values():  # what went is left out before long
+            assert sum(map(len, order._runs)) <= (len(here) + 10) * 8 / 7 + 1
+
+
+def test_a_listing_is_prepared_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_order, "RUN_KEYS", 16)
+    index = ColdIndex(1, 500, salt=1)
+    keys = [f"{number * 37 % 101:03}" for number in range(101)]
+    for number, key in enumerate(keys):
+        index.add(place(number), facts_of(key, 1), 0, 1)
+    steps = 1
+    while not index.prepare_page("default"):
+        steps += 1
+    assert steps == 13
+    [order] = index._orders.values()
+    assert all(8 <= len(run) <= 16 for run in order._runs[:-1])
+    index.add(place(200), facts_of("0505", 1), 0, 1)
+    entries, more = index.page("default", "05", "", 3)
+    assert ([entry.key for entry in entries], more) == (["050", "0505", "051"], True)
+    assert len(order._runs) == 13
+    assert len(order._runs[-1]) == 6
+    assert index.prepare_page("none")
 
 
 def test_slots_hold_many_digests_that_begin_alike() -> None:

@@ -155,6 +155,63 @@ async def test_the_newer_version_wins_and_the_older_never_returns(autojump_clock
         assert harness.keys() == {}
 
 
+async def test_an_older_store_never_follows_a_newer_one(autojump_clock: object) -> None:
+    """Not even when the newer one went again before the older one was written."""
+    disk = simulated_disk()
+    original, go_on = disk.write_from, trio.Event()
+
+    async def slow_write(position: int, buffers: Any) -> None:
+        await original(position, buffers)
+        if sum(map(len, buffers)) > 200_000:
+            await go_on.wait()
+
+    async with running(disk) as harness:
+        disk.write_from = slow_write  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(harness.store, "a", 1, value_of("a", 1, 200_000))
+            await trio.sleep(1)
+            assert await harness.store("a", 2, VALUE)
+            entry = harness.tier.find(key_digest("a", NAMESPACE))
+            assert entry is not None
+            disk.damage(record_position(entry.places[0], SEGMENT_BYTES))
+            assert await missing(harness, "a") is Miss.DAMAGED
+            go_on.set()
+        assert harness.keys() == {}
+
+
+async def test_what_supersedes_is_durable_before_what_it_superseded_is_dead(
+    autojump_clock: object,
+) -> None:
+    """A crash in between must leave one of them."""
+    for seed in range(20):
+        disk = simulated_disk(seed)
+        until = UntilCrash(disk)
+        original = disk.write_from
+        async with running(until) as harness:
+            assert await harness.store("a", 1, VALUE, durable=True)
+            await trio.sleep(3)
+
+            async def write_and_crash(
+                position: int,
+                buffers: Any,
+                original: Any = original,
+                until: UntilCrash = until,
+                disk: FaultyDisk = disk,
+            ) -> None:
+                await original(position, buffers)
+                if len(buffers) == 1:  # dead marks
+                    until.gone = True
+                    disk.crash()
+
+            assert await harness.store("a", 2, value_of("a", 2, 5000))
+            disk.write_from = write_and_crash  # type: ignore[method-assign]
+            await trio.sleep(3)
+            assert until.gone
+        disk.write_from = original  # type: ignore[method-assign]
+        async with running(disk) as harness:
+            assert harness.keys().keys() == {"a"}
+
+
 async def test_the_same_version_is_written_once(autojump_clock: object) -> None:
     disk = simulated_disk()
     async with running(disk) as harness:
@@ -236,6 +293,33 @@ async def test_an_object_past_its_time_is_a_miss(autojump_clock: object) -> None
         assert [entry.key for entry in harness.withdrawn] == ["a"]
 
 
+async def test_what_is_discarded_while_it_waits_for_room_is_not_written(
+    autojump_clock: object,
+) -> None:
+    disk = simulated_disk()
+    disk.faults.latency_seconds = 0.1
+    until = UntilCrash(disk)
+    original = disk.write_from
+
+    async def write_and_crash(position: int, buffers: Any) -> None:
+        await original(position, buffers)
+        if len(buffers) > 1:  # a record
+            await disk.sync()
+            until.gone = True
+            disk.crash()
+
+    async with running(until) as harness, trio.open_nursery() as nursery:
+        nursery.start_soon(harness.store, "a", 1, VALUE)
+        await trio.testing.wait_all_tasks_blocked()
+        assert harness.tier.statistics()["segments"]["open"] == 0, "it waits"
+        disk.write_from = write_and_crash  # type: ignore[method-assign]
+        harness.discard("a", 1)
+        await harness.tier.discards_durable()
+    disk.write_from = original  # type: ignore[method-assign]
+    async with running(disk) as harness:
+        assert harness.keys() == {}
+
+
 async def test_full_segments_are_sealed_and_the_oldest_reclaimed(autojump_clock: object) -> None:
     disk = simulated_disk(segments=6)
     async with running(disk) as harness:
@@ -267,6 +351,18 @@ async def test_what_is_hot_or_the_last_copy_is_kept(autojump_clock: object) -> N
         assert (await harness.load("last"))[1] == value_of("last", 1, 90_000)
         assert harness.tier.statistics()["kept_records"] >= 2
         assert harness.tier.statistics()["write_amplification"] < 1.25
+
+
+async def test_what_expired_is_not_kept(autojump_clock: object) -> None:
+    now = [1000.0]
+    async with running(simulated_disk(segments=6), now=lambda: now[0]) as harness:
+        harness.last_copies.add(key_digest("old", NAMESPACE))
+        assert await harness.store("old", 1, VALUE, expires_unix_ms=1_500_000)
+        now[0] = 2000.0
+        for number in range(60):
+            assert await harness.store(f"{number:02}", 1, value_of("n", 1, 90_000))
+        assert harness.tier.statistics()["kept_records"] == 0
+        assert "old" in [entry.key for entry in harness.withdrawn]
 
 
 async def test_a_segment_is_drained_before_it_is_reused(autojump_clock: object) -> None:
@@ -349,7 +445,9 @@ async def test_a_failed_write_is_refused_and_the_rest_goes_on(autojump_clock: ob
         assert harness.tier.statistics()["refused"] == {"failed": 1}
 
 
-async def test_a_full_disk_makes_it_read_only(autojump_clock: object) -> None:
+async def test_a_full_disk_makes_it_read_only(
+    autojump_clock: object, caplog: pytest.LogCaptureFixture
+) -> None:
     disk = simulated_disk()
     async with running(disk) as harness:
         assert await harness.store("a", 1, VALUE)
@@ -357,6 +455,8 @@ async def test_a_full_disk_makes_it_read_only(autojump_clock: object) -> None:
         assert not await harness.store("b", 1, VALUE)
         assert harness.tier.state is TierState.READ_ONLY
         assert "writing failed" in harness.tier.why
+        assert harness.states == [TierState.READ_ONLY]
+        assert "the SSD tier is read_only: writing failed" in caplog.text
         assert (await harness.load("a"))[1] == VALUE
         assert harness.tier.admit(key_digest("c", NAMESPACE), MIB, 5) is Refusal.READ_ONLY
 
@@ -399,6 +499,7 @@ async def test_reads_that_always_fail_turn_it_off(autojump_clock: object) -> Non
         disk.faults.read_error = 1.0
         reasons = [await missing(harness, str(number)) for number in range(20)]
         assert reasons == [Miss.READ_ERROR] * 16 + [Miss.OFF] * 4
+        assert harness.states == [TierState.OFF]
 
 
 async def test_a_group_of_durable_stores_shares_a_sync(autojump_clock: object) -> None:

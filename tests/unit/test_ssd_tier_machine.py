@@ -6,8 +6,10 @@ was stored durably survives; and what a start would find on the disk is what the
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import Any
 
 import trio
@@ -30,10 +32,10 @@ from tests.unit.cold_harness import (
     value_of,
 )
 
-KEYS = st.sampled_from("abcdefgh")
-LENGTHS = st.one_of(
-    st.sampled_from([0, 1, 4096, 300_000]), st.integers(0, 20_000), st.integers(0, 500_000)
-)
+NAMES = [f"key {number}" for number in range(24)]
+KEYS = st.sampled_from(NAMES)
+LENGTHS = st.sampled_from([0, 1, 4096, 20_000, 100_000, 300_000])
+TASKS = 6
 
 
 @dataclass
@@ -61,11 +63,13 @@ class Store:
 @dataclass(frozen=True)
 class Discard:
     key: str
+    durably: bool
 
 
 OPERATIONS = st.lists(
     st.one_of(
-        st.builds(Store, KEYS, LENGTHS, st.booleans(), st.booleans()), st.builds(Discard, KEYS)
+        st.builds(Store, KEYS, LENGTHS, st.booleans(), st.booleans()),
+        st.builds(Discard, KEYS, st.booleans()),
     ),
     min_size=1,
     max_size=6,
@@ -149,7 +153,9 @@ class TierAgainstDict(RuleBasedStateMachine):
             await trio.sleep(0.0005)
             for each in operations:
                 if isinstance(each, Discard):
-                    self.discard(each.key)
+                    clock = self.discard(each.key)
+                    if each.durably:
+                        nursery.start_soon(self.wait_until_durable, {each.key: clock})
 
     async def store(self, store: Store, clock: int) -> None:
         value = value_of(store.key, clock, store.length, compressible=store.compressible)
@@ -165,41 +171,96 @@ class TierAgainstDict(RuleBasedStateMachine):
             if store.durable and not self.until.gone:
                 known.durable = max(clock, known.durable or 0)
 
-    def discard(self, key: str) -> None:
+    def discard(self, key: str) -> int:
         assert self.harness is not None
         self.harness.discard(key, self.clock)
         known = self.of(key)
         known.discarded = self.clock
         known.newest, known.durable, known.withdrawn = None, None, True
+        return self.clock
+
+    async def wait_until_durable(self, discarded: dict[str, int]) -> None:
+        assert self.harness is not None
+        try:
+            await self.harness.tier.discards_durable()
+        except TierOff:
+            return
+        for key, clock in discarded.items():
+            known = self.of(key)
+            known.discarded_durably = max(known.discarded_durably, clock)
+
+    def discarded(self) -> dict[str, int]:
+        return {key: known.discarded for key, known in self.known.items()}
 
     @rule(operations=OPERATIONS)
     def several(self, operations: list[Store | Discard]) -> None:
         if self.harness is not None:
             self.loop.call(lambda: self.carry_out(operations))
 
+    @rule(seed=st.integers(0, 2**32), count=st.integers(20, 80))
+    def many(self, seed: int, count: int) -> None:
+        if self.harness is not None:
+            self.loop.call(partial(self.carry_out_many, Random(seed), count))
+
+    async def carry_out_many(self, random: Random, count: int) -> None:
+        """Several tasks, each doing one thing after the other: enough to fill the disk."""
+        left = iter(range(count))
+
+        async def work() -> None:
+            for _ in left:
+                if self.until.gone:
+                    return
+                key, choice = random.choice(NAMES), random.random()
+                if choice < 0.6:
+                    self.clock += 1
+                    length = random.choice([0, 5000, 60_000, 200_000, 200_000, 300_000])
+                    durable, compressible = random.random() < 0.2, random.random() < 0.2
+                    await self.store(Store(key, length, durable, compressible), self.clock)
+                elif choice < 0.9:
+                    await self.load_amid(key)
+                else:
+                    clock = self.discard(key)
+                    if choice < 0.95:
+                        await self.wait_until_durable({key: clock})
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(TASKS):
+                nursery.start_soon(work)
+
+    async def load_amid(self, key: str) -> None:
+        """While it may change."""
+        assert self.harness is not None
+        discarded, newest = self.of(key).discarded, self.of(key).newest
+        try:
+            facts, value = await self.harness.load(key)
+        except ColdMiss:
+            return
+        clock = facts.version.clock
+        assert value == self.values[key, clock]
+        assert clock > discarded
+        assert clock >= (newest or 0)
+
     @rule()
     def make_discards_durable(self) -> None:
         if self.harness is None:
             return
-        discarded = {key: known.discarded for key, known in self.known.items()}
-        try:
-            self.loop.call(self.harness.tier.discards_durable)
-        except TierOff:
-            return
-        for key, clock in discarded.items():
-            self.of(key).discarded_durably = clock
+        self.loop.call(partial(self.wait_until_durable, self.discarded()))
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 1.1]))
     def wait(self, seconds: float) -> None:
-        discarded = {key: known.discarded for key, known in self.known.items()}
+        discarded = self.discarded()
         self.loop.call(partial(trio.sleep, seconds))
+        if seconds >= 1 and self.harness is not None:
+            segments = self.harness.tier._log.table.segments
+            assert not any(segment.writes or segment.reads for segment in segments)
         if seconds >= 1 and not self.faulty:
             for key, clock in discarded.items():
                 self.of(key).discarded_durably = clock
 
-    @rule(key=KEYS)
-    def load(self, key: str) -> None:
-        self.check(key)
+    @rule()
+    def load(self) -> None:
+        for key in NAMES:
+            self.check(key)
 
     @rule()
     def restart(self) -> None:
@@ -210,14 +271,21 @@ class TierAgainstDict(RuleBasedStateMachine):
                 known.discarded_durably = known.discarded
         self.reopen(lost=self.faulty)
 
-    @rule(operations=st.one_of(st.just([]), OPERATIONS), seconds=st.floats(0, 0.01))
+    @rule(operations=OPERATIONS, seconds=st.floats(0, 0.01))
     def crash(self, operations: list[Store | Discard], seconds: float) -> None:
+        self.crash_amid(lambda: self.carry_out(operations), seconds)
+
+    @rule(seed=st.integers(0, 2**32), seconds=st.floats(0, 0.1))
+    def crash_amid_many(self, seed: int, seconds: float) -> None:
+        self.crash_amid(lambda: self.carry_out_many(Random(seed), 1000), seconds)
+
+    def crash_amid(self, doing: Callable[[], Awaitable[None]], seconds: float) -> None:
         """The machine loses its power in the middle of something."""
 
         async def begin_and_crash() -> None:
             async with trio.open_nursery() as nursery:
                 if self.harness is not None:
-                    nursery.start_soon(self.carry_out, operations)
+                    nursery.start_soon(doing)
                 await trio.sleep(seconds)
                 self.until.gone = True
                 self.disk.crash()
@@ -234,7 +302,7 @@ class TierAgainstDict(RuleBasedStateMachine):
             self.disk = simulated_disk(self.clock, 6)
             self.known = {}
             self.open()
-        for key in "abcdefgh":
+        for key in NAMES:
             self.look_after_start(key, lost)
 
     def look_after_start(self, key: str, lost: bool) -> None:
@@ -280,7 +348,7 @@ class TierAgainstDict(RuleBasedStateMachine):
         log = self.harness.tier._log
         entries = [
             entry
-            for key in "abcdefgh"
+            for key in NAMES
             if (entry := self.harness.tier.find(key_digest(key, NAMESPACE))) is not None
         ]
         for entry in entries:
@@ -289,15 +357,15 @@ class TierAgainstDict(RuleBasedStateMachine):
             assert log.index.live_bytes == sum(entry.disk_bytes for entry in entries)
         assert self.harness.tier.statistics()["queued_bytes"] == 0
         for segment in log.table.segments:
-            assert not segment.writes
             assert log.index.segment_live_bytes(segment.number) <= log.table.usable_bytes
 
     @rule()
     def a_start_would_find_the_same(self) -> None:
         if self.faulty or self.harness is None:
             return
-        self.make_discards_durable()
+        self.wait(1.1)
         self.take_withdrawn()
+        expected = self.harness.keys()
         copy = simulated_disk(0, (self.disk.size_bytes >> 20) - 1)
         copy.poke(0, self.disk.peek(0, self.disk.size_bytes))
         found: dict[str, int] = {}
@@ -307,21 +375,22 @@ class TierAgainstDict(RuleBasedStateMachine):
                 found.update(harness.keys())
 
         self.loop.call(look)
-        assert found == self.harness.keys()
+        assert found == expected
 
 
 class FaultyTierAgainstDict(TierAgainstDict):
     faulty = True
 
     @rule(
-        read_error=st.sampled_from([0.0, 0.2]),
-        write_error=st.sampled_from([0.0, 0.1]),
-        rot=st.sampled_from([0.0, 0.1]),
-        misdirected_read=st.sampled_from([0.0, 0.1]),
-        short_read=st.sampled_from([0.0, 0.1]),
-        sync_error=st.sampled_from([0.0, 0.1]),
+        chances=st.dictionaries(
+            st.sampled_from(
+                ["read_error", "short_read", "rot", "misdirected_read", "write_error", "sync_error"]
+            ),
+            st.sampled_from([0.02, 0.3]),
+            max_size=2,
+        )
     )
-    def fail(self, **chances: float) -> None:
+    def fail(self, chances: dict[str, float]) -> None:
         self.disk.faults = DiskFaults(latency_seconds=0.001, **chances)
 
 
