@@ -214,6 +214,24 @@ def test_one_trio_run_after_the_other(disk: FileDisk, by_threads: list[int]) -> 
     assert by_threads == []
 
 
+def test_closing_after_the_run_leaves_nothing_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    disk = opened(tmp_path, SIZE)
+    trio.run(check_reading, disk)
+    disk.close()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+async def test_closing_an_idle_disk_leaves_nothing_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    disk = opened(tmp_path, SIZE)
+    await check_reading(disk)
+    disk.close()
+    with trio.fail_after(20):
+        while len(os.listdir("/proc/self/fd")) > len(before):
+            await trio.sleep(0.001)
+
+
 async def test_ctrl_c_does_not_come_in_between(
     disk: FileDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
