@@ -1,1 +1,1 @@
-"""Cold objects on a local disk: a log of segments, an index of what is in it, and who may come in."""
+"""Cold objects on local NVMe: a log of segments in one file or on one block device."""

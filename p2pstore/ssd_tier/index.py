@@ -1,40 +1,41 @@
 """What is on the disk: a row for each record, found by digest, listed by key. Pure.
 
-Rows lie in one piece of memory that is reserved at once and costs what is written to it: some 110 bytes for an object
-of one part, and its key. The parts of an object are chained. Lower versions give way to higher ones as rows are added;
-an object is found when all its parts are there.
+The parts of an object are chained. Lower versions give way to higher ones as records are added; an object is found when
+all its parts are there. Whatever a call gives back as dropped or superseded must be marked dead on the disk.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from p2pstore.errors import CapacityExceeded
-from p2pstore.objects import Version
+from p2pstore.objects import PART_BYTES, Version
 from p2pstore.ssd_tier.digest_slots import NOT_FOUND, DigestSlots
-from p2pstore.ssd_tier.key_texts import KeyTexts, Namespaces
+from p2pstore.ssd_tier.footer import Footer
+from p2pstore.ssd_tier.key_order import KeyOrder
 from p2pstore.ssd_tier.layout import ColdFacts, RecordPlace, part_count, record_bytes
-from p2pstore.ssd_tier.rows import (
-    FLAG_PIN,
-    FLAG_SOFT,
-    MAX_REPLICAS,
-    ROW,
-    ROW_BYTES,
-    ROW_STRUCT,
-    Rows,
-    disk_bytes,
-    flags_of,
+from p2pstore.ssd_tier.namespace_sweeps import NamespaceSweeps
+from p2pstore.ssd_tier.record_rows import (
+    CLOCK,
+    DIGEST,
+    END,
+    EXPIRES,
+    FLAGS,
+    LENGTH,
+    PART,
+    REPLICAS,
+    ROOT,
+    STORED_BYTES,
+    WRITER,
+    RecordRows,
 )
+from p2pstore.ssd_tier.rows import FLAG_PIN, FLAG_SOFT, ROW_BYTES, Rows
 
 MAX_HITS: Final = 0xFFFF
-_NO_ROW: Final = 0
-"""Row numbers in chains are raised by one, so that zeroed memory is empty."""
 
 
 class ColdEntry(msgspec.Struct, frozen=True, gc=False):
@@ -56,7 +57,7 @@ class ColdEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 class ColdRecord(msgspec.Struct, frozen=True, gc=False):
-    """One record of a segment; `disk_bytes` counts its header page."""
+    """One record of a segment; `disk_bytes` counts its header page, `hits` are those of its object."""
 
     digest: bytes
     version: Version
@@ -74,41 +75,40 @@ class ColdIndex:
     def __init__(self, segments: int, max_records: int, salt: int) -> None:
         self.objects = 0
         """Objects with all their parts."""
-        self.records = 0
-        self.live_bytes = 0
-        """What all records of the index occupy on the disk."""
-        self.max_records = max_records
-        self._rows = np.zeros(max_records, ROW)
-        self._memory = self._rows.view(np.uint8).data
-        self._segment_of = np.zeros(max_records, np.uint32)  # segment + 1; 0: a free row
-        self._namespace_of = np.zeros(max_records, np.uint32)
-        self._next = np.zeros(max_records, np.uint32)  # the next part's row + 1
+        self._rows = RecordRows(segments, max_records)
+        self._slots = DigestSlots(max_records, self._rows.memory, ROW_BYTES, salt)
         self._hits = np.zeros(max_records, np.uint16)
-        self._segments = self._segment_of.data
-        self._namespaces = self._namespace_of.data
-        self._nexts = self._next.data
-        self._hit_counts = self._hits.data
-        self._used = 0  # rows below were in use at some time
-        self._free = array("I")
-        self._slots = DigestSlots(max_records, self._memory, ROW_BYTES, salt)
-        self._texts = KeyTexts()
-        self._names = Namespaces()
-        self._generations = np.zeros(segments, np.uint64)
-        self._live_bytes = np.zeros(segments, np.int64)
-        self._live_records = np.zeros(segments, np.int64)
+        self._hit_counts = self._hits.data  # of the row that an object's chain begins with
+        self._orders: dict[int, KeyOrder] = {}
+        self._sweeps = NamespaceSweeps(self._rows)
+
+    @property
+    def max_records(self) -> int:
+        """As many as there may be."""
+        return self._rows.max_records
+
+    @property
+    def records(self) -> int:
+        """Records in the index, those of objects that are not complete included."""
+        return self._rows.records
 
     @property
     def room(self) -> int:
         """Records that can still be added."""
-        return self.max_records - self.records
+        return self._rows.max_records - self._rows.records
+
+    @property
+    def live_bytes(self) -> int:
+        """What all records of the index occupy on the disk."""
+        return self._rows.live_bytes
 
     def segment_live_bytes(self, segment: int) -> int:
         """What the segment's records in the index occupy."""
-        return int(self._live_bytes[segment])
+        return int(self._rows.segment_live_bytes[segment])
 
     def segment_records(self, segment: int) -> int:
         """How many of its records are in the index."""
-        return int(self._live_records[segment])
+        return int(self._rows.segment_records[segment])
 
     # --- adding --------------------------------------------------------------------------------
 
@@ -117,98 +117,73 @@ class ColdIndex:
     ) -> tuple[RecordPlace, ...]:
         """Put in a record. The places of those that it makes worthless, which must be marked dead: parts of lower
         versions, the same part of the same version at another place, or this record itself when a higher version is
-        there. (Otherwise they would be back after a restart, once the segment of what replaced them is reclaimed.)
+        there, or its namespace is being emptied of it. (Otherwise they would be back after a restart, once the
+        segment of what they lost to is reclaimed.) Of a record that was copied, sync the copy before the mark is
+        written: a crash between these would take both.
 
-        Raises `CapacityExceeded` when the index is full.
+        Raises `CapacityExceeded` when the index is full, and changes nothing then.
         """
-        self._check(place)
+        self._rows.check(place)
+        if self._sweeps:
+            number = self._rows.names.number(facts.namespace)
+            if number is not None and self._sweeps.covers(number, facts.version):
+                return (place,)
         digest, version = facts.digest, facts.version
         superseded: tuple[RecordPlace, ...] = ()
         head = self._slots.find(digest)
         if head != NOT_FOUND:
-            known = self._version(head)
+            known = self._rows.version(head)
             if known > version:
                 return (place,)
             if known < version:
-                superseded = self.drop(digest)
-                head = NOT_FOUND
-        row = self._take_row()
+                superseded, head = self.drop(digest), NOT_FOUND
         if head == NOT_FOUND:
+            row = self._rows.write(place, facts, part, stored_bytes)
             self._slots.insert(digest, row)
-        was_complete = head != NOT_FOUND and self._is_complete(head)
-        self._write(row, place, facts, part, stored_bytes)
-        if head != NOT_FOUND:
-            superseded = self._chain(head, row, part)
-            head = self._slots.find(digest)
         else:
-            head = row
-        self.objects += self._is_complete(head) - was_complete
+            self.objects -= self._is_complete(head)
+            row = self._rows.write(place, facts, part, stored_bytes)
+            superseded = self._chain(digest, head, row, part)
+        self._hit_counts[row] = 0
+        self.objects += self._is_complete(row)
+        order = self._orders.get(self._rows.namespace(row))
+        if order is not None and part == 0:
+            order.added(row)
         return superseded
 
-    def _check(self, place: RecordPlace) -> None:
-        if not self.room:
-            raise CapacityExceeded(
-                f"the index of the SSD tier has no room for more than {self.max_records:,} records"
-            )
-        segment = place.segment
-        if self._live_records[segment] and self._generations[segment] != place.generation:
-            raise ValueError(f"segment {segment} still has records of another generation")
-
-    def _take_row(self) -> int:
-        if self._free:
-            return self._free.pop()
-        self._used += 1
-        return self._used - 1
-
-    def _write(
-        self, row: int, place: RecordPlace, facts: ColdFacts, part: int, stored_bytes: int
-    ) -> None:
-        segment, key, version = place.segment, facts.key.encode(), facts.version
-        self._generations[segment] = place.generation
-        ROW_STRUCT.pack_into(
-            self._memory,
-            row * ROW_BYTES,
-            facts.digest,
-            version.clock,
-            version.root,
-            facts.length,
-            place.sequence,
-            facts.expires_unix_ms,
-            place.page,
-            stored_bytes,
-            self._texts.add(segment, key),
-            version.writer,
-            place.number,
-            len(key),
-            min(facts.replicas, MAX_REPLICAS),
-            0,
-            part,
-            flags_of(facts.pin, facts.soft),
-        )
-        self._segments[row] = segment + 1
-        self._namespaces[row] = self._names.use(facts.namespace)
-        self._nexts[row] = _NO_ROW
-        self._hit_counts[row] = 0
-        size = record_bytes(stored_bytes)
-        self._live_bytes[segment] += size
-        self._live_records[segment] += 1
-        self.live_bytes += size
-        self.records += 1
-
-    def _chain(self, head: int, row: int, part: int) -> tuple[RecordPlace, ...]:
+    def _chain(self, digest: bytes, head: int, row: int, part: int) -> tuple[RecordPlace, ...]:
         """Put the row in front of the others of its object, in place of the one that holds the same part."""
-        digest = self._digest(head)
         self._slots.replace(digest, head, row)
-        self._nexts[row] = head + 1
+        self._rows.follow(row, head)
         before, at = row, head
-        while self._part(at) != part:
-            before, at = at, self._nexts[at] - 1
-            if at < 0:
-                return ()
-        place = self._place(at)
-        self._nexts[before] = self._nexts[at]
-        self._release(at)
-        return (place,)
+        while at != END:
+            following = self._rows.next(at)
+            if self._rows.fields(at)[PART] == part:
+                place = self._rows.place(at)
+                self._rows.follow(before, following)
+                self._release(at)
+                return (place,)
+            before, at = at, following
+        return ()
+
+    def load(
+        self,
+        rows: Rows,
+        segments: npt.NDArray[np.uint32],
+        namespaces: npt.NDArray[np.uint32],
+        names: Sequence[str],
+        texts: Mapping[int, bytes],
+        generations: Mapping[int, int],
+    ) -> None:
+        """Fill an empty index at once: `rows` sorted by digest and part, no two of them alike, only of objects that
+        are complete; for each row its segment and which of `names` it is in; text and generation of segments.
+
+        Raises `CapacityExceeded` for more rows than the index has room for.
+        """
+        self._rows.load(rows, segments, namespaces, names, texts, generations)
+        heads = rows["part"] == 0
+        self._slots.insert_all(rows["digest"][heads], np.flatnonzero(heads).astype(np.uint32))
+        self.objects = int(heads.sum())
 
     # --- finding -------------------------------------------------------------------------------
 
@@ -227,219 +202,169 @@ class ColdIndex:
             self._hit_counts[head] = hits + 1
         return hits
 
-    def records_of(self, segment: int) -> Iterator[ColdRecord]:
-        """The records of a segment in the order of their pages. What is dropped meanwhile is left out."""
-        rows = self._rows_of(segment)
-        sequences = self._rows["sequence"][rows]
-        order = np.argsort(self._rows["page"][rows])
-        for row, sequence in zip(rows[order].tolist(), sequences[order].tolist(), strict=True):
-            place = self._place(row) if self._segments[row] == segment + 1 else None
-            if place is not None and place.sequence == sequence:
-                fields = ROW_STRUCT.unpack_from(self._memory, row * ROW_BYTES)
-                version = Version(fields[1], fields[9], fields[2])
-                head = self._slots.find(fields[0])
-                yield ColdRecord(
-                    fields[0],
-                    version,
-                    fields[3],
-                    fields[14],
-                    place,
-                    fields[7],
-                    record_bytes(fields[7]),
-                    self._hit_counts[head],
-                )
+    def digests(self) -> bytes:
+        """The digests of all objects whose first part is there, 16 bytes each: some 20 ms for a million."""
+        return self._rows.digests()
 
-    def digests_of_namespace(self, namespace_digest: bytes) -> list[bytes]:
-        """The digests of all objects in a namespace, complete or not."""
-        number = self._names.number_of_digest(namespace_digest)
+    def prepare_page(self, namespace: str) -> bool:
+        """A step of a few milliseconds towards `page`: whether there is no further one. (`page` takes those that are
+        left at once: 2 s for a million keys, the first time.)"""
+        order = self._order_of(namespace)
+        return order is None or order.prepare()
+
+    def _order_of(self, namespace: str) -> KeyOrder | None:
+        number = self._rows.names.number(namespace)
         if number is None:
-            return []
-        used = self._segment_of[: self._used] != 0
-        rows = np.flatnonzero(used & (self._namespace_of[: self._used] == number))
-        packed = np.unique(self._rows["digest"][rows], axis=0).tobytes()
-        return [packed[start : start + 16] for start in range(0, len(packed), 16)]
+            return None
+        order = self._orders.get(number)
+        if order is None:
+            order = self._orders[number] = KeyOrder(self._rows, number)
+        return order
 
     def page(
         self, namespace: str, prefix: str, after: str, limit: int
     ) -> tuple[list[ColdEntry], bool]:
         """Up to `limit` objects whose keys begin with `prefix`, in key order, above `after`; and whether there are
         more."""
-        number = self._names.number(namespace)
-        if number is None:
+        order = self._order_of(namespace)
+        if order is None:
             return [], False
-        used = self._segment_of[: self._used] != 0
-        rows = np.flatnonzero(used & (self._namespace_of[: self._used] == number))
-        keys = sorted(
-            (key, self._digest(row))
-            for row in rows.tolist()
-            if (key := self._key(row)).startswith(prefix) and key > after
+        found: list[ColdEntry] = []
+        for row in order.rows_from(prefix, after):
+            entry = self.find(self._rows.fields(row)[DIGEST])
+            if entry is not None:
+                if len(found) == limit:
+                    return found, True
+                found.append(entry)
+        return found, False
+
+    def records_of(self, segment: int) -> Iterator[ColdRecord]:
+        """The records of a segment in the order of their numbers. What is dropped meanwhile is left out."""
+        rows = [(row, self._rows.place(row).sequence) for row in self._rows.of_segment(segment)]
+        for row, sequence in rows:
+            if self._rows.is_at(row, sequence):
+                fields = self._rows.fields(row)
+                yield ColdRecord(
+                    digest=fields[DIGEST],
+                    version=self._rows.version(row),
+                    length=fields[LENGTH],
+                    part=fields[PART],
+                    place=self._rows.place(row),
+                    stored_bytes=fields[STORED_BYTES],
+                    disk_bytes=record_bytes(fields[STORED_BYTES]),
+                    hits=self._hit_counts[self._slots.find(fields[DIGEST])],
+                )
+
+    def footer_of(self, segment: int) -> Footer:
+        """The footer of a segment: all its records in the index. So every record placed in it must have been added
+        or given up by then."""
+        return self._rows.footer(segment)
+
+    def _entry(self, head: int) -> ColdEntry | None:
+        rows = self._rows
+        fields = rows.fields(head)
+        size = record_bytes(fields[STORED_BYTES])
+        if rows.next(head) == END:
+            if fields[LENGTH] > PART_BYTES:
+                return None
+            places: tuple[RecordPlace, ...] = (rows.place_of(head, fields),)
+        else:
+            parts = {each[PART]: (row, each) for row, each in self._parts(head)}
+            if len(parts) < part_count(fields[LENGTH]):
+                return None
+            places = tuple(rows.place_of(*parts[part]) for part in range(len(parts)))
+            size = sum(record_bytes(each[STORED_BYTES]) for _, each in parts.values())
+        version = Version(fields[CLOCK], fields[WRITER], fields[ROOT])
+        namespace = rows.namespace(head)
+        if self._sweeps and self._sweeps.covers(namespace, version):
+            return None
+        return ColdEntry(
+            fields[DIGEST],
+            version,
+            fields[LENGTH],
+            rows.names.name(namespace),
+            rows.key_of(head, fields),
+            places,
+            self._hit_counts[head],
+            fields[EXPIRES],
+            fields[REPLICAS],
+            fields[FLAGS] & FLAG_PIN,
+            fields[FLAGS] & FLAG_SOFT > 0,
+            size,
         )
-        entries = [entry for _, digest in dict(keys).items() if (entry := self.find(digest))]
-        return entries[:limit], len(entries) > limit
+
+    def _parts(self, head: int) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        row = head
+        while row != END:
+            yield row, self._rows.fields(row)
+            row = self._rows.next(row)
+
+    def _is_complete(self, head: int) -> bool:
+        parts = part_count(self._rows.fields(head)[LENGTH])
+        return parts == 1 or parts == sum(1 for _ in self._parts(head))
 
     # --- dropping ------------------------------------------------------------------------------
 
     def drop(self, digest: bytes) -> tuple[RecordPlace, ...]:
-        """Take out all records of a digest; their places, which must be marked dead."""
+        """Take out all records of a digest, complete or not; their places, which must be marked dead."""
         head = self._slots.find(digest)
         if head == NOT_FOUND:
             return ()
         self.objects -= self._is_complete(head)
         self._slots.remove(digest, head)
-        places, row = [], head
-        while row >= 0:
-            places.append(self._place(row))
-            following = self._nexts[row] - 1
-            self._release(row)
-            row = following
+        places = []
+        while head != END:
+            places.append(self._rows.place(head))
+            following = self._rows.next(head)
+            self._release(head)
+            head = following
         return tuple(places)
 
-    def drop_segment(self, segment: int) -> list[ColdEntry]:
-        """Take out every object that has a record in the segment, with its records elsewhere. The objects that
-        were complete; those of their places that lie in other segments must be marked dead."""
+    def drop_segment(self, segment: int) -> tuple[list[ColdEntry], list[RecordPlace]]:
+        """Take out every object that has a record in the segment, with its records elsewhere: the objects that could
+        be found until now, and the places in other segments, which must be marked dead."""
         lost: list[ColdEntry] = []
-        for row in self._rows_of(segment).tolist():
-            if self._segments[row] == segment + 1:
-                digest = self._digest(row)
-                if entry := self.find(digest):
-                    lost.append(entry)
-                self.drop(digest)
-        self._texts.drop(segment)
-        return lost
+        elsewhere: list[RecordPlace] = []
+        for record in self.records_of(segment):
+            entry = self.find(record.digest)
+            if entry is not None:
+                lost.append(entry)
+            places = self.drop(record.digest)
+            elsewhere += [place for place in places if place.segment != segment]
+        return lost, elsewhere
 
     def _release(self, row: int) -> None:
-        segment = self._segments[row] - 1
-        fields = ROW_STRUCT.unpack_from(self._memory, row * ROW_BYTES)
-        size = record_bytes(fields[7])
-        self._segments[row] = 0
-        self._names.leave(self._namespaces[row])
-        self._live_bytes[segment] -= size
-        self._live_records[segment] -= 1
-        self.live_bytes -= size
-        self.records -= 1
-        self._free.append(row)
-        if not self._live_records[segment]:
-            self._texts.drop(segment)
-        elif self._texts.discard(segment, fields[11]):
-            self._gather_text(segment)
+        namespace = self._rows.namespace(row)
+        order = self._orders.get(namespace)
+        if order is not None and self._rows.fields(row)[PART] == 0:
+            order.removed(row)
+        self._rows.release(row)
+        if not self._rows.names.is_used(namespace):
+            self._orders.pop(namespace, None)
+            self._sweeps.forget(namespace)
 
-    def _gather_text(self, segment: int) -> None:
-        rows = self._rows_of(segment)
-        offsets, lengths = self._rows["key_offset"][rows], self._rows["key_bytes"][rows]
-        text, self._rows["key_offset"][rows] = self._texts.gather(segment, offsets, lengths)
-        self._texts.set(segment, text)
+    # --- namespaces ----------------------------------------------------------------------------
 
-    # --- many rows at once ---------------------------------------------------------------------
+    def digests_of_namespace(self, namespace_digest: bytes) -> list[bytes]:
+        """The digests of all objects in a namespace whose first part is there."""
+        number = self._rows.names.number_of_digest(namespace_digest)
+        if number is None:
+            return []
+        return [
+            self._rows.fields(row)[DIGEST]
+            for row in self._rows.first_parts(number, 0, self._rows.end)
+        ]
 
-    def rows_of(self, segment: int) -> tuple[Rows, list[str], bytes]:
-        """(rows in the order of their numbers, namespaces, key text) of a segment, for its footer."""
-        numbers = self._rows_of(segment)
-        rows = self._rows[numbers]
-        order = np.argsort(rows["number"])
-        rows, numbers = rows[order], numbers[order]
-        text, rows["key_offset"] = self._texts.gather(
-            segment, rows["key_offset"], rows["key_bytes"]
-        )
-        used, rows["namespace"] = np.unique(self._namespace_of[numbers], return_inverse=True)
-        return rows, [self._names.name(number) for number in used.tolist()], text
+    def empty_namespace(self, namespace_digest: bytes, up_to: Version) -> None:
+        """From now on nothing in the namespace is found that `up_to` covers; call `sweep` until it is taken out, and
+        until then nothing such is taken in. (`objects` and the bytes count what is not swept yet.)"""
+        number = self._rows.names.number_of_digest(namespace_digest)
+        if number is not None:
+            self._sweeps.begin(number, up_to)
 
-    def load(
-        self,
-        rows: Rows,
-        segments: npt.NDArray[np.uint32],
-        namespaces: npt.NDArray[np.uint32],
-        names: list[str],
-        texts: dict[int, bytes],
-        generations: npt.NDArray[np.uint64],
-    ) -> None:
-        """Fill an empty index at once: `rows` sorted by digest and part, no two of them alike, only of objects that
-        are complete; for each row its segment and which of `names` it is in; the text and generation of segments.
-
-        Raises `CapacityExceeded` for more rows than the index has room for.
-        """
-        if self._used:
-            raise ValueError("only an index that was never used is loaded")
-        count = len(rows)
-        if count > self.max_records:
-            raise CapacityExceeded(
-                f"{count:,} records, the index has room for {self.max_records:,}"
-            )
-        heads = rows["part"] == 0
-        self._rows[:count] = rows
-        self._segment_of[:count] = segments + 1
-        numbers = np.array([self._names.use(name, 0) for name in names], np.uint32)
-        self._namespace_of[:count] = numbers[namespaces]
-        uses = np.bincount(namespaces, minlength=len(names)).tolist()
-        for name, times in zip(names, uses, strict=True):
-            self._names.use(name, times)
-        followed = np.flatnonzero(~heads[1:]) if count else np.empty(0, np.int64)
-        self._next[followed] = followed + 2
-        self._used = self.records = count
-        self._slots.insert_all(rows["digest"][heads], np.flatnonzero(heads).astype(np.uint32))
-        sizes = disk_bytes(rows)
-        np.add.at(self._live_bytes, segments, sizes)
-        np.add.at(self._live_records, segments, 1)
-        self._generations[:] = generations
-        self.live_bytes, self.objects = int(sizes.sum()), int(heads.sum())
-        for segment, text in texts.items():
-            self._texts.set(segment, text)
-
-    # --- one row -------------------------------------------------------------------------------
-
-    def _rows_of(self, segment: int) -> npt.NDArray[np.int64]:
-        return np.flatnonzero(self._segment_of[: self._used] == segment + 1)
-
-    def _digest(self, row: int) -> bytes:
-        return bytes(self._memory[row * ROW_BYTES : row * ROW_BYTES + 16])
-
-    def _version(self, row: int) -> Version:
-        fields = ROW_STRUCT.unpack_from(self._memory, row * ROW_BYTES)
-        return Version(fields[1], fields[9], fields[2])
-
-    def _part(self, row: int) -> int:
-        return ROW_STRUCT.unpack_from(self._memory, row * ROW_BYTES)[14]  # type: ignore[no-any-return]
-
-    def _key(self, row: int) -> str:
-        fields = ROW_STRUCT.unpack_from(self._memory, row * ROW_BYTES)
-        return self._texts.get(self._segments[row] - 1, fields[8], fields[11]).decode()
-
-    def _place(self, row: int) -> RecordPlace:
-        segment = self._segments[row] - 1
-        fields = ROW_STRUCT.unpack_from(self._memory, row * ROW_BYTES)
-        return RecordPlace(
-            segment, int(self._generations[segment]), fields[6], fields[10], fields[4]
-        )
-
-    def _is_complete(self, head: int) -> bool:
-        length = ROW_STRUCT.unpack_from(self._memory, head * ROW_BYTES)[3]
-        parts, row = 0, head
-        while row >= 0:
-            parts += 1
-            row = self._nexts[row] - 1
-        return parts == part_count(length)
-
-    def _entry(self, head: int) -> ColdEntry | None:
-        if not self._is_complete(head):
+    def sweep(self, limit: int) -> list[tuple[bytes, tuple[RecordPlace, ...]]] | None:
+        """Look at up to `limit` rows for `empty_namespace`: the digests taken out with their places, which must be
+        marked dead; None when nothing is left to do."""
+        if not self._sweeps:
             return None
-        fields = ROW_STRUCT.unpack_from(self._memory, head * ROW_BYTES)
-        parts, row, size = [], head, 0
-        while row >= 0:
-            each = ROW_STRUCT.unpack_from(self._memory, row * ROW_BYTES)
-            parts.append((each[14], self._place(row)))
-            size += record_bytes(each[7])
-            row = self._nexts[row] - 1
-        flags = fields[15]
-        return ColdEntry(
-            digest=fields[0],
-            version=Version(fields[1], fields[9], fields[2]),
-            length=fields[3],
-            namespace=self._names.name(self._namespaces[head]),
-            key=self._key(head),
-            places=tuple(place for _, place in sorted(parts)) if len(parts) > 1 else (parts[0][1],),
-            hits=self._hit_counts[head],
-            expires_unix_ms=fields[5],
-            replicas=fields[12],
-            pin=flags & FLAG_PIN,
-            soft=bool(flags & FLAG_SOFT),
-            disk_bytes=size,
-        )
+        return [(digest, self.drop(digest)) for digest in self._sweeps.step(limit)]

@@ -34,10 +34,10 @@ class KeyTexts:
         """The bytes of a key."""
         return bytes(self._texts[segment][offset : offset + length])
 
-    def set(self, segment: int, text: bytes | bytearray) -> None:
-        """Take over the whole text of a segment."""
+    def set(self, segment: int, text: bytes, dead_bytes: int) -> None:
+        """The whole text of a segment, so much of which no record uses."""
         self._texts[segment] = bytearray(text)
-        self._dead_bytes.pop(segment, None)
+        self._dead_bytes[segment] = dead_bytes
 
     def drop(self, segment: int) -> None:
         """The segment has no records any more."""
@@ -87,6 +87,10 @@ class Namespaces:
             name = self._names[number]
             del self._numbers[name], self._digests[namespace_digest(name)]
             self._free.append(number)
+
+    def is_used(self, number: int) -> bool:
+        """Whether any record is in the namespace of this number."""
+        return self._uses[number] > 0
 
     def name(self, number: int) -> str:
         """The name of a namespace that records are in."""

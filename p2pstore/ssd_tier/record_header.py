@@ -216,6 +216,15 @@ def _header(place: RecordPlace, body: _Body) -> RecordHeader:
     return header
 
 
+def record_generation(
+    page: bytes | memoryview, store_id: bytes, segment: int, page_number: int
+) -> int | None:
+    """The generation of the segment in which this page was written here as a record header, None if it was not."""
+    magic, _, _, _, _, generation, *_ = _PREFIX.unpack_from(page)
+    seed = place_seed(store_id, segment, generation, page_number)
+    return generation if magic == RECORD_MAGIC and page_is_sealed(page, seed) else None
+
+
 def joined_facts(headers: Sequence[RecordHeader]) -> ColdFacts:
     """The facts of an object, with the sums of all its parts in order.
 

@@ -4,8 +4,8 @@ A segment's life on the disk:
 
 1. Its start is written and synced with a generation that is one higher than the last one: it is free. From then
    on no record and no footer of an earlier generation counts.
-2. Before the first record is written to it, its start is written and synced again, now `opened`. So a segment that
-   is not opened is known to hold nothing of its generation, and need not be searched.
+2. Before the first record is written to it, its start is `opened`, and synced: with the first step, or later. So a
+   segment that is not opened is known to hold nothing of its generation, and need not be searched.
 3. Its footer is written: it is sealed (`footer`).
 
 What is checked fits into one sector of 512 bytes, so a write that is torn leaves the old or the new.

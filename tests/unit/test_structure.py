@@ -19,6 +19,15 @@ ROOT = Path(__file__).parents[2]
 # Where packages live, and the name each is imported by. The longest match wins.
 PACKAGES = {"p2pstore": "p2pstore", "cli/mooncake_p2p": "mooncake_p2p"}
 
+SSD_TIER_KNOWS = (
+    "p2pstore.ssd_tier",
+    "p2pstore.objects",
+    "p2pstore.errors",
+    "p2pstore.wire",
+    "p2pstore.nursery",
+)
+"""Of p2pstore: the tier knows no peers, no memory segments and no settings."""
+
 STRANGERS = ("p2pstore.gossip", "p2pstore.transfer", "p2pstore.ssd_tier")
 
 LIBP2P = ("libp2p", "multiaddr")
@@ -58,8 +67,9 @@ PURE = (
         for name in (
             *("layout", "record_header", "superblock", "dead_marks", "rows", "footer", "payload"),
             *("index", "digest_slots", "key_texts", "key_order", "compression"),
-            *("recovery", "segment_search"),
-            "disk_protocol",
+            *("record_rows", "namespace_sweeps"),
+            *("recovery", "refill", "segment_search", "disk_protocol"),
+            *("admission", "health", "measures", "misses", "reinsertion", "segments"),
         )
     ),
     *(
@@ -210,6 +220,12 @@ def check(sources: Mapping[str, str]) -> list[str]:
                 others = [each for each in STRANGERS if each != stranger]
                 if within(module, [stranger]) and within(name, others):
                     broken.append(f"{where}: imports {name}; only the peer knows both")
+            if (
+                within(module, ["p2pstore.ssd_tier"])
+                and within(name, ["p2pstore"])
+                and not within(name, SSD_TIER_KNOWS)
+            ):
+                broken.append(f"{where}: imports {name}; the SSD tier knows {SSD_TIER_KNOWS}")
             if within(name, LIBP2P) and path != LIBP2P_MODULE:
                 broken.append(f"{where}: imports {name}; only {LIBP2P_MODULE} may")
             if within(name, ["pyverbs"]):
@@ -294,6 +310,7 @@ def test_what_the_design_allows_passes() -> None:
             "import importlib as i\ni.import_module('p2pstore.gossip')",
             "peer",
         ),
+        ("p2pstore/ssd_tier/a.py", "from p2pstore.core import placing", "the SSD tier knows"),
         ("p2pstore/gossip/other.py", "import libp2p.peer.id", "may"),
         ("p2pstore/peer.py", "def f():\n    from multiaddr import Multiaddr", "may"),
         ("p2pstore/transfer/other.py", "def f():\n    import pyverbs", "rdma_verbs.py may"),

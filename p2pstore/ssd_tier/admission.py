@@ -1,0 +1,146 @@
+"""Whether an object that leaves memory is worth writing to the SSD. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from p2pstore.objects import KIB, MAX_OBJECT_BYTES, MIB
+
+SECONDS_A_DAY: Final = 86_400.0
+
+
+class Refusal(Enum):
+    """Why an object is not written."""
+
+    READ_ONLY = "read_only"
+    TOO_SMALL = "too_small"
+    TOO_LARGE = "too_large"
+    SEEN_ONCE = "seen_once"
+    QUEUE_FULL = "queue_full"
+    WRITE_BUDGET_SPENT = "write_budget_spent"
+    NO_ROOM = "no_room"
+    """No segment became free in time."""
+    OUTDATED = "outdated"
+    """The tier holds, or was told to discard, this version or a newer one."""
+    FAILED = "failed"
+    """The disk failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionPolicy:
+    """What is written to the SSD."""
+
+    min_bytes: int = 16 * KIB
+    """Each object takes a header page of 4 KiB: smaller ones cost more than they give."""
+    max_bytes: int = MAX_OBJECT_BYTES
+    min_hits: int = 1
+    """Reads before an object is worth a write; a last copy needs none."""
+    write_bytes_per_day: int | None = None
+    """What the device is rated for; None: no limit."""
+    burst_seconds: float = 3600.0
+    """How much of the budget may be saved up and spent at once."""
+    max_queued_bytes: int = 256 * MIB
+    """Bytes on their way to the disk; beyond that objects are not written."""
+    compress: bool = True
+    """Whether lz4 is tried where a sample says that it pays."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_bytes <= self.max_bytes:
+            raise ValueError("min_bytes must be between 0 and max_bytes")
+        if self.write_bytes_per_day is not None and self.write_bytes_per_day < 1:
+            raise ValueError("write_bytes_per_day must be positive, or None for no limit")
+        if self.burst_seconds <= 0 or self.max_queued_bytes < 1 or self.min_hits < 0:
+            raise ValueError("burst_seconds and max_queued_bytes must be positive, min_hits >= 0")
+
+
+class WriteBudget:
+    """A token bucket of bytes per day. What must be written anyway may leave it in debt."""
+
+    def __init__(self, bytes_per_day: int, burst_seconds: float, now: float) -> None:
+        self.bytes_per_second = bytes_per_day / SECONDS_A_DAY
+        self.burst_bytes = self.bytes_per_second * burst_seconds
+        self._balance = self.burst_bytes
+        self._at = now
+
+    def balance(self, now: float) -> float:
+        """Bytes that may be written now; below 0 when in debt. A clock that goes back earns nothing."""
+        if now > self._at:
+            earned = (now - self._at) * self.bytes_per_second
+            self._balance = min(self.burst_bytes, self._balance + earned)
+        self._at = now
+        return self._balance
+
+    def spend(self, count: int, now: float) -> None:
+        """Take `count` bytes, whatever the balance is."""
+        self._balance = self.balance(now) - count
+
+
+@dataclass(slots=True)
+class Admission:
+    """Decides, and counts what it refused by reason."""
+
+    policy: AdmissionPolicy
+    now: float
+    """When it begins."""
+    admitted: int = 0
+    refused: Counter[Refusal] = field(default_factory=Counter)
+    budget: WriteBudget | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        per_day = self.policy.write_bytes_per_day
+        self.budget = WriteBudget(per_day, self.policy.burst_seconds, self.now) if per_day else None
+
+    def decide(
+        self,
+        length_bytes: int,
+        *,
+        hits: int,
+        last_copy: bool,
+        queued_bytes: int,
+        read_only: bool,
+        now: float,
+    ) -> Refusal | None:
+        """None when the object should be written: its bytes are then taken from the budget."""
+        refusal = self._refusal(length_bytes, hits, last_copy, queued_bytes, read_only, now)
+        if refusal is not None:
+            self.refused[refusal] += 1
+            return refusal
+        self.admitted += 1
+        self.spend(length_bytes, now)
+        return None
+
+    def spend(self, count: int, now: float) -> None:
+        """Bytes are written that nobody was asked about: durable puts, records that reclaim keeps."""
+        if self.budget is not None:
+            self.budget.spend(count, now)
+
+    def _refusal(
+        self,
+        length_bytes: int,
+        hits: int,
+        last_copy: bool,
+        queued_bytes: int,
+        read_only: bool,
+        now: float,
+    ) -> Refusal | None:
+        policy = self.policy
+        if read_only:
+            return Refusal.READ_ONLY
+        if length_bytes < policy.min_bytes:
+            return Refusal.TOO_SMALL
+        if length_bytes > policy.max_bytes:
+            return Refusal.TOO_LARGE
+        if hits < policy.min_hits and not last_copy:
+            return Refusal.SEEN_ONCE
+        if queued_bytes and queued_bytes + length_bytes > policy.max_queued_bytes:
+            return (
+                Refusal.QUEUE_FULL
+            )  # one that is longer than the whole queue goes when it is empty
+        if self.budget is not None and self.budget.balance(now) < min(
+            length_bytes, self.budget.burst_bytes
+        ):
+            return Refusal.WRITE_BUDGET_SPENT
+        return None

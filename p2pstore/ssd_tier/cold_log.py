@@ -1,0 +1,269 @@
+"""What all parts of the tier share: the disk, what is on it, and what is under way.
+
+Every record on the disk is in the index, or marked dead, or under way: there is no fourth case. Therefore a discard,
+which marks what the index has and what is under way, covers everything that could come back after a crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+import trio
+
+from p2pstore.objects import MIB, Version, namespace_digest
+from p2pstore.ssd_tier.admission import Admission
+from p2pstore.ssd_tier.dead_marks import DeadMarks
+from p2pstore.ssd_tier.disk_protocol import Disk
+from p2pstore.ssd_tier.footer import encode_footer
+from p2pstore.ssd_tier.group_commit import GroupCommit
+from p2pstore.ssd_tier.health import Health, TierState
+from p2pstore.ssd_tier.index import ColdEntry, ColdIndex
+from p2pstore.ssd_tier.layout import RecordPlace, record_position, segment_position
+from p2pstore.ssd_tier.measures import Measures
+from p2pstore.ssd_tier.scratch import ScratchMemory
+from p2pstore.ssd_tier.segments import Segment, SegmentState, SegmentTable
+from p2pstore.ssd_tier.superblock import Superblock
+from p2pstore.ssd_tier.waking import Condition, Signal
+
+_TRUSTED: Final = (SegmentState.OPEN, SegmentState.SEALING, SegmentState.SEALED)
+SWEPT_ROWS: Final = 2000
+"""A step of `sweep`: some milliseconds when all of them go."""
+INLINE_BYTES: Final = MIB
+"""Hashing so much takes some 0.1 ms, about as long as going to a thread and back."""
+WORKERS: Final = 4
+"""Threads that hash and compress at the same time."""
+
+Result = TypeVar("Result")
+Withdraw = Callable[[Sequence[ColdEntry]], None]
+"""Told of objects that the tier loses by its own decision, before their bytes go."""
+
+
+@dataclass(slots=True, eq=False)
+class UnderWay:
+    """An object (or a record of it that is kept) on its way to the disk."""
+
+    digest: bytes
+    version: Version
+    namespace: str
+    places: list[RecordPlace] = field(default_factory=list)
+    discarded: bool = False
+    """It was discarded meanwhile: its records are marked dead already."""
+
+
+class ColdLog:
+    """State, and the steps that keep it consistent. Nothing here waits, except for room."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        superblock: Superblock,
+        table: SegmentTable,
+        index: ColdIndex,
+        marks: list[DeadMarks],
+        admission: Admission,
+        nursery: trio.Nursery,
+        withdraw: Withdraw,
+        unix: Callable[[], float],
+    ) -> None:
+        self.disk = disk
+        self.superblock = superblock
+        self.table = table
+        self.index = index
+        self.marks = marks
+        self.admission = admission
+        self.unix = unix
+        self.health = Health()
+        self.measures = Measures()
+        self.scratch = ScratchMemory()
+        self.workers = trio.CapacityLimiter(WORKERS)
+        self.commit = GroupCommit(disk, nursery, self._sync_failed)
+        self.dirty = {each.number for each in table.segments if marks[each.number].dirty}
+        """Segments with dead marks that are not on their way to the disk."""
+        self.sweeping = False
+        """Whether `sweep` has something to do."""
+        self.marked = Signal()
+        """There are new dead marks."""
+        self.work = Signal()
+        """A segment may have to be sealed, reclaimed or started."""
+        self.room = Condition()
+        """There may be room for records, or never any more."""
+        self.drained = Condition()
+        """Reads ended in segments that drain."""
+        self._withdraw = withdraw
+        self._under_way: dict[bytes, list[UnderWay]] = {}
+
+    @property
+    def store_id(self) -> bytes:
+        return self.superblock.store_id
+
+    @property
+    def segment_bytes(self) -> int:
+        return self.superblock.segment_bytes
+
+    def position(self, place: RecordPlace) -> int:
+        """Where on the disk a record begins."""
+        return record_position(place, self.segment_bytes)
+
+    def segment_position(self, segment: Segment) -> int:
+        """Where on the disk a segment begins."""
+        return segment_position(segment.number, self.segment_bytes)
+
+    def footer(self, segment: Segment) -> bytes:
+        """The footer of a segment, with all of its records that the index has."""
+        footer = self.index.footer_of(segment.number)
+        return encode_footer(self.store_id, segment.number, segment.generation, footer)
+
+    async def run(self, length: int, work: Callable[..., Result], *arguments: object) -> Result:
+        """Work through so many bytes: in a thread, where that would hold up everything else for long. It cannot be
+        interrupted, so the memory is free again when this returns, cancelled or not."""
+        if length <= INLINE_BYTES:
+            return work(*arguments)
+        return await trio.to_thread.run_sync(work, *arguments, limiter=self.workers)
+
+    # Records.
+
+    @contextmanager
+    def under_way(self, digest: bytes, version: Version, namespace: str) -> Iterator[UnderWay]:
+        """While the block runs, discards cover the records in `places`, and their segments are not sealed.
+
+        Those that the index does not have when the block ends, however that happens, are marked dead. The block adds
+        to `places` what the table gave it.
+        """
+        job = UnderWay(digest, version, namespace)
+        self._under_way.setdefault(digest, []).append(job)
+        try:
+            yield job
+        finally:
+            jobs = self._under_way[digest]
+            jobs.remove(job)
+            if not jobs:
+                del self._under_way[digest]
+            entry = self.index.find(digest)
+            known = entry.places if entry is not None else ()
+            self.mark_dead(place for place in job.places if place not in known)
+            for place in job.places:
+                self.table.written(place)
+            self.work.send()
+
+    def is_trusted(self, place: RecordPlace) -> bool:
+        """Whether the segment of what was written there still takes part in the log."""
+        segment = self.table[place.segment]
+        return segment.generation == place.generation and segment.state in _TRUSTED
+
+    def end_reads(self, segments: Iterable[int]) -> None:
+        """Each of these segments has a read less under way."""
+        ended = [self.table.end_read(number) for number in segments]
+        if any(ended):
+            self.drained.changed()
+
+    def mark_dead(self, places: Iterable[RecordPlace]) -> None:
+        """These records do not count any more: soon on the disk as well."""
+        for place in places:
+            marks = self.marks[place.segment]
+            if self.table[place.segment].generation == place.generation:
+                marks.mark(place.number)
+                if marks.dirty:
+                    self.dirty.add(place.segment)
+                    self.marked.send()
+
+    def discard(self, digest: bytes, up_to: Version) -> bool:
+        """The object does not count any more unless it is newer. Whether it was there."""
+        for job in self._under_way.get(digest, ()):
+            if up_to.covers(job.version):
+                job.discarded = True
+                self.mark_dead(job.places)
+        entry = self.index.find(digest)
+        if entry is None or not up_to.covers(entry.version):
+            return False
+        self.mark_dead(self.index.drop(digest))
+        self._may_reclaim()
+        return True
+
+    def discard_namespace(self, namespace: bytes, up_to: Version) -> None:
+        """The same for all objects of a namespace, named by its digest. They are not found any more; `sweep` marks
+        them dead."""
+        for jobs in self._under_way.values():
+            for job in jobs:
+                if namespace_digest(job.namespace) == namespace and up_to.covers(job.version):
+                    job.discarded = True
+                    self.mark_dead(job.places)
+        self.index.empty_namespace(namespace, up_to)
+        self.sweeping = True
+        self.marked.send()
+
+    def sweep(self) -> bool:
+        """A step of discarding namespaces; False when nothing is left to do."""
+        dropped = self.index.sweep(SWEPT_ROWS)
+        self.sweeping = dropped is not None
+        for _, places in dropped or ():
+            self.mark_dead(places)
+        return self.sweeping
+
+    def lose(self, entry: ColdEntry) -> None:
+        """The object turned out to be unreadable: drop it, if it still lies where it was read."""
+        now = self.index.find(entry.digest)
+        if now is not None and now.places == entry.places:
+            self._withdraw([now])
+            self.mark_dead(self.index.drop(entry.digest))
+
+    def drop(self, digests: Iterable[bytes]) -> int:
+        """The tier gives up these objects: they are withdrawn, and their records marked dead. How many."""
+        given_up = list(digests)
+        entries = [entry for each in given_up if (entry := self.index.find(each)) is not None]
+        if entries:
+            self._withdraw(entries)
+        for (
+            digest
+        ) in given_up:  # also those of a namespace that is being discarded, which are not found
+            self.mark_dead(self.index.drop(digest))
+        return len(entries)
+
+    # Segments.
+
+    def write_failed(self, number: int, error: OSError) -> None:
+        """A record could not be written: its segment takes no more, what it has remains."""
+        self.health.write_failed(error)
+        segment = self.table[number]
+        if segment.state is SegmentState.OPEN:
+            self.table.close(segment)
+        self.state_may_have_changed()
+
+    def read_failed(self, error: OSError) -> None:
+        """A record could not be read, twice."""
+        self.health.read_failed(error)
+        self.state_may_have_changed()
+
+    def retire(self, segment: Segment) -> None:
+        """The segment cannot be trusted any more: all that is in it is dropped, nothing goes there."""
+        if segment.state is SegmentState.RETIRED:
+            return
+        self.table.retire(segment)
+        self.drop([record.digest for record in self.index.records_of(segment.number)])
+        self.state_may_have_changed()
+
+    def _sync_failed(self, error: OSError, in_doubt: set[int]) -> None:
+        self.health.sync_failed(error)
+        for number in in_doubt:
+            self.retire(self.table[number])
+        self.state_may_have_changed()
+
+    def state_may_have_changed(self) -> None:
+        self.room.changed()
+        self.drained.changed()
+        self.work.send()
+        self.marked.send()
+
+    def _may_reclaim(self) -> None:
+        if self.table.free_count == 0:
+            self.work.send()
+
+    @property
+    def is_off(self) -> bool:
+        return self.health.state is TierState.OFF
+
+    @property
+    def is_writable(self) -> bool:
+        return self.health.state is TierState.OK

@@ -1,0 +1,133 @@
+"""Reading objects straight into the memory where they are wanted, and checking every byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import trio
+
+from p2pstore.objects import PART_BYTES
+from p2pstore.ssd_tier.cold_log import ColdLog
+from p2pstore.ssd_tier.index import ColdEntry
+from p2pstore.ssd_tier.layout import (
+    ColdFacts,
+    DamagedRecord,
+    part_count,
+    round_up_to_page,
+)
+from p2pstore.ssd_tier.misses import ColdMiss, Miss
+from p2pstore.ssd_tier.record_header import RecordHeader, joined_facts
+from p2pstore.ssd_tier.record_reader import RecordReader
+
+PARTS_AT_ONCE: Final = 4
+
+Prepare = Callable[[ColdFacts], memoryview]
+
+
+class Reader:
+    """Reads objects. Calls run side by side."""
+
+    def __init__(self, log: ColdLog) -> None:
+        self._log = log
+        self._records = RecordReader(log)
+
+    def find(self, digest: bytes) -> ColdEntry:
+        """The entry. Raises `ColdMiss`."""
+        log = self._log
+        if log.is_off:
+            raise ColdMiss(Miss.OFF, f"the tier is off: {log.health.why}")
+        entry = log.index.find(digest)
+        if entry is None:
+            raise ColdMiss(Miss.ABSENT, "the tier does not hold the object")
+        if entry.expires_unix_ms and entry.expires_unix_ms <= log.unix() * 1000:
+            log.measures.expired += 1
+            log.drop([digest])
+            raise ColdMiss(Miss.EXPIRED, "the object's time to live is over")
+        return entry
+
+    async def load(self, digest: bytes, prepare: Prepare) -> ColdFacts:
+        """See `SsdTier.load`."""
+        log = self._log
+        try:
+            facts = await self._load(self.find(digest), prepare)
+        except ColdMiss:
+            log.measures.misses += 1
+            raise
+        log.measures.hits += 1
+        log.index.touch(digest)
+        return facts
+
+    async def _load(self, entry: ColdEntry, prepare: Prepare) -> ColdFacts:
+        log = self._log
+        started = trio.current_time()
+        with self._pinned(entry):
+            view = prepare(facts_known(entry))
+            if len(view) < round_up_to_page(entry.length):
+                raise ValueError(
+                    f"{len(view):,} bytes for a value of {entry.length:,}: it needs whole pages"
+                )
+            try:
+                facts = joined_facts(await self._read_parts(entry, view))
+            except DamagedRecord as error:
+                log.measures.damaged += 1
+                log.lose(entry)
+                raise ColdMiss(Miss.DAMAGED, str(error)) from error
+            except OSError as error:
+                log.read_failed(error)
+                log.lose(entry)
+                raise ColdMiss(Miss.READ_ERROR, f"the disk failed: {error}") from error
+        log.measures.read_latency.add(trio.current_time() - started)
+        return facts
+
+    @contextmanager
+    def _pinned(self, entry: ColdEntry) -> Iterator[None]:
+        """Segments with reads under way are not written anew."""
+        for place in entry.places:
+            self._log.table.begin_read(place.segment)
+        try:
+            yield
+        finally:
+            self._log.end_reads(place.segment for place in entry.places)
+
+    async def _read_parts(self, entry: ColdEntry, view: memoryview) -> Sequence[RecordHeader]:
+        parts = part_count(entry.length)
+        if parts == 1:
+            return [await self._records.read_part(entry, 0, view)]
+        headers: list[RecordHeader | None] = [None] * parts
+        failures: list[Exception] = []
+        limit = trio.CapacityLimiter(PARTS_AT_ONCE)
+
+        async def read(part: int, scope: trio.CancelScope) -> None:
+            try:
+                async with limit:
+                    headers[part] = await self._records.read_part(
+                        entry, part, view[part * PART_BYTES :]
+                    )
+            except (DamagedRecord, OSError) as error:
+                failures.append(error)
+                scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for part in range(parts):
+                nursery.start_soon(read, part, nursery.cancel_scope)
+        if failures:
+            raise failures[0]
+        return [header for header in headers if header is not None]
+
+
+def facts_known(entry: ColdEntry) -> ColdFacts:
+    """What the index knows of an object: all but its sums, dtype and shape."""
+    return ColdFacts(
+        digest=entry.digest,
+        version=entry.version,
+        length=entry.length,
+        namespace=entry.namespace,
+        key=entry.key,
+        chunk_sums=(),
+        expires_unix_ms=entry.expires_unix_ms,
+        replicas=entry.replicas,
+        pin=entry.pin,
+        soft=entry.soft,
+    )

@@ -1,0 +1,287 @@
+"""The memory of the index: a row for each record, with the text of its key and what its segment has of them. Pure.
+
+All columns are reserved at once, for the most records that there may be, and cost what is written to them: 94 bytes a
+record. A row is free again when its record goes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from p2pstore.errors import CapacityExceeded
+from p2pstore.objects import Version
+from p2pstore.ssd_tier.footer import Footer
+from p2pstore.ssd_tier.key_texts import KeyTexts, Namespaces
+from p2pstore.ssd_tier.layout import ColdFacts, RecordPlace, record_bytes
+from p2pstore.ssd_tier.rows import (
+    MAX_REPLICAS,
+    ROW,
+    ROW_BYTES,
+    ROW_STRUCT,
+    Rows,
+    disk_bytes,
+    flags_of,
+)
+
+END: Final = -1
+"""There is no next row."""
+
+(
+    DIGEST,
+    CLOCK,
+    ROOT,
+    LENGTH,
+    SEQUENCE,
+    EXPIRES,
+    PAGE,
+    STORED_BYTES,
+    KEY_OFFSET,
+    WRITER,
+    NUMBER,
+    KEY_BYTES,
+    REPLICAS,
+    _,
+    PART,
+    FLAGS,
+) = range(16)
+"""Places of the fields in what `RecordRows.fields` returns."""
+
+
+class RecordRows:
+    """See the module's docstring. Rows are called by their numbers."""
+
+    def __init__(self, segments: int, max_records: int) -> None:
+        self.max_records = max_records
+        self.records = 0
+        self.live_bytes = 0
+        """What all records occupy on the disk."""
+        self.segment_live_bytes = np.zeros(segments, np.int64)
+        self.segment_records = np.zeros(segments, np.int64)
+        self.names = Namespaces()
+        self._rows = np.zeros(max_records, ROW)
+        self._segment_of = np.zeros(max_records, np.uint32)  # raised by one: 0 is a free row
+        self._namespace_of = np.zeros(max_records, np.uint32)
+        self._next = np.zeros(max_records, np.uint32)  # raised by one: 0 is the end
+        # Single values are read and written through these: numpy's own way takes three times as long.
+        self.memory = self._rows.view(np.uint8).data
+        self._segments = self._segment_of.data
+        self._namespaces = self._namespace_of.data
+        self._nexts = self._next.data
+        self._used = 0  # rows below were in use at some time
+        self._free = array("I")
+        self._texts = KeyTexts()
+        self._generations = np.zeros(segments, np.uint64)
+
+    # --- one row -------------------------------------------------------------------------------
+
+    def check(self, place: RecordPlace) -> None:
+        """Raise what `write` would, before anything is changed: `CapacityExceeded` when there is no free row;
+        `ValueError` when the segment still has records of another generation."""
+        if self.records == self.max_records:
+            raise CapacityExceeded(
+                f"the index of the SSD tier has no room for more than {self.max_records:,} records"
+            )
+        segment = place.segment
+        if self.segment_records[segment] and self._generations[segment] != place.generation:
+            raise ValueError(f"segment {segment} still has records of another generation")
+
+    def write(self, place: RecordPlace, facts: ColdFacts, part: int, stored_bytes: int) -> int:
+        """Put a record into a free row; which one."""
+        if self._free:
+            row = self._free.pop()
+        else:
+            row, self._used = self._used, self._used + 1
+        segment, key, version = place.segment, facts.key.encode(), facts.version
+        ROW_STRUCT.pack_into(
+            self.memory,
+            row * ROW_BYTES,
+            facts.digest,
+            version.clock,
+            version.root,
+            facts.length,
+            place.sequence,
+            facts.expires_unix_ms,
+            place.page,
+            stored_bytes,
+            self._texts.add(segment, key),
+            version.writer,
+            place.number,
+            len(key),
+            min(facts.replicas, MAX_REPLICAS),
+            0,
+            part,
+            flags_of(facts.pin, facts.soft),
+        )
+        self._segments[row] = segment + 1
+        self._namespaces[row] = self.names.use(facts.namespace)
+        self._nexts[row] = 0
+        self._generations[segment] = place.generation
+        self._count(segment, record_bytes(stored_bytes), 1)
+        return row
+
+    def release(self, row: int) -> None:
+        """The record is not in the index any more."""
+        fields = self.fields(row)
+        segment = self._segments[row] - 1
+        self._segments[row] = 0
+        self._free.append(row)
+        self.names.leave(self._namespaces[row])
+        self._count(segment, -record_bytes(fields[STORED_BYTES]), -1)
+        if not self.segment_records[segment]:
+            self._texts.drop(segment)
+        elif self._texts.discard(segment, fields[KEY_BYTES]):
+            self._gather_text(segment)
+
+    def _count(self, segment: int, size: int, records: int) -> None:
+        self.segment_live_bytes[segment] += size
+        self.segment_records[segment] += records
+        self.live_bytes += size
+        self.records += records
+
+    def fields(self, row: int) -> tuple[Any, ...]:
+        """All fields of a row, in the order of the constants above."""
+        return ROW_STRUCT.unpack_from(self.memory, row * ROW_BYTES)
+
+    def version(self, row: int) -> Version:
+        """The version of the record's object."""
+        fields = ROW_STRUCT.unpack_from(self.memory, row * ROW_BYTES)
+        return Version(fields[CLOCK], fields[WRITER], fields[ROOT])
+
+    def is_used(self, row: int) -> bool:
+        """Whether the row has a record."""
+        return self._segments[row] > 0
+
+    def sequence(self, row: int) -> int:
+        """The sequence of the record in the row."""
+        sequence: int = self.fields(row)[SEQUENCE]
+        return sequence
+
+    def is_at(self, row: int, sequence: int) -> bool:
+        """Whether the row still has the record of this sequence."""
+        return self._segments[row] > 0 and self.sequence(row) == sequence
+
+    def place(self, row: int) -> RecordPlace:
+        """Where the record is."""
+        return self.place_of(row, ROW_STRUCT.unpack_from(self.memory, row * ROW_BYTES))
+
+    def place_of(self, row: int, fields: tuple[Any, ...]) -> RecordPlace:
+        """The same, when the fields of the row are at hand."""
+        segment = self._segments[row] - 1
+        generation = int(self._generations[segment])
+        return RecordPlace(segment, generation, fields[PAGE], fields[NUMBER], fields[SEQUENCE])
+
+    def key(self, row: int) -> str:
+        """The key of the record's object."""
+        return self.key_of(row, self.fields(row))
+
+    def key_of(self, row: int, fields: tuple[Any, ...]) -> str:
+        """The same, when the fields of the row are at hand."""
+        segment = self._segments[row] - 1
+        return self._texts.get(segment, fields[KEY_OFFSET], fields[KEY_BYTES]).decode()
+
+    def namespace(self, row: int) -> int:
+        """The number of its namespace."""
+        return self._namespaces[row]
+
+    def next(self, row: int) -> int:
+        """The row that follows in a chain, or END."""
+        return self._nexts[row] - 1
+
+    def follow(self, row: int, following: int) -> None:
+        """Make `following` (or END) the row that comes after `row`."""
+        self._nexts[row] = following + 1
+
+    # --- many rows -----------------------------------------------------------------------------
+
+    def of_segment(self, segment: int) -> list[int]:
+        """The rows of a segment's records, in the order of their numbers."""
+        rows: list[int] = self._of_segment(segment).tolist()
+        return rows
+
+    def _of_segment(self, segment: int) -> npt.NDArray[np.intp]:
+        rows = np.flatnonzero(self._segment_of[: self._used] == segment + 1)
+        return rows[np.argsort(self._rows["number"][rows])]
+
+    def digests(self) -> bytes:
+        """The digests of all first parts, 16 bytes each."""
+        used = self._segment_of[: self._used] != 0
+        first = self._rows["part"][: self._used] == 0
+        return bytes(self._rows["digest"][: self._used][used & first].tobytes())
+
+    def first_parts(self, namespace: int, first: int, end: int) -> list[int]:
+        """The rows of the first parts of a namespace's objects, of the rows from `first` to before `end`."""
+        fields = self.fields
+        rows = self.of_namespace(namespace, first, end)
+        return [row for row in rows if fields(row)[PART] == 0]
+
+    def of_namespace(self, namespace: int, first: int, end: int) -> list[int]:
+        """The rows of a namespace's records, of the rows from `first` to before `end`."""
+        used = self._segment_of[first:end] > 0
+        return (
+            np.flatnonzero(used & (self._namespace_of[first:end] == namespace)) + first
+        ).tolist()
+
+    @property
+    def end(self) -> int:
+        """All rows in use are below."""
+        return self._used
+
+    def footer(self, segment: int) -> Footer:
+        """The footer that the segment's records make."""
+        numbers = self._of_segment(segment)
+        rows = self._rows[numbers]
+        text, rows["key_offset"] = self._texts.gather(
+            segment, rows["key_offset"], rows["key_bytes"]
+        )
+        used, rows["namespace"] = np.unique(self._namespace_of[numbers], return_inverse=True)
+        return Footer(rows, [self.names.name(number) for number in used.tolist()], text)
+
+    def _gather_text(self, segment: int) -> None:
+        rows = np.flatnonzero(self._segment_of[: self._used] == segment + 1)
+        offsets, lengths = self._rows["key_offset"][rows], self._rows["key_bytes"][rows]
+        text, self._rows["key_offset"][rows] = self._texts.gather(segment, offsets, lengths)
+        self._texts.set(segment, text, dead_bytes=0)
+
+    def load(
+        self,
+        rows: Rows,
+        segments: npt.NDArray[np.uint32],
+        namespaces: npt.NDArray[np.uint32],
+        names: Sequence[str],
+        texts: Mapping[int, bytes],
+        generations: Mapping[int, int],
+    ) -> None:
+        """Put many records into rows that were never used: for each its row, its segment and which of `names` it is
+        in; for segments their text and generation. Rows with `part` above 0 follow the row before."""
+        if self._used:
+            raise ValueError("only an index that was never used is loaded")
+        if len(rows) > self.max_records:
+            raise CapacityExceeded(
+                f"{len(rows):,} records, the index has room for {self.max_records:,}"
+            )
+        count, segment_count = len(rows), len(self.segment_records)
+        self._rows[:count] = rows
+        self._segment_of[:count] = segments + 1
+        uses = np.bincount(namespaces, minlength=len(names)).tolist()
+        numbers = [
+            self.names.use(name, times) if times else 0
+            for name, times in zip(names, uses, strict=True)
+        ]
+        self._namespace_of[:count] = np.array(numbers, np.uint32)[namespaces]
+        followed = np.flatnonzero(rows["part"][1:] > 0)
+        self._next[followed] = followed + 2
+        sizes = disk_bytes(rows)
+        self.segment_live_bytes += np.bincount(segments, sizes, segment_count).astype(np.int64)
+        self.segment_records += np.bincount(segments, minlength=segment_count)
+        key_bytes = np.bincount(segments, rows["key_bytes"], segment_count).astype(np.int64)
+        for segment, text in texts.items():
+            self._texts.set(segment, text, dead_bytes=len(text) - int(key_bytes[segment]))
+        for segment, generation in generations.items():
+            self._generations[segment] = generation
+        self._used = self.records = count
+        self.live_bytes = int(sizes.sum())

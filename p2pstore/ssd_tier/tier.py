@@ -1,0 +1,239 @@
+"""The SSD tier: cold objects on one disk, kept in a log of segments.
+
+What holds at any time:
+
+1. An object is read as it was stored, or not at all: every byte is checked against sums that are bound to key, version
+   and place.
+2. Every record on the disk is in the index, or marked dead, or under way (`cold_log`). So what is discarded cannot
+   come back once its marks are durable, whatever is reclaimed, fails or crashes afterwards.
+3. A segment is written anew only when nothing in it is in the index, the marks that say so are durable, nobody reads
+   it, and its new generation is durable (`upkeep`). So an old record can never be taken for a new one.
+4. After a failed sync nothing that was written before it is relied on: its segments are retired (`group_commit`).
+5. Every queue is bounded: who finds it full is refused, and keeps the object in memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import trio
+
+from p2pstore.nursery import open_background_nursery
+from p2pstore.objects import DIGEST_BYTES, KIB, Version
+from p2pstore.ssd_tier.admission import Admission, AdmissionPolicy, Refusal
+from p2pstore.ssd_tier.cold_log import ColdLog, Withdraw
+from p2pstore.ssd_tier.dead_mark_writer import DeadMarkWriter
+from p2pstore.ssd_tier.disk_protocol import Disk
+from p2pstore.ssd_tier.health import TierOff, TierState
+from p2pstore.ssd_tier.index import ColdEntry
+from p2pstore.ssd_tier.layout import SEGMENT_BYTES, ColdFacts
+from p2pstore.ssd_tier.loading import Prepare, Reader
+from p2pstore.ssd_tier.misses import ColdMiss
+from p2pstore.ssd_tier.recovery import FoundState
+from p2pstore.ssd_tier.segments import SegmentState
+from p2pstore.ssd_tier.starting import open_superblock, read_log, restore
+from p2pstore.ssd_tier.storing import Writer
+from p2pstore.ssd_tier.superblock import Superblock
+from p2pstore.ssd_tier.upkeep import Upkeep
+
+CLOSE_SECONDS: Final = 5.0
+"""For the last discards, when the tier is closed."""
+BYTES_PER_RECORD: Final = 64 * KIB
+MAX_RECORDS: Final = 4_000_000
+MIN_RECORDS: Final = 65_536
+
+
+class SsdTier:
+    """Made by `open_tier`. For one trio loop; calls run side by side."""
+
+    def __init__(self, log: ColdLog, marks: DeadMarkWriter, is_last_copy: Callable[[bytes], bool]):
+        self._log = log
+        self._marks = marks
+        self._reader = Reader(log)
+        self._writer = Writer(log)
+        self._is_last_copy = is_last_copy
+
+    @property
+    def state(self) -> TierState:
+        """Whether it reads and writes."""
+        return self._log.health.state
+
+    @property
+    def why(self) -> str:
+        """What made the state worse than OK; empty while it is OK."""
+        return self._log.health.why
+
+    def __len__(self) -> int:
+        """How many objects there are."""
+        return self._log.index.objects
+
+    # Looking.
+
+    def find(self, digest: bytes) -> ColdEntry | None:
+        """What is known of an object; None when it is not there, its time to live is over, or the tier is off."""
+        try:
+            return self._reader.find(digest)
+        except ColdMiss:
+            return None
+
+    def entries(
+        self, namespace: str, prefix: str = "", after: str = "", limit: int = 1000
+    ) -> tuple[list[ColdEntry], bool]:
+        """Up to `limit` objects in the order of their keys, above `after`; and whether there are more."""
+        return self._log.index.page(namespace, prefix, after, limit)
+
+    def digests(self) -> list[bytes]:
+        """Those of all objects, in no order; `find` tells more of each. Some 100 ms for a million."""
+        packed = self._log.index.digests()
+        return [
+            packed[start : start + DIGEST_BYTES] for start in range(0, len(packed), DIGEST_BYTES)
+        ]
+
+    # Reading and writing.
+
+    def admit(self, digest: bytes, length: int, hits: int) -> Refusal | None:
+        """Whether an object that leaves memory should be stored: None, or why not. What is admitted has been taken from
+        the write budget; `store` is to follow."""
+        log = self._log
+        return log.admission.decide(
+            length,
+            hits=hits,
+            last_copy=self._is_last_copy(digest),
+            queued_bytes=self._writer.queued_bytes,
+            read_only=not log.is_writable,
+            now=log.unix(),
+        )
+
+    async def store(self, facts: ColdFacts, payload: memoryview, durable: bool = False) -> bool:
+        """Write an object, from memory that keeps still until this returns. Whether it can be found now.
+
+        `payload` begins at an address that is a multiple of 4 KiB. Where it reaches beyond the value's length, up to a
+        whole page is written with it. A version that is there already is not written again; a lower one than that is
+        refused, like anything when the disk is full or fails. With `durable`, it returns when the object survives a
+        crash of the machine. When cancelled, the object is not there.
+        """
+        return await self._writer.store(facts, payload, durable=durable)
+
+    async def load(self, digest: bytes, prepare: Prepare) -> ColdFacts:
+        """Read an object into memory that `prepare` gives, and return all that is known of it.
+
+        `prepare` is called once, with what the index knows: all but sums, dtype and shape. It returns memory that
+        begins at a multiple of 4 KiB and has the value's length, rounded up to whole pages; what it raises is passed
+        on. Nothing touches this memory after the call. Raises `ColdMiss`.
+        """
+        return await self._reader.load(digest, prepare)
+
+    # Discarding.
+
+    def discard(self, digest: bytes, up_to: Version) -> bool:
+        """Forget an object, unless it is newer. At once here, within a second on the disk. Whether it was there."""
+        return self._log.discard(digest, up_to)
+
+    def discard_namespace(self, namespace_digest: bytes, up_to: Version) -> None:
+        """The same for all objects of a namespace: none of them is found from now on. With very many it takes longer
+        than a second until they are gone from the disk as well; `discards_durable` waits for that."""
+        self._log.discard_namespace(namespace_digest, up_to)
+
+    async def discards_durable(self) -> None:
+        """Returns when nothing that was discarded so far can come back. Raises `TierOff` when that never will be."""
+        await self._marks.durable()
+
+    # Telling.
+
+    def statistics(self) -> dict[str, Any]:
+        """For JSON. Latencies in ms, the rest in bytes or as counts since the process began."""
+        log = self._log
+        health, admission = log.health, log.admission
+        segments = [each.state for each in log.table.segments]
+        return {
+            "state": health.state.value,
+            "why": health.why,
+            "capacity_bytes": log.table.count * log.segment_bytes,
+            "live_bytes": log.index.live_bytes,
+            "objects": log.index.objects,
+            "records": log.index.records,
+            "segments": {each.value: segments.count(each) for each in SegmentState},
+            "retired_segments": segments.count(SegmentState.RETIRED),
+            "queued_bytes": self._writer.queued_bytes,
+            "admitted": admission.admitted,
+            "refused": {each.value: count for each, count in sorted_refusals(admission)},
+            "syncs": log.commit.syncs,
+            "read_errors": health.read_errors,
+            "write_errors": health.write_errors,
+            "sync_errors": health.sync_errors,
+            "discard_errors": health.discard_errors,
+            **log.measures.document(log.unix()),
+        }
+
+
+def sorted_refusals(admission: Admission) -> list[tuple[Refusal, int]]:
+    """In the order of their names."""
+    return sorted(admission.refused.items(), key=lambda each: each[0].value)
+
+
+def default_max_records(superblock: Superblock) -> int:
+    """How many records the index has room for: enough for records of 64 KiB, up to some 450 MB of memory."""
+    fitting = superblock.total_bytes // BYTES_PER_RECORD
+    return min(MAX_RECORDS, max(MIN_RECORDS, fitting))
+
+
+@asynccontextmanager
+async def open_tier(
+    disk: Disk,
+    policy: AdmissionPolicy,
+    *,
+    withdraw: Withdraw,
+    is_last_copy: Callable[[bytes], bool],
+    now: Callable[[], float] = time.time,
+    segment_bytes: int = SEGMENT_BYTES,
+    max_records: int | None = None,
+) -> AsyncIterator[SsdTier]:
+    """The tier on this disk, for as long as the block runs. What the disk holds is there at once.
+
+    `withdraw` is told of objects that the tier gives up (not of those that it is told to discard), before their bytes
+    go. `is_last_copy` says of a digest whether no other peer is known to hold the object. `now` gives Unix seconds.
+    `segment_bytes` counts for a disk that holds nothing yet. The disk is not closed.
+
+    Raises `ConfigError` when the disk is too small or holds something else, and `OSError` when it fails at once.
+    """
+    superblock = await open_superblock(disk, segment_bytes)
+    found = await read_log(disk, superblock)
+    await disk.sync()  # what was read may not have been durable
+    wanted = default_max_records(superblock) if max_records is None else max_records
+    table, index = await trio.to_thread.run_sync(restore, superblock, found, wanted)
+    async with open_background_nursery() as nursery:
+        log = ColdLog(
+            disk,
+            superblock,
+            table,
+            index,
+            [each.marks for each in found],
+            Admission(policy, now()),
+            nursery,
+            withdraw,
+            now,
+        )
+        marks = DeadMarkWriter(log)
+        upkeep = Upkeep(log, marks, is_last_copy)
+        nursery.start_soon(marks.run)
+        for each in found:
+            if each.state is FoundState.DAMAGED:  # what is in it must never come back
+                await upkeep.start(table[each.segment])
+        nursery.start_soon(upkeep.run)
+        log.work.send()
+        try:
+            yield SsdTier(log, marks, is_last_copy)
+        finally:
+            await _close(log, marks)
+
+
+async def _close(log: ColdLog, marks: DeadMarkWriter) -> None:
+    """Nothing depends on it: it saves the next start from finding what was discarded a moment ago."""
+    with trio.move_on_after(CLOSE_SECONDS, shield=True):
+        try:
+            await marks.durable()
+        except TierOff:
+            return

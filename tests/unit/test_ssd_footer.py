@@ -1,0 +1,139 @@
+"""Footers: rows of a segment's records, all or nothing."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pstore.objects import PART_BYTES, Version
+from p2pstore.ssd_tier.footer import (
+    Footer,
+    decode_footer,
+    decode_footer_tail,
+    encode_footer,
+    footer_from_headers,
+    footer_generation,
+    footer_pages,
+)
+from p2pstore.ssd_tier.layout import (
+    PAGE_BYTES,
+    Codec,
+    DamagedRecord,
+    RecordPlace,
+    page_is_sealed,
+    place_seed,
+    sealed_page,
+)
+from p2pstore.ssd_tier.record_header import RecordHeader
+from p2pstore.ssd_tier.rows import ROW_BYTES
+from tests.unit.cold_objects import STORE_ID, facts_of
+
+
+def header(number: int, key: str, namespace: str = "default", length: int = 100) -> RecordHeader:
+    facts = replace(
+        facts_of(key, length, number + 5, namespace),
+        version=Version(2**63 + number, 65_535, 2**64 - 1),
+        expires_unix_ms=2**42,
+        replicas=3,
+        pin=2,
+        soft=True,
+    )
+    place = RecordPlace(3, 9, 2 + 2 * number, number, 2**40 + number)
+    return RecordHeader(place, facts, 0, min(length, PART_BYTES), Codec.RAW)
+
+
+def read(content: bytes) -> Footer:
+    tail = decode_footer_tail(content[-PAGE_BYTES:], STORE_ID, 3, 9)
+    return decode_footer(tail, content[:-PAGE_BYTES])
+
+
+@given(
+    st.lists(st.tuples(st.text(min_size=1, max_size=40), st.sampled_from(["a", "b" * 255, "ü"])))
+)
+def test_a_footer_comes_back(keys: list[tuple[str, str]]) -> None:
+    headers = [header(number, key, namespace) for number, (key, namespace) in enumerate(keys)]
+    footer = footer_from_headers(headers)
+    content = encode_footer(STORE_ID, 3, 9, footer)
+    again = read(content)
+    assert again.rows.tobytes() == footer.rows.tobytes()
+    assert again.namespaces == footer.namespaces
+    texts = [
+        again.keys[row["key_offset"] : row["key_offset"] + row["key_bytes"]].decode()
+        for row in again.rows
+    ]
+    spaces = [again.namespaces[row["namespace"]] for row in again.rows]
+    assert list(zip(texts, spaces, strict=True)) == keys
+    text_bytes = sum(len((key + namespace).encode()) for key, namespace in keys)
+    assert len(content) // PAGE_BYTES <= footer_pages(len(keys), text_bytes)
+    assert footer_generation(content[-PAGE_BYTES:], STORE_ID, 3) == 9
+
+
+def test_a_row_has_what_the_index_needs() -> None:
+    each = header(7, "key", length=PART_BYTES + 5)
+    row = footer_from_headers([each]).rows[0]
+    assert row["digest"].tobytes() == each.facts.digest
+    version = Version(int(row["clock"]), int(row["writer"]), int(row["root"]))
+    assert version == each.facts.version
+    assert (row["length"], row["stored_bytes"], row["part"]) == (PART_BYTES + 5, PART_BYTES, 0)
+    assert (row["page"], row["number"], row["sequence"]) == (16, 7, 2**40 + 7)
+    assert (row["expires_unix_ms"], row["replicas"], row["flags"]) == (2**42, 3, 2 | 4)
+
+
+def test_no_byte_of_a_footer_can_change() -> None:
+    content = encode_footer(
+        STORE_ID, 3, 9, footer_from_headers([header(number, f"{number}") for number in range(99)])
+    )
+    assert len(content) == 3 * PAGE_BYTES
+    for position in range(len(content)):
+        changed = bytearray(content)
+        changed[position] ^= 1 << position % 8
+        with pytest.raises(DamagedRecord):
+            read(bytes(changed))
+
+
+def test_a_footer_counts_only_in_its_segment_and_generation() -> None:
+    content = encode_footer(STORE_ID, 3, 9, footer_from_headers([header(1, "k")]))
+    for store_id, segment, generation in ((STORE_ID, 3, 8), (STORE_ID, 2, 9), (bytes(16), 3, 9)):
+        with pytest.raises(DamagedRecord):
+            decode_footer_tail(content[-PAGE_BYTES:], store_id, segment, generation)
+    assert footer_generation(content[-PAGE_BYTES:], STORE_ID, 4) is None
+    assert footer_generation(bytes(PAGE_BYTES), STORE_ID, 3) is None
+    # The body of one generation under the tail of another:
+    later = encode_footer(STORE_ID, 3, 10, footer_from_headers([header(1, "k")]))
+    tail = decode_footer_tail(content[-PAGE_BYTES:], STORE_ID, 3, 9)
+    assert later[:-PAGE_BYTES] == content[:-PAGE_BYTES]
+    assert (
+        decode_footer_tail(later[-PAGE_BYTES:], STORE_ID, 3, 10).body_checksum != tail.body_checksum
+    )
+
+
+def test_rows_of_a_newer_version_are_longer() -> None:
+    """As an appended field would make them: this version reads the fields it knows."""
+    footer = footer_from_headers([header(number, f"key {number}") for number in range(3)])
+    rows = footer.rows.view(np.uint8).reshape(3, ROW_BYTES)
+    longer = np.hstack([rows, np.full((3, 8), 0xEE, np.uint8)])
+    content = longer.tobytes() + struct.pack("<H", 7) + b"default" + footer.keys
+    content = content.ljust(PAGE_BYTES, b"\0")
+    tail = decode_footer_tail(encode_footer(STORE_ID, 3, 9, footer)[-PAGE_BYTES:], STORE_ID, 3, 9)
+    newer = replace(
+        tail,
+        row_bytes=ROW_BYTES + 8,
+        body_checksum=xxhash.xxh3_64_intdigest(content, tail.body_seed),
+    )
+    again = decode_footer(newer, content)
+    assert again.rows.tobytes() == footer.rows.tobytes()
+    assert (again.namespaces, again.keys) == (["default"], footer.keys)
+
+
+def test_a_page_has_room_for_its_checksum_alone() -> None:
+    seed = place_seed(STORE_ID, 1, 2, 3)
+    assert page_is_sealed(sealed_page(b"x" * 4088, seed), seed)
+    with pytest.raises(ValueError, match="do not fit"):
+        sealed_page(b"x" * 4089, seed)
+    assert not page_is_sealed(b"", seed)

@@ -1,0 +1,388 @@
+"""Logs of cold objects read back: after any end, and with any part of them damaged."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pstore.objects import KIB, MIB, PART_BYTES
+from p2pstore.ssd_tier.dead_marks import MAX_RECORDS_PER_SEGMENT, SECTOR_BYTES
+from p2pstore.ssd_tier.index import ColdEntry, ColdIndex
+from p2pstore.ssd_tier.layout import (
+    PAGE_BYTES,
+    ColdFacts,
+    DamagedRecord,
+    RecordPlace,
+    part_bytes,
+    record_bytes,
+    record_position,
+    segment_position,
+)
+from p2pstore.ssd_tier.payload import check_part
+from p2pstore.ssd_tier.record_header import decode_record_header
+from p2pstore.ssd_tier.recovery import FoundState
+from p2pstore.ssd_tier.segment_search import Read
+from tests.unit.cold_log import Log
+from tests.unit.cold_objects import STORE_ID, facts_of
+
+
+def value_of(number: int, length: int) -> bytes:
+    return Random(number).randbytes(length)
+
+
+def three_records(log: Log, segment: int = 0) -> dict[str, tuple[ColdFacts, RecordPlace, bytes]]:
+    """Three objects of different lengths in one segment."""
+    written = {}
+    for number, length in enumerate((9_000, 4_096, 30_000)):
+        value = value_of(number, length)
+        facts = facts_of(f"key {number}", length, value=value)
+        written[facts.key] = (facts, log.append(segment, facts, payload=value), value)
+    return written
+
+
+def keys(index: ColdIndex) -> set[str]:
+    return {entry.key for entry in index.page("default", "", "", 1000)[0]}
+
+
+def read_object(log: Log, entry: ColdEntry) -> bytes | None:
+    """The bytes of an object of one part, None when they are damaged: what a reader does."""
+    place = entry.places[0]
+    start = record_position(place, log.segment_bytes)
+    page = bytes(log.disk[start : start + PAGE_BYTES])
+    payload = bytes(log.disk[start + PAGE_BYTES : start + PAGE_BYTES + entry.length])
+    try:
+        header = decode_record_header(page, STORE_ID, place.segment, place.generation, place.page)
+        check_part(header, memoryview(payload))
+    except DamagedRecord:
+        return None
+    return payload
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_records_are_found_with_and_without_a_footer(sealed: bool) -> None:
+    log = Log()
+    written = three_records(log)
+    if sealed:
+        log.seal(0)
+    index, found, refilled = log.recover()
+    expected = FoundState.SEALED if sealed else FoundState.UNSEALED
+    assert [each.state for each in found] == [expected, FoundState.FREE, FoundState.FREE]
+    assert (refilled.next_sequence, refilled.dead, refilled.superseded) == (4, 0, 0)
+    for facts, place, value in written.values():
+        entry = index.find(facts.digest)
+        assert entry is not None
+        assert (entry.key, entry.version, entry.places) == (facts.key, facts.version, (place,))
+        assert read_object(log, entry) == value
+    assert index.objects == 3
+    assert not any(each.marks.dirty for each in found)
+
+
+def test_a_free_segment_is_not_searched() -> None:
+    log = Log()
+    log.find()
+    assert [read.length for read in log.reads] == [2 * PAGE_BYTES] * 3
+
+
+def test_a_search_hops_over_payloads() -> None:
+    log = Log(segments=1, segment_bytes=32 * MIB)
+    for number in range(6):
+        log.append(0, facts_of(f"{number}", 5 * MIB))
+    index, _, _ = log.recover()
+    assert index.objects == 6
+    searched = [read for read in log.reads if read.position < 30 * MIB]
+    assert sum(read.length for read in searched) < 2 * MIB
+
+
+def test_a_segment_cut_at_every_sector_gives_the_records_that_are_whole() -> None:
+    whole = Log(segments=1)
+    written = three_records(whole)
+    end = whole.pages[0] * PAGE_BYTES
+    content = bytes(whole.disk)
+    begin = segment_position(0, whole.segment_bytes)
+    for cut in range(SECTOR_BYTES, end + SECTOR_BYTES, SECTOR_BYTES):
+        whole.disk[:] = content
+        whole.disk[begin + cut :] = bytes(len(content) - begin - cut)
+        index, _, _ = whole.recover()
+        for facts, place, value in written.values():
+            start = place.page * PAGE_BYTES
+            entry = index.find(facts.digest)
+            # A header in one piece says that the record is there; reading it says whether it is whole.
+            assert (entry is not None) == (
+                cut >= start + PAGE_BYTES or _ends_before(content, cut, place)
+            )
+            if entry is not None:
+                intact = content[begin + cut : begin + start + PAGE_BYTES + len(value)].strip(b"\0")
+                assert read_object(whole, entry) == (value if not intact else None)
+
+
+def _ends_before(content: bytes, cut: int, place: RecordPlace) -> bool:
+    """Whether what the cut takes of a header were zeros anyway."""
+    begin = segment_position(0, MIB)
+    return not content[begin + cut : begin + (place.page + 1) * PAGE_BYTES].strip(b"\0")
+
+
+@given(holes=st.sets(st.integers(2, 255), max_size=40), fill=st.binary(min_size=1, max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_records_between_damaged_pages_are_found(holes: set[int], fill: bytes) -> None:
+    log = Log(segments=1)
+    rng, placed = Random(1), list[tuple[ColdFacts, RecordPlace]]()
+    while log.pages[0] < 230:
+        facts = facts_of(f"{len(placed)}", rng.randrange(20_000))
+        placed.append((facts, log.append(0, facts)))
+    for page in holes:
+        log.write(MIB + page * PAGE_BYTES, (fill * PAGE_BYTES)[:PAGE_BYTES])
+    index, _, _ = log.recover()
+    for facts, place in placed:
+        assert (index.find(facts.digest) is not None) == (place.page not in holes)
+
+
+def test_every_byte_of_a_footer_can_be_damaged() -> None:
+    log = Log(segments=1)
+    written = three_records(log)
+    log.seal(0)
+    content = bytes(log.disk)
+    for position in range(len(content) - 2 * PAGE_BYTES, len(content)):
+        log.disk[position] ^= 0x10
+        found = log.find()
+        assert found[0].state is FoundState.UNSEALED, position
+        assert len(found[0].footer.rows) == len(written)
+        log.disk[position] = content[position]
+    assert log.find()[0].state is FoundState.SEALED
+
+
+def test_a_large_footer_is_read_in_a_second_step() -> None:
+    log = Log(segments=1, segment_bytes=8 * MIB)
+    for number in range(700):
+        log.append(0, facts_of(f"key {number:>50}", 10, namespace=f"namespace {number % 9}"))
+    log.seal(0)
+    index, found, _ = log.recover()
+    assert found[0].state is FoundState.SEALED
+    assert (index.objects, len(log.reads)) == (700, 3)
+    assert len(index.page("namespace 4", "", "", 1000)[0]) == 78
+
+
+def test_nothing_of_an_earlier_generation_counts() -> None:
+    log = Log(segments=1)
+    three_records(log)
+    log.seal(0)
+    log.start(0, 2, opened=False)
+    index, found, refilled = log.recover()
+    assert (found[0].state, found[0].generation, index.records) == (FoundState.FREE, 2, 0)
+    assert refilled.next_sequence == 1
+    log.start(0, 2, opened=True)
+    index, found, _ = log.recover()
+    assert (found[0].state, index.records) == (FoundState.UNSEALED, 0)
+
+
+def test_a_reclaim_that_is_torn_leaves_no_marks_of_the_generation_before() -> None:
+    """The new header is on the disk, the clean dead marks are not."""
+    log = Log(segments=1)
+    written = three_records(log)
+    log.mark(written["key 0"][1])
+    marks = bytes(log.disk[MIB + PAGE_BYTES : MIB + 2 * PAGE_BYTES])
+    log.start(0, 2, opened=False)
+    log.write(MIB + PAGE_BYTES, marks)
+    found = log.find()[0]
+    assert found.state is FoundState.FREE
+    assert not found.marks.dirty
+    assert not any(found.marks.is_dead(number) for number in range(MAX_RECORDS_PER_SEGMENT))
+
+
+def test_a_segment_without_its_header_counts_for_nothing_but_its_generation() -> None:
+    for sealed in (False, True):
+        log = Log(segments=1)
+        log.start(0, 7, opened=True)
+        three_records(log)
+        if sealed:
+            log.seal(0)
+            log.write(MIB + 2 * PAGE_BYTES, bytes(200 * KIB))  # only the footer tells
+        log.write(MIB, bytes(100))
+        index, found, _ = log.recover()
+        assert (found[0].state, found[0].generation) == (FoundState.DAMAGED, 7)
+        assert (index.records, found[0].unreadable_bytes) == (0, 0)
+
+
+def test_dead_marks_are_obeyed() -> None:
+    log = Log()
+    written = three_records(log)
+    log.mark(written["key 1"][1])
+    for _ in ("unsealed", "sealed"):
+        index, _, refilled = log.recover()
+        assert keys(index) == {"key 0", "key 2"}
+        assert refilled.dead == 1
+        log.seal(0)
+
+
+def test_a_damaged_sector_of_dead_marks_kills_its_records_for_good() -> None:
+    log = Log()
+    three_records(log)
+    log.disk[MIB + PAGE_BYTES + 100] ^= 1
+    index, found, _ = log.recover()
+    assert index.records == 0
+    assert found[0].marks.dirty
+    log.write(MIB + PAGE_BYTES, found[0].marks.encode())
+    assert log.recover()[0].records == 0
+
+
+@pytest.mark.parametrize("newer_first", [False, True])
+@pytest.mark.parametrize("sealed", [False, True])
+def test_the_highest_version_wins_and_the_other_is_dead_for_good(
+    newer_first: bool, sealed: bool
+) -> None:
+    log = Log()
+    old, new = facts_of("k", 100, clock=1), facts_of("k", 50, clock=2)
+    order = [new, old] if newer_first else [old, new]
+    places = {facts.version: log.append(at, facts) for at, facts in enumerate(order)}
+    if sealed:
+        log.seal(0)
+    index, found, refilled = log.recover()
+    entry = index.find(new.digest)
+    assert entry is not None
+    assert (entry.version, entry.places) == (new.version, (places[new.version],))
+    assert (index.objects, index.records, refilled.superseded) == (1, 1, 1)
+    dead = places[old.version]
+    assert found[dead.segment].marks.is_dead(dead.number)
+    assert [each.marks.dirty for each in found].count(True) == 1
+    assert index.segment_live_bytes(dead.segment) == 0
+
+
+def test_of_equal_versions_the_record_written_first_wins() -> None:
+    """The other one is a copy that reclaim made, and had perhaps not synced yet."""
+    log = Log()
+    facts = facts_of("k", 100)
+    first, second = log.append(1, facts), log.append(0, facts)
+    index, found, refilled = log.recover()
+    entry = index.find(facts.digest)
+    assert entry is not None
+    assert entry.places == (first,)
+    assert refilled.superseded == 1
+    assert found[second.segment].marks.is_dead(second.number)
+
+
+def test_an_object_without_one_of_its_parts_is_dead_for_good() -> None:
+    log = Log(segments=3, segment_bytes=160 * MIB)
+    facts, other = facts_of("k", 2 * PART_BYTES + 1), facts_of("other", 2 * PART_BYTES)
+    places = [log.append(segment, facts, part) for part, segment in ((2, 0), (0, 1), (1, 1))]
+    missing = log.append(2, other, 1)
+    index, found, refilled = log.recover()
+    entry = index.find(facts.digest)
+    assert entry is not None
+    assert entry.places == (places[1], places[2], places[0])
+    assert index.find(other.digest) is None
+    assert (index.objects, index.records, refilled.incomplete) == (1, 3, 1)
+    assert found[2].marks.is_dead(missing.number)
+
+
+def test_too_many_records_for_the_index_leave_out_the_oldest_objects() -> None:
+    log = Log()
+    facts = [facts_of(f"{number}", 10) for number in range(20)]
+    places = [log.append(number % 2, each) for number, each in enumerate(facts)]
+    index, found, refilled = log.recover(max_records=12)
+    assert keys(index) == {str(number) for number in range(8, 20)}
+    assert refilled.too_many == 8
+    for place in places[:8]:
+        assert found[place.segment].marks.is_dead(place.number)
+
+
+def test_what_the_disk_cannot_read_is_left_out() -> None:
+    log = Log(segments=1)
+    written = three_records(log)
+    broken = MIB + written["key 1"][1].page * PAGE_BYTES
+
+    def read(wanted: Read) -> bytes | None:
+        if wanted.position <= broken < wanted.position + wanted.length:
+            return None
+        return log.read(wanted)
+
+    found = log.find(read)
+    assert found[0].state is FoundState.UNSEALED
+    assert (len(found[0].footer.rows), found[0].unreadable_bytes) == (2, PAGE_BYTES)
+
+
+def test_a_start_or_a_footer_that_cannot_be_read() -> None:
+    log = Log(segments=1)
+    three_records(log)
+    log.seal(0)
+    start = log.find(lambda wanted: None if wanted.position == MIB else log.read(wanted))[0]
+    assert (start.state, start.generation) == (FoundState.DAMAGED, 1)
+    assert start.unreadable_bytes > 0
+    last = len(log.disk) - PAGE_BYTES
+    end = log.find(
+        lambda wanted: None if wanted.position + wanted.length > last else log.read(wanted)
+    )[0]
+    assert (end.state, len(end.footer.rows)) == (FoundState.UNSEALED, 3)
+
+
+def test_a_log_without_segments_worth_anything_gives_an_empty_index() -> None:
+    index, found, refilled = Log().recover()
+    assert (index.objects, index.records, index.live_bytes, len(found)) == (0, 0, 0, 3)
+    assert (refilled.next_sequence, refilled.superseded) == (1, 0)
+    assert refilled == type(refilled)(1, 0, 0, 0, 0)
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_whatever_was_written_recovery_agrees_with_a_plain_reading(data: st.DataObject) -> None:
+    """Random objects, versions, parts, seals, marks and reclaims, against dictionaries."""
+    log = Log(segments=4, segment_bytes=70 * MIB)
+    rng = Random(data.draw(st.integers(0, 2**32)))
+    facts = {}
+    for key in "abcdef":
+        for clock in (1, 2, 3):
+            length = rng.choice((0, 10, 5000, PART_BYTES + 1))
+            facts[key, clock] = facts_of(key, length, clock, namespace=rng.choice("xy"))
+    alive: dict[RecordPlace, tuple[ColdFacts, int]] = {}
+    for _ in range(rng.randrange(1, 60)):
+        segment, kind = rng.randrange(4), rng.random()
+        placed = [place for place in alive if place.segment == segment]
+        if kind < 0.1 and placed:
+            alive.pop(rng.choice(placed))
+            for place in placed:
+                if place not in alive:
+                    log.mark(place)
+        elif kind < 0.15:
+            log.start(segment, log.generations[segment] + 1, opened=rng.random() < 0.5)
+            alive = {place: each for place, each in alive.items() if place.segment != segment}
+        else:
+            chosen = rng.choice(list(facts.values()))
+            part = rng.randrange(2) if chosen.length > PART_BYTES else 0
+            pages = record_bytes(part_bytes(chosen.length, part)) // PAGE_BYTES
+            if log.pages[segment] + pages > log.segment_bytes // PAGE_BYTES - 10:
+                continue
+            alive[log.append(segment, chosen, part)] = (chosen, part)
+    for segment in range(4):
+        if rng.random() < 0.5 and log.placed[segment]:
+            log.seal(segment)
+
+    index, found, _ = log.recover()
+    best: dict[bytes, ColdFacts] = {}
+    for each, _ in alive.values():
+        if each.digest not in best or best[each.digest].version < each.version:
+            best[each.digest] = each
+    kept = set()
+    for digest, each in best.items():
+        parts: dict[int, RecordPlace] = {}
+        for place, (other, part) in sorted(alive.items(), key=lambda item: item[0].sequence):
+            if other == each:
+                parts.setdefault(part, place)
+        entry = index.find(digest)
+        if len(parts) == (2 if each.length > PART_BYTES else 1):
+            assert entry is not None
+            assert (entry.version, entry.namespace) == (each.version, each.namespace)
+            assert entry.places == tuple(parts[part] for part in sorted(parts))
+            kept |= set(entry.places)
+        else:
+            assert entry is None
+    assert index.records == len(kept)
+    for place in alive:
+        assert found[place.segment].marks.is_dead(place.number) == (place not in kept)
+    sealed_anew = [index.footer_of(segment) for segment in range(4)]
+    assert sum(len(footer.rows) for footer in sealed_anew) == len(kept)
+    for segment, footer in enumerate(sealed_anew):
+        assert np.all(np.diff(footer.rows["number"].astype(int)) > 0)
+        wanted = sorted(place.number for place in kept if place.segment == segment)
+        assert footer.rows["number"].tolist() == wanted

@@ -1,0 +1,562 @@
+"""The SSD tier over a simulated disk: stored, loaded, discarded, reopened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+
+from p2pstore.errors import ConfigError
+from p2pstore.objects import KIB, MIB, Version, key_digest, namespace_digest
+from p2pstore.simulation.faulty_disk import FaultyDisk
+from p2pstore.ssd_tier.admission import AdmissionPolicy, Refusal
+from p2pstore.ssd_tier.health import TierOff, TierState
+from p2pstore.ssd_tier.layout import PAGE_BYTES, ColdFacts, record_position
+from p2pstore.ssd_tier.misses import ColdMiss, Miss
+from p2pstore.ssd_tier.segments import SegmentState
+from tests.unit.cold_harness import (
+    NAMESPACE,
+    SEGMENT_BYTES,
+    Harness,
+    UntilCrash,
+    aligned,
+    facts_of,
+    running,
+    simulated_disk,
+    value_of,
+)
+
+VALUE = value_of("a", 1, 100_000)
+
+
+async def missing(harness: Harness, key: str) -> Miss:
+    with pytest.raises(ColdMiss) as caught:
+        await harness.load(key)
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("length", [0, 1, PAGE_BYTES, PAGE_BYTES + 1, 300_000, 900 * KIB])
+async def test_what_was_stored_is_loaded(length: int, autojump_clock: object) -> None:
+    value = value_of("a", 5, length)
+    async with running(simulated_disk()) as harness:
+        more: dict[str, Any] = {
+            "expires_unix_ms": 2**45,
+            "replicas": 3,
+            "pin": 1,
+            "dtype": "bfloat16",
+            "shape": (2, 3),
+        }
+        assert await harness.store("a", 5, value, **more)
+        facts, loaded = await harness.load("a")
+        assert loaded == value
+        assert facts == facts_of("a", 5, value, **more)
+        assert await missing(harness, "b") is Miss.ABSENT
+
+
+@pytest.mark.parametrize("length", [3000, 5000, 200_000, 900_000])
+async def test_what_compresses_is_compressed(length: int, autojump_clock: object) -> None:
+    value = value_of("a", 5, length, compressible=True)
+    async with running(simulated_disk()) as harness:
+        assert await harness.store("a", 5, value)
+        facts, loaded = await harness.load("a")
+        assert loaded == value
+        assert facts == facts_of("a", 5, value)
+        statistics = harness.tier.statistics()
+        assert statistics["compressed_parts"] == (length > PAGE_BYTES)
+        assert statistics["live_bytes"] < PAGE_BYTES * 3 + length // 10
+    async with running(simulated_disk(), AdmissionPolicy(compress=False)) as harness:
+        assert await harness.store("a", 5, value[:200_000])
+        assert harness.tier.statistics()["compressed_parts"] == 0
+
+
+@pytest.mark.parametrize("compressible", [False, True])
+async def test_long_values_are_worked_on_in_threads(
+    compressible: bool, autojump_clock: object
+) -> None:
+    value = value_of("a", 5, 3 * MIB + 5, compressible=compressible)
+    disk = FaultyDisk(0, 33 * MIB, pause=trio.sleep)
+    async with running(disk, segment_bytes=4 * MIB) as harness:
+        assert await harness.store("a", 5, value)
+        assert (await harness.load("a"))[1] == value
+        entry = harness.tier.find(key_digest("a", NAMESPACE))
+        assert entry is not None
+        disk.damage(record_position(entry.places[0], 4 * MIB) + 2 * PAGE_BYTES)
+        assert await missing(harness, "a") is Miss.DAMAGED
+
+
+async def test_damaged_compressed_bytes_are_a_miss(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, value_of("a", 1, 200_000, compressible=True))
+        entry = harness.tier.find(key_digest("a", NAMESPACE))
+        assert entry is not None
+        disk.damage(record_position(entry.places[0], SEGMENT_BYTES) + PAGE_BYTES + 20)
+        assert await missing(harness, "a") is Miss.DAMAGED
+
+
+async def test_it_is_there_after_a_crash(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    until = UntilCrash(disk)
+    async with running(until) as harness:
+        assert await harness.store("a", 1, VALUE, durable=True)
+        until.gone = True
+        disk.crash()
+    async with running(disk) as harness:
+        assert (await harness.load("a"))[1] == VALUE
+        assert harness.keys() == {"a": 1}
+
+
+async def test_what_was_discarded_stays_away_after_a_crash(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    until = UntilCrash(disk)
+    async with running(until) as harness:
+        assert await harness.store("a", 1, VALUE, durable=True)
+        assert await harness.store("b", 1, VALUE, durable=True)
+        assert harness.discard("a", 1)
+        assert await missing(harness, "a") is Miss.ABSENT
+        assert not harness.discard("b", 0), "it is newer"
+        await harness.tier.discards_durable()
+        until.gone = True
+        disk.crash()
+    async with running(disk) as harness:
+        assert harness.keys() == {"b": 1}
+
+
+async def test_discards_are_durable_within_a_second_unasked(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    until = UntilCrash(disk)
+    async with running(until) as harness:
+        assert await harness.store("a", 1, VALUE, durable=True)
+        assert harness.discard("a", 1)
+        await trio.sleep(1.0)
+        until.gone = True
+        disk.crash()
+    async with running(disk) as harness:
+        assert harness.keys() == {}
+
+
+async def test_the_newer_version_wins_and_the_older_never_returns(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    newer = value_of("a", 2, 50_000)
+    until = UntilCrash(disk)
+    async with running(until) as harness:
+        assert await harness.store("a", 1, VALUE)
+        assert await harness.store("a", 2, newer, durable=True)
+        assert not await harness.store("a", 1, VALUE)
+        assert harness.tier.statistics()["refused"] == {"outdated": 1}
+        assert (await harness.load("a"))[1] == newer
+        assert harness.discard("a", 2)
+        await harness.tier.discards_durable()
+        until.gone = True
+        disk.crash()
+    async with running(disk) as harness:
+        assert harness.keys() == {}
+
+
+async def test_the_same_version_is_written_once(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE)
+        assert await harness.store("a", 1, VALUE)
+        assert harness.tier.statistics()["stored_objects"] == 1
+
+
+async def test_a_namespace_is_discarded(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    until = UntilCrash(disk)
+    async with running(until) as harness:
+        for number in range(5):
+            assert await harness.store(str(number), number, VALUE, durable=True)
+        harness.tier.discard_namespace(namespace_digest("other"), Version(9, 9))
+        harness.tier.discard_namespace(namespace_digest(NAMESPACE), Version(2, 0xFFFF))
+        assert harness.keys() == {"3": 3, "4": 4}
+        assert await missing(harness, "0") is Miss.ABSENT
+        await harness.tier.discards_durable()
+        assert set(harness.tier.digests()) == {key_digest(key, NAMESPACE) for key in "34"}
+        until.gone = True
+        disk.crash()
+    async with running(disk) as harness:
+        assert harness.keys() == {"3": 3, "4": 4}
+
+
+async def test_a_segment_of_a_namespace_that_is_discarded_is_reclaimed(
+    autojump_clock: object,
+) -> None:
+    async with running(simulated_disk(segments=4)) as harness:
+        for number in range(60):
+            assert await harness.store(str(number), number, VALUE)
+            harness.tier.discard_namespace(namespace_digest(NAMESPACE), Version(number, 0xFFFF))
+        assert harness.keys() == {}
+        assert harness.tier.statistics()["reclaimed_segments"] > 3
+
+
+@pytest.mark.parametrize("whole_namespace", [False, True])
+async def test_what_is_discarded_while_it_is_stored_never_comes_back(
+    whole_namespace: bool, autojump_clock: object
+) -> None:
+    """Its record reaches the disk, whole, after the discard was durable; then the machine crashes."""
+    disk = simulated_disk()
+    until = UntilCrash(disk)
+    writing, written = trio.Event(), trio.Event()
+    original = disk.write_from
+
+    async def slow_write(position: int, buffers: Any) -> None:
+        await original(position, buffers)
+        if len(buffers) > 1:  # a record
+            writing.set()
+            await written.wait()
+
+    async with running(until) as harness:
+        disk.write_from = slow_write  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(harness.store, "a", 1, VALUE)
+            await writing.wait()
+            if whole_namespace:
+                harness.tier.discard_namespace(namespace_digest(NAMESPACE), Version(1, 0xFFFF))
+            else:
+                assert not harness.discard("a", 1)
+            await harness.tier.discards_durable()
+            until.gone = True
+            disk.crash()
+            written.set()
+    disk.write_from = original  # type: ignore[method-assign]
+    async with running(disk) as harness:
+        assert harness.keys() == {}
+
+
+async def test_an_object_past_its_time_is_a_miss(autojump_clock: object) -> None:
+    now = [1000.0]
+    async with running(simulated_disk(), now=lambda: now[0]) as harness:
+        assert await harness.store("a", 1, VALUE, expires_unix_ms=2_000_000)
+        assert (await harness.load("a"))[1] == VALUE
+        now[0] = 2000.0
+        assert await missing(harness, "a") is Miss.EXPIRED
+        assert [entry.key for entry in harness.withdrawn] == ["a"]
+
+
+async def test_what_is_discarded_while_it_waits_for_room_is_not_written(
+    autojump_clock: object,
+) -> None:
+    disk = simulated_disk()
+    disk.faults.latency_seconds = 0.1
+    until = UntilCrash(disk)
+    original = disk.write_from
+
+    async def write_and_crash(position: int, buffers: Any) -> None:
+        await original(position, buffers)
+        if len(buffers) > 1:  # a record
+            await disk.sync()
+            until.gone = True
+            disk.crash()
+
+    async with running(until) as harness, trio.open_nursery() as nursery:
+        nursery.start_soon(harness.store, "a", 1, VALUE)
+        await trio.testing.wait_all_tasks_blocked()
+        assert harness.tier.statistics()["segments"]["open"] == 0, "it waits"
+        disk.write_from = write_and_crash  # type: ignore[method-assign]
+        harness.discard("a", 1)
+        await harness.tier.discards_durable()
+    disk.write_from = original  # type: ignore[method-assign]
+    async with running(disk) as harness:
+        assert harness.keys() == {}
+
+
+async def test_full_segments_are_sealed_and_the_oldest_reclaimed(autojump_clock: object) -> None:
+    disk = simulated_disk(segments=6)
+    async with running(disk) as harness:
+        for number in range(60):
+            assert await harness.store(f"{number:02}", 1, value_of(str(number), 1, 200_000))
+        statistics = harness.tier.statistics()
+        assert statistics["reclaimed_segments"] >= 6
+        assert statistics["evicted_objects"] == len(harness.withdrawn)
+        kept = harness.keys()
+        assert len(kept) == 60 - len(harness.withdrawn)
+        assert sorted(kept) == [f"{number:02}" for number in range(60 - len(kept), 60)]
+        for key in kept:
+            assert (await harness.load(key))[1] == value_of(str(int(key)), 1, 200_000)
+        await trio.sleep(5)
+        kept = harness.keys()
+    async with running(disk) as harness:
+        assert harness.keys() == kept
+
+
+async def test_what_is_hot_or_the_last_copy_is_kept(autojump_clock: object) -> None:
+    async with running(simulated_disk(segments=6)) as harness:
+        harness.last_copies.add(key_digest("last", NAMESPACE))
+        for number in range(60):
+            key = {1: "hot", 2: "last"}.get(number, f"{number:02}")
+            assert await harness.store(key, 1, value_of(key, 1, 90_000))
+            if number > 0 and number % 4 == 1:
+                assert (await harness.load("hot"))[1] == value_of("hot", 1, 90_000)
+        assert {"hot", "last"} <= harness.keys().keys()
+        assert (await harness.load("last"))[1] == value_of("last", 1, 90_000)
+        assert harness.tier.statistics()["kept_records"] >= 2
+        assert harness.tier.statistics()["write_amplification"] < 1.25
+
+
+async def test_a_segment_is_drained_before_it_is_reused(autojump_clock: object) -> None:
+    disk = simulated_disk(segments=6)
+    async with running(disk) as harness:
+        assert await harness.store("first", 1, VALUE)
+        reading, go_on = trio.Event(), trio.Event()
+        results: list[bytes] = []
+        original = disk.read_into
+
+        async def slow_read(position: int, buffers: Any) -> None:
+            if not reading.is_set():
+                reading.set()
+                await go_on.wait()
+            await original(position, buffers)
+
+        async def read() -> None:
+            results.append((await harness.load("first"))[1])
+
+        async with trio.open_nursery() as nursery:
+            disk.read_into = slow_read  # type: ignore[method-assign]
+            nursery.start_soon(read)
+            await reading.wait()
+            for number in range(40):
+                await harness.store(str(number), 1, value_of(str(number), 1, 200_000))
+            states = harness.tier.statistics()["segments"]
+            assert states["draining"] == 1
+            assert "first" in [entry.key for entry in harness.withdrawn]
+            go_on.set()
+        assert results == [VALUE], "what was found is read whole"
+        for number in range(10):
+            assert await harness.store(f"again {number}", 1, VALUE)
+
+
+async def test_a_damaged_payload_is_a_miss_and_dropped(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE)
+        entry = harness.tier.find(key_digest("a", NAMESPACE))
+        assert entry is not None
+        disk.damage(record_position(entry.places[0], SEGMENT_BYTES) + PAGE_BYTES + 777)
+        assert await missing(harness, "a") is Miss.DAMAGED
+        assert await missing(harness, "a") is Miss.ABSENT
+        assert [entry.key for entry in harness.withdrawn] == ["a"]
+        assert harness.tier.statistics()["damaged"] == 1
+        assert await harness.store("a", 1, VALUE), "it may be stored again"
+        assert (await harness.load("a"))[1] == VALUE
+
+
+async def test_a_read_error_is_tried_again_once(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE)
+        original, failures = disk.read_into, [1]
+
+        async def failing(position: int, buffers: Any) -> None:
+            if failures:
+                failures.pop()
+                raise OSError(5, "once")
+            await original(position, buffers)
+
+        disk.read_into = failing  # type: ignore[method-assign]
+        assert (await harness.load("a"))[1] == VALUE
+        failures[:] = [1, 1]
+        assert await missing(harness, "a") is Miss.READ_ERROR
+        assert harness.tier.statistics()["read_errors"] == 1
+
+
+async def test_a_failed_write_is_refused_and_the_rest_goes_on(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("before", 1, VALUE)
+        disk.faults.write_error = 1.0
+        assert not await harness.store("a", 1, VALUE)
+        disk.faults.write_error = 0.0
+        assert await missing(harness, "a") is Miss.ABSENT
+        assert await harness.store("a", 2, VALUE)
+        assert (await harness.load("before"))[1] == VALUE
+        assert harness.tier.state is TierState.OK
+        assert harness.tier.statistics()["refused"] == {"failed": 1}
+
+
+async def test_a_full_disk_makes_it_read_only(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE)
+        disk.faults.no_space = 1.0
+        assert not await harness.store("b", 1, VALUE)
+        assert harness.tier.state is TierState.READ_ONLY
+        assert "writing failed" in harness.tier.why
+        assert (await harness.load("a"))[1] == VALUE
+        assert harness.tier.admit(key_digest("c", NAMESPACE), MIB, 5) is Refusal.READ_ONLY
+
+
+async def test_a_failed_sync_drops_what_it_leaves_in_doubt(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    until = UntilCrash(disk)
+    async with running(until) as harness:
+        assert await harness.store("sound", 1, VALUE, durable=True)
+        disk.faults.sync_error = 1.0
+        assert not await harness.store("a", 1, VALUE, durable=True)
+        disk.faults.sync_error = 0.0
+        assert await missing(harness, "a") is Miss.ABSENT
+        assert harness.tier.statistics()["retired_segments"] >= 1
+        assert await harness.store("b", 1, VALUE, durable=True)
+        await harness.tier.discards_durable()
+        until.gone = True
+        disk.crash()
+    async with running(disk) as harness:
+        assert harness.keys() == {"b": 1}, "a segment in doubt is dropped as a whole, for good"
+
+
+async def test_discards_that_cannot_be_written_turn_it_off(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE)
+        disk.faults.write_error = 1.0
+        assert harness.discard("a", 1)
+        with pytest.raises(TierOff):
+            await harness.tier.discards_durable()
+        assert harness.tier.state is TierState.OFF
+        assert await missing(harness, "a") is Miss.OFF
+
+
+async def test_reads_that_always_fail_turn_it_off(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        for number in range(20):
+            assert await harness.store(str(number), 1, VALUE)
+        disk.faults.read_error = 1.0
+        reasons = [await missing(harness, str(number)) for number in range(20)]
+        assert reasons == [Miss.READ_ERROR] * 16 + [Miss.OFF] * 4
+
+
+async def test_a_group_of_durable_stores_shares_a_sync(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    disk.faults.latency_seconds = 0.001
+    async with running(disk) as harness:
+        before = disk.happened["syncs"]
+        async with trio.open_nursery() as nursery:
+            for number in range(30):
+                nursery.start_soon(harness.store, str(number), 1, VALUE[:20_000], True)
+        assert len(harness.keys()) == 30
+        assert disk.happened["syncs"] - before <= 25
+
+
+async def test_a_store_waits_for_room_but_not_for_ever(autojump_clock: object) -> None:
+    disk = simulated_disk(segments=4)
+    async with running(disk) as harness:
+        disk.faults.latency_seconds = 100.0
+        stored = []
+
+        async def store(number: int) -> None:
+            stored.append(await harness.store(str(number), 1, value_of(str(number), 1, 900_000)))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(6):
+                nursery.start_soon(store, number)
+        assert stored.count(False) >= 1
+        assert harness.tier.statistics()["refused"]["no_room"] == stored.count(False)
+
+
+async def test_what_is_too_large_is_refused(autojump_clock: object) -> None:
+    async with running(simulated_disk()) as harness:
+        assert not await harness.store("a", 1, value_of("a", 1, SEGMENT_BYTES))
+        assert harness.tier.statistics()["refused"] == {"too_large": 1}
+
+
+async def test_admission_asks_who_else_has_it(autojump_clock: object) -> None:
+    async with running(simulated_disk(), AdmissionPolicy(min_bytes=100)) as harness:
+        digest = key_digest("a", NAMESPACE)
+        assert harness.tier.admit(digest, 1000, 0) is Refusal.SEEN_ONCE
+        harness.last_copies.add(digest)
+        assert harness.tier.admit(digest, 1000, 0) is None
+        assert harness.tier.statistics()["refused"] == {"seen_once": 1}
+        assert harness.tier.statistics()["admitted"] == 1
+
+
+async def test_an_index_that_is_full_refuses(autojump_clock: object) -> None:
+    async with running(simulated_disk(), max_records=2) as harness:
+        assert await harness.store("a", 1, VALUE)
+        assert await harness.store("b", 1, VALUE)
+        assert not await harness.store("c", 1, VALUE)
+        assert harness.keys() == {"a": 1, "b": 1}
+
+
+async def test_a_prepare_that_raises_is_passed_on(autojump_clock: object) -> None:
+    def refuse(facts: ColdFacts) -> memoryview:
+        raise MemoryError
+
+    async with running(simulated_disk(segments=6)) as harness:
+        assert await harness.store("a", 1, VALUE)
+        with pytest.raises(MemoryError):
+            await harness.tier.load(key_digest("a", NAMESPACE), refuse)
+        with pytest.raises(ValueError, match="whole pages"):
+            await harness.tier.load(key_digest("a", NAMESPACE), lambda facts: aligned(b"short"))
+        for number in range(60):  # no read is left over that would hold up a segment
+            assert await harness.store(str(number), 1, value_of(str(number), 1, 200_000))
+
+
+async def test_a_disk_with_something_else_is_refused(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    disk.poke(100, b"a file system")
+    with pytest.raises(ConfigError, match="no log of p2pstore"):
+        async with running(disk):
+            pass
+
+
+async def test_a_disk_that_is_too_small_is_refused(autojump_clock: object) -> None:
+    with pytest.raises(ConfigError, match=r"at least 5\.0 MiB"):
+        async with running(simulated_disk(segments=3)):
+            pass
+
+
+async def test_a_longer_disk_makes_a_longer_log(autojump_clock: object) -> None:
+    disk = simulated_disk(segments=4)
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE)
+    longer = simulated_disk(segments=9)
+    longer.poke(0, disk.peek(0, disk.size_bytes))
+    async with running(longer) as harness:
+        assert harness.tier.statistics()["capacity_bytes"] == 9 * SEGMENT_BYTES
+        assert harness.keys() == {"a": 1}
+    with pytest.raises(ConfigError, match="cannot shrink"):
+        disk.poke(0, longer.peek(0, disk.size_bytes))
+        async with running(disk):
+            pass
+
+
+CANCELLED: list[tuple[str, Callable[[Harness], Any]]] = [
+    ("store", lambda harness: harness.store("a", 2, value_of("a", 2, 300_000))),
+    ("durable store", lambda harness: harness.store("a", 2, value_of("a", 2, 300_000), True)),
+    ("load", lambda harness: harness.load("a")),
+    ("discards", lambda harness: harness.tier.discards_durable()),
+]
+
+
+@pytest.mark.parametrize(("name", "operation"), CANCELLED, ids=[name for name, _ in CANCELLED])
+async def test_cancelled_at_every_checkpoint(
+    name: str, operation: Callable[[Harness], Any], autojump_clock: object
+) -> None:
+    """After each of them the tier works as before, and what comes back after a start is what it says it has."""
+    disk = simulated_disk(segments=6)
+    disk.faults.latency_seconds = 0.01
+    for milliseconds in range(0, 60, 3):
+        disk.faults.latency_seconds = 0.01
+        async with running(disk) as harness:
+            await harness.store("a", 1, VALUE)
+            await harness.store("b", 1, VALUE)
+            harness.discard("b", 1)
+            with trio.move_on_after(milliseconds / 1000):
+                await operation(harness)
+            statistics = harness.tier.statistics()
+            assert statistics["queued_bytes"] == 0
+            facts, value = await harness.load("a")
+            assert value == value_of("a", facts.version.clock, len(value))
+            before = harness.keys()
+        async with running(disk) as harness:
+            assert harness.keys() == before
+            for number in range(12):  # nothing is left that holds up a segment
+                assert await harness.store(
+                    f"{number}", milliseconds, value_of("n", number, 300_000)
+                )
+            await trio.sleep(5)
+            assert harness.tier.statistics()["segments"][SegmentState.DRAINING.value] == 0
+            harness.discard("a", 9)
