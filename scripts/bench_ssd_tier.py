@@ -18,7 +18,7 @@ from fio import Fio, Load, Measured
 from p2pstore.objects import GIB, KIB, MIB, Version, chunk_sums, format_bytes, root_checksum
 from p2pstore.ssd_tier.admission import AdmissionPolicy
 from p2pstore.ssd_tier.disk import open_disk
-from p2pstore.ssd_tier.layout import ColdFacts
+from p2pstore.ssd_tier.layout import LOG_START_BYTES, ColdFacts
 from p2pstore.ssd_tier.misses import ColdMiss
 from p2pstore.ssd_tier.tier import SsdTier, open_tier
 
@@ -48,7 +48,10 @@ async def _measure(report: Report, folder: Path, quick: bool) -> None:
         place.mkdir()
     disk, other = (open_disk(place, size_bytes) for place in places)
     try:
-        await fill(other)
+        for each in (disk, other):
+            await fill(each)
+        # A file system takes long for what it writes the first time in a file; and where zeros are is no other log.
+        await disk.write_from(0, [bytes(LOG_START_BYTES)])
         fio = Fio(other.path, size_bytes)
         policy = AdmissionPolicy(min_bytes=0, min_hits=0, max_queued_bytes=GIB)
         tier_of_disk = open_tier(
