@@ -53,13 +53,15 @@ def refill(index: ColdIndex, found: Sequence[FoundSegment]) -> Refilled:
     kept = _newest(rows, won & complete, index.max_records)
     for owner, number in zip(owners[~kept].tolist(), rows["number"][~kept].tolist(), strict=True):
         found[owner].marks.mark(number)
+    if not kept.all():
+        rows, owners, namespaces = rows[kept], owners[kept], namespaces[kept]
     segments = np.array([each.segment for each in found], np.uint32)
     index.load(
-        rows[kept],
-        segments[owners[kept]],
-        namespaces[kept],
+        rows,
+        segments[owners],
+        namespaces,
         list(names),
-        {found[owner].segment: found[owner].footer.keys for owner in np.unique(owners[kept])},
+        {found[owner].segment: found[owner].footer.keys for owner in np.unique(owners).tolist()},
         {each.segment: each.generation for each in found},
     )
     sequences = [int(each.footer.rows["sequence"].max(initial=0)) for each in found]

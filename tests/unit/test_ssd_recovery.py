@@ -317,6 +317,33 @@ def test_a_start_or_a_footer_that_cannot_be_read() -> None:
     assert (end.state, len(end.footer.rows)) == (FoundState.UNSEALED, 3)
 
 
+def test_an_index_that_was_filled_goes_on_like_any_other() -> None:
+    log = Log(segments=2)
+    facts = [
+        facts_of(f"key {number}", 10, namespace=f"namespace {number % 3}") for number in range(30)
+    ]
+    for each in facts[:20]:
+        log.append(0, each)
+    log.append(1, facts_of("key 7", 10, clock=2, namespace="namespace 1"))
+    index, _, refilled = log.recover()
+    for number, each in enumerate(facts[20:], refilled.next_sequence):
+        place = RecordPlace(0, 1, 2 + 2 * number, number, number)
+        assert index.add(place, each, 0, 10) == ()
+    assert index.drop(facts[3].digest) != ()
+    for namespace in range(3):
+        wanted = sorted(
+            each.key for number, each in enumerate(facts) if number % 3 == namespace and number != 3
+        )
+        listed = index.page(f"namespace {namespace}", "", "", 100)[0]
+        assert [entry.key for entry in listed] == wanted
+    footer = index.footer_of(0)
+    assert len(footer.rows) == 28
+    assert len(footer.keys) == sum(len(facts[number].key) for number in range(30)) - 2 * 5
+    assert (index.objects, index.records) == (29, 29)
+    index.drop_segment(0)
+    assert (index.objects, index.segment_records(0), index.segment_live_bytes(0)) == (1, 0, 0)
+
+
 def test_a_log_without_segments_worth_anything_gives_an_empty_index() -> None:
     index, found, refilled = Log().recover()
     assert (index.objects, index.records, index.live_bytes, len(found)) == (0, 0, 0, 3)
