@@ -43,6 +43,10 @@ class ColdStore(Protocol):
         they are gone through."""
         ...
 
+    def prepare_entries(self, namespace: str) -> bool:
+        """A step towards `entries`, of a few milliseconds. Whether that takes no more than it gives by now."""
+        ...
+
     def entries(
         self, namespace: str, prefix: str, after: str, limit: int
     ) -> tuple[Sequence[ColdEntry], bool]:
@@ -104,6 +108,11 @@ class ColdCopies:
         if self.store is None:
             return set()
         return {digest for digest in digests if self.find(digest, now) is not None}
+
+    def prepare_page(self, namespace: str) -> bool:
+        """A step towards `merged_page`: the keys of many objects have to be put in order first. Whether it was the
+        last one."""
+        return self.store is None or self.store.prepare_entries(namespace)
 
     def merged_page(self, namespace: str, prefix: str, after: str, limit: int, now: float) -> Page:
         """Keys in order, in memory and on the SSD."""

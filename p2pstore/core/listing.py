@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.effects import (
     Reply,
 )
 from p2pstore.core.operation import Operation
-from p2pstore.core.serving import MAX_LIST_LIMIT, list_local
+from p2pstore.core.serving import MAX_LIST_LIMIT, ListHereOperation
 from p2pstore.gossip.records import PeerId
 from p2pstore.local.messages import KeyEntry
 from p2pstore.transfer.messages import (
@@ -47,14 +47,27 @@ class ListOperation(Operation):
         self._pending: dict[int, PeerId] = {}
         self._answers: list[tuple[PeerId, Keys]] = []
         self._silent: list[PeerId] = []
+        self._here: ListHereOperation | None = None
 
     def start(self, now: float) -> None:
-        self._answers.append((self.core.peer_id, list_local(self.core, self._request, now)))
         if not self._local:
             for tag, peer_id in enumerate(self.core.live_peers()):
                 self._pending[tag] = peer_id
                 self.ask(tag, peer_id, DataKind.LIST, self._request, LIST_TIMEOUT_SECONDS)
-        self._settle(now)
+        self._here = ListHereOperation(self.core, self._request, on_finish=self._listed_here)
+        self.core.start(self._here, now)
+
+    def cancel(self, now: float) -> None:
+        here, self._here = self._here, None
+        if here is not None:
+            here.cancel(now)
+        super().cancel(now)
+
+    def _listed_here(self, result: Any, now: float) -> None:
+        self._here = None
+        if isinstance(result, Keys):
+            self._answers.append((self.core.peer_id, result))
+            self._settle(now)
 
     def answered(self, tag: int, reply: Reply, now: float) -> None:
         peer_id = self._pending.pop(tag)
@@ -65,7 +78,7 @@ class ListOperation(Operation):
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        if not self._pending:
+        if not self._pending and self._here is None:
             self.finish(
                 merge_pages(
                     min(self._request.limit, MAX_LIST_LIMIT),

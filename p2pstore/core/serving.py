@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core import home_messages
 from p2pstore.core.describe import key_info
@@ -80,7 +81,7 @@ def serve(
             return taken
         return core.start(SweepOperation(core, answer=taken), now)
     if isinstance(request, ListKeys):
-        return list_local(core, request, now)
+        return core.start(ListHereOperation(core, request), now)
     if isinstance(request, Ping):
         return Pong(core.incarnation, core.gossip.log.sequence)
     return Failure(int(Code.UNSUPPORTED), f"this peer does not answer requests of kind {kind}")
@@ -171,15 +172,38 @@ def _serve_replicate(
 
 def reply_of(operation: Operation) -> Message:
     """The answer to REPLICATE once its fetch has finished, to CLUSTER_RECORDS once what they forbid
-    is gone, and to PUSH once it was taken in."""
+    is gone, to PUSH once it was taken in, and to LIST."""
     result = operation.result
-    if isinstance(result, RecordsTaken | Pushed):
+    if isinstance(result, RecordsTaken | Pushed | Keys):
         return result
     if isinstance(result, ObjectEntry):
         return Replicated(result.version.clock, result.version.writer)
     if isinstance(operation, TakePushOperation):
         return Failure(int(code_of(result)), str(result))
     return Failure(int(Code.CAPACITY_EXCEEDED), str(result))
+
+
+class ListHereOperation(Operation):
+    """One page of the keys held here, when those on the SSD are in order. The result is `Keys`."""
+
+    def __init__(
+        self,
+        core: PeerCore,
+        request: ListKeys,
+        on_finish: Callable[[Any, float], None] | None = None,
+    ) -> None:
+        super().__init__(core, on_finish)
+        self._request = request
+
+    def start(self, now: float) -> None:
+        self.wake(now)
+
+    def wake(self, now: float) -> None:
+        if self.core.cold.prepare_page(self._request.namespace):
+            self.finish(list_local(self.core, self._request, now), now)
+        else:
+            self.wake_at = now
+            self.core.set_alarm(self)
 
 
 def list_local(core: PeerCore, request: ListKeys, now: float) -> Keys:

@@ -100,6 +100,11 @@ class SsdTier:
         """Up to `limit` objects in the order of their keys, above `after`; and whether there are more."""
         return self._log.index.page(namespace, prefix, after, limit)
 
+    def prepare_entries(self, namespace: str) -> bool:
+        """A step of a few milliseconds towards `entries`, which takes seconds for a million objects otherwise. Whether
+        it was the last one."""
+        return self._log.index.prepare_page(namespace)
+
     def digests(self, namespace_digest: bytes | None) -> Iterator[bytes]:
         """Those of all objects, or of a namespace by its digest, that are there now; `find` tells more of each. Others
         may come and go while they are gone through."""

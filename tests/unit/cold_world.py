@@ -28,6 +28,7 @@ class DictionaryStore:
 
     def __init__(self) -> None:
         self.objects: dict[bytes, Stored] = {}
+        self.steps_to_prepare = 0
 
     def find(self, digest: bytes) -> ColdEntry | None:
         stored = self.objects.get(digest)
@@ -48,6 +49,10 @@ class DictionaryStore:
                 if namespace in (None, namespace_digest(stored.entry.namespace))
             ]
         )
+
+    def prepare_entries(self, namespace: str) -> bool:
+        self.steps_to_prepare -= 1
+        return self.steps_to_prepare < 0
 
     def entries(
         self, namespace: str, prefix: str, after: str, limit: int

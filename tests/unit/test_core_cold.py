@@ -8,9 +8,10 @@ import pytest
 
 from p2pstore.core.cold_return import ColdObject, ColdSorted
 from p2pstore.core.effects import LoadObject, PullObject, WriteObject
+from p2pstore.core.listing import ListOperation
 from p2pstore.core.prefetching import AT_ONCE, MAX_QUEUED
 from p2pstore.core.presence import is_known, known_keys
-from p2pstore.core.serving import list_local
+from p2pstore.core.serving import list_local, reply_of
 from p2pstore.errors import CapacityExceeded, NoSuchKey
 from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier
 from p2pstore.local.messages import PutStatus
@@ -362,6 +363,25 @@ def test_keys_in_memory_and_on_the_ssd_are_listed_together_page_by_page() -> Non
         assert [item.tier for item in listed[::2]] == [int(Tier.SSD)] * 6
     page = list_local(world.core, ListKeys(NAMESPACE, "", "", 100, True), world.now)
     assert [item.key for item in page.items] == ["pinned"]
+
+
+def test_many_keys_are_put_in_order_step_by_step_before_they_are_listed() -> None:
+    world = ColdWorld(others=1)
+    world.cool("a", VALUE)
+    world.store.steps_to_prepare = 5
+    request = ListKeys(NAMESPACE, "", "a", 100, False)
+    operation = world.start(ListOperation(world.core, request, local=True))
+    asked = world.serve(world.others[0], DataKind.LIST, ListKeys(NAMESPACE, "", "", 1, False))
+    assert not operation.done
+    world.pass_time(0.001)
+    assert operation.done
+    assert "a" not in [item.key for item in operation.result.items]
+    assert [item.key for item in reply_of(asked).items] == ["a"]
+    cancelled = ListOperation(world.core, request, local=True)
+    world.store.steps_to_prepare = 5
+    world.start(cancelled)
+    world.core.cancel(cancelled, world.now)
+    world.check_idle()
 
 
 def test_a_page_goes_past_keys_that_may_not_be_shown() -> None:
