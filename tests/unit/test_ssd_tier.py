@@ -466,6 +466,7 @@ async def test_a_failed_sync_drops_what_it_leaves_in_doubt(autojump_clock: objec
     until = UntilCrash(disk)
     async with running(until) as harness:
         assert await harness.store("sound", 1, VALUE, durable=True)
+        await trio.sleep(1)  # its background has nothing to sync then
         disk.faults.sync_error = 1.0
         assert not await harness.store("a", 1, VALUE, durable=True)
         disk.faults.sync_error = 0.0
