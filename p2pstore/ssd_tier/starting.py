@@ -130,8 +130,8 @@ def restore(
     """Table and index of a log that was read. Works through all records: not for the event loop's thread."""
     index = ColdIndex(superblock.segments, max_records, secrets.randbits(63))
     for each in found:
-        if each.unreadable_bytes and each.state is FoundState.UNSEALED:
-            _mark_unreadable(each)
+        if each.state is FoundState.UNSEALED and len(each.footer.rows):
+            _mark_unknown(each)
     refilled = refill(index, found)
     table = SegmentTable(
         superblock.segments, superblock.segment_bytes, footer_pages, refilled.next_sequence
@@ -141,8 +141,19 @@ def restore(
     return table, index
 
 
-def _mark_unreadable(found: FoundSegment) -> None:
-    """What could not be read now may be readable after the next start, when it was long discarded."""
+def unsafe_segments(found: list[FoundSegment]) -> list[int]:
+    """Segments in which nothing was found, although something may be there: it could be found after the next start,
+    when it was long discarded. To be given a new generation before anything else."""
+    return [
+        each.segment
+        for each in found
+        if each.state is FoundState.DAMAGED
+        or (each.state is FoundState.UNSEALED and not len(each.footer.rows))
+    ]
+
+
+def _mark_unknown(found: FoundSegment) -> None:
+    """Of a segment without a footer, what was not found now may be found after the next start: as above."""
     known = set(found.footer.rows["number"].tolist())
     for number in range(MAX_RECORDS_PER_SEGMENT):
         if number not in known:
@@ -157,7 +168,7 @@ def _restore_segment(table: SegmentTable, found: FoundSegment) -> None:
         generation += 1 + secrets.randbits(_UNKNOWN_GENERATIONS_BITS)
     elif found.state is FoundState.SEALED:
         state = SegmentState.SEALED
-    elif len(rows) or found.marks.dirty:
+    elif len(rows):
         state = SegmentState.SEALING
     table.restore(
         found.segment,

@@ -32,9 +32,8 @@ from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.layout import SEGMENT_BYTES, ColdFacts
 from p2pstore.ssd_tier.loading import Prepare, Reader
 from p2pstore.ssd_tier.misses import ColdMiss
-from p2pstore.ssd_tier.recovery import FoundState
 from p2pstore.ssd_tier.segments import SegmentState
-from p2pstore.ssd_tier.starting import open_superblock, read_log, restore
+from p2pstore.ssd_tier.starting import open_superblock, read_log, restore, unsafe_segments
 from p2pstore.ssd_tier.storing import Writer
 from p2pstore.ssd_tier.superblock import Superblock
 from p2pstore.ssd_tier.upkeep import Upkeep
@@ -241,10 +240,9 @@ async def open_tier(
         )
         marks = DeadMarkWriter(log)
         upkeep = Upkeep(log, marks, is_last_copy)
+        for number in unsafe_segments(found):
+            await upkeep.start(table[number])
         nursery.start_soon(marks.run)
-        for each in found:
-            if each.state is FoundState.DAMAGED:  # what is in it must never come back
-                await upkeep.start(table[each.segment])
         nursery.start_soon(upkeep.run)
         log.work.send()
         try:

@@ -60,6 +60,9 @@ class Upkeep:
         """Give an empty segment a new generation: from then on nothing that was in it can come back."""
         log = self._log
         generation = segment.generation + 1
+        log.dirty.discard(
+            segment.number
+        )  # marks of the old one must not come after the start of the new one
         start = encode_segment_start(log.store_id, segment.number, generation, opened=True)
         await self._write(segment, log.segment_position(segment), start)
         if await self._synced() and segment.state is SegmentState.EMPTY:

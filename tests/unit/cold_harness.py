@@ -124,6 +124,9 @@ class Harness:
     def discard(self, key: str, clock: int) -> bool:
         return self.tier.discard(key_digest(key, NAMESPACE), Version(clock, 0xFFFF))
 
+    def holds(self, key: str) -> bool:
+        return self.tier.find(key_digest(key, NAMESPACE)) is not None
+
     def keys(self) -> dict[str, int]:
         """Clocks by key."""
         entries, more = self.tier.entries(NAMESPACE, limit=100_000)

@@ -1,0 +1,147 @@
+"""What must happen before what in the SSD tier, so that nothing comes back: each by the failure that would show it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import trio
+
+from p2pstore.objects import key_digest
+from p2pstore.simulation.faulty_disk import FaultyDisk
+from p2pstore.ssd_tier.layout import LOG_START_BYTES, PAGE_BYTES, record_position
+from tests.unit.cold_harness import (
+    NAMESPACE,
+    SEGMENT_BYTES,
+    Harness,
+    UntilCrash,
+    running,
+    simulated_disk,
+    value_of,
+)
+
+VALUE = value_of("a", 1, 100_000)
+
+
+def place_of(harness: Harness, key: str) -> int:
+    entry = harness.tier.find(key_digest(key, NAMESPACE))
+    assert entry is not None
+    return record_position(entry.places[0], SEGMENT_BYTES)
+
+
+def misread(disk: FaultyDisk, page: int, how: str) -> None:
+    """From now on this page is read wrong, or not at all."""
+    original = disk.read_into
+
+    async def read_into(position: int, buffers: Sequence[memoryview]) -> None:
+        inside = page - position
+        length = sum(map(len, buffers))
+        if 0 <= inside < length and how == "not at all":
+            raise OSError(errno.EIO, "unreadable")
+        await original(position, buffers)
+        if 0 <= inside < length:
+            buffers[0][inside] ^= 1
+
+    disk.read_into = read_into  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("how", ["wrong", "not at all"])
+@pytest.mark.parametrize("what", ["segment header", "record header"])
+@pytest.mark.parametrize("sealed", [False, True])
+async def test_what_is_unreadable_for_one_start_never_comes_back(
+    what: str, how: str, sealed: bool, autojump_clock: object
+) -> None:
+    """Meanwhile it may have been discarded, and nobody could mark it."""
+    disk = simulated_disk()
+    until = UntilCrash(disk)
+    async with running(until) as harness:
+        assert await harness.store("a", 1, VALUE, durable=True)
+        position = place_of(harness, "a")
+        if sealed:
+            for number in range(20):
+                assert await harness.store(str(number), 1, VALUE)
+            assert harness.tier.statistics()["segments"]["sealed"]
+        until.gone = True
+    segment = (position - LOG_START_BYTES) // SEGMENT_BYTES
+    start = LOG_START_BYTES + segment * SEGMENT_BYTES
+    original = disk.read_into
+    misread(disk, start if what == "segment header" else position, how)
+    async with running(disk) as harness:
+        if what == "segment header" or not sealed:
+            assert not harness.holds("a")
+        harness.discard("a", 1)
+        await harness.tier.discards_durable()
+    disk.read_into = original  # type: ignore[method-assign]
+    async with running(disk) as harness:
+        assert not harness.holds("a")
+
+
+async def test_a_store_into_a_segment_that_is_retired_meanwhile_fails(
+    autojump_clock: object,
+) -> None:
+    disk = simulated_disk()
+    original, go_on = disk.write_from, trio.Event()
+    results: list[bool] = []
+
+    async def slow_write(position: int, buffers: Any) -> None:
+        await original(position, buffers)
+        if sum(map(len, buffers)) > 150_000:
+            await go_on.wait()
+
+    async with running(disk) as harness:
+        assert await harness.store("first", 1, VALUE)
+        await trio.sleep(1)
+        disk.write_from = slow_write  # type: ignore[method-assign]
+
+        async def store() -> None:
+            results.append(await harness.store("slow", 1, value_of("slow", 1, 200_000)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store)
+            await trio.sleep(1)
+            disk.faults.sync_error = 1.0
+            assert not await harness.store("durable", 1, VALUE, durable=True)
+            disk.faults.sync_error = 0.0
+            go_on.set()
+        assert results == [False]
+        assert harness.keys() == {}
+
+
+async def test_marks_are_durable_before_a_segment_gets_its_next_generation(
+    autojump_clock: object,
+) -> None:
+    """Else what was evicted, then discarded, could come back: the start of the new generation may be lost."""
+    disk = simulated_disk(segments=6)
+    happened: list[tuple[str, int]] = []
+    write_from, sync = disk.write_from, disk.sync
+
+    async def write(position: int, buffers: Any) -> None:
+        inside = (position - LOG_START_BYTES) % SEGMENT_BYTES
+        segment = (position - LOG_START_BYTES) // SEGMENT_BYTES
+        await write_from(position, buffers)
+        if inside in (0, PAGE_BYTES):
+            happened.append(("marks" if inside else "start", segment))
+
+    async def synced() -> None:
+        await sync()
+        happened.append(("sync", -1))
+
+    async with running(disk) as harness:
+        disk.write_from, disk.sync = write, synced  # type: ignore[method-assign]
+        for number in range(60):
+            assert await harness.store(str(number), 1, value_of(str(number), 1, 200_000))
+        await trio.sleep(5)
+    seen: dict[int, int] = {}
+    checked = 0
+    for at, (what, segment) in enumerate(happened):
+        if what == "start" and segment in seen:
+            since = happened[seen[segment] : at]
+            assert ("marks", segment) in since
+            marks = len(since) - 1 - since[::-1].index(("marks", segment))
+            assert ("sync", -1) in since[marks:]
+            checked += 1
+        if what == "start":
+            seen[segment] = at
+    assert checked >= 5
