@@ -109,8 +109,6 @@ def _read_footer(
     try:
         tail = decode_footer_tail(last[-PAGE_BYTES:], superblock.store_id, segment, generation)
         length = tail.body_bytes
-        if length > superblock.segment_bytes - SEGMENT_START_BYTES - PAGE_BYTES:
-            return None
         body: Bytes | None = last[-PAGE_BYTES - length : -PAGE_BYTES]
         if length > _END_BYTES - PAGE_BYTES:
             body = yield Read(end - PAGE_BYTES - length, length)

@@ -120,12 +120,12 @@ def test_rows_of_a_newer_version_are_longer() -> None:
     longer = np.hstack([rows, np.full((3, 8), 0xEE, np.uint8)])
     content = longer.tobytes() + struct.pack("<H", 7) + b"default" + footer.keys
     content = content.ljust(PAGE_BYTES, b"\0")
-    tail = decode_footer_tail(encode_footer(STORE_ID, 3, 9, footer)[-PAGE_BYTES:], STORE_ID, 3, 9)
-    newer = replace(
-        tail,
-        row_bytes=ROW_BYTES + 8,
-        body_checksum=xxhash.xxh3_64_intdigest(content, tail.body_seed),
-    )
+    page = bytearray(encode_footer(STORE_ID, 3, 9, footer)[-PAGE_BYTES:])
+    seed = decode_footer_tail(bytes(page), STORE_ID, 3, 9).body_seed
+    page[44:48] = (ROW_BYTES + 8).to_bytes(4, "little")
+    page[64:72] = xxhash.xxh3_64_intdigest(content, seed).to_bytes(8, "little")
+    sealed = sealed_page(bytes(page[:72]), place_seed(STORE_ID, 3, 9, 0xFFFF_FFFF))
+    newer = decode_footer_tail(sealed, STORE_ID, 3, 9)
     again = decode_footer(newer, content)
     assert again.rows.tobytes() == footer.rows.tobytes()
     assert (again.namespaces, again.keys) == (["default"], footer.keys)

@@ -289,6 +289,7 @@ def test_a_segment_has_records_of_one_generation() -> None:
         index.add(place(0, generation=2), facts_of("b", 1), 0, 1)
     assert index.find(facts_of("b", 1).digest) is None
     index.drop_segment(0)
+    assert not index._rows._texts._texts
     index.add(place(0, generation=2), facts_of("b", 1), 0, 1)
     entry = index.find(facts_of("b", 1).digest)
     assert entry is not None
@@ -345,6 +346,7 @@ def test_a_listing_follows_many_changes(monkeypatch: pytest.MonkeyPatch) -> None
     """Far more than are put in one by one, and with rows used again."""
     monkeypatch.setattr(key_order, "_STALE_BESIDE", 10)
     monkeypatch.setattr(key_order, "RUN_KEYS", 16)
+    monkeypatch.setattr(key_order, "_SEARCHED_ROWS", 20)
     index, rng = ColdIndex(1, 500, salt=1), random.Random(3)
     here: set[str] = set()
     numbers = iter(range(100_000))
@@ -373,6 +375,7 @@ def test_a_listing_follows_many_changes(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_listing_is_prepared_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_order, "RUN_KEYS", 16)
+    monkeypatch.setattr(key_order, "_SEARCHED_ROWS", 8)
     index = ColdIndex(1, 500, salt=1)
     keys = [f"{number * 37 % 101:03}" for number in range(101)]
     for number, key in enumerate(keys):

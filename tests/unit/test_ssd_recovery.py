@@ -26,7 +26,7 @@ from p2pstore.ssd_tier.layout import (
     segment_position,
 )
 from p2pstore.ssd_tier.payload import check_part
-from p2pstore.ssd_tier.record_header import decode_record_header
+from p2pstore.ssd_tier.record_header import decode_record_header, encode_record_header
 from p2pstore.ssd_tier.recovery import FoundState
 from p2pstore.ssd_tier.segment_search import Read, SegmentSearch
 from tests.unit.cold_log import Log
@@ -102,6 +102,17 @@ def test_a_search_hops_over_payloads() -> None:
     assert len(search.records) == 6
     searched = [read for read in log.reads if read.position < 30 * MIB]
     assert sum(read.length for read in searched) < 2 * MIB
+
+
+def test_a_header_within_a_payload_is_part_of_that() -> None:
+    log = Log(segments=1)
+    inner = RecordPlace(0, 1, 4, 77, 1_000)
+    value = bytes(PAGE_BYTES) + encode_record_header(STORE_ID, inner, facts_of("inner", 0), 0, 0)
+    outer = facts_of("outer", len(value), value=value)
+    log.append(0, outer, payload=value)
+    index, _, refilled = log.recover()
+    assert keys(index) == {"outer"}
+    assert refilled.next_sequence == 2
 
 
 def test_a_segment_cut_at_every_sector_gives_the_records_that_are_whole() -> None:
