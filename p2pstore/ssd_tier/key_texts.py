@@ -19,14 +19,14 @@ class KeyTexts:
     """Text by segment and offset."""
 
     def __init__(self) -> None:
-        self._texts: dict[int, bytearray] = {}
+        self._texts: dict[int, bytes | bytearray] = {}
         self._dead_bytes: dict[int, int] = {}
 
     def add(self, segment: int, key: bytes) -> int:
         """Append a key; its offset."""
-        text = self._texts.get(segment)
-        if text is None:
-            text = self._texts[segment] = bytearray()
+        text = self._texts.get(segment, b"")
+        if not isinstance(text, bytearray):
+            text = self._texts[segment] = bytearray(text)
         text += key
         return len(text) - len(key)
 
@@ -36,7 +36,7 @@ class KeyTexts:
 
     def set(self, segment: int, text: bytes, dead_bytes: int) -> None:
         """The whole text of a segment, so much of which no record uses."""
-        self._texts[segment] = bytearray(text)
+        self._texts[segment] = text
         self._dead_bytes[segment] = dead_bytes
 
     def drop(self, segment: int) -> None:

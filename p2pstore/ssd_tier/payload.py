@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from p2pstore.objects import chunk_bounds, chunk_sum
-from p2pstore.ssd_tier.compression import decompress_part
+from p2pstore.objects import CHUNK_BYTES, chunk_bounds, chunk_sum
+from p2pstore.ssd_tier.compression import decompress_chunk, decompress_part
 from p2pstore.ssd_tier.layout import Codec, DamagedRecord
 from p2pstore.ssd_tier.record_header import RecordHeader
 
@@ -15,12 +15,8 @@ def check_part(header: RecordHeader, part: memoryview) -> None:
     """
     if len(part) != header.part_bytes:
         raise DamagedRecord(f"a part of {len(part):,} bytes, not {header.part_bytes:,}")
-    bounds = chunk_bounds(len(part))
-    for (start, end), expected in zip(bounds, header.facts.chunk_sums, strict=True):
-        if chunk_sum(part[start:end]) != expected:
-            raise DamagedRecord(
-                f"the payload of {header.facts.key!r} is damaged in chunk {start >> 20} of part {header.part}"
-            )
+    for number, (start, end) in enumerate(chunk_bounds(len(part))):
+        _check_chunk(header, number, part[start:end])
 
 
 def unpack_part(header: RecordHeader, stored: memoryview, into: memoryview) -> None:
@@ -32,3 +28,27 @@ def unpack_part(header: RecordHeader, stored: memoryview, into: memoryview) -> N
         raise DamagedRecord(f"not the compressed payload of {header.facts.key!r}")
     decompress_part(stored, header.chunk_sizes, into)
     check_part(header, into)
+
+
+def stored_chunk_bytes(header: RecordHeader) -> list[int]:
+    """What each chunk of the payload takes, as it is stored."""
+    if header.codec is Codec.LZ4:
+        return list(header.chunk_sizes)
+    return [end - start for start, end in chunk_bounds(header.part_bytes)]
+
+
+def check_stored_chunk(header: RecordHeader, number: int, stored: memoryview) -> None:
+    """Whether this is a chunk of the payload, as it is stored. Raises `DamagedRecord`."""
+    if header.codec is Codec.LZ4:
+        start = number * CHUNK_BYTES
+        unpacked = memoryview(bytearray(min(CHUNK_BYTES, header.part_bytes - start)))
+        decompress_chunk(stored, unpacked)
+        stored = unpacked
+    _check_chunk(header, number, stored)
+
+
+def _check_chunk(header: RecordHeader, number: int, chunk: memoryview) -> None:
+    if chunk_sum(chunk) != header.facts.chunk_sums[number]:
+        raise DamagedRecord(
+            f"the payload of {header.facts.key!r} is damaged in chunk {number} of part {header.part}"
+        )

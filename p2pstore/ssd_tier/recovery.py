@@ -1,6 +1,7 @@
 """Reading a log after a start, segment by segment: its start and its footer. Pure.
 
-Only a segment that was opened and has no footer is searched. No clean shutdown is needed, and there is no sign of one.
+Only a segment that was opened and has no footer is searched; what it was synced of nobody knows, so payloads are
+checked, too. No clean shutdown is needed, and there is no sign of one.
 What counts of all that was found is decided by `refill`.
 """
 
@@ -41,7 +42,8 @@ class FoundState(Enum):
     """Nothing of its generation was written to it."""
     SEALED = "sealed"
     UNSEALED = "unsealed"
-    """It was open when the log ended, or its footer is damaged: to be sealed, or reclaimed."""
+    """It was open when the log ended, or its footer is damaged: to be sealed, or reclaimed. Records whose payload is
+    torn are marked dead."""
     DAMAGED = "damaged"
     """Its header is: nothing of it counts. To be reclaimed, with a generation above that of anything in it."""
 
@@ -87,6 +89,9 @@ def read_segment(superblock: Superblock, segment: int) -> SegmentReading:
         return FoundSegment(segment, FoundState.SEALED, generation, marks, footer)
     search = SegmentSearch(superblock, segment)
     yield from search.find_records(generation)
+    yield from search.check_payloads()
+    for torn in search.torn:
+        marks.mark(torn.place.number)
     footer = footer_from_headers(search.records)
     return FoundSegment(
         segment, FoundState.UNSEALED, generation, marks, footer, search.unreadable_bytes

@@ -1,8 +1,8 @@
 """Which of the records found in a log count, and putting these into the index. Pure.
 
-Dead marks are obeyed. The highest version of an object wins; of equal ones the record that was written first, because a
-copy made by reclaim need not be whole yet. An object without one of its parts is none. Whatever loses is marked dead:
-otherwise it could come back when what it lost to is gone.
+Dead marks are obeyed. The highest version of an object that has all its parts wins: one that was being written must not
+take the one before with it. Of equal versions the record counts that was written first, because a copy made by reclaim
+need not be durable yet. Whatever loses is marked dead: otherwise it could come back when what it lost to is gone.
 """
 
 from __future__ import annotations
@@ -49,26 +49,28 @@ def refill(index: ColdIndex, found: Sequence[FoundSegment]) -> Refilled:
     order = _best_first(rows)
     rows, owners, namespaces = rows[order], owners[order], namespaces[order]
 
-    won, complete = _winners(rows)
-    kept = _newest(rows, won & complete, index.max_records)
+    whole, won = _winners(rows)
+    kept = _newest(rows, won, index.max_records)
     for owner, number in zip(owners[~kept].tolist(), rows["number"][~kept].tolist(), strict=True):
         found[owner].marks.mark(number)
+    if not kept.all():
+        rows, owners, namespaces = rows[kept], owners[kept], namespaces[kept]
     segments = np.array([each.segment for each in found], np.uint32)
     index.load(
-        rows[kept],
-        segments[owners[kept]],
-        namespaces[kept],
+        rows,
+        segments[owners],
+        namespaces,
         list(names),
-        {found[owner].segment: found[owner].footer.keys for owner in np.unique(owners[kept])},
+        {found[owner].segment: found[owner].footer.keys for owner in np.unique(owners).tolist()},
         {each.segment: each.generation for each in found},
     )
     sequences = [int(each.footer.rows["sequence"].max(initial=0)) for each in found]
     return Refilled(
         next_sequence=max(sequences, default=0) + 1,
         dead=sum(int((~which).sum()) for which in alive),
-        superseded=int((~won).sum()),
-        incomplete=int((won & ~complete).sum()),
-        too_many=int((won & complete & ~kept).sum()),
+        superseded=int((whole & ~won).sum()),
+        incomplete=int((~whole).sum()),
+        too_many=int((won & ~kept).sum()),
     )
 
 
@@ -98,18 +100,29 @@ def _best_first(rows: Rows) -> npt.NDArray[np.intp]:
 
 
 def _winners(rows: Rows) -> tuple[Which, Which]:
-    """For rows in that order: which are the best record of a part of the highest version; and which belong to an
-    object that has all its parts."""
-    begins = np.ones(len(rows), bool)
-    begins[1:] = (rows["digest"][1:] != rows["digest"][:-1]).any(axis=1)
-    first = np.flatnonzero(begins)
-    which = np.cumsum(begins) - 1
-    won = np.ones(len(rows), bool)
+    """For rows in that order: which belong to a version that has all its parts; and which are the first record of a
+    part of the highest such version."""
+    new_object = _differ(rows["digest"][:, 0]) | _differ(rows["digest"][:, 1])
+    new_version = new_object.copy()
     for name in ("clock", "writer", "root"):
-        won &= rows[name] == rows[name][first][which]
-    won[1:] &= begins[1:] | (rows["part"][1:] != rows["part"][:-1])
-    complete = np.bincount(which, won, len(first)) == parts_of(rows[first])
-    return won, complete[which]
+        new_version |= _differ(rows[name])
+    new_part = new_version | _differ(rows["part"])
+    # Numbers of versions and objects, counted from 0: of each row, and of each version the object's.
+    version = np.cumsum(new_version) - 1
+    first = np.flatnonzero(new_version)
+    objects = (np.cumsum(new_object) - 1)[first]
+    whole = np.bincount(version, new_part, len(first)) == parts_of(rows[first])
+    chosen = np.zeros(len(first), bool)
+    _, highest = np.unique(objects[whole], return_index=True)
+    chosen[np.flatnonzero(whole)[highest]] = True
+    return whole[version], chosen[version] & new_part
+
+
+def _differ(column: npt.NDArray[np.generic]) -> Which:
+    """Which values are not the one before them."""
+    differ = np.ones(len(column), bool)
+    differ[1:] = column[1:] != column[:-1]
+    return differ
 
 
 def _newest(rows: Rows, kept: Which, limit: int) -> Which:

@@ -19,8 +19,10 @@ from p2pstore.ssd_tier.layout import (
     PAGE_BYTES,
     DamagedRecord,
     record_bytes,
+    round_up_to_page,
     segment_position,
 )
+from p2pstore.ssd_tier.payload import check_stored_chunk, stored_chunk_bytes
 from p2pstore.ssd_tier.record_header import (
     RECORD_MAGIC,
     RecordHeader,
@@ -49,17 +51,23 @@ Reading = Generator[Read, Bytes | None, None]
 
 
 class SegmentSearch:
-    """A search through one segment. `records` are its headers of one generation; `highest_generation` is that of
-    anything in it; `unreadable_bytes` could not be read, whatever is there."""
+    """A search through one segment. `records` are its headers of one generation, `torn` those whose payload is not
+    what they tell of; `highest_generation` is that of anything in it."""
 
     def __init__(self, superblock: Superblock, segment: int) -> None:
         self.records: list[RecordHeader] = []
+        self.torn: list[RecordHeader] = []
         self.highest_generation = 0
-        self.unreadable_bytes = 0
+        self._unreadable: set[int] = set()
         self._store_id = superblock.store_id
         self._segment = segment
         self._position = segment_position(segment, superblock.segment_bytes)
         self._pages = superblock.segment_bytes // PAGE_BYTES
+
+    @property
+    def unreadable_bytes(self) -> int:
+        """So much could not be read, whatever is there."""
+        return len(self._unreadable) * PAGE_BYTES
 
     def find_records(self, generation: int) -> Reading:
         """Find all records of a generation: hop over their payloads; where no header is, try page after page."""
@@ -82,6 +90,34 @@ class SegmentSearch:
                 at = begin + page + record_bytes(header.stored_bytes) // PAGE_BYTES
                 hopped = at >= end
             at = max(at, end)
+
+    def check_payloads(self) -> Reading:
+        """Read the payloads of all records, and take out those that are torn: they may never have been written, or
+        not to their end. So what they were to replace is not lost."""
+        found, self.records = self.records, []
+        window = _Window(-1, memoryview(b""))
+        for header in found:
+            start = (header.place.page + 1) * PAGE_BYTES
+            try:
+                for number, size in enumerate(stored_chunk_bytes(header)):
+                    window = yield from self._window(window, start, size)
+                    check_stored_chunk(header, number, window.cut(start, size))
+                    start += size
+            except DamagedRecord:
+                self.torn.append(header)
+            else:
+                self.records.append(header)
+
+    def _window(
+        self, window: _Window, start: int, length: int
+    ) -> Generator[Read, Bytes | None, _Window]:
+        """This window when it has these bytes of the segment, or one that was read from there on."""
+        if window.has(start, length):
+            return window
+        page = start // PAGE_BYTES
+        needed = start + length - page * PAGE_BYTES
+        content = yield from self._read(page, max(_SEARCHED_BYTES, round_up_to_page(needed)))
+        return _Window(page * PAGE_BYTES, content)
 
     def find_generations(self) -> Reading:
         """Find the highest generation of which there is any record or footer."""
@@ -114,10 +150,24 @@ class SegmentSearch:
         for offset in range(0, length, PAGE_BYTES):
             content = yield Read(start + offset, PAGE_BYTES)
             if content is None:
-                self.unreadable_bytes += PAGE_BYTES
+                self._unreadable.add(page + offset // PAGE_BYTES)
             else:
                 window[offset : offset + PAGE_BYTES] = content
         return memoryview(window)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Bytes of the segment, from `begin` on."""
+
+    begin: int
+    content: memoryview
+
+    def has(self, start: int, length: int) -> bool:
+        return self.begin <= start and start + length <= self.begin + len(self.content)
+
+    def cut(self, start: int, length: int) -> memoryview:
+        return self.content[start - self.begin : start - self.begin + length]
 
 
 def _candidates(window: memoryview) -> Iterator[int]:

@@ -12,6 +12,7 @@ from p2pstore.ssd_tier.index import ColdIndex
 from p2pstore.ssd_tier.layout import (
     FIRST_RECORD_PAGE,
     PAGE_BYTES,
+    Codec,
     ColdFacts,
     RecordPlace,
     part_bytes,
@@ -82,9 +83,14 @@ class Log:
         self.marks[segment] = DeadMarks(STORE_ID, segment, generation)
 
     def append(
-        self, segment: int, facts: ColdFacts, part: int = 0, payload: bytes | None = None
+        self,
+        segment: int,
+        facts: ColdFacts,
+        part: int = 0,
+        payload: bytes | None = None,
+        packed: tuple[int, ...] = (),
     ) -> RecordPlace:
-        """Write a record; without a payload, nothing is written where that would be."""
+        """Write a record; without a payload, one of zeros. `packed` are the sizes of its chunks in lz4."""
         if not self.placed[segment]:
             self.start(segment, self.generations[segment], opened=True)
         self.sequence += 1
@@ -92,9 +98,13 @@ class Log:
         place = RecordPlace(
             segment, self.generations[segment], self.pages[segment], number, self.sequence
         )
-        size = part_bytes(facts.length, part)
-        page = encode_record_header(STORE_ID, place, facts, part, size)
-        self.write(record_position(place, self.segment_bytes), page + (payload or b""))
+        size = sum(packed) if packed else part_bytes(facts.length, part)
+        codec = Codec.LZ4 if packed else Codec.RAW
+        page = encode_record_header(STORE_ID, place, facts, part, size, codec, packed)
+        self.write(
+            record_position(place, self.segment_bytes),
+            page + (bytes(size) if payload is None else payload),
+        )
         self.pages[segment] += record_bytes(size) // PAGE_BYTES
         self.placed[segment].append(place)
         return place

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from p2pstore.objects import Version, chunk_count, chunk_sums, key_digest, root_checksum
+from p2pstore.objects import CHUNK_BYTES, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.ssd_tier.layout import ColdFacts
 
 STORE_ID = bytes(range(16))
+_SUM_OF_ZEROS = chunk_sums(bytes(CHUNK_BYTES))
+
+
+def _sums_of_zeros(length: int) -> bytes:
+    whole, rest = divmod(length, CHUNK_BYTES)
+    return _SUM_OF_ZEROS * whole + chunk_sums(bytes(rest))
 
 
 def facts_of(
@@ -14,15 +20,9 @@ def facts_of(
     clock: int = 1,
     namespace: str = "default",
     value: bytes | None = None,
-    seed: int = 0,
 ) -> ColdFacts:
-    """The facts of `value`, or of one of that length of which only the sums exist."""
-    if value is not None:
-        packed = chunk_sums(value)
-    else:
-        packed = b"".join(
-            (seed * 1000 + chunk).to_bytes(8, "little") for chunk in range(chunk_count(length))
-        )
+    """The facts of `value`, or of so many zeros."""
+    packed = chunk_sums(value) if value is not None else _sums_of_zeros(length)
     sums = tuple(
         int.from_bytes(packed[start : start + 8], "little") for start in range(0, len(packed), 8)
     )

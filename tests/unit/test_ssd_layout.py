@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +20,10 @@ from p2pstore.ssd_tier.layout import (
     RecordPlace,
     part_bytes,
     part_count,
+    place_seed,
     record_bytes,
     record_position,
+    sealed_page,
 )
 from p2pstore.ssd_tier.record_header import (
     RecordHeader,
@@ -155,6 +159,26 @@ def test_a_header_that_contradicts_itself_is_damaged(
     page = encode_record_header(STORE_ID, PLACE, facts_of("k", 5), part, stored, codec, sizes)
     with pytest.raises(DamagedRecord, match="makes no sense"):
         read(page)
+
+
+def with_body(page: bytes, change: Callable[[list[object]], list[object]]) -> bytes:
+    """A header page with other fields in its body, as another version would write it."""
+    length = int.from_bytes(page[12:16], "little")
+    body = msgspec.msgpack.encode(change(msgspec.msgpack.decode(page[64 : 64 + length])))
+    prefix = page[:12] + len(body).to_bytes(4, "little") + page[16:64]
+    return sealed_page(prefix + body, place_seed(STORE_ID, 3, 9, 70))
+
+
+def test_headers_of_newer_and_older_versions_are_read() -> None:
+    facts = facts_of("k", 5)
+    page = encode_record_header(STORE_ID, PLACE, facts, 0, 5)
+    assert with_body(page, lambda fields: fields) == page
+    newer = with_body(page, lambda fields: [*fields, "new", {"more": 1}])
+    older = with_body(page, lambda fields: fields[:12])
+    assert read(newer) == read(older) == read(page)
+    for change in (lambda fields: fields[:11], lambda fields: ["x", *fields[1:]]):
+        with pytest.raises(DamagedRecord, match="makes no sense"):
+            read(with_body(page, change))
 
 
 def test_parts_of_different_versions_are_no_object() -> None:
