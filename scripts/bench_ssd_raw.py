@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
 
@@ -34,7 +34,7 @@ def measure_raw(report: Report, folder: Path, quick: bool) -> None:
     measure_python(report, folder, 20_000 if quick else 100_000)
     disk = open_disk(folder, GIB if quick else 4 * GIB)
     try:
-        trio.run(_fill, disk)
+        trio.run(fill, disk)
         fio = Fio(disk.path, disk.size_bytes)
         repeats, seconds = (3, 1.0) if quick else (7, 3.0)
         for load, wanted in LOADS:
@@ -61,39 +61,55 @@ def _compare(
     for number in range(repeats):
         theirs.append(fio.run(load, seconds))
         ours.append(trio.run(_load, disk, load, seconds, number))
-    name = f"{load.operation} {format_bytes(load.block_bytes)}, {load.depth} at a time"
+    add_comparison(report, load, load_name(load), ours, theirs, fio.engine, wanted)
+
+
+def load_name(load: Load) -> str:
+    """For people."""
+    return f"{load.operation} {format_bytes(load.block_bytes)}, {load.depth} at a time"
+
+
+def add_comparison(
+    report: Report,
+    load: Load,
+    name: str,
+    ours: list[Measured],
+    theirs: list[Measured],
+    engine: str,
+    wanted: str,
+) -> None:
+    """Medians of bandwidth, CPU time and, where there are enough requests to have one, 99th percentile."""
 
     def middle(figure: Callable[[Measured], float], of: list[Measured]) -> float:
         return statistics.median(map(figure, of))
 
-    for what, unit, figure, limit in (
+    rows: list[tuple[str, str, Callable[[Measured], float], str]] = [
         (name, "MB/s", lambda each: each.bytes_per_second / 1e6, wanted),
         (f"{name}: CPU", "us a request", lambda each: each.cpu_seconds_per_request * 1e6, ""),
-        (f"{name}: p99", "ms", lambda each: each.p99_seconds * 1e3, ""),
-    ):
-        report.add(
-            what, middle(figure, ours), unit, f"fio, {fio.engine}", middle(figure, theirs), limit
-        )
+    ]
+    if load.block_bytes <= MIB:
+        rows.append((f"{name}: p99", "ms", lambda each: each.p99_seconds * 1e3, ""))
+    for what, unit, figure, limit in rows:
+        value, baseline = middle(figure, ours), middle(figure, theirs)
+        report.add(what, value, unit, f"fio, {engine}", baseline, limit)
 
 
-async def _load(disk: FileDisk, load: Load, seconds: float, seed: int) -> Measured:
-    """Keep the load up for so long."""
+async def keep_up(
+    load: Load, seconds: float, seed: int, request: Callable[[memoryview, Random], Awaitable[None]]
+) -> Measured:
+    """Have `request` done again and again for so long, as many at a time as the load says, each with memory of its
+    own, full of what does not compress."""
     rng, taken = Random(seed), list[float]()
-    some = rng.randbytes(MIB)
+    some = rng.randbytes(min(MIB, load.block_bytes))
     buffers = [aligned_buffer(load.block_bytes) for _ in range(load.depth)]
     for buffer in buffers:  # the kernel provides its memory now, and not while time is measured
-        for start in range(0, load.block_bytes, MIB):
-            buffer[start : start + MIB] = some[: load.block_bytes - start]
+        for start in range(0, load.block_bytes, len(some)):
+            buffer[start : start + len(some)] = some
     begin, cpu_begin = time.perf_counter(), time.process_time()
-    end = begin + seconds
 
     async def requests(buffer: memoryview) -> None:
-        while (start := time.perf_counter()) < end:
-            position = rng.randrange(disk.size_bytes // load.block_bytes) * load.block_bytes
-            if load.operation == "read":
-                await disk.read_into(position, [buffer])
-            else:
-                await disk.write_from(position, [buffer])
+        while (start := time.perf_counter()) < begin + seconds:
+            await request(buffer, rng)
             taken.append(time.perf_counter() - start)
 
     async with trio.open_nursery() as nursery:
@@ -106,7 +122,20 @@ async def _load(disk: FileDisk, load: Load, seconds: float, seed: int) -> Measur
     )
 
 
-async def _fill(disk: FileDisk) -> None:
+async def _load(disk: FileDisk, load: Load, seconds: float, seed: int) -> Measured:
+    """Random requests to the disk."""
+
+    async def request(buffer: memoryview, rng: Random) -> None:
+        position = rng.randrange(disk.size_bytes // load.block_bytes) * load.block_bytes
+        if load.operation == "read":
+            await disk.read_into(position, [buffer])
+        else:
+            await disk.write_from(position, [buffer])
+
+    return await keep_up(load, seconds, seed, request)
+
+
+async def fill(disk: FileDisk) -> None:
     """Reading what was never written costs nothing, so all of it is written once."""
     block_bytes = 16 * MIB
     buffer = aligned_buffer(block_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -13,6 +14,7 @@ import trio
 
 from p2pstore.ssd_tier.aligned import aligned_buffer, fast_address
 from p2pstore.ssd_tier.disk_protocol import (
+    ALIGNMENT_BYTES,
     SECTOR_BYTES,
     Disk,
     checked_bytes,
@@ -34,6 +36,7 @@ disk for writes that came before it."""
 
 READ_THREADS: Final = 16
 WRITE_THREADS: Final = 8
+MAX_SPARE_PAGES: Final = 64
 
 
 def open_disk(
@@ -69,6 +72,8 @@ class FileDisk:
         self._size_bytes = place.size_bytes
         self._descriptor = place.descriptor
         self._closed = False
+        self._spare_pages: deque[memoryview] = deque(maxlen=MAX_SPARE_PAGES)
+        """For headers: fresh memory takes the kernel as long as the rest of a small write."""
         self._failed_syncs = 0
         self._told_of_failed_syncs = 0
         self._threads = IoThreads("p2pstore-ssd", read_threads, write_threads, place.close)
@@ -105,7 +110,7 @@ class FileDisk:
         pieces: list[Work] = []
         for at, parts in cut(position, buffers, WRITE_PIECE_BYTES):
             if any(isinstance(part.obj, bytes) for part in parts):
-                write = partial(_write_copied, self._descriptor, at, parts)
+                write = partial(_write_copied, self._spare_pages, self._descriptor, at, parts)
             else:
                 write = partial(_transfer, os.pwritev, self._descriptor, at, parts)
             pieces.append(write)
@@ -184,11 +189,22 @@ def _transfer(
             parts[0] = parts[0][done:]
 
 
-def _write_copied(descriptor: int, position: int, parts: list[memoryview]) -> None:
-    """Write what may lie at any address."""
-    copy = aligned_buffer(sum(map(len, parts)))
-    start = 0
-    for part in parts:
-        copy[start : start + len(part)] = part
-        start += len(part)
-    _transfer(os.pwritev, descriptor, position, [copy])
+def _write_copied(
+    spare_pages: deque[memoryview], descriptor: int, position: int, parts: list[memoryview]
+) -> None:
+    """Write what was given as `bytes`, which lie at any address, and what lies between them. In a thread."""
+    pages: list[memoryview] = []
+    for number, part in enumerate(parts):
+        if isinstance(part.obj, bytes):
+            try:
+                copy = (
+                    spare_pages.pop() if len(part) == ALIGNMENT_BYTES else aligned_buffer(len(part))
+                )
+            except IndexError:
+                copy = aligned_buffer(ALIGNMENT_BYTES)
+            copy[:] = part
+            parts[number] = copy
+            if len(copy) == ALIGNMENT_BYTES:
+                pages.append(copy)
+    _transfer(os.pwritev, descriptor, position, parts)
+    spare_pages.extend(pages)

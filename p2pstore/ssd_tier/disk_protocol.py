@@ -97,10 +97,13 @@ def refuse_closed(closed: bool) -> None:
 
 
 def cut(position: int, buffers: Sequence[memoryview | bytes], piece_bytes: int) -> list[Piece]:
-    """The same request as pieces of at most `piece_bytes` (a multiple of `ALIGNMENT_BYTES`), in order: each as
-    large as it can be."""
-    if len(buffers) == 1 and 0 < len(buffers[0]) <= piece_bytes:  # most requests
-        return [(position, [memoryview(buffers[0])])]
+    """The same request as pieces of about `piece_bytes`, in order, all alike but for the last: at most half as long
+    again, so that what is a page longer than one piece does not become two."""
+    length = sum(map(len, buffers))
+    count = max(1, round(length / piece_bytes))
+    piece_bytes = -(-length // (count * ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+    if count == 1 and len(buffers) <= MAX_BUFFERS:  # most requests
+        return [(position, [memoryview(buffer) for buffer in buffers if buffer])]
     pieces: list[Piece] = []
     room = 0
     for buffer in buffers:

@@ -13,6 +13,7 @@ import errno
 import mmap
 import os
 import platform
+import stat
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -22,12 +23,15 @@ from typing import Final, NoReturn
 
 import trio
 
+from p2pstore.objects import KIB
 from p2pstore.ssd_tier.aligned import fast_address
 
 MAX_READS: Final = 128
 """Under way at a time."""
-MAX_READ_BYTES: Final = 256 * 1024
+MAX_READ_BYTES: Final = 256 * KIB
 """Handing over more than this would keep the loop for longer than it takes to wake a thread."""
+USUAL_COMMAND_BYTES: Final = 128 * KIB
+"""What almost every device reads in one command."""
 MAX_BUFFERS: Final = 4
 
 _NUMBERS: Final = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
@@ -76,6 +80,7 @@ class KernelAio:
             raise OSError(errno.ENOSYS, f"unknown system calls of {platform.machine()}")
         self._setup, self._destroy, self._submit, self._get_events = _NUMBERS[platform.machine()]
         self._descriptor = descriptor
+        self._largest = min(MAX_READ_BYTES, command_bytes(os.fstat(descriptor)))
         self._reads: dict[int, _Read] = {}
         """By number, which is that of their place in `_memory`."""
         self._free = list(range(MAX_READS))
@@ -110,7 +115,7 @@ class KernelAio:
     async def read(self, position: int, buffers: Sequence[memoryview], length: int) -> bool:
         """Whether all of the buffers, of this length together, were filled. If not, nothing is known of why, or of
         what is in them: they are to be read in another way."""
-        if length > MAX_READ_BYTES or len(buffers) > MAX_BUFFERS or self._refused:
+        if length > self._largest or len(buffers) > MAX_BUFFERS or self._refused:
             return False
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._closed or not self._free:
@@ -195,6 +200,19 @@ class KernelAio:
         # The kernel takes tens of milliseconds for it, and a loop has no time for that.
         arguments = (self._destroy, self._context, 0, 0, 0, 0)
         threading.Thread(target=_waiting_syscall, args=arguments, daemon=True).start()
+
+
+def command_bytes(status: os.stat_result, devices: str = "/sys/dev/block") -> int:
+    """How much the device below a file, or a block device, reads in one command. What is longer would have to be
+    split, which the kernel does not do without waiting."""
+    number = status.st_rdev if stat.S_ISBLK(status.st_mode) else status.st_dev
+    device = f"{devices}/{os.major(number)}:{os.minor(number)}"
+    for queue in ("queue", "../queue"):  # of a partition it is that of its disk
+        with suppress(OSError, ValueError), open(f"{device}/{queue}/max_sectors_kb") as file:
+            return int(file.read()) * KIB
+    return (
+        USUAL_COMMAND_BYTES  # several devices below one file system, or hidden from this container
+    )
 
 
 def _check(result: int) -> None:

@@ -17,11 +17,11 @@ from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.disk import Disk, FileDisk, open_disk
 
 KIB, MIB = 1024, 1024 * 1024
-SIZE = 48 * MIB
+SIZE = 24 * MIB
 
 
 class OpenedDisk(Protocol):
-    """A disk of `SIZE` zeros, that can be closed and opened again."""
+    """Opens a disk of `SIZE` zeros, or again what was closed."""
 
     def __call__(self) -> Disk: ...
 
@@ -54,6 +54,7 @@ def loop_device(folder: Path, size_bytes: int = SIZE) -> Iterator[Path]:
         yield device
     finally:
         subprocess.run(["losetup", "--detach", str(device)], check=True)
+        backing.unlink()  # pytest keeps what tests leave, of several runs
 
 
 @contextmanager
@@ -69,6 +70,7 @@ def disk_of_kind(kind: str, folder: Path) -> Iterator[OpenedDisk]:
         match kind:
             case "file":
                 yield lambda: keep(opened(folder, SIZE))
+                (folder / "cold.log").unlink()
             case "device":
                 with loop_device(folder) as device:
                     try:

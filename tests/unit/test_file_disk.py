@@ -22,6 +22,7 @@ from trio.testing import wait_all_tasks_blocked
 from p2pstore.errors import ConfigError
 from p2pstore.ssd_tier.disk import FileDisk, aligned_buffer, open_disk
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES as PAGE
+from p2pstore.ssd_tier.disk_protocol import memory_address
 from p2pstore.ssd_tier.superblock import SUPERBLOCK_MAGIC
 from tests.contract.disks import MIB, loop_device, opened
 
@@ -214,6 +215,7 @@ def test_without_direct_io(
         disk = open_disk(tmp_path, SIZE, direct=False)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "page cache" in caplog.text
+    assert disk._small_reads is None, "the kernel does those at once that are in the page cache"
 
     async def use() -> None:
         await disk.write_from(PAGE, [page_of(1, 3)])
@@ -410,6 +412,26 @@ async def test_short_transfers_go_on_where_they_ended(
     expected = bytes(page_of(1)) + bytes(page_of(2, 2)) + bytes([3]) * PAGE
     assert bytes(one) + bytes(other) == expected
     assert (tmp_path / "cold.log").read_bytes()[PAGE : 5 * PAGE] == expected
+
+
+async def test_of_a_header_and_a_value_only_the_header_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[list[int]] = []
+    write = os.pwritev
+
+    def record(descriptor: int, parts: list[memoryview], position: int) -> int:
+        written.append([memory_address(part) for part in parts])
+        return write(descriptor, parts, position)
+
+    with opened_here(tmp_path) as disk:
+        monkeypatch.setattr(os, "pwritev", record)
+        value = page_of(1, 3)
+        for _ in range(2):
+            await disk.write_from(0, [bytes(PAGE), value, bytes(PAGE)])
+    first, second = written
+    assert first[1] == second[1] == memory_address(value)
+    assert {first[0], first[2]} == {second[0], second[2]}, "its memory is used again"
 
 
 class FailingSync:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -321,6 +321,23 @@ async def test_all_threads_end_when_it_is_closed() -> None:
     threads.close()
     assert ended == [1]
     assert threading.active_count() == before
+
+
+async def test_ctrl_c_does_not_come_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between handing over work and waiting for it."""
+    protected: list[bool] = []
+
+    class Request(io_threads._Request):
+        def __init__(
+            self, pieces: Iterable[Callable[[], object]], task: trio.lowlevel.Task
+        ) -> None:
+            protected.append(trio.lowlevel.currently_ki_protected())
+            super().__init__(pieces, task)
+
+    monkeypatch.setattr(io_threads, "_Request", Request)
+    with pool() as threads:
+        await threads.read([nothing])
+    assert protected == [True]
 
 
 def test_it_serves_one_trio_run_after_the_other() -> None:

@@ -17,7 +17,13 @@ from p2pstore.errors import StoreClosed
 from p2pstore.ssd_tier import kernel_aio
 from p2pstore.ssd_tier.disk import FileDisk, aligned_buffer, open_disk
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES as PAGE
-from p2pstore.ssd_tier.kernel_aio import MAX_BUFFERS, MAX_READ_BYTES, MAX_READS, KernelAio
+from p2pstore.ssd_tier.kernel_aio import (
+    MAX_BUFFERS,
+    MAX_READ_BYTES,
+    MAX_READS,
+    KernelAio,
+    command_bytes,
+)
 from tests.contract.disks import KIB, MIB, opened
 
 SIZE = 4 * MIB
@@ -71,11 +77,29 @@ async def check_reading(disk: FileDisk, size: int = 8 * PAGE) -> None:
 
 
 async def test_small_reads_need_no_thread(disk: FileDisk, by_threads: list[int]) -> None:
-    for size in (PAGE, 64 * KIB, MAX_READ_BYTES):
+    assert disk._small_reads is not None
+    largest = disk._small_reads._largest
+    assert largest <= MAX_READ_BYTES
+    for size in (PAGE, 64 * KIB, largest):
         await check_reading(disk, size)
     assert by_threads == []
-    await check_reading(disk, MAX_READ_BYTES + PAGE)
+    await check_reading(disk, largest + PAGE)
     assert by_threads == [1]
+
+
+def test_what_a_device_reads_in_one_command(tmp_path: Path) -> None:
+    disk, partition = tmp_path / "disk", tmp_path / "disk" / "part1"
+    partition.mkdir(parents=True)
+    status = tmp_path.stat()
+    link = tmp_path / f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    assert command_bytes(status, str(tmp_path)) == 128 * KIB
+    link.symlink_to(disk)
+    (disk / "queue").mkdir()
+    (disk / "queue" / "max_sectors_kb").write_text("512\n")
+    assert command_bytes(status, str(tmp_path)) == 512 * KIB
+    link.unlink()
+    link.symlink_to(partition)
+    assert command_bytes(status, str(tmp_path)) == 512 * KIB
 
 
 async def test_into_several_buffers(disk: FileDisk, by_threads: list[int]) -> None:
@@ -212,6 +236,24 @@ def test_one_trio_run_after_the_other(disk: FileDisk, by_threads: list[int]) -> 
     for _ in range(3):
         trio.run(check_reading, disk)
     assert by_threads == []
+
+
+def test_closing_after_the_run_leaves_nothing_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    disk = opened(tmp_path, SIZE)
+    trio.run(check_reading, disk)
+    disk.close()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+async def test_closing_an_idle_disk_leaves_nothing_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    disk = opened(tmp_path, SIZE)
+    await check_reading(disk)
+    disk.close()
+    with trio.fail_after(20):
+        while len(os.listdir("/proc/self/fd")) > len(before):
+            await trio.sleep(0.001)
 
 
 async def test_ctrl_c_does_not_come_in_between(
