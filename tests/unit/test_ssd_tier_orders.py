@@ -49,15 +49,16 @@ def misread(disk: FaultyDisk, page: int, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["wrong", "not at all"])
 @pytest.mark.parametrize("what", ["segment header", "record header"])
-@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize(("sealed", "alone"), [(False, True), (False, False), (True, False)])
 async def test_what_is_unreadable_for_one_start_never_comes_back(
-    what: str, how: str, sealed: bool, autojump_clock: object
+    what: str, how: str, sealed: bool, alone: bool, autojump_clock: object
 ) -> None:
     """Meanwhile it may have been discarded, and nobody could mark it."""
     disk = simulated_disk()
     until = UntilCrash(disk)
     async with running(until) as harness:
         assert await harness.store("a", 1, VALUE, durable=True)
+        assert alone or await harness.store("b", 1, VALUE, durable=True)
         position = place_of(harness, "a")
         if sealed:
             for number in range(20):
