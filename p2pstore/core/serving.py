@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 MAX_HOLDINGS: Final = 8
 """Holders named per key: a reply of 4,096 keys stays under 3 MiB."""
+KEYS_PER_STEP: Final = 256
+"""Keys looked at in one step: some 5 us each in memory, 20 on the SSD."""
 MAX_LIST_LIMIT: Final = 2_000
 """Keys in one page: of 1 KiB each they stay under 3 MiB."""
 
@@ -184,7 +186,7 @@ def reply_of(operation: Operation) -> Message:
 
 
 class ListHereOperation(Operation):
-    """One page of the keys held here, when those on the SSD are in order. The result is `Keys`."""
+    """One page of the keys held here, looked up in steps. The result is `Keys`."""
 
     def __init__(
         self,
@@ -194,27 +196,30 @@ class ListHereOperation(Operation):
     ) -> None:
         super().__init__(core, on_finish)
         self._request = request
+        self._limit = max(1, min(request.limit, MAX_LIST_LIMIT))
+        self._found: list[ObjectEntry | ColdEntry] = []
+        self._after: str | None = request.after
 
     def start(self, now: float) -> None:
         self.wake(now)
 
     def wake(self, now: float) -> None:
-        if self.core.cold.prepare_page(self._request.namespace):
-            self.finish(list_local(self.core, self._request, now), now)
+        request = self._request
+        if self.core.cold.prepare_page(request.namespace):
+            self._look_on(now)
+        if self._after is None or len(self._found) >= self._limit:
+            keys = [key_info(entry) for entry in self._found]
+            self.finish(Keys(keys, self._after is not None), now)
         else:
             self.wake_at = now
             self.core.set_alarm(self)
 
-
-def list_local(core: PeerCore, request: ListKeys, now: float) -> Keys:
-    """One page of the keys held here."""
-    limit = max(1, min(request.limit, MAX_LIST_LIMIT))
-    found: list[ObjectEntry | ColdEntry] = []
-    after: str | None = request.after
-    while after is not None and len(found) < limit:
-        page = core.cold.merged_page(
-            request.namespace, request.prefix, after, limit - len(found), now
+    def _look_on(self, now: float) -> None:
+        assert self._after is not None
+        request = self._request
+        count = min(self._limit - len(self._found), KEYS_PER_STEP)
+        page = self.core.cold.merged_page(
+            request.namespace, request.prefix, self._after, count, now
         )
-        found += [entry for entry in page.entries if entry.pin or not request.pinned]
-        after = page.complete_to
-    return Keys([key_info(entry) for entry in found], after is not None)
+        self._found += [entry for entry in page.entries if entry.pin or not request.pinned]
+        self._after = page.complete_to

@@ -11,13 +11,13 @@ from p2pstore.core.effects import LoadObject, PullObject, WriteObject
 from p2pstore.core.listing import ListOperation
 from p2pstore.core.prefetching import AT_ONCE, MAX_QUEUED
 from p2pstore.core.presence import is_known, known_keys
-from p2pstore.core.serving import list_local, reply_of
+from p2pstore.core.serving import ListHereOperation, reply_of
 from p2pstore.errors import CapacityExceeded, NoSuchKey
 from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import Version, namespace_digest
 from p2pstore.transfer.layout import Pin
-from p2pstore.transfer.messages import DataKind, ListKeys, Lookup, Replicate, Replicated
+from p2pstore.transfer.messages import DataKind, Keys, ListKeys, Lookup, Replicate, Replicated
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import NAMESPACE, Harness, digest_of
 
@@ -341,6 +341,14 @@ def test_overwriting_ends_the_copy_on_the_ssd() -> None:
 # --- listing ---------------------------------------------------------------------------------
 
 
+def listed_here(world: ColdWorld, request: ListKeys) -> Keys:
+    operation = world.start(ListHereOperation(world.core, request))
+    while not operation.done:
+        world.pass_time(0.0001)
+    assert isinstance(operation.result, Keys)
+    return operation.result
+
+
 def test_keys_in_memory_and_on_the_ssd_are_listed_together_page_by_page() -> None:
     world = ColdWorld()
     names = [f"a{number:02}" for number in range(12)]
@@ -352,7 +360,7 @@ def test_keys_in_memory_and_on_the_ssd_are_listed_together_page_by_page() -> Non
     for limit in (1, 2, 5, 100):
         listed, after = [], ""
         while True:
-            page = list_local(world.core, ListKeys(NAMESPACE, "a", after, limit, False), world.now)
+            page = listed_here(world, ListKeys(NAMESPACE, "a", after, limit, False))
             listed += page.items
             if not page.more:
                 break
@@ -361,7 +369,7 @@ def test_keys_in_memory_and_on_the_ssd_are_listed_together_page_by_page() -> Non
         assert [item.key for item in listed] == names
         assert all(earlier.key < later.key for earlier, later in pairwise(listed))
         assert [item.tier for item in listed[::2]] == [int(Tier.SSD)] * 6
-    page = list_local(world.core, ListKeys(NAMESPACE, "", "", 100, True), world.now)
+    page = listed_here(world, ListKeys(NAMESPACE, "", "", 100, True))
     assert [item.key for item in page.items] == ["pinned"]
 
 
@@ -393,7 +401,7 @@ def test_a_page_goes_past_keys_that_may_not_be_shown() -> None:
     for number in range(6):
         world.learn_floor(world.others[0], digest_of(f"a{number}"), world.soon)
     world.store.objects.update(kept)  # as if the sweep had not come by
-    page = list_local(world.core, ListKeys(NAMESPACE, "", "", 2, False), world.now)
+    page = listed_here(world, ListKeys(NAMESPACE, "", "", 2, False))
     assert "b" in [item.key for item in page.items] or page.more
     assert not any(item.key.startswith("a") for item in page.items)
 
