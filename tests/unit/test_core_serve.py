@@ -290,7 +290,10 @@ def test_nonsense_about_replicas_is_a_protocol_error(change: dict[str, object]) 
 def list_here(world: Harness, **options: object) -> Keys:
     fields: dict[str, object] = {"prefix": "", "after": "", "limit": 100, **options}
     request = ListKeys(NAMESPACE, **fields)  # type: ignore[arg-type]  # fields by name
-    reply = world.serve(world.others[0], DataKind.LIST, request)
+    operation = world.serve(world.others[0], DataKind.LIST, request)
+    while not operation.done:
+        world.pass_time(0.0001)
+    reply = reply_of(operation)
     assert isinstance(reply, Keys)
     return reply
 
