@@ -308,6 +308,7 @@ class TierAgainstDict(RuleBasedStateMachine):
 
     def look_after_start(self, key: str, lost: bool) -> None:
         assert self.harness is not None
+        self.take_withdrawn()  # by its background, while others were looked at
         known = self.of(key)
         entry = self.harness.tier.find(key_digest(key, NAMESPACE))
         found = None if entry is None else entry.version.clock
