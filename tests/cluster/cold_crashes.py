@@ -124,6 +124,7 @@ class Crashes:
         try:
             facts, value = await harness.load(key)
         except ColdMiss as miss:
+            self._take_withdrawn(harness)
             gone = max(known.withdrawn, known.discarding)
             if known.stored is not None and known.stored > gone:
                 self._complain(f"{key!r} of {known.stored} is lost: {miss.reason.value}")
