@@ -64,16 +64,17 @@ class DeadMarkWriter:
         while log.sweep():
             await trio.lowlevel.checkpoint()
         self._begun += 1
-        this, taken = self._begun, sorted(log.dirty)
-        log.dirty -= set(taken)
+        # The pages as they are now: what dies while this waits lost to records that the first sync does not cover.
+        this, pages = self._begun, {number: log.marks[number].encode() for number in log.dirty}
+        log.dirty.clear()
         try:
-            if taken:
-                # First what the dead records lost to: a crash in between must not leave neither of them.
+            if pages:
+                # First what the dead records lost to: a crash in between must leave one of them.
                 await log.commit.sync_writes()
-                await self._write(taken)
+                await self._write(pages)
                 await log.commit.sync()
         except OSError as error:
-            log.dirty.update(taken)
+            log.dirty.update(pages)
             log.health.discards_failed(error)
             log.state_may_have_changed()
             return False
@@ -81,23 +82,23 @@ class DeadMarkWriter:
         self._done = this
         return True
 
-    async def _write(self, numbers: list[int]) -> None:
+    async def _write(self, pages: dict[int, bytes]) -> None:
         errors: list[OSError] = []
         limit = trio.CapacityLimiter(WRITES_AT_ONCE)
         async with trio.open_nursery() as nursery:
-            for number in numbers:
-                nursery.start_soon(self._write_page, number, limit, errors)
+            for number, page in pages.items():
+                nursery.start_soon(self._write_page, number, page, limit, errors)
         if errors:
             raise errors[0]
 
     async def _write_page(
-        self, number: int, limit: trio.CapacityLimiter, errors: list[OSError]
+        self, number: int, page: bytes, limit: trio.CapacityLimiter, errors: list[OSError]
     ) -> None:
         log = self._log
         async with limit:
             position = log.segment_position(log.table[number]) + PAGE_BYTES
             try:
-                await log.disk.write_from(position, [log.marks[number].encode()])
+                await log.disk.write_from(position, [page])
             except OSError as error:
                 errors.append(error)
             else:

@@ -114,14 +114,17 @@ class Crashes:
             async with running(disk, segment_bytes=MIB) as harness:
                 for key in KEYS:
                     await self._look_at(harness, key)
+            self._take_withdrawn(harness)
         finally:
             disk.close()
 
     async def _look_at(self, harness: Harness, key: str) -> None:
+        self._take_withdrawn(harness)
         known = self._known[key]
         try:
             facts, value = await harness.load(key)
         except ColdMiss as miss:
+            self._take_withdrawn(harness)
             gone = max(known.withdrawn, known.discarding)
             if known.stored is not None and known.stored > gone:
                 self._complain(f"{key!r} of {known.stored} is lost: {miss.reason.value}")
@@ -140,8 +143,12 @@ class Crashes:
         ):
             self._complain(f"{key!r} of {clock} has wrong bytes")
         self._known[key] = Known(clock, facts.length, discarded=known.discarded)
+
+    def _take_withdrawn(self, harness: Harness) -> None:
+        """What its background gives up while others are looked at, and until it is closed."""
         for entry in harness.withdrawn:
-            self._known[entry.key].withdrawn = entry.version.clock
+            known = self._known[entry.key]
+            known.withdrawn = max(known.withdrawn, entry.version.clock)
 
     def _complain(self, complaint: str) -> None:
         self.outcome.complaints.append(f"round {self.outcome.rounds}: {complaint}")

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 import trio
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -22,7 +22,7 @@ from p2pstore.errors import ConfigError
 from p2pstore.objects import key_digest
 from p2pstore.simulation.faulty_disk import DiskFaults
 from p2pstore.ssd_tier.health import TierOff, TierState
-from p2pstore.ssd_tier.misses import ColdMiss
+from p2pstore.ssd_tier.misses import ColdMiss, Miss
 from tests.unit.cold_harness import (
     NAMESPACE,
     Harness,
@@ -308,6 +308,7 @@ class TierAgainstDict(RuleBasedStateMachine):
 
     def look_after_start(self, key: str, lost: bool) -> None:
         assert self.harness is not None
+        self.take_withdrawn()  # by its background, while others were looked at
         known = self.of(key)
         entry = self.harness.tier.find(key_digest(key, NAMESPACE))
         found = None if entry is None else entry.version.clock
@@ -323,6 +324,8 @@ class TierAgainstDict(RuleBasedStateMachine):
         known.discarded = known.discarded_durably
         if self.faulty:
             known.durable = None
+        else:
+            self.check(key)
 
     def check(self, key: str) -> None:
         if self.harness is None:
@@ -330,11 +333,12 @@ class TierAgainstDict(RuleBasedStateMachine):
         known = self.of(key)
         try:
             facts, value = self.loop.call(lambda: self.harness.load(key))  # type: ignore[union-attr]
-        except ColdMiss:
+        except ColdMiss as miss:
+            reason = miss.reason
             self.take_withdrawn()
-            known = self.of(key)
             off = self.harness.tier.state is TierState.OFF
             assert known.newest is None or known.withdrawn or off
+            assert self.faulty or reason is Miss.ABSENT
             return
         assert facts.version.clock == known.newest
         assert value == self.values[key, facts.version.clock]
@@ -416,6 +420,7 @@ def _settings(examples: int) -> Any:
         max_examples=examples * (10 if os.environ.get("P2PSTORE_LONG_TESTS") else 1),
         stateful_step_count=25,
         deadline=None,
+        phases=[phase for phase in Phase if phase is not Phase.shrink],  # that takes minutes
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
 

@@ -146,3 +146,47 @@ async def test_marks_are_durable_before_a_segment_gets_its_next_generation(
         if what == "start":
             seen[segment] = at
     assert checked >= 5
+
+
+async def test_marks_made_while_others_are_written_wait_for_the_next_sync(
+    autojump_clock: object,
+) -> None:
+    """What supersedes a durable object while marks are on their way may be lost by a crash; its victim must not."""
+    for seed in range(20):
+        disk = simulated_disk(seed)
+        until = UntilCrash(disk)
+        write_from, sync = disk.write_from, disk.sync
+        superseding: list[Harness] = []
+
+        async def sync_amid_a_store(
+            disk: FaultyDisk = disk, sync: Any = sync, superseding: list[Harness] = superseding
+        ) -> None:
+            disk.sync = sync  # type: ignore[method-assign]
+            await sync()
+            assert await superseding[0].store("a", 2, value_of("a", 2, 5000))
+
+        async def write_and_crash(
+            position: int,
+            buffers: Any,
+            disk: FaultyDisk = disk,
+            until: UntilCrash = until,
+            write_from: Any = write_from,
+        ) -> None:
+            await write_from(position, buffers)
+            if len(buffers) == 1:  # dead marks
+                until.gone = True
+                disk.crash()
+
+        async with running(until) as harness:
+            superseding.append(harness)
+            assert await harness.store("a", 1, VALUE, durable=True)
+            assert await harness.store("b", 1, VALUE)
+            await trio.sleep(3)
+            disk.sync = sync_amid_a_store  # type: ignore[method-assign]
+            disk.write_from = write_and_crash  # type: ignore[method-assign]
+            harness.discard("b", 1)
+            await trio.sleep(3)
+            assert until.gone
+        disk.write_from, disk.sync = write_from, sync  # type: ignore[method-assign]
+        async with running(disk) as harness:
+            assert harness.holds("a")
