@@ -29,8 +29,8 @@ TRUSTED_SECONDS: Final = 50.0
 ASKED_SECONDS: Final = 10.0
 """After a member did not deliver."""
 MAX_HOLDERS: Final = 1024
-SSD: Final = 1
-"""The tier of what is on its holder's SSD alone."""
+DRAM, SSD = 0, 1
+"""Tiers; the second one of what is on its holder's SSD alone."""
 HOLDERS_PER_PLAN: Final = 8
 
 
@@ -78,7 +78,8 @@ class KnownHolders:
             for plan in plans:
                 for holder in () if plan.through_peer else plan.holders:
                     self._named.pop(holder.member, None)
-                    named = _Named(trusted_until, holder, remote_copy(holder))
+                    way = remote_copy(replace(holder, tier=DRAM))  # to whatever else it has
+                    named = _Named(trusted_until, holder, way)
                     self._named[holder.member] = named
             while len(self._named) > MAX_HOLDERS:
                 del self._named[next(iter(self._named))]

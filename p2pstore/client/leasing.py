@@ -8,6 +8,7 @@ from functools import partial
 
 from p2pstore.client import answers
 from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
+from p2pstore.client.known_holders import SSD
 from p2pstore.client.link import PeerLink
 from p2pstore.client.neighbours import Neighbours
 from p2pstore.errors import ProtocolError
@@ -97,7 +98,10 @@ def _neighbours_in(holders: Sequence[Holder]) -> list[Holder]:
     return [
         holder
         for holder in holders
-        if holder.same_host and holder.socket and (holder.clock, holder.writer) == newest
+        if holder.same_host
+        and holder.socket
+        and holder.tier != SSD
+        and (holder.clock, holder.writer) == newest
     ]
 
 

@@ -184,12 +184,14 @@ class LocalGets:
     def _goes_through_peer(self, best: local.Holder) -> bool:
         if self._node.config.transport == "rdma":
             return True
+        if best.tier == Tier.SSD:
+            return False
         length = best.size_units * GRANULE_BYTES
         most = self._segment.data_bytes // THROUGH_PEER_SHARE
         return 0 < best.through_peer_bytes <= length <= most
 
     def _holder(self, copy: KnownCopy) -> local.Holder:
-        remote = self._node.remote_copy(copy)
+        remote = self._node.way_to(copy)
         if self._node.config.transport == "rdma":  # clients have no part in that
             remote = replace(remote, data=())
         by_rdma = not remote.same_host and self._node.reads_by_rdma(remote)

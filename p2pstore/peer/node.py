@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
@@ -353,16 +354,20 @@ class Node:
         return RemotePeer(peer_id, tuple(record.data) if record is not None else ())
 
     def remote_copy(self, copy: KnownCopy) -> RemoteCopy:
-        """How to read one copy; a strict transport leaves the other ways out, for clients as well."""
+        """How to read one copy. What is on an SSD alone comes to its holder's memory when that is asked for it, and
+        only a request over TCP asks."""
+        way = self.way_to(copy)
+        if copy.record.tier is Tier.SSD:
+            return replace(way, socket="", same_host=False, rdma=False)
+        return way
+
+    def way_to(self, copy: KnownCopy) -> RemoteCopy:
+        """How to read what the holder of a copy has in memory; a strict transport leaves the other ways out, for
+        clients as well."""
         record = self._record_of(copy.peer_id)
         strict = self.config.transport
-        # What is on the SSD alone comes to the holder's memory when it is asked for, and only a request does that.
-        in_memory = copy.record.tier is not Tier.SSD
         by_socket = (
-            in_memory
-            and record is not None
-            and record.host_id == self.host_id
-            and strict in ("auto", "shm")
+            record is not None and record.host_id == self.host_id and strict in ("auto", "shm")
         )
         return RemoteCopy(
             peer_id=copy.peer_id,
@@ -373,9 +378,7 @@ class Node:
             slot=copy.record.slot,
             version=copy.record.version,
             load_permille=record.load_permille if record is not None else 0,
-            rdma=in_memory
-            and record is not None
-            and any(offer.name == RDMA for offer in record.transports),
+            rdma=record is not None and any(offer.name == RDMA for offer in record.transports),
             length_bytes=copy.record.size_units * SIZE_UNIT_BYTES,
         )
 

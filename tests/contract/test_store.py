@@ -583,7 +583,7 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str
             *(("replicas", 1.5, TypeError), ("replicas", True, TypeError)),
             *(("ttl", -1, ValueError), ("ttl", 0, ValueError), ("ttl", "1s", TypeError)),
             *(("ttl", float("nan"), ValueError), ("pin", "x", ValueError), ("pin", 1, TypeError)),
-            *(("overwrite", "no", TypeError), ("durable", True, ValueError)),
+            *(("overwrite", "no", TypeError), ("durable", "yes", TypeError)),
         )
     ),
     *(

@@ -174,9 +174,12 @@ def test_put_says_what_became_of_it(
 
 
 def test_put_passes_its_options_on(store: MemoryStore, file: Path) -> None:
-    options = ["--replicas", "3", "--pin", "hard", "--ttl", "10m", "--overwrite"]
+    options = ["--replicas", "3", "--pin", "hard", "--ttl", "10m", "--overwrite", "--durable"]
     assert run(["put", "k", str(file), *options]) == 0
-    expected = {"replicas": 3, "pin": "hard", "ttl": 600.0, "overwrite": True}
+    expected = {
+        **{"replicas": 3, "pin": "hard", "ttl": 600.0},
+        **{"overwrite": True, "durable": True},
+    }
     assert store.put_options == expected
     assert type(store.put_options["pin"]) is str
 

@@ -131,11 +131,15 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         LocalKind.PLAN,
         REPLY,
         local.Planned(
-            [local.PlanItem([HOLDER], False, 1, through_peer=True), local.PlanItem([], True)], 3
+            [
+                local.PlanItem([HOLDER], False, 1, through_peer=True, on_ssd=True),
+                local.PlanItem([], True),
+            ],
+            3,
         ),
         (
-            "15000100040302013500000000000000929295919f01c4020102a16e91a3683a31a22f73c3020304"
-            "0500c40163c40173c4016b00c2019300a000c39590c3009300a000c203"
+            "15000100040302013700000000000000929296919f01c4020102a16e91a3683a31a22f73c3020304"
+            "0500c40163c40173c4016b00c2019300a000c3c39690c3009300a000c2c203"
         ),
     ),
     "report": (
@@ -228,7 +232,7 @@ def test_older_plans_are_understood() -> None:
     older = "929294919e01c4020102a16e91a3683a31a22f73c30203040500c40163c40173c4016bc2019300a0009490c3009300a00003"
     planned = decode_body(local.Planned, bytes.fromhex(older))
     assert planned.items == [local.PlanItem([HOLDER], False, 1), local.PlanItem([], True)]
-    assert not any(item.through_peer for item in planned.items)
+    assert not any(item.through_peer or item.on_ssd for item in planned.items)
 
 
 def test_older_requests_are_understood() -> None:

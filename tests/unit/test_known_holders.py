@@ -18,6 +18,7 @@ from p2pstore.client.known_holders import (
     MAX_HOLDERS,
     TRUSTED_SECONDS,
     KnownHolders,
+    remote_copy,
 )
 from p2pstore.local.messages import Holder, PlanItem
 
@@ -133,6 +134,16 @@ def test_on_this_host_the_only_holder_is_read_as_planned() -> None:
     assert holders.only(DIGEST) is None
     assert holders.only_many([DIGEST]) == [None]
     assert planned(holders) == [1]
+
+
+def test_a_holder_named_for_what_is_on_its_ssd_is_read_in_its_memory_otherwise() -> None:
+    holders = KnownHolders(Table(record(1)), Random(1))
+    named = holder(1, same_host=True)  # tier 1, on the SSD alone
+    holders.note([PlanItem([named])])
+    plan = holders.plan(DIGEST)
+    assert plan is not None
+    assert remote_copy(plan.holders[0]).same_host
+    assert not remote_copy(named).same_host, "nobody finds it in that memory"
 
 
 def test_an_only_holder_that_did_not_deliver_is_asked_about() -> None:
