@@ -177,10 +177,13 @@ class ColdCopies:
         if self.store is None:
             return
         cold = self.store.find(digest)
-        if cold is not None and up_to.covers(cold.version):
-            if digest not in self._core.segment.digests():
-                self._core.gossip.release(digest, cold.version, now)
-            self.store.discard(digest, cold.version)
+        if (
+            cold is not None
+            and up_to.covers(cold.version)
+            and digest not in self._core.segment.digests()
+        ):
+            self._core.gossip.release(digest, cold.version, now)
+        self.store.discard(digest, up_to)  # also what is only on its way there
 
     def lost(self, entries: Iterable[ColdEntry], now: float) -> None:
         """The tier no longer has these: it made room, or found them damaged."""

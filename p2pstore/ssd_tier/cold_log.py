@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 import trio
 
-from p2pstore.objects import MIB, Version, namespace_digest
+from p2pstore.objects import MIB, Version
 from p2pstore.ssd_tier.admission import Admission
 from p2pstore.ssd_tier.dead_marks import DeadMarks
 from p2pstore.ssd_tier.disk_protocol import Disk
@@ -30,8 +30,6 @@ from p2pstore.ssd_tier.superblock import Superblock
 from p2pstore.ssd_tier.waking import Condition, Signal
 
 _TRUSTED: Final = (SegmentState.OPEN, SegmentState.SEALING, SegmentState.SEALED)
-SWEPT_ROWS: Final = 2000
-"""A step of `sweep`: some milliseconds when all of them go."""
 INLINE_BYTES: Final = MIB
 """Hashing so much takes some 0.1 ms, about as long as going to a thread and back."""
 WORKERS: Final = 4
@@ -53,7 +51,6 @@ class UnderWay:
 
     digest: bytes
     version: Version
-    namespace: str
     places: list[RecordPlace] = field(default_factory=list)
     discarded: bool = False
     """It was discarded meanwhile, or a newer one came: its records are marked dead already."""
@@ -89,8 +86,6 @@ class ColdLog:
         self.commit = GroupCommit(disk, nursery, self._sync_failed)
         self.dirty = {each.number for each in table.segments if marks[each.number].dirty}
         """Segments with dead marks that are not on their way to the disk."""
-        self.sweeping = False
-        """Whether `sweep` has something to do."""
         self.marked = Signal()
         """There are new dead marks."""
         self.work = Signal()
@@ -135,13 +130,13 @@ class ColdLog:
     # Records.
 
     @contextmanager
-    def under_way(self, digest: bytes, version: Version, namespace: str) -> Iterator[UnderWay]:
+    def under_way(self, digest: bytes, version: Version) -> Iterator[UnderWay]:
         """While the block runs, discards cover the records in `places`, and their segments are not sealed.
 
         Those that the index does not have when the block ends, however that happens, are marked dead. The block adds
         to `places` what the table gave it.
         """
-        job = UnderWay(digest, version, namespace)
+        job = UnderWay(digest, version)
         self._under_way.setdefault(digest, []).append(job)
         try:
             yield job
@@ -201,25 +196,6 @@ class ColdLog:
         self._may_reclaim()
         return True
 
-    def discard_namespace(self, namespace: bytes, up_to: Version) -> None:
-        """The same for all objects of a namespace, named by its digest. They are not found any more; `sweep` marks
-        them dead."""
-        for jobs in self._under_way.values():
-            for job in jobs:
-                if namespace_digest(job.namespace) == namespace and up_to.covers(job.version):
-                    self._give_up(job)
-        self.index.empty_namespace(namespace, up_to)
-        self.sweeping = True
-        self.marked.send()
-
-    def sweep(self) -> bool:
-        """A step of discarding namespaces; False when nothing is left to do."""
-        dropped = self.index.sweep(SWEPT_ROWS)
-        self.sweeping = dropped is not None
-        for _, places in dropped or ():
-            self.mark_dead(places)
-        return self.sweeping
-
     def is_expired(self, entry: ColdEntry) -> bool:
         """Whether the object's time to live is over."""
         return bool(entry.expires_unix_ms) and entry.expires_unix_ms <= self.unix() * 1000
@@ -237,9 +213,7 @@ class ColdLog:
         entries = [entry for each in given_up if (entry := self.index.find(each)) is not None]
         if entries:
             self._withdraw(entries)
-        for (
-            digest
-        ) in given_up:  # also those of a namespace that is being discarded, which are not found
+        for digest in given_up:  # also those without all their parts, which are not found
             self.mark_dead(self.index.drop(digest))
         return len(entries)
 

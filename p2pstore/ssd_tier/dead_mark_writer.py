@@ -34,7 +34,7 @@ class DeadMarkWriter:
     async def durable(self) -> None:
         """Returns when all records marked dead so far stay so whatever happens. Raises `TierOff`."""
         log = self._log
-        if not log.dirty and not log.sweeping and self._begun == self._done:
+        if not log.dirty and self._begun == self._done:
             await trio.lowlevel.checkpoint()
             return
         wanted = self._begun + 1
@@ -61,8 +61,6 @@ class DeadMarkWriter:
     async def _round(self) -> bool:
         """Whether all marks made before are durable."""
         log = self._log
-        while log.sweep():
-            await trio.lowlevel.checkpoint()
         self._begun += 1
         # The pages as they are now: what dies while this waits lost to records that the first sync does not cover.
         this, pages = self._begun, {number: log.marks[number].encode() for number in log.dirty}

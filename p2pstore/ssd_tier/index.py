@@ -18,7 +18,6 @@ from p2pstore.ssd_tier.digest_slots import NOT_FOUND, DigestSlots
 from p2pstore.ssd_tier.footer import Footer
 from p2pstore.ssd_tier.key_order import KeyOrder
 from p2pstore.ssd_tier.layout import ColdFacts, RecordPlace, part_count, record_bytes
-from p2pstore.ssd_tier.namespace_sweeps import NamespaceSweeps
 from p2pstore.ssd_tier.record_rows import (
     CLOCK,
     DIGEST,
@@ -80,7 +79,6 @@ class ColdIndex:
         self._hits = np.zeros(max_records, np.uint16)
         self._hit_counts = self._hits.data  # of the row that an object's chain begins with
         self._orders: dict[int, KeyOrder] = {}
-        self._sweeps = NamespaceSweeps(self._rows)
 
     @property
     def max_records(self) -> int:
@@ -117,17 +115,13 @@ class ColdIndex:
     ) -> tuple[RecordPlace, ...]:
         """Put in a record. The places of those that it makes worthless, which must be marked dead: parts of lower
         versions, the same part of the same version at another place, or this record itself when a higher version is
-        there, or its namespace is being emptied of it. (Otherwise they would be back after a restart, once the
-        segment of what they lost to is reclaimed.) Of a record that was copied, sync the copy before the mark is
+        there. (Otherwise they would be back after a restart, once the segment of what they lost to is reclaimed.) Of a
+        record that was copied, sync the copy before the mark is
         written: a crash between these would take both.
 
         Raises `CapacityExceeded` when the index is full, and changes nothing then.
         """
         self._rows.check(place)
-        if self._sweeps:
-            number = self._rows.names.number(facts.namespace)
-            if number is not None and self._sweeps.covers(number, facts.version):
-                return (place,)
         digest, version = facts.digest, facts.version
         superseded: tuple[RecordPlace, ...] = ()
         head = self._slots.find(digest)
@@ -285,8 +279,6 @@ class ColdIndex:
             size = sum(record_bytes(each[STORED_BYTES]) for _, each in parts.values())
         version = Version(fields[CLOCK], fields[WRITER], fields[ROOT])
         namespace = rows.namespace(head)
-        if self._sweeps and self._sweeps.covers(namespace, version):
-            return None
         return ColdEntry(
             fields[DIGEST],
             version,
@@ -350,30 +342,3 @@ class ColdIndex:
         self._rows.release(row)
         if not self._rows.names.is_used(namespace):
             self._orders.pop(namespace, None)
-            self._sweeps.forget(namespace)
-
-    # --- namespaces ----------------------------------------------------------------------------
-
-    def digests_of_namespace(self, namespace_digest: bytes) -> list[bytes]:
-        """The digests of all objects in a namespace whose first part is there."""
-        number = self._rows.names.number_of_digest(namespace_digest)
-        if number is None:
-            return []
-        return [
-            self._rows.fields(row)[DIGEST]
-            for row in self._rows.first_parts(number, 0, self._rows.end)
-        ]
-
-    def empty_namespace(self, namespace_digest: bytes, up_to: Version) -> None:
-        """From now on nothing in the namespace is found that `up_to` covers; call `sweep` until it is taken out, and
-        until then nothing such is taken in. (`objects` and the bytes count what is not swept yet.)"""
-        number = self._rows.names.number_of_digest(namespace_digest)
-        if number is not None:
-            self._sweeps.begin(number, up_to)
-
-    def sweep(self, limit: int) -> list[tuple[bytes, tuple[RecordPlace, ...]]] | None:
-        """Look at up to `limit` rows for `empty_namespace`: the digests taken out with their places, which must be
-        marked dead; None when nothing is left to do."""
-        if not self._sweeps:
-            return None
-        return [(digest, self.drop(digest)) for digest in self._sweeps.step(limit)]

@@ -73,7 +73,7 @@ class Keeper:
         if not self._is_there(record):
             return True  # it went while it was read
         pages = record.disk_bytes // PAGE_BYTES
-        with log.under_way(facts.digest, facts.version, facts.namespace) as job:
+        with log.under_way(facts.digest, facts.version) as job:
             place = log.table.place(pages, text_bytes(facts), Stream.KEPT)
             if place is None:
                 return False

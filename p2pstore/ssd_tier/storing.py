@@ -67,7 +67,7 @@ class Writer:
             raise _Refused(Refusal.OUTDATED)
         if known is None or known.version < facts.version:
             started = trio.current_time()
-            with log.under_way(facts.digest, facts.version, facts.namespace) as job:
+            with log.under_way(facts.digest, facts.version) as job:
                 stored = await self._write_parts(job, facts, payload)
                 self._publish(job, facts, stored)
             log.measures.write_latency.add(trio.current_time() - started)
@@ -174,7 +174,7 @@ class Writer:
             raise _Refused(Refusal.NO_ROOM) from error
         found = log.index.find(facts.digest)
         if found is None or found.version != facts.version:
-            raise _Refused(Refusal.OUTDATED)  # its namespace is being discarded
+            raise _Refused(Refusal.OUTDATED)
         log.outdate(facts.digest, facts.version)
 
     async def _make_durable(self, facts: ColdFacts) -> None:

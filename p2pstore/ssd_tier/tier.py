@@ -151,11 +151,6 @@ class SsdTier:
         """Forget an object, unless it is newer. At once here, within a second on the disk. Whether it was there."""
         return self._log.discard(digest, up_to)
 
-    def discard_namespace(self, namespace_digest: bytes, up_to: Version) -> None:
-        """The same for all objects of a namespace: none of them is found from now on. With very many it takes longer
-        than a second until they are gone from the disk as well; `discards_durable` waits for that."""
-        self._log.discard_namespace(namespace_digest, up_to)
-
     async def discards_durable(self) -> None:
         """Returns when nothing that was discarded so far can come back. Raises `TierOff` when that never will be."""
         await self._marks.durable()

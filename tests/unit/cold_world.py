@@ -29,12 +29,15 @@ class DictionaryStore:
     def __init__(self) -> None:
         self.objects: dict[bytes, Stored] = {}
         self.steps_to_prepare = 0
+        self.discarded: list[bytes] = []
+        """Whatever it was told to discard, there or not."""
 
     def find(self, digest: bytes) -> ColdEntry | None:
         stored = self.objects.get(digest)
         return None if stored is None else stored.entry
 
     def discard(self, digest: bytes, up_to: Version) -> bool:
+        self.discarded.append(digest)
         stored = self.objects.get(digest)
         if stored is None or not up_to.covers(stored.entry.version):
             return False

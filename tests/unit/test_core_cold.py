@@ -121,6 +121,9 @@ def test_what_is_removed_while_it_is_written_does_not_stay_on_the_ssd() -> None:
     world.pass_time(0.1)
     world._effects += world.core.take_effects()
     world.learn_floor(world.others[0], digest_of("k0"), world.soon)
+    assert digest_of("k0") in world.store.discarded, (
+        "what reached the disk by now must not come back after a crash"
+    )
     assert "k0" in world.write()
     assert digest_of("k0") not in world.store.objects
     world.check_idle()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from p2pstore.errors import CapacityExceeded
 from p2pstore.objects import PART_BYTES, Version, key_digest, namespace_digest
@@ -50,7 +50,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.generations = [1] * SEGMENTS
         self.numbers = [0] * SEGMENTS
         self.sequences = count(1)
-        self.swept: dict[str, Version] = {}
 
     def places(self) -> dict[RecordPlace, tuple[ColdFacts, int]]:
         return {
@@ -63,16 +62,7 @@ class IndexMachine(RuleBasedStateMachine):
         if digest not in self.alive:
             return False
         facts, parts = self.alive[digest]
-        return len(parts) == part_count(facts.length) and not self.is_swept(facts)
-
-    def is_swept(self, facts: ColdFacts) -> bool:
-        up_to = self.swept.get(facts.namespace)
-        return up_to is not None and up_to.covers(facts.version)
-
-    def forget_empty_sweeps(self) -> None:
-        """A namespace without records is swept."""
-        here = {facts.namespace for facts, _ in self.alive.values()}
-        self.swept = {name: up_to for name, up_to in self.swept.items() if name in here}
+        return len(parts) == part_count(facts.length)
 
     @rule(which=st.sampled_from(sorted(FACTS)), part=st.integers(0, 2), segment=st.integers(0, 3))
     def add_one(self, which: tuple[str, str, int], part: int, segment: int) -> None:
@@ -96,13 +86,12 @@ class IndexMachine(RuleBasedStateMachine):
         self.numbers[segment] += 1
         superseded = self.index.add(place, facts, part, stored)
         known, parts = self.alive.get(facts.digest, (facts, {}))
-        if self.is_swept(facts) or known.version > facts.version:
+        if known.version > facts.version:
             assert superseded == (place,)
             return
         if known.version < facts.version:
             assert set(superseded) == set(parts.values())
             del self.alive[facts.digest]
-            self.forget_empty_sweeps()
             parts = {}
         else:
             assert superseded == tuple(parts[part] for part in {part} & set(parts))
@@ -127,7 +116,6 @@ class IndexMachine(RuleBasedStateMachine):
         digest = FACTS[which].digest
         _, parts = self.alive.pop(digest, (None, {}))
         assert set(self.index.drop(digest)) == set(parts.values())
-        self.forget_empty_sweeps()
 
     @rule(segment=st.integers(0, 3))
     def drop_segment(self, segment: int) -> None:
@@ -143,36 +131,6 @@ class IndexMachine(RuleBasedStateMachine):
         assert set(elsewhere) == {place for place in others if place.segment != segment}
         self.generations[segment] += 1
         self.numbers[segment] = 0
-        self.forget_empty_sweeps()
-
-    @rule(namespace=st.sampled_from(NAMESPACES), clock=st.integers(0, 3))
-    def empty_namespace(self, namespace: str, clock: int) -> None:
-        up_to = Version(clock, 7)
-        self.index.empty_namespace(namespace_digest(namespace), up_to)
-        if any(facts.namespace == namespace for facts, _ in self.alive.values()):
-            self.swept[namespace] = max(up_to, self.swept.get(namespace, up_to))
-
-    @precondition(lambda self: self.swept)
-    @rule(limit=st.integers(1, 5), steps=st.integers(1, 3))
-    def sweep_some(self, limit: int, steps: int) -> None:
-        for _ in range(steps):
-            for digest, places in self.index.sweep(limit) or ():
-                facts, parts = self.alive.pop(digest)
-                assert self.is_swept(facts)
-                assert set(places) == set(parts.values())
-        for name in set(self.swept):  # which of them came to their end, the index does not tell
-            if self.index._rows.names.number(name) not in self.index._sweeps._sweeps:
-                here = [each for each, _ in self.alive.values() if each.namespace == name]
-                assert not any(self.is_swept(facts) for facts in here)
-                del self.swept[name]
-
-    @rule()
-    def sweep_all(self) -> None:
-        while (swept := self.index.sweep(7)) is not None:
-            for digest, _ in swept:
-                assert self.is_swept(self.alive.pop(digest)[0])
-        assert not any(self.is_swept(facts) for facts, _ in self.alive.values())
-        self.swept.clear()
 
     @rule(
         namespace=st.sampled_from((*NAMESPACES, "none")),
@@ -334,10 +292,10 @@ def test_namespaces_without_records_are_forgotten() -> None:
     for number in range(100):
         facts = facts_of("k", 1, namespace=f"{number}")
         index.add(place(number), facts, 0, 1)
-        assert index.digests_of_namespace(namespace_digest(f"{number}")) == [facts.digest]
+        assert index.digests(namespace_digest(f"{number}")) == facts.digest
         assert index.page(f"{number}", "", "", 5)[0] != []
         index.drop(facts.digest)
-        assert index.digests_of_namespace(namespace_digest(f"{number}")) == []
+        assert index.digests(namespace_digest(f"{number}")) == b""
     assert len(index._rows.names._names) == 1
     assert not index._orders
 

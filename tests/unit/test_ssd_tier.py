@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from p2pstore.errors import ConfigError
-from p2pstore.objects import KIB, MIB, Version, key_digest, namespace_digest
+from p2pstore.objects import KIB, MIB, key_digest, namespace_digest
 from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.admission import AdmissionPolicy, Refusal
 from p2pstore.ssd_tier.health import TierOff, TierState
@@ -220,38 +220,20 @@ async def test_the_same_version_is_written_once(autojump_clock: object) -> None:
         assert harness.tier.statistics()["stored_objects"] == 1
 
 
-async def test_a_namespace_is_discarded(autojump_clock: object) -> None:
-    disk = simulated_disk()
-    until = UntilCrash(disk)
-    async with running(until) as harness:
-        for number in range(5):
-            assert await harness.store(str(number), number, VALUE, durable=True)
-        harness.tier.discard_namespace(namespace_digest("other"), Version(9, 9))
-        harness.tier.discard_namespace(namespace_digest(NAMESPACE), Version(2, 0xFFFF))
-        assert harness.keys() == {"3": 3, "4": 4}
-        assert await missing(harness, "0") is Miss.ABSENT
-        await harness.tier.discards_durable()
-        assert set(harness.tier.digests(None)) == {key_digest(key, NAMESPACE) for key in "34"}
-        until.gone = True
-        disk.crash()
-    async with running(disk) as harness:
-        assert harness.keys() == {"3": 3, "4": 4}
+async def test_digests_of_all_and_of_a_namespace(autojump_clock: object) -> None:
+    async with running(simulated_disk()) as harness:
+        for key in "123":
+            assert await harness.store(key, 1, VALUE)
+        everything = {key_digest(key, NAMESPACE) for key in "123"}
+        going = harness.tier.digests(namespace_digest(NAMESPACE))
+        assert harness.discard("2", 1)
+        assert set(going) == everything, "as it was when it was asked for"
+        assert set(harness.tier.digests(None)) == everything - {key_digest("2", NAMESPACE)}
+        assert not set(harness.tier.digests(namespace_digest("other")))
 
 
-async def test_a_segment_of_a_namespace_that_is_discarded_is_reclaimed(
-    autojump_clock: object,
-) -> None:
-    async with running(simulated_disk(segments=4)) as harness:
-        for number in range(60):
-            assert await harness.store(str(number), number, VALUE)
-            harness.tier.discard_namespace(namespace_digest(NAMESPACE), Version(number, 0xFFFF))
-        assert harness.keys() == {}
-        assert harness.tier.statistics()["reclaimed_segments"] > 3
-
-
-@pytest.mark.parametrize("whole_namespace", [False, True])
 async def test_what_is_discarded_while_it_is_stored_never_comes_back(
-    whole_namespace: bool, autojump_clock: object
+    autojump_clock: object,
 ) -> None:
     """Its record reaches the disk, whole, after the discard was durable; then the machine crashes."""
     disk = simulated_disk()
@@ -270,10 +252,7 @@ async def test_what_is_discarded_while_it_is_stored_never_comes_back(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(harness.store, "a", 1, VALUE)
             await writing.wait()
-            if whole_namespace:
-                harness.tier.discard_namespace(namespace_digest(NAMESPACE), Version(1, 0xFFFF))
-            else:
-                assert not harness.discard("a", 1)
+            assert not harness.discard("a", 1)
             await harness.tier.discards_durable()
             until.gone = True
             disk.crash()

@@ -67,7 +67,7 @@ PURE = (
         for name in (
             *("layout", "record_header", "superblock", "dead_marks", "rows", "footer", "payload"),
             *("index", "digest_slots", "key_texts", "key_order", "compression"),
-            *("record_rows", "namespace_sweeps"),
+            "record_rows",
             *("recovery", "refill", "segment_search", "disk_protocol"),
             *("admission", "health", "measures", "misses", "reinsertion", "segments"),
         )
