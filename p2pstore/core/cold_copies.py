@@ -77,6 +77,8 @@ class ColdCopies:
         self.store: ColdStore | None = None
         self._core = core
         self._to_sweep: deque[_Sweep] = deque()
+        self._timed: set[tuple[int, bytes, Version]] = set()
+        """What is in this heap: an object that comes and goes between memory and SSD is there once."""
         self._expiring: list[tuple[int, bytes, Version]] = []
         """A heap: when (Unix milliseconds) what is on the SSD alone is over."""
 
@@ -203,8 +205,10 @@ class ColdCopies:
 
     def _hold(self, cold: ColdEntry, now: float) -> None:
         self._core.gossip.hold(location_on_ssd(cold), now)
-        if cold.expires_unix_ms:
-            heapq.heappush(self._expiring, (cold.expires_unix_ms, cold.digest, cold.version))
+        timer = cold.expires_unix_ms, cold.digest, cold.version
+        if cold.expires_unix_ms and timer not in self._timed:
+            self._timed.add(timer)
+            heapq.heappush(self._expiring, timer)
 
     def expire(self, now: float) -> None:
         """Withdraw what is past its time to live."""
@@ -212,7 +216,9 @@ class ColdCopies:
         for _ in range(FORGOTTEN_PER_STEP):
             if not self._expiring or self._expiring[0][0] > unix_ms:
                 return
-            _, digest, version = heapq.heappop(self._expiring)
+            timer = heapq.heappop(self._expiring)
+            self._timed.remove(timer)
+            _, digest, version = timer
             self.discard(digest, version, now)
 
     def lose_store(self) -> None:

@@ -277,6 +277,21 @@ def test_it_expires() -> None:
     assert digest_of("k") not in world.store.objects
 
 
+def test_an_object_that_comes_and_goes_is_timed_once() -> None:
+    world = ColdWorld()
+    world.cool("k", VALUE, ttl_seconds=1000.0)
+    for number in range(3):
+        world.core.fetch(digest_of("k"), world.now)
+        world.load()
+        for filler in range(100):
+            world.fill(5_000 + 100 * number + filler, 1, len(VALUE))
+        assert world.find("k") is None
+    assert len(world.core.cold._expiring) == 1
+    world.pass_time(1100.0)
+    assert world.announced("k") is None
+    assert not world.core.cold._expiring
+
+
 def test_what_the_tier_loses_is_withdrawn_unless_memory_has_it() -> None:
     world = ColdWorld()
     world.cool("gone", VALUE)
