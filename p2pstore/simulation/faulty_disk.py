@@ -19,6 +19,7 @@ from p2pstore.simulation.platter import Platter, Write
 from p2pstore.ssd_tier.disk_protocol import (
     ALIGNMENT_BYTES,
     SECTOR_BYTES,
+    Check,
     checked_bytes,
     refuse_closed,
 )
@@ -85,7 +86,9 @@ class FaultyDisk:
         """As `Disk` has it."""
         return len(self._platter.visible)
 
-    async def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+    async def read_into(
+        self, position: int, buffers: Sequence[memoryview], check: Check | None = None
+    ) -> None:
         """As `Disk` has it."""
         refuse_closed(self._closed)
         length = checked_bytes(position, buffers, self.size_bytes, reading=True)
@@ -107,6 +110,8 @@ class FaultyDisk:
                 raise OSError(errno.EIO, f"simulated {fault} at {position}")
         _fill(buffers, bytes(self._platter.visible[position : position + length]))
         self.happened["bytes_read"] += length
+        if check is not None:
+            check()
 
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
         """As `Disk` has it."""

@@ -18,11 +18,11 @@ from p2pstore.ssd_tier.layout import DamagedRecord, round_up_to_page
 WORTH_RATIO: Final = 0.85
 """What is not smaller than this is stored as it is."""
 SAMPLES: Final = 4
-SAMPLE_BYTES: Final = 64 * KIB
+SAMPLE_BYTES: Final = 16 * KIB
 
 
 def sample_ratio(value: memoryview) -> float:
-    """Compressed size over size, of four pieces of 64 KiB spread over the value; 1.0 for an empty one."""
+    """Compressed size over size, of four pieces of 16 KiB spread over the value; 1.0 for an empty one."""
     if len(value) <= SAMPLES * SAMPLE_BYTES:
         pieces = [value]
     else:

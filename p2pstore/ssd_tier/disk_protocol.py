@@ -18,6 +18,8 @@ SECTOR_BYTES: Final = 512
 MAX_BUFFERS: Final = 1024
 """As many pieces of memory one system call takes (IOV_MAX)."""
 
+Check: TypeAlias = Callable[[], object]
+
 Piece: TypeAlias = tuple[int, list[memoryview]]
 """A position, and the memory for what lies from there on."""
 
@@ -34,8 +36,11 @@ class Disk(Protocol):
     def size_bytes(self) -> int:
         """All positions are below it. A multiple of `ALIGNMENT_BYTES`."""
 
-    async def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        """Fill all buffers, one after the other, with what lies from `position` on."""
+    async def read_into(
+        self, position: int, buffers: Sequence[memoryview], check: Check | None = None
+    ) -> None:
+        """Fill all buffers, one after the other, with what lies from `position` on. `check` is called once they are
+        full, in any thread, and what it raises is raised: who looks at the bytes there keeps no loop from its work."""
 
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
         """Write all buffers, one after the other, from `position` on: they keep still until this returns.

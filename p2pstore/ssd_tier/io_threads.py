@@ -37,20 +37,24 @@ class _Request:
     """Pieces of work of one task, and how far they are. Threads and the loop take from both lists; what one of them
     takes is its own, without a lock."""
 
-    __slots__ = ("error", "outstanding", "pieces", "raise_cancel", "task")
+    __slots__ = ("cancelled", "error", "last", "outstanding", "pieces", "raise_cancel", "task")
 
-    def __init__(self, pieces: Iterable[Work], task: trio.lowlevel.Task) -> None:
+    def __init__(self, pieces: Iterable[Work], last: Work | None, task: trio.lowlevel.Task) -> None:
         self.pieces = deque(pieces)
+        self.last = last
+        """What is to be done when all of them were."""
         self.outstanding = [True]
         if len(self.pieces) > 1:
             self.outstanding += [False] * (len(self.pieces) - 1)
         """One for each piece that has not ended; whoever takes the last of them gets True."""
         self.task = task
         self.error: BaseException | None = None
+        self.cancelled = False
         self.raise_cancel: Callable[[], NoReturn] | None = None
 
     def take_back(self) -> bool:
         """Whether nothing remains to be waited for, now that no further piece begins."""
+        self.cancelled = True
         last = False
         with suppress(IndexError):
             while True:
@@ -108,10 +112,11 @@ class IoThreads:
             for number in range(lane.threads):
                 self._start(lane, f"{name} {lane.name} {number}")
 
-    async def read(self, pieces: Iterable[Work]) -> None:
-        """Have all pieces done (at least one), in any order, before writes that wait. Raises the first exception
-        that one of them raised, after the others have ended or were left out; `StoreClosed` after `close`."""
-        await self._do(self._reads, pieces)
+    async def read(self, pieces: Iterable[Work], last: Work | None = None) -> None:
+        """Have all pieces done (at least one), in any order, before writes that wait, and then `last`. Raises the first
+        exception that one of them raised, after the others have ended or were left out; `StoreClosed` after `close`.
+        """
+        await self._do(self._reads, pieces, last)
 
     async def write(self, pieces: Iterable[Work]) -> None:
         """As `read`, with fewer threads: so many writes at once are enough for a disk, and more would only make
@@ -143,7 +148,7 @@ class IoThreads:
     # --- in the loop ---
 
     @trio.lowlevel.enable_ki_protection
-    async def _do(self, lane: _Lane, pieces: Iterable[Work]) -> None:
+    async def _do(self, lane: _Lane, pieces: Iterable[Work], last: Work | None = None) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         while lane.is_full and not self._closed:
             await lane.room.park()
@@ -151,7 +156,7 @@ class IoThreads:
         token = trio.lowlevel.current_trio_token()
         if token is not self._token:
             self._token, self._waking = token, False
-        request = _Request(pieces, trio.lowlevel.current_task())
+        request = _Request(pieces, last, trio.lowlevel.current_task())
         for _ in range(len(request.outstanding)):
             lane.queue.put(request)
         await trio.lowlevel.wait_task_rescheduled(request.abort)
@@ -248,12 +253,20 @@ class IoThreads:
         except IndexError:  # taken back; its place in the queue is free now
             self._tell_loop(None)
             return
-        if request.error is None:
-            try:
-                piece()
-            except BaseException as error:
-                request.error = error
+        _attempt(request, piece)
         # The task may go on as soon as it is told: this thread has let go of its memory by then.
         del piece
         if request.outstanding.pop():
+            if request.last is not None and not request.cancelled:
+                _attempt(request, request.last)
+            request.last = None
             self._tell_loop(request)
+
+
+def _attempt(request: _Request, work: Work) -> None:
+    """Unless something of the request failed already."""
+    if request.error is None:
+        try:
+            work()
+        except BaseException as error:
+            request.error = error

@@ -26,7 +26,7 @@ from p2pstore.objects import (
 from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.admission import AdmissionPolicy
 from p2pstore.ssd_tier.disk import aligned_buffer
-from p2pstore.ssd_tier.disk_protocol import Disk
+from p2pstore.ssd_tier.disk_protocol import Check, Disk
 from p2pstore.ssd_tier.health import TierState
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.layout import LOG_START_BYTES, ColdFacts, round_up_to_page
@@ -76,9 +76,11 @@ class UntilCrash:
     def size_bytes(self) -> int:
         return self.disk.size_bytes
 
-    async def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+    async def read_into(
+        self, position: int, buffers: Sequence[memoryview], check: Check | None = None
+    ) -> None:
         await self._here()
-        await self.disk.read_into(position, buffers)
+        await self.disk.read_into(position, buffers, check)
 
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
         await self._here()

@@ -46,9 +46,11 @@ def by_threads(disk: FileDisk, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counted: list[int] = []
     read = disk._threads.read
 
-    async def counting(pieces: list[Callable[[], object]]) -> None:
+    async def counting(
+        pieces: list[Callable[[], object]], last: Callable[[], object] | None
+    ) -> None:
         counted.append(len(pieces))
-        await read(pieces)
+        await read(pieces, last)
 
     monkeypatch.setattr(disk._threads, "read", counting)
     return counted

@@ -352,11 +352,11 @@ async def test_a_segment_is_drained_before_it_is_reused(autojump_clock: object) 
         results: list[bytes] = []
         original = disk.read_into
 
-        async def slow_read(position: int, buffers: Any) -> None:
+        async def slow_read(position: int, buffers: Any, check: Any = None) -> None:
             if not reading.is_set():
                 reading.set()
                 await go_on.wait()
-            await original(position, buffers)
+            await original(position, buffers, check)
 
         async def read() -> None:
             results.append((await harness.load("first"))[1])
@@ -366,7 +366,8 @@ async def test_a_segment_is_drained_before_it_is_reused(autojump_clock: object) 
             nursery.start_soon(read)
             await reading.wait()
             for number in range(40):
-                await harness.store(str(number), 1, value_of(str(number), 1, 200_000))
+                value = value_of(str(number), 1, 200_000)
+                assert await harness.store(str(number), 1, value), "others are reclaimed meanwhile"
             states = harness.tier.statistics()["segments"]
             assert states["draining"] == 1
             assert "first" in [entry.key for entry in harness.withdrawn]
@@ -397,11 +398,11 @@ async def test_a_read_error_is_tried_again_once(autojump_clock: object) -> None:
         assert await harness.store("a", 1, VALUE)
         original, failures = disk.read_into, [1]
 
-        async def failing(position: int, buffers: Any) -> None:
+        async def failing(position: int, buffers: Any, check: Any = None) -> None:
             if failures:
                 failures.pop()
                 raise OSError(5, "once")
-            await original(position, buffers)
+            await original(position, buffers, check)
 
         disk.read_into = failing  # type: ignore[method-assign]
         assert (await harness.load("a"))[1] == VALUE
