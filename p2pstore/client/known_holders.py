@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
 from p2pstore.local.messages import Holder, PlanItem
 from p2pstore.objects import SIZE_UNIT_BYTES, Version
-from p2pstore.transfer.messages import Ticket
+from p2pstore.transfer.messages import Keeps, Ticket
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.transport import RemoteCopy
 
@@ -200,4 +200,5 @@ def remote_copy(holder: Holder) -> RemoteCopy:
         slot=holder.slot,
         version=Version(holder.clock, holder.writer),
         length_bytes=holder.size_units * SIZE_UNIT_BYTES,
+        keeps=Keeps.BY_PEER,
     )

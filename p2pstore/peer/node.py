@@ -67,7 +67,7 @@ from p2pstore.statedir import StateDirectory
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.data_session import Traffic
 from p2pstore.transfer.failover import HolderReport, order_copies
-from p2pstore.transfer.messages import DataKind, Snapshot, SnapshotReply
+from p2pstore.transfer.messages import DataKind, Keeps, Snapshot, SnapshotReply
 from p2pstore.transfer.rdma_rules import NAME as RDMA
 from p2pstore.transfer.transport import (
     PullReport,
@@ -433,7 +433,11 @@ class Node:
         delivered = False
         begin = self.now
         try:
-            copies = [self.remote_copy(copy) for copy in self.reading_order(effect.copies)]
+            keeps = Keeps.NO if effect.insist else Keeps.YES
+            copies = [
+                replace(self.remote_copy(copy), keeps=keeps)
+                for copy in self.reading_order(effect.copies)
+            ]
             report = await pull_with_failover(copies, self.transports, effect.digest, destination)
             failures = report.failures
             if report.pulled is not None:
@@ -606,5 +610,11 @@ def refusal(error: Exception) -> Failure | None:
 def pull_failure(report: HolderReport) -> PullFailure:
     """A transport's report as the core takes it."""
     return PullFailure(
-        report.member, int(report.code), report.text, report.incarnation, report.sequence
+        report.member,
+        int(report.code),
+        report.text,
+        report.incarnation,
+        report.sequence,
+        report.keep,
+        report.others,
     )
