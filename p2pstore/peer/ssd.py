@@ -22,7 +22,7 @@ from p2pstore.errors import CapacityExceeded, ConfigError, NoSuchKey, P2PStoreEr
 from p2pstore.objects import MIB, chunk_count, format_bytes, namespace_digest
 from p2pstore.ssd_tier.admission import AdmissionPolicy, Refusal
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
-from p2pstore.ssd_tier.health import TierState
+from p2pstore.ssd_tier.health import Health, TierState
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.layout import SEGMENT_BYTES, ColdFacts
 from p2pstore.ssd_tier.misses import ColdMiss
@@ -290,20 +290,20 @@ class PeerSsd:
         self._core.cold.lost(entries, self._node.now)
         self._node.stir()
 
-    def state_changed(self, state: TierState, why: str) -> None:
+    def state_changed(self, health: Health) -> None:
         """The SSD failed. This peer goes on with what it has in memory, and the others are told."""
-        if state is TierState.READ_ONLY:
+        if health.state is TierState.READ_ONLY:
             logger.error(
-                "nothing more is written to the SSD, only read: %s. Replace it, or free space, and start this peer "
-                "again",
-                why,
+                "nothing more is written to the SSD, only read: %s; %s",
+                health.why,
+                health.cure,
                 extra={"event": "ssd_read_only"},
             )
         else:
             logger.error(
-                "the SSD is not used any more: %s. This peer goes on with its memory alone; replace the SSD, and "
-                "start this peer again",
-                why,
+                "the SSD is not used any more: %s. This peer goes on with its memory alone; %s",
+                health.why,
+                health.cure,
                 extra={"event": "ssd_off"},
             )
             self._core.cold.lose_store()

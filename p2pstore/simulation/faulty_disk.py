@@ -78,6 +78,8 @@ class FaultyDisk:
         """What a request waits for, told for how many seconds."""
         self._under_way: list[Write] = []
         self._life = 0
+        self.misplaced = ""
+        """As `Disk` has it; to be set by tests."""
         self._closed = False
 
     @property
@@ -161,6 +163,11 @@ class FaultyDisk:
             self._platter.sync_failed(covered)
             raise OSError(errno.EIO, "simulated sync_error")
         self._platter.sync(covered)
+
+    async def inspect(self) -> None:
+        """As `Disk` has it."""
+        if self.pause is not None:
+            await self.pause(self.faults.latency_seconds)
 
     def close(self) -> None:
         """As `Disk` has it; `reopen` undoes it."""

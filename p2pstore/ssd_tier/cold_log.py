@@ -39,8 +39,8 @@ Result = TypeVar("Result")
 Withdraw = Callable[[Sequence[ColdEntry]], None]
 """Told of objects that the tier loses by its own decision, before their bytes go."""
 
-StateChanged = Callable[[TierState, str], None]
-"""Told of a state that is worse than the last one, and why."""
+StateChanged = Callable[[Health], None]
+"""Told of a state that is worse than the last one, why, and what to do."""
 
 logger = logging.getLogger("p2pstore.ssd_tier")
 
@@ -246,12 +246,20 @@ class ColdLog:
             self.retire(self.table[number])
         self.state_may_have_changed()
 
+    def is_in_place(self) -> bool:
+        """Whether what is written to the disk can be found by the next start, as far as was looked. If not, nothing
+        more is written: it would be lost, and nobody told."""
+        if why := self.disk.misplaced:
+            self.health.misplaced(why)
+            self.state_may_have_changed()
+        return not why
+
     def state_may_have_changed(self) -> None:
         """Tell whoever waits for what may never come now."""
         if self.health.state is not self._told:
             self._told = self.health.state
             logger.error("the SSD tier is %s: %s", self._told.value, self.health.why)
-            self._state_changed(self._told, self.health.why)
+            self._state_changed(self.health)
         self.room.changed()
         self.drained.changed()
         self.work.send()

@@ -7,6 +7,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -24,6 +25,7 @@ from p2pstore.ssd_tier.disk_protocol import (
 from p2pstore.ssd_tier.io_threads import IoThreads, Work
 from p2pstore.ssd_tier.kernel_aio import KernelAio
 from p2pstore.ssd_tier.opening import OpenPlace, open_place
+from p2pstore.ssd_tier.whereabouts import why_misplaced
 
 logger = logging.getLogger("p2pstore.ssd_tier")
 
@@ -76,6 +78,8 @@ class FileDisk:
         """For headers: fresh memory takes the kernel as long as the rest of a small write."""
         self._failed_syncs = 0
         self._told_of_failed_syncs = 0
+        self._misplaced = ""
+        self._inspecting = trio.CapacityLimiter(1)
         self._threads = IoThreads("p2pstore-ssd", read_threads, write_threads, place.close)
         self._small_reads = _kernel_aio(place)
 
@@ -136,6 +140,22 @@ class FileDisk:
         except OSError:
             self._failed_syncs += 1
             raise
+        self._inspect_now()  # who waits for a sync wants to find it again
+
+    @property
+    def misplaced(self) -> str:
+        """As `Disk` has it."""
+        return self._misplaced
+
+    async def inspect(self) -> None:
+        """As `Disk` has it. In a thread: a path may hang."""
+        await trio.to_thread.run_sync(
+            self._inspect_now, abandon_on_cancel=True, limiter=self._inspecting
+        )
+
+    def _inspect_now(self) -> None:
+        with suppress(OSError):  # closed meanwhile
+            self._misplaced = why_misplaced(self.path, self._descriptor, self._size_bytes)
 
     def _checked_bytes(
         self, position: int, buffers: Sequence[memoryview | bytes], *, reading: bool

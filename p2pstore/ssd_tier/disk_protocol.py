@@ -49,6 +49,14 @@ class Disk(Protocol):
         an error it is unknown which of them do, for ever: a later `sync` says nothing about them, and one that
         was under way fails as well."""
 
+    @property
+    def misplaced(self) -> str:
+        """Why what is written now would be lost although no request fails, such as that the file was deleted; empty
+        as far as the last `inspect` or `sync` knew."""
+
+    async def inspect(self) -> None:
+        """Look now whether it is `misplaced`. Raises nothing, not even when it is closed."""
+
     def close(self) -> None:
         """No more requests. Those that wait raise `StoreClosed`; those that began end as they would have."""
 

@@ -27,6 +27,7 @@ from p2pstore.ssd_tier.admission import Admission, AdmissionPolicy, Refusal
 from p2pstore.ssd_tier.cold_log import ColdLog, StateChanged, Withdraw
 from p2pstore.ssd_tier.dead_mark_writer import DeadMarkWriter
 from p2pstore.ssd_tier.disk_protocol import Disk
+from p2pstore.ssd_tier.disk_watch import DiskWatch
 from p2pstore.ssd_tier.health import TierOff, TierState
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.layout import SEGMENT_BYTES, ColdFacts
@@ -165,6 +166,7 @@ class SsdTier:
         return {
             "state": health.state.value,
             "why": health.why,
+            "cure": health.cure,
             "capacity_bytes": log.table.count * log.segment_bytes,
             "live_bytes": log.index.live_bytes,
             "objects": log.index.objects,
@@ -201,7 +203,7 @@ async def open_tier(
     *,
     withdraw: Withdraw,
     is_last_copy: Callable[[bytes], bool],
-    state_changed: StateChanged = lambda state, why: None,
+    state_changed: StateChanged = lambda health: None,
     now: Callable[[], float] = time.time,
     segment_bytes: int = SEGMENT_BYTES,
     max_records: int | None = None,
@@ -239,6 +241,7 @@ async def open_tier(
             await upkeep.start(table[number])
         nursery.start_soon(marks.run)
         nursery.start_soon(upkeep.run)
+        nursery.start_soon(DiskWatch(log).run)
         log.work.send()
         try:
             yield SsdTier(log, marks, is_last_copy)

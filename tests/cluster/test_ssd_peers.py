@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore import NoSuchKey, blocking
+from p2pstore import CapacityExceeded, NoSuchKey, blocking
 from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
 
 COUNT = 60
@@ -146,6 +146,27 @@ def test_what_others_removed_meanwhile_does_not_come_back(cluster: ProcessCluste
         owner.client.get("removed")
     assert owner.client.get("replaced") == b"new"
     assert other.client.get("replaced") == b"new"
+
+
+def test_a_log_that_is_deleted_is_read_on_and_said(cluster: ProcessCluster) -> None:
+    owner, other = start(cluster, 0), start(cluster, 1)
+    cluster.wait_until_whole()
+    put_more_than_fits(owner)
+    tiers = {number: owner.client.locate(f"key-{number}")[0].tier for number in range(COUNT)}
+    cold = next(number for number, tier in tiers.items() if tier == "ssd")
+    capacity = other.client.statistics()["cluster"]["ssd_capacity_bytes"]
+    (owner.log.parent / f"{owner.name}.ssd" / "cold.log").unlink()
+    with pytest.raises(CapacityExceeded, match="was deleted"):
+        owner.client.put("promised", value_of(1), durable=True)
+    ssd = owner.client.statistics()["peer"]["ssd"]
+    assert ssd["state"] == "read_only"
+    assert owner.client.get("promised") == value_of(1)
+    assert owner.client.get(f"key-{cold}") == value_of(cold)
+    assert "start this peer again" in owner.log.read_text()
+    until(
+        lambda: other.client.statistics()["cluster"]["ssd_capacity_bytes"] == capacity // 2,
+        END_SECONDS,
+    )
 
 
 def test_durable_needs_an_ssd(cluster: ProcessCluster) -> None:

@@ -88,6 +88,13 @@ class UntilCrash:
         await self._here()
         await self.disk.sync()
 
+    @property
+    def misplaced(self) -> str:
+        return self.disk.misplaced
+
+    async def inspect(self) -> None:
+        await self.disk.inspect()
+
     def close(self) -> None:
         raise AssertionError("the tier does not close its disk")
 
@@ -145,7 +152,7 @@ async def running(
         disk,
         policy or AdmissionPolicy(),
         withdraw=lambda entries: harness[0].withdrawn.extend(entries) if harness else None,
-        state_changed=lambda state, why: harness[0].states.append(state) if harness else None,
+        state_changed=lambda health: harness[0].states.append(health.state) if harness else None,
         is_last_copy=lambda digest: bool(harness) and digest in harness[0].last_copies,
         **settings,
     ) as tier:

@@ -616,3 +616,34 @@ async def test_cancelled_at_every_checkpoint(
             await trio.sleep(5)
             assert harness.tier.statistics()["segments"][SegmentState.DRAINING.value] == 0
             harness.discard("a", 9)
+
+
+async def test_a_disk_that_nobody_will_find_again_is_only_read(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE, durable=True)
+        disk.misplaced = "it was deleted"
+        await trio.sleep(3.0)
+        assert harness.states == [TierState.READ_ONLY]
+        statistics = harness.tier.statistics()
+        assert statistics["why"] == "it was deleted"
+        assert "start this peer again" in statistics["cure"]
+        assert not await harness.store("b", 1, VALUE)
+        assert (await harness.load("a"))[1] == VALUE
+        disk.misplaced = ""
+        await trio.sleep(10.0)
+        assert harness.tier.state is TierState.READ_ONLY, (
+            "what was not written meanwhile is not there"
+        )
+
+
+async def test_nothing_is_called_durable_that_nobody_will_find_again(
+    autojump_clock: object,
+) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        await trio.sleep(0.5)
+        disk.misplaced = "it was deleted"  # the last look was a moment ago
+        assert not await harness.store("a", 1, VALUE, durable=True)
+        assert harness.states == [TierState.READ_ONLY]
+        assert (await harness.load("a"))[1] == VALUE, "it is there as long as this peer is"
