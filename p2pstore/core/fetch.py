@@ -59,6 +59,7 @@ class FetchOperation(Operation):
         self._rounds = 0
         self._loads = False
         self._all_said_gone = True
+        self._why = ""
 
     def start(self, now: float) -> None:
         if self._source is not None:
@@ -104,7 +105,7 @@ class FetchOperation(Operation):
         if usable:
             self._pull(usable)
         elif copies or not self._all_said_gone:
-            self.finish(unavailable(len(copies) + len(self._failed)), now)
+            self.finish(unavailable(len(copies) + len(self._failed), self._why), now)
         else:
             self.finish(NoSuchKey("no live peer holds this key"), now)
 
@@ -115,7 +116,10 @@ class FetchOperation(Operation):
         for failure in outcome.failures:
             self._failed.add(failure.member)
             self._all_said_gone &= failure.code == Code.NO_SUCH_KEY
-            self.core.holder_failed(self.digest, failure, now)
+            if failure.member == self.core.member:  # its SSD, which says nothing of its memory
+                self._why = failure.text
+            else:
+                self.core.holder_failed(self.digest, failure, now)
         entry = self.core.find(self.digest, now)
         if outcome.delivered and entry is not None:
             self.brought = outcome.source, outcome.transport
@@ -129,12 +133,16 @@ class FetchOperation(Operation):
         elif self._all_said_gone:
             self.finish(NoSuchKey("no live peer holds this key any more"), now)
         else:
-            self.finish(unavailable(len(self._failed)), now)
+            self.finish(unavailable(len(self._failed), self._why), now)
 
 
-def unavailable(copies: int) -> Unavailable:
-    """The error for copies that nobody can reach."""
+def unavailable(copies: int, why: str = "") -> Unavailable:
+    """The error for copies that nobody can reach; `why`: what is known of one of them."""
     noun = "copy is" if copies == 1 else "copies are"
+    if why:
+        return Unavailable(
+            f"{copies} {noun} known, but none can be read: {why}. See `mooncake-p2p stats` and `mooncake-p2p doctor`"
+        )
     return Unavailable(
         f"{copies} {noun} known, but no holder can be reached: try again when its peer is back "
         "(`mooncake-p2p locate` names it)"

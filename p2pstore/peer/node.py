@@ -202,6 +202,10 @@ class Node:
             self._kept_version = view.version
             self.host.keeper.keep(view.neighbours())
 
+    def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
+        """In the background, as long as this peer runs."""
+        self._nursery.start_soon(function)
+
     def process(self) -> None:
         """Carry out what the core has decided. Call it after everything that touches the core."""
         if not self._running:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
 from typing import Final
 
 import trio
@@ -18,6 +20,7 @@ from p2pstore.ssd_tier.disk_protocol import (
     ALIGNMENT_BYTES,
     SECTOR_BYTES,
     Disk,
+    Waits,
     checked_bytes,
     cut,
     refuse_closed,
@@ -143,6 +146,18 @@ class FileDisk:
         self._inspect_now()  # who waits for a sync wants to find it again
 
     @property
+    def waits(self) -> Waits:
+        """As `Disk` has it."""
+        begun, ended = self._threads.oldest_begin, self._threads.last_end
+        if self._small_reads:
+            begun = min(begun, self._small_reads.oldest_begin)
+            ended = max(ended, self._small_reads.last_end)
+        if begun == inf:
+            return Waits()
+        now = time.monotonic()
+        return Waits(now - begun, now - max(begun, ended))
+
+    @property
     def misplaced(self) -> str:
         """As `Disk` has it."""
         return self._misplaced
@@ -171,6 +186,14 @@ class FileDisk:
         if self._small_reads:
             self._small_reads.close()
         self._threads.close()
+
+    def abandon(self) -> None:
+        """`close`, for a disk that does not answer: whoever waits for what has begun raises `StoreClosed` now, or
+        `Cancelled`. The disk may still read and write that memory, so nothing else may be done with it."""
+        self._closed = True
+        if self._small_reads:
+            self._small_reads.abandon()
+        self._threads.abandon()
 
 
 def _kernel_aio(place: OpenPlace) -> KernelAio | None:

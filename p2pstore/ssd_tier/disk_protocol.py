@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,15 @@ MAX_BUFFERS: Final = 1024
 
 Piece: TypeAlias = tuple[int, list[memoryview]]
 """A position, and the memory for what lies from there on."""
+
+
+class Waits(NamedTuple):
+    """How long those who asked a disk for something have waited: 0 when it has nothing to do."""
+
+    longest_seconds: float = 0.0
+    """Since what it has been doing for longest began. What waits its turn has not begun."""
+    silent_seconds: float = 0.0
+    """The same, or since anything ended, if that is less: a disk that is slow is not silent."""
 
 
 class Disk(Protocol):
@@ -48,6 +57,10 @@ class Disk(Protocol):
         """Returns when every write that returned before this call began survives a crash of the machine. After
         an error it is unknown which of them do, for ever: a later `sync` says nothing about them, and one that
         was under way fails as well."""
+
+    @property
+    def waits(self) -> Waits:
+        """How long it has been at what it does now."""
 
     @property
     def misplaced(self) -> str:

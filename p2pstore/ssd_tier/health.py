@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Final
 
 from p2pstore.errors import P2PStoreError
+from p2pstore.ssd_tier.disk_protocol import Waits
 
 MAX_FAILED_SEGMENTS: Final = 3
 """Segments in which a write or a sync failed, before nothing more is written."""
@@ -15,6 +16,8 @@ MAX_FAILED_DISCARDS: Final = 5
 """Attempts to write down discards that failed, one after the other."""
 MAX_FAILED_READS: Final = 16
 """Reads that failed, one after the other."""
+MAX_SILENT_SECONDS: Final = 30.0
+"""As long as the kernel usually waits for a device before it resets it."""
 REPLACE: Final = (
     "look at the kernel's log for that disk, replace it or free space, and start this peer again"
 )
@@ -89,6 +92,15 @@ class Health:
     def misplaced(self, why: str) -> None:
         """No request fails, but what is written would not be found by the next start."""
         self._worsen(TierState.READ_ONLY, why, FOUND_AGAIN)
+
+    def waited(self, waits: Waits) -> None:
+        """How long the disk has been at what it does now. A stuck request may yet end; nobody waits so long for it."""
+        if waits.silent_seconds >= MAX_SILENT_SECONDS:
+            why = f"it does not answer: nothing came from it for {waits.silent_seconds:.0f} s"
+            self._worsen(TierState.OFF, why)
+        elif waits.longest_seconds >= MAX_SILENT_SECONDS:
+            why = f"it has not answered a request for {waits.longest_seconds:.0f} s, though others"
+            self._worsen(TierState.READ_ONLY, why)
 
     def _segment_failed(self, error: OSError, what: str) -> None:
         self.failed_segments += 1

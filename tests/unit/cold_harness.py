@@ -26,7 +26,7 @@ from p2pstore.objects import (
 from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.admission import AdmissionPolicy
 from p2pstore.ssd_tier.disk import aligned_buffer
-from p2pstore.ssd_tier.disk_protocol import Disk
+from p2pstore.ssd_tier.disk_protocol import Disk, Waits
 from p2pstore.ssd_tier.health import TierState
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.layout import LOG_START_BYTES, ColdFacts, round_up_to_page
@@ -62,7 +62,7 @@ def aligned(value: bytes) -> memoryview:
 
 def simulated_disk(seed: int = 0, segments: int = 8, *, pause: bool = True) -> FaultyDisk:
     size = LOG_START_BYTES + segments * SEGMENT_BYTES
-    return FaultyDisk(seed, size, pause=trio.sleep if pause else None)
+    return FaultyDisk(seed, size, pause=trio.sleep if pause else None, now=trio.current_time)
 
 
 class UntilCrash:
@@ -87,6 +87,10 @@ class UntilCrash:
     async def sync(self) -> None:
         await self._here()
         await self.disk.sync()
+
+    @property
+    def waits(self) -> Waits:
+        return self.disk.waits
 
     @property
     def misplaced(self) -> str:

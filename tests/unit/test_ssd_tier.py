@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from p2pstore.errors import ConfigError
 from p2pstore.objects import KIB, MIB, key_digest, namespace_digest
 from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.admission import AdmissionPolicy, Refusal
+from p2pstore.ssd_tier.disk import aligned_buffer
 from p2pstore.ssd_tier.health import TierOff, TierState
-from p2pstore.ssd_tier.layout import PAGE_BYTES, ColdFacts, record_position
+from p2pstore.ssd_tier.layout import LOG_START_BYTES, PAGE_BYTES, ColdFacts, record_position
 from p2pstore.ssd_tier.misses import ColdMiss, Miss
 from p2pstore.ssd_tier.segments import SegmentState
 from tests.unit.cold_harness import (
@@ -647,3 +650,121 @@ async def test_nothing_is_called_durable_that_nobody_will_find_again(
         assert not await harness.store("a", 1, VALUE, durable=True)
         assert harness.states == [TierState.READ_ONLY]
         assert (await harness.load("a"))[1] == VALUE, "it is there as long as this peer is"
+
+
+# --- a disk that hangs ---------------------------------------------------------------------------
+
+
+def hanging_disk(seed: int = 0) -> FaultyDisk:
+    """Nothing calls off what it has begun."""
+
+    async def pause(seconds: float) -> None:
+        with trio.CancelScope(shield=True):
+            await trio.sleep(seconds)
+
+    size = LOG_START_BYTES + 8 * SEGMENT_BYTES
+    return FaultyDisk(seed, size, pause=pause, now=trio.current_time)
+
+
+async def load_overdue(harness: Harness, key: str, patience_seconds: float) -> tuple[float, str]:
+    """After how long a load was said to be overdue, and why; it goes on in the background until it ends."""
+    began, said = trio.current_time(), trio.Event()
+    reasons: list[str] = []
+    memory = aligned_buffer(MIB)
+
+    def overdue(why: str) -> None:
+        reasons.append(why)
+        said.set()
+
+    async def load() -> None:
+        with suppress(ColdMiss):
+            await harness.tier.load(
+                key_digest(key, NAMESPACE), lambda facts: memory, overdue, patience_seconds
+            )
+
+    trio.lowlevel.spawn_system_task(load)
+    await said.wait()
+    return trio.current_time() - began, reasons[0]
+
+
+async def test_who_waits_for_a_disk_that_hangs_is_told_and_later_ones_do_not_wait(
+    autojump_clock: object,
+) -> None:
+    disk = hanging_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE, durable=True)
+        assert await harness.store("b", 1, VALUE, durable=True)
+        await trio.sleep(1.0)
+        disk.faults.hang, disk.faults.hang_seconds = 1.0, 20.0
+        seconds, why = await load_overdue(harness, "a", 1.0)
+        assert 1.0 <= seconds <= 1.5
+        assert why == "the SSD did not answer within 1 s"
+        assert not harness.tier.is_silent
+        await trio.sleep(4.0)
+        assert harness.tier.is_silent
+        began = trio.current_time()
+        assert await missing(harness, "b") is Miss.SILENT
+        assert trio.current_time() == began
+        assert harness.tier.statistics()["unanswered"] == 1
+        assert harness.holds("a")
+        assert harness.holds("b")
+
+        disk.faults.hang = 0.0
+        await trio.sleep(18.0)
+        assert not harness.tier.is_silent, "it answers again"
+        assert (await harness.load("a"))[1] == (await harness.load("b"))[1] == VALUE
+        assert harness.states == []
+
+
+async def test_a_slow_disk_is_waited_for(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE)
+        disk.faults.latency_seconds = 0.5
+        told: list[str] = []
+        memory = aligned_buffer(MIB)
+        async with trio.open_nursery() as nursery:
+            for _ in range(100):
+                load = partial(harness.tier.load, key_digest("a", NAMESPACE), lambda facts: memory)
+                nursery.start_soon(load, told.append, 6.0)
+        assert told == []
+
+
+async def test_a_disk_that_keeps_hanging_is_off_and_discards_say_so(
+    autojump_clock: object,
+) -> None:
+    disk = hanging_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE, durable=True)
+        await trio.sleep(1.0)
+        disk.faults.hang, disk.faults.hang_seconds = 1.0, 300.0
+        harness.discard("a", 1)
+        began = trio.current_time()
+        with pytest.raises(TierOff, match="does not answer"):
+            await harness.tier.discards_durable()
+        assert 30.0 <= trio.current_time() - began <= 32.0
+        assert harness.states == [TierState.OFF]
+        disk.faults.hang = 0.0
+
+
+async def test_one_write_that_hangs_while_the_disk_answers_makes_it_read_only(
+    autojump_clock: object,
+) -> None:
+    disk = hanging_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE, durable=True)
+        await trio.sleep(1.0)
+        disk.faults.hang, disk.faults.hang_seconds = 1.0, 300.0
+
+        async def store() -> None:
+            await harness.store("b", 1, VALUE)
+
+        trio.lowlevel.spawn_system_task(store)
+        await trio.sleep(0.1)
+        disk.faults.hang = 0.0
+        for _ in range(40):
+            assert (await harness.load("a"))[1] == VALUE
+            await trio.sleep(1.0)
+        assert harness.states == [TierState.READ_ONLY]
+        assert "has not answered a request" in harness.tier.why
+        assert (await harness.load("a"))[1] == VALUE
