@@ -95,6 +95,7 @@ async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
                 is_last_copy=ssd.is_last_copy,
                 state_changed=ssd.state_changed,
                 segment_bytes=segment_bytes_for(disk.size_bytes),
+                cluster=config.cluster,
             ) as tier,
         ):
             opened.set()
@@ -122,7 +123,7 @@ async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
 async def _opening(
     disk: FileDisk, config: PeerConfig, guards: trio.Nursery
 ) -> AsyncIterator[trio.Event]:
-    """Raises `ConfigError` when the disk hangs before the event is set."""
+    """Raises `ConfigError` when the disk hangs before the event is set; others then say which disk it was."""
     opened, abandoned = trio.Event(), trio.Event()
 
     async def guard() -> None:
@@ -138,6 +139,8 @@ async def _opening(
     try:
         yield opened
     except Exception as error:
+        if isinstance(error, ConfigError) and not opened.is_set():
+            raise ConfigError(f"ssd: {disk.path}: {error}") from error
         if not abandoned.is_set():
             raise
         raise ConfigError(

@@ -77,24 +77,34 @@ class Reader:
     async def _load(self, entry: ColdEntry, prepare: Prepare, waiting: Waiting) -> ColdFacts:
         log = self._log
         started = trio.current_time()
-        with self._pinned(entry):
-            view = prepare(facts_known(entry))
-            if len(view) < round_up_to_page(entry.length):
-                raise ValueError(
-                    f"{len(view):,} bytes for a value of {entry.length:,}: it needs whole pages"
-                )
+        view = prepare(facts_known(entry))
+        if len(view) < round_up_to_page(entry.length):
+            raise ValueError(
+                f"{len(view):,} bytes for a value of {entry.length:,}: it needs whole pages"
+            )
+        while True:
             try:
-                facts = joined_facts(await self._read_parts(entry, view, waiting))
-            except DamagedRecord as error:
-                log.measures.damaged += 1
-                log.lose(entry)
-                raise ColdMiss(Miss.DAMAGED, str(error)) from error
-            except OSError as error:
-                log.read_failed(error)
-                log.lose(entry)
-                raise ColdMiss(Miss.READ_ERROR, f"the disk failed: {error}") from error
+                with self._pinned(entry):
+                    facts = joined_facts(await self._read_parts(entry, view, waiting))
+                break
+            except (DamagedRecord, OSError) as error:
+                now = log.index.find(entry.digest)
+                if now is None or now.version != entry.version or now.places == entry.places:
+                    raise self._lost(entry, error) from error
+                entry = now  # reclaim has kept a copy elsewhere meanwhile
         log.measures.read_latency.add(trio.current_time() - started)
         return facts
+
+    def _lost(self, entry: ColdEntry, error: DamagedRecord | OSError) -> ColdMiss:
+        """It cannot be read where it lies, so it is dropped."""
+        log = self._log
+        if isinstance(error, DamagedRecord):
+            log.measures.damaged += 1
+            log.lose(entry)
+            return ColdMiss(Miss.DAMAGED, str(error))
+        log.read_failed(error)
+        log.lose(entry)
+        return ColdMiss(Miss.READ_ERROR, f"the disk failed: {error}")
 
     @contextmanager
     def _pinned(self, entry: ColdEntry) -> Iterator[None]:

@@ -249,17 +249,20 @@ async def open_tier(
     now: Callable[[], float] = time.time,
     segment_bytes: int = SEGMENT_BYTES,
     max_records: int | None = None,
+    cluster: str = "",
 ) -> AsyncIterator[SsdTier]:
     """The tier on this disk, for as long as the block runs. What the disk holds is there at once.
 
     `withdraw` is told of objects that the tier gives up (not of those that it is told to discard), before their bytes
     go. `is_last_copy` says of a digest whether no other peer is known to hold the object. `state_changed` is told when
     the tier only reads from now on, or is off, and why. `now` gives Unix seconds.
-    `segment_bytes` counts for a disk that holds nothing yet. The disk is not closed.
+    `segment_bytes` counts for a disk that holds nothing yet. The log belongs to the first `cluster` that opens it. The
+    disk is not closed.
 
-    Raises `ConfigError` when the disk is too small or holds something else, and `OSError` when it fails at once.
+    Raises `ConfigError` when the disk is too small, or holds something else or another cluster's log, and `OSError`
+    when it fails at once.
     """
-    superblock = await open_superblock(disk, segment_bytes)
+    superblock = await open_superblock(disk, segment_bytes, cluster)
     found = await read_log(disk, superblock)
     await disk.sync()  # what was read may not have been durable
     wanted = default_max_records(superblock) if max_records is None else max_records

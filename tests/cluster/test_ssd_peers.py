@@ -192,6 +192,17 @@ def test_a_second_peer_on_the_same_ssd_is_refused(cluster: ProcessCluster) -> No
     assert "Traceback" not in said
 
 
+def test_an_ssd_of_another_cluster_is_refused(cluster: ProcessCluster) -> None:
+    owner = start(cluster, 0)
+    owner.client.put("k", value_of(1), durable=True)
+    owner.kill()
+    said = refused(cluster.folder, *ssd_options(owner), "--cluster", "another")
+    assert "belongs to another cluster than 'another'" in said, said
+    assert "cold.log" in said
+    start(cluster, 0)
+    until(lambda: owner.client.contains("k"), END_SECONDS)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.admission import AdmissionPolicy, Refusal
 from p2pstore.ssd_tier.disk import aligned_buffer
 from p2pstore.ssd_tier.health import TierOff, TierState
+from p2pstore.ssd_tier.keeping import Keeper
 from p2pstore.ssd_tier.layout import LOG_START_BYTES, PAGE_BYTES, ColdFacts, record_position
 from p2pstore.ssd_tier.misses import ColdMiss, Miss
 from p2pstore.ssd_tier.segments import SegmentState
@@ -768,3 +770,73 @@ async def test_one_write_that_hangs_while_the_disk_answers_makes_it_read_only(
         assert harness.states == [TierState.READ_ONLY]
         assert "has not answered a request" in harness.tier.why
         assert (await harness.load("a"))[1] == VALUE
+
+
+# --- whose log it is -----------------------------------------------------------------------------
+
+
+async def test_a_log_belongs_to_the_first_cluster_that_opens_it(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    for _ in range(2):
+        async with running(disk, cluster="a") as harness:
+            assert await harness.store("k", 1, VALUE, durable=True)
+    before = disk.peek(0, disk.size_bytes)
+    with pytest.raises(ConfigError, match="belongs to another cluster than 'b': name another"):
+        async with running(disk, cluster="b"):
+            pass
+    assert disk.peek(0, disk.size_bytes) == before
+    async with running(disk) as harness:  # a tool, which has no cluster
+        assert harness.keys() == {"k": 1}
+    async with running(disk, cluster="a") as harness:
+        assert harness.keys() == {"k": 1}
+
+
+async def test_a_log_of_a_version_that_knew_no_clusters_is_taken_over(
+    autojump_clock: object,
+) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("k", 1, VALUE, durable=True)
+    async with running(disk, cluster="a") as harness:
+        assert (await harness.load("k"))[1] == VALUE
+    disk.crash()
+    with pytest.raises(ConfigError, match="another cluster"):
+        async with running(disk, cluster="b"):
+            pass
+    longer = FaultyDisk(0, disk.size_bytes + 4 * SEGMENT_BYTES)
+    longer.poke(0, disk.peek(0, disk.size_bytes))
+    async with running(longer, cluster="a") as harness:
+        assert harness.keys() == {"k": 1}
+    with pytest.raises(ConfigError, match="another cluster"):
+        async with running(longer, cluster="b"):
+            pass
+
+
+async def test_what_reclaim_moved_while_it_could_not_be_read_is_read_where_it_is_now(
+    autojump_clock: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE)
+        log = harness.tier._log
+        entry = harness.tier.find(key_digest("a", NAMESPACE))
+        assert entry is not None
+        [record] = log.index.records_of(entry.places[0].segment)
+        real, old, copied = disk.read_into, log.position(entry.places[0]), False
+
+        async def read_into(position: int, buffers: Sequence[memoryview]) -> None:
+            nonlocal copied
+            if position == old and copied:
+                raise OSError(errno.EIO, "it rots there")
+            if position == old and not memory_of_copy:
+                memory_of_copy.append(buffers)
+                assert await Keeper(log, lambda digest: False)._copy(record)
+                copied = True
+                raise OSError(errno.EIO, "it rots there")
+            await real(position, buffers)
+
+        memory_of_copy: list[Sequence[memoryview]] = []
+        monkeypatch.setattr(disk, "read_into", read_into)
+        assert (await harness.load("a"))[1] == VALUE
+        assert copied
+        assert harness.withdrawn == []
