@@ -69,6 +69,7 @@ class FetchOperation(Operation):
         self._sent_on_by: dict[Member, KnownCopy] = {}
         """Holders that had others serve a hot object."""
         self._hops = 0
+        self._why = ""
 
     def start(self, now: float) -> None:
         if self._source is not None:
@@ -114,7 +115,7 @@ class FetchOperation(Operation):
         if usable:
             self._pull(usable)
         elif copies or not self._all_said_gone:
-            self.finish(unavailable(len(copies) + len(self._failed)), now)
+            self.finish(unavailable(len(copies) + len(self._failed), self._why), now)
         else:
             self.finish(NoSuchKey("no live peer holds this key"), now)
 
@@ -152,7 +153,10 @@ class FetchOperation(Operation):
                 continue
             self._failed.add(failure.member)
             self._all_said_gone &= failure.code == Code.NO_SUCH_KEY
-            self.core.holder_failed(self.digest, failure, now)
+            if failure.member == self.core.member:  # its SSD, which says nothing of its memory
+                self._why = failure.text
+            else:
+                self.core.holder_failed(self.digest, failure, now)
         entry = self.core.find(self.digest, now)
         if outcome.delivered and entry is not None:
             self.brought = outcome.source, outcome.transport
@@ -168,12 +172,16 @@ class FetchOperation(Operation):
         elif self._all_said_gone:
             self.finish(NoSuchKey("no live peer holds this key any more"), now)
         else:
-            self.finish(unavailable(len(self._failed)), now)
+            self.finish(unavailable(len(self._failed), self._why), now)
 
 
-def unavailable(copies: int) -> Unavailable:
-    """The error for copies that nobody can reach."""
+def unavailable(copies: int, why: str = "") -> Unavailable:
+    """The error for copies that nobody can reach; `why`: what is known of one of them."""
     noun = "copy is" if copies == 1 else "copies are"
+    if why:
+        return Unavailable(
+            f"{copies} {noun} known, but none can be read: {why}. See `mooncake-p2p stats` and `mooncake-p2p doctor`"
+        )
     return Unavailable(
         f"{copies} {noun} known, but no holder can be reached: try again when its peer is back "
         "(`mooncake-p2p locate` names it)"

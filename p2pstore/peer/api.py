@@ -217,6 +217,8 @@ class _Assembly:
         await self.stack.enter_async_context(open_ssd(config, node))
         self.node = node
         await self._serve(node, office, listeners)
+        if node.ssd is not None:  # the first thing of all when this peer ends
+            self.stack.callback(node.ssd.ending.set)
         client = await self.stack.enter_async_context(
             open_client(Peer, str(self.socket_path), namespace)
         )

@@ -61,6 +61,11 @@ class PeerDataBackend:
         if cold is not None and item.first_chunk == SLOT_ONLY:
             slot = encode_slot(Slot(SlotState.LIVE, cold.digest, cold.version, 0, cold.length, 0))
             return OpenedObject(slot, b"", memoryview(b""), None)
+        if (
+            cold is not None
+        ):  # it could not be brought: the disk hangs, or memory is full of what must stay
+            self._core.counters["reads_not_brought"] += 1
+            return ObjectReply(int(ObjectStatus.BUSY))
         if entry is None:
             self._core.counters["reads_not_found"] += 1
             return ObjectReply(

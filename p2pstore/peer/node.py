@@ -202,6 +202,10 @@ class Node:
             self._kept_version = view.version
             self.host.keeper.keep(view.neighbours())
 
+    def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
+        """In the background, as long as this peer runs."""
+        self._nursery.start_soon(function)
+
     def process(self) -> None:
         """Carry out what the core has decided. Call it after everything that touches the core."""
         if not self._running:
@@ -354,11 +358,10 @@ class Node:
         return RemotePeer(peer_id, tuple(record.data) if record is not None else ())
 
     def remote_copy(self, copy: KnownCopy) -> RemoteCopy:
-        """How to read one copy. What is on an SSD alone comes to its holder's memory when that is asked for it, and
-        only a request over TCP asks."""
+        """How to read one copy, on its holder's SSD or in its memory."""
         way = self.way_to(copy)
-        if copy.record.tier is Tier.SSD:
-            return replace(way, socket="", same_host=False, rdma=False)
+        if copy.record.tier is Tier.SSD:  # one request over TCP does it; RDMA takes several
+            return replace(way, on_ssd=True, rdma=way.rdma and self.config.transport == RDMA)
         return way
 
     def way_to(self, copy: KnownCopy) -> RemoteCopy:

@@ -114,7 +114,7 @@ def _open_file(
         _sync_directory(directory)
     except OSError as error:
         raise _unusable(path, error) from error
-    return OpenPlace(path, descriptor, capacity_bytes)
+    return OpenPlace(path.absolute(), descriptor, capacity_bytes)
 
 
 def _allocate(path: Path, descriptor: int, status: os.stat_result, capacity_bytes: int) -> None:

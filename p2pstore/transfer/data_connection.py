@@ -689,7 +689,9 @@ def _refusal(reply: ObjectReply) -> PullFailed:
         )
         return PullFailed(Code.BUSY, text, keep=True, others=reply.others)
     if reply.status == ObjectStatus.BUSY:
-        return PullFailed(Code.BUSY, "the holder has much to send already: others have it, too")
+        return PullFailed(
+            Code.BUSY, "the holder has much to send already, or its SSD does not answer"
+        )
     if reply.status == ObjectStatus.TOO_LARGE:
         return PullFailed(Code.OBJECT_TOO_LARGE, "the object did not fit into the reply")
     return PullFailed(Code.UNSUPPORTED, f"the holder answered with status {reply.status}")

@@ -133,15 +133,20 @@ def order_copies(
     """
     left = [copy for copy in copies if copy.member not in exclude]
     rng.shuffle(left)
-    left.sort(key=lambda copy: (not copy.same_host, cost(copy)))
+    left.sort(key=lambda copy: (not _is_near(copy), cost(copy)))
     ordered: list[RemoteCopy] = []
     while left:
-        rank = (left[0].same_host, cost(left[0]))
-        equals = [copy for copy in left[:2] if (copy.same_host, cost(copy)) == rank]
+        rank = (_is_near(left[0]), cost(left[0]))
+        equals = [copy for copy in left[:2] if (_is_near(copy), cost(copy)) == rank]
         choice = min(equals, key=lambda copy: copy.load_permille)
         left.remove(choice)
         ordered.append(choice)
     return ordered
+
+
+def _is_near(copy: RemoteCopy) -> bool:
+    """Whether it is in the memory of this host."""
+    return copy.same_host and not copy.on_ssd
 
 
 @dataclass(frozen=True, slots=True)

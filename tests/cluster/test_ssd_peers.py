@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore import NoSuchKey, blocking
+from p2pstore import CapacityExceeded, NoSuchKey, blocking
 from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
 
 COUNT = 60
@@ -148,6 +148,27 @@ def test_what_others_removed_meanwhile_does_not_come_back(cluster: ProcessCluste
     assert other.client.get("replaced") == b"new"
 
 
+def test_a_log_that_is_deleted_is_read_on_and_said(cluster: ProcessCluster) -> None:
+    owner, other = start(cluster, 0), start(cluster, 1)
+    cluster.wait_until_whole()
+    put_more_than_fits(owner)
+    tiers = {number: owner.client.locate(f"key-{number}")[0].tier for number in range(COUNT)}
+    cold = next(number for number, tier in tiers.items() if tier == "ssd")
+    capacity = other.client.statistics()["cluster"]["ssd_capacity_bytes"]
+    (owner.log.parent / f"{owner.name}.ssd" / "cold.log").unlink()
+    with pytest.raises(CapacityExceeded, match="was deleted"):
+        owner.client.put("promised", value_of(1), durable=True)
+    ssd = owner.client.statistics()["peer"]["ssd"]
+    assert ssd["state"] == "read_only"
+    assert owner.client.get("promised") == value_of(1)
+    assert owner.client.get(f"key-{cold}") == value_of(cold)
+    assert "start this peer again" in owner.log.read_text()
+    until(
+        lambda: other.client.statistics()["cluster"]["ssd_capacity_bytes"] == capacity // 2,
+        END_SECONDS,
+    )
+
+
 def test_durable_needs_an_ssd(cluster: ProcessCluster) -> None:
     cluster.start(cluster.peers[:1])
     with pytest.raises(ValueError, match="--ssd"):
@@ -169,6 +190,17 @@ def test_a_second_peer_on_the_same_ssd_is_refused(cluster: ProcessCluster) -> No
     said = refused(cluster.folder, *ssd_options(owner))
     assert "another" in said, said
     assert "Traceback" not in said
+
+
+def test_an_ssd_of_another_cluster_is_refused(cluster: ProcessCluster) -> None:
+    owner = start(cluster, 0)
+    owner.client.put("k", value_of(1), durable=True)
+    owner.kill()
+    said = refused(cluster.folder, *ssd_options(owner), "--cluster", "another")
+    assert "belongs to another cluster than 'another'" in said, said
+    assert "cold.log" in said
+    start(cluster, 0)
+    until(lambda: owner.client.contains("k"), END_SECONDS)
 
 
 @pytest.mark.parametrize(

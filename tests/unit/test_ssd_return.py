@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -53,6 +53,9 @@ class Life:
         for kind in (LoadObject, WriteObject, ColdSorted):
             for effect in self.world.effects(cast("type[Any]", kind)):
                 self._nursery.start_soon(self.ssd.carry_out, effect)
+
+    def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
+        self._nursery.start_soon(function)
 
     def stir(self) -> None:
         pass  # the test lets the core go on

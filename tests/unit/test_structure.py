@@ -69,7 +69,8 @@ PURE = (
             *("index", "digest_slots", "key_texts", "key_order", "compression"),
             "record_rows",
             *("recovery", "refill", "segment_search", "disk_protocol"),
-            *("admission", "health", "measures", "misses", "reinsertion", "segments"),
+            *("admission", "health", "measures", "misses", "patience"),
+            *("reinsertion", "segments"),
         )
     ),
     *(
