@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from p2pstore.config import PeerConfig
+from p2pstore.config import MINIMUM_SSD_BYTES, PeerConfig
 from p2pstore.core.cold_return import ColdObject, ColdSorted
 from p2pstore.core.copy_destination import CopyDestination
 from p2pstore.core.effects import LoadObject, PullFailure, PullOutcome, WriteObject
@@ -181,13 +181,21 @@ def segment_bytes_for(capacity_bytes: int) -> int:
 
 def default_capacity(path: str) -> int | None:
     """What is taken when nobody says how much: of a directory what was taken before, else half of what is free; None
-    for a whole device."""
+    for a whole device. Raises `ConfigError` when that is too little."""
     place = Path(path)
     if not place.is_dir():
         return None
-    with contextlib.suppress(FileNotFoundError):
-        return (place / FILE_NAME).stat().st_size
-    return shutil.disk_usage(place).free // 2
+    with contextlib.suppress(OSError):  # what is wrong there is said when it is opened
+        if taken := (place / FILE_NAME).stat().st_size:
+            return taken
+    half = shutil.disk_usage(place).free // 2
+    if half < MINIMUM_SSD_BYTES:
+        raise ConfigError(
+            f"ssd: half of what is free in {path} is {format_bytes(half)}, and the SSD tier needs "
+            f"{format_bytes(MINIMUM_SSD_BYTES)}: make room there, name another directory, or say how much to take "
+            "(--ssd-capacity)"
+        )
+    return half
 
 
 class PeerSsd:

@@ -61,7 +61,8 @@ async def open_superblock(disk: Disk, segment_bytes: int, cluster: str = "") -> 
     if superblock.total_bytes > disk.size_bytes:
         raise ConfigError(
             f"the log of cold objects has {format_bytes(superblock.total_bytes)}, but there are only "
-            f"{format_bytes(disk.size_bytes)}: a log cannot shrink; give it its old size, or remove it"
+            f"{format_bytes(disk.size_bytes)}: a log cannot shrink; give it its old size (a file "
+            "that was cut short becomes as long again, without what was cut off), or remove it"
         )
     fitting = segments_that_fit(disk.size_bytes, superblock.segment_bytes)
     wanted = replace(

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -219,3 +220,48 @@ def test_wrong_options(tmp_path: Path, options: tuple[str, ...], said: str) -> N
     output = refused(tmp_path, *options)
     assert said in output, output
     assert "Traceback" not in output
+
+
+@contextmanager
+def mounted(folder: Path, size: str) -> Iterator[Path]:
+    """A small file system of its own, in memory."""
+    where = folder / "mounted"
+    where.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(where)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+def test_too_little_room_is_said_and_none_is_taken(tmp_path: Path) -> None:
+    with mounted(tmp_path, "100m") as where:
+        said = refused(tmp_path, "--ssd", str(where))
+        assert "half of what is free" in said, said
+        assert "256.0 MiB" in said, said
+        assert "--ssd-capacity" in said, said
+        assert list(where.iterdir()) == []
+
+
+def test_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
+    with mounted(tmp_path, "400m") as where:
+        subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
+        said = refused(tmp_path, "--ssd", str(where), "--ssd-capacity", "256MiB")
+        assert "mount it for writing" in said, said
+
+
+def test_an_empty_file_is_no_log_yet(cluster: ProcessCluster) -> None:
+    owner = cluster.peers[0]
+    folder = Path(ssd_options(owner)[1])
+    (folder / "cold.log").touch()
+    cluster.start([owner], "--ssd", str(folder), "--ssd-capacity", "256MiB")
+    owner.client.put("k", value_of(1), durable=True)
+    owner.kill()
+    os.truncate(folder / "cold.log", 100 << 20)
+    said = refused(cluster.folder, "--ssd", str(folder), "--cluster", cluster.folder.name)
+    assert "cut short" in said, said
+    cluster.start([owner], "--ssd", str(folder), "--ssd-capacity", "256MiB")
+    owner.client.put("k2", value_of(2), durable=True)
+    assert owner.client.get("k2") == value_of(2)

@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import trio
@@ -25,6 +26,7 @@ from p2pstore.errors import ConfigError
 from p2pstore.ssd_tier.disk import FileDisk, aligned_buffer, open_disk
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES as PAGE
 from p2pstore.ssd_tier.disk_protocol import memory_address
+from p2pstore.ssd_tier.place_owners import file_system
 from p2pstore.ssd_tier.superblock import SUPERBLOCK_MAGIC
 from tests.contract.disks import MIB, loop_device, opened
 
@@ -383,6 +385,44 @@ async def test_a_removed_directory_is_served_on(tmp_path: Path) -> None:
         buffer = aligned_buffer(2 * PAGE)
         await disk.read_into(0, [buffer])
         assert bytes(buffer) == bytes(page_of(1)) + bytes(page_of(2))
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EACCES, "belongs to .*; give it to the user that runs this peer"),
+        (errno.EROFS, "mount it for writing"),
+        (errno.ELOOP, "symbolic link"),
+        (errno.EIO, "must be there to be read and written"),
+    ],
+)
+def test_what_cannot_be_opened_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str
+) -> None:
+    def refuse(*arguments: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ConfigError, match=said):
+        open_disk(tmp_path, SIZE)
+
+
+def test_a_file_system_in_memory_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = Path("/dev/shm")
+    if file_system(shared.stat().st_dev) != "tmpfs":
+        pytest.skip("no file system in memory here")
+    with (
+        TemporaryDirectory(dir=shared) as folder,
+        suppress(ConfigError),
+    ):  # there is no direct I/O in older kernels
+        open_disk(folder, SIZE).close()
+    assert "is in memory, not on a disk" in caplog.text
+    caplog.clear()
+    if file_system(tmp_path.stat().st_dev) != "tmpfs":
+        opened(tmp_path, SIZE).close()
+        assert "in memory" not in caplog.text
 
 
 def delete(where: Path) -> None:
