@@ -483,6 +483,7 @@ class PeerCore:
         length: int,
         soft: bool,
         now: float,
+        follows: bytes = b"",
     ) -> ObjectEntry:
         """Make a filled reservation an object, and announce it.
 
@@ -500,6 +501,7 @@ class PeerCore:
             length=length,
             soft=soft,
             now=self.unix(now),
+            follows=follows,
         )
         self.cold.came_to_memory(entry)
         self.announce_withdrawn(now)

@@ -329,7 +329,8 @@ class _CreditQueue(EvictionQueue):
         self._place(entry)
 
     def coldest(self) -> Iterator[ObjectEntry]:
-        return merge(*self._lists, key=self._policy.stays_until)
+        lists = [each for each in self._lists if each.coldest is not None]
+        return iter(lists[0]) if len(lists) == 1 else merge(*lists, key=self._policy.stays_until)
 
     def _place(self, entry: ObjectEntry) -> None:
         queue, before = self._lists[entry.standing], entry.follows

@@ -89,6 +89,11 @@ class Segment:
     # --- figures -----------------------------------------------------------------------------
 
     @property
+    def policy(self) -> EvictionPolicy:
+        """What says which objects go first."""
+        return self._order.policy
+
+    @property
     def data_bytes(self) -> int:
         """Bytes that objects can occupy."""
         return self.geometry.data_bytes
