@@ -33,6 +33,9 @@ class BlockCache:
     def __contains__(self, block: int) -> bool:
         return block in self._entries
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._entries)
+
     def get(self, block: int) -> ObjectEntry | None:
         """What is known of a block that is here."""
         return self._entries.get(block)
@@ -42,30 +45,48 @@ class BlockCache:
         self.order.read(self._entries[block], 1, now)
 
     def put(
-        self, block: int, now: float, before: int | None = None, *, soft: bool = False
-    ) -> list[int]:
+        self,
+        block: int,
+        now: float,
+        before: int | None = None,
+        *,
+        soft: bool = False,
+        on_ssd: bool = False,
+    ) -> list[ObjectEntry]:
         """Take in a block, which follows `before` in its chain; what had to go for it."""
         gone = [self._evict() for _ in range(len(self._entries) + 1 - self.capacity)]
-        entry = _entry(block, self._placed, now, soft)
+        entry = _entry(block, self._placed, now, soft, on_ssd)
         self._placed += GRANULE_BYTES
         self._entries[block] = entry
         self.order.admit(entry, now, None if before is None else self._entries.get(before))
         return gone
 
-    def coldest(self) -> Iterator[int]:
-        """Blocks in the order in which they would go."""
-        return (int.from_bytes(entry.digest, "little") for entry in self.order.coldest())
+    def strengthen(self, block: int) -> None:
+        """A soft copy is the last one now."""
+        entry = self._entries[block]
+        entry.soft = False
+        self.order.update(entry)
 
-    def _evict(self) -> int:
+    def left_ssd(self, block: int) -> None:
+        """The SSD has a block no longer, and memory still has it."""
+        entry = self._entries[block]
+        entry.on_ssd = False
+        self.order.update(entry)
+
+    def _evict(self) -> ObjectEntry:
         entry = next(self.order.coldest())
         self.order.gone(entry, evicted=True)
         entry.state = SlotState.FREE
-        block = int.from_bytes(entry.digest, "little")
-        del self._entries[block]
-        return block
+        del self._entries[block_of(entry)]
+        return entry
 
 
-def _entry(block: int, offset: int, now: float, soft: bool) -> ObjectEntry:
+def block_of(entry: ObjectEntry) -> int:
+    """Which block an entry of a `BlockCache` is."""
+    return int.from_bytes(entry.digest, "little")
+
+
+def _entry(block: int, offset: int, now: float, soft: bool, on_ssd: bool) -> ObjectEntry:
     return ObjectEntry(
         digest=block.to_bytes(DIGEST_BYTES, "little"),
         version=_VERSION,
@@ -84,6 +105,7 @@ def _entry(block: int, offset: int, now: float, soft: bool) -> ObjectEntry:
         dtype="",
         shape=(),
         last_access=now,
+        on_ssd=on_ssd,
     )
 
 
@@ -92,18 +114,11 @@ def replay_one_cache(requests: Iterable[Request], cache: BlockCache) -> HitCount
     counts = HitCounts()
     for request in requests:
         counts.count(request, leading_hits(request.hash_ids, cache.get))
-        take_in(cache, request)
+        before = None
+        for block in request.hash_ids:
+            if block in cache:
+                cache.read(block, request.seconds)
+            else:
+                cache.put(block, request.seconds, before)
+            before = block
     return counts
-
-
-def take_in(cache: BlockCache, request: Request) -> list[int]:
-    """Read the request's blocks that are there and put the others, from the head on; what had to go."""
-    gone: list[int] = []
-    before = None
-    for block in request.hash_ids:
-        if block in cache:
-            cache.read(block, request.seconds)
-        else:
-            gone += cache.put(block, request.seconds, before)
-        before = block
-    return gone

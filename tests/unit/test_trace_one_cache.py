@@ -14,6 +14,7 @@ from p2pstore.objects import Version, key_digest, root_checksum
 from p2pstore.trace.block_cache import BlockCache, replay_one_cache
 from p2pstore.trace.prefix_hits import LLAMA3_70B, HitCounts, leading_hits
 from p2pstore.trace.requests import Request, read_requests
+from p2pstore.transfer.entries import ObjectEntry
 from p2pstore.transfer.eviction_policies import PolicyName, make_policy
 from p2pstore.transfer.layout import GRANULE_BYTES, TrailerBody, encode_trailer
 from p2pstore.transfer.segment import Segment
@@ -70,7 +71,7 @@ class WatchedCache(BlockCache):
 
     heads_first = evicted = 0
 
-    def _evict(self) -> int:
+    def _evict(self) -> ObjectEntry:
         self.evicted += 1
         self.heads_first += next(self.order.coldest()).followers > 0
         return super()._evict()
