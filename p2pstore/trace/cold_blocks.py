@@ -11,6 +11,8 @@ from p2pstore.ssd_tier.reinsertion import KEPT_SHARE, Candidate, choose_kept
 SEGMENTS: Final = 64
 OPEN_SEGMENTS: Final = 2
 """One for new blocks, one for those that reclaim keeps."""
+_LEAST_SEGMENT: Final = int(1 / KEPT_SHARE)
+LEAST_BLOCKS: Final = _LEAST_SEGMENT * (OPEN_SEGMENTS + 1)
 
 
 class ColdBlocks:
@@ -18,11 +20,10 @@ class ColdBlocks:
     oldest one is reclaimed: up to a fifth of it is written again, the rest is gone."""
 
     def __init__(self, capacity: int) -> None:
-        self._segment_blocks = max(int(1 / KEPT_SHARE), capacity // SEGMENTS)
+        self._segment_blocks = max(_LEAST_SEGMENT, capacity // SEGMENTS)
         self._most_sealed = capacity // self._segment_blocks - OPEN_SEGMENTS
         if self._most_sealed < 1:
-            least = self._segment_blocks * (OPEN_SEGMENTS + 1)
-            raise ValueError(f"an SSD has room for {least} blocks at least")
+            raise ValueError(f"an SSD has room for {LEAST_BLOCKS} blocks at least")
         self._sealed: deque[list[int]] = deque()
         self._new: list[int] = []
         self._kept: list[int] = []

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from p2pstore.trace.requests import Request
+from p2pstore.trace.requests import TOKENS_PER_BLOCK, Request
 
 Block = TypeVar("Block")
 
@@ -34,6 +34,11 @@ class Model:
     attention: int = 4
     linear: int = 22
     kv_bytes_per_token: int = 320 * 1024
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a full block."""
+        return TOKENS_PER_BLOCK * self.kv_bytes_per_token
 
     def prefill_operations(self, tokens: int, reused: int = 0) -> int:
         """Floating-point operations of a prefill whose first `reused` tokens have KVCache."""
