@@ -66,7 +66,7 @@ class _Parts:
         self.link = link
         chains = PrefixChains()
         self.fetcher = Fetcher(link, namespace, chains)
-        self.writer = Writer(link, namespace)
+        self.writer = Writer(link, namespace, chains)
         self.neighbours = Neighbours(link, namespace)
         self.leaser = Leaser(link, self.fetcher, self.neighbours)
         self.presence = Presence(link, digests_of, chains)

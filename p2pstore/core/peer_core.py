@@ -485,6 +485,7 @@ class PeerCore:
         length: int,
         soft: bool,
         now: float,
+        follows: bytes = b"",
     ) -> ObjectEntry:
         """Make a filled reservation an object, and announce it.
 
@@ -502,6 +503,7 @@ class PeerCore:
             length=length,
             soft=soft,
             now=self.unix(now),
+            follows=follows,
         )
         self.cold.came_to_memory(entry)
         self.announce_withdrawn(now)

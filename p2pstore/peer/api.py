@@ -64,6 +64,7 @@ from p2pstore.statedir import StateDirectory, ephemeral
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.data_server import DataServer, open_data_listeners
+from p2pstore.transfer.eviction_policies import make_policy
 from p2pstore.transfer.layout import plan_geometry
 from p2pstore.transfer.memory import SharedMemory, create_table_memory
 from p2pstore.transfer.messages import MAX_DATA_VERSION, MIN_DATA_VERSION
@@ -249,6 +250,7 @@ class _Assembly:
             segment_id=os.urandom(16),
             incarnation=self.incarnation,
             geometry=plan_geometry(self.config.memory_bytes, self.config.max_objects),
+            policy=make_policy(self.config.eviction_policy),
         )
         self.stack.callback(segment.detach)
         self.stack.callback(segment.close)

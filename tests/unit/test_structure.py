@@ -44,6 +44,7 @@ JOIN = "cli/mooncake_p2p/commands/join.py"
 PURE = (
     "p2pstore/core/*.py",
     "p2pstore/simulation/*.py",
+    "p2pstore/trace/*.py",
     *(
         f"p2pstore/gossip/{name}.py"
         for name in ("effects", "machine", "messages", "presets", "records")
@@ -56,7 +57,8 @@ PURE = (
     *(
         f"p2pstore/transfer/{name}.py"
         for name in (
-            *("allocator", "arriving", "entries", "eviction", "expiry", "failover", "holdings"),
+            *("allocator", "arriving", "entries", "entry_list", "eviction", "eviction_policies"),
+            *("expiry", "failover", "holdings"),
             *("incoming_value", "key_index"),
             *("key_listing", "layout", "messages", "object_table", "segment", "tickets"),
             *("rdma_rules", "slicing", "trace"),
