@@ -81,7 +81,13 @@ PURE = (
             *("admission", "health", "measures", "misses", "reinsertion", "segments"),
         )
     ),
-    *(f"p2pstore/checkpoint/{name}.py" for name in ("manifest", "paths", "pieces")),
+    *(
+        f"p2pstore/checkpoint/{name}.py"
+        for name in (
+            *("manifest", "paths", "pieces", "piece_map", "selection", "super_seeding"),
+            *("upload_slots", "deadlines", "neighbours", "messages", "effects", "swarm"),
+        )
+    ),
     *(
         f"p2pstore/doctor/{name}.py"
         for name in ("finding", "machine_rules", "network_rules", "way_rules")
