@@ -414,12 +414,13 @@ def test_a_piece_that_is_not_here_is_not_sent() -> None:
 
 
 def test_a_slow_receiver_does_not_keep_slots_that_others_would_use() -> None:
-    peer = Peer(list(range(8)))
+    peer = Peer(list(range(8)), config=SwarmConfig(upload_slots=2))
     peer.neighbour(1)
     for piece in range(2):
         peer.on(Asked(1, piece))
         peer.on(Served(1, piece), after=0.1)
-    peer.on(Received(1, PieceMapMessage(b"\xff")))
+    for _ in range(2):
+        peer.on(Received(1, Refuse(Refusal.FULL)))
     peer.neighbour(2)
     for piece in range(2):
         peer.on(Asked(2, piece))
