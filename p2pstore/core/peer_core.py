@@ -30,6 +30,7 @@ from p2pstore.core.home_messages import message_of, rivals_of
 from p2pstore.core.lookup import check_holding_record
 from p2pstore.core.operation import Operation
 from p2pstore.core.prefetching import Prefetching
+from p2pstore.core.repair import Repair, RepairTiming
 from p2pstore.core.serving import serve
 from p2pstore.core.taking_pushes import PushesComing
 from p2pstore.core.write_back import WriteBack
@@ -84,6 +85,7 @@ class PeerCore:
         clock: HybridClock,
         rng: Random,
         unix_offset_seconds: float,
+        repair: RepairTiming = RepairTiming(),  # noqa: B008 - it cannot change
     ) -> None:
         self.signer = signer
         self.verifier = verifier
@@ -113,6 +115,7 @@ class PeerCore:
         self.cold = ColdCopies(self)
         self.write_back = WriteBack(self)
         self.prefetching = Prefetching(self)
+        self.repair = Repair(self, repair)
         gossip.locations.watch(segment.digests(), self._awaited.keys())
 
     # --- driving -----------------------------------------------------------------------------
@@ -219,6 +222,7 @@ class PeerCore:
         self.flush_pushes(now)
         self.floors.tick(now)
         self.write_back.tick(now)
+        self.repair.tick(now)
         if now >= self._next_expire:
             self._next_expire = now + EXPIRE_INTERVAL_SECONDS
             self.segment.expire(self.unix(now))
@@ -243,6 +247,7 @@ class PeerCore:
             self._next_alarm(),
             self.floors.next_tick(now),
             self.write_back.next_tick(),
+            self.repair.next_tick(),
         )
 
     def set_alarm(self, operation: Operation) -> None:
