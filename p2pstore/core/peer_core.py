@@ -31,6 +31,7 @@ from p2pstore.core.hot_objects import HotObjects
 from p2pstore.core.lookup import check_holding_record
 from p2pstore.core.operation import Operation
 from p2pstore.core.prefetching import Prefetching
+from p2pstore.core.repair import Repair, RepairTiming
 from p2pstore.core.serving import serve
 from p2pstore.core.taking_pushes import PushesComing
 from p2pstore.core.write_back import WriteBack
@@ -85,6 +86,7 @@ class PeerCore:
         clock: HybridClock,
         rng: Random,
         unix_offset_seconds: float,
+        repair: RepairTiming = RepairTiming(),  # noqa: B008 - it cannot change
     ) -> None:
         self.signer = signer
         self.verifier = verifier
@@ -115,6 +117,7 @@ class PeerCore:
         self.write_back = WriteBack(self)
         self.prefetching = Prefetching(self)
         self.hot_objects = HotObjects()
+        self.repair = Repair(self, repair)
         gossip.locations.watch(segment.digests(), self._awaited.keys())
 
     # --- driving -----------------------------------------------------------------------------
@@ -221,6 +224,7 @@ class PeerCore:
         self.flush_pushes(now)
         self.floors.tick(now)
         self.write_back.tick(now)
+        self.repair.tick(now)
         if now >= self._next_expire:
             self._next_expire = now + EXPIRE_INTERVAL_SECONDS
             self.segment.expire(self.unix(now))
@@ -245,6 +249,7 @@ class PeerCore:
             self._next_alarm(),
             self.floors.next_tick(now),
             self.write_back.next_tick(),
+            self.repair.next_tick(),
         )
 
     def set_alarm(self, operation: Operation) -> None:

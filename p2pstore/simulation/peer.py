@@ -81,6 +81,7 @@ class SimulatedPeer:
         self.cluster = cluster
         self.number = number
         self.address = f"sim:{number}"
+        self.host_id = number.to_bytes(16, "little")
         self.signer = SimulatedSigner(number)
         self.memory_bytes = memory_bytes
         self.disk = Disk()
@@ -173,7 +174,7 @@ class SimulatedPeer:
             name=self.address,
             incarnation=0,
             sequence=0,
-            host_id=self.number.to_bytes(16, "little"),
+            host_id=self.host_id,
             control=[self.address],
             data=[self.address],
             socket="",

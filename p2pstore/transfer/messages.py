@@ -223,7 +223,8 @@ class Pushed(Message, frozen=True):
 class Replicate(Message, frozen=True):
     """Fetch this object from me and keep a copy of at least this version.
 
-    The sender's signed peer record comes along: a fresh peer may ask before gossip has told of it.
+    The sender's signed peer record comes along: a fresh peer may ask before gossip has told of it. `replicas`: how
+    many copies are wanted in all, for who holds it already and has heard of fewer; 0 says nothing.
     """
 
     digest: bytes
@@ -233,6 +234,7 @@ class Replicate(Message, frozen=True):
     soft: bool = False
     record_body: bytes = b""
     record_signature: bytes = b""
+    replicas: int = 0
 
 
 class Replicated(Message, frozen=True):

@@ -110,7 +110,7 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     ),
     "pushed": (DataKind.PUSH, 3, Pushed([1023], [Holding(1, 2, 3, b"record")]), REPLY, 0),
     "locations": (DataKind.LOOKUP, 2, Locations([[Holding(1, 2, 3, b"r")], []], [1]), REPLY, 0),
-    "replicate": (DataKind.REPLICATE, 4, Replicate(DIGEST, 5, 6, 12, True), 0, 0),
+    "replicate": (DataKind.REPLICATE, 4, Replicate(DIGEST, 5, 6, 12, True, replicas=3), 0, 0),
     "ping": (DataKind.PING, 5, Ping(), 0, 0),
     "pong": (DataKind.PING, 5, Pong(7, 42), REPLY, 0),
     "measure": (DataKind.MEASURE, 8, Measure(1 << 20), 0, 3),
@@ -163,7 +163,7 @@ GOLDEN: dict[str, str] = {
     ),
     "pushed": "120001000300000012000000000000009291cd03ff9194010203c4067265636f7264",
     "locations": "11000100020000000d0000000000000092929194010203c40172909101",
-    "replicate": "13000000040000001b0000000000000097c410dccec363d9fb256bb2d52a0704475a0005060cc3c400c400",
+    "replicate": "13000000040000001c0000000000000098c410dccec363d9fb256bb2d52a0704475a0005060cc3c400c40003",
     "store": (
         "19000000060000002b000000000000009ca764656661756c74a36b65790cc4086c003da7fbd52c30"
         "09050201cdea60c3a7666c6f61743332920304"
