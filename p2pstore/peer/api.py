@@ -326,7 +326,7 @@ class _Assembly:
             memory_used=segment.used_bytes,
             ssd_capacity=ssd.capacity_bytes if ssd is not None else 0,
             ssd_used=ssd.used_bytes if ssd is not None else 0,
-            load_permille=0,
+            load_permille=self.node.load.told_permille if self.node is not None else 0,
             head=LogHead(),
             software=p2pstore.__version__,
             min_protocol=MIN_DATA_VERSION,

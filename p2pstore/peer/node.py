@@ -61,6 +61,7 @@ from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, root_checksum
 from p2pstore.peer.credentials import Credentials
 from p2pstore.peer.joining import Joining
 from p2pstore.peer.later_replies import LaterReplies
+from p2pstore.peer.load import LoadMeter
 from p2pstore.peer.saving import StateSaver
 from p2pstore.peer.watching import PeerWatch
 from p2pstore.statedir import StateDirectory
@@ -119,6 +120,7 @@ class Node:
         self.watch = PeerWatch(core, config.slow_operation)
         self.served = Traffic()
         self.started_at = trio.current_time()
+        self.load = LoadMeter(self.now, time.process_time())
         self.leave_requested = trio.Event()
         self.drain_seconds = config.drain_timeout
         self.contacted = trio.Event()
@@ -194,6 +196,8 @@ class Node:
             self.core.tick(self.now)
             self.process()
             self._keep_neighbours()
+            if self.load.sample(self.now, time.process_time()):
+                self.core.gossip.own_record.changed()
 
     def _keep_neighbours(self) -> None:
         """Let the host keep the connections that gossip uses all the time, and close others."""
