@@ -285,8 +285,11 @@ def test_batches(store: Store, key: str, cluster: Cluster) -> None:
     names = [f"{key}1", key + "nope", f"{key}299"]
     until(lambda: store.contains_many(names) == [True, False, True])
     assert store.match_prefix([f"{key}1", f"{key}200", key + "nope", f"{key}3"]) == 2
-    [holder] = store.match_prefix_by_peer([f"{key}1", f"{key}200", key + "nope", f"{key}3"])
+    chain = [f"{key}1", f"{key}2", f"{key}200"]  # the last one is on the distant peer
+    [holder] = store.match_prefix_by_peer(chain)
     assert (holder.blocks, holder.memory_blocks) == (2, 2)
+    [distant] = store.match_prefix_by_peer(chain[2:])
+    assert (distant.blocks, distant.peer != holder.peer) == (1, True)
     assert store.match_prefix_by_peer([key + "nope", f"{key}3"]) == []
     removed = store.remove_many([f"{key}1", f"{key}299", key + "nope", ""])
     assert [each.value for each in removed] == [True, True, False, None]
