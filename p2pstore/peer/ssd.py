@@ -311,15 +311,32 @@ class PeerSsd:
         entries = sorted(self._core.segment.entries(), key=lambda entry: -entry.last_access)
         left = deque(entry for entry in entries if not entry.on_ssd and not entry.soft)
 
+        unwritten = len(left)
+
         async def write_some() -> None:
+            nonlocal unwritten
             while left:
                 entry = left.popleft()
-                if entry.state is SlotState.LIVE:
-                    await self._keep(entry)
+                try:
+                    if entry.state is SlotState.LIVE:
+                        await self._keep(entry)
+                except Unavailable as error:  # the disk hangs
+                    logger.debug("not kept: %s", error)
+                    left.clear()
+                    return
+                unwritten -= 1
 
-        async with trio.open_nursery() as nursery:
-            for _ in range(KEPT_AT_ONCE):
-                nursery.start_soon(write_some)
+        try:
+            async with trio.open_nursery() as nursery:
+                for _ in range(KEPT_AT_ONCE):
+                    nursery.start_soon(write_some)
+        finally:
+            if unwritten:
+                logger.warning(
+                    "%s objects were not written to the SSD before this peer left: it took too long, or hangs",
+                    f"{unwritten:,}",
+                    extra={"event": "ssd_not_drained"},
+                )
 
     async def _keep(self, entry: ObjectEntry) -> None:
         segment = self._core.segment

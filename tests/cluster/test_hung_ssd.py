@@ -45,17 +45,16 @@ async def peer(folder: Path, name: str, *others: Peer, **settings: object) -> As
         listen="127.0.0.1:0",
         socket=str(folder / f"{name}.sock"),
         bootstrap=[other.control for other in others],
-        drain_timeout=2.0,
-        **settings,  # type: ignore[arg-type]  # settings of every type
+        **{"drain_timeout": 2.0, **settings},  # type: ignore[arg-type]  # settings of every type
     )
     async with open_peer(config) as running:
         yield running
 
 
 @asynccontextmanager
-async def peer_with_ssd(folder: Path, *others: Peer) -> AsyncIterator[Peer]:
+async def peer_with_ssd(folder: Path, *others: Peer, **more: object) -> AsyncIterator[Peer]:
     (folder / "ssd").mkdir()
-    settings: dict[str, object] = {"ssd": str(folder / "ssd"), "ssd_capacity": "256MiB"}
+    settings: dict[str, object] = {"ssd": str(folder / "ssd"), "ssd_capacity": "256MiB", **more}
     async with peer(folder, "owner", *others, **settings) as running:
         yield running
 
@@ -137,9 +136,12 @@ async def test_while_the_ssd_hangs_others_are_asked_and_memory_is_not_used_again
         assert await owner.get("k") == COLD
 
 
-async def test_a_peer_ends_though_reads_writes_and_syncs_hang(tmp_path: Path, hang: Hang) -> None:
+@pytest.mark.parametrize("drain_timeout", [0.5, 60.0])
+async def test_a_peer_ends_though_reads_writes_and_syncs_hang(
+    tmp_path: Path, hang: Hang, drain_timeout: float
+) -> None:
     with trio.fail_after(30.0):
-        async with peer_with_ssd(tmp_path) as owner:
+        async with peer_with_ssd(tmp_path, drain_timeout=drain_timeout) as owner:
             await cool(owner, "k")
             hang.on = True
             async with trio.open_nursery() as nursery:
