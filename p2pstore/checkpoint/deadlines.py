@@ -113,11 +113,15 @@ class Senders:
         sender = self._of(member)
         sender.bad_pieces += 1
         if sender.bad_pieces > BAD_PIECES_ALLOWED:
-            self._banned.add(member)
-            del self._senders[member]
+            self.ban(member)
             return True
         sender.ignored_until = now + LONGEST_BACK_OFF_SECONDS
         return False
+
+    def ban(self, member: int) -> None:
+        """Never deal with it again."""
+        self._banned.add(member)
+        self._senders.pop(member, None)
 
     def is_ignored(self, member: int, now: float) -> bool:
         """Whether nothing is to be taken from it at present."""

@@ -9,6 +9,7 @@ connected.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
@@ -74,11 +75,12 @@ class Neighbours:
             return None
         return self._least(worth, but=member)
 
-    def unlinked(self, member: int, now: float) -> None:
-        """A connection ended, or could not be made."""
+    def unlinked(self, member: int, now: float, for_good: bool = False) -> None:
+        """A connection ended, or could not be made. `for_good`: none is made again."""
         self._dialing.pop(member, None)
         self._links.pop(member, None)
-        self._avoided[member] = now + REDIAL_SECONDS
+        until = math.inf if for_good else now + REDIAL_SECONDS
+        self._avoided[member] = max(until, self._avoided.get(member, 0.0))
 
     def tick(
         self, now: float, worth: Callable[[int], int], dials: bool = True

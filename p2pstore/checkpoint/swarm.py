@@ -216,10 +216,7 @@ class Swarm:
     # --- neighbours --------------------------------------------------------------------------
 
     def _participants(self, event: Participants, now: float) -> None:
-        self._links.participants(
-            [member for member in event.members if not self.senders.is_banned(member)],
-            [member for member in event.here if not self.senders.is_banned(member)],
-        )
+        self._links.participants(event.members, event.here)
         self._change_links(now)
 
     def _linked(self, event: Linked, now: float) -> None:
@@ -249,7 +246,9 @@ class Swarm:
 
     def _drop(self, member: int, now: float, banned: bool = False) -> None:
         self._effects.append(Disconnect(member, banned))
-        self._links.unlinked(member, now)
+        if banned:
+            self.senders.ban(member)
+        self._links.unlinked(member, now, for_good=banned)
         self._forget(member, now)
 
     def _forget(self, member: int, now: float) -> None:

@@ -258,6 +258,8 @@ def test_who_tells_of_pieces_that_do_not_exist_is_banned() -> None:
     peer.neighbour(1)
     peer.on(Received(1, NewPieces([8])))
     assert peer.asked(Disconnect) == [Disconnect(1, banned=True)]
+    peer.on(Linked(1))
+    assert peer.asked(Disconnect) == [Disconnect(1, banned=True)]
 
 
 def test_what_a_neighbour_turns_out_to_lack_is_asked_for_elsewhere() -> None:
