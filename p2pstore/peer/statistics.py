@@ -50,6 +50,11 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         },
         "received": node.watch.traffic.document(),
         "connections": _connections(node),
+        "repair": {
+            "copies": core.counters["repairs"],
+            "bytes": core.counters["repaired_bytes"],
+            "lacking": core.repair.lacking,
+        },
     }
     if node.ssd is not None:
         document["ssd"] = node.ssd.tier.statistics() | {"hit_rate": _ssd_hit_rate(core)}
