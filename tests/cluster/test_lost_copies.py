@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 
@@ -56,3 +57,38 @@ def test_after_kill_9_all_objects_have_their_copies_again(trio_of_peers: list[Pe
     first.stop(signal.SIGKILL)
     for number in range(12):
         assert second.client.get(f"k{number}") == value_of(number)
+
+
+def test_leave_hands_over_what_only_that_peer_holds(trio_of_peers: list[Peer]) -> None:
+    first, second, third = trio_of_peers
+    for number in range(20):
+        assert third.client.put(f"k{number}", value_of(number)).location == "third"
+    total = sum(len(value_of(number)) for number in range(20))
+    left = done(third.run("leave", "--drain", "30s", "--json"))
+    # At once, from who may not have heard of it yet:
+    for number in range(20):
+        assert (first, second)[number % 2].client.get(f"k{number}") == value_of(number)
+    assert json.loads(left.stdout) == {
+        "left": True,
+        "handed_over": {"objects": 20, "bytes": total},
+        "left_behind": {"objects": 0, "bytes": 0},
+    }
+    assert third.process.wait(10) == 0
+    first.client.put("of the first", b"value")
+    said = done(first.run("leave")).stderr.decode()
+    assert "the peer left the cluster: " in said
+    assert "handed over" in said
+    assert second.client.get("of the first") == b"value"
+    said = done(second.run("leave", "--drain", "5s")).stderr.decode()
+    assert "left behind" in said
+    assert "handed over" not in said
+
+
+def test_a_peer_that_is_asked_to_stop_hands_over_as_well(trio_of_peers: list[Peer]) -> None:
+    first, _, third = trio_of_peers
+    third.client.put("k", value_of(1))
+    assert third.stop(signal.SIGTERM) == 0
+    assert first.client.get("k") == value_of(1)
+    assert "1 objects (256.0 KiB) that only this peer held were handed over" in (
+        third.log.read_text()
+    )
