@@ -140,6 +140,8 @@ def _serve_replicate(
 ) -> Message | Operation:
     if len(request.digest) != DIGEST_BYTES or request.length < 0:
         raise ProtocolError("a request to replicate that names no object")
+    if core.closing:
+        return Failure(int(Code.UNAVAILABLE), "this peer is leaving")
     minimum = Version(request.clock, request.writer)
     if request.record_body:
         me = SignedRecord(request.record_body, request.record_signature)

@@ -308,8 +308,10 @@ class PeerSsd:
 
     async def keep_memory(self) -> None:
         """Write what is in memory only, the most recently used first, for the next life of this peer."""
-        entries = sorted(self._core.segment.entries(), key=lambda entry: -entry.last_access)
-        left = deque(entry for entry in entries if not entry.on_ssd and not entry.soft)
+        entries = [
+            entry for entry in self._core.segment.entries() if not entry.on_ssd and not entry.soft
+        ]
+        left = deque(sorted(entries, key=lambda entry: -entry.last_access))
 
         unwritten = len(left)
 

@@ -57,7 +57,7 @@ class World:
             self.replications += effect.kind == DataKind.REPLICATE
             ask(effect)
 
-        peer._ask_data = counted  # type: ignore[method-assign]
+        peer._ask_data = counted  # type: ignore[method-assign,assignment]
 
     def run(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> None:
         self.kernel.run_until(self.kernel.now + seconds, stop)
