@@ -117,6 +117,8 @@ class _RecencyQueue(EvictionQueue):
 LEAST_GHOSTS: Final = 65_536
 """So many are remembered at least: 12 MB. A peer with few large objects evicts them long before they would be asked
 for again, and only a memory longer than its own contents tells it which are."""
+MOST_FORGOTTEN: Final = 16
+"""In one step, when much was removed at once."""
 
 
 class Ghosts:
@@ -130,10 +132,12 @@ class Ghosts:
         return len(self._kept)
 
     def add(self, entry: ObjectEntry, live: int) -> None:
-        """Remember an entry; as many as there are live objects, or the least."""
+        """Remember an entry; as many as there are live objects, or the least, but some more for a while when there are
+        far fewer live objects all of a sudden."""
         self._kept.pop(entry.digest, None)
         self._kept[entry.digest] = (entry.standing, entry.last_access)
-        while len(self._kept) > max(self._least, live):
+        too_many = len(self._kept) - max(self._least, live)
+        for _ in range(min(too_many, MOST_FORGOTTEN)):
             self._kept.popitem(last=False)
 
     def take(self, digest: bytes) -> tuple[int, float] | None:
@@ -148,6 +152,8 @@ SMALL_SHARE: Final = 0.1
 MOST_READS_COUNTED: Final = 3
 READS_TO_STAY: Final = 2
 """What was read so often while it was new joins the main queue."""
+MOST_PROMOTED: Final = 1_024
+"""In one step: half a millisecond. Where even more were read since room was needed last, one of them goes."""
 _MAIN: Final = 4
 """The bit of `standing` that says in which of both queues an entry is; the lower two count its reads."""
 
@@ -214,7 +220,7 @@ class _SmallAndMain(EvictionQueue):
 
     def _promote(self) -> None:
         """Until the first one that would go has not been read: those before it stay. Each read pays for one step."""
-        while True:
+        for _ in range(MOST_PROMOTED):
             entry = self._small.coldest if self._takes_small else self._main.coldest
             if entry is None:
                 return

@@ -12,6 +12,8 @@ from p2pstore.transfer.eviction import EvictionOrder
 from p2pstore.transfer.eviction_policies import (
     LEAST_GHOSTS,
     MOST_CREDITS,
+    MOST_FORGOTTEN,
+    MOST_PROMOTED,
     Ghosts,
     PolicyName,
     PrefixAware,
@@ -129,6 +131,15 @@ def test_s3_reads_give_another_round_in_the_main_queue_each() -> None:
     order.read(entries[0], 2, 6.0)
     order.read(entries[1], 1, 6.0)
     assert [evict(order) for _ in range(4)] == [2, 3, 1, 0]
+
+
+def test_s3_takes_bounded_steps_where_everything_was_read() -> None:
+    order = EvictionOrder(make_policy("s3-fifo"))
+    for number in range(2 * MOST_PROMOTED):
+        order.read(admit(order, number, now=number), 2, number)
+    assert evict(order) == MOST_PROMOTED, "those before it moved, this one would have been next"
+    order.gone(order.at(5 << 32), evicted=False)
+    assert len(numbers(order)) == 2 * MOST_PROMOTED - 2
 
 
 def test_s3_measures_its_queues_in_bytes() -> None:
@@ -258,6 +269,11 @@ def test_ghosts_are_bounded() -> None:
     assert ghosts.take(entry(79).digest) is None
     assert ghosts.take(entry(80).digest) == (0, 0.0)
     assert len(ghosts) == 19
-    ghosts.add(entry(200), live=0)
+    for number in range(200, 210):
+        ghosts.add(entry(number), live=0)
     assert len(ghosts) == 10
+    for number in range(1000):
+        ghosts.add(entry(number), live=1000)
+    ghosts.add(entry(1000), live=0)
+    assert len(ghosts) == 1001 - MOST_FORGOTTEN, "not all at once"
     assert LEAST_GHOSTS == 65_536
