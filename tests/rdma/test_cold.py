@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from p2pstore.peer import ssd
+from p2pstore.ssd_tier.disk import open_disk
 from tests.cluster.processes import PeerProcess, ProcessCluster, until
 from tests.rdma.forked import load
 from tests.rdma.test_cluster import SECONDS, START_SECONDS, lease, objects_by, start
@@ -20,15 +23,16 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[ProcessCluster]:
-    """p0 with an SSD, p1 with RDMA alone."""
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessCluster]:
+    """p0 with an SSD, p1 with RDMA alone. The machine's files are in memory, where there is no direct I/O."""
     load()
+    monkeypatch.setattr(ssd, "open_disk", partial(open_disk, direct=False))
     cluster = ProcessCluster(tmp_path, 2, None, "64MiB")
     (tmp_path / "ssd").mkdir()
     try:
         for peer, transport in zip(cluster.peers, ("auto", "rdma"), strict=True):
-            ssd = ["--ssd", str(tmp_path / "ssd"), "--ssd-capacity", "256MiB"]
-            start(cluster, peer, transport, *([] if transport == "rdma" else ssd))
+            cold = ["--ssd", str(tmp_path / "ssd"), "--ssd-capacity", "256MiB"]
+            start(cluster, peer, transport, *([] if transport == "rdma" else cold))
         for peer in cluster.peers:
             peer.wait_until_ready(START_SECONDS)
         cluster.wait_until_whole()
