@@ -50,10 +50,11 @@ def test_what_is_on_an_ssd_alone_is_brought_to_memory_and_read_there(
 ) -> None:
     owner, reader = cluster.peers
     owner.client.put("cold", COLD, durable=True)
-    for number in range(40):
-        owner.client.put(f"filler-{number}", Random(number).randbytes(3_000_000))
-        if tiers(owner) == ["ssd"]:
+    for number in range(600):  # of its size, so that it makes room for one of them
+        owner.client.put(f"filler-{number}", COLD)
+        if number % 20 == 0 and tiers(owner) == ["ssd"]:
             break
+    assert tiers(owner) == ["ssd"]
     until(lambda: tiers(reader) == ["ssd"], SECONDS)
     before = objects_by(reader, "rdma")
     assert lease(reader, "cold") == COLD
