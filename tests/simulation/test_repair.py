@@ -195,6 +195,21 @@ def test_a_peer_that_comes_back_empty_at_once_lost_its_copies_all_the_same() -> 
     assert world.replications == lost
 
 
+def test_after_a_restart_of_all_who_did_not_return_is_replaced_though_nobody_saw_it_die() -> None:
+    world = World(34, 5)
+    for peer in world.cluster.peers:
+        peer.keeps_cold = True
+    world.put_many(20)
+    lost = world.lost_with(3)
+    for peer in world.cluster.peers:
+        peer.crash()
+    for number in (0, 1, 2, 4):
+        world.peer(number).boot([world.peer(4 if number == 0 else 0).address])
+    world.run(REPAIRED_SECONDS + 2 * TIMING.turn_seconds)
+    world.check_whole()
+    assert world.replications == lost
+
+
 def test_a_peer_that_left_is_replaced_like_one_that_died() -> None:
     world = World(33, 5)
     world.put_many(20)

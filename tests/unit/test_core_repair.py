@@ -3,6 +3,7 @@ clusters: `tests/simulation/test_repair.py` and `test_hand_over.py`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 from p2pstore.core.effects import AskPeer, LoadObject
@@ -13,7 +14,7 @@ from p2pstore.gossip.homes.placement import weight
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.messages import Ack, ControlKind
 from p2pstore.transfer.layout import Pin
-from p2pstore.transfer.messages import DataKind, Replicate, Replicated
+from p2pstore.transfer.messages import DataKind, Push, Replicate, Replicated
 from p2pstore.wire import Code, Failure
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import OTHER_INCARNATION, Harness, Other, digest_of, remote_object
@@ -129,6 +130,19 @@ def test_who_comes_first_acts_at_once_and_others_wait_for_their_turn() -> None:
         assert TIMING.delay_seconds <= waited <= DELAY_SECONDS, before
         waits.append(before)
     assert {0, 1, 2} == set(waits), "the keys do not tell all turns apart"
+
+
+def test_the_highest_number_of_copies_that_a_holder_heard_of_counts() -> None:
+    world = Harness()
+    world.stored("k", VALUE, replicas=2)
+    with_others(world, 2)
+    record = world.announced("k")
+    assert record is not None
+    packed = replace(record, replicas=3).encode()
+    world.serve(world.others[0], DataKind.PUSH, Push(OTHER_INCARNATION, [1], packed))
+    live(world, DELAY_SECONDS + TIMING.turn_seconds)
+    (ask,) = replications(world)
+    assert ask.peer_id == world.others[1].peer_id
 
 
 def test_nobody_acts_when_somebody_else_did_meanwhile() -> None:
