@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from p2pstore.core.effects import AskPeer, LoadObject
 from p2pstore.core.hand_over import SPREAD_SECONDS, HandedOver, HandOverOperation
-from p2pstore.core.own_copies import OwnCopies
+from p2pstore.core.own_copies import LOOKED_AT, OwnCopies
 from p2pstore.core.repair import MOST_FAILURES, RepairTiming
 from p2pstore.gossip.homes.placement import weight
 from p2pstore.gossip.machine import Ask
@@ -187,8 +187,8 @@ def test_what_nobody_takes_is_tried_less_and_less_often() -> None:
 
 
 def test_when_nobody_takes_anything_a_pass_ends() -> None:
-    world = Harness()
-    for number in range(3 * MOST_FAILURES):
+    world = Harness(memory_bytes=8 << 20)
+    for number in range(3 * LOOKED_AT):
         world.stored(f"k{number}", b"value", replicas=2)
     with_others(world, 1)
     refused = 0
