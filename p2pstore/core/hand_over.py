@@ -100,7 +100,7 @@ class HandOverOperation(Operation):
     def _look_on(self, now: float) -> None:
         """Look for some more last copies."""
         core = self.core
-        digests = self._walk.step(core.keys_per_step)
+        digests = self._walk.step()
         if core.gossip.partitions.knows_all or not digests:
             self._looked(digests, None, now)
             return

@@ -188,7 +188,7 @@ class Repair:
 
     def _look_on(self, current: _Pass, now: float) -> None:
         core = self._core
-        digests = current.walk.step(core.keys_per_step)
+        digests = current.walk.step()
         current.next_at = now + LOOK_INTERVAL_SECONDS
         if core.gossip.partitions.knows_all or not digests:
             self._judge(current, digests, now)

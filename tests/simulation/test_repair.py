@@ -107,7 +107,7 @@ class World:
 
 
 @pytest.mark.parametrize("directory", ["full", "partitioned"])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_after_a_crash_each_lost_copy_is_made_again_exactly_once(
     seed: int, directory: DirectorySetting
 ) -> None:
@@ -125,7 +125,7 @@ def test_after_a_crash_each_lost_copy_is_made_again_exactly_once(
     assert world.replications == lost
     assert world.counted("repairs") == lost
     assert world.counted("repaired_bytes") == lost * len(VALUE)
-    world.run(700.0)
+    world.run(100.0)
     assert world.replications == lost, "and that was all"
 
 
@@ -195,6 +195,21 @@ def test_a_peer_that_comes_back_empty_at_once_lost_its_copies_all_the_same() -> 
     assert world.replications == lost
 
 
+def test_after_a_restart_of_all_who_did_not_return_is_replaced_though_nobody_saw_it_die() -> None:
+    world = World(34, 5)
+    for peer in world.cluster.peers:
+        peer.keeps_cold = True
+    world.put_many(20)
+    lost = world.lost_with(3)
+    for peer in world.cluster.peers:
+        peer.crash()
+    for number in (0, 1, 2, 4):
+        world.peer(number).boot([world.peer(4 if number == 0 else 0).address])
+    world.run(REPAIRED_SECONDS + 2 * TIMING.turn_seconds)
+    world.check_whole()
+    assert world.replications == lost
+
+
 def test_a_peer_that_left_is_replaced_like_one_that_died() -> None:
     world = World(33, 5)
     world.put_many(20)
@@ -233,7 +248,7 @@ def test_a_cluster_that_is_too_small_waits_until_it_has_grown() -> None:
         world.put(number % 3, f"key-{number}", 3)
     world.replications = 0
     world.peer(2).crash()
-    world.run(1000.0)
+    world.run(300.0)
     assert world.replications == 0, "there is nobody to ask"
     assert world.missing() == 10
     assert all(peer.core.repair.lacking == 10 for peer in world.cluster.running if peer.core)
@@ -265,7 +280,7 @@ def test_a_put_whose_target_died_under_it_is_completed_later() -> None:
     world.check_whole()
 
 
-@pytest.mark.parametrize("seed", [61, 62, 63])
+@pytest.mark.parametrize("seed", [61, 62])
 def test_over_a_lossy_network_copies_are_restored_as_well(seed: int) -> None:
     world = World(seed, 6, faults=Faults(loss=0.05, duplication=0.02, slow=0.05, slow_latency=0.4))
     world.put_many(30)
