@@ -20,7 +20,7 @@ from p2pstore.transfer.layout import SlotState
 PolicyName = Literal["prefix", "lru", "s3-fifo"]
 
 LOST_FOR_GOOD: Final = 4.0
-"""So much more does it cost to lose what is not on the SSD as well."""
+"""So much more does it cost to lose what is not on the SSD as well, nor kept by another peer."""
 
 
 class EvictionQueue(ABC):
@@ -68,8 +68,9 @@ class EvictionPolicy(ABC):
 
 
 def _worth(entry: ObjectEntry) -> float:
-    """Bytes lost, and less lost where the SSD has them."""
-    return (1.0 if entry.on_ssd else LOST_FOR_GOOD) * entry.extent_bytes
+    """Bytes lost, and less lost where the SSD has them, or somebody else."""
+    kept = entry.on_ssd or entry.is_kept_elsewhere
+    return (1.0 if kept else LOST_FOR_GOOD) * entry.extent_bytes
 
 
 # --- least recently used -------------------------------------------------------------------------
