@@ -210,6 +210,16 @@ async def test_a_piece_of_a_file_that_changed_later_is_not_sent(tmp_path: Path) 
     assert source.read_piece(manifest, 1) == FILES["model/1.safetensors"][PIECE : 2 * PIECE]
 
 
+async def test_a_disk_that_gives_a_little_at_a_time_is_good_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = SourceDirectory(write(tmp_path, FILES))
+    whole = await hash_source(source, "m", piece_bytes=PIECE)
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: read(file, [views[0][:999]], at))
+    assert await hash_source(source, "m", piece_bytes=PIECE) == whole
+
+
 async def test_hashing_can_be_cancelled_and_leaves_no_thread_behind(tmp_path: Path) -> None:
     source = SourceDirectory(write(tmp_path, FILES))
     with trio.CancelScope() as scope:
