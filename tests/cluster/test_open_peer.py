@@ -22,6 +22,7 @@ from p2pstore.gossip.messages import ControlKind, Ping
 from p2pstore.keyring import new_cluster_key
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer, saving
+from p2pstore.transfer.messages import DataKind, Locations, Lookup, Replicate
 
 MIB = 1024 * 1024
 
@@ -562,3 +563,22 @@ async def test_addresses_are_kept_as_soon_as_peers_have_met(tmp_path: Path) -> N
 
         seconds = saving.SAVE_INTERVAL_SECONDS / 2
         await until(lambda: kept(states[0], b) and kept(states[1], a), seconds)
+
+
+async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies(
+    tmp_path: Path,
+) -> None:
+    async with cluster(tmp_path, 2) as (first, second):
+        await first.put("k", b"value")
+        entry = first.node.core.find(key_digest("k", "default"), first.node.now)
+        assert entry is not None
+        second.node.core.closing = True
+        leaving = first.node.remote_peer(second.node.core.peer_id)
+        found = await first.node.pool.request(leaving, DataKind.LOOKUP, Lookup(entry.digest))
+        assert isinstance(found, Locations)
+        with pytest.raises(errors.Unavailable, match="this peer is leaving"):
+            await first.node.pool.request(
+                leaving,
+                DataKind.REPLICATE,
+                Replicate(entry.digest, entry.version.clock, entry.version.writer, 5),
+            )
