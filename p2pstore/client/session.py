@@ -471,8 +471,9 @@ class ClientSession:
         )
 
     async def leave(self, *, drain: float = 0.0) -> None:
-        """Ask the peer to leave the cluster, after up to `drain` seconds for what it alone
-        holds."""
+        """Ask the peer to leave the cluster, after up to `drain` seconds in which it hands over to others what it
+        alone holds. Does not wait for it: as long as the peer is there, `statistics()` says under `leaving` how far
+        that is."""
         request = local.Leave(arguments.seconds("drain", drain))
         await self._link.request(LocalKind.LEAVE, request, Empty)
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 AT_ONCE: Final = 8
 UNDER_WAY_BYTES: Final = 256 * MIB
 """At most, of all that are being handed over; a single object may be larger."""
+MOST_ORDERED: Final = 32_768
+"""More than can be handed over in any time that a leave may take; of more objects than twice that the last in order are
+left out."""
 MAX_TARGETS: Final = 4
 """Peers that are asked to take an object, one after the other."""
 ROOMS_SECONDS: Final = 1.0
@@ -116,6 +119,8 @@ class HandOverOperation(Operation):
                 heapq.heappush(self._order, self._place_of(held, now))
                 self._left_objects += 1
                 self._left_bytes += held.length
+        if len(self._order) > 2 * MOST_ORDERED:
+            self._order = heapq.nsmallest(MOST_ORDERED, self._order)  # sorted, and so a heap
         self.wake_at = now
         self.core.set_alarm(self)
 

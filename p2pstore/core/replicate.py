@@ -31,9 +31,10 @@ MOST_ANNOUNCED: Final = 4
 class ReplicateOperation(Operation):
     """Have `wanted` copies of a local object made; the result is how many there are.
 
-    Targets pull. They are asked in rendezvous order, those on hosts that have no copy yet before others; one that
-    fails is replaced by the next. Holders that have not heard how many copies are wanted are told. With `candidates`,
-    these peers are asked instead, in their order.
+    Targets pull. They are asked in rendezvous order, those on hosts that have no copy yet before others, and those
+    with a soft copy, which only has to be kept, before those without; one that fails is replaced by the next. Holders
+    that have not heard how many copies are wanted are told. With `candidates`, these peers are asked instead of all
+    others, in their order.
     """
 
     def __init__(
@@ -63,21 +64,24 @@ class ReplicateOperation(Operation):
 
     def start(self, now: float) -> None:
         entry = self._entry
-        holding = [
+        copies = [
             copy
             for copy in self.core.known_copies(entry.digest, now)
             if copy.reachable
             and not copy.local
-            and not copy.record.soft
             and copy.record.version == Version(entry.version.clock, entry.version.writer)
         ]
+        holding = [copy for copy in copies if not copy.record.soft]
+        soft = [copy.peer_id for copy in copies if copy.record.soft]
         told = min(entry.replicas, MOST_ANNOUNCED)
         self._holders = [copy.peer_id for copy in holding if copy.record.replicas >= told]
         to_tell = [copy.peer_id for copy in holding if copy.record.replicas < told]
         known = {copy.peer_id for copy in holding}
         ranked = self.core.ranked_peers(entry.digest) if self._chosen is None else self._chosen
         self._candidates = [
-            peer_id for peer_id in ranked if peer_id not in known and self._offers_memory(peer_id)
+            peer_id
+            for peer_id in dict.fromkeys((*soft, *ranked))
+            if peer_id not in known and self._offers_memory(peer_id)
         ]
         self.core.segment.acquire(entry)  # the source of copies is not evicted before they are made
         for peer_id in to_tell:

@@ -593,7 +593,7 @@ class Node:
         self.process()
         with trio.move_on_after(self.drain_seconds):
             async with trio.open_nursery() as nursery:
-                if self.failure is None and self.drain_seconds > 0:
+                if self._running and self.failure is None and self.drain_seconds > 0:
                     nursery.start_soon(self.settle, self.core.start(self._hand_over, self.now))
                 if self.ssd is not None:
                     nursery.start_soon(self.ssd.keep_memory)

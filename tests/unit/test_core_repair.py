@@ -4,8 +4,12 @@ clusters: `tests/simulation/test_repair.py` and `test_hand_over.py`."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partialmethod
 from typing import TypeVar
 
+import pytest
+
+import p2pstore.core.hand_over as hand_over_module
 from p2pstore.core.effects import AskPeer, LoadObject
 from p2pstore.core.hand_over import SPREAD_SECONDS, HandedOver, HandOverOperation
 from p2pstore.core.own_copies import LOOKED_AT, OwnCopies
@@ -217,7 +221,7 @@ def test_evicted_soft_and_removed_copies_are_not_looked_for() -> None:
     world.core.withdraw(entry, world.now)
     world.stored("one", b"value", replicas=1)
     with_others(world, 1)
-    thing = world.hold(world.others[0], "soft", b"value", replicas=2)
+    thing = world.hold(world.others[0], "soft", b"value", replicas=3)
     world.core.fetch(digest_of("soft"), world.now)
     world.deliver(world.pull_wanted(), thing)
     live(world, DELAY_SECONDS)
@@ -287,6 +291,25 @@ def test_pinned_objects_go_first_then_those_that_are_asked_for_most() -> None:
     world.pass_time(SPREAD_SECONDS)
     assert operation.result == HandedOver(5, 25, 0, 0)
     world.check_idle()
+
+
+def test_of_very_many_objects_the_first_in_order_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hand_over_module, "MOST_ORDERED", 5)
+    monkeypatch.setattr(OwnCopies, "step", partialmethod(OwnCopies.step, 3))
+    world = Harness(others=1, memory_bytes=1024 * 1024)
+    offering(world, 1 << 20)
+    for number in range(40):
+        entry = world.stored(f"k{number}", b"value")
+        world.segment.used(entry, number * 7 % 40, world.core.unix(world.now))
+    operation = hand_over(world)
+    order = answer_all(world)
+    by_hits = sorted(range(40), key=lambda number: -(number * 7 % 40))
+    assert order[:5] == [digest_of(f"k{number}") for number in by_hits[:5]]
+    world.pass_time(1.0)
+    assert len(order) <= 10
+    assert operation.result == HandedOver(
+        len(order), 5 * len(order), 40 - len(order), 5 * (40 - len(order))
+    )
 
 
 def test_a_target_that_refuses_is_replaced_and_what_all_refuse_is_left() -> None:

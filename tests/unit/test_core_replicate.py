@@ -149,6 +149,24 @@ def test_hosts_without_a_copy_come_first() -> None:
     assert operation.result == 5
 
 
+def test_a_soft_copy_is_kept_rather_than_another_one_made() -> None:
+    world = Harness(others=4)
+    entry = world.stored("k", b"value")
+    held = remote_object("k", b"value", clock=entry.version.clock, writer=entry.version.writer)
+    ranked = [world.other(peer_id) for peer_id in world.core.ranked_peers(digest_of("k"))]
+    world.push(ranked[3], held, soft=True)
+    older = remote_object("k", b"other", clock=entry.version.clock - 1, writer=3)
+    world.push(ranked[2], older, soft=True)
+    replicate(world, "k", 3)
+    asked = [ask.peer_id for ask in asks_of(world)]
+    assert asked == [ranked[3].peer_id, ranked[0].peer_id]
+    for other, host in zip(ranked, [1, 2, 2, 0], strict=True):  # 0 is this peer's own
+        world.offer(other, host_id=bytes([host] * 16), memory_capacity=1)
+    replicate(world, "k", 3)
+    asked = [ask.peer_id for ask in asks_of(world)]
+    assert asked == [ranked[0].peer_id, ranked[1].peer_id], "another host is worth a copy"
+
+
 def test_a_host_whose_only_target_failed_is_tried_again_before_others() -> None:
     world = Harness(others=3)
     world.stored("k", b"value")
