@@ -684,9 +684,9 @@ def _refusal(reply: ObjectReply) -> PullFailed:
             sequence=reply.sequence,
         )
     if reply.status == ObjectStatus.BUSY and reply.keep:
-        text = (
-            "others have this hot object, too" if reply.others else "this hot object is to be kept"
-        )
+        text = "others read it, too: the local peer is to bring it, and keep it"
+        if reply.others:
+            text = "others read it, too, and send it on"
         return PullFailed(Code.BUSY, text, keep=True, others=reply.others)
     if reply.status == ObjectStatus.BUSY:
         return PullFailed(
