@@ -111,7 +111,8 @@ class PeerConfig(
     [["mlx5_0"], ["mlx5_1"]]}`: preferred and fallback), where the machine does not tell it right. `data_tls`: `on`
     lets others read this peer over TLS only, and not by RDMA; how this one reads from each of them, they decide.
     `directory`: whether this peer knows where all objects are (`full`), or its part of that, and asks others
-    (`partitioned`); `auto` as `index_memory` and the size of the cluster allow.
+    (`partitioned`); `auto` as `index_memory` and the size of the cluster allow. `metrics`: where `/metrics`, `/livez`
+    and `/readyz` are answered over HTTP, to anybody; unset: nowhere.
     """
 
     name: str = ""
@@ -149,6 +150,7 @@ class PeerConfig(
     socket_group: str | None = None
     max_leased: str | int = "50%"
     drain_timeout: float = 10.0
+    metrics: str | None = None
     slow_operation: float = 0.1
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
@@ -253,6 +255,8 @@ class PeerConfig(
             _refuse_link_local(host, says[setting])
             if not is_loopback(host):
                 self.refuse_without_key(f"{says[setting]}: {address}")
+        if self.metrics is not None:
+            split_address(self.metrics, says["metrics"])
         for address in self.bootstrap:
             host, port = split_address(address, says["bootstrap"])
             if port == 0:

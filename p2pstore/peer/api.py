@@ -54,7 +54,9 @@ from p2pstore.peer.credentials import Credentials, log_expelled, refuse_open_doo
 from p2pstore.peer.data_backend import PeerDataBackend
 from p2pstore.peer.local_answers import known_copy
 from p2pstore.peer.local_backend import PeerLocalBackend
+from p2pstore.peer.metrics_server import address_of, open_metrics_listeners, serve_metrics
 from p2pstore.peer.node import Node
+from p2pstore.peer.pages import metrics_pages
 from p2pstore.peer.prefaulting import provide_pages
 from p2pstore.peer.rdma import PeerRdma, open_rdma
 from p2pstore.peer.segment_memory import SegmentMemory, create_segment_memory
@@ -95,6 +97,7 @@ class Peer(Client):
     control: str
     data: list[str]
     socket: str
+    metrics: str | None
 
     @property
     def peer_id(self) -> str:
@@ -200,6 +203,7 @@ class _Assembly:
         self.incarnation = state.next_incarnation(unix_ms) if state is not None else unix_ms
         self.socket_path = local_socket_path(config)
         self.control: list[str] = []
+        self.metrics: str | None = None
         self.data: list[str] = []
         self.location_memory: SharedMemory | None = None
         self.node: Node | None = None
@@ -232,6 +236,7 @@ class _Assembly:
         )
         client._node = node
         client.control, client.data = self.control[0], self.data
+        client.metrics = self.metrics
         client.socket = str(self.socket_path)
         return client
 
@@ -447,6 +452,10 @@ class _Assembly:
             observer=node.watch,
         )
         nursery.start_soon(data_server.serve, listeners)
+        if config.metrics is not None:
+            metrics_listeners = await open_metrics_listeners(config.metrics)
+            self.metrics = address_of(metrics_listeners)
+            nursery.start_soon(serve_metrics, metrics_listeners, metrics_pages(node))
         await nursery.start(local_server)
         if self.rdma is None:  # it has all pages provided
             nursery.start_soon(provide_pages, self.memory)

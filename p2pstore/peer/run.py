@@ -192,7 +192,7 @@ def _ready_document(peer: Peer) -> dict[str, Any]:
         "control": peer.control,
         "data": peer.data,
         "socket": peer.socket,
-        "metrics": None,
+        "metrics": peer.metrics,
         "joined": peer.node.contacted.is_set(),
         "peers": 1 + len(peer.node.core.live_peers()),
     }

@@ -96,8 +96,7 @@ PURE = (
         f"p2pstore/doctor/{name}.py"
         for name in ("finding", "machine_rules", "network_rules", "way_rules")
     ),
-    "p2pstore/peer/slow_operations.py",
-    "p2pstore/peer/traffic.py",
+    *(f"p2pstore/peer/{name}.py" for name in ("load", "metrics", "slow_operations", "traffic")),
     *(f"p2pstore/topology/{name}.py" for name in ("machine", "matrix")),
     "p2pstore/objects.py",
     "p2pstore/location_table.py",

@@ -204,6 +204,10 @@ def join(
     drain_timeout: Annotated[
         str | None, _option("SECONDS", "How long a stopping peer may take to leave [default: 10].")
     ] = None,
+    metrics: Annotated[
+        str | None,
+        _option("HOST:PORT", "Answer /metrics, /livez and /readyz there, to anybody."),
+    ] = None,
     slow_operation: Annotated[
         str | None,
         _option(

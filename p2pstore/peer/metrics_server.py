@@ -1,0 +1,110 @@
+"""Answers `/metrics`, `/livez` and `/readyz` over HTTP: enough for Prometheus, Kubernetes and curl.
+
+One short request a connection. Whoever sends garbage, or nothing, costs a connection for some seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from http import HTTPStatus
+from typing import Final, NamedTuple
+
+import trio
+
+from p2pstore.config import is_wildcard, join_address, split_address
+from p2pstore.errors import ConfigError
+
+logger = logging.getLogger("p2pstore.peer")
+
+REQUEST_SECONDS: Final = 5.0
+"""For a whole request and its answer."""
+MAX_REQUEST_BYTES: Final = 8192
+MAX_CONNECTIONS: Final = 32
+TEXT: Final = "text/plain; charset=utf-8"
+
+
+class Answer(NamedTuple):
+    """What a page says."""
+
+    status: HTTPStatus
+    content_type: str
+    body: bytes
+
+
+Pages = dict[str, Callable[[], Answer]]
+
+
+def text_answer(status: HTTPStatus, text: str) -> Answer:
+    """A line of text."""
+    return Answer(status, TEXT, f"{text}\n".encode())
+
+
+async def open_metrics_listeners(address: str) -> list[trio.SocketListener]:
+    """Listen at HOST:PORT. Raises `ConfigError` when that is not possible."""
+    host, port = split_address(address, "metrics")
+    try:
+        listeners: list[trio.SocketListener] = await trio.open_tcp_listeners(
+            port, host=None if is_wildcard(host) else host
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"metrics: cannot listen at {address}: {error.strerror or error}; choose another port, or 0 for any"
+        ) from None
+    return listeners
+
+
+def address_of(listeners: Sequence[trio.SocketListener]) -> str:
+    """HOST:PORT of the first listener."""
+    host, port, *_ = listeners[0].socket.getsockname()
+    return join_address(host, port)
+
+
+async def serve_metrics(listeners: Sequence[trio.SocketListener], pages: Pages) -> None:
+    """Until cancelled."""
+    limit = trio.CapacityLimiter(MAX_CONNECTIONS)
+    await trio.serve_listeners(partial(_serve, pages, limit), list(listeners))
+
+
+async def _serve(pages: Pages, limit: trio.CapacityLimiter, stream: trio.SocketStream) -> None:
+    async with stream:
+        try:
+            limit.acquire_nowait()
+        except trio.WouldBlock:
+            return
+        try:
+            with trio.move_on_after(REQUEST_SECONDS):
+                await _answer(pages, stream)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # whoever asked has gone
+        except Exception:
+            logger.exception("a request for metrics failed by an internal error")
+        finally:
+            limit.release()
+
+
+async def _answer(pages: Pages, stream: trio.SocketStream) -> None:
+    head = b""
+    while b"\r\n\r\n" not in head:
+        received = await stream.receive_some(MAX_REQUEST_BYTES)
+        head += received
+        if not received or len(head) > MAX_REQUEST_BYTES:
+            return
+    method, _, rest = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")
+    path = rest.partition(" ")[0].partition("?")[0]
+    if method not in ("GET", "HEAD"):
+        answer = text_answer(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD")
+    elif path not in pages:
+        answer = text_answer(HTTPStatus.NOT_FOUND, "there are " + ", ".join(pages))
+    else:
+        answer = pages[path]()
+    status = answer.status
+    lines = [
+        f"HTTP/1.1 {status.value} {status.phrase}",
+        f"Content-Type: {answer.content_type}",
+        f"Content-Length: {len(answer.body)}",
+        "Connection: close",
+    ]
+    body = b"" if method == "HEAD" else answer.body
+    await stream.send_all("\r\n".join([*lines, "", ""]).encode("latin-1") + body)

@@ -1,0 +1,144 @@
+"""`join --metrics`: what Prometheus, Kubernetes and strangers get."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http import HTTPStatus
+from pathlib import Path
+
+import pytest
+import trio
+from prometheus_client.parser import text_string_to_metric_families
+
+from p2pstore import open_peer
+from p2pstore.config import PeerConfig
+from p2pstore.errors import ConfigError
+from p2pstore.objects import MIB
+from p2pstore.peer.metrics_server import MAX_CONNECTIONS
+from tests.cluster.processes import PeerProcess, new_cluster
+
+SECONDS = 10.0
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[PeerProcess]:
+    with new_cluster(1, halves=False) as cluster:
+        ssd = cluster.folder / "ssd"
+        ssd.mkdir()
+        options = ("--ssd", str(ssd), "--ssd-capacity", "300MiB", "--memory", "64MiB")
+        cluster.start_first("--network", "local", "--metrics", "127.0.0.1:0", *options)
+        yield cluster.peers[0]
+
+
+def address_of(peer: PeerProcess) -> str:
+    address: str = peer.ready["metrics"]
+    return address
+
+
+def page(address: str, path: str, method: str = "GET") -> tuple[int, str]:
+    request = urllib.request.Request(f"http://{address}{path}", method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def metrics(address: str) -> dict[str, float]:
+    """Samples, by name and labels."""
+    status, text = page(address, "/metrics")
+    assert status == HTTPStatus.OK
+    samples: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation, family.name
+        assert family.name.startswith("p2pstore_")
+        for sample in family.samples:
+            labels = json.dumps(sample.labels) if sample.labels else ""
+            samples[sample.name + labels] = sample.value
+    return samples
+
+
+def test_what_a_peer_did_is_counted(peer: PeerProcess) -> None:
+    before = metrics(address_of(peer))
+    value = os.urandom(MIB)
+    peer.client.put("k", value, durable=True)
+    assert peer.client.get("k") == value
+    after = metrics(address_of(peer))
+
+    def grew(name: str) -> float:
+        return after[name] - before[name]
+
+    assert grew("p2pstore_client_puts_total") == 1
+    assert grew("p2pstore_client_put_bytes_total") == MIB
+    assert grew("p2pstore_objects") == 1
+    assert grew("p2pstore_ssd_stored_bytes_total") == MIB
+    assert after["p2pstore_memory_capacity_bytes"] >= 60 * MIB
+    assert after['p2pstore_members{"status": "alive"}'] == 1
+    assert after['p2pstore_ssd_state{"state": "ok"}'] == 1
+    assert after['p2pstore_ssd_latency_seconds{"operation": "write", "quantile": "0.99"}'] > 0
+
+
+def test_names_follow_the_conventions(peer: PeerProcess) -> None:
+    _, text = page(address_of(peer), "/metrics")
+    for family in text_string_to_metric_families(text):
+        if family.type == "counter":
+            assert all(sample.name.endswith("_total") for sample in family.samples)
+        else:
+            assert not family.name.endswith("_total")
+        assert not family.name.endswith(("_ms", "_us", "_mb", "_kib"))
+
+
+def test_probes(peer: PeerProcess) -> None:
+    assert page(address_of(peer), "/livez") == (200, "alive\n")
+    assert page(address_of(peer), "/readyz") == (200, "ready\n")
+    assert page(address_of(peer), "/readyz", "HEAD") == (200, "")
+    assert page(address_of(peer), "/")[0] == HTTPStatus.NOT_FOUND
+    assert page(address_of(peer), "/metrics", "DELETE")[0] == HTTPStatus.METHOD_NOT_ALLOWED
+
+
+def test_garbage_and_silence_keep_nobody_from_it(peer: PeerProcess) -> None:
+    host, _, port = address_of(peer).rpartition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(MAX_CONNECTIONS // 2)]
+    try:
+        for garbage in (b"\0" * 100, os.urandom(5000), b"GET /metrics\r\n", b"x" * 20_000):
+            with socket.create_connection((host, int(port)), timeout=SECONDS) as stranger:
+                stranger.sendall(garbage)
+                stranger.shutdown(socket.SHUT_WR)
+        assert page(address_of(peer), "/livez")[0] == HTTPStatus.OK
+    finally:
+        for each in silent:
+            each.close()
+    assert peer.client.contains("no such key") is False
+
+
+async def test_a_peer_that_found_nobody_is_not_ready(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    config = PeerConfig(
+        memory="16MiB",
+        listen="127.0.0.1:0",
+        bootstrap=[f"127.0.0.1:{port}"],
+        join_timeout=0.1,
+        metrics="127.0.0.1:0",
+        socket=str(tmp_path / "s"),
+    )
+    async with open_peer(config) as peer:
+        assert peer.metrics is not None
+        status, text = await trio.to_thread.run_sync(page, peer.metrics, "/readyz")
+        assert (status, text) == (503, "no bootstrap peer has answered yet\n")
+
+
+async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = PeerConfig(
+            memory="16MiB", listen="127.0.0.1:0", metrics=address, socket=str(tmp_path / "s")
+        )
+        with pytest.raises(ConfigError, match=f"metrics: cannot listen at {address}"):
+            async with open_peer(config):
+                pass
