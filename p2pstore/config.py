@@ -15,6 +15,7 @@ import msgspec
 from p2pstore.cgroups import memory_limits
 from p2pstore.errors import ConfigError
 from p2pstore.objects import GIB, MIB, encode_namespace, parse_bytes
+from p2pstore.transfer.eviction_policies import DEFAULT_POLICY, PolicyName
 
 DEFAULT_CONTROL_PORT: Final = 17946
 ENVIRONMENT_PREFIX: Final = "MOONCAKE_P2P_"
@@ -89,15 +90,17 @@ class PeerConfig(
 
     Sizes are bytes or text such as `4GiB`; addresses are `HOST:PORT` (`[v6]:PORT`), port 0 means any free one.
     `interface` (its name, or a CIDR that holds one address of this machine) is where the peer listens unless `listen`
-    says otherwise. Neither given: with a cluster key (or `insecure`), the address that leads to a bootstrap peer;
-    else loopback. The port is then 17946, or any free one when that is taken. `state_dir` unset: a new identity that
-    is forgotten at the end. `memory` unset: an eighth of what this process may use, at most 4 GiB; 0: none, for a
-    peer that only lets clients of its host use the others. `huge_pages`: reserved huge pages for it when there are
-    enough, else transparent ones (`auto`), neither (`never`), or reserved ones only (`require`). `memory_path`: the
-    file that this memory is in, made anew and removed at the end: on tmpfs, hugetlbfs, or a file system of CXL or
-    persistent memory. `numa_node`: the node that it comes from; unset: wherever the kernel takes it. `more_memory`:
-    more of it, from elsewhere: `SIZE@node:N`, or `SIZE@FILE` as `memory_path` (a path with a slash); objects go to
-    whichever has room. `ssd`: a directory on a local SSD, or a block device, for objects that memory has no room for;
+    says otherwise. Neither given: with a cluster key (or `insecure`), the address that leads to a bootstrap peer; else
+    loopback. The port is then 17946, or any free one when that is taken. `state_dir` unset: a new identity that is
+    forgotten at the end. `memory` unset: an eighth of what this process may use, at most 4 GiB; 0: none, for a peer
+    that only lets clients of its host use the others. `huge_pages`: reserved huge pages for it when there are enough,
+    else transparent ones (`auto`), neither (`never`), or reserved ones only (`require`). `memory_path`: the file that
+    this memory is in, made anew and removed at the end: on tmpfs, hugetlbfs, or a file system of CXL or persistent
+    memory. `numa_node`: the node that it comes from; unset: wherever the kernel takes it. `more_memory`: more of it,
+    from elsewhere: `SIZE@node:N`, or `SIZE@FILE` as `memory_path` (a path with a slash); objects go to whichever has
+    room. `eviction_policy`: what goes first when it is full: `prefix` is for chains of blocks, which go from their
+    tails, and keeps what is read again; `lru` lets go what was not used for longest; `s3-fifo` what is new and was not
+    read twice. `ssd`: a directory on a local SSD, or a block device, for objects that memory has no room for;
     `ssd_capacity` of it are taken at the start; unset: half of what is free, or the whole device. What is there comes
     back after a restart. `ssd_writes_per_day`: how much may be written to it, for devices that wear out; unset: as
     much as there is to write. `network` says how long the others may take to answer before they are suspected, and how
@@ -124,6 +127,7 @@ class PeerConfig(
     memory: str | int | None = None
     memory_path: str | None = None
     more_memory: list[str] = []
+    eviction_policy: PolicyName = DEFAULT_POLICY
     ssd: str | None = None
     ssd_capacity: str | int | None = None
     ssd_writes_per_day: str | int | None = None

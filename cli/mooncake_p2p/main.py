@@ -47,11 +47,13 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "config": ("config_show", "Show every setting of a peer with its origin."),
     "keygen": ("keygen", "Make a new cluster key."),
     "bench": ("bench", "Measure the local peer, against plain memory."),
+    "bench trace": ("bench_trace", "Replay a trace of requests: what a pool of peers would save."),
     "demo": ("demo", "Watch three peers on this machine do the real thing."),
     "completion": ("about", "Print a script that completes commands, options and keys with Tab."),
     "help": ("about", "Show the help of a command."),
 }
-"""Command -> (module that holds the function of that name, summary for the list of commands)."""
+"""Command -> (module that holds the function of that name, summary for the list of commands). One of two words is a
+command of its own."""
 
 
 PLAINER: Final = (
@@ -109,7 +111,9 @@ class LazyCommands(Mapping[str, Any]):
             add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
         )
         names_of_help = {"help_option_names": ["-h", "--help"]}
-        app.command(name, cls=ManualCommand, context_settings=names_of_help)(getattr(module, name))
+        app.command(name, cls=ManualCommand, context_settings=names_of_help)(
+            getattr(module, name.replace(" ", "_"))
+        )
         return typer.main.get_command(app)
 
     def __iter__(self) -> Iterator[str]:
@@ -126,10 +130,18 @@ class LazyGroup(TyperGroup):
         super().__init__(**settings)
         self.commands = LazyCommands()  # type: ignore[assignment]  # typer only reads it
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        two_words = " ".join(args[:2])
+        return super().resolve_command(
+            ctx, [two_words, *args[2:]] if two_words in COMMANDS else args
+        )
+
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         # The names and summaries are here; typer would import every command for them.
         self.commands = {
-            name: TyperCommand(name, help=summary) for name, (_, summary) in COMMANDS.items()
+            name: TyperCommand(name, help=summary)
+            for name, (_, summary) in COMMANDS.items()
+            if " " not in name
         }
         return super().shell_complete(ctx, incomplete)
 

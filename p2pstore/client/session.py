@@ -42,6 +42,7 @@ from p2pstore.results import (
     Location,
     PeerInfo,
     PinName,
+    PrefixHolder,
     PutResult,
     TransferRequest,
 )
@@ -53,6 +54,8 @@ from p2pstore.wire import Empty, Message
 M = TypeVar("M", bound=Message)
 
 BATCH_KEYS: Final = 8192
+LOCATED_KEYS: Final = 1024
+"""Asked about in one request: with 8 holders each, 1 MiB of answers."""
 REMOVE_SECONDS: Final = 5.0
 """What removing and listing may take on top, as other peers are asked."""
 
@@ -66,7 +69,7 @@ class _Parts:
         self.link = link
         chains = PrefixChains()
         self.fetcher = Fetcher(link, namespace, chains)
-        self.writer = Writer(link, namespace)
+        self.writer = Writer(link, namespace, chains)
         self.neighbours = Neighbours(link, namespace)
         self.leaser = Leaser(link, self.fetcher, self.neighbours)
         self.presence = Presence(link, digests_of, chains)
@@ -327,6 +330,19 @@ class ClientSession:
     async def match_prefix(self, keys: Sequence[str]) -> int:
         """How many of these keys, from the first on, some live peer is known to hold."""
         return await self._live.presence.match_prefix(arguments.key_list(keys))
+
+    async def match_prefix_by_peer(self, keys: Sequence[str]) -> list[PrefixHolder]:
+        """For each live peer that holds the first of these keys, how many it holds from there on; the longest run
+        first. May lag behind by a moment."""
+        known = arguments.key_list(keys)[: await self.match_prefix(keys)]
+        runs = answers.PrefixRuns()
+        for start in range(0, len(known), LOCATED_KEYS):
+            some = known[start : start + LOCATED_KEYS]
+            packed = b"".join(self._digest(key) for key in some)
+            reply = await self._link.request(LocalKind.LOCATE, local.Locate(packed), local.Located)
+            if not runs.go_on(reply.items):
+                break
+        return runs.holders()
 
     async def locate(self, key: str) -> list[Location]:
         """The known copies of an object, after asking its home peers."""

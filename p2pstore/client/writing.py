@@ -9,12 +9,19 @@ from p2pstore.client import answers, arguments
 from p2pstore.client.elsewhere import ElsewhereWriter
 from p2pstore.client.fetch import deadline_ms
 from p2pstore.client.link import PeerLink
+from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.client.puts import fill, groups, trailer_bound
 from p2pstore.client.values import source_view
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, P2PStoreError
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
-from p2pstore.objects import check_object_length, encode_key, encode_namespace, root_checksum
+from p2pstore.objects import (
+    check_object_length,
+    encode_key,
+    encode_namespace,
+    key_digest,
+    root_checksum,
+)
 from p2pstore.results import Buffer, ItemResult, PutResult
 from p2pstore.transfer.trace import Progress
 from p2pstore.wire import Code
@@ -47,9 +54,10 @@ class Writer:
     """Puts into one namespace over one link. A put that ends early, by an error or by cancellation,
     gives its room back."""
 
-    def __init__(self, link: PeerLink, namespace: str) -> None:
+    def __init__(self, link: PeerLink, namespace: str, chains: PrefixChains) -> None:
         self._link = link
         self._namespace = namespace
+        self._chains = chains
         self._elsewhere = ElsewhereWriter(link, namespace)
         self._peer_has_memory = any(reader.geometry.data_bytes for reader in link.readers)
 
@@ -63,9 +71,11 @@ class Writer:
         source: memoryview,
         options: PutOptions,
         progress: Progress | None = None,
+        follows: bytes | None = None,
     ) -> PutResult:
         """Store one value: one round trip when the room was reserved by an earlier put. On another peer
-        when the local one has no room."""
+        when the local one has no room. `follows` is the digest of the block before it (empty: none); None for what
+        `match_prefix` was asked about."""
         link = self._link
         item = self._reserve_item(key, source, options)
         try:
@@ -74,7 +84,9 @@ class Writer:
             seconds = _replication_seconds(len(source), options["replicas"])
             return await self._elsewhere.put(key, source, options, refusal, seconds, progress)
         try:
-            commit = await self._fill(key, source, reservation, options, progress)
+            if follows is None:
+                follows = self._chains.before(key_digest(key, self._namespace))
+            commit = await self._fill(key, source, reservation, options, follows, progress)
             again = link.ahead.wanted(item)
             reply = await self._commit([commit], again)
             self._keep(again, reply)
@@ -100,7 +112,8 @@ class Writer:
     async def put_many(
         self, items: Sequence[tuple[str, Buffer]], options: PutOptions
     ) -> list[ItemResult]:
-        """Store many values; one result per item."""
+        """Store many values; one result per item. Each follows the one before it, as far as eviction is concerned:
+        a batch is a chain of prefix blocks, or it does not matter which of it goes first."""
         results: list[ItemResult] = [ItemResult(key) for key, _ in items]
         sources: dict[int, memoryview] = {}
         for index, (key, value) in enumerate(items):
@@ -113,13 +126,24 @@ class Writer:
             else:
                 sources[index] = source
         good = list(sources)
+        follows = self._chain([items[index][0] for index in good])
         for group in groups([len(source) for source in sources.values()]):
             some = {good[position]: sources[good[position]] for position in group}
-            await self._put_group(some, options, results)
+            before = {good[position]: follows[position] for position in group}
+            await self._put_group(some, before, options, results)
         return results
 
+    def _chain(self, keys: Sequence[str]) -> list[bytes]:
+        """What each block of a batch follows: the one before it, and the first what it was missing behind."""
+        digests = [key_digest(key, self._namespace) for key in keys]
+        return [self._chains.before(digest) for digest in digests[:1]] + digests[:-1]
+
     async def _put_group(
-        self, sources: dict[int, memoryview], options: PutOptions, results: list[ItemResult]
+        self,
+        sources: dict[int, memoryview],
+        follows: dict[int, bytes],
+        options: PutOptions,
+        results: list[ItemResult],
     ) -> None:
         """Put what one pair of requests can, then the others one by one: what the group reserved may have
         been in their way. `results` has the keys and gets the results."""
@@ -138,10 +162,12 @@ class Writer:
             else:
                 reservations[index] = reservation
         if reservations:
-            await self._put_reserved(sources, reservations, options, results)
+            await self._put_reserved(sources, follows, reservations, options, results)
         for index in alone:
             try:
-                result = await self.put(keys[index], sources[index], options)
+                result = await self.put(
+                    keys[index], sources[index], options, follows=follows[index]
+                )
             except (P2PStoreError, ValueError) as problem:
                 results[index] = ItemResult(keys[index], error=problem)
             else:
@@ -150,6 +176,7 @@ class Writer:
     async def _put_reserved(
         self,
         sources: dict[int, memoryview],
+        follows: dict[int, bytes],
         reservations: dict[int, local.Reservation],
         options: PutOptions,
         results: list[ItemResult],
@@ -158,7 +185,7 @@ class Writer:
         keys = {index: results[index].key for index in reservations}
         try:
             commits = [
-                await self._fill(keys[index], sources[index], reservation, options)
+                await self._fill(keys[index], sources[index], reservation, options, follows[index])
                 for index, reservation in reservations.items()
             ]
             reply = await self._commit(commits, [])
@@ -206,6 +233,7 @@ class Writer:
         source: memoryview,
         reservation: local.Reservation,
         options: PutOptions,
+        follows: bytes,
         progress: Progress | None = None,
     ) -> local.CommitItem:
         segment = self._link.connection.segment(reservation.segment)
@@ -214,7 +242,9 @@ class Writer:
         check = self._link.connection.check_usable
         sums = await fill(self._link.driver, target, source, check, progress)
         root = root_checksum(len(source), sums)
-        return local.CommitItem(reservation.reservation, key, len(source), sums, root, **options)
+        return local.CommitItem(
+            reservation.reservation, key, len(source), sums, root, **options, follows=follows
+        )
 
     async def _commit(
         self, items: list[local.CommitItem], again: list[local.ReserveItem]

@@ -27,6 +27,7 @@ from p2pstore.core.effects import (
 from p2pstore.core.fetch import FetchOperation
 from p2pstore.core.floors import Floors
 from p2pstore.core.home_messages import message_of, rivals_of
+from p2pstore.core.hot_objects import HotObjects
 from p2pstore.core.lookup import check_holding_record
 from p2pstore.core.operation import Operation
 from p2pstore.core.prefetching import Prefetching
@@ -115,6 +116,7 @@ class PeerCore:
         self.cold = ColdCopies(self)
         self.write_back = WriteBack(self)
         self.prefetching = Prefetching(self)
+        self.hot_objects = HotObjects()
         self.repair = Repair(self, repair)
         gossip.locations.watch(segment.digests(), self._awaited.keys())
 
@@ -488,6 +490,7 @@ class PeerCore:
         length: int,
         soft: bool,
         now: float,
+        follows: bytes = b"",
     ) -> ObjectEntry:
         """Make a filled reservation an object, and announce it.
 
@@ -505,6 +508,7 @@ class PeerCore:
             length=length,
             soft=soft,
             now=self.unix(now),
+            follows=follows,
         )
         self.cold.came_to_memory(entry)
         self.announce_withdrawn(now)
@@ -549,6 +553,15 @@ class PeerCore:
         self._fetches[digest] = operation
         self.start(operation, now)
         return operation
+
+    @property
+    def fetching(self) -> int:
+        """How many objects are on their way to this peer's memory."""
+        return len(self._fetches)
+
+    def is_fetching(self, digest: bytes) -> bool:
+        """Whether the object is on its way to this peer's memory."""
+        return digest in self._fetches
 
     def copy_destination(self, operation: int, now: float) -> CopyDestination:
         """Where the bytes of a `PullObject` go. The shell calls `commit` or `abort` at its end."""

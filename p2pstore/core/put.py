@@ -64,6 +64,7 @@ class PutSpec:
     overwrite: bool = False
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    follows: bytes = b""
 
     def trailer(self, unix: float) -> TrailerBody:
         """The object's trailer when it is put at this wall-clock time."""
@@ -247,7 +248,15 @@ class PutOperation(Operation):
         assert spec.reservation is not None
         try:
             entry = self.core.publish(
-                spec.reservation, spec.holder, self.digest, version, trailer, spec.length, soft, now
+                spec.reservation,
+                spec.holder,
+                self.digest,
+                version,
+                trailer,
+                spec.length,
+                soft,
+                now,
+                spec.follows,
             )
         except (P2PStoreError, ValueError) as error:
             self._give_up(error, now)

@@ -117,7 +117,8 @@ class Reserved(Message, frozen=True):
 
 
 class CommitItem(Message, frozen=True):
-    """Publish a reservation. `ttl_ms` 0 means none. `sums` are packed u64, `root` is made of them."""
+    """Publish a reservation. `ttl_ms` 0 means none. `sums` are packed u64, `root` is made of them. `follows` is the
+    digest of the block before it, where the client knows of a chain of prefix blocks."""
 
     reservation: int
     key: str
@@ -131,6 +132,7 @@ class CommitItem(Message, frozen=True):
     durable: bool = False
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    follows: bytes = b""
 
 
 class Commit(Message, frozen=True):

@@ -67,6 +67,7 @@ from p2pstore.statedir import StateDirectory, ephemeral
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.data_server import DataServer, open_data_listeners
+from p2pstore.transfer.eviction_policies import make_policy
 from p2pstore.transfer.layout import plan_geometry
 from p2pstore.transfer.memory import SharedMemory, create_table_memory
 from p2pstore.transfer.messages import MAX_DATA_VERSION, MIN_DATA_VERSION
@@ -224,6 +225,8 @@ class _Assembly:
         await self.stack.enter_async_context(open_ssd(config, node))
         self.node = node
         await self._serve(node, office, listeners)
+        if node.ssd is not None:  # the first thing of all when this peer ends
+            self.stack.callback(node.ssd.ending.set)
         client = await self.stack.enter_async_context(
             open_client(Peer, str(self.socket_path), namespace)
         )
@@ -254,6 +257,7 @@ class _Assembly:
             segment_id=os.urandom(16),
             incarnation=self.incarnation,
             geometry=plan_geometry(self.config.memory_bytes, self.config.max_objects),
+            policy=make_policy(self.config.eviction_policy),
         )
         self.stack.callback(segment.detach)
         self.stack.callback(segment.close)
@@ -335,7 +339,7 @@ class _Assembly:
             memory_used=segment.used_bytes,
             ssd_capacity=ssd.capacity_bytes if ssd is not None else 0,
             ssd_used=ssd.used_bytes if ssd is not None else 0,
-            load_permille=0,
+            load_permille=self.node.load.told_permille if self.node is not None else 0,
             head=LogHead(),
             software=p2pstore.__version__,
             min_protocol=MIN_DATA_VERSION,

@@ -95,6 +95,7 @@ class LocalPuts:
                     overwrite=item.overwrite,
                     dtype=item.dtype,
                     shape=item.shape,
+                    follows=item.follows,
                 ),
             )
             return self._core.start(operation, self._node.now)

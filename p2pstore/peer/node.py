@@ -62,13 +62,14 @@ from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, format_bytes, root_che
 from p2pstore.peer.credentials import Credentials
 from p2pstore.peer.joining import Joining
 from p2pstore.peer.later_replies import LaterReplies
+from p2pstore.peer.load import LoadMeter
 from p2pstore.peer.saving import StateSaver
 from p2pstore.peer.watching import PeerWatch
 from p2pstore.statedir import StateDirectory
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.data_session import Traffic
 from p2pstore.transfer.failover import HolderReport, order_copies
-from p2pstore.transfer.messages import DataKind, Snapshot, SnapshotReply
+from p2pstore.transfer.messages import DataKind, Keeps, Snapshot, SnapshotReply
 from p2pstore.transfer.rdma_rules import NAME as RDMA
 from p2pstore.transfer.transport import (
     PullReport,
@@ -122,6 +123,7 @@ class Node:
         self.watch = PeerWatch(core, config.slow_operation)
         self.served = Traffic()
         self.started_at = trio.current_time()
+        self.load = LoadMeter(self.now, time.process_time())
         self.leave_requested = trio.Event()
         self.drain_seconds = config.drain_timeout
         self.contacted = trio.Event()
@@ -200,6 +202,8 @@ class Node:
             self.core.tick(self.now)
             self.process()
             self._keep_neighbours()
+            if self.load.sample(self.now, time.process_time()):
+                self.core.gossip.own_record.changed()
 
     def _keep_neighbours(self) -> None:
         """Let the host keep the connections that gossip uses all the time, and close others."""
@@ -207,6 +211,10 @@ class Node:
         if view.version != self._kept_version:
             self._kept_version = view.version
             self.host.keeper.keep(view.neighbours())
+
+    def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
+        """In the background, as long as this peer runs."""
+        self._nursery.start_soon(function)
 
     def process(self) -> None:
         """Carry out what the core has decided. Call it after everything that touches the core."""
@@ -360,11 +368,10 @@ class Node:
         return RemotePeer(peer_id, tuple(record.data) if record is not None else ())
 
     def remote_copy(self, copy: KnownCopy) -> RemoteCopy:
-        """How to read one copy. What is on an SSD alone comes to its holder's memory when that is asked for it, and
-        only a request over TCP asks."""
+        """How to read one copy, on its holder's SSD or in its memory."""
         way = self.way_to(copy)
-        if copy.record.tier is Tier.SSD:
-            return replace(way, socket="", same_host=False, rdma=False)
+        if copy.record.tier is Tier.SSD:  # one request over TCP does it; RDMA takes several
+            return replace(way, on_ssd=True, rdma=way.rdma and self.config.transport == RDMA)
         return way
 
     def way_to(self, copy: KnownCopy) -> RemoteCopy:
@@ -439,7 +446,11 @@ class Node:
         delivered = False
         begin = self.now
         try:
-            copies = [self.remote_copy(copy) for copy in self.reading_order(effect.copies)]
+            keeps = Keeps.NO if effect.insist else Keeps.YES
+            copies = [
+                replace(self.remote_copy(copy), keeps=keeps)
+                for copy in self.reading_order(effect.copies)
+            ]
             report = await pull_with_failover(copies, self.transports, effect.digest, destination)
             failures = report.failures
             if report.pulled is not None:
@@ -652,5 +663,11 @@ def refusal(error: Exception) -> Failure | None:
 def pull_failure(report: HolderReport) -> PullFailure:
     """A transport's report as the core takes it."""
     return PullFailure(
-        report.member, int(report.code), report.text, report.incarnation, report.sequence
+        report.member,
+        int(report.code),
+        report.text,
+        report.incarnation,
+        report.sequence,
+        report.keep,
+        report.others,
     )

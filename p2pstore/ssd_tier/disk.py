@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from math import inf
 from typing import Final
 
 import trio
@@ -18,6 +21,7 @@ from p2pstore.ssd_tier.disk_protocol import (
     SECTOR_BYTES,
     Check,
     Disk,
+    Waits,
     checked_bytes,
     cut,
     refuse_closed,
@@ -25,6 +29,7 @@ from p2pstore.ssd_tier.disk_protocol import (
 from p2pstore.ssd_tier.io_threads import IoThreads
 from p2pstore.ssd_tier.kernel_aio import KernelAio
 from p2pstore.ssd_tier.opening import OpenPlace, open_place
+from p2pstore.ssd_tier.whereabouts import why_misplaced
 from p2pstore.ssd_tier.write_gate import WriteGate
 
 logger = logging.getLogger("p2pstore.ssd_tier")
@@ -80,6 +85,8 @@ class FileDisk:
         self._failed_syncs = 0
         self._told_of_failed_syncs = 0
         self._write_gate = WriteGate()
+        self._misplaced = ""
+        self._inspecting = trio.CapacityLimiter(1)
         self._threads = IoThreads("p2pstore-ssd", read_threads, write_threads, place.close)
         self._small_reads = _kernel_aio(place)
 
@@ -153,6 +160,34 @@ class FileDisk:
         except OSError:
             self._failed_syncs += 1
             raise
+        self._inspect_now()  # who waits for a sync wants to find it again
+
+    @property
+    def waits(self) -> Waits:
+        """As `Disk` has it."""
+        begun, ended = self._threads.oldest_begin, self._threads.last_end
+        if self._small_reads:
+            begun = min(begun, self._small_reads.oldest_begin)
+            ended = max(ended, self._small_reads.last_end)
+        if begun == inf:
+            return Waits()
+        now = time.monotonic()
+        return Waits(now - begun, now - max(begun, ended))
+
+    @property
+    def misplaced(self) -> str:
+        """As `Disk` has it."""
+        return self._misplaced
+
+    async def inspect(self) -> None:
+        """As `Disk` has it. In a thread: a path may hang."""
+        await trio.to_thread.run_sync(
+            self._inspect_now, abandon_on_cancel=True, limiter=self._inspecting
+        )
+
+    def _inspect_now(self) -> None:
+        with suppress(OSError):  # closed meanwhile
+            self._misplaced = why_misplaced(self.path, self._descriptor, self._size_bytes)
 
     def _checked_bytes(
         self, position: int, buffers: Sequence[memoryview | bytes], *, reading: bool
@@ -169,6 +204,14 @@ class FileDisk:
         if self._small_reads:
             self._small_reads.close()
         self._threads.close()
+
+    def abandon(self) -> None:
+        """`close`, for a disk that does not answer: whoever waits for what has begun raises `StoreClosed` now, or
+        `Cancelled`. The disk may still read and write that memory, so nothing else may be done with it."""
+        self._closed = True
+        if self._small_reads:
+            self._small_reads.abandon()
+        self._threads.abandon()
 
 
 def _kernel_aio(place: OpenPlace) -> KernelAio | None:

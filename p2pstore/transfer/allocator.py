@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from math import inf
+from operator import itemgetter
 from typing import Final
 
 MUCH_MORE: Final = 4.0
@@ -122,7 +123,8 @@ class ExtentAllocator:
         Each candidate (an evictable extent) is grown over its free and evictable neighbours, the
         cheaper side first, until it is long enough; `cost` is None for an extent that must stay. Of
         the windows found, the one with the lowest sum of costs wins, and with it others that cost
-        little more and share nothing with those before them; None when there is none.
+        little more and share nothing with those before them; None when there is none. Of equal ones the earlier
+        candidate's goes first.
         """
         much_more = MUCH_MORE if count > 1 else 1.0
         found: list[tuple[float, list[int]]] = []
@@ -135,7 +137,7 @@ class ExtentAllocator:
         if not found:
             return None
         victims: dict[int, None] = {}
-        for window_cost, window in sorted(found):
+        for window_cost, window in sorted(found, key=itemgetter(0)):
             if count and window_cost <= limit and victims.keys().isdisjoint(window):
                 victims.update(dict.fromkeys(window))
                 count -= 1

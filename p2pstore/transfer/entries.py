@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from p2pstore.objects import Version
 from p2pstore.transfer.layout import Pin, SlotState
+
+if TYPE_CHECKING:
+    from p2pstore.transfer.entry_list import EntryList
 
 
 @dataclass(slots=True, eq=False)
@@ -18,6 +22,10 @@ class ObjectEntry:
     counts leases and I/O in flight. Times are Unix seconds; `pin_until` is 0 for a pin without end.
     `on_ssd`: the same version lies on the peer's SSD as well, so that losing these bytes costs a read of it;
     if not, nobody is to try that again before `not_written_before`.
+
+    The rest is for the order of eviction. `rank` and `within` say where the entry is queued, `colder` and `warmer` are
+    its neighbours there. `standing` is what the policy thinks of it. `follows` is the block before it in a chain of
+    prefix blocks, `followers` counts the blocks of which it is that.
     """
 
     digest: bytes
@@ -42,6 +50,13 @@ class ObjectEntry:
     state: SlotState = SlotState.LIVE
     on_ssd: bool = False
     not_written_before: float = 0.0
+    rank: int | None = None
+    within: EntryList | None = None
+    colder: ObjectEntry | None = None
+    warmer: ObjectEntry | None = None
+    standing: int = 0
+    follows: ObjectEntry | None = None
+    followers: int = 0
 
     def expired(self, now: float) -> bool:
         """Whether its time to live is over at `now` (Unix seconds)."""

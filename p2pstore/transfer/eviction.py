@@ -1,18 +1,15 @@
-"""What is evicted first: ranks, the order of last use within a rank, what eviction costs. Pure."""
+"""What is evicted first: ranks, and within a rank what the policy says. Pure."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
 from p2pstore.objects import MIB
 from p2pstore.transfer.entries import ObjectEntry
+from p2pstore.transfer.eviction_policies import EvictionPolicy
 from p2pstore.transfer.layout import Pin, SlotState
-
-EvictionPolicy = Callable[[ObjectEntry, float], float]
-"""(entry, now in Unix seconds) -> what losing it costs, above 0; compared within a rank."""
 
 CANDIDATES_PER_RANK: Final = 8
 CANDIDATES_FOR_LARGE: Final = 32
@@ -22,18 +19,10 @@ candidates values of all sizes up to a sixteenth of the segment keep 94.6 % of i
 
 SECOND_TOUCH_HITS: Final = 2
 """What came from the SSD, or went there, is worth as much as other objects when it was read so often."""
-LOST_FOR_GOOD: Final = 4.0
-"""So much more does it cost to lose what is not on the SSD as well."""
 
 _CHEAP, _NORMAL, _SOFT_PINNED = range(3)
 _RANK_WEIGHTS: Final = (1e-9, 1.0, 1e9)
 """So far apart that a window is cheap when it holds nothing of a higher rank."""
-
-
-def least_recently_used(entry: ObjectEntry, now: float) -> float:
-    """The default policy: bytes lost, worth less the longer nobody asked for them, and less where the SSD has them."""
-    weight = 1.0 if entry.on_ssd else LOST_FOR_GOOD
-    return weight * entry.extent_bytes / (1.0 + max(0.0, now - entry.last_access))
 
 
 def rank_of(entry: ObjectEntry) -> int | None:
@@ -56,21 +45,29 @@ class EvictionOrder:
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
         self.evictable_bytes = 0
-        # OrderedDict, not dict: taking from the front of a dict slows down with every deletion.
-        self._ranks = tuple(OrderedDict[int, ObjectEntry]() for _ in range(3))
-        self._rank_at: dict[int, int] = {}
+        self._ranks = tuple(policy.new_queue() for _ in range(3))
+        self._at: dict[int, ObjectEntry] = {}
         self._held: set[int] = set()
 
     def __contains__(self, entry: ObjectEntry) -> bool:
-        return entry.offset in self._rank_at and entry.offset not in self._held
+        return entry.rank is not None and entry.offset not in self._held
+
+    def admit(self, entry: ObjectEntry, now: float, follows: ObjectEntry | None = None) -> None:
+        """Take in a new entry, which follows another one of its chain."""
+        if follows is not None:
+            entry.follows = follows
+            follows.followers += 1
+        self.policy.admitted(entry, now)
+        self.update(entry)
 
     def update(self, entry: ObjectEntry) -> None:
         """Take in that the entry's references, pin or state changed; it counts as just used."""
         self.discard(entry)
         rank = rank_of(entry)
         if rank is not None:
-            self._ranks[rank][entry.offset] = entry
-            self._rank_at[entry.offset] = rank
+            entry.rank = rank
+            self._at[entry.offset] = entry
+            self._ranks[rank].add(entry)
             self.evictable_bytes += entry.extent_bytes
 
     def hold(self, entry: ObjectEntry) -> None:
@@ -83,46 +80,62 @@ class EvictionOrder:
         if entry.offset in self._held:
             self._held.discard(entry.offset)
             self.evictable_bytes += entry.extent_bytes
-        if self._rank_at.get(entry.offset) != rank_of(entry):
+        if entry.rank != rank_of(entry):
             self.update(entry)
 
     def discard(self, entry: ObjectEntry) -> None:
         """The entry may not be evicted for now."""
-        rank = self._rank_at.pop(entry.offset, None)
-        if rank is not None:
-            del self._ranks[rank][entry.offset]
-            if entry.offset in self._held:
-                self._held.discard(entry.offset)
-            else:
-                self.evictable_bytes -= entry.extent_bytes
+        if entry.rank is None:
+            return
+        self._ranks[entry.rank].remove(entry)
+        entry.rank = None
+        del self._at[entry.offset]
+        if entry.offset in self._held:
+            self._held.discard(entry.offset)
+        else:
+            self.evictable_bytes -= entry.extent_bytes
 
-    def touch(self, entry: ObjectEntry) -> None:
-        """The entry was used just now."""
-        rank = self._rank_at.get(entry.offset)
-        if rank == _CHEAP and entry.on_ssd and entry.offset not in self._held:
+    def gone(self, entry: ObjectEntry, *, evicted: bool) -> None:
+        """The entry was withdrawn: for others that needed its room (`evicted`), or for another reason."""
+        self.discard(entry)
+        if entry.follows is not None:
+            entry.follows.followers -= 1
+            entry.follows = None
+        if evicted:
+            self.policy.evicted(entry)
+
+    def read(self, entry: ObjectEntry, count: int, now: float) -> None:
+        """The entry is read `count` times just now."""
+        self.policy.read(entry, count, now)
+        entry.hits += count
+        entry.last_access = now
+        if entry.rank is None:
+            return
+        if entry.rank == _CHEAP and entry.on_ssd and entry.offset not in self._held:
             self.update(entry)  # it may be worth more by now
-        elif rank is not None:
-            self._ranks[rank].move_to_end(entry.offset)
+        else:
+            self._ranks[entry.rank].used(entry)
 
     def coldest(self) -> Iterator[ObjectEntry]:
-        """What would be evicted first, by rank and last use. Nothing may change the order meanwhile."""
+        """What would be evicted first, by rank and policy. Nothing may change the order meanwhile."""
         for rank in self._ranks:
-            yield from rank.values()
+            yield from rank.coldest()
 
     def at(self, offset: int) -> ObjectEntry:
         """The evictable entry at `offset`. Raises `KeyError` when there is none."""
-        return self._ranks[self._rank_at[offset]][offset]
+        return self._at[offset]
 
     def cost_at(self, offset: int, now: float) -> float | None:
         """What evicting the entry at `offset` costs; None when nothing evictable begins there."""
-        rank = self._rank_at.get(offset)
-        if rank is None or offset in self._held:
+        entry = self._at.get(offset)
+        if entry is None or entry.rank is None or offset in self._held:
             return None
-        return self.policy(self._ranks[rank][offset], now) * _RANK_WEIGHTS[rank]
+        return self.policy.cost(entry, now) * _RANK_WEIGHTS[entry.rank]
 
     def candidates(self, needed_bytes: int) -> Iterator[int]:
-        """Offsets of the least recently used entries of each rank, the lowest rank first: more of them where much is
+        """Offsets of the entries of each rank that would go first, the lowest rank first: more of them where much is
         needed."""
         count = CANDIDATES_PER_RANK if needed_bytes < LARGE_BYTES else CANDIDATES_FOR_LARGE
         for rank in self._ranks:
-            yield from islice(rank, count)
+            for entry in islice(rank.coldest(), count):
+                yield entry.offset

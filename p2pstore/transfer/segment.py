@@ -16,7 +16,8 @@ from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.objects import Version, format_bytes
 from p2pstore.transfer.allocator import ExtentAllocator
 from p2pstore.transfer.entries import ObjectEntry, Reservation
-from p2pstore.transfer.eviction import EvictionOrder, EvictionPolicy, least_recently_used, rank_of
+from p2pstore.transfer.eviction import EvictionOrder, rank_of
+from p2pstore.transfer.eviction_policies import EvictionPolicy, make_policy
 from p2pstore.transfer.expiry import ExpiryTimers
 from p2pstore.transfer.holdings import Leases, Reservations
 from p2pstore.transfer.key_listing import KeyListing
@@ -56,7 +57,7 @@ class Segment:
 
     A `holder` stands for whoever reserves and leases (a connection, the peer itself); what it holds
     ends with `drop_holder`. Writes the header and an empty table into `buffer`, which must have
-    `geometry.total_bytes`.
+    `geometry.total_bytes`. `policy` is this segment's own; None for a new one of the default kind.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Segment:
         segment_id: bytes,
         incarnation: int,
         geometry: Geometry,
-        policy: EvictionPolicy = least_recently_used,
+        policy: EvictionPolicy | None = None,
     ) -> None:
         self.geometry = geometry
         self.segment_id = segment_id
@@ -74,7 +75,7 @@ class Segment:
         self._buffer = buffer
         self._table = ObjectTable(buffer, segment_id, incarnation, geometry)
         self._allocator = ExtentAllocator(geometry.data_bytes, GRANULE_BYTES)
-        self._order = EvictionOrder(policy)
+        self._order = EvictionOrder(policy or make_policy())
         self._listing = KeyListing()
         self._reservations = Reservations()
         self._leases = Leases()
@@ -86,6 +87,11 @@ class Segment:
         self._closed = False
 
     # --- figures -----------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> EvictionPolicy:
+        """What says which objects go first."""
+        return self._order.policy
 
     @property
     def data_bytes(self) -> int:
@@ -178,8 +184,10 @@ class Segment:
         length: int,
         soft: bool,
         now: float,
+        follows: bytes = b"",
     ) -> ObjectEntry:
         """Publish what was written into a reservation; what `length` leaves over is given back.
+        `follows` is the digest of the block before it in a chain of prefix blocks, where one is known.
 
         An older version of the same digest is withdrawn. Against a version that is not older the
         commit loses: the reservation ends and the existing entry is returned (which stops being a
@@ -216,7 +224,8 @@ class Segment:
             self._doom(existing)
             self._withdrawn.append(existing)
         self._listing.add(entry)
-        self._order.update(entry)
+        before = self._entries.get(follows) if follows else None
+        self._order.admit(entry, now, None if before is entry else before)
         self._timers.set(entry)
         return entry
 
@@ -237,8 +246,7 @@ class Segment:
         """Keep the entry's bytes in place until `release` of this number, or `drop_holder`."""
         self._check_open()
         self.acquire(entry)
-        entry.last_access = now
-        entry.hits += 1
+        self._order.read(entry, 1, now)
         return self._leases.add(entry, holder)
 
     def release(self, lease: int, *, holder: Hashable) -> None:
@@ -286,9 +294,7 @@ class Segment:
 
     def used(self, entry: ObjectEntry, count: int, now: float) -> None:
         """`touch` for an entry at hand."""
-        entry.hits += count
-        entry.last_access = now
-        self._order.touch(entry)
+        self._order.read(entry, count, now)
 
     def payload(self, entry: ObjectEntry) -> memoryview:
         """The value in place, read-only. Stable between `acquire` (or `lease`) and its end."""
@@ -460,7 +466,7 @@ class Segment:
     def _evict(self, offsets: Iterable[int]) -> None:
         for offset in offsets:
             entry = self._order.at(offset)
-            self._withdraw(entry)
+            self._withdraw(entry, evicted=True)
             self._withdrawn.append(entry)
 
     def _no_room(self, what: str) -> CapacityExceeded:
@@ -480,16 +486,16 @@ class Segment:
         if self._closed:
             raise StoreClosed("this peer's memory was closed: the peer is shutting down")
 
-    def _withdraw(self, entry: ObjectEntry) -> None:
+    def _withdraw(self, entry: ObjectEntry, *, evicted: bool = False) -> None:
         """Nobody finds the entry any more."""
         del self._entries[entry.digest]
         self._table.withdraw(entry)
         self._listing.remove(entry)
-        self._doom(entry)
+        self._doom(entry, evicted=evicted)
 
-    def _doom(self, entry: ObjectEntry) -> None:
+    def _doom(self, entry: ObjectEntry, *, evicted: bool = False) -> None:
         """LIVE -> DOOMED, and on to FREE when nothing refers to it."""
-        self._order.discard(entry)
+        self._order.gone(entry, evicted=evicted)
         entry.state = SlotState.DOOMED
         if entry.references:
             self._table.write_slot(entry)
@@ -535,6 +541,8 @@ class Segment:
         reserved = sum(held.capacity for held in self._reservations)
         referenced = sum(entry.extent_bytes for entry in entries if entry.references)
         evictable = sum(entry.extent_bytes for entry in entries if entry in self._order)
+        queued = sorted(entry.offset for entry in entries if entry.rank is not None)
+        assert queued == sorted(entry.offset for entry in self._order.coldest())
         assert reserved == self._reservations.reserved_bytes
         assert referenced == self._referenced_bytes
         assert evictable == self._order.evictable_bytes

@@ -22,6 +22,7 @@ from p2pstore.gossip.messages import ControlKind, Ping
 from p2pstore.keyring import new_cluster_key
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer, saving
+from p2pstore.transfer.eviction_policies import LeastRecentlyUsed, PrefixAware
 from p2pstore.transfer.messages import DataKind, Locations, Lookup, Replicate
 
 MIB = 1024 * 1024
@@ -582,3 +583,30 @@ async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies
                 DataKind.REPLICATE,
                 Replicate(entry.digest, entry.version.clock, entry.version.writer, 5),
             )
+
+
+async def test_a_peer_evicts_as_it_was_told(tmp_path: Path) -> None:
+    for name, kind in (("lru", LeastRecentlyUsed), ("prefix", PrefixAware)):
+        async with open_peer(config(tmp_path, name, eviction_policy=name)) as peer:
+            assert type(peer.node.core.segment.policy) is kind
+
+
+async def test_chains_go_from_their_tails(tmp_path: Path) -> None:
+    """A chain put as a batch, and one that grows behind what `match_prefix` found."""
+    async with open_peer(config(tmp_path, "p", memory="8MiB")) as peer:
+        value = bytes(MIB // 2)
+        chain = [f"block {number}" for number in range(8)]
+        await peer.put_many([(key, value) for key in chain[:4]])
+        assert await peer.match_prefix(chain) == 4
+        await peer.put_many([(key, value) for key in chain[4:6]])
+        for key in chain[6:]:
+            await peer.put(key, value)
+        number = 0
+        while (left := [key for key in chain if peer.contains_nowait(key)]) == chain:
+            await peer.put(f"other {number}", value)
+            number += 1
+        while left:
+            assert left == chain[: len(left)]
+            await peer.put(f"other {number}", value)
+            number += 1
+            left = [key for key in chain if peer.contains_nowait(key)]

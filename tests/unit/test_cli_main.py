@@ -29,7 +29,9 @@ HEAVY = (
 
 
 def function_of(name: str) -> Any:
-    return getattr(import_module(f"mooncake_p2p.commands.{COMMANDS[name][0]}"), name)
+    return getattr(
+        import_module(f"mooncake_p2p.commands.{COMMANDS[name][0]}"), name.replace(" ", "_")
+    )
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["nonsense"], ["--nonsense"]])
@@ -49,7 +51,7 @@ def test_answers_without_importing_what_is_heavy(arguments: list[str]) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command_loads_nothing_heavy(name: str) -> None:
     script = (
-        f"import sys; from mooncake_p2p.main import run; assert run([{name!r}, '--help']) == 0;"
+        f"import sys; from mooncake_p2p.main import run; assert run([*{name!r}.split(), '--help']) == 0;"
         "import json; print(json.dumps(sorted(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=30)
@@ -121,6 +123,17 @@ def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixt
         (["join", "--log-level="], "--log-level is empty"),
         (["bench", "--size", "0"], "--size: must be at least 1 byte"),
         (["bench", "--seconds", "61"], "--seconds"),
+        (["bench", "trace"], "missing argument 'FILE'"),
+        (["bench", "trace", "f"], "no replay on running peers yet: add --simulate"),
+        (["bench", "trace", "f", "--simulate", "--memory", "1KiB"], "--memory: '1KiB' is less"),
+        (["bench", "trace", "f", "--simulate", "--ssd", "14blocks"], "--ssd: '14blocks' is less"),
+        (
+            ["bench", "trace", "f", "--simulate", "--load-bound", "0.5"],
+            "--load-bound: 0.5 is below",
+        ),
+        (["bench", "trace", "f", "--simulate", "--token-bytes", "0"], "--token-bytes"),
+        (["bench", "trace", "f", "--simulate", "--peers", "0"], "'--peers': must be at least 1"),
+        (["bench", "tracks"], "unexpected extra argument"),
         (["ls", "--socket", ""], "--socket is empty"),
         (["ls", "--namespace", ""], "--namespace: a namespace is"),
         (["join", "--join-timeout", "x"], "--join-timeout"),

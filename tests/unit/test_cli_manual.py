@@ -25,6 +25,11 @@ def arguments_in(line: str) -> list[str]:
     return words[:end]
 
 
+def command_in(line: str, name: str) -> str:
+    """The words in the place of the command, as many as its name has."""
+    return " ".join(arguments_in(line)[: len(name.split())])
+
+
 def help_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert run([*name.split(), "--help"]) == 0
     return capsys.readouterr().out
@@ -38,7 +43,7 @@ def test_every_command_has_a_page() -> None:
 def test_a_page_has_examples_and_statuses(name: str) -> None:
     page = PAGES[name]
     assert 2 <= len(page.examples) <= 5
-    assert all(arguments_in(line)[0] == name and purpose for line, purpose in page.examples)
+    assert all(command_in(line, name) == name and purpose for line, purpose in page.examples)
     numbers = [status for status, _ in page.statuses]
     assert numbers == sorted(set(numbers))
     assert set(numbers) <= {int(code) for code in ExitCode}
@@ -48,7 +53,7 @@ def test_a_page_has_examples_and_statuses(name: str) -> None:
 @pytest.mark.parametrize(("name", "line"), EXAMPLES)
 def test_an_example_parses(name: str, line: str) -> None:
     command: Any = LazyCommands()[name]
-    context = command.make_context(name, arguments_in(line)[1:])
+    context = command.make_context(name, arguments_in(line)[len(name.split()) :])
     context.close()
 
 

@@ -103,6 +103,7 @@ def test_join_passes_every_option_on(started: list[Any]) -> None:
         "memory": "64MiB",
         "memory-path": "/dev/shm/n",
         "huge-pages": "never",
+        "eviction-policy": "s3-fifo",
         "max-objects": "100",
         "max-leased": "25%",
         "transport": "tcp",

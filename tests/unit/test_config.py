@@ -68,6 +68,10 @@ def test_defaults_serve_this_machine_alone() -> None:
         ({"more_memory": ["much@/f"]}, "more_memory: 'much' is not a size"),
         ({"more_memory": ["1GiB@node:0"] * 8}, "more_memory: at most 7 may be added"),
         ({"memory_path": "/f", "huge_pages": "require"}, "huge_pages: the pages of a file"),
+        (
+            {"eviction_policy": "fifo"},
+            "eviction_policy: 'fifo' is not one of prefix, lru, s3-fifo",
+        ),
         ({"huge_pages": "yes"}, "huge_pages: 'yes' is not one of auto, never, require"),
         ({"numa_node": -1}, "numa_node: -1 is no NUMA node"),
         ({"max_objects": 0}, "max_objects: 0 must be at least 1"),

@@ -10,7 +10,13 @@ from p2pstore.wire import ONE_WAY, PREFACE_LOCAL, REPLY, Message, decode_body, e
 
 DIGEST = bytes(range(16))
 HOLDER = local.Holder(*(1, b"\x01\x02", "n", ["h:1"], "/s", True, 2, 3, 4, 5, 0, b"c", b"s", b"k"))
-ITEM = local.CommitItem(7, "k", 3, b"\x01" * 8, 9, 2, 1, 60_000, True, False, "float32", (3,))
+ITEM = local.CommitItem(
+    7, "k", 3, b"\x01" * 8, 9, 2, 1, 60_000, True, False, "float32", (3,), DIGEST
+)
+COMMIT_BEFORE_CHAINS = (
+    "94a764656661756c74919c07a16b03c4080101010101010101090201cdea60c3c2a7666c6f617433329103"
+    "cd11949192cd1000cc80"
+)
 
 HELLO_BEFORE_TABLES = "960101a764656661756c7401cd1092a474657374"
 REPLY_BEFORE_TABLES = "9701c40101a16e059192c410000102030405060708090a0b0c0d0e0fcd100006a176"
@@ -48,8 +54,9 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         0,
         local.Commit("default", [ITEM], 4500, [local.ReserveItem(4096, 128)]),
         (
-            "1100000004030201350000000000000094a764656661756c74919c07a16b03c40801010101010101"
-            "01090201cdea60c3c2a7666c6f617433329103cd11949192cd1000cc80"
+            "1100000004030201470000000000000094a764656661756c74919d07a16b03c40801010101010101"
+            "01090201cdea60c3c2a7666c6f617433329103c410000102030405060708090a0b0c0d0e0fcd1194"
+            "9192cd1000cc80"
         ),
     ),
     "committed": (
@@ -213,6 +220,12 @@ def test_older_hellos_are_understood() -> None:
     assert not hello.location_table
     reply = decode_body(local.HelloReply, bytes.fromhex(REPLY_BEFORE_TABLES))
     assert (reply.software, reply.location_table_bytes) == ("v", 0)
+
+
+def test_an_older_commit_is_understood() -> None:
+    commit = decode_body(local.Commit, bytes.fromhex(COMMIT_BEFORE_CHAINS))
+    assert commit.items[0].shape == (3,)
+    assert commit.items[0].follows == b""
 
 
 def test_an_older_report_is_understood() -> None:

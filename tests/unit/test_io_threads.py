@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 
 import pytest
 import trio
@@ -435,3 +437,58 @@ async def test_threads_keep_nothing_of_what_they_did() -> None:
                 assert kept() is None
     finally:
         gc.enable()
+
+
+# --- a disk that hangs ---------------------------------------------------------------------------
+
+
+async def test_how_long_a_piece_has_been_done_is_known() -> None:
+    gate = Gate()
+    with pool() as threads:
+        assert threads.oldest_begin == inf
+        before = time.monotonic()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(threads.read, [gate])
+            await gate.wait_begun()
+            assert before <= threads.oldest_begin <= time.monotonic()
+            await threads.write([nothing])
+            assert threads.last_end >= threads.oldest_begin
+            gate.may_end.set()
+        assert threads.oldest_begin == inf
+
+
+async def test_what_hangs_is_waited_for_no_more_once_it_is_abandoned() -> None:
+    gate, ends = Gate(), Gate()
+    told: list[StoreClosed] = []
+
+    async def read(gate: Gate, scope: trio.CancelScope) -> None:
+        with scope:
+            try:
+                await threads.read([gate])
+            except StoreClosed as error:
+                told.append(error)
+
+    ended: list[bool] = []
+    threads = IoThreads("test", 2, 1, lambda: ended.append(True))
+    scope = trio.CancelScope()
+    with trio.fail_after(PATIENCE_SECONDS):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read, gate, trio.CancelScope())
+            nursery.start_soon(read, ends, scope)
+            await gate.wait_begun()
+            await ends.wait_begun()
+            nursery.start_soon(read, gate, trio.CancelScope())  # waits its turn
+            await wait_all_tasks_blocked()
+            scope.cancel()
+            await wait_all_tasks_blocked()
+            assert not told
+            threads.abandon()
+        assert len(told) == 2
+        assert scope.cancelled_caught
+        with pytest.raises(StoreClosed):
+            await threads.read([nothing])
+        gate.may_end.set()
+        ends.may_end.set()
+        threads.close()
+        await wait_all_tasks_blocked()
+    assert ended == [True]

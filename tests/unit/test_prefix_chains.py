@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pstore.client.prefix_chains import AHEAD, MAX_CHAINS, PrefixChains
+from p2pstore.client.prefix_chains import AHEAD, MAX_CHAINS, MAX_MISSING, PrefixChains
 from p2pstore.objects import DIGEST_BYTES
 
 
@@ -32,6 +32,27 @@ def test_what_did_not_match_or_was_not_asked_about_is_not_brought() -> None:
     assert chains.after(digest(0)) == b""
     chains.matched(chain(0, 30), 0)
     assert chains.after(digest(77)) == b""
+
+
+def test_a_missing_block_follows_the_one_that_was_asked_about_before_it() -> None:
+    chains = PrefixChains()
+    chains.matched(chain(0, 6), 4)
+    assert [chains.before(digest(number)) for number in range(3, 7)] == [
+        *(b"", digest(3), digest(4), b"")
+    ]
+    chains.matched(chain(10, 3), 0)
+    assert chains.before(digest(10)) == b"", "the head follows nothing"
+    assert chains.before(digest(11)) == digest(10)
+
+
+def test_missing_blocks_are_remembered_up_to_a_limit() -> None:
+    chains = PrefixChains()
+    chains.matched(chain(0, 2 * MAX_MISSING), 2)
+    assert chains.before(digest(MAX_MISSING + 1)) == digest(MAX_MISSING)
+    assert chains.before(digest(MAX_MISSING + 2)) == b""
+    chains.matched(chain(10**6, 3), 1)
+    assert chains.before(digest(2)) == b""
+    assert chains.before(digest(10**6 + 2)) == digest(10**6 + 1)
 
 
 def test_digests_are_found_whole() -> None:

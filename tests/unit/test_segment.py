@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.entries import ObjectEntry, Reservation
+from p2pstore.transfer.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.transfer.key_listing import KeyListing
 from p2pstore.transfer.layout import (
     GRANULE_BYTES,
@@ -36,10 +38,18 @@ NAMESPACE = "tests"
 ME = "the peer itself"
 
 
-def new_segment(granules: int, slots: int | None = None) -> tuple[Segment, bytearray]:
+def new_segment(
+    granules: int, slots: int | None = None, policy: PolicyName = DEFAULT_POLICY
+) -> tuple[Segment, bytearray]:
     geometry = plan_geometry(granules * GRANULE_BYTES, slots)
     buffer = bytearray(b"\xa5" * geometry.total_bytes)  # what was there before must not matter
-    segment = Segment(memoryview(buffer), segment_id=b"s" * 16, incarnation=3, geometry=geometry)
+    segment = Segment(
+        memoryview(buffer),
+        segment_id=b"s" * 16,
+        incarnation=3,
+        geometry=geometry,
+        policy=make_policy(policy),
+    )
     return segment, buffer
 
 
@@ -103,9 +113,13 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
     """The model holds what can be found. What the segment reports as withdrawn leaves it, if it was
     allowed to go; afterwards both must agree to the byte."""
 
-    @initialize(granules=st.integers(4, 24), slots=st.integers(2, 24))
-    def create(self, granules: int, slots: int) -> None:
-        self.segment, self.buffer = new_segment(granules, slots)
+    @initialize(
+        granules=st.integers(4, 24),
+        slots=st.integers(2, 24),
+        policy=st.sampled_from(get_args(PolicyName)),
+    )
+    def create(self, granules: int, slots: int, policy: PolicyName) -> None:
+        self.segment, self.buffer = new_segment(granules, slots, policy)
         self.reader = SegmentReader(memoryview(self.buffer))
         self.model: dict[str, Expected] = {}
         self.reservations: dict[int, tuple[str, str, bytes]] = {}
@@ -188,6 +202,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         pin=st.sampled_from(PinKind),
         ttl=st.none() | st.integers(1, 50),
         shorter=st.floats(0, 1) | st.just(0.0),
+        follows=st.none() | st.sampled_from(KEYS),
     )
     def commit(
         self,
@@ -197,6 +212,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         pin: PinKind,
         ttl: int | None,
         shorter: float,
+        follows: str | None,
     ) -> None:
         number = data.draw(st.sampled_from(sorted(self.reservations)))
         holder, key, value = self.reservations.pop(number)
@@ -217,6 +233,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
                 length=len(value),
                 soft=soft,
                 now=self.now,
+                follows=key_digest(follows, NAMESPACE) if follows else b"",
             )
         except ValueError:  # the expiry made the trailer longer than what was reserved
             assert expires

@@ -36,6 +36,12 @@ class HugePages(StrEnum):
     require = "require"
 
 
+class EvictionPolicy(StrEnum):
+    prefix = "prefix"
+    lru = "lru"
+    s3_fifo = "s3-fifo"
+
+
 class DirectoryKept(StrEnum):
     auto = "auto"
     full = "full"
@@ -115,6 +121,12 @@ def join(
     more_memory: Annotated[
         list[str] | None,
         _option("SIZE@WHERE", "More of it, from node:N or in a FILE; may be repeated."),
+    ] = None,
+    eviction_policy: Annotated[
+        EvictionPolicy | None,
+        typer.Option(
+            help="What goes first when memory is full [default: prefix].", show_default=False
+        ),
     ] = None,
     ssd: Annotated[
         str | None,

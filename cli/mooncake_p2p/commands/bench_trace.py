@@ -1,0 +1,243 @@
+"""`bench trace`: what a pool saves on a published trace of requests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from mooncake_p2p.errors import CommandFailed, ExitCode
+from mooncake_p2p.measuring import Result, machine
+from mooncake_p2p.options import Json
+from mooncake_p2p.output import print_json, print_table, progress, remark
+from p2pstore.objects import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from p2pstore.trace.comparison import Replayed
+    from p2pstore.trace.pool import PoolSettings
+    from p2pstore.trace.prefix_hits import Model
+    from p2pstore.trace.requests import Request
+
+_BLOCKS: Final = re.compile(r"([0-9]{1,12}) ?blocks?")
+
+
+class Policy(StrEnum):
+    prefix = "prefix"
+    lru = "lru"
+    s3_fifo = "s3-fifo"
+
+
+class Routing(StrEnum):
+    round_robin = "round-robin"
+    random = "random"
+    affine = "affine"
+
+
+def bench_trace(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="The trace, JSON lines.", show_default=False)
+    ],
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Replay on simulated peers: the only way yet.")
+    ] = False,
+    peers: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many.")] = 10,
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE|Nblocks", help="Memory of each peer.")
+    ] = "5859blocks",
+    ssd: Annotated[
+        str, typer.Option(metavar="SIZE|Nblocks", help="SSD of each peer; 0: none.")
+    ] = "0",
+    policy: Annotated[Policy, typer.Option(help="What memory evicts first.")] = Policy.prefix,
+    routing: Annotated[
+        Routing, typer.Option(help="Which peer a request goes to; affine: has its prefix.")
+    ] = Routing.round_robin,
+    load_bound: Annotated[
+        float, typer.Option(metavar="F", help="affine: at most F times the mean of requests.")
+    ] = 1.05,
+    keep_after: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Readers keep copies of what was read N times; 0: never."
+        ),
+    ] = 10,
+    token_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="KVCache of a token; a block has 512 tokens.")
+    ] = "320KiB",
+    plot: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Picture: hit rate by memory.", show_default=False),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Replay a trace of requests: what a pool of peers would save.
+
+    FILE is as in the traces published with the Mooncake paper (FAST '25): timestamp, input_length,
+    output_length and hash_ids of each request. The real code decides what is evicted, in virtual
+    time; locations are known to all at once, and reading takes no time. A hit is a block of the
+    prefix up to the first one that is nowhere. COMPUTE SAVED is the share of prefill operations
+    that need not be done, by Eq. 1 of the paper for LLaMA3-70B. The rest is bytes of KVCache read,
+    by where they were.
+    """
+    from p2pstore.trace.comparison import cases, compare
+    from p2pstore.trace.prefix_hits import Model
+
+    if not simulate:
+        raise CommandFailed(
+            "there is no replay on running peers yet: add --simulate", ExitCode.USAGE
+        )
+    model = Model(kv_bytes_per_token=_at_least_one(parse_bytes(token_bytes, "--token-bytes")))
+    settings = _settings(*(peers, memory, ssd, model, policy, routing, load_bound, keep_after))
+    requests = _read(file)
+    blocks = len({block for request in requests for block in request.hash_ids})
+    replayed: list[Replayed] = []
+    with progress("replaying") as bar:
+        for each in compare(requests, cases(settings, blocks), model):
+            replayed.append(each)
+            bar.relabel(f"replayed {each.case.name}")
+        if plot is not None:
+            bar.relabel("replaying for the picture")
+            _draw(requests, settings, model, plot)
+    if json:
+        results = [asdict(result) for result in _results(replayed, model)]
+        print_json({"results": results, "machine": machine()})
+    else:
+        _show(replayed, model)
+        total = replayed[0].outcome.counts
+        remark(f"{total.requests:,} requests, {total.tokens:,} tokens, {blocks:,} blocks")
+
+
+# --- what was asked for --------------------------------------------------------------------------
+
+
+def _settings(
+    peers: int,
+    memory: str,
+    ssd: str,
+    model: Model,
+    policy: Policy,
+    routing: Routing,
+    load_bound: float,
+    keep_after: int,
+) -> PoolSettings:
+    from p2pstore.trace.cold_blocks import LEAST_BLOCKS
+    from p2pstore.trace.pool import PoolSettings
+
+    memory_blocks = _blocks(memory, "--memory", model)
+    ssd_blocks = _blocks(ssd, "--ssd", model)
+    if not memory_blocks:
+        raise ValueError(f"--memory: {memory!r} is less than a block")
+    if 0 < ssd_blocks < LEAST_BLOCKS:
+        raise ValueError(f"--ssd: {ssd!r} is less than {LEAST_BLOCKS} blocks")
+    if not load_bound >= 1:
+        raise ValueError(f"--load-bound: {load_bound:g} is below 1, the mean")
+    return PoolSettings(
+        peers=peers,
+        memory_blocks=memory_blocks,
+        ssd_blocks=ssd_blocks,
+        policy=policy.value,
+        routing=routing.value,
+        load_bound=load_bound,
+        keep_after=keep_after,
+    )
+
+
+def _blocks(text: str, option: str, model: Model) -> int:
+    counted = _BLOCKS.fullmatch(text.strip())
+    if counted is not None:
+        return int(counted[1])
+    return parse_bytes(text, option) // model.block_bytes
+
+
+def _at_least_one(size: int) -> int:
+    if not size:
+        raise ValueError("--token-bytes: must be at least 1 byte")
+    return size
+
+
+def _read(file: str) -> list[Request]:
+    from p2pstore.trace.requests import MAX_LINE_BYTES, read_requests
+
+    with Path(file).open("rb") as lines:
+        return list(read_requests(iter(partial(lines.readline, MAX_LINE_BYTES + 1), b"")))
+
+
+# --- what came of it -------------------------------------------------------------------------------
+
+
+def _results(replayed: Sequence[Replayed], model: Model) -> Iterator[Result]:
+    base = replayed[0]
+    for each in replayed:
+        counts, name = each.outcome.counts, each.case.name
+        ratio, saved = base.outcome.counts.ratio, base.outcome.counts.compute_saved
+        against = "" if each is base else base.case.name
+        for what, value, baseline in (
+            ("hit rate", counts.ratio, ratio),
+            ("compute saved", counts.compute_saved, saved),
+        ):
+            compared = baseline if against else None
+            quotient = value / baseline if against and baseline else None
+            yield Result(f"{name}: {what}", value, "", against, compared, quotient)
+        yield Result(f"{name}: prefill tokens reused", counts.reused_tokens, "tokens")
+        for source, tokens in each.outcome.tokens_from.items():
+            size = tokens * model.kv_bytes_per_token
+            yield Result(f"{name}: read from {source}", size, "B")
+        written = each.outcome.ssd_blocks_written * model.block_bytes
+        yield Result(f"{name}: written to SSDs", written, "B")
+
+
+def _show(replayed: Sequence[Replayed], model: Model) -> None:
+    from p2pstore.trace.pool import Source
+
+    sources = [each for each in Source if any(one.outcome.tokens_from[each] for one in replayed)]
+    columns = ("HIT RATE", "TOKENS REUSED", "COMPUTE SAVED", *(each.upper() for each in sources))
+    rows = []
+    for each in replayed:
+        counts = each.outcome.counts
+        read = (
+            format_bytes(each.outcome.tokens_from[source] * model.kv_bytes_per_token)
+            for source in sources
+        )
+        reused = f"{counts.reused_tokens:,}"
+        rows.append(
+            (each.case.name, f"{counts.ratio:.4f}", reused, f"{counts.compute_saved:.1%}", *read)
+        )
+    print_table(("WHAT", *columns), rows, right=columns)
+
+
+def _draw(requests: Sequence[Request], settings: PoolSettings, model: Model, path: str) -> None:
+    """The hit rate by memory of a peer."""
+    from p2pstore.trace.comparison import by_memory
+
+    pyplot = _pyplot()
+    figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for name, points in by_memory(requests, settings, model).items():
+        sizes = [blocks * model.block_bytes / 2**30 for blocks, _ in points]
+        axis.plot(sizes, [ratio for _, ratio in points], marker="o", label=name)
+    axis.set(
+        title=f"{settings.peers} peers, {settings.policy}, {settings.routing}",
+        xlabel="memory of each peer, GiB",
+        ylabel="hit rate",
+        xscale="log",
+    )
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise CommandFailed("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -1,0 +1,124 @@
+"""A memory of blocks with the segment's own order of eviction, and nothing else of a segment. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.trace.prefix_hits import HitCounts, leading_hits
+from p2pstore.trace.requests import Request
+from p2pstore.transfer.entries import ObjectEntry
+from p2pstore.transfer.eviction import EvictionOrder
+from p2pstore.transfer.eviction_policies import EvictionPolicy
+from p2pstore.transfer.layout import GRANULE_BYTES, Pin, SlotState
+
+_VERSION = Version(1, 1)
+
+
+class BlockCache:
+    """Up to `capacity` blocks of one size. What goes first is for `EvictionOrder` to say, as in a `Segment`; as blocks
+    are of one size, the cheapest window is the coldest block."""
+
+    def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError("a cache has room for one block at least")
+        self.capacity = capacity
+        self.order = EvictionOrder(policy)
+        self._entries: dict[int, ObjectEntry] = {}
+        self._placed = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._entries
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._entries)
+
+    def get(self, block: int) -> ObjectEntry | None:
+        """What is known of a block that is here."""
+        return self._entries.get(block)
+
+    def read(self, block: int, now: float) -> None:
+        """A block that is here is read."""
+        self.order.read(self._entries[block], 1, now)
+
+    def put(
+        self,
+        block: int,
+        now: float,
+        before: int | None = None,
+        *,
+        soft: bool = False,
+        on_ssd: bool = False,
+    ) -> list[ObjectEntry]:
+        """Take in a block, which follows `before` in its chain; what had to go for it."""
+        gone = [self._evict() for _ in range(len(self._entries) + 1 - self.capacity)]
+        entry = _entry(block, self._placed, now, soft, on_ssd)
+        self._placed += GRANULE_BYTES
+        self._entries[block] = entry
+        self.order.admit(entry, now, None if before is None else self._entries.get(before))
+        return gone
+
+    def strengthen(self, block: int) -> None:
+        """A soft copy is the last one now."""
+        entry = self._entries[block]
+        entry.soft = False
+        self.order.update(entry)
+
+    def left_ssd(self, block: int) -> None:
+        """The SSD has a block no longer, and memory still has it."""
+        entry = self._entries[block]
+        entry.on_ssd = False
+        self.order.update(entry)
+
+    def _evict(self) -> ObjectEntry:
+        entry = next(self.order.coldest())
+        self.order.gone(entry, evicted=True)
+        entry.state = SlotState.FREE
+        del self._entries[block_of(entry)]
+        return entry
+
+
+def block_of(entry: ObjectEntry) -> int:
+    """Which block an entry of a `BlockCache` is."""
+    return int.from_bytes(entry.digest, "little")
+
+
+def _entry(block: int, offset: int, now: float, soft: bool, on_ssd: bool) -> ObjectEntry:
+    return ObjectEntry(
+        digest=block.to_bytes(DIGEST_BYTES, "little"),
+        version=_VERSION,
+        slot=0,
+        offset=offset,
+        length=GRANULE_BYTES,
+        trailer_length=0,
+        extent_bytes=GRANULE_BYTES,
+        namespace="",
+        key="",
+        expires_unix_ms=0,
+        replicas=1,
+        pin=Pin.NONE,
+        pin_until=0.0,
+        soft=soft,
+        dtype="",
+        shape=(),
+        last_access=now,
+        on_ssd=on_ssd,
+    )
+
+
+def replay_one_cache(requests: Iterable[Request], cache: BlockCache) -> HitCounts:
+    """One cache that all requests share: the hits of each, then all of its blocks are read or put, from the head on."""
+    counts = HitCounts()
+    for request in requests:
+        counts.count(request, leading_hits(request.hash_ids, cache.get))
+        before = None
+        for block in request.hash_ids:
+            if block in cache:
+                cache.read(block, request.seconds)
+            else:
+                cache.put(block, request.seconds, before)
+            before = block
+    return counts

@@ -1,0 +1,30 @@
+"""Entries of objects that are in no segment, for tests of what is evicted."""
+
+from __future__ import annotations
+
+from p2pstore.objects import Version
+from p2pstore.transfer.entries import ObjectEntry
+from p2pstore.transfer.layout import Pin
+
+
+def entry(number: int, *, bytes_: int = 4096, now: float = 0.0, soft: bool = False) -> ObjectEntry:
+    """The entry number `number`: its slot, offset and digest are all made of that."""
+    return ObjectEntry(
+        digest=number.to_bytes(16, "big"),
+        version=Version(1, 1),
+        slot=number,
+        offset=number << 32,
+        length=bytes_,
+        trailer_length=0,
+        extent_bytes=bytes_,
+        namespace="tests",
+        key=f"k{number}",
+        expires_unix_ms=0,
+        replicas=1,
+        pin=Pin.NONE,
+        pin_until=0.0,
+        soft=soft,
+        dtype="",
+        shape=(),
+        last_access=now,
+    )

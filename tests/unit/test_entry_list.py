@@ -1,0 +1,30 @@
+"""The list of entries against a Python list."""
+
+from __future__ import annotations
+
+from random import Random
+
+from p2pstore.transfer.entry_list import EntryList
+from tests.unit.eviction_entries import entry
+
+
+def test_it_holds_the_order_and_the_bytes_that_a_list_would() -> None:
+    rng = Random(1)
+    entries = [entry(number, bytes_=1 + number % 7) for number in range(40)]
+    linked, model = EntryList(), list[int]()
+    for _ in range(5000):
+        number = rng.randrange(len(entries))
+        if number in model:
+            model.remove(number)
+            linked.remove(entries[number])
+            assert entries[number].within is None
+        elif model and rng.random() < 0.5:
+            place = rng.randrange(len(model))
+            linked.insert_before(entries[number], entries[model[place]])
+            model.insert(place, number)
+        else:
+            linked.append(entries[number])
+            model.append(number)
+        assert [each.slot for each in linked] == model
+        assert linked.bytes == sum(entries[each].extent_bytes for each in model)
+        assert all(entries[each].within is linked for each in model)

@@ -1,0 +1,263 @@
+"""What each policy lets go first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import pytest
+
+from p2pstore.transfer.entries import ObjectEntry
+from p2pstore.transfer.eviction import EvictionOrder
+from p2pstore.transfer.eviction_policies import (
+    LEAST_GHOSTS,
+    MOST_CREDITS,
+    Ghosts,
+    PolicyName,
+    PrefixAware,
+    make_policy,
+)
+from p2pstore.transfer.layout import Pin, SlotState
+from tests.unit.eviction_entries import entry
+
+POLICIES: Sequence[PolicyName] = get_args(PolicyName)
+
+
+def numbers(order: EvictionOrder) -> list[int]:
+    return [each.slot for each in order.coldest()]
+
+
+def admit(
+    order: EvictionOrder,
+    number: int,
+    now: float,
+    follows: ObjectEntry | None = None,
+    bytes_: int = 4096,
+) -> ObjectEntry:
+    made = entry(number, now=now, bytes_=bytes_)
+    order.admit(made, now, follows)
+    return made
+
+
+def chain(order: EvictionOrder, first: int, count: int, now: float) -> list[ObjectEntry]:
+    made: list[ObjectEntry] = []
+    for number in range(first, first + count):
+        made.append(admit(order, number, now, made[-1] if made else None))
+    return made
+
+
+def evict(order: EvictionOrder) -> int:
+    coldest = next(order.coldest())
+    order.gone(coldest, evicted=True)
+    return coldest.slot
+
+
+# --- all of them -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ranks_go_before_policies(policy: PolicyName) -> None:
+    order = EvictionOrder(make_policy(policy))
+    pinned = entry(1)
+    pinned.pin = Pin.SOFT
+    order.admit(pinned, 0)
+    admit(order, 2, now=1)
+    order.admit(entry(3, now=2, soft=True), 2)
+    assert numbers(order) == [3, 2, 1]
+    costs = [order.cost_at(number << 32, 10.0) for number in (3, 2, 1)]
+    assert all(cost is not None and cost > 0 for cost in costs)
+    assert costs == sorted(costs, key=lambda cost: cost or 0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_held_keeps_its_place_and_what_is_leased_comes_back_last(
+    policy: PolicyName,
+) -> None:
+    order = EvictionOrder(make_policy(policy))
+    held, leased, _ = (admit(order, number, now=number) for number in range(3))
+    order.hold(held)
+    assert order.cost_at(held.offset, 5.0) is None
+    leased.references = 1
+    order.discard(leased)
+    assert numbers(order) == [0, 2]
+    order.read(leased, 1, 5.0)
+    leased.references = 0
+    order.update(leased)
+    order.put_back(held)
+    assert numbers(order) == [0, 2, 1]
+    assert order.evictable_bytes == 3 * 4096
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_was_withdrawn_is_not_remembered_as_evicted(policy: PolicyName) -> None:
+    order = EvictionOrder(make_policy(policy))
+    order.gone(admit(order, 1, now=0), evicted=False)
+    assert admit(order, 1, now=100).standing == 0
+
+
+# --- S3-FIFO -----------------------------------------------------------------------------------
+
+
+def test_s3_lets_new_objects_go_first_unless_they_were_read_twice() -> None:
+    order = EvictionOrder(make_policy("s3-fifo"))
+    for number in range(20):
+        made = admit(order, number, now=number)
+        if number < 15:
+            order.read(made, 2, number)
+    assert evict(order) == 15, "those before it were read"
+    assert numbers(order)[:4] == [16, 17, 18, 19]
+    for _ in range(3):  # until a tenth of it is new
+        evict(order)
+    assert evict(order) == 0, "the oldest of the main queue"
+
+
+def test_s3_takes_what_comes_back_soon_into_the_main_queue() -> None:
+    order = EvictionOrder(make_policy("s3-fifo"))
+    for number in range(10):
+        admit(order, number, now=number)
+    assert evict(order) == 0
+    admit(order, 0, now=10)
+    assert [evict(order) for _ in range(10)][-1] == 0
+
+
+def test_s3_reads_give_another_round_in_the_main_queue_each() -> None:
+    order = EvictionOrder(make_policy("s3-fifo"))
+    entries = [admit(order, number, now=number) for number in range(4)]
+    for each in entries:
+        order.read(each, 2, 5.0)
+    next(order.coldest())  # all are promoted
+    order.read(entries[0], 2, 6.0)
+    order.read(entries[1], 1, 6.0)
+    assert [evict(order) for _ in range(4)] == [2, 3, 1, 0]
+
+
+def test_s3_measures_its_queues_in_bytes() -> None:
+    order = EvictionOrder(make_policy("s3-fifo"))
+    large = admit(order, 0, now=0, bytes_=1 << 20)
+    order.read(large, 2, 0)
+    for number in range(1, 20):
+        admit(order, number, now=number)
+    next(order.coldest())  # the large one joins the main queue
+    assert numbers(order)[0] == 0, "nineteen small ones are less than a tenth of it"
+
+
+# --- chains ------------------------------------------------------------------------------------
+
+
+def test_chains_go_from_their_tails() -> None:
+    order = EvictionOrder(make_policy("prefix"))
+    chain(order, 0, 4, now=0)
+    chain(order, 10, 3, now=5)
+    assert numbers(order) == [3, 2, 1, 0, 12, 11, 10]
+
+
+def test_a_chain_that_is_read_again_goes_from_its_tail_too() -> None:
+    order = EvictionOrder(make_policy("prefix"))
+    first, second = chain(order, 0, 4, now=0), chain(order, 10, 3, now=5)
+    for each in (*first, *second[:1]):
+        order.read(each, 1, 100.0)
+    assert numbers(order) == [12, 11, 3, 2, 1, 0, 10]
+
+
+def test_who_reads_a_tail_keeps_the_head() -> None:
+    """An engine that has the head in its own memory asks for the rest only."""
+    order = EvictionOrder(make_policy("prefix"))
+    blocks = chain(order, 0, 5, now=0)
+    chain(order, 10, 2, now=5)
+    for each in blocks[3:]:
+        order.read(each, 1, 100.0)
+    assert numbers(order) == [11, 10, 4, 3, 2, 1, 0]
+
+
+def test_a_head_that_is_leased_is_raised_with_its_tail() -> None:
+    order = EvictionOrder(make_policy("prefix"))
+    head, tail = chain(order, 0, 2, now=0)
+    head.references = 1
+    order.discard(head)
+    chain(order, 10, 2, now=5)
+    order.read(tail, 1, 100.0)
+    head.references = 0
+    order.update(head)
+    assert numbers(order) == [11, 10, 1, 0]
+
+
+def test_a_block_whose_head_is_gone_stands_alone() -> None:
+    order = EvictionOrder(make_policy("prefix"))
+    head, tail = chain(order, 0, 2, now=0)
+    order.gone(head, evicted=False)
+    head.state = SlotState.FREE
+    order.read(tail, 1, 100.0)
+    assert tail.follows is None
+    order.gone(tail, evicted=True)
+    assert numbers(order) == []
+
+
+def test_a_block_that_others_build_on_costs_more() -> None:
+    order = EvictionOrder(make_policy("prefix"))
+    head, tail = chain(order, 0, 2, now=0)
+    first, last = order.cost_at(head.offset, 9.0), order.cost_at(tail.offset, 9.0)
+    assert first is not None
+    assert last is not None
+    assert first > last
+    order.gone(tail, evicted=True)
+    assert order.cost_at(head.offset, 9.0) == last
+
+
+# --- what is read again ----------------------------------------------------------------------
+
+
+def test_what_is_read_again_stays_for_one_typical_gap_longer() -> None:
+    policy = PrefixAware()
+    order = EvictionOrder(policy)
+    first = admit(order, 0, now=0)
+    order.read(first, 1, 100.0)
+    assert policy.gap_seconds == pytest.approx(100.0)
+    for number in range(1, 31):
+        admit(order, number, now=100.0 + 10 * number)
+    assert numbers(order).index(0) in (9, 10), "as if it was used at 200"
+
+
+def test_reads_at_once_are_one_read() -> None:
+    order = EvictionOrder(make_policy("prefix"))
+    block = admit(order, 0, now=0)
+    for _ in range(8):
+        order.read(block, 3, 0.5)
+    assert block.standing == 0
+    order.read(block, 5, 50.0)
+    assert block.standing == 1
+    for now in (100.0, 150.0, 200.0, 250.0):
+        order.read(block, 1, now)
+    assert block.standing == MOST_CREDITS
+
+
+def test_what_comes_back_after_it_was_evicted_has_more_credit() -> None:
+    policy = PrefixAware()
+    order = EvictionOrder(policy)
+    admit(order, 0, now=0)
+    assert evict(order) == 0
+    assert admit(order, 0, now=60.0).standing == 1
+    assert policy.gap_seconds == pytest.approx(60.0)
+
+
+def test_a_clock_that_steps_back_does_no_harm() -> None:
+    policy = PrefixAware()
+    order = EvictionOrder(policy)
+    block = admit(order, 0, now=1000.0)
+    order.read(block, 1, 900.0)
+    assert policy.gap_seconds == 0
+    cost = order.cost_at(0, 800.0)
+    assert cost is not None
+    assert cost > 0
+
+
+def test_ghosts_are_bounded() -> None:
+    ghosts = Ghosts(least=10)
+    for number in range(100):
+        ghosts.add(entry(number), live=20)
+    assert len(ghosts) == 20
+    assert ghosts.take(entry(79).digest) is None
+    assert ghosts.take(entry(80).digest) == (0, 0.0)
+    assert len(ghosts) == 19
+    ghosts.add(entry(200), live=0)
+    assert len(ghosts) == 10
+    assert LEAST_GHOSTS == 65_536

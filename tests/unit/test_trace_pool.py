@@ -1,0 +1,200 @@
+"""Replaying a trace on a pool of simulated peers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any, get_args
+
+import pytest
+
+from p2pstore.trace.block_cache import BlockCache, replay_one_cache
+from p2pstore.trace.cold_blocks import ColdBlocks
+from p2pstore.trace.pool import Pool, PoolOutcome, PoolSettings, Source
+from p2pstore.trace.requests import Request
+from p2pstore.trace.routing import PrefixAffine, RoutingName, make_router
+from p2pstore.transfer.eviction_policies import PolicyName, make_policy
+from tests.unit.test_trace_one_cache import conversation_trace, oracle, published
+from tests.unit.trace_requests import conversations
+
+
+def replay(requests: Sequence[Request], **settings: Any) -> PoolOutcome:
+    return Pool(PoolSettings(**settings)).replay(requests)
+
+
+# --- the pool against one cache, and against caches that know nothing of each other ---------------
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+def test_a_pool_of_one_is_one_cache(policy: PolicyName, shared: bool) -> None:
+    requests = conversations(1500)
+    outcome = replay(requests, peers=1, memory_blocks=500, policy=policy, shared=shared)
+    cache = BlockCache(make_policy(policy), 500)
+    assert outcome.counts == replay_one_cache(requests, cache)
+    assert outcome.tokens_from == {Source.LOCAL_MEMORY: outcome.counts.reused_tokens}
+
+
+def test_private_caches_are_caches_of_every_nth_request() -> None:
+    requests = conversations(1500)
+    outcome = replay(requests, peers=3, memory_blocks=400, policy="lru", shared=False)
+    parts = [requests[number::3] for number in range(3)]
+    hits = sum(oracle(part, 400) * sum(len(each.hash_ids) for each in part) for part in parts)
+    assert outcome.counts.hits == round(hits)
+
+
+def test_a_pool_hits_nearly_what_one_large_cache_does_and_far_more_than_private_caches() -> None:
+    requests = conversations(3000)
+    pool = replay(requests, peers=8, memory_blocks=1000)
+    alone = replay(requests, peers=8, memory_blocks=1000, shared=False)
+    assert pool.counts.ratio == pytest.approx(oracle(requests, 8000), abs=0.03)
+    assert pool.counts.ratio > 2 * alone.counts.ratio
+    assert pool.counts.compute_saved > 2 * alone.counts.compute_saved
+    assert sum(pool.tokens_from.values()) == pool.counts.reused_tokens
+
+
+def test_an_affine_router_reads_at_home() -> None:
+    requests = conversations(3000)
+    blind = replay(requests, peers=8, memory_blocks=1000)
+    affine = replay(requests, peers=8, memory_blocks=1000, routing="affine")
+    for outcome, least, most in ((blind, 0.0, 0.3), (affine, 0.7, 1.0)):
+        at_home = outcome.tokens_from[Source.LOCAL_MEMORY] / outcome.counts.reused_tokens
+        assert least < at_home < most
+    alone = replay(requests, peers=8, memory_blocks=1000, routing="affine", shared=False)
+    assert alone.counts.ratio > 0.8 * affine.counts.ratio
+
+
+# --- what is known of copies -----------------------------------------------------------------
+
+
+class CheckedPool(Pool):
+    """Compares what is said of blocks with what peers hold, after each request."""
+
+    def _serve(self, request: Request) -> None:
+        super()._serve(request)
+        memory: dict[int, list[int]] = {}
+        ssd: dict[int, list[int]] = {}
+        for number, peer in enumerate(self._peers):
+            assert len(peer.memory) <= self._settings.memory_blocks
+            for block in peer.memory:
+                memory.setdefault(block, []).append(number)
+            for block in peer.ssd or ():
+                ssd.setdefault(block, []).append(number)
+        assert memory == {block: sorted(held) for block, held in self._in_memory.items()}
+        assert ssd == {block: sorted(held) for block, held in self._on_ssd.items()}
+        for block, held in memory.items():
+            entries = [self._peers[number].memory.get(block) for number in held]
+            firm = sum(entry is not None and not entry.soft for entry in entries)
+            assert firm >= 1, "all copies are soft"
+            for number, entry in zip(held, entries, strict=True):
+                assert entry is not None
+                assert entry.on_ssd == (number in ssd.get(block, ()))
+
+
+@pytest.mark.parametrize("routing", get_args(RoutingName))
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("ssd_blocks", [0, 60])
+def test_what_is_known_of_blocks_is_true(
+    routing: RoutingName, shared: bool, ssd_blocks: int
+) -> None:
+    settings = PoolSettings(
+        peers=4,
+        memory_blocks=30,
+        ssd_blocks=ssd_blocks,
+        routing=routing,
+        shared=shared,
+        keep_after=2,
+    )
+    outcome = CheckedPool(settings).replay(conversations(400))
+    assert outcome.blocks_lost > 100
+    assert bool(outcome.copies_made) == shared
+    assert bool(outcome.ssd_blocks_written) == bool(ssd_blocks)
+
+
+def test_soft_copies_bring_hot_blocks_near_and_cost_no_hits() -> None:
+    requests = conversations(3000)
+    none = replay(requests, peers=8, memory_blocks=1000, keep_after=0)
+    some = replay(requests, peers=8, memory_blocks=1000, keep_after=3)
+    assert none.copies_made == 0 < some.copies_made
+    assert some.tokens_from[Source.LOCAL_MEMORY] > none.tokens_from[Source.LOCAL_MEMORY]
+    assert some.counts.ratio == pytest.approx(none.counts.ratio, abs=0.003)
+
+
+# --- SSD ---------------------------------------------------------------------------------------
+
+
+def test_an_ssd_adds_what_memory_has_no_room_for() -> None:
+    requests = conversations(3000)
+    without = replay(requests, peers=4, memory_blocks=100)
+    small = replay(requests, peers=4, memory_blocks=100, ssd_blocks=400)
+    large = replay(requests, peers=4, memory_blocks=100, ssd_blocks=100_000)
+    assert without.counts.ratio < small.counts.ratio < large.counts.ratio
+    assert large.counts.ratio == oracle(requests, 10**6)
+    assert large.blocks_lost == 0
+    assert large.tokens_from[Source.LOCAL_SSD]
+    assert large.tokens_from[Source.REMOTE_SSD] > large.tokens_from[Source.LOCAL_SSD]
+
+
+def test_reclaim_keeps_what_was_read_and_lets_the_rest_go() -> None:
+    cold = ColdBlocks(640)
+    gone: list[int] = []
+    for block in range(5000):
+        gone += cold.put(block)
+        if 7 in cold:
+            cold.read(7)
+        assert len(cold) <= 640
+    assert 7 in cold
+    assert sorted([*gone, *cold]) == list(range(5000))
+    assert 5000 < cold.written <= 5000 * 1.25
+
+
+def test_an_ssd_has_room_for_some_segments() -> None:
+    with pytest.raises(ValueError, match="15 blocks at least"):
+        ColdBlocks(14)
+    ColdBlocks(15)
+
+
+# --- routers -----------------------------------------------------------------------------------
+
+
+def test_blind_routers_spread_requests() -> None:
+    for name in ("round-robin", "random"):
+        router = make_router(name, 1.0, Random(1))
+        chosen = [router.choose([0, 5, 0]) for _ in range(3000)]
+        assert all(
+            abs(chosen.count(peer) - 1000) <= (100 if name == "random" else 0) for peer in range(3)
+        )
+
+
+@pytest.mark.parametrize("bound", [1.0, 1.05, 2.0])
+def test_an_affine_router_keeps_its_bound(bound: float) -> None:
+    router = PrefixAffine(bound)
+    sent = [0, 0, 0, 0]
+    for _ in range(1000):
+        sent[router.choose([1, 9, 1, 5])] += 1
+    assert max(sent) <= bound * 250 + 1
+    assert sent[1] == max(sent), "as long as it may, it takes the one with most"
+    with pytest.raises(ValueError, match="1 at least"):
+        PrefixAffine(0.9)
+
+
+# --- the published trace -------------------------------------------------------------------------
+
+
+@published
+@pytest.mark.parametrize(("routing", "ratio"), [("round-robin", 0.104), ("random", 0.102)])
+def test_private_caches_on_the_published_trace(routing: RoutingName, ratio: float) -> None:
+    outcome = replay(
+        conversation_trace(), memory_blocks=5859, policy="lru", routing=routing, shared=False
+    )
+    assert outcome.counts.ratio == pytest.approx(ratio, abs=0.0015)
+
+
+@published
+@pytest.mark.parametrize("routing", get_args(RoutingName))
+def test_the_pool_on_the_published_trace(routing: RoutingName) -> None:
+    outcome = replay(conversation_trace(), memory_blocks=5859, routing=routing)
+    assert outcome.counts.ratio >= 0.348
+    assert outcome.counts.compute_saved >= 0.33
+    cold = replay(conversation_trace(), memory_blocks=5859, ssd_blocks=4 * 5859, routing=routing)
+    assert cold.counts.ratio >= 0.364

@@ -1,0 +1,27 @@
+"""A synthetic trace of conversations: turns that extend one another, behind a prompt that all share."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+
+from p2pstore.trace.requests import TOKENS_PER_BLOCK, Request
+
+
+def conversations(requests: int, seed: int = 1) -> list[Request]:
+    """So many requests. Every second somebody begins or goes on after a pause of one to ten minutes."""
+    rng = Random(seed)
+    fresh = itertools.count(1)
+    due: list[tuple[float, list[int]]] = []
+    made: list[Request] = []
+    now = 0.0
+    for _ in range(requests):
+        now += rng.expovariate(1.0)
+        due.sort()
+        blocks = due.pop(0)[1] if due and due[0][0] <= now else [0]
+        blocks = blocks + [next(fresh) for _ in range(int(rng.expovariate(1 / 6)) + 1)]
+        if rng.random() < 0.5:
+            due.append((now + rng.uniform(60, 600), blocks))
+        tokens = len(blocks) * TOKENS_PER_BLOCK - rng.randrange(TOKENS_PER_BLOCK)
+        made.append(Request(int(now * 1000), tokens, rng.randrange(1, 500), blocks))
+    return made
