@@ -1,4 +1,4 @@
-"""Making the manifest of a directory: all of its bytes are read once and hashed, in threads side by side. Shell.
+"""Making a manifest: all bytes of a directory, or of tensors, are read once and hashed, in threads side by side. Shell.
 
 A large file is one thread's, step by step, as its own hash needs its bytes in order; small files go by the pieces that
 they share. A step reads 64 MiB at most, so that cancelling takes effect soon. Reading and BLAKE3 let go of the
@@ -8,16 +8,15 @@ interpreter's lock.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 import trio
 from blake3 import blake3
 
 from p2pstore.checkpoint.manifest import HASH_BYTES, FileEntry, Manifest, hash_of, make_manifest
 from p2pstore.checkpoint.pieces import LARGEST_USUAL, Extent, PieceLayout, choose_piece_bytes
-from p2pstore.checkpoint.source_directory import SourceDirectory
 from p2pstore.errors import CheckpointChanged
 
 STEP_BYTES: Final = LARGEST_USUAL
@@ -29,8 +28,34 @@ Progress = Callable[[int], None]
 """Told of so many more bytes that were hashed."""
 
 
-async def hash_directory(
-    source: SourceDirectory,
+class SourceEntry(Protocol):
+    """A file or a tensor, as a manifest describes it, but its hash."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def mode(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Source(Protocol):
+    """What is published: `SourceDirectory` or `SourceTensors`."""
+
+    @property
+    def files(self) -> Sequence[SourceEntry]: ...
+
+    def read(self, extents: Sequence[Extent]) -> bytearray: ...
+
+    def check(self) -> None: ...
+
+
+async def hash_source(
+    source: Source,
     name: str,
     *,
     piece_bytes: int = 0,
@@ -38,7 +63,7 @@ async def hash_directory(
     threads: int = 0,
     progress: Progress = lambda count: None,
 ) -> Manifest:
-    """The manifest of what the directory has. `piece_bytes` and `threads`: 0 for the usual, by size and by cores;
+    """The manifest of all files, or tensors. `piece_bytes` and `threads`: 0 for the usual, by size and by cores;
     `previous_piece_bytes` is that of the version before, see `choose_piece_bytes`.
 
     Raises `CheckpointChanged` when a file changes meanwhile, `CheckpointRefused` for a name or sizes that a manifest
@@ -68,7 +93,9 @@ async def hash_directory(
         raise failures[0]
     await trio.to_thread.run_sync(source.check, limiter=limiter)
     files = [
-        FileEntry(file.path, file.size, file.mode, work.file_hashes[number])
+        FileEntry(
+            file.path, file.size, file.mode, work.file_hashes[number], file.dtype, list(file.shape)
+        )
         for number, file in enumerate(source.files)
     ]
     return make_manifest(name, files, layout.piece_bytes, bytes(work.piece_hashes))
@@ -81,7 +108,7 @@ Step = Callable[[], int]
 class _Hashing:
     """What there is to hash, and the hashes. Each step writes to places of its own."""
 
-    def __init__(self, source: SourceDirectory, layout: PieceLayout) -> None:
+    def __init__(self, source: Source, layout: PieceLayout) -> None:
         self.file_hashes = [hash_of(b"")] * len(source.files)
         self.piece_hashes = bytearray(HASH_BYTES * layout.count)
         self._source = source

@@ -29,6 +29,9 @@ class SourceFile:
     mode: int
     stamp: tuple[int, int, int]
     """Time of the last change of its content (ns), device and inode."""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    """Of tensors; a file has none."""
 
 
 class SourceDirectory:

@@ -138,7 +138,6 @@ class Swarm:
         self._serving_since: dict[tuple[int, int], float] = {}
         self._sharing = 1
         """Peers of this host that use its link for this."""
-        self._own = own
         self._sizes = piece_sizes
         self._count = len(piece_sizes)
         self._usual_size = max(piece_sizes, default=1)

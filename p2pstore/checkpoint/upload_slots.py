@@ -37,6 +37,8 @@ class UploadSlots:
         self._grants = 0
         self._sending: dict[tuple[int, int], float] = {}
         """Pieces being sent, and when each is held up."""
+        self._used: dict[int, int] = {}
+        """Grants and pieces of each neighbour that has any."""
         self._held_up = 0
         self._waiting: dict[int, None] = {}
 
@@ -53,14 +55,13 @@ class UploadSlots:
 
     def used_by(self, member: int) -> int:
         """How many slots one neighbour has."""
-        return len(self._granted.get(member, ())) + sum(
-            receiver == member for receiver, _ in self._sending
-        )
+        return self._used.get(member, 0)
 
     def grant(self, member: int, piece: int | None, now: float) -> None:
         """Keep a slot for this neighbour, who is told."""
         self._granted.setdefault(member, []).append((now + self._grant_seconds, piece))
         self._grants += 1
+        self._use(member, 1)
         self._waiting.pop(member, None)
 
     def take_grant(self, member: int, now: float) -> tuple[bool, int | None]:
@@ -70,6 +71,7 @@ class UploadSlots:
             return False, None
         void_at, piece = grants.pop(0)
         self._grants -= 1
+        self._use(member, -1)
         if not grants:
             del self._granted[member]
         took = now - (void_at - self._grant_seconds)
@@ -84,6 +86,7 @@ class UploadSlots:
         """The piece is being sent; there was a free slot, or a grant was taken. From `held_up_at` on the receiver holds
         it up, so another may be sent: at most twice as many as there are slots."""
         self._sending[member, piece] = held_up_at
+        self._use(member, 1)
         self._held_up += held_up_at == -math.inf
 
     def sent(self, member: int, piece: int) -> bool:
@@ -92,6 +95,7 @@ class UploadSlots:
         if held_up_at is None:
             return False
         self._held_up -= held_up_at == -math.inf
+        self._use(member, -1)
         return True
 
     def wait(self, member: int) -> int:
@@ -115,6 +119,7 @@ class UploadSlots:
             while grants and grants[0][0] <= now:
                 void.append((member, grants.pop(0)[1]))
                 self._grants -= 1
+                self._use(member, -1)
             if not grants:
                 del self._granted[member]
         return void
@@ -139,10 +144,18 @@ class UploadSlots:
         self._waiting.pop(member, None)
         grants = self._granted.pop(member, [])
         self._grants -= len(grants)
+        self._use(member, -len(grants))
         lost = [piece for receiver, piece in self._sending if receiver == member]
         for piece in lost:
             self.sent(member, piece)
         return lost + [piece for _, piece in grants if piece is not None]
+
+    def _use(self, member: int, more: int) -> None:
+        used = self._used.get(member, 0) + more
+        if used:
+            self._used[member] = used
+        else:
+            self._used.pop(member, None)
 
 
 def slots_for(piece_seconds: float, round_trip_seconds: float) -> int:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from p2pstore.core.effects import KnownCopy
+from p2pstore.gossip.homes.placement import weight
 from p2pstore.gossip.locations.location_index import digests_of
+from p2pstore.gossip.records import Tier
 from p2pstore.location_table import RECORD
 
 if TYPE_CHECKING:
@@ -71,6 +73,23 @@ class OwnCopies:
 def held_here(core: PeerCore, digest: bytes, now: float) -> ObjectEntry | ColdEntry | None:
     """What this peer serves under a digest, from memory or from its SSD."""
     return core.find(digest, now) or core.cold.find(digest, now)
+
+
+def is_kept_elsewhere(core: PeerCore, entry: ObjectEntry, now: float) -> bool:
+    """Whether a living peer holds a firm copy of the same version in memory, and comes before this one in rendezvous
+    order: of those that hold it, one does not give it up because of the others."""
+    mine = (entry.version.clock, entry.version.writer)
+    my_weight = -1
+    for holding in core.gossip.holders(entry.digest, now):
+        record = holding.record
+        same = (record.version.clock, record.version.writer) == mine
+        if not same or record.soft or holding.hidden or record.tier is Tier.SSD:
+            continue
+        if my_weight < 0:
+            my_weight = weight(core.member, entry.digest)
+        if weight(holding.member, entry.digest) > my_weight:
+            return True
+    return False
 
 
 def other_firm_copies(

@@ -30,6 +30,7 @@ from p2pstore.core.home_messages import message_of, rivals_of
 from p2pstore.core.hot_objects import HotObjects
 from p2pstore.core.lookup import check_holding_record
 from p2pstore.core.operation import Operation
+from p2pstore.core.own_copies import is_kept_elsewhere
 from p2pstore.core.prefetching import Prefetching
 from p2pstore.core.repair import Repair, RepairTiming
 from p2pstore.core.serving import serve
@@ -118,6 +119,7 @@ class PeerCore:
         self.prefetching = Prefetching(self)
         self.hot_objects = HotObjects()
         self.repair = Repair(self, repair)
+        segment.ask_who_keeps(self._is_kept_elsewhere)
         gossip.locations.watch(segment.digests(), self._awaited.keys())
 
     # --- driving -----------------------------------------------------------------------------
@@ -477,6 +479,9 @@ class PeerCore:
                 self._namespaces.clear()
             digest = self._namespaces[namespace] = namespace_digest(namespace)
         return digest
+
+    def _is_kept_elsewhere(self, entry: ObjectEntry, unix: float) -> bool:
+        return is_kept_elsewhere(self, entry, unix - self.unix_offset_seconds)
 
     # --- memory ------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
     if config.ssd is None:
         yield
         return
-    disk = await trio.to_thread.run_sync(_open_disk, config, abandon_on_cancel=True)
+    disk = await _open_in_thread(config)
     ssd = PeerSsd(node)
     policy = AdmissionPolicy(write_bytes_per_day=config.ssd_bytes_per_day)
     try:
@@ -164,6 +164,30 @@ async def _leave_alone_what_hangs(ssd: PeerSsd, disk: FileDisk) -> None:
     )
     ssd.tier.stop()
     disk.abandon()
+
+
+async def _open_in_thread(config: PeerConfig) -> FileDisk:
+    """A path that hangs can be cancelled: what is opened after that is closed at once."""
+    wanted = [True]  # whoever takes it has the disk
+    opened: list[FileDisk] = []
+
+    def open_it() -> None:
+        disk = _open_disk(config)
+        opened.append(disk)
+        try:
+            wanted.pop()
+        except IndexError:
+            disk.close()
+
+    try:
+        await trio.to_thread.run_sync(open_it, abandon_on_cancel=True)
+    except trio.Cancelled:
+        try:
+            wanted.pop()
+        except IndexError:  # it was opened in this moment
+            opened[0].close()
+        raise
+    return opened[0]
 
 
 def _open_disk(config: PeerConfig) -> FileDisk:

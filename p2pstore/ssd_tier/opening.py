@@ -110,7 +110,7 @@ def _open_file(
             descriptor = os.open(path, _HOW)
     except OSError as error:
         raise _unusable(path, error) from None
-    stack.callback(os.close, descriptor)
+    stack.callback(_close, descriptor)
     if created:
         stack.callback(_remove, path)
     _lock(path, descriptor)
@@ -162,8 +162,13 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    with suppress(FileNotFoundError):
+    with suppress(OSError):  # what went wrong before is what is to be said
         os.unlink(path)
+
+
+def _close(descriptor: int) -> None:
+    with suppress(OSError):
+        os.close(descriptor)
 
 
 # --- a block device ----------------------------------------------------------------------------------
@@ -180,7 +185,7 @@ def _open_device(
         if error.errno == errno.EBUSY:
             raise _device_in_use(path) from None
         raise _unusable(path, error) from None
-    stack.callback(os.close, descriptor)
+    stack.callback(_close, descriptor)
     _lock(path, descriptor)  # so that others can be told by whom it is used
     try:
         size_bytes = os.lseek(descriptor, 0, os.SEEK_END)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import merge
+from itertools import chain
 from typing import Final, Literal
 
 from p2pstore.transfer.entries import ObjectEntry
@@ -20,7 +21,7 @@ from p2pstore.transfer.layout import SlotState
 PolicyName = Literal["prefix", "lru", "s3-fifo"]
 
 LOST_FOR_GOOD: Final = 4.0
-"""So much more does it cost to lose what is not on the SSD as well."""
+"""So much more does it cost to lose what is not on the SSD as well, nor kept by another peer."""
 
 
 class EvictionQueue(ABC):
@@ -68,8 +69,9 @@ class EvictionPolicy(ABC):
 
 
 def _worth(entry: ObjectEntry) -> float:
-    """Bytes lost, and less lost where the SSD has them."""
-    return (1.0 if entry.on_ssd else LOST_FOR_GOOD) * entry.extent_bytes
+    """Bytes lost, and less lost where the SSD has them, or somebody else."""
+    kept = entry.on_ssd or entry.is_kept_elsewhere
+    return (1.0 if kept else LOST_FOR_GOOD) * entry.extent_bytes
 
 
 # --- least recently used -------------------------------------------------------------------------
@@ -117,6 +119,8 @@ class _RecencyQueue(EvictionQueue):
 LEAST_GHOSTS: Final = 65_536
 """So many are remembered at least: 12 MB. A peer with few large objects evicts them long before they would be asked
 for again, and only a memory longer than its own contents tells it which are."""
+MOST_FORGOTTEN: Final = 16
+"""In one step, when much was removed at once."""
 
 
 class Ghosts:
@@ -130,10 +134,12 @@ class Ghosts:
         return len(self._kept)
 
     def add(self, entry: ObjectEntry, live: int) -> None:
-        """Remember an entry; as many as there are live objects, or the least."""
+        """Remember an entry; as many as there are live objects, or the least, but some more for a while when there are
+        far fewer live objects all of a sudden."""
         self._kept.pop(entry.digest, None)
         self._kept[entry.digest] = (entry.standing, entry.last_access)
-        while len(self._kept) > max(self._least, live):
+        too_many = len(self._kept) - max(self._least, live)
+        for _ in range(min(too_many, MOST_FORGOTTEN)):
             self._kept.popitem(last=False)
 
     def take(self, digest: bytes) -> tuple[int, float] | None:
@@ -144,10 +150,12 @@ class Ghosts:
 # --- S3-FIFO -------------------------------------------------------------------------------------
 
 SMALL_SHARE: Final = 0.1
-"""Of a rank's bytes: so much may be new; beyond it, what is new goes first."""
+"""Of a rank's bytes: so much may be new; beyond it, what is new goes first. (In `PrefixAware` too.)"""
 MOST_READS_COUNTED: Final = 3
 READS_TO_STAY: Final = 2
 """What was read so often while it was new joins the main queue."""
+MOST_PROMOTED: Final = 1_024
+"""In one step: half a millisecond. Where even more were read since room was needed last, one of them goes."""
 _MAIN: Final = 4
 """The bit of `standing` that says in which of both queues an entry is; the lower two count its reads."""
 
@@ -214,7 +222,7 @@ class _SmallAndMain(EvictionQueue):
 
     def _promote(self) -> None:
         """Until the first one that would go has not been read: those before it stay. Each read pays for one step."""
-        while True:
+        for _ in range(MOST_PROMOTED):
             entry = self._small.coldest if self._takes_small else self._main.coldest
             if entry is None:
                 return
@@ -238,7 +246,8 @@ MOST_CREDITS: Final = 3
 CORRELATED_SECONDS: Final = 1.0
 """Reads so soon after the last use are part of it: of several ranks of one engine, or of who just wrote it."""
 GAP_WEIGHT: Final = 0.002
-"""Of one more observation: the typical gap follows some hundred requests of some blocks each."""
+"""Of one more observation in the geometric mean, which a few very long gaps hardly move: it follows some hundred
+requests of some blocks each."""
 BURST_SECONDS: Final = 2.0
 """A block that is used so soon after the one before it is used together with that."""
 MOST_ANCESTORS: Final = 1_024
@@ -253,7 +262,7 @@ class PrefixAware(EvictionPolicy):
     the load. An object that was read again before is more likely to be read once more, so each such read (up to three)
     lets it stay for as long as the gap that was typical lately: it goes when its last use, plus that gap for each
     credit, lies furthest back. Credits and gaps are also learned from what comes back after it was evicted, and so
-    also where everything goes before it could be read again.
+    also where everything goes before it could be read again. A tenth of the room is for objects without credit.
 
     *Chains*: a block is worth nothing without those before it. A block is queued just before the block that it follows,
     when both were used together, so that tails go first; and its use is a use of those before it, although whoever
@@ -302,8 +311,8 @@ class PrefixAware(EvictionPolicy):
         if gap < CORRELATED_SECONDS:
             return credits
         if credits < MOST_CREDITS:  # what all share, such as a system prompt, is read all the time
-            weight = GAP_WEIGHT if self.gap_seconds else 1.0
-            self.gap_seconds += weight * (gap - self.gap_seconds)
+            usual = self.gap_seconds or gap
+            self.gap_seconds = usual * (gap / usual) ** GAP_WEIGHT
         return min(MOST_CREDITS, credits + 1)
 
 
@@ -329,8 +338,24 @@ class _CreditQueue(EvictionQueue):
         self._place(entry)
 
     def coldest(self) -> Iterator[ObjectEntry]:
-        lists = [each for each in self._lists if each.coldest is not None]
-        return iter(lists[0]) if len(lists) == 1 else merge(*lists, key=self._policy.stays_until)
+        new, again = self._lists[0], self._lists[1:]
+        if self._spares_new:
+            return chain(self._in_order(again), new)
+        return self._in_order(self._lists)
+
+    def _in_order(self, lists: Iterable[EntryList]) -> Iterator[ObjectEntry]:
+        filled = [each for each in lists if each.coldest is not None]
+        return iter(filled[0]) if len(filled) == 1 else merge(*filled, key=self._policy.stays_until)
+
+    @property
+    def _spares_new(self) -> bool:
+        """Whether what was not read again has so little room that it could not be. But what others build on does not
+        go for that: those would be among the new ones, and worth nothing."""
+        new, again = self._lists[0], self._lists[1:]
+        coldest = [each.coldest for each in again if each.coldest is not None]
+        if not coldest or new.bytes >= SMALL_SHARE * sum(each.bytes for each in self._lists):
+            return False
+        return not min(coldest, key=self._policy.stays_until).followers
 
     def _place(self, entry: ObjectEntry) -> None:
         queue, before = self._lists[entry.standing], entry.follows

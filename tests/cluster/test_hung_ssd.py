@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from p2pstore.errors import ConfigError
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer
 from p2pstore.peer import ssd as ssd_module
+from p2pstore.ssd_tier.disk import FileDisk, open_disk
 from tests.unit.hanging_disk import Hang, hanging_disks
 
 VALUE = Random(1).randbytes(300_000)
@@ -168,6 +170,37 @@ async def test_a_peer_does_not_start_on_an_ssd_that_hangs(
     with trio.fail_after(20.0), pytest.raises(ConfigError, match="does not answer"):
         async with peer_with_ssd(tmp_path):
             pass
+
+
+async def test_a_start_that_is_cancelled_while_the_path_hangs_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_go_on = threading.Event(), threading.Event()
+    disks: list[FileDisk] = []
+
+    def slow(*arguments: str | int | None) -> FileDisk:
+        began.set()
+        assert may_go_on.wait(20.0)
+        disks.append(open_disk(*arguments))  # type: ignore[arg-type]  # as they came
+        return disks[0]
+
+    monkeypatch.setattr(ssd_module, "open_disk", slow)
+    with trio.fail_after(20.0):
+        async with trio.open_nursery() as nursery:
+
+            async def start() -> None:
+                async with peer_with_ssd(tmp_path):
+                    pytest.fail("it was cancelled")
+
+            nursery.start_soon(start)
+            while not began.is_set():
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+    may_go_on.set()
+    await until(lambda: disks and not disks[0]._threads._alive)
+    monkeypatch.undo()
+    async with peer(tmp_path, "owner", ssd=str(tmp_path / "ssd"), ssd_capacity="256MiB"):
+        pass
 
 
 PROGRAM = """

@@ -566,25 +566,6 @@ async def test_addresses_are_kept_as_soon_as_peers_have_met(tmp_path: Path) -> N
         await until(lambda: kept(states[0], b) and kept(states[1], a), seconds)
 
 
-async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies(
-    tmp_path: Path,
-) -> None:
-    async with cluster(tmp_path, 2) as (first, second):
-        await first.put("k", b"value")
-        entry = first.node.core.find(key_digest("k", "default"), first.node.now)
-        assert entry is not None
-        second.node.core.closing = True
-        leaving = first.node.remote_peer(second.node.core.peer_id)
-        found = await first.node.pool.request(leaving, DataKind.LOOKUP, Lookup(entry.digest))
-        assert isinstance(found, Locations)
-        with pytest.raises(errors.Unavailable, match="this peer is leaving"):
-            await first.node.pool.request(
-                leaving,
-                DataKind.REPLICATE,
-                Replicate(entry.digest, entry.version.clock, entry.version.writer, 5),
-            )
-
-
 async def test_a_peer_evicts_as_it_was_told(tmp_path: Path) -> None:
     for name, kind in (("lru", LeastRecentlyUsed), ("prefix", PrefixAware)):
         async with open_peer(config(tmp_path, name, eviction_policy=name)) as peer:
@@ -610,3 +591,22 @@ async def test_chains_go_from_their_tails(tmp_path: Path) -> None:
             await peer.put(f"other {number}", value)
             number += 1
             left = [key for key in chain if peer.contains_nowait(key)]
+
+
+async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies(
+    tmp_path: Path,
+) -> None:
+    async with cluster(tmp_path, 2) as (first, second):
+        await first.put("k", b"value")
+        entry = first.node.core.find(key_digest("k", "default"), first.node.now)
+        assert entry is not None
+        second.node.core.closing = True
+        leaving = first.node.remote_peer(second.node.core.peer_id)
+        found = await first.node.pool.request(leaving, DataKind.LOOKUP, Lookup(entry.digest))
+        assert isinstance(found, Locations)
+        with pytest.raises(errors.Unavailable, match="this peer is leaving"):
+            await first.node.pool.request(
+                leaving,
+                DataKind.REPLICATE,
+                Replicate(entry.digest, entry.version.clock, entry.version.writer, 5),
+            )

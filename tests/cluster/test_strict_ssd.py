@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from p2pstore import NoSuchKey
+from p2pstore import NoSuchKey, Unavailable
 from p2pstore.gossip.records import Tier
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer
@@ -16,12 +16,18 @@ from p2pstore.transfer.trace import FetchTrace
 from tests.cluster.test_hung_ssd import (
     COLD,
     cool,
+    hang,
     in_memory,
     peer,
     peer_with_ssd,
     push_out,
     until,
 )
+from tests.unit.hanging_disk import Hang
+
+__all__ = ["hang"]
+
+WARM = bytes(range(256)) * 400
 
 
 def tiers(reader: Peer) -> list[str]:
@@ -82,3 +88,35 @@ async def test_by_rdma_alone_the_copy_is_offered(tmp_path: Path) -> None:
         assert slot.length == len(COLD)
         assert trailer.key == "k"
         assert in_memory(owner, "k")
+
+
+async def test_a_view_of_what_a_neighbour_has_on_its_ssd_is_a_view_of_its_memory(
+    tmp_path: Path,
+) -> None:
+    async with peer_with_ssd(tmp_path) as owner, peer(tmp_path, "reader", owner) as reader:
+        await cool(owner, "k")
+        await until(lambda: tiers(reader) == ["ssd"])
+        async with reader.lease("k") as view:
+            assert view == COLD
+            assert in_memory(owner, "k")
+            assert not in_memory(reader, "k")
+            assert owner.node.core.segment.leased_bytes >= len(COLD)
+        del view
+        await until(lambda: owner.node.core.segment.leased_bytes == 0)
+
+
+async def test_a_neighbour_whose_ssd_hangs_is_not_waited_for_twice(
+    tmp_path: Path, hang: Hang
+) -> None:
+    async with peer_with_ssd(tmp_path) as owner, peer(tmp_path, "reader", owner) as reader:
+        await cool(owner, "k")
+        await owner.put("warm again", WARM)
+        await until(lambda: tiers(reader) == ["ssd"] and reader.contains_nowait("warm again"))
+        hang.on = True
+        with trio.fail_after(20.0):
+            with pytest.raises(Unavailable):
+                async with reader.lease("k"):
+                    pass
+            async with reader.lease("warm again") as view:
+                assert view == WARM
+        assert not in_memory(reader, "warm again"), "it was viewed where it is"

@@ -6,14 +6,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trio
 
 from p2pstore.checkpoint import hashing
-from p2pstore.checkpoint.hashing import hash_directory
+from p2pstore.checkpoint.hashing import hash_source
 from p2pstore.checkpoint.manifest import Manifest, hash_of
 from p2pstore.checkpoint.pieces import MIN_PIECE_BYTES, SMALLEST_USUAL
 from p2pstore.checkpoint.source_directory import SourceDirectory
+from p2pstore.checkpoint.source_tensors import NamedTensor, SourceTensors
 from p2pstore.errors import CheckpointChanged, CheckpointRefused
 
 PIECE = MIN_PIECE_BYTES
@@ -56,7 +58,7 @@ async def test_the_manifest_of_a_directory(
     (tmp_path / "vocabulary.txt").chmod(0o4755)
     source = SourceDirectory(tmp_path)
     hashed: list[int] = []
-    manifest = await hash_directory(
+    manifest = await hash_source(
         source, "model", piece_bytes=PIECE, threads=threads, progress=hashed.append
     )
     assert [file.path for file in manifest.files] == sorted(FILES)
@@ -75,8 +77,8 @@ async def test_the_manifest_of_a_directory(
 
 async def test_pieces_have_the_usual_length_or_that_of_the_version_before(tmp_path: Path) -> None:
     source = SourceDirectory(write(tmp_path, FILES))
-    assert (await hash_directory(source, "m")).piece_bytes == SMALLEST_USUAL
-    kept = await hash_directory(source, "m", previous_piece_bytes=2 * SMALLEST_USUAL)
+    assert (await hash_source(source, "m")).piece_bytes == SMALLEST_USUAL
+    kept = await hash_source(source, "m", previous_piece_bytes=2 * SMALLEST_USUAL)
     assert kept.piece_bytes == 2 * SMALLEST_USUAL
 
 
@@ -189,12 +191,12 @@ async def test_a_file_that_changes_while_it_is_hashed_ends_the_publication(
     if not after:
         change(tmp_path / "model/1.safetensors")
     with trio.fail_after(10), pytest.raises(CheckpointChanged):
-        await hash_directory(source, "model", piece_bytes=PIECE, threads=1, progress=progress)
+        await hash_source(source, "model", piece_bytes=PIECE, threads=1, progress=progress)
 
 
 async def test_a_piece_of_a_file_that_changed_later_is_not_sent(tmp_path: Path) -> None:
     source = SourceDirectory(write(tmp_path, FILES))
-    manifest = await hash_directory(source, "model", piece_bytes=PIECE)
+    manifest = await hash_source(source, "model", piece_bytes=PIECE)
     place = tmp_path / "model/1.safetensors"
     before = place.stat()
     with place.open("r+b") as file:
@@ -208,10 +210,63 @@ async def test_a_piece_of_a_file_that_changed_later_is_not_sent(tmp_path: Path) 
     assert source.read_piece(manifest, 1) == FILES["model/1.safetensors"][PIECE : 2 * PIECE]
 
 
+async def test_a_disk_that_gives_a_little_at_a_time_is_good_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = SourceDirectory(write(tmp_path, FILES))
+    whole = await hash_source(source, "m", piece_bytes=PIECE)
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: read(file, [views[0][:999]], at))
+    assert await hash_source(source, "m", piece_bytes=PIECE) == whole
+
+
 async def test_hashing_can_be_cancelled_and_leaves_no_thread_behind(tmp_path: Path) -> None:
     source = SourceDirectory(write(tmp_path, FILES))
     with trio.CancelScope() as scope:
-        await hash_directory(
+        await hash_source(
             source, "m", piece_bytes=PIECE, threads=2, progress=lambda count: scope.cancel()
         )
     assert scope.cancelled_caught
+
+
+# --- tensors ---------------------------------------------------------------------------------
+
+
+async def test_tensors_are_published_with_dtype_and_shape() -> None:
+    weight = np.arange(3 * PIECE, dtype=np.float32).reshape(3, PIECE)
+    norm = bytearray(b"norm")
+    source = SourceTensors(
+        {
+            "model.norm": NamedTensor(norm, "torch.bfloat16", (2,)),
+            "model.layers.0.weight": NamedTensor(weight.data, "float32", weight.shape),
+        }
+    )
+    manifest = await hash_source(source, "policy", piece_bytes=PIECE)
+    first, second = manifest.files
+    assert (first.path, first.dtype, first.shape) == (
+        "model.layers.0.weight",
+        "float32",
+        [3, PIECE],
+    )
+    assert (second.path, second.dtype, second.shape) == ("model.norm", "torch.bfloat16", [2])
+    assert first.hash == hash_of(weight.tobytes())
+    data = b"".join(source.read_piece(manifest, piece) for piece in range(12))
+    assert data == weight.tobytes()
+    assert source.read_piece(manifest, 12) == b"norm"
+    norm[:] = b"next"
+    with pytest.raises(CheckpointChanged, match=r"model\.norm"):
+        source.read_piece(manifest, 12)
+
+
+def test_tensors_that_cannot_be_published_are_refused() -> None:
+    with pytest.raises(CheckpointRefused, match="no tensor"):
+        SourceTensors({})
+    strided = np.zeros((4, 4), np.uint8)[:, ::2]
+    with pytest.raises(ValueError, match="x: its memory is not contiguous"):
+        SourceTensors({"x": NamedTensor(strided.data, "uint8", (4, 2))})
+
+
+async def test_a_tensor_whose_name_is_no_path_is_refused() -> None:
+    source = SourceTensors({"../x": NamedTensor(b"1", "uint8", (1,))})
+    with pytest.raises(CheckpointRefused):
+        await hash_source(source, "m")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from random import Random
 from typing import get_args
 
 import pytest
 
+from p2pstore.trace.block_cache import BlockCache
 from p2pstore.transfer.entries import ObjectEntry
 from p2pstore.transfer.eviction import EvictionOrder
 from p2pstore.transfer.eviction_policies import (
     LEAST_GHOSTS,
     MOST_CREDITS,
+    MOST_FORGOTTEN,
+    MOST_PROMOTED,
     Ghosts,
     PolicyName,
     PrefixAware,
@@ -129,6 +134,15 @@ def test_s3_reads_give_another_round_in_the_main_queue_each() -> None:
     order.read(entries[0], 2, 6.0)
     order.read(entries[1], 1, 6.0)
     assert [evict(order) for _ in range(4)] == [2, 3, 1, 0]
+
+
+def test_s3_takes_bounded_steps_where_everything_was_read() -> None:
+    order = EvictionOrder(make_policy("s3-fifo"))
+    for number in range(2 * MOST_PROMOTED):
+        order.read(admit(order, number, now=number), 2, number)
+    assert evict(order) == MOST_PROMOTED, "those before it moved, this one would have been next"
+    order.gone(order.at(5 << 32), evicted=False)
+    assert len(numbers(order)) == 2 * MOST_PROMOTED - 2
 
 
 def test_s3_measures_its_queues_in_bytes() -> None:
@@ -258,6 +272,76 @@ def test_ghosts_are_bounded() -> None:
     assert ghosts.take(entry(79).digest) is None
     assert ghosts.take(entry(80).digest) == (0, 0.0)
     assert len(ghosts) == 19
-    ghosts.add(entry(200), live=0)
+    for number in range(200, 210):
+        ghosts.add(entry(number), live=0)
     assert len(ghosts) == 10
+    for number in range(1000):
+        ghosts.add(entry(number), live=1000)
+    ghosts.add(entry(1000), live=0)
+    assert len(ghosts) == 1001 - MOST_FORGOTTEN, "not all at once"
     assert LEAST_GHOSTS == 65_536
+
+
+def test_a_few_very_long_gaps_do_not_make_the_typical_gap() -> None:
+    policy = PrefixAware()
+    order = EvictionOrder(policy)
+    now = 0.0
+    for number in range(1000):
+        gap = 100_000.0 if number % 10 == 9 else 10.0
+        block = admit(order, 0, now)
+        order.read(block, 1, now + gap)
+        order.gone(block, evicted=False)
+        now += gap
+    assert 10 < policy.gap_seconds < 50, "their mean is 10,009"
+
+
+def test_what_is_new_has_some_room_for_itself() -> None:
+    order = EvictionOrder(make_policy("prefix"))
+    for number in range(95):
+        order.read(admit(order, number, now=0), 1, 1000.0)
+    for number in range(100, 104):
+        admit(order, number, now=number)
+    assert numbers(order)[0] == 0, "four of 99 are less than a tenth"
+    for number in range(104, 112):
+        admit(order, number, now=number)
+    assert numbers(order)[0] == 100
+
+
+def test_what_is_new_does_not_take_the_room_of_what_it_builds_on() -> None:
+    """A conversation goes on: its new blocks follow those that were read again. With it go others, all older."""
+    order = EvictionOrder(make_policy("prefix"))
+    head = admit(order, 0, now=0)
+    order.read(head, 1, 1000.0)
+    admit(order, 1, 1000.0, follows=head)
+    for number in range(2, 50):
+        order.read(admit(order, number, now=500.0), 1, 1500.0)
+    assert numbers(order)[:2] == [1, 0]
+
+
+def requests_for_popular_objects(objects: int, count: int, bursts: bool) -> list[tuple[float, int]]:
+    """Zipf's law; every other request is for a new object that is read eight times within a second and never again."""
+    rng = Random(1)
+    weights = list(accumulate(1 / (rank + 1) for rank in range(objects)))
+    popular = rng.choices(range(objects), cum_weights=weights, k=count)
+    if not bursts:
+        return [(number / 20, block) for number, block in enumerate(popular)]
+    return [
+        (number / 20, block if number % 2 else objects + number // 16)
+        for number, block in enumerate(popular)
+    ]
+
+
+@pytest.mark.parametrize("bursts", [False, True])
+def test_popular_objects_stay(bursts: bool) -> None:
+    hits: dict[str, int] = {}
+    for policy in POLICIES:
+        cache = BlockCache(make_policy(policy), 400)
+        hits[policy] = 0
+        for now, block in requests_for_popular_objects(4000, 40_000, bursts):
+            if block in cache:
+                hits[policy] += 1
+                cache.read(block, now)
+            else:
+                cache.put(block, now)
+    assert hits["prefix"] > hits["lru"]
+    assert hits["prefix"] > 0.95 * hits["s3-fifo"]

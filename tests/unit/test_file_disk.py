@@ -407,6 +407,28 @@ def test_what_cannot_be_opened_says_what_to_do(
         open_disk(tmp_path, SIZE)
 
 
+@pytest.mark.parametrize("name", ["unlink", "close"])
+def test_what_fails_while_it_gives_up_does_not_hide_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    real = getattr(os, name)
+
+    def failing(*arguments: int | str | Path) -> None:
+        real(*arguments)
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    with monkeypatch.context() as patch:
+
+        def failing_read(*arguments: object) -> int:
+            patch.setattr(os, name, failing)
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+        patch.setattr(os, "preadv", failing_read)
+        with pytest.raises(ConfigError, match="no direct I/O"):
+            open_disk(tmp_path, SIZE)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_system_in_memory_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

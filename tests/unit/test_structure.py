@@ -89,6 +89,7 @@ PURE = (
         for name in (
             *("manifest", "paths", "pieces", "piece_map", "selection", "super_seeding"),
             *("upload_slots", "deadlines", "neighbours", "messages", "effects", "swarm"),
+            "source_tensors",
         )
     ),
     *(

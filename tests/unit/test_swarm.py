@@ -59,6 +59,7 @@ class Peer:
     ) -> None:
         mine = full_map(pieces) if publishes else map_of(have or [])
         self.now = 0.0
+        self.ticks = 0
         self.count = pieces
         self.machine = Swarm(
             OWN, [100] * pieces, mine, Random(seed), 0.0, publishes=publishes, config=config
@@ -77,6 +78,7 @@ class Peer:
             if due > until:
                 break
             self.now = max(self.now, due)
+            self.ticks += 1
             self._effects += self.machine.handle(Tick(), self.now)
         else:
             raise AssertionError("it never rests")
@@ -504,6 +506,15 @@ def test_a_publisher_may_go_when_its_neighbours_have_everything_among_them() -> 
     assert not peer.machine.dispensable
 
 
+def test_a_publisher_whose_open_grant_is_refused_goes_on() -> None:
+    peer = Peer(publishes=True, pieces=1)
+    peer.neighbour(1)
+    for _, grant in peer.told(Grant):
+        peer.on(Asked(1, 0) if grant.piece == 0 else Received(1, Refuse(Refusal.NOTHING)))
+    peer.neighbour(2)
+    assert {grant.piece for _, grant in peer.told(Grant)} == {ANY_PIECE}
+
+
 # --- one host --------------------------------------------------------------------------------
 
 
@@ -548,6 +559,29 @@ def test_a_peer_of_this_host_that_brings_nothing_has_its_share_taken_over() -> N
     assert fetch.member == 1
 
 
+def test_peers_of_one_host_have_its_slots_together() -> None:
+    peer = Peer(list(range(8)))
+    assert peer.machine.slots.slots == 2
+    peer.neighbour(50, same_host=True)
+    assert peer.machine.slots.slots == 1
+    peer.on(Unlinked(50))
+    assert peer.machine.slots.slots == 2
+
+
+def test_a_peer_of_this_host_whose_piece_is_bad_loses_its_share() -> None:
+    peer = Peer()
+    peer.neighbour(1, *range(8))
+    peer.neighbour(50, 0, same_host=True)
+    assert peer.asked(Fetch) == [Fetch(50, 0, same_host=True)]
+    peer.on(PieceFailed(50, 0, Failure.BAD))
+    assert peer.asked(Fetch) == [Fetch(1, 0)]
+    peer.on(Received(50, PieceMapMessage(b"\xff")))
+    peer.wait(0.6)
+    assert all(fetch.member == 1 for fetch in peer.asked(Fetch))
+    peer.wait(30.0)  # then it is tried again
+    assert any(fetch.member == 50 for fetch in peer.asked(Fetch))
+
+
 def test_a_peer_of_this_host_needs_no_slot() -> None:
     peer = Peer(list(range(8)))
     for member in (50, 51, 52):
@@ -585,6 +619,52 @@ def test_it_sleeps_when_nothing_is_to_be_done() -> None:
     peer = Peer(list(range(8)))
     peer.neighbour(1, *range(8))
     peer.wait(60.0)
-    assert peer.machine.wake_at > peer.now
-    assert peer.machine.wake_at < math.inf
+    assert peer.ticks <= 60 / 5 + 1  # connections are looked at
+    assert peer.now < peer.machine.wake_at < math.inf
     assert pieces_in(peer.machine.have) == list(range(8))
+
+
+def test_a_neighbour_that_is_linked_twice_is_one() -> None:
+    peer = Peer()
+    peer.neighbour(1, 3)
+    peer.on(Linked(1))
+    peer.on(Received(1, Grant()))
+    assert peer.asked(Fetch) == [Fetch(1, 3)]
+
+
+def test_for_a_neighbour_that_went_another_is_looked_for_at_once() -> None:
+    peer = Peer()
+    peer.on(Participants(frozenset(range(1, 60))))
+    peer.wait(1.1)
+    dialled = [connect.member for connect in peer.asked(Connect)]
+    assert len(dialled) == 16
+    for member in dialled:
+        peer.on(Linked(member))
+    peer.on(Unlinked(dialled[0]))
+    (another,) = peer.asked(Connect)
+    assert another.member not in dialled
+
+
+def test_old_neighbours_are_replaced_now_and_then_those_with_transfers_last() -> None:
+    peer = Peer()
+    peer.on(Participants(frozenset(range(1, 60))))
+    for member in range(1, 21):
+        peer.neighbour(member, member % 8)
+    peer.on(Received(1, Grant()))
+    assert peer.asked(Fetch) == [Fetch(1, 1)]
+    peer.on(Received(2, Grant()))
+    peer.on(PieceArrived(2, 2))
+    peer.wait(5.0)
+    ended = [each.member for each in peer.asked(Disconnect)]
+    assert len(ended) == 2
+    assert 1 not in ended
+    assert len(peer.machine._neighbours) == 18
+
+
+def test_what_a_late_joiner_takes_the_place_of_is_of_no_use() -> None:
+    peer = Peer(list(range(8)))
+    for member in range(1, 25):
+        peer.neighbour(member, *(range(8) if member == 17 else [0]))
+    peer.asked(Tell)
+    peer.on(Linked(99))
+    assert peer.asked(Disconnect) == [Disconnect(17)]

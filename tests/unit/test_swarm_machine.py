@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from random import Random
 
 from hypothesis import settings
@@ -201,6 +202,8 @@ class SwarmPeer(RuleBasedStateMachine):
         assert len(slots._sending) <= 2 * 8
         assert slots._grants == sum(map(len, slots._granted.values()))
         assert set(slots._granted) | set(slots._waiting) <= self.linked
+        used = Counter({member: len(grants) for member, grants in slots._granted.items()})
+        assert slots._used == used + Counter(member for member, _ in slots._sending)
 
     def teardown(self) -> None:
         """One honest neighbour is enough."""

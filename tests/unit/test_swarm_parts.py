@@ -211,6 +211,14 @@ def test_slots_are_granted_used_and_free_again() -> None:
     assert slots.next_change() == math.inf
 
 
+def test_how_long_answers_to_grants_take_is_known() -> None:
+    slots = UploadSlots(2, grant_seconds=1.0)
+    for turn in range(50):
+        slots.grant(5, None, now=float(turn))
+        slots.take_grant(5, turn + 0.25)
+    assert slots.round_trip_seconds == pytest.approx(0.25, rel=0.01)
+
+
 def test_whoever_goes_leaves_its_slots_and_what_it_did_not_get() -> None:
     slots = UploadSlots(3, grant_seconds=1.0)
     slots.grant(5, 1, now=0.0)

@@ -467,6 +467,17 @@ def test_a_file_system_that_cannot_allocate_is_good_enough(
     assert tree(tmp_path / "current") == BASE
 
 
+def test_a_disk_that_takes_and_gives_a_little_at_a_time_is_good_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:5000], at))
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: read(file, [views[0][:5000]], at))
+    fetch(tmp_path, BASE)
+    assert tree(tmp_path / "current") == BASE
+    assert len(fetch(tmp_path, changed(BASE, "b.safetensors", 0))) == 1
+
+
 def test_two_processes_do_not_fetch_to_one_directory(tmp_path: Path) -> None:
     target = TargetDirectory(tmp_path, signed(BASE))
     with pytest.raises(ConfigError, match="another process"):
