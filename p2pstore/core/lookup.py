@@ -60,7 +60,7 @@ class LookupOperation(Operation):
     key was found or the time is over: it looks again at any news of a missing key, and now and then
     asks the homes again. `exclude` are members that just failed for the caller. `namespace` is the digest
     of the namespace of all keys, where it is known: what a flush has removed is left out. With `ask_always`, homes are
-    asked in partitioned mode even of keys of which copies are known here: there may be more.
+    asked even of keys of which copies are known here: there may be more.
 
     Many keys are gone through some at a time (`PeerCore.keys_per_step`), one step a tick.
     """
@@ -83,7 +83,7 @@ class LookupOperation(Operation):
         self._exclude = exclude
         self._namespace = namespace
         self._ask_homes = ask_homes
-        self._ask_always = ask_always and not core.gossip.partitions.knows_all
+        self._ask_always = ask_always
         self._to_look: deque[bytes] = deque()
         """Keys that this round has yet to look for."""
         self._to_ask: dict[PeerId, list[bytes]] = {}

@@ -401,3 +401,29 @@ def test_a_home_names_the_holder_that_died() -> None:
     world.die(owner)
     reply = world.serve(world.others[1], DataKind.LOOKUP, Lookup(digest_of(key)))
     assert [[each.member for each in holdings] for holdings in reply.items] == [[owner.member]]
+
+
+def test_who_wants_all_copies_asks_a_home_that_knows_though_one_is_known_here() -> None:
+    world = partitioned()
+    key = foreign_key(world)
+    first, second = world.others[:2]
+    thing = remote_object(key, b"1")
+    look(world, key)
+    (ask,) = world.asks(DataKind.LOOKUP)
+    world.answer(ask, Locations([[told(first, thing, world)]]))
+    operation = look(world, key, ask_always=True)
+    (ask,) = world.asks(DataKind.LOOKUP)
+    world.answer(ask, Locations([[told(first, thing, world)]], [0]))
+    (again,) = world.asks(DataKind.LOOKUP)
+    assert again.peer_id != ask.peer_id, "the first one might not know all"
+    world.answer(again, Locations([[told(first, thing, world), told(second, thing, world)]]))
+    assert [{copy.peer_id for copy in copies} for copies in operation.result] == [
+        {first.peer_id, second.peer_id}
+    ]
+    world.check_idle()
+
+
+def test_who_wants_all_copies_asks_nobody_about_what_this_peer_vouches_for() -> None:
+    world = acquainted(partitioned())
+    assert look(world, home_key(world), ask_always=True).done
+    assert not world.asks(DataKind.LOOKUP)
