@@ -250,8 +250,9 @@ requests of some blocks each."""
 BURST_SECONDS: Final = 2.0
 """A block that is used so soon after the one before it is used together with that."""
 MOST_ANCESTORS: Final = 1_024
-FOLLOWED: Final = 4.0
-"""So much more does it cost to lose a block that others of its chain build on."""
+FOLLOWED: Final = 2.0
+"""So much more does it cost to lose a block that others of its chain build on: less than what keeps it from going
+ahead of need, with those others (`allocator.MUCH_MORE`)."""
 
 
 class PrefixAware(EvictionPolicy):
