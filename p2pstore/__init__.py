@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from p2pstore.results import Location as Location
     from p2pstore.results import ObjectStore as ObjectStore
     from p2pstore.results import PeerInfo as PeerInfo
+    from p2pstore.results import PrefixHolder as PrefixHolder
     from p2pstore.results import PutResult as PutResult
     from p2pstore.results import TransferRequest as TransferRequest
     from p2pstore.results import TransferStatus as TransferStatus
@@ -66,7 +67,15 @@ _NAMES_IN = {
     ),
     "p2pstore.peer.api": ("Peer", "open_peer"),
     "p2pstore.results": (
-        *("ItemResult", "KeyPage", "ListedKey", "Location", "ObjectStore", "PeerInfo"),
+        *(
+            "ItemResult",
+            "KeyPage",
+            "ListedKey",
+            "Location",
+            "ObjectStore",
+            "PeerInfo",
+            "PrefixHolder",
+        ),
         *("PutResult", "TransferRequest", "TransferStatus"),
     ),
     "p2pstore.transfer.trace": ("FetchTrace",),

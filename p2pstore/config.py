@@ -103,8 +103,9 @@ class PeerConfig(
     read twice. `ssd`: a directory on a local SSD, or a block device, for objects that memory has no room for;
     `ssd_capacity` of it are taken at the start; unset: half of what is free, or the whole device. What is there comes
     back after a restart. `ssd_writes_per_day`: how much may be written to it, for devices that wear out; unset: as
-    much as there is to write. `network` says how long the others may take to answer before they are suspected: `lan`
-    within a data centre, `wan` between data centres, `local` on one machine. `transport`: how this peer reads from
+    much as there is to write. `network` says how long the others may take to answer before they are suspected, and how
+    soon copies that were lost with them are made again: `lan` within a data centre, `wan` between data centres, `local`
+    on one machine. `transport`: how this peer reads from
     others; `auto` takes the best that works, the rest are strict. `rdma_device`: the RDMA devices that it may use;
     unset: any. `rdma_topology`: which of them are near which memory, as a JSON matrix or a file with one (`{"cpu:0":
     [["mlx5_0"], ["mlx5_1"]]}`: preferred and fallback), where the machine does not tell it right. `data_tls`: `on`

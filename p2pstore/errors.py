@@ -44,6 +44,15 @@ class LeaseLimitExceeded(P2PStoreError):
     """The client holds so many leased bytes that it must let go of views before it takes more."""
 
 
+class CheckpointRefused(P2PStoreError):
+    """A checkpoint's manifest is not what it should be: not signed by the publisher that is trusted, of another
+    version, or with paths or sizes that are not allowed. Nothing of it was fetched."""
+
+
+class CheckpointChanged(P2PStoreError):
+    """A file changed while it was published. Publish it again when nobody writes to it."""
+
+
 class TransferCancelled(P2PStoreError):
     """A transfer of a batch was cancelled before its end."""
 

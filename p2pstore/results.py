@@ -61,6 +61,18 @@ class PutResult:
     version: tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixHolder:
+    """How much of a chain of blocks one peer has: the first `blocks` of them without a gap, `memory_blocks` of these in
+    its memory, the others on its SSD. `local`: the local peer."""
+
+    peer_id: str
+    peer: str
+    blocks: int
+    memory_blocks: int
+    local: bool
+
+
 class ItemResult(NamedTuple, Generic[T_co]):
     """One item of a batch: `value` when it worked, `error` when it did not (and then no value)."""
 
@@ -285,6 +297,11 @@ class ObjectStore(Protocol):
 
     async def match_prefix(self, keys: Sequence[str]) -> int:
         """How many of these keys, from the first on, some live peer is known to hold."""
+        ...
+
+    async def match_prefix_by_peer(self, keys: Sequence[str]) -> list[PrefixHolder]:
+        """For each live peer that holds the first of these keys, how many it holds from there on; the longest run
+        first."""
         ...
 
     async def list_keys(

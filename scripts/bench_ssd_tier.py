@@ -11,13 +11,13 @@ from pathlib import Path
 from random import Random
 
 import trio
-from bench_ssd_raw import add_comparison, fill, keep_up
+from bench_ssd_raw import REST_SECONDS, add_comparison, fill, keep_up
 from benchmark import Report
 from fio import Fio, Load, Measured
 
 from p2pstore.objects import GIB, KIB, MIB, Version, chunk_sums, format_bytes, root_checksum
 from p2pstore.ssd_tier.admission import AdmissionPolicy
-from p2pstore.ssd_tier.disk import open_disk
+from p2pstore.ssd_tier.disk import aligned_buffer, open_disk
 from p2pstore.ssd_tier.layout import LOG_START_BYTES, ColdFacts
 from p2pstore.ssd_tier.misses import ColdMiss
 from p2pstore.ssd_tier.tier import SsdTier, open_tier
@@ -41,8 +41,8 @@ def measure_tier(report: Report, folder: Path, quick: bool) -> None:
 
 
 async def _measure(report: Report, folder: Path, quick: bool) -> None:
-    size_bytes = 2 * GIB if quick else 8 * GIB
-    repeats, seconds = (3, 1.0) if quick else (7, 3.0)
+    size_bytes = 3 * GIB if quick else 16 * GIB
+    repeats, seconds = (3, 0.4) if quick else (8, 3.0)
     places = folder / "tier", folder / "fio"
     for place in places:
         place.mkdir()
@@ -60,6 +60,7 @@ async def _measure(report: Report, folder: Path, quick: bool) -> None:
         async with tier_of_disk as tier:
             for length, depth, wanted_of_writes, wanted_of_reads in SIZES:
                 objects = Objects(tier, length)
+                await objects.replace_all(size_bytes, depth)
                 write, read = Load("write", length, depth), Load("read", length, depth)
                 for load, wanted in ((write, wanted_of_writes), (read, wanted_of_reads)):
                     await _compare(report, fio, objects, load, wanted, repeats, seconds)
@@ -91,6 +92,24 @@ class Objects:
             self.refused += 1
             await trio.sleep(NO_ROOM_SECONDS)
         self._written.append(digest)
+
+    async def replace_all(self, size_bytes: int, depth: int) -> None:
+        """Write so much: what makes room from then on are objects of this length."""
+        rng, buffers = Random(1), [aligned_buffer(self._length) for _ in range(depth)]
+        some = rng.randbytes(min(MIB, self._length))
+        remaining = size_bytes // self._length
+
+        async def write(buffer: memoryview) -> None:
+            nonlocal remaining
+            for start in range(0, self._length, len(some)):
+                buffer[start : start + len(some)] = some
+            while remaining > 0:
+                remaining -= 1
+                await self.write(buffer, rng)
+
+        async with trio.open_nursery() as nursery:
+            for buffer in buffers:
+                nursery.start_soon(write, buffer)
 
     async def read(self, buffer: memoryview, rng: Random) -> None:
         """Any of those that are there: old ones have gone."""
@@ -128,9 +147,13 @@ async def _compare(
     theirs: list[Measured] = []
     request = objects.write if load.operation == "write" else objects.read
     for number in range(repeats):
-        theirs.append(await trio.to_thread.run_sync(partial(fio.run, load, seconds)))
-        objects.forget_old()
-        ours.append(await keep_up(load, seconds, 1000 * load.depth + number, request))
+        for is_ours in (number % 2 == 1, number % 2 == 0):
+            await trio.sleep(REST_SECONDS)
+            if is_ours:
+                objects.forget_old()
+                ours.append(await keep_up(load, seconds, 1000 * load.depth + number, request))
+            else:
+                theirs.append(await trio.to_thread.run_sync(partial(fio.run, load, seconds)))
     name = f"tier: {load.operation} {format_bytes(load.block_bytes)}, {load.depth} at a time"
     add_comparison(report, load, name, ours, theirs, fio.engine, wanted)
     if objects.refused:

@@ -163,6 +163,7 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
         ),
         *_ssd_lines(peer.get("ssd"), blocks),
         *_directory_lines(peer.get("directory", {})),
+        *_repair_lines(peer.get("repair", {})),
     ]
 
 
@@ -198,6 +199,16 @@ def _directory_lines(directory: Document) -> list[str]:
             f"{_copies(directory['home_locations'])} there",
         )
     ]
+
+
+def _repair_lines(repair: Document) -> list[str]:
+    """What was copied again since holders were lost, and what still lacks copies."""
+    facts = []
+    if repair.get("copies"):
+        facts.append(f"{_copies(repair['copies'])} made again ({_bytes(repair['bytes'])})")
+    if repair.get("lacking"):
+        facts.append(f"{repair['lacking']:,} objects with fewer copies than wanted")
+    return [_fact("repair", ", ".join(facts))] if facts else []
 
 
 def _activity_lines(total: Activity, rate: Activity | None) -> list[str]:

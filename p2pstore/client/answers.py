@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from p2pstore.client.arguments import PIN_NAMES
@@ -14,6 +15,7 @@ from p2pstore.results import (
     Location,
     PeerInfo,
     PinName,
+    PrefixHolder,
     PutResult,
     PutStatusName,
 )
@@ -69,6 +71,49 @@ def name_key(key: str, error: P2PStoreError | ValueError) -> P2PStoreError | Val
 def plain_error(error: Exception) -> P2PStoreError | ValueError:
     """An error as the result of an item carries it."""
     return error if isinstance(error, P2PStoreError | ValueError) else ValueError(str(error))
+
+
+class PrefixRuns:
+    """The runs of a chain's blocks that peers hold, as answers about the next blocks come."""
+
+    def __init__(self) -> None:
+        self._copies: dict[bytes, Copy] = {}
+        self._blocks: dict[bytes, int] = {}
+        self._in_memory: dict[bytes, int] = {}
+        self._length = 0
+
+    def go_on(self, blocks: Sequence[Sequence[Copy]]) -> bool:
+        """The copies of each of the next blocks. False: no run goes on."""
+        for copies in blocks:
+            goes_on = False
+            for copy in copies:
+                peer_id = copy.peer_id
+                if not copy.reachable or self._blocks.get(peer_id, 0) != self._length:
+                    continue
+                self._copies.setdefault(peer_id, copy)
+                self._blocks[peer_id] = self._length + 1
+                self._in_memory[peer_id] = self._in_memory.get(peer_id, 0) + (
+                    tier_name(copy.tier) != "ssd"
+                )
+                goes_on = True
+            if not goes_on:
+                return False
+            self._length += 1
+        return True
+
+    def holders(self) -> list[PrefixHolder]:
+        """The longest run first."""
+        found = [
+            PrefixHolder(
+                format_peer_id(peer_id),
+                copy.name,
+                self._blocks[peer_id],
+                self._in_memory[peer_id],
+                copy.local,
+            )
+            for peer_id, copy in self._copies.items()
+        ]
+        return sorted(found, key=lambda each: (-each.blocks, -each.memory_blocks, each.peer_id))
 
 
 def location(copy: Copy) -> Location:

@@ -58,6 +58,8 @@ class _Batch:
         """Digest and room of each item that is not settled."""
         self._plans: dict[int, PlanItem] = {}
         self._silent = SilentHolders()
+        self._hot: set[int] = set()
+        """Items that the local peer is to bring and keep."""
 
     def prepare(self, digests_of: DigestsOf) -> None:
         """Settle what was asked for wrongly."""
@@ -111,7 +113,7 @@ class _Batch:
         self._plans = dict(zip(numbers, plans, strict=True))
         batches: dict[int, list[int]] = {}
         for number, plan in self._plans.items():
-            if _in_batches(plan):
+            if number not in self._hot and _in_batches(plan):
                 batches.setdefault(plan.holders[0].member, []).append(number)
         for some in batches.values():
             holder = self._plans[some[0]].holders[0]
@@ -121,17 +123,22 @@ class _Batch:
 
     async def fetch_the_rest(self) -> None:
         """One by one, what did not come in a batch; what is large from all its holders. What is on the local peer's
-        SSD is brought ahead of that."""
+        SSD, and what is hot, is brought ahead of that."""
         wanted = list(self._wanted.items())
-        ahead = deque(digest for number, (digest, _) in wanted if self._plans[number].on_ssd)
+        ahead = deque(
+            digest
+            for number, (digest, _) in wanted
+            if number in self._hot or self._plans[number].on_ssd
+        )
         await self._bring(ahead, 2 * BROUGHT_AHEAD)
         for place, (number, (digest, view)) in enumerate(wanted, start=1):
             if place % BROUGHT_AHEAD == 0:
                 await self._bring(ahead, BROUGHT_AHEAD)
             key = self._items[number][0]
+            plan, room = self._plans[number], BufferDestination(view)
             try:
                 done = await self._fetcher.fetch_planned(
-                    key, digest, BufferDestination(view), self._plans[number], self._silent
+                    key, digest, room, plan, self._silent, hot=number in self._hot
                 )
             except (P2PStoreError, ValueError) as error:
                 self._fetcher.ended(error)
@@ -156,6 +163,8 @@ class _Batch:
         for number, outcome in zip(numbers, outcomes, strict=True):
             if isinstance(outcome, Pulled):
                 self._settle(number, outcome.length)
+            elif isinstance(outcome, PullFailed) and outcome.keep:
+                self._hot.add(number)
             elif not isinstance(outcome, PullFailed):  # the buffer is too small, whoever fills it
                 self._settle(number, outcome)
 

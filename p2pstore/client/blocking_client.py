@@ -25,6 +25,7 @@ from p2pstore.results import (
     Location,
     PeerInfo,
     PinName,
+    PrefixHolder,
     PutResult,
     TransferRequest,
     TransferStatus,
@@ -250,6 +251,9 @@ class BlockingClient:
 
     def contains_many(self, keys: Sequence[str]) -> list[bool]:
         return run_blocking(self._session.contains_many(keys))
+
+    def match_prefix_by_peer(self, keys: Sequence[str]) -> list[PrefixHolder]:
+        return run_blocking(self._session.match_prefix_by_peer(keys))
 
     def locate(self, key: str) -> list[Location]:
         return run_blocking(self._session.locate(key))

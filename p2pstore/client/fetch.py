@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Final
 
@@ -37,6 +38,7 @@ from p2pstore.objects import namespace_digest
 from p2pstore.transfer.data_connection import ItemOutcome
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.failover import HolderReport, SilentHolders
+from p2pstore.transfer.messages import Keeps
 from p2pstore.transfer.reader import Copied
 from p2pstore.transfer.shm import ShmTransport, copy_in_pieces, expired, read_mapped
 from p2pstore.transfer.transport import (
@@ -261,18 +263,26 @@ class Fetcher:
         plan: PlanItem,
         silent: SilentHolders | None = None,
         before: PullReport | None = None,
+        hot: bool = False,
     ) -> Copied | Pulled:
         """Read from the holders of a plan; when all of them fail, from those of a second plan. `silent` are
         those that did not answer in time, which reads of one batch share; `before` is how an attempt without a
-        plan failed."""
+        plan failed. `hot`: a holder wants the local peer to keep the object."""
         silent = silent or SilentHolders()
         destination = resumable(destination)
         failed: list[int] = []
         error: P2PStoreError | ValueError | None = None
+        insists = False
         if before is not None and before.error is not None:
             silent.learn(before.failures)
             failed = _blamed_members(before, own=True)
             error = name_key(key, before.error)
+            hot = hot or _is_hot(before)
+        if hot:
+            kept = await self._kept(key, digest, destination)
+            if kept is not None:
+                return kept
+            insists = True
         attempts = PLANS + isinstance(plan, OwnPlan)
         for attempt in range(attempts):
             if plan.local:
@@ -299,10 +309,15 @@ class Fetcher:
                         "`mooncake-p2p peers`"
                     )
                 if holders:
-                    report = await self._pull(key, digest, destination, plan, holders)
+                    report = await self._pull(key, digest, destination, plan, holders, insists)
                     silent.learn(report.failures)
                     if report.pulled is not None:
                         return report.pulled
+                    if _is_hot(report):
+                        kept = await self._kept(key, digest, destination)
+                        if kept is not None:
+                            return kept
+                        insists = True
                     failed += _blamed_members(report, own=isinstance(plan, OwnPlan))
                     assert report.error is not None
                     error = name_key(key, report.error)
@@ -322,8 +337,11 @@ class Fetcher:
         destination: Destination,
         plan: PlanItem,
         holders: Sequence[Holder],
+        insists: bool,
     ) -> PullReport:
         copies = [remote_copy(holder) for holder in holders]
+        if insists:
+            copies = [replace(copy, keeps=Keeps.NO) for copy in copies]
         began = time.monotonic()
         report = await pull_with_failover(copies, self._transports, digest, destination)
         seconds = time.monotonic() - began
@@ -335,8 +353,9 @@ class Fetcher:
     ) -> None:
         """Keep in mind how a read ended, and have the local peer told, of the holders that failed too."""
         self._link.note_pull(key, digest, report, seconds)
-        if report.failures:
-            self._known.forget(each.member for each in report.failures)
+        failures = [each for each in report.failures if not each.keep]
+        if failures:
+            self._known.forget(each.member for each in failures)
             self._link.note_failures(
                 [
                     HolderFailure(
@@ -402,6 +421,13 @@ class Fetcher:
         finally:
             self.give_back(reply)
 
+    async def _kept(self, key: str, digest: bytes, destination: Destination) -> Copied | None:
+        """A hot object, which the local peer brings and keeps. None when it cannot."""
+        try:
+            return await self._read_through_peer(key, digest, destination)
+        except (CapacityExceeded, LeaseLimitExceeded, NoSuchKey, Unavailable):
+            return None
+
     async def _brought(
         self, key: str, digest: bytes, destination: Destination, plan: PlanItem
     ) -> Copied | None:
@@ -416,12 +442,12 @@ class Fetcher:
             return None
 
     async def _read_through_peer(
-        self, key: str, digest: bytes, destination: Destination, plan: PlanItem
+        self, key: str, digest: bytes, destination: Destination, plan: PlanItem | None = None
     ) -> Copied | None:
         """Have the local peer bring the object to its memory and hold it there, and copy it. Raises what kept it
         from that."""
         watch = watch_of(destination)
-        if watch is not None:
+        if watch is not None and plan is not None:
             way = "ssd" if plan.on_ssd else "rdma"
             watch.attempt(plan.holders[0].member, way)
         reply = await self._lease_fetched(key, digest)
@@ -469,9 +495,18 @@ def _has_ways(plan: PlanItem) -> bool:
     return any(holder.data or holder.socket for holder in plan.holders)
 
 
+def _is_hot(report: PullReport) -> bool:
+    """Whether a holder wants the local peer to keep the object."""
+    return any(each.keep for each in report.failures)
+
+
 def _blamed(report: PullReport, *, own: bool) -> list[HolderReport]:
     """Of the holders that did not deliver, those of whom that says something; `own`: the client chose them itself."""
-    return [each for each in report.failures if not own or each.code in _OF_THE_HOLDER]
+    return [
+        each
+        for each in report.failures
+        if not each.keep and (not own or each.code in _OF_THE_HOLDER)
+    ]
 
 
 def _blamed_members(report: PullReport, *, own: bool) -> list[int]:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
 from p2pstore.local.messages import Holder, PlanItem
 from p2pstore.objects import SIZE_UNIT_BYTES, Version
-from p2pstore.transfer.messages import Ticket
+from p2pstore.transfer.messages import Keeps, Ticket
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.transport import RemoteCopy
 
@@ -168,7 +168,7 @@ class KnownHolders:
     def _way_to(self, member: int, now: float) -> _Named | None:
         """How to get to a member of another host."""
         named = self._trusted(member, now)
-        if named is None or named.copy.same_host or not named.copy.data:
+        if named is None or (named.copy.same_host and not named.copy.on_ssd) or not named.copy.data:
             return None
         return named
 
@@ -195,9 +195,10 @@ def remote_copy(holder: Holder) -> RemoteCopy:
         ),
         member=holder.member,
         socket=holder.socket,
-        # What is on an SSD alone comes to memory when its holder is asked for it.
-        same_host=holder.same_host and holder.tier != SSD,
+        same_host=holder.same_host,
         slot=holder.slot,
         version=Version(holder.clock, holder.writer),
         length_bytes=holder.size_units * SIZE_UNIT_BYTES,
+        keeps=Keeps.BY_PEER,
+        on_ssd=holder.tier == SSD,
     )

@@ -11,7 +11,7 @@ from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
 from p2pstore.client.known_holders import SSD
 from p2pstore.client.link import PeerLink
 from p2pstore.client.neighbours import Neighbours
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.local import messages as local
 from p2pstore.local.messages import Holder, LocalKind
 from p2pstore.objects import ZERO_VERSION, Version
@@ -93,14 +93,16 @@ class Leaser:
 
 
 def _neighbours_in(holders: Sequence[Holder]) -> list[Holder]:
-    """Of a plan's holders, those of this host that have the newest version."""
+    """Of a plan's holders, those of this host that have the newest version: in memory, or on an SSD when nobody has it
+    in memory."""
+    only_cold = all(holder.tier == SSD for holder in holders)
     newest = max(((holder.clock, holder.writer) for holder in holders), default=None)
     return [
         holder
         for holder in holders
         if holder.same_host
         and holder.socket
-        and holder.tier != SSD
+        and (only_cold or holder.tier != SSD)
         and (holder.clock, holder.writer) == newest
     ]
 
@@ -109,12 +111,17 @@ async def _lease_at(holder: Holder, key: str, digest: bytes, link: PeerLink) -> 
     """A view by a link to a neighbour. None when it does not have what it was said to have, or this client
     holds too much there."""
     grant = None
+    cold = holder.tier == SSD
     try:
-        grant = await _ask(link, key, digest)
+        grant = await _ask(link, key, digest, fetch=cold, fetch_seconds=0.0)
         if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
             grant = await _ask(link, key, digest)
         if not grant.error.code and _version(grant).covers(_announced(holder)):
             return _view(link, digest, grant)
+    except DeadlineExceeded:
+        if not cold:
+            raise
+        return None  # its SSD takes long: that says nothing of what it has in memory
     except BaseException:
         _forsake(link, grant)
         raise
@@ -146,7 +153,13 @@ def _share_seen(link: PeerLink, digest: bytes, announced: Version) -> memoryview
 
 
 async def _ask(
-    link: PeerLink, key: str, digest: bytes, *, fetch: bool = False, wait_seconds: float = 0.0
+    link: PeerLink,
+    key: str,
+    digest: bytes,
+    *,
+    fetch: bool = False,
+    wait_seconds: float = 0.0,
+    fetch_seconds: float = FETCH_SECONDS,
 ) -> local.LeaseGrant:
     """Ask for a lease. Only with `fetch` may the answer take its time: the object is brought."""
     reply = None
@@ -157,7 +170,7 @@ async def _ask(
                 digest, fetch, round(wait_seconds * 1000), deadline_ms(link.timeout_seconds), key
             ),
             local.Leased,
-            extra_seconds=wait_seconds + FETCH_SECONDS if fetch else 0.0,
+            extra_seconds=wait_seconds + fetch_seconds if fetch else 0.0,
             on_late_reply=link.give_back,
         )
         if len(reply.items) != 1:

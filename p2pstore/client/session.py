@@ -42,6 +42,7 @@ from p2pstore.results import (
     Location,
     PeerInfo,
     PinName,
+    PrefixHolder,
     PutResult,
     TransferRequest,
 )
@@ -53,6 +54,8 @@ from p2pstore.wire import Empty, Message
 M = TypeVar("M", bound=Message)
 
 BATCH_KEYS: Final = 8192
+LOCATED_KEYS: Final = 1024
+"""Asked about in one request: with 8 holders each, 1 MiB of answers."""
 REMOVE_SECONDS: Final = 5.0
 """What removing and listing may take on top, as other peers are asked."""
 
@@ -328,6 +331,19 @@ class ClientSession:
         """How many of these keys, from the first on, some live peer is known to hold."""
         return await self._live.presence.match_prefix(arguments.key_list(keys))
 
+    async def match_prefix_by_peer(self, keys: Sequence[str]) -> list[PrefixHolder]:
+        """For each live peer that holds the first of these keys, how many it holds from there on; the longest run
+        first. May lag behind by a moment."""
+        known = arguments.key_list(keys)[: await self.match_prefix(keys)]
+        runs = answers.PrefixRuns()
+        for start in range(0, len(known), LOCATED_KEYS):
+            some = known[start : start + LOCATED_KEYS]
+            packed = b"".join(self._digest(key) for key in some)
+            reply = await self._link.request(LocalKind.LOCATE, local.Locate(packed), local.Located)
+            if not runs.go_on(reply.items):
+                break
+        return runs.holders()
+
     async def locate(self, key: str) -> list[Location]:
         """The known copies of an object, after asking its home peers."""
         request = local.Locate(self._digest(key))
@@ -455,8 +471,9 @@ class ClientSession:
         )
 
     async def leave(self, *, drain: float = 0.0) -> None:
-        """Ask the peer to leave the cluster, after up to `drain` seconds for what it alone
-        holds."""
+        """Ask the peer to leave the cluster, after up to `drain` seconds in which it hands over to others what it
+        alone holds. Does not wait for it: as long as the peer is there, `statistics()` says under `leaving` how far
+        that is."""
         request = local.Leave(arguments.seconds("drain", drain))
         await self._link.request(LocalKind.LEAVE, request, Empty)
 

@@ -47,6 +47,8 @@ class PullObject:
     digest: bytes
     copies: tuple[KnownCopy, ...]
     progress_seconds: float
+    insist: bool = False
+    """Not to be sent on to those who keep a hot object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,9 @@ class PullFailure:
     text: str = ""
     incarnation: int = 0
     sequence: int = 0
+    keep: bool = False
+    others: tuple[Member, ...] = ()
+    """With `keep`: the object is hot, and these have it."""
 
 
 @dataclass(frozen=True, slots=True)

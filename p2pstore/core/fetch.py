@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.effects import (
     KnownCopy,
@@ -17,11 +18,16 @@ from p2pstore.errors import (
     NoSuchKey,
     Unavailable,
 )
+from p2pstore.gossip.records import Member, Tier
 from p2pstore.objects import ZERO_VERSION, Version
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
+
+
+MOST_HOPS: Final = 8
+"""From keeper to keeper of a hot object: enough for hundreds of readers at the same moment."""
 
 
 class FetchOperation(Operation):
@@ -59,6 +65,11 @@ class FetchOperation(Operation):
         self._rounds = 0
         self._loads = False
         self._all_said_gone = True
+        self._asked: dict[Member, KnownCopy] = {}
+        self._sent_on_by: dict[Member, KnownCopy] = {}
+        """Holders that had others serve a hot object."""
+        self._hops = 0
+        self._why = ""
 
     def start(self, now: float) -> None:
         if self._source is not None:
@@ -104,18 +115,48 @@ class FetchOperation(Operation):
         if usable:
             self._pull(usable)
         elif copies or not self._all_said_gone:
-            self.finish(unavailable(len(copies) + len(self._failed)), now)
+            self.finish(unavailable(len(copies) + len(self._failed), self._why), now)
         else:
             self.finish(NoSuchKey("no live peer holds this key"), now)
 
-    def _pull(self, copies: Sequence[KnownCopy]) -> None:
-        self.core.emit(PullObject(self.number, self.digest, tuple(copies), self._progress_seconds))
+    def _pull(self, copies: Sequence[KnownCopy], *, insist: bool = False) -> None:
+        self._asked.update((copy.member, copy) for copy in copies)
+        self.core.emit(
+            PullObject(self.number, self.digest, tuple(copies), self._progress_seconds, insist)
+        )
+
+    def _is_sent_on(self, outcome: PullOutcome) -> bool:
+        """Whether somebody else is asked now: who keeps a hot object, or, when that was no use, whoever named them."""
+        for failure in outcome.failures:
+            source = self._asked.get(failure.member)
+            if not failure.keep or source is None:
+                continue
+            self._sent_on_by[failure.member] = source
+            keepers = [each for each in failure.others if each not in self._failed]
+            self.core.rng.shuffle(keepers)
+            for keeper in keepers if self._hops < MOST_HOPS else ():
+                state = self.core.gossip.membership.resolve(keeper)
+                if state is not None and keeper != self.core.member:
+                    record = replace(source.record, slot=0, tier=Tier.DRAM)
+                    self._hops += 1
+                    self._pull([KnownCopy(keeper, state.peer_id, record, reachable=True)])
+                    return True
+        if self._sent_on_by:
+            sources, self._sent_on_by = list(self._sent_on_by.values()), {}
+            self._pull(sources, insist=True)
+            return True
+        return False
 
     def pulled(self, outcome: PullOutcome, now: float) -> None:
         for failure in outcome.failures:
+            if failure.keep:
+                continue
             self._failed.add(failure.member)
             self._all_said_gone &= failure.code == Code.NO_SUCH_KEY
-            self.core.holder_failed(self.digest, failure, now)
+            if failure.member == self.core.member:  # its SSD, which says nothing of its memory
+                self._why = failure.text
+            else:
+                self.core.holder_failed(self.digest, failure, now)
         entry = self.core.find(self.digest, now)
         if outcome.delivered and entry is not None:
             self.brought = outcome.source, outcome.transport
@@ -124,17 +165,23 @@ class FetchOperation(Operation):
             self.finish(outcome.error, now)
         elif outcome.delivered:
             self.finish(NoSuchKey("the object was removed while it was being fetched"), now)
+        elif self._is_sent_on(outcome):
+            return
         elif self._source is None and self._rounds < 2:
             self._look(now)
         elif self._all_said_gone:
             self.finish(NoSuchKey("no live peer holds this key any more"), now)
         else:
-            self.finish(unavailable(len(self._failed)), now)
+            self.finish(unavailable(len(self._failed), self._why), now)
 
 
-def unavailable(copies: int) -> Unavailable:
-    """The error for copies that nobody can reach."""
+def unavailable(copies: int, why: str = "") -> Unavailable:
+    """The error for copies that nobody can reach; `why`: what is known of one of them."""
     noun = "copy is" if copies == 1 else "copies are"
+    if why:
+        return Unavailable(
+            f"{copies} {noun} known, but none can be read: {why}. See `mooncake-p2p stats` and `mooncake-p2p doctor`"
+        )
     return Unavailable(
         f"{copies} {noun} known, but no holder can be reached: try again when its peer is back "
         "(`mooncake-p2p locate` names it)"

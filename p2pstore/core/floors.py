@@ -205,6 +205,7 @@ class Floors:
         self._core.emit(sorted_ones)
         if sorted_ones.last:
             self._cold = None
+            self._core.repair.look_later(now)  # holders of other copies may be gone for good
 
     def _is_good(self, cold: ColdObject) -> bool:
         return cold.version.clock > self._distrusted_before and not self._records.forbids(

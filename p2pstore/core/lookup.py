@@ -59,7 +59,8 @@ class LookupOperation(Operation):
     The result is a list, per digest, of `KnownCopy` (best first). With `wait_seconds` it goes on until every
     key was found or the time is over: it looks again at any news of a missing key, and now and then
     asks the homes again. `exclude` are members that just failed for the caller. `namespace` is the digest
-    of the namespace of all keys, where it is known: what a flush has removed is left out.
+    of the namespace of all keys, where it is known: what a flush has removed is left out. With `ask_always`, homes are
+    asked in partitioned mode even of keys of which copies are known here: there may be more.
 
     Many keys are gone through some at a time (`PeerCore.keys_per_step`), one step a tick.
     """
@@ -73,6 +74,7 @@ class LookupOperation(Operation):
         exclude: frozenset[int] = frozenset(),
         namespace: bytes | None = None,
         ask_homes: bool = True,
+        ask_always: bool = False,
         on_finish: Callable[[Any, float], None] | None = None,
     ) -> None:
         super().__init__(core, on_finish)
@@ -81,6 +83,7 @@ class LookupOperation(Operation):
         self._exclude = exclude
         self._namespace = namespace
         self._ask_homes = ask_homes
+        self._ask_always = ask_always and not core.gossip.partitions.knows_all
         self._to_look: deque[bytes] = deque()
         """Keys that this round has yet to look for."""
         self._to_ask: dict[PeerId, list[bytes]] = {}
@@ -135,10 +138,11 @@ class LookupOperation(Operation):
         unsure: Sequence[int] = range(len(digests))
         if isinstance(reply, Locations):
             self.core.learn_locations(digests, reply, now)
-            for digest in digests:
-                if digest in self._missed and self._usable(digest, now):
-                    del self._missed[digest]
             unsure = [place for place in reply.unsure if 0 <= place < len(digests)]
+            doubtful = {digests[place] for place in unsure} if self._ask_always else frozenset()
+            for digest in digests:
+                if digest in self._missed and digest not in doubtful and self._usable(digest, now):
+                    del self._missed[digest]
         elif reply is None:
             self.core.peer_failed(home, now)
         if self._homes_left:
@@ -192,7 +196,7 @@ class LookupOperation(Operation):
         """Look for some more keys; when all were looked for, ask the homes of those not found."""
         for _ in range(min(self.core.keys_per_step, len(self._to_look))):
             digest = self._to_look.popleft()
-            if self._usable(digest, now):
+            if not self._ask_always and self._usable(digest, now):
                 self._missed.pop(digest, None)
             else:
                 self._note_missed(digest, now)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class Operation(ABC):
-    """Base of all operations. `result` is set when `done`; an exception as result means it failed."""
+    """Base of all operations. `result` is set when `done`; an exception as result means it failed. `on_finish` is
+    called with the result and the time."""
 
     def __init__(
         self, core: PeerCore, on_finish: Callable[[Any, float], None] | None = None
@@ -37,7 +38,7 @@ class Operation(ABC):
         self.done = False
         self.result: Any = None
         self.wake_at = float("inf")
-        self._on_finish = on_finish
+        self.on_finish = on_finish
 
     @abstractmethod
     def start(self, now: float) -> None:
@@ -68,8 +69,8 @@ class Operation(ABC):
         self.result = result
         self.wake_at = float("inf")
         self.core.retire(self)
-        if self._on_finish is not None:
-            self._on_finish(result, now)
+        if self.on_finish is not None:
+            self.on_finish(result, now)
         self.core.emit(OperationFinished(self.number))
 
     def ask(

@@ -27,9 +27,12 @@ from p2pstore.core.effects import (
 from p2pstore.core.fetch import FetchOperation
 from p2pstore.core.floors import Floors
 from p2pstore.core.home_messages import message_of, rivals_of
+from p2pstore.core.hot_objects import HotObjects
 from p2pstore.core.lookup import check_holding_record
 from p2pstore.core.operation import Operation
+from p2pstore.core.own_copies import is_kept_elsewhere
 from p2pstore.core.prefetching import Prefetching
+from p2pstore.core.repair import Repair, RepairTiming
 from p2pstore.core.serving import serve
 from p2pstore.core.taking_pushes import PushesComing
 from p2pstore.core.write_back import WriteBack
@@ -84,6 +87,7 @@ class PeerCore:
         clock: HybridClock,
         rng: Random,
         unix_offset_seconds: float,
+        repair: RepairTiming = RepairTiming(),  # noqa: B008 - it cannot change
     ) -> None:
         self.signer = signer
         self.verifier = verifier
@@ -113,6 +117,9 @@ class PeerCore:
         self.cold = ColdCopies(self)
         self.write_back = WriteBack(self)
         self.prefetching = Prefetching(self)
+        self.hot_objects = HotObjects()
+        self.repair = Repair(self, repair)
+        segment.ask_who_keeps(self._is_kept_elsewhere)
         gossip.locations.watch(segment.digests(), self._awaited.keys())
 
     # --- driving -----------------------------------------------------------------------------
@@ -219,6 +226,7 @@ class PeerCore:
         self.flush_pushes(now)
         self.floors.tick(now)
         self.write_back.tick(now)
+        self.repair.tick(now)
         if now >= self._next_expire:
             self._next_expire = now + EXPIRE_INTERVAL_SECONDS
             self.segment.expire(self.unix(now))
@@ -243,6 +251,7 @@ class PeerCore:
             self._next_alarm(),
             self.floors.next_tick(now),
             self.write_back.next_tick(),
+            self.repair.next_tick(),
         )
 
     def set_alarm(self, operation: Operation) -> None:
@@ -471,6 +480,9 @@ class PeerCore:
             digest = self._namespaces[namespace] = namespace_digest(namespace)
         return digest
 
+    def _is_kept_elsewhere(self, entry: ObjectEntry, unix: float) -> bool:
+        return is_kept_elsewhere(self, entry, unix - self.unix_offset_seconds)
+
     # --- memory ------------------------------------------------------------------------------
 
     def publish(
@@ -546,6 +558,15 @@ class PeerCore:
         self._fetches[digest] = operation
         self.start(operation, now)
         return operation
+
+    @property
+    def fetching(self) -> int:
+        """How many objects are on their way to this peer's memory."""
+        return len(self._fetches)
+
+    def is_fetching(self, digest: bytes) -> bool:
+        """Whether the object is on its way to this peer's memory."""
+        return digest in self._fetches
 
     def copy_destination(self, operation: int, now: float) -> CopyDestination:
         """Where the bytes of a `PullObject` go. The shell calls `commit` or `abort` at its end."""

@@ -285,6 +285,8 @@ class PutOperation(Operation):
     def _replicated(self, copies: Any, now: float) -> None:
         assert self._end is not None
         count = copies if isinstance(copies, int) else 1
+        if count < self.spec.replicas:
+            self.core.repair.fell_short(count, now)
         self.finish(PutEnd(self._end.status, count, self._end.wanted, self._end.version), now)
 
     def _give_room_back(self) -> None:

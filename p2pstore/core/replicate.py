@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.effects import (
     Reply,
 )
 from p2pstore.core.operation import Operation
-from p2pstore.gossip.records import PeerId, member_of
+from p2pstore.gossip.records import PeerId
 from p2pstore.objects import Version
 from p2pstore.transfer.messages import (
     DataKind,
@@ -24,11 +24,17 @@ if TYPE_CHECKING:
 REPLICATE_BYTES_PER_SECOND: Final = 50e6
 """A target that copies slower than this is given up for the next candidate."""
 
+MOST_ANNOUNCED: Final = 4
+"""Location records count wanted copies up to here."""
+
 
 class ReplicateOperation(Operation):
     """Have `wanted` copies of a local object made; the result is how many there are.
 
-    Targets pull. They are asked in rendezvous order; one that fails is replaced by the next.
+    Targets pull. They are asked in rendezvous order, those on hosts that have no copy yet before others, and those
+    with a soft copy, which only has to be kept, before those without; one that fails is replaced by the next. Holders
+    that have not heard how many copies are wanted are told. With `candidates`, these peers are asked instead of all
+    others, in their order.
     """
 
     def __init__(
@@ -37,32 +43,49 @@ class ReplicateOperation(Operation):
         entry: ObjectEntry,
         wanted: int,
         on_finish: Callable[[Any, float], None] | None = None,
+        *,
+        candidates: Sequence[PeerId] | None = None,
     ) -> None:
         super().__init__(core, on_finish)
+        self.made = 0
+        """How many peers said that they hold a copy now."""
         self._entry = entry
         self._wanted = wanted
-        self._copies = 1
+        self._holders: list[PeerId] = []
+        """Of the other copies."""
         self._pending: dict[int, PeerId] = {}
+        self._chosen = candidates
         self._candidates: list[PeerId] = []
         self._next_tag = 0
 
+    @property
+    def _copies(self) -> int:
+        return 1 + len(self._holders)
+
     def start(self, now: float) -> None:
         entry = self._entry
-        holding = {
-            copy.member
+        copies = [
+            copy
             for copy in self.core.known_copies(entry.digest, now)
             if copy.reachable
             and not copy.local
-            and not copy.record.soft
             and copy.record.version == Version(entry.version.clock, entry.version.writer)
-        }
-        self._copies += len(holding)
+        ]
+        holding = [copy for copy in copies if not copy.record.soft]
+        soft = [copy.peer_id for copy in copies if copy.record.soft]
+        told = min(entry.replicas, MOST_ANNOUNCED)
+        self._holders = [copy.peer_id for copy in holding if copy.record.replicas >= told]
+        to_tell = [copy.peer_id for copy in holding if copy.record.replicas < told]
+        known = {copy.peer_id for copy in holding}
+        ranked = self.core.ranked_peers(entry.digest) if self._chosen is None else self._chosen
         self._candidates = [
             peer_id
-            for peer_id in self.core.ranked_peers(entry.digest)
-            if member_of(peer_id) not in holding and self._offers_memory(peer_id)
+            for peer_id in dict.fromkeys((*soft, *ranked))
+            if peer_id not in known and self._offers_memory(peer_id)
         ]
         self.core.segment.acquire(entry)  # the source of copies is not evicted before they are made
+        for peer_id in to_tell:
+            self._ask(peer_id, now)
         self._proceed(now)
 
     def _offers_memory(self, peer_id: PeerId) -> bool:
@@ -70,8 +93,33 @@ class ReplicateOperation(Operation):
         return state is not None and state.memory_capacity > 0
 
     def _proceed(self, now: float) -> None:
+        while self._copies + len(self._pending) < self._wanted and self._candidates:
+            self._ask(self._next_candidate(), now)
+        if not self._pending:
+            self.core.segment.let_go(self._entry)
+            self.finish(self._copies, now)
+
+    def _next_candidate(self) -> PeerId:
+        """The first that is on a host without a copy; where there is none, the first."""
+        if self._chosen is not None:
+            return self._candidates.pop(0)
+        own = self.core.gossip.membership.own.record
+        hosts = {self._host_of(peer_id) for peer_id in (*self._holders, *self._pending.values())}
+        hosts.add(own.host_id if own is not None else b"")
+        elsewhere = (
+            place
+            for place, peer_id in enumerate(self._candidates)
+            if self._host_of(peer_id) not in hosts
+        )
+        return self._candidates.pop(next(elsewhere, 0))
+
+    def _host_of(self, peer_id: PeerId) -> bytes:
+        state = self.core.gossip.membership.get(peer_id)
+        record = None if state is None else state.record
+        return peer_id if record is None else record.host_id
+
+    def _ask(self, target: PeerId, now: float) -> None:
         entry = self._entry
-        timeout = 5.0 + entry.length / REPLICATE_BYTES_PER_SECOND
         me = self.core.gossip.record(now)
         request = Replicate(
             entry.digest,
@@ -80,20 +128,18 @@ class ReplicateOperation(Operation):
             entry.length,
             record_body=me.body,
             record_signature=me.signature,
+            replicas=entry.replicas,
         )
-        while self._copies + len(self._pending) < self._wanted and self._candidates:
-            target = self._candidates.pop(0)
-            self._next_tag += 1
-            self._pending[self._next_tag] = target
-            self.ask(self._next_tag, target, DataKind.REPLICATE, request, timeout)
-        if not self._pending:
-            self.core.segment.let_go(entry)
-            self.finish(self._copies, now)
+        self._next_tag += 1
+        self._pending[self._next_tag] = target
+        timeout = 5.0 + entry.length / REPLICATE_BYTES_PER_SECOND
+        self.ask(self._next_tag, target, DataKind.REPLICATE, request, timeout)
 
     def answered(self, tag: int, reply: Reply, now: float) -> None:
         target = self._pending.pop(tag)
         if isinstance(reply, Replicated):
-            self._copies += 1
+            self._holders.append(target)
+            self.made += 1
         elif reply is None:
             self.core.peer_failed(target, now)
         self._proceed(now)

@@ -13,6 +13,7 @@ from p2pstore.core.effects import (
 from p2pstore.core.fetch import FetchOperation
 from p2pstore.core.lookup import split_digests
 from p2pstore.core.operation import Operation
+from p2pstore.core.put import MAX_REPLICAS
 from p2pstore.core.sweeping import SweepOperation
 from p2pstore.core.taking_pushes import TakePushOperation
 from p2pstore.errors import ProtocolError
@@ -139,6 +140,8 @@ def _serve_replicate(
 ) -> Message | Operation:
     if len(request.digest) != DIGEST_BYTES or request.length < 0:
         raise ProtocolError("a request to replicate that names no object")
+    if core.closing:
+        return Failure(int(Code.UNAVAILABLE), "this peer is leaving")
     minimum = Version(request.clock, request.writer)
     if request.record_body:
         me = SignedRecord(request.record_body, request.record_signature)
@@ -149,8 +152,9 @@ def _serve_replicate(
         return Failure(int(Code.UNAVAILABLE), "the sender has yet to hear of floors that are gone")
     entry = core.find(request.digest, now)
     if entry is not None and minimum.covers(entry.version) and entry.version.covers(minimum):
-        if entry.soft and not request.soft:
-            core.strengthen(entry, entry.pin, entry.replicas, now)
+        if not request.soft:
+            wanted = max(entry.replicas, min(request.replicas, MAX_REPLICAS))
+            core.strengthen(entry, entry.pin, wanted, now)
         return Replicated(entry.version.clock, entry.version.writer)
     if entry is not None and entry.version.covers(minimum):
         return Replicated(entry.version.clock, entry.version.writer)

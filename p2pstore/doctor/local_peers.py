@@ -82,6 +82,7 @@ def _ssd_reading(ssd: dict[str, Any]) -> SsdReading:
     return SsdReading(
         state=ssd["state"],
         why=ssd["why"],
+        cure=ssd.get("cure", ""),
         capacity_bytes=ssd["capacity_bytes"],
         live_bytes=ssd["live_bytes"],
         objects=ssd["objects"],

@@ -247,6 +247,7 @@ class SsdReading:
     objects: int
     damaged: int
     read_p99_ms: float
+    cure: str = ""
 
 
 def judge_ssd(name: str, ssd: SsdReading) -> Finding:
@@ -258,8 +259,9 @@ def judge_ssd(name: str, ssd: SsdReading) -> Finding:
     measured = {"read_p99_ms": ssd.read_p99_ms, "capacity_bytes": ssd.capacity_bytes}
     if ssd.state != "ok":
         state = "is only read" if ssd.state == "read_only" else "is not used any more"
-        cure = "look at the kernel's log for that disk, replace it or free space, and start the peer again"
-        return broken(f"{name}: ssd", f"{state}: {text}", ssd.why, cure)
+        return broken(
+            f"{name}: ssd", f"{state}: {text}", ssd.why, ssd.cure or "start the peer again"
+        )
     if ssd.damaged:
         return warning(
             f"{name}: ssd",

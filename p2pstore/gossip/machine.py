@@ -193,6 +193,8 @@ class Gossip:
             self.directory, config.ring_limit, config.behind_seconds, config.head_interval_seconds
         )
         self._forget_at: dict[Member, float] = {}
+        self.losses = 0
+        """Grows whenever a member that may have held something died, left, began anew or was expelled."""
         self._changes: list[MemberChange] = []
         self._arrived: list[tuple[ClusterRecord, SignedRecord]] = []
         self._placement: tuple[int, list[Member]] = (-1, [])
@@ -373,6 +375,7 @@ class Gossip:
         """Forget the members, and what they hold, that `accepts_peer` does not accept any more."""
         accepts = self.knowledge.accepts_peer
         gone = [s for s in self.membership.states() if not accepts(s.peer_id)]
+        self.losses += len(gone)
         for state in gone:
             self.membership.expel(state.peer_id)
             self.partitions.drop(state.member)
@@ -592,6 +595,7 @@ class Gossip:
         news = self.knowledge.apply(checked, now, sender)
         for before, (record, _) in zip(records, checked.records, strict=True):
             self.partitions.observe_record(before, record, now)
+            self.losses += before is not None and record.incarnation > before.incarnation
         self.membership.heard(sender, now)
         for chunk in checked.logs:
             self.floors.heard_of(chunk.operations, now)
@@ -678,6 +682,7 @@ class Gossip:
             self.view.follow(change)
             self._probing.follow(change)
             if change.new > Status.SUSPECT:
+                self.losses += change.old is not None
                 self.floors.went(change.member)
                 self.partitions.hide(change.member)
                 self._forget_at[change.member] = now + self.config.forget_seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ipaddress
 import logging
@@ -189,6 +190,16 @@ def interface_addresses() -> dict[str, list[str]]:
             if not (address.version == 6 and address.is_link_local):
                 found.setdefault(adapter.name, []).append(text)
     return {name: sorted(texts, key=lambda text: ":" in text) for name, texts in found.items()}
+
+
+def link_bytes_per_second(address: str, root: Path = Path("/sys/class/net")) -> float | None:
+    """How fast the interface with this address is; None where nobody says so, as for loopback."""
+    for name, addresses in interface_addresses().items():
+        if address in addresses:
+            with contextlib.suppress(OSError, ValueError):  # one that is down has no speed
+                megabits = int((root / name / "speed").read_text())
+                return megabits * 125_000 if megabits > 0 else None
+    return None
 
 
 def own_addresses() -> set[str]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Final
 
 import trio
 
@@ -20,6 +21,7 @@ from p2pstore.client import answers
 from p2pstore.client.trio_client import Client, open_client, require_trio
 from p2pstore.config import PeerConfig
 from p2pstore.core.peer_core import PeerCore
+from p2pstore.core.repair import TIMING, RepairTiming
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.homes.directory_mode import ModeLimits
 from p2pstore.gossip.links.host import open_control_host
@@ -46,6 +48,7 @@ from p2pstore.peer.addresses import (
     control_listen_address,
     data_listen_addresses,
     host_identity,
+    link_bytes_per_second,
 )
 from p2pstore.peer.credentials import Credentials, log_expelled, refuse_open_door
 from p2pstore.peer.data_backend import PeerDataBackend
@@ -76,6 +79,9 @@ from p2pstore.trio_streams import TrioDriver
 from p2pstore.wire import decode_body
 
 logger = logging.getLogger("p2pstore.peer")
+
+REPAIR_SHARE: Final = 0.1
+"""Of the link, for copies that replace lost ones."""
 
 
 class Peer(Client):
@@ -204,7 +210,8 @@ class _Assembly:
         config = self.config
         listen = control_listen_address(config)
         listeners = await self._listen_for_data(listen[0])
-        core = self._make_core(self._make_segment())
+        repair = self._repair_timing(listeners[0].getsockname()[0])
+        core = self._make_core(self._make_segment(), repair)
         if self.state is not None:
             self._restore(core.gossip, self.state)
         node = Node(
@@ -218,6 +225,8 @@ class _Assembly:
         await self.stack.enter_async_context(open_ssd(config, node))
         self.node = node
         await self._serve(node, office, listeners)
+        if node.ssd is not None:  # the first thing of all when this peer ends
+            self.stack.callback(node.ssd.ending.set)
         client = await self.stack.enter_async_context(
             open_client(Peer, str(self.socket_path), namespace)
         )
@@ -266,7 +275,12 @@ class _Assembly:
         self.location_memory = memory
         return format_table(memory.mapping, blocks, self.rng.getrandbits(128))
 
-    def _make_core(self, segment: Segment) -> PeerCore:
+    def _repair_timing(self, data_host: str) -> RepairTiming:
+        timing = TIMING[self.config.network]
+        link = link_bytes_per_second(data_host)
+        return timing if link is None else replace(timing, bytes_per_second=REPAIR_SHARE * link)
+
+    def _make_core(self, segment: Segment, repair: RepairTiming) -> PeerCore:
         clock = HybridClock(self.state.clock if self.state is not None else 0)
         config = self._gossip_config()
         table = self._make_location_table(config.directory.max_rows)
@@ -291,6 +305,7 @@ class _Assembly:
             clock=clock,
             rng=self.rng,
             unix_offset_seconds=time.time() - time.monotonic(),
+            repair=repair,
         )
         return core
 
@@ -324,7 +339,7 @@ class _Assembly:
             memory_used=segment.used_bytes,
             ssd_capacity=ssd.capacity_bytes if ssd is not None else 0,
             ssd_used=ssd.used_bytes if ssd is not None else 0,
-            load_permille=0,
+            load_permille=self.node.load.told_permille if self.node is not None else 0,
             head=LogHead(),
             software=p2pstore.__version__,
             min_protocol=MIN_DATA_VERSION,

@@ -13,6 +13,7 @@ from p2pstore.core.operation import Operation
 from p2pstore.core.put import SLOT_ONLY
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import P2PStoreError
+from p2pstore.gossip.records import member_of
 from p2pstore.objects import CHUNK_BYTES, KIB
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import peer_document
@@ -22,6 +23,7 @@ from p2pstore.transfer.layout import Slot, SlotState, encode_slot
 from p2pstore.transfer.messages import (
     DataKind,
     GetItem,
+    Keeps,
     ObjectReply,
     ObjectStatus,
     Snapshot,
@@ -33,6 +35,8 @@ from p2pstore.transfer.segment import ObjectEntry
 from p2pstore.transfer.tickets import TicketClaims
 from p2pstore.wire import Failure, Message, error_of
 
+BRING_SECONDS: Final = 4.0
+"""For objects that are asked for before they are in memory. Who asks gives up after 5 s without progress."""
 COPIED_BYTES: Final = 16 * KIB
 """Values up to this are copied before they are sent: that takes less time than to keep them where they are."""
 
@@ -57,6 +61,11 @@ class PeerDataBackend:
         if cold is not None and item.first_chunk == SLOT_ONLY:
             slot = encode_slot(Slot(SlotState.LIVE, cold.digest, cold.version, 0, cold.length, 0))
             return OpenedObject(slot, b"", memoryview(b""), None)
+        if (
+            cold is not None
+        ):  # it could not be brought: the disk hangs, or memory is full of what must stay
+            self._core.counters["reads_not_brought"] += 1
+            return ObjectReply(int(ObjectStatus.BUSY))
         if entry is None:
             self._core.counters["reads_not_found"] += 1
             return ObjectReply(
@@ -77,15 +86,16 @@ class PeerDataBackend:
         return OpenedObject(slot, trailer, payload, entry)
 
     def must_bring(self, items: Sequence[GetItem]) -> bool:
-        """Whether some of these are on the SSD alone."""
-        cold = self._core.cold
-        if cold.store is None:
+        """Whether some of these are on the SSD alone, or on their way here."""
+        if self._core.cold.store is None and not self._core.fetching:
             return False
         now = self._node.now
-        return any(
-            item.first_chunk != SLOT_ONLY and cold.find_only_here(item.digest, now) is not None
-            for item in items
-        )
+        return any(item.first_chunk != SLOT_ONLY and self._comes(item, now) for item in items)
+
+    def _comes(self, item: GetItem, now: float) -> bool:
+        """Whether it will be in memory, if somebody sees to it or waits for it."""
+        is_on_its_way = item.first_chunk == 0 and self._core.is_fetching(item.digest)
+        return is_on_its_way or self._core.cold.find_only_here(item.digest, now) is not None
 
     async def bring(self, items: Sequence[GetItem]) -> None:
         """Bring those to memory. What fails is not there when it is opened."""
@@ -93,10 +103,22 @@ class PeerDataBackend:
         operations = [
             self._core.fetch(item.digest, now, only_here=True)
             for item in items
-            if self._core.cold.find_only_here(item.digest, now) is not None
+            if self._comes(item, now)
         ]
-        for operation in operations:
-            await self._node.settle(operation)
+        with trio.move_on_after(BRING_SECONDS):
+            for operation in operations:
+                await self._node.settle(operation)
+
+    def send_on(
+        self, digest: bytes, length: int, reader: bytes, keeps: Keeps
+    ) -> ObjectReply | None:
+        """To those that keep it, when the object is hot."""
+        member = member_of(reader)
+        sent_on = self._core.hot_objects.read(digest, length, member, keeps, self._node.now)
+        if sent_on is None:
+            return None
+        self._core.counters["reads_sent_on"] += 1
+        return ObjectReply(int(ObjectStatus.BUSY), others=sent_on.keepers, keep=True)
 
     def let_go(self, opened: OpenedObject) -> None:
         """The object was sent, or will not be."""
@@ -119,7 +141,7 @@ class PeerDataBackend:
             head, packed = known
             reply = SnapshotReply(message.member, head.incarnation, head.sequence, head.set_hash)
             return reply, (packed,)
-        self._node.check_open()
+        # Also while this peer leaves: it is the home of keys as long as the others believe so.
         answer = self._core.serve(claims.issuer, kind, message, self._node.now)
         self._node.process()
         if isinstance(answer, Operation):

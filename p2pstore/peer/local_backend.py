@@ -266,6 +266,8 @@ class PeerLocalBackend:
         self._core.strengthen(entry, entry.pin, message.copies, self._now)
         operation = ReplicateOperation(self._core, entry, message.copies)
         copies = await self._node.complete(self._core.start(operation, self._now))
+        if copies < message.copies:
+            self._core.repair.fell_short(copies, self._now)
         version = entry.version
         return local.PutOutcome(
             int(local.PutStatus.UNCHANGED), copies, message.copies, version.clock, version.writer

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +28,7 @@ from p2pstore.core.effects import (
     SaveClusterRecord,
     WriteObject,
 )
+from p2pstore.core.hand_over import HandedOver, HandOverOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import (
@@ -57,17 +58,18 @@ from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.members.membership import MemberChange
 from p2pstore.gossip.messages import ControlKind, Status
 from p2pstore.gossip.records import Member, PeerId, PeerRecord, Tier, format_peer_id
-from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, root_checksum
+from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, format_bytes, root_checksum
 from p2pstore.peer.credentials import Credentials
 from p2pstore.peer.joining import Joining
 from p2pstore.peer.later_replies import LaterReplies
+from p2pstore.peer.load import LoadMeter
 from p2pstore.peer.saving import StateSaver
 from p2pstore.peer.watching import PeerWatch
 from p2pstore.statedir import StateDirectory
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.data_session import Traffic
 from p2pstore.transfer.failover import HolderReport, order_copies
-from p2pstore.transfer.messages import DataKind, Snapshot, SnapshotReply
+from p2pstore.transfer.messages import DataKind, Keeps, Snapshot, SnapshotReply
 from p2pstore.transfer.rdma_rules import NAME as RDMA
 from p2pstore.transfer.transport import (
     PullReport,
@@ -93,6 +95,8 @@ DRAIN_CHECKPOINTS: Final = 3
 """Scheduler turns between a timer and its verdict: after a stall of the process, what has arrived
 meanwhile is handled before anybody is declared silent."""
 FAREWELL_SECONDS: Final = 1.0
+TELL_SECONDS: Final = 0.5
+"""How long a peer that was asked to leave waits for somebody to ask how that went."""
 FORGET_SECONDS: Final = 2.0
 MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
 
@@ -119,6 +123,7 @@ class Node:
         self.watch = PeerWatch(core, config.slow_operation)
         self.served = Traffic()
         self.started_at = trio.current_time()
+        self.load = LoadMeter(self.now, time.process_time())
         self.leave_requested = trio.Event()
         self.drain_seconds = config.drain_timeout
         self.contacted = trio.Event()
@@ -148,6 +153,9 @@ class Node:
         self._refused_by: set[PeerId] = set()
         self._doubted: set[bytes] = set()
         self._drained = trio.Event()
+        self._hand_over: HandOverOperation | None = None
+        self._all_handed_over = False
+        self._told = trio.Event()
         self._kept_version = -1
         self._running = self._ended = False
 
@@ -194,6 +202,8 @@ class Node:
             self.core.tick(self.now)
             self.process()
             self._keep_neighbours()
+            if self.load.sample(self.now, time.process_time()):
+                self.core.gossip.own_record.changed()
 
     def _keep_neighbours(self) -> None:
         """Let the host keep the connections that gossip uses all the time, and close others."""
@@ -201,6 +211,10 @@ class Node:
         if view.version != self._kept_version:
             self._kept_version = view.version
             self.host.keeper.keep(view.neighbours())
+
+    def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
+        """In the background, as long as this peer runs."""
+        self._nursery.start_soon(function)
 
     def process(self) -> None:
         """Carry out what the core has decided. Call it after everything that touches the core."""
@@ -354,11 +368,10 @@ class Node:
         return RemotePeer(peer_id, tuple(record.data) if record is not None else ())
 
     def remote_copy(self, copy: KnownCopy) -> RemoteCopy:
-        """How to read one copy. What is on an SSD alone comes to its holder's memory when that is asked for it, and
-        only a request over TCP asks."""
+        """How to read one copy, on its holder's SSD or in its memory."""
         way = self.way_to(copy)
-        if copy.record.tier is Tier.SSD:
-            return replace(way, socket="", same_host=False, rdma=False)
+        if copy.record.tier is Tier.SSD:  # one request over TCP does it; RDMA takes several
+            return replace(way, on_ssd=True, rdma=way.rdma and self.config.transport == RDMA)
         return way
 
     def way_to(self, copy: KnownCopy) -> RemoteCopy:
@@ -433,7 +446,11 @@ class Node:
         delivered = False
         begin = self.now
         try:
-            copies = [self.remote_copy(copy) for copy in self.reading_order(effect.copies)]
+            keeps = Keeps.NO if effect.insist else Keeps.YES
+            copies = [
+                replace(self.remote_copy(copy), keeps=keeps)
+                for copy in self.reading_order(effect.copies)
+            ]
             report = await pull_with_failover(copies, self.transports, effect.digest, destination)
             failures = report.failures
             if report.pulled is not None:
@@ -554,16 +571,56 @@ class Node:
 
     # --- leaving -----------------------------------------------------------------------------
 
+    @property
+    def handed_over(self) -> HandedOver | None:
+        """What this peer, as it leaves, has handed over by now; None before that begins."""
+        return None if self._hand_over is None else self._hand_over.handed_over
+
+    def tell_how_it_left(self) -> dict[str, Any] | None:
+        """For the statistics; once it is known how that ended, and was asked for, this peer ends."""
+        handed = self.handed_over
+        if handed is None:
+            return None
+        if self._all_handed_over:
+            self._told.set()
+        return {**asdict(handed), "done": self._all_handed_over}
+
     async def leave(self) -> None:
-        """Take no new work, finish what is under way, write to the SSD what memory has (at most `drain_seconds` for
-        both), tell the others, keep what must survive."""
+        """Take no new work, finish what is under way, hand over to others what this peer alone holds and write to the
+        SSD what memory has (at most `drain_seconds` for all of it), tell the others, keep what must survive."""
         self.core.closing = True
+        self._hand_over = HandOverOperation(self.core)
         self.process()
         with trio.move_on_after(self.drain_seconds):
-            if self.core.operations_under_way:
-                await self._drained.wait()
-            if self.ssd is not None:
+            async with trio.open_nursery() as nursery:
+                if self._running and self.failure is None and self.drain_seconds > 0:
+                    nursery.start_soon(self.settle, self.core.start(self._hand_over, self.now))
+                if self.ssd is not None:
+                    nursery.start_soon(self.ssd.keep_memory)
+                if self.core.operations_under_way:
+                    await self._drained.wait()
+            if self.ssd is not None:  # what was put by operations that were under way
                 await self.ssd.keep_memory()
+        self._log_handed_over()
+        await self._say_goodbye()
+
+    def _log_handed_over(self) -> None:
+        self._all_handed_over = True
+        handed = self.handed_over
+        if handed is not None and (handed.objects or handed.left_objects):
+            logger.info(
+                "%s objects (%s) that only this peer held were handed over, %s (%s) were not",
+                f"{handed.objects:,}",
+                format_bytes(handed.bytes),
+                f"{handed.left_objects:,}",
+                format_bytes(handed.left_bytes),
+                extra={"event": "handed_over", **asdict(handed)},
+            )
+
+    async def _say_goodbye(self) -> None:
+        if self.leave_requested.is_set():
+            with trio.move_on_after(TELL_SECONDS):
+                await self._told.wait()
         asks = [effect for effect in self.core.gossip.leave(self.now) if isinstance(effect, Ask)]
         with trio.move_on_after(FAREWELL_SECONDS):
             async with trio.open_nursery() as nursery:
@@ -606,5 +663,11 @@ def refusal(error: Exception) -> Failure | None:
 def pull_failure(report: HolderReport) -> PullFailure:
     """A transport's report as the core takes it."""
     return PullFailure(
-        report.member, int(report.code), report.text, report.incarnation, report.sequence
+        report.member,
+        int(report.code),
+        report.text,
+        report.incarnation,
+        report.sequence,
+        report.keep,
+        report.others,
     )

@@ -14,19 +14,27 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from p2pstore.config import PeerConfig
+from p2pstore.config import MINIMUM_SSD_BYTES, PeerConfig
 from p2pstore.core.cold_return import ColdObject, ColdSorted
 from p2pstore.core.copy_destination import CopyDestination
-from p2pstore.core.effects import LoadObject, PullOutcome, WriteObject
-from p2pstore.errors import CapacityExceeded, ConfigError, NoSuchKey, P2PStoreError
+from p2pstore.core.effects import LoadObject, PullFailure, PullOutcome, WriteObject
+from p2pstore.errors import (
+    CapacityExceeded,
+    ConfigError,
+    NoSuchKey,
+    P2PStoreError,
+    Unavailable,
+)
+from p2pstore.nursery import open_background_nursery
 from p2pstore.objects import MIB, chunk_count, format_bytes, namespace_digest
 from p2pstore.ssd_tier.admission import AdmissionPolicy, Refusal
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
-from p2pstore.ssd_tier.health import TierState
+from p2pstore.ssd_tier.health import Health, TierState
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.layout import SEGMENT_BYTES, ColdFacts
-from p2pstore.ssd_tier.misses import ColdMiss
+from p2pstore.ssd_tier.misses import ColdMiss, Miss
 from p2pstore.ssd_tier.opening import FILE_NAME
+from p2pstore.ssd_tier.patience import PATIENCE_SECONDS as ALONE_SECONDS
 from p2pstore.ssd_tier.tier import SsdTier, open_tier
 from p2pstore.transfer.entries import ObjectEntry
 from p2pstore.transfer.layout import (
@@ -38,6 +46,7 @@ from p2pstore.transfer.layout import (
     decode_trailer,
     encode_trailer,
 )
+from p2pstore.wire import Code
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -49,6 +58,13 @@ NAME: Final = "ssd"
 SOON_SECONDS: Final = 0.5
 LATER_SECONDS: Final = 60.0
 """When an object that the tier refused is offered again: soon, when it is a matter of time."""
+HURRIED_SECONDS: Final = 1.0
+"""How long a read waits for a disk that hangs when others hold the object: less than the 1.5 s for which readers do."""
+LOOK_SECONDS: Final = 0.5
+OPENING_SECONDS: Final = 30.0
+"""A disk may be silent for so long while its log is opened."""
+ENDING_SECONDS: Final = 3.0
+"""What is under way when the peer ends has so long; then a disk that hangs is left alone."""
 KEPT_AT_ONCE: Final = 8
 """Objects that are written side by side when the peer leaves."""
 SEGMENTS_WANTED: Final = 16
@@ -65,18 +81,25 @@ async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
     if config.ssd is None:
         yield
         return
-    disk = await trio.to_thread.run_sync(_open_disk, config)
+    disk = await _open_in_thread(config)
+    ssd = PeerSsd(node)
+    policy = AdmissionPolicy(write_bytes_per_day=config.ssd_bytes_per_day)
     try:
-        ssd = PeerSsd(node)
-        policy = AdmissionPolicy(write_bytes_per_day=config.ssd_bytes_per_day)
-        async with open_tier(
-            disk,
-            policy,
-            withdraw=ssd.withdraw,
-            is_last_copy=ssd.is_last_copy,
-            state_changed=ssd.state_changed,
-            segment_bytes=segment_bytes_for(disk.size_bytes),
-        ) as tier:
+        async with (
+            open_background_nursery() as guards,
+            _opening(disk, config, guards) as opened,
+            open_tier(
+                disk,
+                policy,
+                withdraw=ssd.withdraw,
+                is_last_copy=ssd.is_last_copy,
+                state_changed=ssd.state_changed,
+                segment_bytes=segment_bytes_for(disk.size_bytes),
+                cluster=config.cluster,
+            ) as tier,
+        ):
+            opened.set()
+            guards.start_soon(_leave_alone_what_hangs, ssd, disk)
             ssd.begin(tier)
             logger.info(
                 "ssd: %s of %s, %s objects of earlier",
@@ -85,12 +108,86 @@ async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
                 f"{len(tier):,}",
                 extra={"event": "ssd_open", "path": str(disk.path)},
             )
-            yield
+            try:
+                yield
+            finally:
+                ssd.ending.set()
     except OSError as error:
         raise ConfigError(f"ssd: {config.ssd} fails: {error}") from error
     finally:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(disk.close)
+
+
+@asynccontextmanager
+async def _opening(
+    disk: FileDisk, config: PeerConfig, guards: trio.Nursery
+) -> AsyncIterator[trio.Event]:
+    """Raises `ConfigError` when the disk hangs before the event is set; others then say which disk it was."""
+    opened, abandoned = trio.Event(), trio.Event()
+
+    async def guard() -> None:
+        while not opened.is_set():
+            with trio.move_on_after(LOOK_SECONDS):
+                await opened.wait()
+            if not opened.is_set() and disk.waits.silent_seconds >= OPENING_SECONDS:
+                abandoned.set()
+                disk.abandon()
+                return
+
+    guards.start_soon(guard)
+    try:
+        yield opened
+    except Exception as error:
+        if isinstance(error, ConfigError) and not opened.is_set():
+            raise ConfigError(f"ssd: {disk.path}: {error}") from error
+        if not abandoned.is_set():
+            raise
+        raise ConfigError(
+            f"ssd: {config.ssd} does not answer: nothing came from it for {OPENING_SECONDS:g} s. Look at the kernel's "
+            "log for that disk, or start this peer without it"
+        ) from error
+
+
+async def _leave_alone_what_hangs(ssd: PeerSsd, disk: FileDisk) -> None:
+    """There is no way to end I/O that hangs, and the tasks that wait for it would keep this peer from ending."""
+    await ssd.ending.wait()
+    await trio.sleep(ENDING_SECONDS)
+    while True:
+        if disk.waits.longest_seconds >= ENDING_SECONDS:
+            break
+        await trio.sleep(LOOK_SECONDS)
+    logger.warning(
+        "the SSD has not answered for %.0f s: this peer ends without what is under way there",
+        disk.waits.longest_seconds,
+        extra={"event": "ssd_left_alone"},
+    )
+    ssd.tier.stop()
+    disk.abandon()
+
+
+async def _open_in_thread(config: PeerConfig) -> FileDisk:
+    """A path that hangs can be cancelled: what is opened after that is closed at once."""
+    wanted = [True]  # whoever takes it has the disk
+    opened: list[FileDisk] = []
+
+    def open_it() -> None:
+        disk = _open_disk(config)
+        opened.append(disk)
+        try:
+            wanted.pop()
+        except IndexError:
+            disk.close()
+
+    try:
+        await trio.to_thread.run_sync(open_it, abandon_on_cancel=True)
+    except trio.Cancelled:
+        try:
+            wanted.pop()
+        except IndexError:  # it was opened in this moment
+            opened[0].close()
+        raise
+    return opened[0]
 
 
 def _open_disk(config: PeerConfig) -> FileDisk:
@@ -108,13 +205,21 @@ def segment_bytes_for(capacity_bytes: int) -> int:
 
 def default_capacity(path: str) -> int | None:
     """What is taken when nobody says how much: of a directory what was taken before, else half of what is free; None
-    for a whole device."""
+    for a whole device. Raises `ConfigError` when that is too little."""
     place = Path(path)
     if not place.is_dir():
         return None
-    with contextlib.suppress(FileNotFoundError):
-        return (place / FILE_NAME).stat().st_size
-    return shutil.disk_usage(place).free // 2
+    with contextlib.suppress(OSError):  # what is wrong there is said when it is opened
+        if taken := (place / FILE_NAME).stat().st_size:
+            return taken
+    half = shutil.disk_usage(place).free // 2
+    if half < MINIMUM_SSD_BYTES:
+        raise ConfigError(
+            f"ssd: half of what is free in {path} is {format_bytes(half)}, and the SSD tier needs "
+            f"{format_bytes(MINIMUM_SSD_BYTES)}: make room there, name another directory, or say how much to take "
+            "(--ssd-capacity)"
+        )
+    return half
 
 
 class PeerSsd:
@@ -125,6 +230,8 @@ class PeerSsd:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._core = node.core
+        self.ending = trio.Event()
+        """This peer ends: what is under way there is waited for no longer than it takes a disk that works."""
 
     def begin(self, tier: SsdTier) -> None:
         """From now on there is an SSD. What is on it is shown when that is known to be good."""
@@ -170,24 +277,23 @@ class PeerSsd:
             destination = core.copy_destination(effect.operation, node.now)
         except NoSuchKey:
             return  # whoever wanted it has gone
-        began = node.now
-        length, error = -1, None
+        load = _Load(node, effect)
+        length, error, silent = -1, None, ""
         try:
-            length = await self._load_into(destination, effect.digest)
+            length = await self._load_into(destination, effect.digest, load)
         except ColdMiss as miss:
             logger.debug("not read from the SSD: %s", miss)
+            silent = str(miss) if miss.reason is Miss.SILENT else ""
         except (P2PStoreError, ValueError) as problem:
             error = problem
         finally:
             destination.abort()
-        node.watch.loaded(effect, length, node.now - began)
-        outcome = PullOutcome(length >= 0, (), error, core.member, NAME)
-        core.pulled(effect.operation, outcome, node.now)
-        node.process()
+        load.ended(length, error, silent)
 
-    async def _load_into(self, destination: CopyDestination, digest: bytes) -> int:
-        """The length of what was read and published."""
+    async def _load_into(self, destination: CopyDestination, digest: bytes, load: _Load) -> int:
+        """The length of what was read and published; -1 when nobody waited for it any more."""
         spare_bytes = SPARE_TRAILER_BYTES
+        patience = ALONE_SECONDS if self.is_last_copy(digest) else HURRIED_SECONDS
 
         def prepare(facts: ColdFacts) -> memoryview:
             # Its dtype and shape come with its bytes, and its sums have as many bytes as these.
@@ -195,14 +301,16 @@ class PeerSsd:
             destination.prepare(_slot_of(facts, trailer, spare_bytes), trailer)
             return destination.pages
 
-        facts = await self.tier.load(digest, prepare)
+        facts = await self.tier.load(digest, prepare, load.overdue, patience)
         trailer = _trailer_of(facts, _packed(facts.chunk_sums))
         try:
             destination.describe(trailer)
         except ValueError:  # the shape of a tensor with very many dimensions: now it is known
             spare_bytes = MAX_TRAILER_BYTES // 2
-            facts = await self.tier.load(digest, prepare)
+            facts = await self.tier.load(digest, prepare, load.overdue, patience)
             destination.describe(trailer)
+        if load.is_over:
+            return -1
         destination.commit(self._node.now)
         return facts.length
 
@@ -224,35 +332,51 @@ class PeerSsd:
 
     async def keep_memory(self) -> None:
         """Write what is in memory only, the most recently used first, for the next life of this peer."""
-        entries = sorted(self._core.segment.entries(), key=lambda entry: -entry.last_access)
-        left = deque(entry for entry in entries if not entry.on_ssd and not entry.soft)
+        entries = [
+            entry for entry in self._core.segment.entries() if not entry.on_ssd and not entry.soft
+        ]
+        left = deque(sorted(entries, key=lambda entry: -entry.last_access))
+
+        unwritten = len(left)
 
         async def write_some() -> None:
+            nonlocal unwritten
             while left:
                 entry = left.popleft()
-                if entry.state is SlotState.LIVE:
-                    await self._keep(entry)
+                try:
+                    if entry.state is SlotState.LIVE:
+                        await self._keep(entry)
+                except Unavailable as error:  # the disk hangs
+                    logger.debug("not kept: %s", error)
+                    left.clear()
+                    return
+                unwritten -= 1
 
-        async with trio.open_nursery() as nursery:
-            for _ in range(KEPT_AT_ONCE):
-                nursery.start_soon(write_some)
+        try:
+            async with trio.open_nursery() as nursery:
+                for _ in range(KEPT_AT_ONCE):
+                    nursery.start_soon(write_some)
+        finally:
+            if unwritten:
+                logger.warning(
+                    "%s objects were not written to the SSD before this peer left: it took too long, or hangs",
+                    f"{unwritten:,}",
+                    extra={"event": "ssd_not_drained"},
+                )
 
     async def _keep(self, entry: ObjectEntry) -> None:
         segment = self._core.segment
         if self.tier.admit(entry.digest, entry.length, entry.hits) is not None:
             return
         segment.acquire(entry)
-        try:
-            if await self._store(entry):
-                self._core.cold.written(entry, self._node.now)
-        finally:
-            segment.let_go(entry, was_used=False)
+        if await self._stored(entry, durable=False):
+            self._core.cold.written(entry, self._node.now)
 
     # --- what clients ask for ----------------------------------------------------------------
 
     async def make_durable(self, digest: bytes) -> None:
         """Have what a client put on the SSD before this returns, so that it survives a crash of the machine.
-        Raises `CapacityExceeded` when the tier does not take it."""
+        Raises `CapacityExceeded` when the tier does not take it, and `Unavailable` when it does not answer."""
         segment = self._core.segment
         entry = self._core.find(digest, self._node.now)
         if entry is None:
@@ -260,16 +384,42 @@ class PeerSsd:
                 "durable: the object was removed or evicted before it was on the SSD"
             )
         segment.acquire(entry)
-        try:
-            if not await self._store(entry, durable=True):
-                why = self.tier.why or "it is full, or the object too large for it"
-                raise CapacityExceeded(
-                    f"durable: the object is in memory, but the SSD does not take it: {why}; see `mooncake-p2p stats`"
+        if not await self._stored(entry, durable=True):
+            why = self.tier.why or "it is full, or the object too large for it"
+            raise CapacityExceeded(
+                f"durable: the object is in memory, but the SSD does not take it: {why}; see `mooncake-p2p stats`"
+            )
+        self._core.cold.written(entry, self._node.now)
+        self._node.process()
+
+    async def _stored(self, entry: ObjectEntry, *, durable: bool) -> bool:
+        """`_store` of what was acquired, and let go of it. The disk may hang, so that goes on in the background: who
+        waits can be called off, and raises `Unavailable` when nothing moves."""
+        ended = trio.Event()
+        outcome: list[bool | Exception] = []
+
+        async def store() -> None:
+            try:
+                outcome.append(await self._store(entry, durable=durable))
+            except Exception as error:
+                outcome.append(error)
+            finally:
+                self._core.segment.let_go(entry, was_used=durable)
+                ended.set()
+
+        began = self._node.now
+        self._node.start_soon(store)
+        while not ended.is_set():
+            with trio.move_on_after(LOOK_SECONDS):
+                await ended.wait()
+            if min(self._node.now - began, self.tier.waits.longest_seconds) >= ALONE_SECONDS:
+                raise Unavailable(
+                    f"durable: the object is in memory, but the SSD did not answer within {ALONE_SECONDS:g} s; "
+                    "see `mooncake-p2p stats` and `mooncake-p2p doctor`"
                 )
-            self._core.cold.written(entry, self._node.now)
-        finally:
-            segment.let_go(entry)
-            self._node.process()
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
 
     # --- what others are told ----------------------------------------------------------------
 
@@ -290,20 +440,20 @@ class PeerSsd:
         self._core.cold.lost(entries, self._node.now)
         self._node.stir()
 
-    def state_changed(self, state: TierState, why: str) -> None:
+    def state_changed(self, health: Health) -> None:
         """The SSD failed. This peer goes on with what it has in memory, and the others are told."""
-        if state is TierState.READ_ONLY:
+        if health.state is TierState.READ_ONLY:
             logger.error(
-                "nothing more is written to the SSD, only read: %s. Replace it, or free space, and start this peer "
-                "again",
-                why,
+                "nothing more is written to the SSD, only read: %s; %s",
+                health.why,
+                health.cure,
                 extra={"event": "ssd_read_only"},
             )
         else:
             logger.error(
-                "the SSD is not used any more: %s. This peer goes on with its memory alone; replace the SSD, and "
-                "start this peer again",
-                why,
+                "the SSD is not used any more: %s. This peer goes on with its memory alone; %s",
+                health.why,
+                health.cure,
                 extra={"event": "ssd_off"},
             )
             self._core.cold.lose_store()
@@ -321,6 +471,36 @@ class PeerSsd:
             raise RuntimeError(f"the trailer of {entry.key!r} is damaged in this peer's own memory")
         payload = segment.payload_pages(entry)
         return await self.tier.store(_facts_of(entry, trailer), payload, durable=durable)
+
+
+class _Load:
+    """A load that somebody waits for, until it ends or is overdue. What comes after that goes nowhere."""
+
+    def __init__(self, node: Node, effect: LoadObject) -> None:
+        self._node = node
+        self._effect = effect
+        self._began = node.now
+        self.is_over = False
+
+    def overdue(self, why: str) -> None:
+        """The disk hangs: others are to be asked. The memory stays reserved until the disk has done with it."""
+        logger.warning(
+            "%s: an object is looked for elsewhere", why, extra={"event": "ssd_load_overdue"}
+        )
+        self.ended(-1, None, why)
+
+    def ended(self, length: int, error: Exception | None, silent: str) -> None:
+        """-1 bytes: nothing was brought, for this `error`, or because the disk is `silent`, as far as is known."""
+        if self.is_over:
+            return
+        self.is_over = True
+        node, core = self._node, self._node.core
+        node.watch.loaded(self._effect, length, node.now - self._began)
+        code = int(Code.DEADLINE_EXCEEDED)
+        failures = (PullFailure(core.member, code, silent),) if silent else ()
+        outcome = PullOutcome(length >= 0, failures, error, core.member, NAME)
+        core.pulled(self._effect.operation, outcome, node.now)
+        node.process()
 
 
 def _facts_of(entry: ObjectEntry, trailer: TrailerBody) -> ColdFacts:

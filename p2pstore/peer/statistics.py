@@ -50,7 +50,15 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         },
         "received": node.watch.traffic.document(),
         "connections": _connections(node),
+        "repair": {
+            "copies": core.counters["repairs"],
+            "bytes": core.counters["repaired_bytes"],
+            "lacking": core.repair.lacking,
+        },
     }
+    leaving = node.tell_how_it_left() if private else None
+    if leaving is not None:
+        document["leaving"] = leaving
     if node.ssd is not None:
         document["ssd"] = node.ssd.tier.statistics() | {"hit_rate": _ssd_hit_rate(core)}
     if private:

@@ -19,6 +19,8 @@ from p2pstore.simulation.platter import Platter, Write
 from p2pstore.ssd_tier.disk_protocol import (
     ALIGNMENT_BYTES,
     SECTOR_BYTES,
+    Check,
+    Waits,
     checked_bytes,
     refuse_closed,
 )
@@ -54,6 +56,9 @@ class DiskFaults:
     """EIO; of the writes before it, any sectors survive a crash, and no later sync changes that."""
     latency_seconds: float = 0.0
     """How long a request takes on average."""
+    hang: float = 0.0
+    """It takes `hang_seconds`, then it is done as if nothing had been."""
+    hang_seconds: float = 3600.0
 
 
 class FaultyDisk:
@@ -65,6 +70,7 @@ class FaultyDisk:
         size_bytes: int,
         faults: DiskFaults | None = None,
         pause: Callable[[float], Awaitable[object]] | None = None,
+        now: Callable[[], float] = lambda: 0.0,
     ) -> None:
         if size_bytes <= 0 or size_bytes % ALIGNMENT_BYTES:
             raise ValueError(f"a disk's size is a multiple of {ALIGNMENT_BYTES}, not {size_bytes}")
@@ -74,10 +80,15 @@ class FaultyDisk:
         `bytes_written` and `crashes`."""
         self._rng = Random(seed)
         self._platter = Platter(self._rng, size_bytes)
+        self._now = now
+        self._begun: dict[object, float] = {}
+        self._last_end = 0.0
         self.pause = pause
         """What a request waits for, told for how many seconds."""
         self._under_way: list[Write] = []
         self._life = 0
+        self.misplaced = ""
+        """As `Disk` has it; to be set by tests."""
         self._closed = False
 
     @property
@@ -85,7 +96,9 @@ class FaultyDisk:
         """As `Disk` has it."""
         return len(self._platter.visible)
 
-    async def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+    async def read_into(
+        self, position: int, buffers: Sequence[memoryview], check: Check | None = None
+    ) -> None:
         """As `Disk` has it."""
         refuse_closed(self._closed)
         length = checked_bytes(position, buffers, self.size_bytes, reading=True)
@@ -107,6 +120,8 @@ class FaultyDisk:
                 raise OSError(errno.EIO, f"simulated {fault} at {position}")
         _fill(buffers, bytes(self._platter.visible[position : position + length]))
         self.happened["bytes_read"] += length
+        if check is not None:
+            check()
 
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
         """As `Disk` has it."""
@@ -162,6 +177,19 @@ class FaultyDisk:
             raise OSError(errno.EIO, "simulated sync_error")
         self._platter.sync(covered)
 
+    @property
+    def waits(self) -> Waits:
+        """As `Disk` has it, in the time of `now`: without one, no time passes."""
+        if not self._begun:
+            return Waits()
+        begun, now = min(self._begun.values()), self._now()
+        return Waits(now - begun, now - max(begun, self._last_end))
+
+    async def inspect(self) -> None:
+        """As `Disk` has it."""
+        if self.pause is not None:
+            await self.pause(self.faults.latency_seconds)
+
     def close(self) -> None:
         """As `Disk` has it; `reopen` undoes it."""
         self._closed = True
@@ -194,9 +222,16 @@ class FaultyDisk:
 
     async def _wait(self) -> None:
         """The time that a request takes. Raises `OSError` when the machine crashed meanwhile."""
-        life = self._life
-        if self.pause is not None:
-            await self.pause(self.faults.latency_seconds * self._rng.expovariate(1.0))
+        life, request = self._life, object()
+        self._begun[request] = self._now()
+        try:
+            if self.pause is not None:
+                await self.pause(self.faults.latency_seconds * self._rng.expovariate(1.0))
+                if self._comes("hang", self.faults.hang):
+                    await self.pause(self.faults.hang_seconds)
+        finally:
+            del self._begun[request]
+            self._last_end = self._now()
         if life != self._life:
             raise OSError(errno.EIO, "simulated: the machine has crashed")
 

@@ -21,6 +21,7 @@ from p2pstore.core.effects import (
     SaveClusterRecord,
 )
 from p2pstore.core.flush import FlushOperation
+from p2pstore.core.hand_over import HandOverOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.put import PutOperation, PutSpec
@@ -81,6 +82,7 @@ class SimulatedPeer:
         self.cluster = cluster
         self.number = number
         self.address = f"sim:{number}"
+        self.host_id = number.to_bytes(16, "little")
         self.signer = SimulatedSigner(number)
         self.memory_bytes = memory_bytes
         self.disk = Disk()
@@ -173,7 +175,7 @@ class SimulatedPeer:
             name=self.address,
             incarnation=0,
             sequence=0,
-            host_id=self.number.to_bytes(16, "little"),
+            host_id=self.host_id,
             control=[self.address],
             data=[self.address],
             socket="",
@@ -205,6 +207,15 @@ class SimulatedPeer:
                 self._execute(effect)
             self.disk.write_all(self.core)
         self.crash()
+
+    def hand_over(self) -> HandOverOperation:
+        """Take no new work, and begin to hand over what this peer alone holds."""
+        assert self.core is not None
+        self.core.closing = True
+        operation = HandOverOperation(self.core)
+        self.core.start(operation, self.cluster.kernel.now)
+        self.settle()
+        return operation
 
     def settle(self) -> None:
         """Carry out effects and set the next tick."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from p2pstore.core.effects import PullFailure, PullObject, PullOutcome
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.simulation.transport import SimulatedTransport
+from p2pstore.transfer.messages import Keeps
 from p2pstore.transfer.transport import PullReport, RemoteCopy, pull_with_failover
 from p2pstore.wire import Code
 
@@ -34,7 +35,11 @@ async def pull_object(peer: SimulatedPeer, effect: PullObject) -> PullOutcome | 
     )
     copies = [
         RemoteCopy(
-            copy.peer_id, member=copy.member, slot=copy.record.slot, version=copy.record.version
+            copy.peer_id,
+            member=copy.member,
+            slot=copy.record.slot,
+            version=copy.record.version,
+            keeps=Keeps.NO if effect.insist else Keeps.YES,
         )
         for copy in effect.copies
     ]
@@ -53,7 +58,13 @@ async def pull_object(peer: SimulatedPeer, effect: PullObject) -> PullOutcome | 
 def _outcome(report: PullReport) -> PullOutcome:
     failures = tuple(
         PullFailure(
-            failure.member, int(failure.code), failure.text, failure.incarnation, failure.sequence
+            failure.member,
+            int(failure.code),
+            failure.text,
+            failure.incarnation,
+            failure.sequence,
+            failure.keep,
+            failure.others,
         )
         for failure in report.failures
     )

@@ -24,6 +24,7 @@ from p2pstore.ssd_tier.health import Health, TierState
 from p2pstore.ssd_tier.index import ColdEntry, ColdIndex
 from p2pstore.ssd_tier.layout import RecordPlace, record_position, segment_position
 from p2pstore.ssd_tier.measures import Measures
+from p2pstore.ssd_tier.patience import Waiting
 from p2pstore.ssd_tier.scratch import ScratchMemory
 from p2pstore.ssd_tier.segments import Segment, SegmentState, SegmentTable
 from p2pstore.ssd_tier.superblock import Superblock
@@ -39,8 +40,8 @@ Result = TypeVar("Result")
 Withdraw = Callable[[Sequence[ColdEntry]], None]
 """Told of objects that the tier loses by its own decision, before their bytes go."""
 
-StateChanged = Callable[[TierState, str], None]
-"""Told of a state that is worse than the last one, and why."""
+StateChanged = Callable[[Health], None]
+"""Told of a state that is worse than the last one, why, and what to do."""
 
 logger = logging.getLogger("p2pstore.ssd_tier")
 
@@ -94,6 +95,12 @@ class ColdLog:
         """There may be room for records, or never any more."""
         self.drained = Condition()
         """Reads ended in segments that drain."""
+        self.marks_moved = Condition()
+        """Dead marks became durable, or perhaps never will."""
+        self.waiting: set[Waiting] = set()
+        """For objects that are being read."""
+        self.is_silent = False
+        """Whether the disk has not answered for so long that it is asked for nothing more until it does."""
         self._withdraw = withdraw
         self._state_changed = state_changed
         self._told = TierState.OK
@@ -246,16 +253,30 @@ class ColdLog:
             self.retire(self.table[number])
         self.state_may_have_changed()
 
+    def is_in_place(self) -> bool:
+        """Whether what is written to the disk can be found by the next start, as far as was looked. If not, nothing
+        more is written: it would be lost, and nobody told."""
+        if why := self.disk.misplaced:
+            self.health.misplaced(why)
+            self.state_may_be_worse()
+        return not why
+
     def state_may_have_changed(self) -> None:
         """Tell whoever waits for what may never come now."""
         if self.health.state is not self._told:
             self._told = self.health.state
             logger.error("the SSD tier is %s: %s", self._told.value, self.health.why)
-            self._state_changed(self._told, self.health.why)
+            self._state_changed(self.health)
         self.room.changed()
         self.drained.changed()
         self.work.send()
         self.marked.send()
+        self.marks_moved.changed()
+
+    def state_may_be_worse(self) -> None:
+        """`state_may_have_changed`, for who looks often: when nothing has, nobody is woken."""
+        if self.health.state is not self._told:
+            self.state_may_have_changed()
 
     def _may_reclaim(self) -> None:
         if self.table.free_count == 0:

@@ -9,7 +9,7 @@ import trio
 from p2pstore.ssd_tier.cold_log import ColdLog
 from p2pstore.ssd_tier.health import TierOff
 from p2pstore.ssd_tier.layout import PAGE_BYTES
-from p2pstore.ssd_tier.waking import Condition, Signal
+from p2pstore.ssd_tier.waking import Signal
 
 GATHER_SECONDS: Final = 0.5
 """Marks wait so long for others: discards are durable within a second."""
@@ -29,7 +29,6 @@ class DeadMarkWriter:
         self._done = 0
         """The last round that worked: all marks made before it began are durable."""
         self._hurry = Signal()
-        self._progress = Condition()
 
     async def durable(self) -> None:
         """Returns when all records marked dead so far stay so whatever happens. Raises `TierOff`."""
@@ -43,7 +42,7 @@ class DeadMarkWriter:
                 raise TierOff(f"discards cannot be written: {log.health.why}")
             self._hurry.send()
             log.marked.send()
-            await self._progress.wait()
+            await log.marks_moved.wait()
 
     async def run(self) -> None:
         """Until the tier is off."""
@@ -56,7 +55,7 @@ class DeadMarkWriter:
                 if log.is_off:
                     break
                 await trio.sleep(RETRY_SECONDS)
-            self._progress.changed()
+            log.marks_moved.changed()
 
     async def _round(self) -> bool:
         """Whether all marks made before are durable."""

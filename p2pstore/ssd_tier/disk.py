@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from math import inf
 from typing import Final
 
 import trio
@@ -16,14 +19,18 @@ from p2pstore.ssd_tier.aligned import aligned_buffer, fast_address
 from p2pstore.ssd_tier.disk_protocol import (
     ALIGNMENT_BYTES,
     SECTOR_BYTES,
+    Check,
     Disk,
+    Waits,
     checked_bytes,
     cut,
     refuse_closed,
 )
-from p2pstore.ssd_tier.io_threads import IoThreads, Work
+from p2pstore.ssd_tier.io_threads import IoThreads
 from p2pstore.ssd_tier.kernel_aio import KernelAio
 from p2pstore.ssd_tier.opening import OpenPlace, open_place
+from p2pstore.ssd_tier.whereabouts import why_misplaced
+from p2pstore.ssd_tier.write_gate import WriteGate
 
 logger = logging.getLogger("p2pstore.ssd_tier")
 
@@ -31,6 +38,7 @@ __all__ = ["Disk", "FileDisk", "aligned_buffer", "open_disk"]
 
 READ_PIECE_BYTES: Final = 4 * 1024 * 1024
 WRITE_PIECE_BYTES: Final = 1024 * 1024
+WRITE_PIECE_BESIDE_READS_BYTES: Final = 256 * 1024
 """Larger requests are cut: the pieces are done side by side. Those of writes are smaller, because a read waits in the
 disk for writes that came before it."""
 
@@ -76,6 +84,9 @@ class FileDisk:
         """For headers: fresh memory takes the kernel as long as the rest of a small write."""
         self._failed_syncs = 0
         self._told_of_failed_syncs = 0
+        self._write_gate = WriteGate()
+        self._misplaced = ""
+        self._inspecting = trio.CapacityLimiter(1)
         self._threads = IoThreads("p2pstore-ssd", read_threads, write_threads, place.close)
         self._small_reads = _kernel_aio(place)
 
@@ -84,20 +95,28 @@ class FileDisk:
         """As `Disk` has it."""
         return self._size_bytes
 
-    async def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+    async def read_into(
+        self, position: int, buffers: Sequence[memoryview], check: Check | None = None
+    ) -> None:
         """As `Disk` has it."""
         refuse_closed(self._closed)
         length = self._checked_bytes(position, buffers, reading=True)
         if not length:
             await trio.lowlevel.checkpoint()
+            if check is not None:
+                check()
             return
+        self._write_gate.read()
         if self._small_reads and await self._small_reads.read(position, buffers, length):
+            if check is not None:
+                check()
             return
         await self._threads.read(
             [
                 partial(_transfer, os.preadv, self._descriptor, at, parts)
                 for at, parts in cut(position, buffers, READ_PIECE_BYTES)
-            ]
+            ],
+            check,
         )
 
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
@@ -106,15 +125,20 @@ class FileDisk:
         if not self._checked_bytes(position, buffers, reading=False):
             await trio.lowlevel.checkpoint()
             return
-        write: Work
-        pieces: list[Work] = []
-        for at, parts in cut(position, buffers, WRITE_PIECE_BYTES):
+        piece_bytes = (
+            WRITE_PIECE_BESIDE_READS_BYTES if self._write_gate.is_reading else WRITE_PIECE_BYTES
+        )
+        await self._threads.write(
+            [partial(self._write, at, parts) for at, parts in cut(position, buffers, piece_bytes)]
+        )
+
+    def _write(self, position: int, parts: list[memoryview]) -> None:
+        """One piece. In a thread."""
+        with self._write_gate.writing():
             if any(isinstance(part.obj, bytes) for part in parts):
-                write = partial(_write_copied, self._spare_pages, self._descriptor, at, parts)
+                _write_copied(self._spare_pages, self._descriptor, position, parts)
             else:
-                write = partial(_transfer, os.pwritev, self._descriptor, at, parts)
-            pieces.append(write)
-        await self._threads.write(pieces)
+                _transfer(os.pwritev, self._descriptor, position, parts)
 
     async def sync(self) -> None:
         """As `Disk` has it."""
@@ -136,6 +160,34 @@ class FileDisk:
         except OSError:
             self._failed_syncs += 1
             raise
+        self._inspect_now()  # who waits for a sync wants to find it again
+
+    @property
+    def waits(self) -> Waits:
+        """As `Disk` has it."""
+        begun, ended = self._threads.oldest_begin, self._threads.last_end
+        if self._small_reads:
+            begun = min(begun, self._small_reads.oldest_begin)
+            ended = max(ended, self._small_reads.last_end)
+        if begun == inf:
+            return Waits()
+        now = time.monotonic()
+        return Waits(now - begun, now - max(begun, ended))
+
+    @property
+    def misplaced(self) -> str:
+        """As `Disk` has it."""
+        return self._misplaced
+
+    async def inspect(self) -> None:
+        """As `Disk` has it. In a thread: a path may hang."""
+        await trio.to_thread.run_sync(
+            self._inspect_now, abandon_on_cancel=True, limiter=self._inspecting
+        )
+
+    def _inspect_now(self) -> None:
+        with suppress(OSError):  # closed meanwhile
+            self._misplaced = why_misplaced(self.path, self._descriptor, self._size_bytes)
 
     def _checked_bytes(
         self, position: int, buffers: Sequence[memoryview | bytes], *, reading: bool
@@ -148,9 +200,18 @@ class FileDisk:
         """As `Disk` has it. Waits at most a second for work under way: until that has ended the file stays open,
         and locked."""
         self._closed = True
+        self._write_gate.open_for_good()
         if self._small_reads:
             self._small_reads.close()
         self._threads.close()
+
+    def abandon(self) -> None:
+        """`close`, for a disk that does not answer: whoever waits for what has begun raises `StoreClosed` now, or
+        `Cancelled`. The disk may still read and write that memory, so nothing else may be done with it."""
+        self._closed = True
+        if self._small_reads:
+            self._small_reads.abandon()
+        self._threads.abandon()
 
 
 def _kernel_aio(place: OpenPlace) -> KernelAio | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -18,8 +18,19 @@ SECTOR_BYTES: Final = 512
 MAX_BUFFERS: Final = 1024
 """As many pieces of memory one system call takes (IOV_MAX)."""
 
+Check: TypeAlias = Callable[[], object]
+
 Piece: TypeAlias = tuple[int, list[memoryview]]
 """A position, and the memory for what lies from there on."""
+
+
+class Waits(NamedTuple):
+    """How long those who asked a disk for something have waited: 0 when it has nothing to do."""
+
+    longest_seconds: float = 0.0
+    """Since what it has been doing for longest began. What waits its turn has not begun."""
+    silent_seconds: float = 0.0
+    """The same, or since anything ended, if that is less: a disk that is slow is not silent."""
 
 
 class Disk(Protocol):
@@ -34,8 +45,11 @@ class Disk(Protocol):
     def size_bytes(self) -> int:
         """All positions are below it. A multiple of `ALIGNMENT_BYTES`."""
 
-    async def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        """Fill all buffers, one after the other, with what lies from `position` on."""
+    async def read_into(
+        self, position: int, buffers: Sequence[memoryview], check: Check | None = None
+    ) -> None:
+        """Fill all buffers, one after the other, with what lies from `position` on. `check` is called once they are
+        full, in any thread, and what it raises is raised: who looks at the bytes there keeps no loop from its work."""
 
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
         """Write all buffers, one after the other, from `position` on: they keep still until this returns.
@@ -48,6 +62,18 @@ class Disk(Protocol):
         """Returns when every write that returned before this call began survives a crash of the machine. After
         an error it is unknown which of them do, for ever: a later `sync` says nothing about them, and one that
         was under way fails as well."""
+
+    @property
+    def waits(self) -> Waits:
+        """How long it has been at what it does now."""
+
+    @property
+    def misplaced(self) -> str:
+        """Why what is written now would be lost although no request fails, such as that the file was deleted; empty
+        as far as the last `inspect` or `sync` knew."""
+
+    async def inspect(self) -> None:
+        """Look now whether it is `misplaced`. Raises nothing, not even when it is closed."""
 
     def close(self) -> None:
         """No more requests. Those that wait raise `StoreClosed`; those that began end as they would have."""

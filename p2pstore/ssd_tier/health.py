@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Final
 
 from p2pstore.errors import P2PStoreError
+from p2pstore.ssd_tier.disk_protocol import Waits
 
 MAX_FAILED_SEGMENTS: Final = 3
 """Segments in which a write or a sync failed, before nothing more is written."""
@@ -15,6 +16,12 @@ MAX_FAILED_DISCARDS: Final = 5
 """Attempts to write down discards that failed, one after the other."""
 MAX_FAILED_READS: Final = 16
 """Reads that failed, one after the other."""
+MAX_SILENT_SECONDS: Final = 30.0
+"""As long as the kernel usually waits for a device before it resets it."""
+REPLACE: Final = (
+    "look at the kernel's log for that disk, replace it or free space, and start this peer again"
+)
+FOUND_AGAIN: Final = "put it back as it was, or leave it, and start this peer again: it makes a new log where none is"
 _NOT_WRITABLE: Final = {errno.ENOSPC, errno.EROFS, errno.EDQUOT}
 
 
@@ -39,6 +46,8 @@ class Health:
     state: TierState = TierState.OK
     why: str = ""
     """What made the state worse than OK."""
+    cure: str = ""
+    """What to do about it, for people."""
     failed_segments: int = 0
     read_errors: int = 0
     write_errors: int = 0
@@ -80,6 +89,19 @@ class Health:
         """Dead marks were written and synced."""
         self._failed_discards = 0
 
+    def misplaced(self, why: str) -> None:
+        """No request fails, but what is written would not be found by the next start."""
+        self._worsen(TierState.READ_ONLY, why, FOUND_AGAIN)
+
+    def waited(self, waits: Waits) -> None:
+        """How long the disk has been at what it does now. A stuck request may yet end; nobody waits so long for it."""
+        if waits.silent_seconds >= MAX_SILENT_SECONDS:
+            why = f"it does not answer: nothing came from it for {waits.silent_seconds:.0f} s"
+            self._worsen(TierState.OFF, why)
+        elif waits.longest_seconds >= MAX_SILENT_SECONDS:
+            why = f"it has not answered a request for {waits.longest_seconds:.0f} s, though others"
+            self._worsen(TierState.READ_ONLY, why)
+
     def _segment_failed(self, error: OSError, what: str) -> None:
         self.failed_segments += 1
         if error.errno in _NOT_WRITABLE:
@@ -88,7 +110,7 @@ class Health:
             times = f"{self.failed_segments} times"
             self._worsen(TierState.READ_ONLY, f"{what} failed, {times} by now: {error}")
 
-    def _worsen(self, state: TierState, why: str) -> None:
+    def _worsen(self, state: TierState, why: str, cure: str = REPLACE) -> None:
         order = list(TierState)
         if order.index(state) > order.index(self.state):
-            self.state, self.why = state, why
+            self.state, self.why, self.cure = state, why, cure

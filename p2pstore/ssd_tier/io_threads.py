@@ -14,11 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from math import inf
 from queue import Empty, SimpleQueue
 from typing import Final, NoReturn, TypeAlias
 
 import trio
 
+from p2pstore.errors import StoreClosed
 from p2pstore.ssd_tier.disk_protocol import refuse_closed
 
 Work: TypeAlias = Callable[[], object]
@@ -37,20 +39,41 @@ class _Request:
     """Pieces of work of one task, and how far they are. Threads and the loop take from both lists; what one of them
     takes is its own, without a lock."""
 
-    __slots__ = ("error", "outstanding", "pieces", "raise_cancel", "task")
+    __slots__ = (
+        "cancelled",
+        "error",
+        "last",
+        "outstanding",
+        "pieces",
+        "raise_cancel",
+        "task",
+        "woken",
+    )
 
-    def __init__(self, pieces: Iterable[Work], task: trio.lowlevel.Task) -> None:
+    def __init__(self, pieces: Iterable[Work], last: Work | None, task: trio.lowlevel.Task) -> None:
         self.pieces = deque(pieces)
+        self.last = last
+        """What is to be done when all of them were."""
         self.outstanding = [True]
         if len(self.pieces) > 1:
             self.outstanding += [False] * (len(self.pieces) - 1)
         """One for each piece that has not ended; whoever takes the last of them gets True."""
         self.task = task
         self.error: BaseException | None = None
+        self.cancelled = False
         self.raise_cancel: Callable[[], NoReturn] | None = None
+        self.woken = False
+        """Its task does not wait any more; when it was abandoned, a thread may still be at it."""
+
+    def wake(self) -> None:
+        """Have its task go on, once."""
+        if not self.woken:
+            self.woken = True
+            trio.lowlevel.reschedule(self.task)
 
     def take_back(self) -> bool:
         """Whether nothing remains to be waited for, now that no further piece begins."""
+        self.cancelled = True
         last = False
         with suppress(IndexError):
             while True:
@@ -61,6 +84,7 @@ class _Request:
     def abort(self, raise_cancel: Callable[[], NoReturn]) -> trio.lowlevel.Abort:
         """The task was cancelled."""
         if self.take_back():
+            self.woken = True
             return trio.lowlevel.Abort.SUCCEEDED
         self.raise_cancel = raise_cancel
         return trio.lowlevel.Abort.FAILED
@@ -104,14 +128,20 @@ class IoThreads:
         self._alive: list[bool] = []
         """One for each thread; the last one to end takes True."""
         self._threads: list[threading.Thread] = []
+        self._begun: list[float] = []
+        """For each thread, when the piece began that it does now (`time.monotonic`); infinite when it has none."""
+        self.last_end = 0.0
+        """When a piece ended, at last."""
+        self._waiting: set[_Request] = set()
         for lane in self._lanes:
             for number in range(lane.threads):
                 self._start(lane, f"{name} {lane.name} {number}")
 
-    async def read(self, pieces: Iterable[Work]) -> None:
-        """Have all pieces done (at least one), in any order, before writes that wait. Raises the first exception
-        that one of them raised, after the others have ended or were left out; `StoreClosed` after `close`."""
-        await self._do(self._reads, pieces)
+    async def read(self, pieces: Iterable[Work], last: Work | None = None) -> None:
+        """Have all pieces done (at least one), in any order, before writes that wait, and then `last`. Raises the first
+        exception that one of them raised, after the others have ended or were left out; `StoreClosed` after `close`.
+        """
+        await self._do(self._reads, pieces, last)
 
     async def write(self, pieces: Iterable[Work]) -> None:
         """As `read`, with fewer threads: so many writes at once are enough for a disk, and more would only make
@@ -122,9 +152,29 @@ class IoThreads:
         """As `read`, one after the other, beside reads and writes."""
         await self._do(self._syncs, (piece,))
 
+    @property
+    def oldest_begin(self) -> float:
+        """When the piece began that has been done for longest (`time.monotonic`); infinite when there is none."""
+        return min(self._begun)
+
+    def abandon(self) -> None:
+        """`close`, and do not wait any more for what threads have begun: tasks that wait for it raise `StoreClosed`, or
+        `Cancelled`, at once. Their memory may still be read and written: nobody may use it for anything else."""
+        self._end()
+        for request in self._waiting:
+            if not request.woken:
+                request.error = StoreClosed("the disk was closed while it did not answer")
+                request.wake()
+
     def close(self) -> None:
         """End: requests in the queues raise `StoreClosed`; waits at most a second for work under way, which goes
         on to its end in any case."""
+        self._end()
+        deadline = time.monotonic() + CLOSING_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _end(self) -> None:
         if self._closed:
             return
         self._closed = True
@@ -136,14 +186,11 @@ class IoThreads:
         for lane in self._lanes:
             for _ in range(lane.threads):
                 lane.queue.put(None)
-        deadline = time.monotonic() + CLOSING_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
 
     # --- in the loop ---
 
     @trio.lowlevel.enable_ki_protection
-    async def _do(self, lane: _Lane, pieces: Iterable[Work]) -> None:
+    async def _do(self, lane: _Lane, pieces: Iterable[Work], last: Work | None = None) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         while lane.is_full and not self._closed:
             await lane.room.park()
@@ -151,10 +198,14 @@ class IoThreads:
         token = trio.lowlevel.current_trio_token()
         if token is not self._token:
             self._token, self._waking = token, False
-        request = _Request(pieces, trio.lowlevel.current_task())
+        request = _Request(pieces, last, trio.lowlevel.current_task())
         for _ in range(len(request.outstanding)):
             lane.queue.put(request)
-        await trio.lowlevel.wait_task_rescheduled(request.abort)
+        self._waiting.add(request)
+        try:
+            await trio.lowlevel.wait_task_rescheduled(request.abort)
+        finally:
+            self._waiting.discard(request)
         if request.raise_cancel is not None:
             request.error = None
             request.raise_cancel()
@@ -171,7 +222,7 @@ class IoThreads:
         while self._ended:
             request = self._ended.popleft()
             if request is not None:
-                trio.lowlevel.reschedule(request.task)
+                request.wake()
         for lane in self._lanes:
             if self._closed:
                 lane.room.unpark_all()
@@ -200,7 +251,9 @@ class IoThreads:
     # --- in the threads ---
 
     def _start(self, lane: _Lane, name: str) -> None:
-        thread = threading.Thread(target=self._run, args=(lane,), name=name, daemon=True)
+        number = len(self._begun)
+        thread = threading.Thread(target=self._run, args=(lane, number), name=name, daemon=True)
+        self._begun.append(inf)
         self._alive.append(not self._alive)
         try:
             thread.start()
@@ -211,26 +264,29 @@ class IoThreads:
             raise
         self._threads.append(thread)
 
-    def _run(self, lane: _Lane) -> None:
+    def _run(self, lane: _Lane, number: int) -> None:
         ahead = self._reads.queue if lane is self._writes else None
-        while self._next(lane.queue, ahead):
+        while self._next(number, lane.queue, ahead):
             pass
         if self._alive.pop():
             self._on_end()
 
     def _next(
-        self, queue: SimpleQueue[_Request | None], ahead: SimpleQueue[_Request | None] | None
+        self,
+        number: int,
+        queue: SimpleQueue[_Request | None],
+        ahead: SimpleQueue[_Request | None] | None,
     ) -> bool:
         """Do one piece of what waits; before that, some of what waits ahead. False: it was the end."""
         request = queue.get()
         if request is None:
             return False
         if ahead is not None:
-            self._let_pass(ahead)
-        self._perform(request)
+            self._let_pass(number, ahead)
+        self._perform(number, request)
         return True
 
-    def _let_pass(self, ahead: SimpleQueue[_Request | None]) -> None:
+    def _let_pass(self, number: int, ahead: SimpleQueue[_Request | None]) -> None:
         with suppress(Empty):
             for _ in range(READS_BEFORE_WRITE):
                 if ahead.empty():
@@ -239,21 +295,31 @@ class IoThreads:
                 if request is None:  # meant for another thread: the end
                     ahead.put(None)
                     return
-                self._perform(request)
+                self._perform(number, request)
 
-    def _perform(self, request: _Request) -> None:
+    def _perform(self, number: int, request: _Request) -> None:
         """One piece of it. Never raises."""
         try:
             piece = request.pieces.popleft()
         except IndexError:  # taken back; its place in the queue is free now
             self._tell_loop(None)
             return
-        if request.error is None:
-            try:
-                piece()
-            except BaseException as error:
-                request.error = error
+        self._begun[number] = time.monotonic()
+        _attempt(request, piece)
+        self.last_end, self._begun[number] = time.monotonic(), inf
         # The task may go on as soon as it is told: this thread has let go of its memory by then.
         del piece
         if request.outstanding.pop():
+            if request.last is not None and not request.cancelled:
+                _attempt(request, request.last)
+            request.last = None
             self._tell_loop(request)
+
+
+def _attempt(request: _Request, work: Work) -> None:
+    """Unless something of the request failed already."""
+    if request.error is None:
+        try:
+            work()
+        except BaseException as error:
+            request.error = error

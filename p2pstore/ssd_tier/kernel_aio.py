@@ -16,9 +16,11 @@ import platform
 import stat
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from math import inf
 from typing import Final, NoReturn
 
 import trio
@@ -58,11 +60,13 @@ for _call in (_syscall, _waiting_syscall):
 class _Read:
     """One read under way, and who waits for it."""
 
-    __slots__ = ("buffers", "raise_cancel", "result", "task")
+    __slots__ = ("abandoned", "begun", "buffers", "raise_cancel", "result", "task")
 
     def __init__(self, buffers: Sequence[memoryview], task: trio.lowlevel.Task) -> None:
         self.buffers = buffers  # the kernel writes there: they live as long as this
         self.task = task
+        self.begun = time.monotonic()
+        self.abandoned = False
         self.result = 0
         self.raise_cancel: Callable[[], NoReturn] | None = None
 
@@ -88,6 +92,8 @@ class KernelAio:
         self._refused = False
         """Whether the kernel cannot read this file so."""
         self._reaped_in: trio.lowlevel.TrioToken | None = None
+        self.last_end = 0.0
+        """When a read ended, at last (`time.monotonic`)."""
         self._lay_out_memory()
         context = ctypes.c_ulong(0)
         _check(_syscall(self._setup, MAX_READS, ctypes.addressof(context), 0, 0, 0))
@@ -179,11 +185,28 @@ class KernelAio:
     def _wake_readers(self) -> None:
         ended = _syscall(self._get_events, self._context, 0, MAX_READS, self._events_address, 0)
         _check(ended)
+        if ended:
+            self.last_end = time.monotonic()
         for number, _, result, _ in _EVENT.iter_unpack(self._events[: ended * _EVENT.size]):
             read = self._reads.pop(number)
             self._free.append(number)
-            read.result = result
-            trio.lowlevel.reschedule(read.task)
+            if not read.abandoned:
+                read.result = result
+                trio.lowlevel.reschedule(read.task)
+
+    @property
+    def oldest_begin(self) -> float:
+        """When the read began that has been under way for longest (`time.monotonic`); infinite when there is none."""
+        return next((read.begun for read in self._reads.values()), inf)
+
+    def abandon(self) -> None:
+        """`close`, and do not wait any more for what the kernel has begun: who waits for it is told at once that it was
+        not read, or was cancelled. It may still be, so nobody may use that memory for anything else."""
+        self.close()
+        for read in self._reads.values():
+            if not read.abandoned:
+                read.abandoned = True
+                trio.lowlevel.reschedule(read.task)
 
     def close(self) -> None:
         """No more reads. Those under way end as they would have."""

@@ -18,6 +18,7 @@ from p2pstore.ssd_tier.layout import (
     round_up_to_page,
 )
 from p2pstore.ssd_tier.misses import ColdMiss, Miss
+from p2pstore.ssd_tier.patience import PATIENCE_SECONDS, Overdue, Waiting
 from p2pstore.ssd_tier.record_header import RecordHeader, joined_facts
 from p2pstore.ssd_tier.record_reader import RecordReader
 
@@ -47,39 +48,63 @@ class Reader:
             raise ColdMiss(Miss.EXPIRED, "the object's time to live is over")
         return entry
 
-    async def load(self, digest: bytes, prepare: Prepare) -> ColdFacts:
+    async def load(
+        self,
+        digest: bytes,
+        prepare: Prepare,
+        overdue: Overdue | None = None,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> ColdFacts:
         """See `SsdTier.load`."""
         log = self._log
+        waiting = Waiting(trio.current_time(), patience_seconds, overdue or _wait_on)
+        log.waiting.add(waiting)
         try:
-            facts = await self._load(self.find(digest), prepare)
+            if log.is_silent:
+                waiting.told = True
+                raise ColdMiss(Miss.SILENT, "the SSD does not answer just now")
+            facts = await self._load(self.find(digest), prepare, waiting)
         except ColdMiss:
             log.measures.misses += 1
             raise
+        finally:
+            log.waiting.remove(waiting)
+            log.measures.unanswered += waiting.told
         log.measures.hits += 1
         log.index.touch(digest)
         return facts
 
-    async def _load(self, entry: ColdEntry, prepare: Prepare) -> ColdFacts:
+    async def _load(self, entry: ColdEntry, prepare: Prepare, waiting: Waiting) -> ColdFacts:
         log = self._log
         started = trio.current_time()
-        with self._pinned(entry):
-            view = prepare(facts_known(entry))
-            if len(view) < round_up_to_page(entry.length):
-                raise ValueError(
-                    f"{len(view):,} bytes for a value of {entry.length:,}: it needs whole pages"
-                )
+        view = prepare(facts_known(entry))
+        if len(view) < round_up_to_page(entry.length):
+            raise ValueError(
+                f"{len(view):,} bytes for a value of {entry.length:,}: it needs whole pages"
+            )
+        while True:
             try:
-                facts = joined_facts(await self._read_parts(entry, view))
-            except DamagedRecord as error:
-                log.measures.damaged += 1
-                log.lose(entry)
-                raise ColdMiss(Miss.DAMAGED, str(error)) from error
-            except OSError as error:
-                log.read_failed(error)
-                log.lose(entry)
-                raise ColdMiss(Miss.READ_ERROR, f"the disk failed: {error}") from error
+                with self._pinned(entry):
+                    facts = joined_facts(await self._read_parts(entry, view, waiting))
+                break
+            except (DamagedRecord, OSError) as error:
+                now = log.index.find(entry.digest)
+                if now is None or now.version != entry.version or now.places == entry.places:
+                    raise self._lost(entry, error) from error
+                entry = now  # reclaim has kept a copy elsewhere meanwhile
         log.measures.read_latency.add(trio.current_time() - started)
         return facts
+
+    def _lost(self, entry: ColdEntry, error: DamagedRecord | OSError) -> ColdMiss:
+        """It cannot be read where it lies, so it is dropped."""
+        log = self._log
+        if isinstance(error, DamagedRecord):
+            log.measures.damaged += 1
+            log.lose(entry)
+            return ColdMiss(Miss.DAMAGED, str(error))
+        log.read_failed(error)
+        log.lose(entry)
+        return ColdMiss(Miss.READ_ERROR, f"the disk failed: {error}")
 
     @contextmanager
     def _pinned(self, entry: ColdEntry) -> Iterator[None]:
@@ -91,7 +116,9 @@ class Reader:
         finally:
             self._log.end_reads(place.segment for place in entry.places)
 
-    async def _read_parts(self, entry: ColdEntry, view: memoryview) -> Sequence[RecordHeader]:
+    async def _read_parts(
+        self, entry: ColdEntry, view: memoryview, waiting: Waiting
+    ) -> Sequence[RecordHeader]:
         parts = part_count(entry.length)
         if parts == 1:
             return [await self._records.read_part(entry, 0, view)]
@@ -105,6 +132,7 @@ class Reader:
                     headers[part] = await self._records.read_part(
                         entry, part, view[part * PART_BYTES :]
                     )
+                waiting.moved = trio.current_time()
             except (DamagedRecord, OSError) as error:
                 failures.append(error)
                 scope.cancel()
@@ -115,6 +143,10 @@ class Reader:
         if failures:
             raise failures[0]
         return [header for header in headers if header is not None]
+
+
+def _wait_on(why: str) -> None:
+    """Nobody wants to know."""
 
 
 def facts_known(entry: ColdEntry) -> ColdFacts:

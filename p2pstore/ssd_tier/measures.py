@@ -76,6 +76,8 @@ class Measures:
     damaged: int = 0
     """Records that were not what had been written."""
     expired: int = 0
+    unanswered: int = 0
+    """Loads that nobody waited for any more, or that did not begin, because the disk did not answer."""
     stored_objects: int = 0
     stored_bytes: int = 0
     """Bytes of values that were given to `store` and written."""
@@ -101,6 +103,7 @@ class Measures:
             "misses": self.misses,
             "damaged": self.damaged,
             "expired": self.expired,
+            "unanswered": self.unanswered,
             "stored_objects": self.stored_objects,
             "stored_bytes": self.stored_bytes,
             "compressed_parts": self.compressed_parts,

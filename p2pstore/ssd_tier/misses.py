@@ -16,6 +16,8 @@ class Miss(Enum):
     """What the disk gave is not what was written; the object was dropped."""
     READ_ERROR = "read_error"
     """The disk gave nothing, twice; the object was dropped."""
+    SILENT = "silent"
+    """The disk does not answer just now. It may again, and the object is still there."""
     OFF = "off"
     """The tier is off: the disk failed too often."""
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import pwd
 import stat
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -16,12 +17,15 @@ from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB, format_bytes
 from p2pstore.ssd_tier.aligned import aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES
-from p2pstore.ssd_tier.place_owners import lock_owner, mount_point
+from p2pstore.ssd_tier.place_owners import file_system, lock_owner, mount_point
 from p2pstore.ssd_tier.superblock import SUPERBLOCK_MAGIC
 
 FILE_NAME: Final = "cold.log"
 INSPECTED_BYTES: Final = MIB
 """At both ends: there is where file systems, partition tables, RAID and volume managers sign."""
+
+IN_MEMORY: Final = ("tmpfs", "ramfs")
+"""File systems that are no disk, though some kernels give direct I/O there."""
 
 _HOW: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK
 
@@ -68,6 +72,13 @@ def open_place(
             raise ConfigError(
                 f"the SSD tier's place {where} is no directory and no block device: name one of them"
             )
+        if file_system(os.fstat(place.descriptor).st_dev) in IN_MEMORY:
+            logger.warning(
+                "the SSD tier at %s is in memory, not on a disk: it takes memory, and a restart of this machine "
+                "ends it; name a directory on a local SSD",
+                place.path,
+                extra={"event": "ssd_in_memory", "path": str(place.path)},
+            )
         if direct:
             _use_direct_io(place)
         else:
@@ -99,7 +110,7 @@ def _open_file(
             descriptor = os.open(path, _HOW)
     except OSError as error:
         raise _unusable(path, error) from None
-    stack.callback(os.close, descriptor)
+    stack.callback(_close, descriptor)
     if created:
         stack.callback(_remove, path)
     _lock(path, descriptor)
@@ -114,7 +125,7 @@ def _open_file(
         _sync_directory(directory)
     except OSError as error:
         raise _unusable(path, error) from error
-    return OpenPlace(path, descriptor, capacity_bytes)
+    return OpenPlace(path.absolute(), descriptor, capacity_bytes)
 
 
 def _allocate(path: Path, descriptor: int, status: os.stat_result, capacity_bytes: int) -> None:
@@ -151,8 +162,13 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    with suppress(FileNotFoundError):
+    with suppress(OSError):  # what went wrong before is what is to be said
         os.unlink(path)
+
+
+def _close(descriptor: int) -> None:
+    with suppress(OSError):
+        os.close(descriptor)
 
 
 # --- a block device ----------------------------------------------------------------------------------
@@ -169,7 +185,7 @@ def _open_device(
         if error.errno == errno.EBUSY:
             raise _device_in_use(path) from None
         raise _unusable(path, error) from None
-    stack.callback(os.close, descriptor)
+    stack.callback(_close, descriptor)
     _lock(path, descriptor)  # so that others can be told by whom it is used
     try:
         size_bytes = os.lseek(descriptor, 0, os.SEEK_END)
@@ -248,6 +264,31 @@ def _use_direct_io(place: OpenPlace) -> None:
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"the SSD tier cannot use {path} ({error.strerror}): it must be there to be read and written by this user"
-    )
+    match error.errno:
+        case errno.EACCES | errno.EPERM:
+            me = _user_name(os.geteuid())
+            cure = f"{_owner_of(path)}; give it to the user that runs this peer ({me}), or name another"
+        case errno.EROFS:
+            cure = "its file system is mounted read-only: mount it for writing, or name another"
+        case errno.ELOOP:
+            cure = "it is a symbolic link: name the directory in which the file itself is"
+        case errno.EISDIR:
+            cure = "there is a directory where the log's file should be: remove it, or name another"
+        case _:
+            cure = "it must be there to be read and written by this user"
+    return ConfigError(f"the SSD tier cannot use {path} ({error.strerror}): {cure}")
+
+
+def _owner_of(path: Path) -> str:
+    """Whose it is, or whose the directory is in which it cannot even be seen."""
+    for each in (path, path.parent):
+        with suppress(OSError):
+            return f"{each} belongs to {_user_name(each.stat().st_uid)}"
+    return "it is somewhere where this user may not look"
+
+
+def _user_name(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"

@@ -32,10 +32,21 @@ def _process(number: int) -> str:
 
 def mount_point(device: int) -> str | None:
     """Where a block device (`st_rdev`) is mounted; None when it is not, or not that one can see from here."""
+    fields = _mounted(device)
+    return fields[4] if fields else None
+
+
+def file_system(device: int) -> str | None:
+    """The kind of the file system with that number (`st_dev`), such as "ext4"; None when it cannot be seen."""
+    fields = _mounted(device)
+    return fields[fields.index("-") + 1] if fields else None
+
+
+def _mounted(device: int) -> list[str] | None:
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         # 36 35 98:0 /root /mnt rw,noatime master:1 - ext3 /dev/root rw,errors=continue
         fields = line.split()
         if fields[2] == wanted:
-            return fields[4]
+            return fields
     return None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from p2pstore.ssd_tier.cold_log import ColdLog
+from p2pstore.ssd_tier.disk_protocol import Check
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.layout import (
     PAGE_BYTES,
@@ -37,9 +39,7 @@ class RecordReader:
         target = view[: round_up_to_page(length)]
         with self._log.scratch.page() as page:
             if entry.disk_bytes == plain_bytes(entry.length):
-                await self._read(place, 0, [page, target] if length else [page])
-                header = self._header(page, entry, part)
-                await self._finish(header, target, length)
+                header = await self._read_plain(entry, part, page, target, length)
             elif parts == 1:
                 async with self._log.scratch.buffer(entry.disk_bytes - PAGE_BYTES) as memory:
                     await self._read(place, 0, [page, memory])
@@ -51,24 +51,34 @@ class RecordReader:
                 await self._read_payload(place, header, target, length)
         return header
 
+    async def _read_plain(
+        self, entry: ColdEntry, part: int, page: memoryview, target: memoryview, length: int
+    ) -> RecordHeader:
+        """What is not compressed is checked by whoever read it. It may be compressed though it takes as many pages."""
+        headers: list[RecordHeader] = []
+
+        def check() -> None:
+            headers[:] = [self._header(page, entry, part)]
+            if headers[0].codec is Codec.RAW:
+                check_part(headers[0], target[:length])
+
+        await self._read(entry.places[part], 0, [page, target] if length else [page], check)
+        [header] = headers
+        if header.codec is not Codec.RAW:
+            async with self._log.scratch.buffer(header.stored_bytes) as memory:
+                memory[: header.stored_bytes] = target[: header.stored_bytes]
+                await self._unpack(header, memory, target[:length])
+        return header
+
     async def _read_payload(
         self, place: RecordPlace, header: RecordHeader, target: memoryview, length: int
     ) -> None:
         if header.codec is Codec.RAW:
-            await self._read(place, PAGE_BYTES, [target])
-            await self._finish(header, target, length)
+            check = partial(check_part, header, target[:length])
+            await self._read(place, PAGE_BYTES, [target], check)
             return
         async with self._log.scratch.buffer(header.stored_bytes) as memory:
             await self._read(place, PAGE_BYTES, [memory])
-            await self._unpack(header, memory, target[:length])
-
-    async def _finish(self, header: RecordHeader, target: memoryview, length: int) -> None:
-        """Check what was read to where it is wanted; it may be compressed though it takes as many pages."""
-        if header.codec is Codec.RAW:
-            await self._log.run(length, check_part, header, target[:length])
-            return
-        async with self._log.scratch.buffer(header.stored_bytes) as memory:
-            memory[: header.stored_bytes] = target[: header.stored_bytes]
             await self._unpack(header, memory, target[:length])
 
     async def _unpack(self, header: RecordHeader, memory: memoryview, into: memoryview) -> None:
@@ -85,14 +95,20 @@ class RecordReader:
             raise DamagedRecord("another record lies where this one should")
         return header
 
-    async def _read(self, place: RecordPlace, offset: int, buffers: Sequence[memoryview]) -> None:
+    async def _read(
+        self,
+        place: RecordPlace,
+        offset: int,
+        buffers: Sequence[memoryview],
+        check: Check | None = None,
+    ) -> None:
         """From that offset of a record on. A read that fails is tried again once."""
         log = self._log
         position = log.position(place) + offset
         try:
-            await log.disk.read_into(position, buffers)
+            await log.disk.read_into(position, buffers, check)
         except OSError:
-            await log.disk.read_into(position, buffers)
+            await log.disk.read_into(position, buffers, check)
         log.health.read_worked()
         log.measures.read.add(sum(map(len, buffers)), log.unix())
 

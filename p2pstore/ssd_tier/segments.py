@@ -11,7 +11,7 @@ were kept once are likely to be kept again: apart from the others they need not 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -20,7 +20,10 @@ from p2pstore.ssd_tier.dead_marks import MAX_RECORDS_PER_SEGMENT
 from p2pstore.ssd_tier.layout import FIRST_RECORD_PAGE, PAGE_BYTES, RecordPlace
 
 KEEP_FREE: Final = 2
-"""Reclaim begins when fewer segments than these can be written."""
+MOST_FREE: Final = 8
+FREE_SHARE: Final = 8
+"""Reclaim begins when fewer segments can be written than this part of all, at least `KEEP_FREE`, at most `MOST_FREE`: a
+disk fills one in less time than it takes to give the next its new generation."""
 MOSTLY_DEAD: Final = 0.8
 """A segment of which so much is dead is reclaimed before older ones."""
 
@@ -64,6 +67,12 @@ class Segment:
     writes: int = 0
     """Records placed that are neither in the index nor given up yet."""
 
+    @property
+    def is_going(self) -> bool:
+        """Whether it is free soon, once its reclaim was begun."""
+        draining = self.state is SegmentState.DRAINING and not self.reads
+        return draining or self.state is SegmentState.SEALED
+
 
 FooterPages = Callable[[int, int], int]
 """(records, bytes of their keys and namespaces) -> pages of the footer."""
@@ -99,6 +108,11 @@ class SegmentTable:
     @property
     def free_count(self) -> int:
         return len(self._free)
+
+    @property
+    def wanted_free(self) -> int:
+        """How many segments are to be free."""
+        return max(KEEP_FREE, min(MOST_FREE, self.count // FREE_SHARE))
 
     def in_state(self, *states: SegmentState) -> list[Segment]:
         """All segments in any of these states, in the order of their numbers."""
@@ -163,15 +177,21 @@ class SegmentTable:
 
     # Reclaiming.
 
-    def choose_reclaim(self, live_bytes: Callable[[int], int]) -> Segment | None:
-        """The sealed segment to reclaim next; None while enough are free or empty, or none is sealed.
+    def choose_reclaim(
+        self, live_bytes: Callable[[int], int], under_way: Collection[int] = ()
+    ) -> Segment | None:
+        """The sealed segment to reclaim next; None while enough are free, empty or `under_way` to that, or none is
+        sealed. One that waits for its readers does not count: they may take long.
 
         `live_bytes` tells how much of a segment is alive. Of segments that are mostly dead the deadest is taken, else
         the one that was filled first.
         """
         available = self.free_count + len(self.in_state(SegmentState.EMPTY))
-        sealed = self.in_state(SegmentState.SEALED)
-        if available >= KEEP_FREE or not sealed:
+        available += sum(self.segments[number].is_going for number in under_way)
+        sealed = [
+            each for each in self.in_state(SegmentState.SEALED) if each.number not in under_way
+        ]
+        if available >= self.wanted_free or not sealed:
             return None
         deadest = min(sealed, key=lambda each: live_bytes(each.number))
         if live_bytes(deadest.number) <= (1 - MOSTLY_DEAD) * self.usable_bytes:

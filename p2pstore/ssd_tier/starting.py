@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Final
 
@@ -22,6 +23,7 @@ from p2pstore.ssd_tier.refill import refill
 from p2pstore.ssd_tier.segments import SegmentState, SegmentTable
 from p2pstore.ssd_tier.superblock import (
     Superblock,
+    cluster_mark,
     decode_superblock,
     first_writes,
     segments_that_fit,
@@ -34,35 +36,46 @@ WINDOW_BYTES: Final = 1 << 20
 _UNKNOWN_GENERATIONS_BITS: Final = 48
 
 
-async def open_superblock(disk: Disk, segment_bytes: int) -> Superblock:
-    """The log on this disk. `segment_bytes` is for a new one: an older one keeps its own.
+async def open_superblock(disk: Disk, segment_bytes: int, cluster: str = "") -> Superblock:
+    """The log on this disk. `segment_bytes` is for a new one: an older one keeps its own. A log belongs to the first
+    cluster that opens it; without a name, to whichever it did.
 
-    Raises `ConfigError` when the disk is too small, or holds something else, and `OSError`.
+    Raises `ConfigError` when the disk is too small, or holds something else, or another cluster's log; and `OSError`.
     """
+    mark = cluster_mark(cluster) if cluster else 0
     page = aligned_buffer(PAGE_BYTES)
     await disk.read_into(0, [page])
     if not any(page):
-        return await _make(disk, segment_bytes)
+        return await _make(disk, segment_bytes, mark)
     try:
         superblock = decode_superblock(page)
     except DamagedRecord as error:
         raise ConfigError(
             f"{error}; name another directory or device, or remove what is there"
         ) from error
+    if mark and superblock.cluster_mark not in (0, mark):
+        raise ConfigError(
+            f"the log of cold objects belongs to another cluster than {cluster!r}: name another directory or device "
+            "for this one, or remove that log: what is in it is then gone"
+        )
     if superblock.total_bytes > disk.size_bytes:
         raise ConfigError(
             f"the log of cold objects has {format_bytes(superblock.total_bytes)}, but there are only "
-            f"{format_bytes(disk.size_bytes)}: a log cannot shrink; give it its old size, or remove it"
+            f"{format_bytes(disk.size_bytes)}: a log cannot shrink; give it its old size (a file "
+            "that was cut short becomes as long again, without what was cut off), or remove it"
         )
     fitting = segments_that_fit(disk.size_bytes, superblock.segment_bytes)
-    if fitting <= superblock.segments:
-        return superblock
-    longer = Superblock(superblock.store_id, fitting, superblock.segment_bytes)
-    await _write_first(disk, longer, superblock.segments)
-    return longer
+    wanted = replace(
+        superblock,
+        segments=max(fitting, superblock.segments),
+        cluster_mark=mark or superblock.cluster_mark,
+    )
+    if wanted != superblock:
+        await _write_first(disk, wanted, superblock.segments)
+    return wanted
 
 
-async def _make(disk: Disk, segment_bytes: int) -> Superblock:
+async def _make(disk: Disk, segment_bytes: int, mark: int) -> Superblock:
     segments = segments_that_fit(disk.size_bytes, segment_bytes)
     if segments < MIN_SEGMENTS:
         needed = Superblock(bytes(STORE_ID_BYTES), MIN_SEGMENTS, segment_bytes).total_bytes
@@ -70,7 +83,7 @@ async def _make(disk: Disk, segment_bytes: int) -> Superblock:
             f"{format_bytes(disk.size_bytes)} are too little for cold objects: give the SSD tier at least "
             f"{format_bytes(needed)}"
         )
-    superblock = Superblock(secrets.token_bytes(STORE_ID_BYTES), segments, segment_bytes)
+    superblock = Superblock(secrets.token_bytes(STORE_ID_BYTES), segments, segment_bytes, mark)
     await _write_first(disk, superblock, 0)
     return superblock
 

@@ -184,6 +184,8 @@ class Writer:
             await log.commit.sync()
         except OSError as error:
             raise _Refused(Refusal.FAILED) from error
+        if not log.is_in_place():
+            raise _Refused(Refusal.READ_ONLY)
         found = log.index.find(facts.digest)
         if found is None:
             raise _Refused(Refusal.FAILED)

@@ -40,7 +40,7 @@ SEGMENT_START_BYTES: Final = 2 * PAGE_BYTES
 MAX_SEGMENTS: Final = 1 << 20
 
 _SUPERBLOCK: Final = struct.Struct("<8sII16sQQ")
-"""magic, format, 0, store id, segment bytes, segments; its xxh3-64 follows."""
+"""magic, format, mark of the cluster, store id, segment bytes, segments; its xxh3-64 follows."""
 _SEGMENT: Final = struct.Struct("<8sII16sQII")
 """magic, format, segment, store id, generation, flags, 0; its xxh3-64 follows."""
 _FLAG_OPENED: Final = 1
@@ -53,6 +53,8 @@ class Superblock:
     store_id: bytes
     segments: int
     segment_bytes: int = SEGMENT_BYTES
+    cluster_mark: int = 0
+    """Whose objects these are (`cluster_mark`); 0 in logs of versions that did not say."""
 
     @property
     def total_bytes(self) -> int:
@@ -69,6 +71,11 @@ class SegmentHeader:
     opened: bool
 
 
+def cluster_mark(cluster: str) -> int:
+    """What a log has of its cluster's name: 32 bits of a hash, never 0."""
+    return xxhash.xxh3_64_intdigest(cluster.encode()) % 0xFFFF_FFFF + 1
+
+
 def segments_that_fit(disk_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> int:
     """How many whole segments a disk of that size has room for."""
     return max(0, min(MAX_SEGMENTS, (disk_bytes - LOG_START_BYTES) // segment_bytes))
@@ -80,7 +87,7 @@ def encode_superblock(superblock: Superblock) -> bytes:
     packed = _SUPERBLOCK.pack(
         SUPERBLOCK_MAGIC,
         SUPERBLOCK_FORMAT,
-        0,
+        superblock.cluster_mark,
         superblock.store_id,
         superblock.segment_bytes,
         superblock.segments,
@@ -96,13 +103,13 @@ def decode_superblock(page: bytes | memoryview) -> Superblock:
     packed = bytes(page[: _SUPERBLOCK.size])
     if not packed.startswith(SUPERBLOCK_MAGIC) or not _page_is_good(page, _SUPERBLOCK.size):
         raise DamagedRecord("no log of p2pstore begins here, or its first page is damaged")
-    _, version, _, store_id, segment_bytes, segments = _SUPERBLOCK.unpack(packed)
+    _, version, mark, store_id, segment_bytes, segments = _SUPERBLOCK.unpack(packed)
     if version != SUPERBLOCK_FORMAT:
         raise ConfigError(
             f"the log of cold objects has format {version}, this version reads {SUPERBLOCK_FORMAT}: upgrade, "
             "or name another directory"
         )
-    superblock = Superblock(store_id, segments, segment_bytes)
+    superblock = Superblock(store_id, segments, segment_bytes, mark)
     try:
         _check_sizes(superblock)
     except ValueError as error:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 import trio
@@ -26,12 +26,14 @@ from p2pstore.objects import DIGEST_BYTES, KIB, Version
 from p2pstore.ssd_tier.admission import Admission, AdmissionPolicy, Refusal
 from p2pstore.ssd_tier.cold_log import ColdLog, StateChanged, Withdraw
 from p2pstore.ssd_tier.dead_mark_writer import DeadMarkWriter
-from p2pstore.ssd_tier.disk_protocol import Disk
+from p2pstore.ssd_tier.disk_protocol import Disk, Waits
+from p2pstore.ssd_tier.disk_watch import DiskWatch
 from p2pstore.ssd_tier.health import TierOff, TierState
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.layout import SEGMENT_BYTES, ColdFacts
 from p2pstore.ssd_tier.loading import Prepare, Reader
 from p2pstore.ssd_tier.misses import ColdMiss
+from p2pstore.ssd_tier.patience import PATIENCE_SECONDS, Overdue
 from p2pstore.ssd_tier.segments import SegmentState
 from p2pstore.ssd_tier.starting import open_superblock, read_log, restore, unsafe_segments
 from p2pstore.ssd_tier.storing import Writer
@@ -48,8 +50,16 @@ MIN_RECORDS: Final = 65_536
 class SsdTier:
     """Made by `open_tier`. For one trio loop; calls run side by side."""
 
-    def __init__(self, log: ColdLog, marks: DeadMarkWriter, is_last_copy: Callable[[bytes], bool]):
+    def __init__(
+        self,
+        log: ColdLog,
+        marks: DeadMarkWriter,
+        is_last_copy: Callable[[bytes], bool],
+        nursery: trio.Nursery,
+    ):
         self._log = log
+        self._nursery = nursery
+        self._stopped = False
         self._marks = marks
         self._reader = Reader(log)
         self._writer = Writer(log)
@@ -136,14 +146,23 @@ class SsdTier:
         """
         return await self._writer.store(facts, payload, durable=durable)
 
-    async def load(self, digest: bytes, prepare: Prepare) -> ColdFacts:
+    async def load(
+        self,
+        digest: bytes,
+        prepare: Prepare,
+        overdue: Overdue | None = None,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> ColdFacts:
         """Read an object into memory that `prepare` gives, and return all that is known of it.
 
         `prepare` is called once, with what the index knows: all but sums, dtype and shape. It returns memory that
         begins at a multiple of 4 KiB and has the value's length, rounded up to whole pages; what it raises is passed
         on. Nothing touches this memory after the call. Raises `ColdMiss`.
+
+        There is no way to end a read that hangs, so the call lasts as long. But `overdue` is called, once and with the
+        reason, when the disk hangs and nothing of the object came for `patience_seconds`.
         """
-        return await self._reader.load(digest, prepare)
+        return await self._reader.load(digest, prepare, overdue, patience_seconds)
 
     # Discarding.
 
@@ -155,6 +174,30 @@ class SsdTier:
         """Returns when nothing that was discarded so far can come back. Raises `TierOff` when that never will be."""
         await self._marks.durable()
 
+    # A disk that hangs.
+
+    @property
+    def waits(self) -> Waits:
+        """How long the disk has been at what it does now."""
+        return self._log.disk.waits
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the disk has not answered for seconds. Then loads fail at once."""
+        return self._log.is_silent
+
+    async def write_last_marks(self) -> None:
+        """Nothing depends on it: it saves the next start from finding what was discarded a moment ago."""
+        if self._stopped or self._log.is_silent:
+            return
+        with trio.move_on_after(CLOSE_SECONDS, shield=True), suppress(TierOff):
+            await self._marks.durable()
+
+    def stop(self) -> None:
+        """End what goes on in the background, whatever it was about. For a disk that is abandoned."""
+        self._stopped = True
+        self._nursery.cancel_scope.cancel()
+
     # Telling.
 
     def statistics(self) -> dict[str, Any]:
@@ -165,6 +208,7 @@ class SsdTier:
         return {
             "state": health.state.value,
             "why": health.why,
+            "cure": health.cure,
             "capacity_bytes": log.table.count * log.segment_bytes,
             "live_bytes": log.index.live_bytes,
             "objects": log.index.objects,
@@ -201,21 +245,24 @@ async def open_tier(
     *,
     withdraw: Withdraw,
     is_last_copy: Callable[[bytes], bool],
-    state_changed: StateChanged = lambda state, why: None,
+    state_changed: StateChanged = lambda health: None,
     now: Callable[[], float] = time.time,
     segment_bytes: int = SEGMENT_BYTES,
     max_records: int | None = None,
+    cluster: str = "",
 ) -> AsyncIterator[SsdTier]:
     """The tier on this disk, for as long as the block runs. What the disk holds is there at once.
 
     `withdraw` is told of objects that the tier gives up (not of those that it is told to discard), before their bytes
     go. `is_last_copy` says of a digest whether no other peer is known to hold the object. `state_changed` is told when
     the tier only reads from now on, or is off, and why. `now` gives Unix seconds.
-    `segment_bytes` counts for a disk that holds nothing yet. The disk is not closed.
+    `segment_bytes` counts for a disk that holds nothing yet. The log belongs to the first `cluster` that opens it. The
+    disk is not closed.
 
-    Raises `ConfigError` when the disk is too small or holds something else, and `OSError` when it fails at once.
+    Raises `ConfigError` when the disk is too small, or holds something else or another cluster's log, and `OSError`
+    when it fails at once.
     """
-    superblock = await open_superblock(disk, segment_bytes)
+    superblock = await open_superblock(disk, segment_bytes, cluster)
     found = await read_log(disk, superblock)
     await disk.sync()  # what was read may not have been durable
     wanted = default_max_records(superblock) if max_records is None else max_records
@@ -239,17 +286,12 @@ async def open_tier(
             await upkeep.start(table[number])
         nursery.start_soon(marks.run)
         nursery.start_soon(upkeep.run)
+        watch = DiskWatch(log, nursery)
+        nursery.start_soon(watch.watch_place)
+        nursery.start_soon(watch.watch_answers)
         log.work.send()
+        tier = SsdTier(log, marks, is_last_copy, nursery)
         try:
-            yield SsdTier(log, marks, is_last_copy)
+            yield tier
         finally:
-            await _close(log, marks)
-
-
-async def _close(log: ColdLog, marks: DeadMarkWriter) -> None:
-    """Nothing depends on it: it saves the next start from finding what was discarded a moment ago."""
-    with trio.move_on_after(CLOSE_SECONDS, shield=True):
-        try:
-            await marks.durable()
-        except TierOff:
-            return
+            await tier.write_last_marks()

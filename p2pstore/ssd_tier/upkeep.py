@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from itertools import islice
 from typing import Final
 
@@ -14,7 +14,7 @@ from p2pstore.ssd_tier.dead_mark_writer import DeadMarkWriter
 from p2pstore.ssd_tier.dead_marks import DeadMarks
 from p2pstore.ssd_tier.health import TierOff
 from p2pstore.ssd_tier.keeping import Keeper
-from p2pstore.ssd_tier.segments import KEEP_FREE, Segment, SegmentState
+from p2pstore.ssd_tier.segments import Segment, SegmentState
 from p2pstore.ssd_tier.superblock import encode_segment_start
 
 logger = logging.getLogger("p2pstore.ssd_tier")
@@ -24,8 +24,12 @@ BATCH: Final = 128
 DRAIN_WARNING_SECONDS: Final = 30.0
 
 
+Step = Callable[[Segment], Awaitable[None]]
+
+
 class Upkeep:
-    """One task: it seals what is full, reclaims what is needed, and starts what is empty."""
+    """Seals what is full, reclaims what is needed, and starts what is empty: one step of a segment after the other,
+    those of different segments side by side. Each takes a sync or two, which they share so."""
 
     def __init__(
         self, log: ColdLog, marks: DeadMarkWriter, is_last_copy: Callable[[bytes], bool]
@@ -33,28 +37,42 @@ class Upkeep:
         self._log = log
         self._marks = marks
         self._keeper = Keeper(log, is_last_copy)
+        self._under_way: set[int] = set()
+        """Segments of which a step is under way."""
 
     async def run(self) -> None:
         """While the tier writes at all."""
         log = self._log
-        while log.is_writable:
-            await log.work.wait()
-            await self._settle()
+        async with trio.open_nursery() as nursery:
+            while log.is_writable:
+                await log.work.wait()
+                while due := self._next_due():
+                    self._under_way.add(due[0].number)
+                    nursery.start_soon(self._do, *due)
 
-    async def _settle(self) -> None:
-        """Until there is nothing to do."""
-        log = self._log
-        while log.is_writable:
-            if to_seal := log.table.to_seal():
-                await self._seal(to_seal[0])
-            elif log.table.free_count < KEEP_FREE and (
-                empty := log.table.in_state(SegmentState.EMPTY)
-            ):
-                await self.start(empty[0])
-            elif victim := log.table.choose_reclaim(log.index.segment_live_bytes):
-                await self._reclaim(victim)
-            else:
-                break
+    def _next_due(self) -> tuple[Segment, Step] | None:
+        """A segment that needs something, and has no step under way."""
+        table, under_way = self._log.table, self._under_way
+        if not self._log.is_writable:
+            return None
+        for segment in table.to_seal():
+            if segment.number not in under_way:
+                return segment, self._seal
+        empty = table.in_state(SegmentState.EMPTY)
+        starting = sum(segment.number in under_way for segment in empty)
+        if table.free_count + starting < table.wanted_free:
+            for segment in empty:
+                if segment.number not in under_way:
+                    return segment, self.start
+        victim = table.choose_reclaim(self._log.index.segment_live_bytes, under_way)
+        return (victim, self._reclaim) if victim is not None else None
+
+    async def _do(self, segment: Segment, step: Step) -> None:
+        try:
+            await step(segment)
+        finally:
+            self._under_way.discard(segment.number)
+            self._log.work.send()
 
     async def start(self, segment: Segment) -> None:
         """Give an empty segment a new generation: from then on nothing that was in it can come back."""

@@ -47,6 +47,7 @@ from p2pstore.transfer.messages import (
     GetItem,
     Hello,
     HelloReply,
+    Keeps,
     Measure,
     Measured,
     ObjectReply,
@@ -304,18 +305,21 @@ class DataConnection:
         slot_hint: int = 0,
         answer_seconds: float = math.inf,
         expected_bytes: int = 0,
+        keeps: Keeps = Keeps.NO,
     ) -> Pulled:
         """Read one object; `expected_bytes` is about its length, where that is known. Raises `PullFailed`, or
         what `destination.prepare` raises, and `DeadlineExceeded` also when the answer does not begin within
         `answer_seconds`. When those are finite, the other side may be too busy for a large object (`PullFailed`,
-        BUSY)."""
+        BUSY); when the object is kept, or could be, it may also be BUSY because others have it."""
         with self._operation():
             self._inbox.expect(expected_bytes)
             first, count = 0, PART_CHUNKS
             if isinstance(destination, ResumableDestination):
                 first, count = destination.wanted_first()
             item = GetItem(digest, first, count, slot_hint)
-            expected = await self._send_get((item,), may_refuse=answer_seconds < math.inf)
+            expected = await self._send_get(
+                (item,), may_refuse=answer_seconds < math.inf, keeps=keeps
+            )
             await self._wait_for_answer(answer_seconds)
             return await self._pull(expected, destination)
 
@@ -339,19 +343,22 @@ class DataConnection:
                 self.stream.receive_seconds = None
 
     async def pull_many(
-        self, items: Sequence[tuple[bytes, Destination]], answer_seconds: float = math.inf
+        self,
+        items: Sequence[tuple[bytes, Destination]],
+        answer_seconds: float = math.inf,
+        keeps: Keeps = Keeps.NO,
     ) -> list[ItemOutcome]:
         """Read many objects, small ones together in few frames: per item what was pulled, or why not.
 
         An item's own failure, and what its `destination.prepare` raises, is that item's result. When the
         connection fails on the way, what was pulled before stands and the rest is `PullFailed`; raises
-        only when nothing was pulled. `answer_seconds` as for `pull`.
+        only when nothing was pulled. `answer_seconds` and `keeps` as for `pull`.
         """
         results: list[ItemOutcome] = []
         with self._operation():
             self._inbox.expect(0)
             try:
-                await self._pull_batches(items, results, answer_seconds)
+                await self._pull_batches(items, results, answer_seconds, keeps)
             except (OSError, ProtocolError, PullFailed) as error:
                 if not results:
                     raise
@@ -359,7 +366,7 @@ class DataConnection:
                 failure = failure_of(error)
                 results += [failure] * (len(items) - len(results))
             else:
-                await self._pull_large(items, results)
+                await self._pull_large(items, results, keeps)
         return results
 
     async def _pull_batches(
@@ -367,6 +374,7 @@ class DataConnection:
         items: Sequence[tuple[bytes, Destination]],
         results: list[ItemOutcome],
         answer_seconds: float,
+        keeps: Keeps,
     ) -> None:
         size = _batch_items(len(items))
         batches = deque(items[at : at + size] for at in range(0, len(items), size))
@@ -376,7 +384,8 @@ class DataConnection:
             while batches and len(under_way) < BATCHES_AHEAD:
                 batch = batches.popleft()
                 items_asked = tuple([GetItem(digest) for digest, _ in batch])
-                number, frame = self._frame(DataKind.GET, Get(list(items_asked)))
+                get = Get(list(items_asked), keeps=int(keeps))
+                number, frame = self._frame(DataKind.GET, get)
                 frames.append(frame)
                 under_way.append((_Expected(number, items_asked), batch))
             if frames:  # together: each would wake the other side
@@ -398,7 +407,10 @@ class DataConnection:
     # --- pulls -------------------------------------------------------------------------------
 
     async def _pull_large(
-        self, items: Sequence[tuple[bytes, Destination]], results: list[ItemOutcome]
+        self,
+        items: Sequence[tuple[bytes, Destination]],
+        results: list[ItemOutcome],
+        keeps: Keeps,
     ) -> None:
         """Read the items that did not fit into a reply with others, one after the other."""
         for index, result in enumerate(results):
@@ -410,7 +422,7 @@ class DataConnection:
                 results[index] = PullFailed(Code.UNAVAILABLE, text, retriable=True)
                 continue
             try:
-                expected = await self._send_get((GetItem(digest, 0, PART_CHUNKS),))
+                expected = await self._send_get((GetItem(digest, 0, PART_CHUNKS),), keeps=keeps)
                 results[index] = await self._pull(expected, destination)
             except (OSError, ProtocolError, PullFailed) as error:
                 self._damaged = self._damaged or is_damage(error)
@@ -583,8 +595,15 @@ class DataConnection:
 
     # --- frames ------------------------------------------------------------------------------
 
-    async def _send_get(self, items: tuple[GetItem, ...], *, may_refuse: bool = False) -> _Expected:
-        return _Expected(await self._send(DataKind.GET, Get(list(items), may_refuse)), items)
+    async def _send_get(
+        self,
+        items: tuple[GetItem, ...],
+        *,
+        may_refuse: bool = False,
+        keeps: Keeps = Keeps.NO,
+    ) -> _Expected:
+        get = Get(list(items), may_refuse, int(keeps))
+        return _Expected(await self._send(DataKind.GET, get), items)
 
     async def _send(self, kind: DataKind, message: Message, bulk: memoryview = _NO_BULK) -> int:
         number, frame = self._frame(kind, message, len(bulk))
@@ -664,8 +683,15 @@ def _refusal(reply: ObjectReply) -> PullFailed:
             incarnation=reply.incarnation,
             sequence=reply.sequence,
         )
+    if reply.status == ObjectStatus.BUSY and reply.keep:
+        text = (
+            "others have this hot object, too" if reply.others else "this hot object is to be kept"
+        )
+        return PullFailed(Code.BUSY, text, keep=True, others=reply.others)
     if reply.status == ObjectStatus.BUSY:
-        return PullFailed(Code.BUSY, "the holder has much to send already: others have it, too")
+        return PullFailed(
+            Code.BUSY, "the holder has much to send already, or its SSD does not answer"
+        )
     if reply.status == ObjectStatus.TOO_LARGE:
         return PullFailed(Code.OBJECT_TOO_LARGE, "the object did not fit into the reply")
     return PullFailed(Code.UNSUPPORTED, f"the holder answered with status {reply.status}")

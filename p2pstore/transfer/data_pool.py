@@ -194,7 +194,9 @@ class DataPool:
         def pull(connection: DataConnection) -> Awaitable[Pulled]:
             if known.watch is not None:
                 known.watch.connected()
-            pulling = connection.pull(digest, known, slot_hint, peer.answer_seconds, expected_bytes)
+            pulling = connection.pull(
+                digest, known, slot_hint, peer.answer_seconds, expected_bytes, peer.keeps
+            )
             return pulling if using is None else _used(using, connection, pulling)
 
         try:
@@ -248,7 +250,7 @@ class DataPool:
             return await self._use(
                 peer,
                 self._progress_seconds,
-                lambda connection: connection.pull_many(items, peer.answer_seconds),
+                lambda connection: connection.pull_many(items, peer.answer_seconds, peer.keeps),
             )
         except Exception as error:
             if not _is_connection_error(error):

@@ -25,7 +25,8 @@ class ObjectEntry:
 
     The rest is for the order of eviction. `rank` and `within` say where the entry is queued, `colder` and `warmer` are
     its neighbours there. `standing` is what the policy thinks of it. `follows` is the block before it in a chain of
-    prefix blocks, `followers` counts the blocks of which it is that.
+    prefix blocks, `followers` counts the blocks of which it is that. `is_kept_elsewhere`: another peer holds a copy and
+    is to keep it before this one does, as far as was known when it was looked up, which counts until `known_until`.
     """
 
     digest: bytes
@@ -57,6 +58,8 @@ class ObjectEntry:
     standing: int = 0
     follows: ObjectEntry | None = None
     followers: int = 0
+    is_kept_elsewhere: bool = False
+    known_until: float = 0.0
 
     def expired(self, now: float) -> bool:
         """Whether its time to live is over at `now` (Unix seconds)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Final
 
@@ -19,6 +19,13 @@ candidates values of all sizes up to a sixteenth of the segment keep 94.6 % of i
 
 SECOND_TOUCH_HITS: Final = 2
 """What came from the SSD, or went there, is worth as much as other objects when it was read so often."""
+
+KNOWN_SECONDS: Final = 10.0
+"""Looking up who else holds an object takes about as long as evicting it, and those that are cold are weighed again
+and again."""
+
+WhoKeeps = Callable[[ObjectEntry, float], bool]
+"""(entry, now in Unix seconds) -> whether another peer holds a copy, and is to keep it before this one does."""
 
 _CHEAP, _NORMAL, _SOFT_PINNED = range(3)
 _RANK_WEIGHTS: Final = (1e-9, 1.0, 1e9)
@@ -44,6 +51,8 @@ class EvictionOrder:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
+        self.is_kept_elsewhere: WhoKeeps = lambda entry, now: False
+        """What is goes before others."""
         self.evictable_bytes = 0
         self._ranks = tuple(policy.new_queue() for _ in range(3))
         self._at: dict[int, ObjectEntry] = {}
@@ -127,10 +136,18 @@ class EvictionOrder:
 
     def cost_at(self, offset: int, now: float) -> float | None:
         """What evicting the entry at `offset` costs; None when nothing evictable begins there."""
-        entry = self._at.get(offset)
-        if entry is None or entry.rank is None or offset in self._held:
+        if not self.may_go(offset):
             return None
+        entry = self._at[offset]
+        assert entry.rank is not None
+        if now >= entry.known_until:
+            entry.is_kept_elsewhere = self.is_kept_elsewhere(entry, now)
+            entry.known_until = now + KNOWN_SECONDS
         return self.policy.cost(entry, now) * _RANK_WEIGHTS[entry.rank]
+
+    def may_go(self, offset: int) -> bool:
+        """Whether an evictable entry begins at `offset`."""
+        return offset in self._at and offset not in self._held
 
     def candidates(self, needed_bytes: int) -> Iterator[int]:
         """Offsets of the entries of each rank that would go first, the lowest rank first: more of them where much is

@@ -35,7 +35,8 @@ class TransportLike(Protocol):
 class PullFailed(P2PStoreError):
     """One holder did not deliver. `code` is a `wire.Code`; (`incarnation`, `sequence`) is how far its log
     was when it said that it does not have the object. `retriable`: the way to the holder failed rather
-    than the holder, so that another transport may still reach it."""
+    than the holder, so that another transport may still reach it. `keep`: the object is hot, and whoever brings it is
+    to keep it; `others` (short names) have it, or will have it in a moment."""
 
     def __init__(
         self,
@@ -45,6 +46,8 @@ class PullFailed(P2PStoreError):
         incarnation: int = 0,
         sequence: int = 0,
         retriable: bool = False,
+        keep: bool = False,
+        others: Sequence[int] = (),
     ) -> None:
         super().__init__(text)
         self.code = code
@@ -52,6 +55,8 @@ class PullFailed(P2PStoreError):
         self.incarnation = incarnation
         self.sequence = sequence
         self.retriable = retriable
+        self.keep = keep
+        self.others = tuple(others)
 
 
 class AnotherVersion(PullFailed):
@@ -73,6 +78,9 @@ class HolderReport:
     sequence: int = 0
     hurried: bool = False
     """Whether it had little time to begin with its answer, as others were left to ask."""
+    keep: bool = False
+    others: tuple[int, ...] = ()
+    """As in `PullFailed`."""
 
 
 def is_silence(failure: object) -> bool:
@@ -125,15 +133,20 @@ def order_copies(
     """
     left = [copy for copy in copies if copy.member not in exclude]
     rng.shuffle(left)
-    left.sort(key=lambda copy: (not copy.same_host, cost(copy)))
+    left.sort(key=lambda copy: (not _is_near(copy), cost(copy)))
     ordered: list[RemoteCopy] = []
     while left:
-        rank = (left[0].same_host, cost(left[0]))
-        equals = [copy for copy in left[:2] if (copy.same_host, cost(copy)) == rank]
+        rank = (_is_near(left[0]), cost(left[0]))
+        equals = [copy for copy in left[:2] if (_is_near(copy), cost(copy)) == rank]
         choice = min(equals, key=lambda copy: copy.load_permille)
         left.remove(choice)
         ordered.append(choice)
     return ordered
+
+
+def _is_near(copy: RemoteCopy) -> bool:
+    """Whether it is in the memory of this host."""
+    return copy.same_host and not copy.on_ssd
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +218,14 @@ class PullAttempts:
             failure.incarnation,
             failure.sequence,
             attempt.hurried,
+            failure.keep,
+            failure.others,
         )
         if failure.retriable and self._ways:
             self.fallbacks.append(report)  # the holder itself is not to blame yet
             return
         self._ways = []
-        if failure.code is Code.BUSY and attempt.hurried:
+        if failure.code is Code.BUSY and attempt.hurried and not failure.keep:
             self._busy.append(attempt.copy)
             return
         self.reports.append(report)

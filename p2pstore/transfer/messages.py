@@ -98,10 +98,26 @@ MAX_GET_ITEMS: Final = 1024
 
 class Get(Message, frozen=True):
     """Objects, or chunks of them; the reply's bulk is their bytes one after the other. `may_refuse`: the answer
-    may be BUSY, because others have the object as well."""
+    may be BUSY, because others have the object as well. `keeps` (see `Keeps`): it may also be BUSY because the object
+    is hot."""
 
     items: Annotated[list[GetItem], Meta(max_length=MAX_GET_ITEMS)]
     may_refuse: bool = False
+    keeps: int = 0
+
+
+MAX_OTHERS: Final = 64
+
+
+class Keeps(IntEnum):
+    """What becomes of an object that is asked for."""
+
+    NO = 0
+    """It is not kept, or whoever asks insists."""
+    BY_PEER = 1
+    """A client's own peer could bring it, and keep a copy."""
+    YES = 2
+    """A peer asks, which keeps a copy."""
 
 
 class ObjectStatus(IntEnum):
@@ -115,7 +131,8 @@ class ObjectStatus(IntEnum):
 class ObjectReply(Message, frozen=True):
     """`slot` (64 bytes) and `trailer` exactly as in the owner's memory; `bulk_bytes` of the reply's bulk
     belong to this item. NOT_FOUND says how far the owner's log was: (`incarnation`, `sequence`).
-    BUSY may name other peers (short names) that are fetching the object now."""
+    BUSY may name other peers (short names) that have the object, or are fetching it now. With `keep` the object is hot:
+    a client's peer is to bring it and keep it."""
 
     status: int
     slot: bytes = b""
@@ -123,7 +140,8 @@ class ObjectReply(Message, frozen=True):
     bulk_bytes: int = 0
     incarnation: int = 0
     sequence: int = 0
-    others: list[int] = []
+    others: Annotated[list[int], Meta(max_length=MAX_OTHERS)] = []
+    keep: bool = False
 
 
 class Objects(Message, frozen=True):
@@ -205,7 +223,8 @@ class Pushed(Message, frozen=True):
 class Replicate(Message, frozen=True):
     """Fetch this object from me and keep a copy of at least this version.
 
-    The sender's signed peer record comes along: a fresh peer may ask before gossip has told of it.
+    The sender's signed peer record comes along: a fresh peer may ask before gossip has told of it. `replicas`: how
+    many copies are wanted in all, for who holds it already and has heard of fewer; 0 says nothing.
     """
 
     digest: bytes
@@ -215,6 +234,7 @@ class Replicate(Message, frozen=True):
     soft: bool = False
     record_body: bytes = b""
     record_signature: bytes = b""
+    replicas: int = 0
 
 
 class Replicated(Message, frozen=True):

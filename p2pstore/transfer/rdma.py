@@ -47,7 +47,7 @@ from p2pstore.transfer.rdma_reads import Line, ReadEngine, ReadFailed
 from p2pstore.transfer.rdma_rules import NAME, Meaning
 from p2pstore.transfer.rdma_staging import SMALL_BLOCK_BYTES, Registered, Staging
 from p2pstore.transfer.rdma_verbs import Device
-from p2pstore.transfer.shm import expired
+from p2pstore.transfer.shm import ON_SSD, expired
 from p2pstore.transfer.trace import ReadWatch
 from p2pstore.transfer.transport import (
     Destination,
@@ -107,6 +107,8 @@ class RdmaTransport:
         return not self.why_not(copy)
 
     def why_not(self, copy: RemoteCopy) -> str:
+        if copy.on_ssd and not copy.rdma:
+            return ON_SSD
         if not copy.rdma:
             return "the holder does not let others read it by RDMA"
         if not copy.data:

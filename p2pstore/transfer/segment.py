@@ -16,7 +16,7 @@ from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.objects import Version, format_bytes
 from p2pstore.transfer.allocator import ExtentAllocator
 from p2pstore.transfer.entries import ObjectEntry, Reservation
-from p2pstore.transfer.eviction import EvictionOrder, rank_of
+from p2pstore.transfer.eviction import EvictionOrder, WhoKeeps, rank_of
 from p2pstore.transfer.eviction_policies import make_policy
 from p2pstore.transfer.expiry import ExpiryTimers
 from p2pstore.transfer.holdings import Leases, Reservations
@@ -122,6 +122,11 @@ class Segment:
     def leased_bytes_of(self, holder: Hashable) -> int:
         """Payload bytes that the holder's leases keep, each lease counted."""
         return self._leases.bytes_of(holder)
+
+    def ask_who_keeps(self, is_kept_elsewhere: WhoKeeps) -> None:
+        """What another peer keeps is evicted before what is here alone; called while something is evicted, and may
+        change nothing here."""
+        self._order.is_kept_elsewhere = is_kept_elsewhere
 
     # --- putting -----------------------------------------------------------------------------
 
@@ -458,7 +463,7 @@ class Segment:
             if (
                 victims is None
             ):  # what must stay hems in all of them: look everywhere, which is slow
-                anywhere = allocator.stretches(size, lambda extent: cost(extent) is None)
+                anywhere = allocator.stretches(size, lambda extent: not order.may_go(base + extent))
                 victims = allocator.cheapest_windows(size, islice(anywhere, 8), cost)
         if victims is None:
             raise self._no_room(f"{format_bytes(size)} do not fit")

@@ -7,12 +7,13 @@ tells when the owner is gone. Objects are copied without a lease and verified on
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
 from p2pstore.errors import BufferTooSmall, DeadlineExceeded, P2PStoreError
 from p2pstore.local.connection import LocalConnection
-from p2pstore.local.messages import Access
+from p2pstore.local.messages import Access, ItemError, Lease, Leased, LocalKind, Release
 from p2pstore.objects import DEFAULT_NAMESPACE
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver
 from p2pstore.transfer.layout import TrailerBody
@@ -26,12 +27,14 @@ from p2pstore.transfer.transport import (
     checked_view,
     watch_of,
 )
-from p2pstore.wire import Code
+from p2pstore.wire import ONE_WAY, Code, encode_frame
 
 MAX_TORN_READS: Final = 3
 """Reads of one object that found it changing, before the owner is asked instead."""
 RETRY_CONNECT_SECONDS: Final = 10.0
 MAX_PEERS: Final = 64
+NOT_THERE: Final = "the object is not in the holder's memory segment"
+ON_SSD: Final = "on its holder's SSD, who is asked for it over tcp"
 
 
 async def copy_in_pieces(
@@ -90,6 +93,12 @@ async def read_mapped(
     return None
 
 
+def _refused(error: ItemError) -> PullFailed:
+    """The holder did not bring the object. It is not there any more, or something kept the holder from it."""
+    gone = error.code == Code.NO_SUCH_KEY
+    return PullFailed(Code.NO_SUCH_KEY if gone else Code.BUSY, error.text)
+
+
 @dataclass(slots=True)
 class _MappedPeer:
     """What is known of one peer at one path: an open session, or when to try it again."""
@@ -97,6 +106,19 @@ class _MappedPeer:
     connection: LocalConnection | None = None
     readers: list[SegmentReader] = field(default_factory=list)
     retry_at: float = 0.0
+    ended: list[int] = field(default_factory=list)
+    """Leases to give back with the next frame."""
+
+    def give_back(self, leased: Leased) -> None:
+        """End leases, with the next frame that is sent."""
+        self.ended += [grant.lease for grant in leased.items if not grant.error.code]
+
+    def take_releases(self) -> list[bytes]:
+        """What the holder is to be told of ended leases, if anything."""
+        ended, self.ended = self.ended, []
+        if not ended:
+            return []
+        return [encode_frame(LocalKind.RELEASE, 0, Release(ended), flags=ONE_WAY)]
 
     def usable(self) -> bool:
         return (
@@ -110,6 +132,7 @@ class _MappedPeer:
             self.connection.close()
         self.connection = None
         self.readers = []
+        self.ended = []
 
 
 class ShmTransport:
@@ -128,6 +151,8 @@ class ShmTransport:
         return not self.why_not(copy)
 
     def why_not(self, copy: RemoteCopy) -> str:
+        if copy.on_ssd and copy.data:
+            return ON_SSD
         if not copy.same_host:
             return "on another host"
         if not copy.socket:
@@ -142,20 +167,58 @@ class ShmTransport:
         return 0.1
 
     async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
-        """Copy the object out of the holder's segment. Raises `PullFailed`. It is retriable, as what the
-        mapping does not show, the holder may still have and say so over TCP; but for a holder that does not
-        answer: its process hangs, and would not answer over TCP either."""
+        """Copy the object out of the holder's segment. What the mapping does not show, the holder may still have, and
+        is asked for over TCP, where that is used, else here. Raises `PullFailed`: retriable, but for a holder that does
+        not answer: its process hangs, and would not answer over TCP either."""
         peer = await self._session(copy)
         watch = watch_of(destination)
         if watch is not None:
             watch.connected()
+        if not copy.on_ssd:
+            pulled = await self._pull_mapped(peer, digest, destination)
+            if pulled is not None:
+                return pulled
+            if copy.data:
+                raise PullFailed(Code.NO_SUCH_KEY, NOT_THERE, retriable=True)
+        return await self._pull_brought(peer, copy, digest, destination)
+
+    async def _pull_brought(
+        self, peer: _MappedPeer, copy: RemoteCopy, digest: bytes, destination: Destination
+    ) -> Pulled:
+        """Have the holder bring the object to memory, and keep it there while it is copied."""
+        connection = peer.connection
+        assert connection is not None
+        seconds = min(self._progress_seconds, copy.answer_seconds)
+        ask = Lease(digest, deadline_ms=round(seconds * 1000))
+        try:
+            leased = await connection.request(
+                LocalKind.LEASE, ask, Leased, progress_seconds=seconds, on_late_reply=peer.give_back
+            )
+        except DeadlineExceeded as error:
+            raise PullFailed(Code.DEADLINE_EXCEEDED, str(error)) from error
+        except (P2PStoreError, OSError) as error:
+            raise PullFailed(Code.UNAVAILABLE, str(error), retriable=True) from error
+        try:
+            for grant in leased.items:
+                if grant.error.code:
+                    raise _refused(grant.error)
+            pulled = await self._pull_mapped(peer, digest, destination)
+            if pulled is None:
+                raise PullFailed(Code.NO_SUCH_KEY, NOT_THERE)
+            return pulled
+        finally:
+            peer.give_back(leased)
+            with suppress(P2PStoreError, OSError):
+                await connection.flush()
+
+    async def _pull_mapped(
+        self, peer: _MappedPeer, digest: bytes, destination: Destination
+    ) -> Pulled | None:
         for reader in peer.readers:
             copied = await read_mapped(self._driver, reader, digest, destination)
             if copied is not None:
                 return Pulled(copied.slot, copied.trailer, copied.length, self.name)
-        raise PullFailed(
-            Code.NO_SUCH_KEY, "the object is not in the holder's memory segment", retriable=True
-        )
+        return None
 
     async def _session(self, copy: RemoteCopy) -> _MappedPeer:
         peer = self._peers.get((copy.socket, copy.peer_id))
@@ -198,6 +261,7 @@ class ShmTransport:
         except P2PStoreError as error:
             connection.close()
             raise PullFailed(Code.UNAVAILABLE, str(error), retriable=True) from error
+        connection.collect_one_way = peer.take_releases
         peer.connection = connection
 
     def _make_room(self, keep: _MappedPeer) -> None:

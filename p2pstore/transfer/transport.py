@@ -33,6 +33,7 @@ from p2pstore.transfer.layout import (
     decode_trailer,
     trailer_matches,
 )
+from p2pstore.transfer.messages import Keeps
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.trace import ReadWatch, TransportTry
 from p2pstore.wire import Code
@@ -81,6 +82,8 @@ class RemotePeer:
     answer_seconds: float = field(default=math.inf, kw_only=True)
     """How long to wait for each first sign of life; not longer than for any other progress. Finite where others
     have the object as well: then it may also be told to ask them (BUSY)."""
+    keeps: Keeps = field(default=Keeps.NO, kw_only=True)
+    """What becomes of an object that it sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,9 @@ class RemoteCopy(RemotePeer):
     rdma: bool = False
     length_bytes: int = 0
     """About its length, where that is known."""
+    on_ssd: bool = False
+    """It is on its holder's SSD alone, who brings it to memory when asked: over TCP in passing, over other transports
+    first. These leave it to TCP where that is used."""
 
 
 class Pulled(NamedTuple):

@@ -89,6 +89,18 @@ def test_a_peer_in_a_trio_program(machine: Machine) -> None:
     assert "list_keys: 10 keys" in printed
 
 
+def test_a_scheduler_in_front_of_engines(machine: Machine) -> None:
+    printed = machine.run(str(EXAMPLES / "prefix_scheduler.py"))
+    found = re.search(
+        r"(\d+) blocks reused, (\d+) of them from other machines; (\d+) computed", printed
+    )
+    assert found, printed
+    reused, fetched, computed = map(int, found.groups())
+    assert reused + computed == sum(12 * (1 + 4 * turn) for turn in range(1, 6))
+    assert computed <= 300, "each block is computed once or, where news of it was on its way, twice"
+    assert fetched < reused / 2, "most requests go where their prefix is"
+
+
 def test_a_kv_cache_shared_by_two_processes(machine: Machine) -> None:
     require_torch()
     printed = machine.run(str(EXAMPLES / "kvcache_transformer.py"))

@@ -22,6 +22,7 @@ from p2pstore.gossip.messages import ControlKind, Ping
 from p2pstore.keyring import new_cluster_key
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer, saving
+from p2pstore.transfer.messages import DataKind, Locations, Lookup, Replicate
 from p2pstore.transfer.policies.least_recently_used import LeastRecentlyUsed
 from p2pstore.transfer.policies.prefix_aware import PrefixAware
 
@@ -591,3 +592,22 @@ async def test_chains_go_from_their_tails(tmp_path: Path) -> None:
             await peer.put(f"other {number}", value)
             number += 1
             left = [key for key in chain if peer.contains_nowait(key)]
+
+
+async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies(
+    tmp_path: Path,
+) -> None:
+    async with cluster(tmp_path, 2) as (first, second):
+        await first.put("k", b"value")
+        entry = first.node.core.find(key_digest("k", "default"), first.node.now)
+        assert entry is not None
+        second.node.core.closing = True
+        leaving = first.node.remote_peer(second.node.core.peer_id)
+        found = await first.node.pool.request(leaving, DataKind.LOOKUP, Lookup(entry.digest))
+        assert isinstance(found, Locations)
+        with pytest.raises(errors.Unavailable, match="this peer is leaving"):
+            await first.node.pool.request(
+                leaving,
+                DataKind.REPLICATE,
+                Replicate(entry.digest, entry.version.clock, entry.version.writer, 5),
+            )

@@ -7,11 +7,12 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from p2pstore import NoSuchKey, blocking
+from p2pstore import CapacityExceeded, NoSuchKey, blocking
 from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
 
 COUNT = 60
@@ -148,6 +149,27 @@ def test_what_others_removed_meanwhile_does_not_come_back(cluster: ProcessCluste
     assert other.client.get("replaced") == b"new"
 
 
+def test_a_log_that_is_deleted_is_read_on_and_said(cluster: ProcessCluster) -> None:
+    owner, other = start(cluster, 0), start(cluster, 1)
+    cluster.wait_until_whole()
+    put_more_than_fits(owner)
+    tiers = {number: owner.client.locate(f"key-{number}")[0].tier for number in range(COUNT)}
+    cold = next(number for number, tier in tiers.items() if tier == "ssd")
+    capacity = other.client.statistics()["cluster"]["ssd_capacity_bytes"]
+    (owner.log.parent / f"{owner.name}.ssd" / "cold.log").unlink()
+    with pytest.raises(CapacityExceeded, match="was deleted"):
+        owner.client.put("promised", value_of(1), durable=True)
+    ssd = owner.client.statistics()["peer"]["ssd"]
+    assert ssd["state"] == "read_only"
+    assert owner.client.get("promised") == value_of(1)
+    assert owner.client.get(f"key-{cold}") == value_of(cold)
+    assert "start this peer again" in owner.log.read_text()
+    until(
+        lambda: other.client.statistics()["cluster"]["ssd_capacity_bytes"] == capacity // 2,
+        END_SECONDS,
+    )
+
+
 def test_durable_needs_an_ssd(cluster: ProcessCluster) -> None:
     cluster.start(cluster.peers[:1])
     with pytest.raises(ValueError, match="--ssd"):
@@ -171,6 +193,17 @@ def test_a_second_peer_on_the_same_ssd_is_refused(cluster: ProcessCluster) -> No
     assert "Traceback" not in said
 
 
+def test_an_ssd_of_another_cluster_is_refused(cluster: ProcessCluster) -> None:
+    owner = start(cluster, 0)
+    owner.client.put("k", value_of(1), durable=True)
+    owner.kill()
+    said = refused(cluster.folder, *ssd_options(owner), "--cluster", "another")
+    assert "belongs to another cluster than 'another'" in said, said
+    assert "cold.log" in said
+    start(cluster, 0)
+    until(lambda: owner.client.contains("k"), END_SECONDS)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -187,3 +220,48 @@ def test_wrong_options(tmp_path: Path, options: tuple[str, ...], said: str) -> N
     output = refused(tmp_path, *options)
     assert said in output, output
     assert "Traceback" not in output
+
+
+@contextmanager
+def mounted(folder: Path, size: str) -> Iterator[Path]:
+    """A small file system of its own, in memory."""
+    where = folder / "mounted"
+    where.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(where)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+def test_too_little_room_is_said_and_none_is_taken(tmp_path: Path) -> None:
+    with mounted(tmp_path, "100m") as where:
+        said = refused(tmp_path, "--ssd", str(where))
+        assert "half of what is free" in said, said
+        assert "256.0 MiB" in said, said
+        assert "--ssd-capacity" in said, said
+        assert list(where.iterdir()) == []
+
+
+def test_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
+    with mounted(tmp_path, "400m") as where:
+        subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
+        said = refused(tmp_path, "--ssd", str(where), "--ssd-capacity", "256MiB")
+        assert "mount it for writing" in said, said
+
+
+def test_an_empty_file_is_no_log_yet(cluster: ProcessCluster) -> None:
+    owner = cluster.peers[0]
+    folder = Path(ssd_options(owner)[1])
+    (folder / "cold.log").touch()
+    cluster.start([owner], "--ssd", str(folder), "--ssd-capacity", "256MiB")
+    owner.client.put("k", value_of(1), durable=True)
+    owner.kill()
+    os.truncate(folder / "cold.log", 100 << 20)
+    said = refused(cluster.folder, "--ssd", str(folder), "--cluster", cluster.folder.name)
+    assert "cut short" in said, said
+    cluster.start([owner], "--ssd", str(folder), "--ssd-capacity", "256MiB")
+    owner.client.put("k2", value_of(2), durable=True)
+    assert owner.client.get("k2") == value_of(2)

@@ -27,7 +27,7 @@ def disk(open_it: OpenedDisk) -> Disk:
 
 
 def random_buffer(size: int, seed: int) -> memoryview:
-    buffer = aligned_buffer(size)
+    buffer = aligned_buffer(max(size, PAGE))[:size]
     buffer[:] = random.Random(seed).randbytes(size)
     return buffer
 
@@ -51,6 +51,24 @@ async def test_what_is_written_is_read(disk: Disk) -> None:
     one, other = aligned_buffer(PAGE), aligned_buffer(3 * PAGE)
     await disk.read_into(8 * PAGE, [one, other])
     assert bytes(one) + bytes(other) == bytes(first) + bytes(second)
+
+
+@pytest.mark.parametrize("size", [0, PAGE, 64 * KIB, 5 * MIB])
+async def test_who_reads_may_have_the_bytes_checked_before_it_goes_on(
+    disk: Disk, size: int
+) -> None:
+    content = random_buffer(size, 1)
+    if size:
+        await disk.write_from(PAGE, [content])
+    buffer, seen = random_buffer(size, 2), list[bytes]()
+    await disk.read_into(PAGE, [buffer], lambda: seen.append(bytes(buffer)))
+    assert seen == [bytes(content)]
+
+    def refuse() -> None:
+        raise LookupError("not what was wanted")
+
+    with pytest.raises(LookupError, match="not what was wanted"):
+        await disk.read_into(PAGE, [buffer], refuse)
 
 
 async def test_headers_may_be_bytes(disk: Disk) -> None:

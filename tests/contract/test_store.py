@@ -285,6 +285,12 @@ def test_batches(store: Store, key: str, cluster: Cluster) -> None:
     names = [f"{key}1", key + "nope", f"{key}299"]
     until(lambda: store.contains_many(names) == [True, False, True])
     assert store.match_prefix([f"{key}1", f"{key}200", key + "nope", f"{key}3"]) == 2
+    chain = [f"{key}1", f"{key}2", f"{key}200"]  # the last one is on the distant peer
+    [holder] = store.match_prefix_by_peer(chain)
+    assert (holder.blocks, holder.memory_blocks) == (2, 2)
+    [distant] = store.match_prefix_by_peer(chain[2:])
+    assert (distant.blocks, distant.peer != holder.peer) == (1, True)
+    assert store.match_prefix_by_peer([key + "nope", f"{key}3"]) == []
     removed = store.remove_many([f"{key}1", f"{key}299", key + "nope", ""])
     assert [each.value for each in removed] == [True, True, False, None]
     assert isinstance(removed[3].error, ValueError)
@@ -294,6 +300,7 @@ def test_batches_of_nothing(store: Store) -> None:
     assert store.put_many([]) == store.get_many_into([]) == []
     assert store.contains_many([]) == store.remove_many([]) == []
     assert store.match_prefix([]) == 0
+    assert store.match_prefix_by_peer([]) == []
     assert store.prefetch([]) is None
 
 
@@ -597,7 +604,10 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str
     ("get_tensor", ("k",), {"framework": "jax"}, ValueError, "framework"),
     *(
         (name, (bad,), {}, TypeError, "keys")
-        for name in ("contains_many", "match_prefix", "remove_many", "prefetch")
+        for name in (
+            *("contains_many", "match_prefix", "match_prefix_by_peer"),
+            *("remove_many", "prefetch"),
+        )
         for bad in ("key", b"key", 7)
     ),
     *(
@@ -738,6 +748,7 @@ EVERY_METHOD: list[tuple[str, tuple[Any, ...]]] = [
     *(("get", ("k",)), ("get_into", ("k", bytearray(1))), ("get_tensor", ("k",))),
     *(("get_many_into", ([],)), ("take_lease", ("k",)), ("register", (bytearray(1),))),
     *(("contains", ("k",)), ("contains_many", ([],)), ("locate", ("k",))),
+    ("match_prefix_by_peer", ([],)),
     *(("match_prefix", ([],)), ("list_keys", ()), ("peers", ()), ("statistics", ())),
     *(("remove", ("k",)), ("remove_many", ([],)), ("pin", ("k",)), ("unpin", ("k",))),
     *(("prefetch", ([],)), ("replicate", ("k", 2)), ("flush", ())),

@@ -70,6 +70,7 @@ from p2pstore.transfer.messages import (
     GetItem,
     Hello,
     HelloReply,
+    Keeps,
     Lookup,
     ObjectReply,
     Objects,
@@ -236,6 +237,11 @@ class Backend:
         return OpenedObject(
             segment.slot_bytes(entry), segment.trailer_bytes(entry), segment.payload(entry), entry
         )
+
+    def send_on(
+        self, digest: bytes, length: int, reader: bytes, keeps: Keeps
+    ) -> ObjectReply | None:
+        return None
 
     def let_go(self, opened: OpenedObject) -> None:
         self._segment.let_go(opened.handle)

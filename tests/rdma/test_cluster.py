@@ -56,7 +56,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster
         cluster.close()
 
 
-def start(cluster: ProcessCluster, peer: PeerProcess, transport: str) -> None:
+def start(cluster: ProcessCluster, peer: PeerProcess, transport: str, *more: str) -> None:
     number = cluster.peers.index(peer)
     machine = cluster.folder / f"machine{number}"
     machine.write_text(f"{uuid.uuid4()}\n")
@@ -70,7 +70,7 @@ def start(cluster: ProcessCluster, peer: PeerProcess, transport: str) -> None:
         devices = [option for name in names for option in ("--rdma-device", name)]
     peer.start(
         *options,
-        *("--transport", transport, *devices),
+        *("--transport", transport, *devices, *more),
         by=partial(ForkedPeer, machine=machine),
     )
 

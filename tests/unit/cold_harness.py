@@ -26,7 +26,7 @@ from p2pstore.objects import (
 from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.admission import AdmissionPolicy
 from p2pstore.ssd_tier.disk import aligned_buffer
-from p2pstore.ssd_tier.disk_protocol import Disk
+from p2pstore.ssd_tier.disk_protocol import Check, Disk, Waits
 from p2pstore.ssd_tier.health import TierState
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.layout import LOG_START_BYTES, ColdFacts, round_up_to_page
@@ -62,7 +62,7 @@ def aligned(value: bytes) -> memoryview:
 
 def simulated_disk(seed: int = 0, segments: int = 8, *, pause: bool = True) -> FaultyDisk:
     size = LOG_START_BYTES + segments * SEGMENT_BYTES
-    return FaultyDisk(seed, size, pause=trio.sleep if pause else None)
+    return FaultyDisk(seed, size, pause=trio.sleep if pause else None, now=trio.current_time)
 
 
 class UntilCrash:
@@ -76,9 +76,11 @@ class UntilCrash:
     def size_bytes(self) -> int:
         return self.disk.size_bytes
 
-    async def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+    async def read_into(
+        self, position: int, buffers: Sequence[memoryview], check: Check | None = None
+    ) -> None:
         await self._here()
-        await self.disk.read_into(position, buffers)
+        await self.disk.read_into(position, buffers, check)
 
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
         await self._here()
@@ -87,6 +89,17 @@ class UntilCrash:
     async def sync(self) -> None:
         await self._here()
         await self.disk.sync()
+
+    @property
+    def waits(self) -> Waits:
+        return self.disk.waits
+
+    @property
+    def misplaced(self) -> str:
+        return self.disk.misplaced
+
+    async def inspect(self) -> None:
+        await self.disk.inspect()
 
     def close(self) -> None:
         raise AssertionError("the tier does not close its disk")
@@ -145,7 +158,7 @@ async def running(
         disk,
         policy or AdmissionPolicy(),
         withdraw=lambda entries: harness[0].withdrawn.extend(entries) if harness else None,
-        state_changed=lambda state, why: harness[0].states.append(state) if harness else None,
+        state_changed=lambda health: harness[0].states.append(health.state) if harness else None,
         is_last_copy=lambda digest: bool(harness) and digest in harness[0].last_copies,
         **settings,
     ) as tier:

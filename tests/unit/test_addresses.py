@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from p2pstore.peer.addresses import (
     control_listen_address,
     data_listen_addresses,
     interface_address,
+    link_bytes_per_second,
     own_addresses,
     route_source,
 )
@@ -31,6 +33,19 @@ def own(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_the_port_is_the_default_one_unless_it_is_said() -> None:
     assert control_listen_address(PeerConfig()) == ("127.0.0.1", None)
     assert control_listen_address(PeerConfig(listen="[::1]:5")) == ("::1", 5)
+
+
+def test_how_fast_a_link_is_where_somebody_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"fast0": ["10.0.0.1", "fd00::1"], "down0": ["10.0.0.2"], "none0": ["10.0.0.3"]}
+    monkeypatch.setattr(addresses, "interface_addresses", lambda: found)
+    for name, speed in (("fast0", "100000\n"), ("down0", "-1\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "speed").write_text(speed)
+    assert link_bytes_per_second("fd00::1", tmp_path) == 12.5e9
+    for address in ("10.0.0.2", "10.0.0.3", "0.0.0.0", "127.0.0.1"):
+        assert link_bytes_per_second(address, tmp_path) is None
 
 
 def test_data_goes_where_control_is() -> None:

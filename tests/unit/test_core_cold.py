@@ -7,17 +7,24 @@ from itertools import pairwise
 import pytest
 
 from p2pstore.core.cold_return import ColdObject, ColdSorted
-from p2pstore.core.effects import LoadObject, PullObject, WriteObject
+from p2pstore.core.effects import (
+    LoadObject,
+    PullFailure,
+    PullObject,
+    PullOutcome,
+    WriteObject,
+)
 from p2pstore.core.listing import ListOperation
 from p2pstore.core.prefetching import AT_ONCE, MAX_QUEUED
 from p2pstore.core.presence import is_known, known_keys
 from p2pstore.core.serving import ListHereOperation, reply_of
-from p2pstore.errors import CapacityExceeded, NoSuchKey
+from p2pstore.errors import CapacityExceeded, NoSuchKey, Unavailable
 from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import Version, namespace_digest
 from p2pstore.transfer.layout import Pin
 from p2pstore.transfer.messages import DataKind, Keys, ListKeys, Lookup, Replicate, Replicated
+from p2pstore.wire import Code
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import NAMESPACE, Harness, digest_of
 
@@ -181,6 +188,19 @@ def test_a_load_for_another_peer_asks_nobody_when_it_fails() -> None:
     world.load(fail=True)
     assert isinstance(operation.result, NoSuchKey)
     assert not world.effects(PullObject)
+
+
+def test_an_ssd_that_hangs_is_said_and_its_peer_is_not_doubted() -> None:
+    world = ColdWorld()
+    world.cool("k", VALUE)
+    operation = world.core.fetch(digest_of("k"), world.now)
+    (effect,) = world.effects(LoadObject)
+    own = PullFailure(world.core.member, int(Code.DEADLINE_EXCEEDED), "the SSD did not answer")
+    world.core.pulled(effect.operation, PullOutcome(False, (own,)), world.now)
+    assert isinstance(operation.result, Unavailable)
+    assert "the SSD did not answer" in str(operation.result)
+    assert world.core.counters["holder_failures"] == 0
+    assert is_known(world.core, digest_of("k"), world.now)
 
 
 def test_who_wants_it_from_anywhere_may_join_a_load_for_another_peer() -> None:

@@ -132,6 +132,71 @@ def test_copies_that_others_hold_count() -> None:
     assert operation.result == 3
 
 
+def test_hosts_without_a_copy_come_first() -> None:
+    world = Harness(others=6)
+    entry = world.stored("k", b"value")
+    ranked = [world.other(peer_id) for peer_id in world.core.ranked_peers(digest_of("k"))]
+    for other, host in zip(ranked, [0, 1, 1, 0, 2, 2], strict=True):  # 0 is this peer's own
+        world.offer(other, host_id=bytes([host] * 16), memory_capacity=1)
+    held = remote_object("k", b"value", clock=entry.version.clock, writer=entry.version.writer)
+    world.push(ranked[2], held)
+    operation = replicate(world, "k", 5)
+    asks = asks_of(world)
+    expected = [ranked[4].peer_id, ranked[0].peer_id, ranked[1].peer_id]
+    assert [ask.peer_id for ask in asks] == expected
+    for ask in asks:
+        world.answer(ask, DONE)
+    assert operation.result == 5
+
+
+def test_a_soft_copy_is_kept_rather_than_another_one_made() -> None:
+    world = Harness(others=4)
+    entry = world.stored("k", b"value")
+    held = remote_object("k", b"value", clock=entry.version.clock, writer=entry.version.writer)
+    ranked = [world.other(peer_id) for peer_id in world.core.ranked_peers(digest_of("k"))]
+    world.push(ranked[3], held, soft=True)
+    older = remote_object("k", b"other", clock=entry.version.clock - 1, writer=3)
+    world.push(ranked[2], older, soft=True)
+    replicate(world, "k", 3)
+    asked = [ask.peer_id for ask in asks_of(world)]
+    assert asked == [ranked[3].peer_id, ranked[0].peer_id]
+    for other, host in zip(ranked, [1, 2, 2, 0], strict=True):  # 0 is this peer's own
+        world.offer(other, host_id=bytes([host] * 16), memory_capacity=1)
+    replicate(world, "k", 3)
+    asked = [ask.peer_id for ask in asks_of(world)]
+    assert asked == [ranked[0].peer_id, ranked[1].peer_id], "another host is worth a copy"
+
+
+def test_a_host_whose_only_target_failed_is_tried_again_before_others() -> None:
+    world = Harness(others=3)
+    world.stored("k", b"value")
+    ranked = [world.other(peer_id) for peer_id in world.core.ranked_peers(digest_of("k"))]
+    for other, host in zip(ranked, [1, 0, 1], strict=True):
+        world.offer(other, host_id=bytes([host] * 16), memory_capacity=1)
+    replicate(world, "k", 2)
+    for expected in (ranked[0], ranked[2], ranked[1]):
+        (ask,) = asks_of(world)
+        assert ask.peer_id == expected.peer_id
+        world.answer(ask, FULL)
+
+
+def test_holders_that_heard_of_fewer_copies_are_told() -> None:
+    world = Harness(others=4)
+    entry = world.stored("k", b"value")
+    held = remote_object("k", b"value", clock=entry.version.clock, writer=entry.version.writer)
+    for other in world.others[:2]:
+        world.push(other, held)
+    world.core.strengthen(entry, entry.pin, 3, world.now)
+    operation = replicate(world, "k", 3)
+    asks = asks_of(world)
+    assert {ask.peer_id for ask in asks} == {other.peer_id for other in world.others[:2]}
+    for ask in asks:
+        assert isinstance(ask.request, Replicate)
+        assert ask.request.replicas == 3
+        world.answer(ask, DONE)
+    assert operation.result == 3
+
+
 def test_soft_older_and_unreachable_copies_do_not_count() -> None:
     world = Harness(others=4)
     entry = world.stored("k", b"value")

@@ -187,6 +187,18 @@ def test_a_replica_that_is_here_needs_no_pull_and_becomes_firm() -> None:
     assert not record.soft
 
 
+def test_who_holds_it_hears_how_many_copies_are_wanted_and_says_so() -> None:
+    world = Harness(others=1)
+    entry = world.stored("k", b"value")
+    mine = remote_object("k", b"value", entry.version.clock, entry.version.writer)
+    for wanted, heard in ((3, 3), (2, 3), (1000, 64)):
+        assert isinstance(asked(world, mine, replicas=wanted), Replicated)
+        assert entry.replicas == heard
+    record = world.announced("k")
+    assert record is not None
+    assert record.replicas == 4, "4 or more"
+
+
 def test_a_newer_version_here_is_kept_and_told() -> None:
     world = Harness(others=1)
     mine = world.stored("k", b"newer")

@@ -6,14 +6,17 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import resource
+import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import trio
@@ -23,6 +26,7 @@ from p2pstore.errors import ConfigError
 from p2pstore.ssd_tier.disk import FileDisk, aligned_buffer, open_disk
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES as PAGE
 from p2pstore.ssd_tier.disk_protocol import memory_address
+from p2pstore.ssd_tier.place_owners import file_system
 from p2pstore.ssd_tier.superblock import SUPERBLOCK_MAGIC
 from tests.contract.disks import MIB, loop_device, opened
 
@@ -381,6 +385,165 @@ async def test_a_removed_directory_is_served_on(tmp_path: Path) -> None:
         buffer = aligned_buffer(2 * PAGE)
         await disk.read_into(0, [buffer])
         assert bytes(buffer) == bytes(page_of(1)) + bytes(page_of(2))
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EACCES, "belongs to .*; give it to the user that runs this peer"),
+        (errno.EROFS, "mount it for writing"),
+        (errno.ELOOP, "symbolic link"),
+        (errno.EIO, "must be there to be read and written"),
+    ],
+)
+def test_what_cannot_be_opened_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str
+) -> None:
+    def refuse(*arguments: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ConfigError, match=said):
+        open_disk(tmp_path, SIZE)
+
+
+@pytest.mark.parametrize("name", ["unlink", "close"])
+def test_what_fails_while_it_gives_up_does_not_hide_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    real = getattr(os, name)
+
+    def failing(*arguments: int | str | Path) -> None:
+        real(*arguments)
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    with monkeypatch.context() as patch:
+
+        def failing_read(*arguments: object) -> int:
+            patch.setattr(os, name, failing)
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+        patch.setattr(os, "preadv", failing_read)
+        with pytest.raises(ConfigError, match="no direct I/O"):
+            open_disk(tmp_path, SIZE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_in_memory_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = Path("/dev/shm")
+    if file_system(shared.stat().st_dev) != "tmpfs":
+        pytest.skip("no file system in memory here")
+    with (
+        TemporaryDirectory(dir=shared) as folder,
+        suppress(ConfigError),
+    ):  # there is no direct I/O in older kernels
+        open_disk(folder, SIZE).close()
+    assert "is in memory, not on a disk" in caplog.text
+    caplog.clear()
+    if file_system(tmp_path.stat().st_dev) != "tmpfs":
+        opened(tmp_path, SIZE).close()
+        assert "in memory" not in caplog.text
+
+
+def delete(where: Path) -> None:
+    (where / "cold.log").unlink()
+
+
+def delete_all(where: Path) -> None:
+    delete(where)
+    where.rmdir()
+
+
+def move(where: Path) -> None:
+    (where / "cold.log").rename(where / "hot.log")
+
+
+def move_all(where: Path) -> None:
+    where.rename(where.with_name("elsewhere"))
+
+
+def replace(where: Path) -> None:
+    (where / "other").write_bytes(bytes(SIZE))
+    (where / "other").rename(where / "cold.log")
+
+
+def exchange(where: Path) -> None:
+    move(where)
+    (where / "cold.log").write_bytes(bytes(SIZE))
+
+
+def cut_short(where: Path) -> None:
+    os.truncate(where / "cold.log", SIZE // 2)
+
+
+@pytest.mark.parametrize("how", ["inspect", "sync"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (delete, "deleted"),
+        (delete_all, "deleted"),
+        (move, "not there any more"),
+        (move_all, "not there any more"),
+        (replace, "deleted"),
+        (exchange, "another file"),
+        (cut_short, r"cut to 2\.0 MiB of 4\.0 MiB"),
+    ],
+)
+async def test_what_nobody_will_find_again_is_noticed(
+    tmp_path: Path, change: Callable[[Path], None], said: str, how: str
+) -> None:
+    where = tmp_path / "ssd"
+    where.mkdir()
+    with opened_here(where) as disk:
+        look = disk.inspect if how == "inspect" else disk.sync
+        await look()
+        assert disk.misplaced == ""
+        change(where)
+        await look()
+        assert re.search(said, disk.misplaced), disk.misplaced
+
+
+async def test_who_may_look_says_nothing_of_what_is_there(tmp_path: Path) -> None:
+    where = tmp_path / "ssd"
+    where.mkdir()
+    with opened_here(where) as disk:
+        where.chmod(0o500)
+        await disk.inspect()
+        assert disk.misplaced == ""
+        os.utime(where / "cold.log")
+        os.link(where / "cold.log", tmp_path / "second name")
+        await disk.inspect()
+        assert disk.misplaced == ""
+
+
+async def test_a_device_node_that_went_is_noticed(tmp_path: Path) -> None:
+    with loop_device(tmp_path, SIZE) as device:
+        node = tmp_path / "node"
+        os.mknod(node, stat.S_IFBLK | 0o600, device.stat().st_rdev)
+        with opened_here(node, None) as disk:
+            await disk.inspect()
+            assert disk.misplaced == ""
+            node.unlink()
+            await disk.inspect()
+            assert "not there any more" in disk.misplaced
+            os.mknod(node, stat.S_IFBLK | 0o600, os.makedev(1, 0))
+            await disk.inspect()
+            assert "another device" in disk.misplaced
+
+
+async def test_a_file_system_that_is_unmounted_or_covered_is_noticed(tmp_path: Path) -> None:
+    with small_file_system(tmp_path) as where, opened_here(where, 8 * MIB) as disk:
+        await disk.inspect()
+        assert disk.misplaced == ""
+        covered = ["mount", "-t", "tmpfs", "none", str(where)]
+        await trio.run_process(covered)
+        try:
+            await disk.inspect()
+            assert "not there any more" in disk.misplaced
+        finally:
+            await trio.run_process(["umount", str(where)])
 
 
 async def test_a_file_cut_short_is_a_short_read(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from p2pstore.transfer.messages import (
     Hello,
     HelloReply,
     Holding,
+    Keeps,
     Locations,
     Lookup,
     Measure,
@@ -109,7 +110,7 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     ),
     "pushed": (DataKind.PUSH, 3, Pushed([1023], [Holding(1, 2, 3, b"record")]), REPLY, 0),
     "locations": (DataKind.LOOKUP, 2, Locations([[Holding(1, 2, 3, b"r")], []], [1]), REPLY, 0),
-    "replicate": (DataKind.REPLICATE, 4, Replicate(DIGEST, 5, 6, 12, True), 0, 0),
+    "replicate": (DataKind.REPLICATE, 4, Replicate(DIGEST, 5, 6, 12, True, replicas=3), 0, 0),
     "ping": (DataKind.PING, 5, Ping(), 0, 0),
     "pong": (DataKind.PING, 5, Pong(7, 42), REPLY, 0),
     "measure": (DataKind.MEASURE, 8, Measure(1 << 20), 0, 3),
@@ -142,15 +143,18 @@ GOLDEN: dict[str, str] = {
     "hello reply": "010001000000000012000000000000009501c4046d6d6d6dc4047070707009a27377",
     "proof": "0200000000000000070000000000000091c40470707070",
     "get": (
-        "10000000010000002f00000000000000929294c410dccec363d9fb256bb2d52a0704475a00000000"
-        "94c410dccec363d9fb256bb2d52a0704475a00404007c2"
+        "10000000010000003000000000000000939294c410dccec363d9fb256bb2d52a0704475a00000000"
+        "94c410dccec363d9fb256bb2d52a0704475a00404007c200"
     ),
-    "get elsewhere": "10000000010000001900000000000000929194c410dccec363d9fb256bb2d52a0704475a00000000c3",
+    "get elsewhere": (
+        "10000000010000001a00000000000000939194c410dccec363d9fb256bb2d52a0704475a00000000c300"
+    ),
     "get reply": (
-        "10000100010000008e0000000c00000091939700c440010206002c000000dccec363d9fb256bb2d5"
+        "1000010001000000910000000c00000091939800c440010206002c000000dccec363d9fb256bb2d5"
         "2a0704475a00050000000000000000200000000000000c000000000000001806ac967fb02e6b6346"
         "e0c162a80ab9c42c010000001c0000003c25e07f1b4ee9d998a764656661756c74a36b6579c4086c"
-        "003da7fbd52c30000100a0900c0000909701c400c40000072a909702c400c400000000920304"
+        "003da7fbd52c30000100a0900c000090c29801c400c40000072a90c29802c400c400000000920304"
+        "c2"
     ),
     "lookup": "1100000002000000130000000000000091c410dccec363d9fb256bb2d52a0704475a00",
     "push": (
@@ -159,7 +163,7 @@ GOLDEN: dict[str, str] = {
     ),
     "pushed": "120001000300000012000000000000009291cd03ff9194010203c4067265636f7264",
     "locations": "11000100020000000d0000000000000092929194010203c40172909101",
-    "replicate": "13000000040000001b0000000000000097c410dccec363d9fb256bb2d52a0704475a0005060cc3c400c400",
+    "replicate": "13000000040000001c0000000000000098c410dccec363d9fb256bb2d52a0704475a0005060cc3c400c40003",
     "store": (
         "19000000060000002b000000000000009ca764656661756c74a36b65790cc4086c003da7fbd52c30"
         "09050201cdea60c3a7666c6f61743332920304"
@@ -200,6 +204,15 @@ def test_a_push_of_an_earlier_version() -> None:
     assert decode_body(Push, bytes.fromhex("9307912ac4026f70")) == Push(7, [42], b"op")
     assert decode_body(Pushed, bytes.fromhex("90")) == Pushed()
     assert decode_body(Locations, bytes.fromhex("919190")) == Locations([[]])
+
+
+def test_reads_of_an_earlier_version() -> None:
+    """A GET ends before `keeps`, and an answer before `keep`."""
+    get = "929194c410dccec363d9fb256bb2d52a0704475a00000000c3"
+    assert decode_body(Get, bytes.fromhex(get)) == Get([GetItem(DIGEST)], True, int(Keeps.NO))
+    busy = decode_body(Objects, bytes.fromhex("9191" + "9702c400c400000000920304"))
+    assert busy == Objects([ObjectReply(ObjectStatus.BUSY, others=[3, 4])])
+    assert not busy.items[0].keep
 
 
 def test_header_preface_and_failure() -> None:

@@ -5,6 +5,8 @@ When one of these fails, the format has changed: it needs a new format number an
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.ssd_tier.dead_marks import DeadMarks
 from p2pstore.ssd_tier.footer import (
@@ -22,6 +24,7 @@ from p2pstore.ssd_tier.record_header import (
 from p2pstore.ssd_tier.superblock import (
     SegmentHeader,
     Superblock,
+    cluster_mark,
     decode_segment_header,
     decode_superblock,
     encode_segment_start,
@@ -106,6 +109,10 @@ def test_superblock() -> None:
     superblock = Superblock(STORE_ID, 4096)
     assert encode_superblock(superblock) == page(SUPERBLOCK_BYTES)
     assert decode_superblock(page(SUPERBLOCK_BYTES)) == superblock
+    assert cluster_mark("golden") == 0x7125F1CD
+    assert (
+        encode_superblock(replace(superblock, cluster_mark=0x01020304))[12:16].hex() == "04030201"
+    )
 
 
 def test_start_of_a_segment() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from math import inf
 
 import pytest
 import trio
@@ -53,6 +56,46 @@ async def test_pieces_of_one_request_run_side_by_side() -> None:
     meet = threading.Barrier(4)
     with pool(read_threads=4) as threads:
         await threads.read([lambda: meet.wait(PATIENCE_SECONDS)] * 4)
+
+
+async def test_the_last_work_comes_after_all_pieces() -> None:
+    gate, done = Gate(), list[str]()
+    with pool(read_threads=2) as threads:
+        async with trio.open_nursery() as nursery:
+            pieces: list[Callable[[], object]] = [gate, lambda: done.append("piece")]
+            nursery.start_soon(threads.read, pieces, partial(done.append, "last"))
+            await gate.wait_begun()
+            await threads.read([nothing])
+            assert done == ["piece"]
+            gate.may_end.set()
+    assert done == ["piece", "last"]
+
+
+async def test_the_last_work_is_left_out_when_a_piece_failed() -> None:
+    done = list[str]()
+
+    def fail() -> None:
+        raise OSError(5, "broken")
+
+    with pool() as threads:
+        with pytest.raises(OSError, match="broken"):
+            await threads.read([fail], lambda: done.append("last"))
+        with pytest.raises(OSError, match="broken"):
+            await threads.read([nothing], fail)
+    assert not done
+
+
+async def test_the_last_work_is_left_out_when_the_request_was_cancelled() -> None:
+    gate, done = Gate(), list[str]()
+    with pool() as threads:
+        async with trio.open_nursery() as nursery:
+            pieces: list[Callable[[], object]] = [gate, nothing]
+            nursery.start_soon(threads.read, pieces, partial(done.append, "last"))
+            await gate.wait_begun()
+            nursery.cancel_scope.cancel()
+            gate.may_end.set()
+        await threads.read([nothing])
+    assert not done
 
 
 async def test_a_request_ends_when_its_last_piece_has() -> None:
@@ -329,10 +372,13 @@ async def test_ctrl_c_does_not_come_in_between(monkeypatch: pytest.MonkeyPatch) 
 
     class Request(io_threads._Request):
         def __init__(
-            self, pieces: Iterable[Callable[[], object]], task: trio.lowlevel.Task
+            self,
+            pieces: Iterable[Callable[[], object]],
+            last: Callable[[], object] | None,
+            task: trio.lowlevel.Task,
         ) -> None:
             protected.append(trio.lowlevel.currently_ki_protected())
-            super().__init__(pieces, task)
+            super().__init__(pieces, last, task)
 
     monkeypatch.setattr(io_threads, "_Request", Request)
     with pool() as threads:
@@ -391,3 +437,58 @@ async def test_threads_keep_nothing_of_what_they_did() -> None:
                 assert kept() is None
     finally:
         gc.enable()
+
+
+# --- a disk that hangs ---------------------------------------------------------------------------
+
+
+async def test_how_long_a_piece_has_been_done_is_known() -> None:
+    gate = Gate()
+    with pool() as threads:
+        assert threads.oldest_begin == inf
+        before = time.monotonic()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(threads.read, [gate])
+            await gate.wait_begun()
+            assert before <= threads.oldest_begin <= time.monotonic()
+            await threads.write([nothing])
+            assert threads.last_end >= threads.oldest_begin
+            gate.may_end.set()
+        assert threads.oldest_begin == inf
+
+
+async def test_what_hangs_is_waited_for_no_more_once_it_is_abandoned() -> None:
+    gate, ends = Gate(), Gate()
+    told: list[StoreClosed] = []
+
+    async def read(gate: Gate, scope: trio.CancelScope) -> None:
+        with scope:
+            try:
+                await threads.read([gate])
+            except StoreClosed as error:
+                told.append(error)
+
+    ended: list[bool] = []
+    threads = IoThreads("test", 2, 1, lambda: ended.append(True))
+    scope = trio.CancelScope()
+    with trio.fail_after(PATIENCE_SECONDS):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read, gate, trio.CancelScope())
+            nursery.start_soon(read, ends, scope)
+            await gate.wait_begun()
+            await ends.wait_begun()
+            nursery.start_soon(read, gate, trio.CancelScope())  # waits its turn
+            await wait_all_tasks_blocked()
+            scope.cancel()
+            await wait_all_tasks_blocked()
+            assert not told
+            threads.abandon()
+        assert len(told) == 2
+        assert scope.cancelled_caught
+        with pytest.raises(StoreClosed):
+            await threads.read([nothing])
+        gate.may_end.set()
+        ends.may_end.set()
+        threads.close()
+        await wait_all_tasks_blocked()
+    assert ended == [True]

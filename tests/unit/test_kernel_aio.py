@@ -46,9 +46,11 @@ def by_threads(disk: FileDisk, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counted: list[int] = []
     read = disk._threads.read
 
-    async def counting(pieces: list[Callable[[], object]]) -> None:
+    async def counting(
+        pieces: list[Callable[[], object]], last: Callable[[], object] | None
+    ) -> None:
         counted.append(len(pieces))
-        await read(pieces)
+        await read(pieces, last)
 
     monkeypatch.setattr(disk._threads, "read", counting)
     return counted
@@ -285,3 +287,37 @@ def test_without_it_threads_do_all(
     assert "fs.aio-max-nr" in caplog.text
     trio.run(check_reading, disk)
     disk.close()
+
+
+async def test_reads_that_never_end_are_waited_for_no_more_once_abandoned(
+    disk: FileDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aio = disk._small_reads
+    assert aio is not None
+    intercept(
+        monkeypatch,
+        lambda number, real, arguments: 0 if number == aio._get_events else real(*arguments),
+    )
+    told: list[StoreClosed] = []
+
+    async def read(scope: trio.CancelScope) -> None:
+        with scope:
+            try:
+                await disk.read_into(0, [aligned_buffer(PAGE)])
+            except StoreClosed as error:
+                told.append(error)
+
+    cancelled = trio.CancelScope()
+    with trio.fail_after(20.0):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read, trio.CancelScope())
+            nursery.start_soon(read, cancelled)
+            while len(aio._reads) < 2:
+                await trio.sleep(0.001)
+            cancelled.cancel()
+            await wait_all_tasks_blocked()
+            assert not told
+            assert disk.waits.longest_seconds > 0
+            disk.abandon()
+    assert len(told) == 1
+    assert cancelled.cancelled_caught

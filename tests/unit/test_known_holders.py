@@ -142,8 +142,8 @@ def test_a_holder_named_for_what_is_on_its_ssd_is_read_in_its_memory_otherwise()
     holders.note([PlanItem([named])])
     plan = holders.plan(DIGEST)
     assert plan is not None
-    assert remote_copy(plan.holders[0]).same_host
-    assert not remote_copy(named).same_host, "nobody finds it in that memory"
+    assert not remote_copy(plan.holders[0]).on_ssd
+    assert remote_copy(named).on_ssd, "nobody finds it in that memory"
 
 
 def test_an_only_holder_that_did_not_deliver_is_asked_about() -> None:

@@ -69,3 +69,14 @@ def test_it_never_gets_better_and_the_reason_stays() -> None:
     health.read_worked()
     health.write_failed(OSError(errno.ENOSPC, "full"))
     assert (health.state, health.why) == (TierState.OFF, why)
+
+
+def test_a_disk_that_nobody_will_find_again_is_read_only_and_says_what_to_do() -> None:
+    health = Health()
+    health.misplaced("it was deleted")
+    assert (health.state, health.why) == (TierState.READ_ONLY, "it was deleted")
+    assert "put it back" in health.cure
+    for _ in range(MAX_FAILED_READS):
+        health.read_failed(EIO)
+    assert health.state is TierState.OFF
+    assert "replace it" in health.cure

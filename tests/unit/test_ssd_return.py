@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import pytest
 import trio
 
 from p2pstore.core.cold_return import ColdSorted
@@ -53,6 +54,9 @@ class Life:
         for kind in (LoadObject, WriteObject, ColdSorted):
             for effect in self.world.effects(cast("type[Any]", kind)):
                 self._nursery.start_soon(self.ssd.carry_out, effect)
+
+    def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
+        self._nursery.start_soon(function)
 
     def stir(self) -> None:
         pass  # the test lets the core go on
@@ -192,3 +196,19 @@ async def test_after_a_long_absence_nothing_old_is_shown_and_it_stays_discarded(
     async with life(disk, began=300.0) as third:
         assert await third.settled()
         assert [await third.get(f"k{number}") for number in range(6)] == [None] * 6
+
+
+async def test_what_the_time_to_drain_was_too_short_for_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with life(simulated_disk(1)) as first:
+        assert first.ssd is not None
+        for number in range(20):
+            first.world.stored(f"k{number}", VALUE)
+        with trio.move_on_after(0.0) as scope:
+            await first.ssd.keep_memory()
+        assert scope.cancelled_caught
+        assert "16 objects were not written to the SSD before this peer left" in caplog.text
+        caplog.clear()
+        await first.ssd.keep_memory()
+        assert "not written" not in caplog.text

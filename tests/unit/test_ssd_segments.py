@@ -125,6 +125,29 @@ def test_nothing_is_reclaimed_while_enough_are_free() -> None:
     assert table.choose_reclaim(lambda segment: 0) is None
 
 
+def test_a_long_log_keeps_more_free() -> None:
+    assert [table_of(count).wanted_free for count in (4, 16, 31, 64, 4096)] == [2, 2, 3, 8, 8]
+
+
+def test_what_is_being_reclaimed_counts_as_free_soon() -> None:
+    table = table_of(6)
+    for _ in range(5):
+        fill(table)
+    seal_all(table)
+    assert table.free_count == 1
+    first = table.choose_reclaim(lambda segment: MIB)
+    assert first is table[0]
+    assert table.choose_reclaim(lambda segment: MIB, {0}) is None
+    table.drain(first)
+    assert table.choose_reclaim(lambda segment: MIB, {0}) is None
+    table.begin_read(first.number)
+    second = table.choose_reclaim(lambda segment: MIB, {0})
+    assert second is table[1], "who knows how long its reader takes"
+    table.end_read(first.number)
+    table.retire(first)
+    assert table.choose_reclaim(lambda segment: MIB, {0}) is table[1], "it will never be free"
+
+
 def test_the_oldest_is_reclaimed_unless_one_is_mostly_dead() -> None:
     table = table_of(5)
     for _ in range(4):

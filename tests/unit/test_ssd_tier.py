@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +15,10 @@ from p2pstore.errors import ConfigError
 from p2pstore.objects import KIB, MIB, key_digest, namespace_digest
 from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.admission import AdmissionPolicy, Refusal
+from p2pstore.ssd_tier.disk import aligned_buffer
 from p2pstore.ssd_tier.health import TierOff, TierState
-from p2pstore.ssd_tier.layout import PAGE_BYTES, ColdFacts, record_position
+from p2pstore.ssd_tier.keeping import Keeper
+from p2pstore.ssd_tier.layout import LOG_START_BYTES, PAGE_BYTES, ColdFacts, record_position
 from p2pstore.ssd_tier.misses import ColdMiss, Miss
 from p2pstore.ssd_tier.segments import SegmentState
 from tests.unit.cold_harness import (
@@ -352,11 +357,11 @@ async def test_a_segment_is_drained_before_it_is_reused(autojump_clock: object) 
         results: list[bytes] = []
         original = disk.read_into
 
-        async def slow_read(position: int, buffers: Any) -> None:
+        async def slow_read(position: int, buffers: Any, check: Any = None) -> None:
             if not reading.is_set():
                 reading.set()
                 await go_on.wait()
-            await original(position, buffers)
+            await original(position, buffers, check)
 
         async def read() -> None:
             results.append((await harness.load("first"))[1])
@@ -366,7 +371,8 @@ async def test_a_segment_is_drained_before_it_is_reused(autojump_clock: object) 
             nursery.start_soon(read)
             await reading.wait()
             for number in range(40):
-                await harness.store(str(number), 1, value_of(str(number), 1, 200_000))
+                value = value_of(str(number), 1, 200_000)
+                assert await harness.store(str(number), 1, value), "others are reclaimed meanwhile"
             states = harness.tier.statistics()["segments"]
             assert states["draining"] == 1
             assert "first" in [entry.key for entry in harness.withdrawn]
@@ -397,11 +403,11 @@ async def test_a_read_error_is_tried_again_once(autojump_clock: object) -> None:
         assert await harness.store("a", 1, VALUE)
         original, failures = disk.read_into, [1]
 
-        async def failing(position: int, buffers: Any) -> None:
+        async def failing(position: int, buffers: Any, check: Any = None) -> None:
             if failures:
                 failures.pop()
                 raise OSError(5, "once")
-            await original(position, buffers)
+            await original(position, buffers, check)
 
         disk.read_into = failing  # type: ignore[method-assign]
         assert (await harness.load("a"))[1] == VALUE
@@ -616,3 +622,224 @@ async def test_cancelled_at_every_checkpoint(
             await trio.sleep(5)
             assert harness.tier.statistics()["segments"][SegmentState.DRAINING.value] == 0
             harness.discard("a", 9)
+
+
+async def test_a_disk_that_nobody_will_find_again_is_only_read(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE, durable=True)
+        disk.misplaced = "it was deleted"
+        await trio.sleep(3.0)
+        assert harness.states == [TierState.READ_ONLY]
+        statistics = harness.tier.statistics()
+        assert statistics["why"] == "it was deleted"
+        assert "start this peer again" in statistics["cure"]
+        assert not await harness.store("b", 1, VALUE)
+        assert (await harness.load("a"))[1] == VALUE
+        disk.misplaced = ""
+        await trio.sleep(10.0)
+        assert harness.tier.state is TierState.READ_ONLY, (
+            "what was not written meanwhile is not there"
+        )
+
+
+async def test_nothing_is_called_durable_that_nobody_will_find_again(
+    autojump_clock: object,
+) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        await trio.sleep(0.5)
+        disk.misplaced = "it was deleted"  # the last look was a moment ago
+        assert not await harness.store("a", 1, VALUE, durable=True)
+        assert harness.states == [TierState.READ_ONLY]
+        assert (await harness.load("a"))[1] == VALUE, "it is there as long as this peer is"
+
+
+# --- a disk that hangs ---------------------------------------------------------------------------
+
+
+def hanging_disk(seed: int = 0) -> FaultyDisk:
+    """Nothing calls off what it has begun."""
+
+    async def pause(seconds: float) -> None:
+        with trio.CancelScope(shield=True):
+            await trio.sleep(seconds)
+
+    size = LOG_START_BYTES + 8 * SEGMENT_BYTES
+    return FaultyDisk(seed, size, pause=pause, now=trio.current_time)
+
+
+async def load_overdue(harness: Harness, key: str, patience_seconds: float) -> tuple[float, str]:
+    """After how long a load was said to be overdue, and why; it goes on in the background until it ends."""
+    began, said = trio.current_time(), trio.Event()
+    reasons: list[str] = []
+    memory = aligned_buffer(MIB)
+
+    def overdue(why: str) -> None:
+        reasons.append(why)
+        said.set()
+
+    async def load() -> None:
+        with suppress(ColdMiss):
+            await harness.tier.load(
+                key_digest(key, NAMESPACE), lambda facts: memory, overdue, patience_seconds
+            )
+
+    trio.lowlevel.spawn_system_task(load)
+    await said.wait()
+    return trio.current_time() - began, reasons[0]
+
+
+async def test_who_waits_for_a_disk_that_hangs_is_told_and_later_ones_do_not_wait(
+    autojump_clock: object,
+) -> None:
+    disk = hanging_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE, durable=True)
+        assert await harness.store("b", 1, VALUE, durable=True)
+        await trio.sleep(1.0)
+        disk.faults.hang, disk.faults.hang_seconds = 1.0, 20.0
+        seconds, why = await load_overdue(harness, "a", 1.0)
+        assert 1.0 <= seconds <= 1.5
+        assert why == "the SSD did not answer within 1 s"
+        assert not harness.tier.is_silent
+        await trio.sleep(4.0)
+        assert harness.tier.is_silent
+        began = trio.current_time()
+        assert await missing(harness, "b") is Miss.SILENT
+        assert trio.current_time() == began
+        assert harness.tier.statistics()["unanswered"] == 1
+        assert harness.holds("a")
+        assert harness.holds("b")
+
+        disk.faults.hang = 0.0
+        await trio.sleep(18.0)
+        assert not harness.tier.is_silent, "it answers again"
+        assert (await harness.load("a"))[1] == (await harness.load("b"))[1] == VALUE
+        assert harness.states == []
+
+
+async def test_a_slow_disk_is_waited_for(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE)
+        disk.faults.latency_seconds = 0.5
+        told: list[str] = []
+        memory = aligned_buffer(MIB)
+        async with trio.open_nursery() as nursery:
+            for _ in range(100):
+                load = partial(harness.tier.load, key_digest("a", NAMESPACE), lambda facts: memory)
+                nursery.start_soon(load, told.append, 6.0)
+        assert told == []
+
+
+async def test_a_disk_that_keeps_hanging_is_off_and_discards_say_so(
+    autojump_clock: object,
+) -> None:
+    disk = hanging_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE, durable=True)
+        await trio.sleep(1.0)
+        disk.faults.hang, disk.faults.hang_seconds = 1.0, 300.0
+        harness.discard("a", 1)
+        began = trio.current_time()
+        with pytest.raises(TierOff, match="does not answer"):
+            await harness.tier.discards_durable()
+        assert 30.0 <= trio.current_time() - began <= 32.0
+        assert harness.states == [TierState.OFF]
+        disk.faults.hang = 0.0
+
+
+async def test_one_write_that_hangs_while_the_disk_answers_makes_it_read_only(
+    autojump_clock: object,
+) -> None:
+    disk = hanging_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE, durable=True)
+        await trio.sleep(1.0)
+        disk.faults.hang, disk.faults.hang_seconds = 1.0, 300.0
+
+        async def store() -> None:
+            await harness.store("b", 1, VALUE)
+
+        trio.lowlevel.spawn_system_task(store)
+        await trio.sleep(0.1)
+        disk.faults.hang = 0.0
+        for _ in range(40):
+            assert (await harness.load("a"))[1] == VALUE
+            await trio.sleep(1.0)
+        assert harness.states == [TierState.READ_ONLY]
+        assert "has not answered a request" in harness.tier.why
+        assert (await harness.load("a"))[1] == VALUE
+
+
+# --- whose log it is -----------------------------------------------------------------------------
+
+
+async def test_a_log_belongs_to_the_first_cluster_that_opens_it(autojump_clock: object) -> None:
+    disk = simulated_disk()
+    for _ in range(2):
+        async with running(disk, cluster="a") as harness:
+            assert await harness.store("k", 1, VALUE, durable=True)
+    before = disk.peek(0, disk.size_bytes)
+    with pytest.raises(ConfigError, match="belongs to another cluster than 'b': name another"):
+        async with running(disk, cluster="b"):
+            pass
+    assert disk.peek(0, disk.size_bytes) == before
+    async with running(disk) as harness:  # a tool, which has no cluster
+        assert harness.keys() == {"k": 1}
+    async with running(disk, cluster="a") as harness:
+        assert harness.keys() == {"k": 1}
+
+
+async def test_a_log_of_a_version_that_knew_no_clusters_is_taken_over(
+    autojump_clock: object,
+) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("k", 1, VALUE, durable=True)
+    async with running(disk, cluster="a") as harness:
+        assert (await harness.load("k"))[1] == VALUE
+    disk.crash()
+    with pytest.raises(ConfigError, match="another cluster"):
+        async with running(disk, cluster="b"):
+            pass
+    longer = FaultyDisk(0, disk.size_bytes + 4 * SEGMENT_BYTES)
+    longer.poke(0, disk.peek(0, disk.size_bytes))
+    async with running(longer, cluster="a") as harness:
+        assert harness.keys() == {"k": 1}
+    with pytest.raises(ConfigError, match="another cluster"):
+        async with running(longer, cluster="b"):
+            pass
+
+
+async def test_what_reclaim_moved_while_it_could_not_be_read_is_read_where_it_is_now(
+    autojump_clock: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = simulated_disk()
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE)
+        log = harness.tier._log
+        entry = harness.tier.find(key_digest("a", NAMESPACE))
+        assert entry is not None
+        [record] = log.index.records_of(entry.places[0].segment)
+        real, old, copied = disk.read_into, log.position(entry.places[0]), False
+
+        async def read_into(
+            position: int, buffers: Sequence[memoryview], check: Any = None
+        ) -> None:
+            nonlocal copied
+            if position == old and copied:
+                raise OSError(errno.EIO, "it rots there")
+            if position == old and not memory_of_copy:
+                memory_of_copy.append(buffers)
+                assert await Keeper(log, lambda digest: False)._copy(record)
+                copied = True
+                raise OSError(errno.EIO, "it rots there")
+            await real(position, buffers, check)
+
+        memory_of_copy: list[Sequence[memoryview]] = []
+        monkeypatch.setattr(disk, "read_into", read_into)
+        assert (await harness.load("a"))[1] == VALUE
+        assert copied
+        assert harness.withdrawn == []

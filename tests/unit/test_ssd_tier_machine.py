@@ -337,7 +337,8 @@ class TierAgainstDict(RuleBasedStateMachine):
             reason = miss.reason
             self.take_withdrawn()
             off = self.harness.tier.state is TierState.OFF
-            assert known.newest is None or known.withdrawn or off
+            silent = reason is Miss.SILENT
+            assert known.newest is None or known.withdrawn or off or silent
             assert self.faulty or reason is Miss.ABSENT
             return
         assert facts.version.clock == known.newest
@@ -389,14 +390,17 @@ class FaultyTierAgainstDict(TierAgainstDict):
     @rule(
         chances=st.dictionaries(
             st.sampled_from(
-                ["read_error", "short_read", "rot", "misdirected_read", "write_error", "sync_error"]
+                [
+                    *("read_error", "short_read", "rot", "misdirected_read"),
+                    *("write_error", "sync_error", "hang"),
+                ]
             ),
             st.sampled_from([0.02, 0.3]),
             max_size=2,
         )
     )
     def fail(self, chances: dict[str, float]) -> None:
-        self.disk.faults = DiskFaults(latency_seconds=0.001, **chances)
+        self.disk.faults = DiskFaults(latency_seconds=0.001, hang_seconds=12.0, **chances)
 
 
 class LyingDiskAgainstDict(FaultyTierAgainstDict):

@@ -11,6 +11,7 @@ import trio
 
 from p2pstore.objects import key_digest
 from p2pstore.simulation.faulty_disk import FaultyDisk
+from p2pstore.ssd_tier.disk_protocol import Check
 from p2pstore.ssd_tier.layout import LOG_START_BYTES, PAGE_BYTES, record_position
 from tests.unit.cold_harness import (
     NAMESPACE,
@@ -35,7 +36,9 @@ def misread(disk: FaultyDisk, page: int, how: str) -> None:
     """From now on this page is read wrong, or not at all."""
     original = disk.read_into
 
-    async def read_into(position: int, buffers: Sequence[memoryview]) -> None:
+    async def read_into(
+        position: int, buffers: Sequence[memoryview], check: Check | None = None
+    ) -> None:
         inside = page - position
         length = sum(map(len, buffers))
         if 0 <= inside < length and how == "not at all":
@@ -43,6 +46,8 @@ def misread(disk: FaultyDisk, page: int, how: str) -> None:
         await original(position, buffers)
         if 0 <= inside < length:
             buffers[0][inside] ^= 1
+        if check is not None:
+            check()
 
     disk.read_into = read_into  # type: ignore[method-assign]
 

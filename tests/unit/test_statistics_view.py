@@ -86,6 +86,17 @@ def test_an_older_peer_without_the_new_fields_can_be_shown() -> None:
     assert any("alpha" in line for line in overview(old, None))
 
 
+def test_repair_is_shown_when_there_was_or_is_something_to_repair() -> None:
+    def lines(**repair: int) -> list[str]:
+        return [line for line in overview(document(repair=repair), None) if "repair" in line]
+
+    assert lines(copies=0, bytes=0, lacking=0) == []
+    (line,) = lines(copies=2, bytes=3 << 20, lacking=0)
+    assert line.split(None, 1)[1] == "2 copies made again (3.0 MiB)"
+    (line,) = lines(copies=0, bytes=0, lacking=1200)
+    assert line.split(None, 1)[1] == "1,200 objects with fewer copies than wanted"
+
+
 def test_rates_are_differences_over_the_time_between() -> None:
     later = document()
     later["peer"]["counters"].update(client_puts=110, client_reads=80, client_misses=50)

@@ -28,6 +28,15 @@ SSD_TIER_KNOWS = (
 )
 """Of p2pstore: the tier knows no peers, no memory segments and no settings."""
 
+CHECKPOINT_KNOWS = (
+    "p2pstore.checkpoint",
+    "p2pstore.objects",
+    "p2pstore.errors",
+    "p2pstore.wire",
+    "p2pstore.nursery",
+)
+"""Of p2pstore: a swarm is told who there is, and its pieces are moved by others."""
+
 STRANGERS = ("p2pstore.gossip", "p2pstore.transfer", "p2pstore.ssd_tier")
 
 LIBP2P = ("libp2p", "multiaddr")
@@ -72,7 +81,16 @@ PURE = (
             *("index", "digest_slots", "key_texts", "key_order", "compression"),
             "record_rows",
             *("recovery", "refill", "segment_search", "disk_protocol"),
-            *("admission", "health", "measures", "misses", "reinsertion", "segments"),
+            *("admission", "health", "measures", "misses", "patience"),
+            *("reinsertion", "segments"),
+        )
+    ),
+    *(
+        f"p2pstore/checkpoint/{name}.py"
+        for name in (
+            *("manifest", "paths", "pieces", "piece_map", "selection", "super_seeding"),
+            *("upload_slots", "deadlines", "neighbours", "messages", "effects", "swarm"),
+            "source_tensors",
         )
     ),
     *(
@@ -229,6 +247,12 @@ def check(sources: Mapping[str, str]) -> list[str]:
                 and not within(name, SSD_TIER_KNOWS)
             ):
                 broken.append(f"{where}: imports {name}; the SSD tier knows {SSD_TIER_KNOWS}")
+            if (
+                within(module, ["p2pstore.checkpoint"])
+                and within(name, ["p2pstore"])
+                and not within(name, CHECKPOINT_KNOWS)
+            ):
+                broken.append(f"{where}: imports {name}; checkpoints know {CHECKPOINT_KNOWS}")
             if within(name, LIBP2P) and path != LIBP2P_MODULE:
                 broken.append(f"{where}: imports {name}; only {LIBP2P_MODULE} may")
             if within(name, ["pyverbs"]):
@@ -314,6 +338,7 @@ def test_what_the_design_allows_passes() -> None:
             "peer",
         ),
         ("p2pstore/ssd_tier/a.py", "from p2pstore.core import placing", "the SSD tier knows"),
+        ("p2pstore/checkpoint/a.py", "from p2pstore.gossip import records", "checkpoints know"),
         ("p2pstore/gossip/other.py", "import libp2p.peer.id", "may"),
         ("p2pstore/peer.py", "def f():\n    from multiaddr import Multiaddr", "may"),
         ("p2pstore/transfer/other.py", "def f():\n    import pyverbs", "rdma_verbs.py may"),

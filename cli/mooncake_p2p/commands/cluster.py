@@ -18,9 +18,16 @@ from mooncake_p2p.options import (
     connected,
     parse_timeout,
 )
-from mooncake_p2p.output import print_json, print_table, progress, remark, short_id
+from mooncake_p2p.output import (
+    ProgressBar,
+    print_json,
+    print_table,
+    progress,
+    remark,
+    short_id,
+)
 from p2pstore.errors import DeadlineExceeded, StoreClosed
-from p2pstore.objects import parse_duration
+from p2pstore.objects import format_bytes, parse_duration
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
@@ -157,25 +164,55 @@ def leave(
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
 ) -> None:
-    """Make the local peer leave the cluster and end. Returns when it has left."""
+    """Make the local peer leave the cluster and end. Returns when it has left.
+
+    What only this peer holds is handed over to others first, in at most --drain: pinned objects,
+    then those that are asked for most; to peers that have memory free, else to others, which make
+    room for it. With an SSD, memory is written to it meanwhile. --drain 0 hands over nothing.
+    """
     drain_seconds = parse_duration(drain, "--drain")
-    with connected(socket, timeout=timeout) as client, progress("leaving"):
+    with connected(socket, timeout=timeout) as client, progress("leaving") as bar:
         client.leave(drain=drain_seconds)
-        _wait_until_gone(client, drain_seconds + FAREWELL_SECONDS + parse_timeout(timeout))
+        seconds = drain_seconds + FAREWELL_SECONDS + parse_timeout(timeout)
+        handed = _wait_until_gone(client, seconds, bar)
     if json:
-        print_json({"left": True})
+        print_json({"left": True, **_left_document(handed)})
     else:
-        remark("the peer left the cluster")
+        remark(f"the peer left the cluster{_left_behind(handed)}")
 
 
-def _wait_until_gone(client: BlockingClient, seconds: float) -> None:
-    """Wait until the peer lets go of its clients, which is the last thing it does."""
+def _left_document(handed: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "handed_over": {"objects": handed["objects"], "bytes": handed["bytes"]},
+        "left_behind": {"objects": handed["left_objects"], "bytes": handed["left_bytes"]},
+    }
+
+
+def _left_behind(handed: dict[str, Any]) -> str:
+    """What became of what it alone held, if there was anything."""
+    parts = [
+        f"{count:,} {'object' if count == 1 else 'objects'} ({format_bytes(size)}) {what}"
+        for count, size, what in (
+            (handed["objects"], handed["bytes"], "handed over"),
+            (handed["left_objects"], handed["left_bytes"], "left behind"),
+        )
+        if count
+    ]
+    return f": {', '.join(parts)}" if parts else ""
+
+
+def _wait_until_gone(client: BlockingClient, seconds: float, bar: ProgressBar) -> dict[str, Any]:
+    """Wait until the peer lets go of its clients, which is the last thing it does. What it said of handing over: the
+    peer waits until it was asked for the end of that."""
     deadline = time.monotonic() + seconds
+    handed: dict[str, Any] = {"objects": 0, "bytes": 0, "left_objects": 0, "left_bytes": 0}
     while time.monotonic() < deadline:
         try:
-            client.statistics(cluster=False)
+            document = client.statistics(cluster=False)
         except StoreClosed:
-            return
+            return handed
+        handed = document["peer"].get("leaving", handed)
+        bar.at(handed["bytes"], handed["bytes"] + handed["left_bytes"] or None)
         time.sleep(LOOK_SECONDS)
     raise DeadlineExceeded(
         f"the peer was asked to leave {seconds:.0f} s ago and is still there: see its log"

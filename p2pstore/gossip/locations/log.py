@@ -163,6 +163,16 @@ class OwnLog:
         """The packed record of a digest."""
         return self._records.get(self._slot, digest)
 
+    @property
+    def count(self) -> int:
+        """How many records are held."""
+        return self._records.count(self._slot)
+
+    def records(self, start: int, stop: int) -> bytes:
+        """Packed held records at these positions, 0 to `count` - 1. A record keeps its position, or takes that of
+        another that went: the last one fills the gap."""
+        return self._records.records(self._slot, start, stop)
+
     def restart(self, incarnation: int) -> None:
         """Begin a new log under another incarnation, holding the same records."""
         self.incarnation = incarnation

@@ -8,7 +8,7 @@ from typing import Final
 from p2pstore.transfer.entries import ObjectEntry
 
 LEAST_GHOSTS: Final = 65_536
-"""So many are remembered at least: 12 MB. A peer with few large objects evicts them long before they would be asked
+"""So many are remembered at least: 14 MB. A peer with few large objects evicts them long before they would be asked
 for again, and only a memory longer than its own contents tells it which are."""
 MOST_FORGOTTEN: Final = 16
 """In one step, when much was removed at once."""

@@ -14,7 +14,7 @@ from typing import Final
 from p2pstore.transfer.entries import ObjectEntry
 
 LOST_FOR_GOOD: Final = 4.0
-"""So much more does it cost to lose what is not on the SSD as well."""
+"""So much more does it cost to lose what is not on the SSD as well, nor kept by another peer."""
 
 NEW_SHARE: Final = 0.1
 """Of a rank's bytes: so much is for what is new, where a policy sets room apart for that."""
@@ -65,5 +65,6 @@ class EvictionPolicy(ABC):
 
 
 def worth(entry: ObjectEntry) -> float:
-    """Bytes lost, and less lost where the SSD has them."""
-    return (1.0 if entry.on_ssd else LOST_FOR_GOOD) * entry.extent_bytes
+    """Bytes lost, and less lost where the SSD has them, or somebody else."""
+    kept = entry.on_ssd or entry.is_kept_elsewhere
+    return (1.0 if kept else LOST_FOR_GOOD) * entry.extent_bytes

@@ -1,0 +1,160 @@
+"""The files of a directory that is published: which, and their pieces. Shell; blocking, for worker threads.
+
+What a name leads to is published, so symbolic links to files are followed (model caches are full of them); what would
+be left out silently, or never end, is refused: links to directories, pipes, devices, names that are not UTF-8. Size and
+time of each file are taken in the beginning. One that is not the same later is `CheckpointChanged`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from p2pstore.checkpoint.manifest import Manifest
+from p2pstore.checkpoint.paths import check_path
+from p2pstore.checkpoint.pieces import Extent
+from p2pstore.errors import CheckpointChanged, CheckpointRefused
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file as it was when it was found."""
+
+    path: str
+    size: int
+    mode: int
+    stamp: tuple[int, int, int]
+    """Time of the last change of its content (ns), device and inode."""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    """Of tensors; a file has none."""
+
+
+class SourceDirectory:
+    """The files below a directory, in the order of their paths."""
+
+    def __init__(
+        self, root: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()
+    ) -> None:
+        """`include` and `exclude` are patterns for whole relative paths, in which `*` matches anything, `/` too; what
+        matches no `include` (if there are any) or some `exclude` is left out. Raises `OSError`, and
+        `CheckpointRefused` for what cannot be published."""
+        self.root = root
+        self._include = include
+        self._exclude = exclude
+        self.files = sorted(self._find(root, ""), key=lambda file: file.path)
+        if not self.files:
+            raise CheckpointRefused(f"{root}: there is no file to publish")
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all files together."""
+        return sum(file.size for file in self.files)
+
+    def read(self, extents: Sequence[Extent]) -> bytearray:
+        """The bytes of these ranges, one behind the other. Raises `CheckpointChanged` when a file is not what it
+        was."""
+        data = bytearray(sum(extent.length for extent in extents))
+        view = memoryview(data)
+        for extent in extents:
+            file = self.files[extent.file]
+            part, view = view[: extent.length], view[extent.length :]
+            with self._open(file) as descriptor:
+                _read_fully(descriptor, part, extent.offset, file)
+                _check_unchanged(os.fstat(descriptor), file)
+        return data
+
+    def check(self) -> None:
+        """Raises `CheckpointChanged` when any file is not what it was."""
+        for file in self.files:
+            with self._open(file):
+                pass
+
+    def read_piece(self, manifest: Manifest, piece: int) -> bytearray:
+        """A piece of the manifest that was made of this directory. Raises `CheckpointChanged` rather than give other
+        bytes: a change within the same tick of the clock shows in the hash only."""
+        data = self.read(manifest.layout.extents(piece))
+        if not manifest.is_piece(piece, data):
+            names = ", ".join(
+                self.files[each.file].path for each in manifest.layout.extents(piece)[:3]
+            )
+            raise CheckpointChanged(f"{names}: not the bytes that were published")
+        return data
+
+    def _find(self, folder: Path, prefix: str) -> list[SourceFile]:
+        found = []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                path = prefix + entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    found += self._find(folder / entry.name, path + "/")
+                elif self._is_wanted(path):
+                    found.append(_source_file(folder / entry.name, path))
+        return found
+
+    def _is_wanted(self, path: str) -> bool:
+        if any(fnmatchcase(path, pattern) for pattern in self._exclude):
+            return False
+        return not self._include or any(fnmatchcase(path, pattern) for pattern in self._include)
+
+    def _open(self, file: SourceFile) -> _Descriptor:
+        try:
+            descriptor = os.open(self.root / file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise CheckpointChanged(f"{file.path}: is gone") from error
+        try:
+            _check_unchanged(os.fstat(descriptor), file)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return _Descriptor(descriptor)
+
+
+class _Descriptor:
+    """An open file, closed when its block ends."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __enter__(self) -> int:
+        return self._number
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._number)
+
+
+def _source_file(place: Path, path: str) -> SourceFile:
+    check_path(path)
+    try:
+        found = place.stat()
+    except FileNotFoundError as error:
+        raise CheckpointRefused(f"{path}: a link to nothing; --exclude it") from error
+    if not stat.S_ISREG(found.st_mode):
+        what = "a link to a directory" if stat.S_ISDIR(found.st_mode) else "no regular file"
+        raise CheckpointRefused(f"{path}: {what}; --exclude it")
+    mode = stat.S_IMODE(found.st_mode) & 0o777
+    return SourceFile(path, found.st_size, mode, _stamp(found))
+
+
+def _stamp(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_mtime_ns, found.st_dev, found.st_ino
+
+
+def _check_unchanged(found: os.stat_result, file: SourceFile) -> None:
+    if found.st_size != file.size or _stamp(found) != file.stamp:
+        raise CheckpointChanged(
+            f"{file.path}: changed while it was published; publish again when nobody writes to it"
+        )
+
+
+def _read_fully(descriptor: int, view: memoryview, offset: int, file: SourceFile) -> None:
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if not count:
+            raise CheckpointChanged(f"{file.path}: became shorter while it was published")
+        view = view[count:]
+        offset += count

@@ -1,0 +1,448 @@
+"""Where a version is put when it is fetched. Shell; blocking, for worker threads.
+
+    DIR/VERSION/...           a complete version; VERSION is 32 hexadecimal digits
+    DIR/current               a link to the one that counts, switched at once when another is complete
+    DIR/.p2pstore/            manifests, what is fetched, which pieces of it are there, a lock
+
+What is fetched grows in `.p2pstore/VERSION.partial` and is called DIR/VERSION when it is complete and on the disk: so
+no directory of a version is ever half. With `flat` the files go to DIR itself in the end, each at once, and there are
+no versions. Before the first piece comes, everything that could fail is done: directories, permissions, room on the
+disk.
+
+What is there already is not fetched: pieces of the same version from an earlier, interrupted time; files and pieces
+that an older version in DIR has as well, or, with `flat`, DIR itself. All of that is verified by hash before it counts,
+but pieces written since the machine was started, which were.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from p2pstore.checkpoint.manifest import (
+    Manifest,
+    SignedManifest,
+    format_version,
+    read_manifest,
+    unchanged_pieces,
+    version_of,
+)
+from p2pstore.checkpoint.piece_map import PieceMap, full_map, map_of, pieces_in
+from p2pstore.checkpoint.piece_record import PieceRecord, boot_id
+from p2pstore.checkpoint.pieces import Extent
+from p2pstore.errors import CapacityExceeded, CheckpointRefused, ConfigError, ProtocolError
+from p2pstore.wire import decode_body, encode_body
+
+STATE: Final = ".p2pstore"
+CURRENT: Final = "current"
+DEFAULT_KEEP: Final = 2
+BLOCK_BYTES: Final = 4 * 1024 * 1024
+_VERSION_DIGITS: Final = 32
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_CANNOT_ALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
+
+
+class TargetDirectory:
+    """One version on its way into a directory. Use: `for _ in target.prepare(): ...`, then `write` pieces, then
+    `commit`; `close` in any case. `write` and `read` may be called from several threads."""
+
+    def __init__(self, directory: Path, signed: SignedManifest, *, flat: bool = False) -> None:
+        """`signed` must have been verified. Raises `ConfigError` when the directory cannot be used: it says why."""
+        self.manifest = read_manifest(signed.body)
+        self.version = version_of(signed.body)
+        self.directory = directory
+        self._flat = flat
+        self._signed = signed
+        self._name = format_version(self.version)
+        self._state = directory / STATE
+        self._partial = self._state / f"{self._name}.partial"
+        self._complete = directory if flat else directory / self._name
+        self._root = self._partial
+        self._switch = threading.Lock()
+        self._record: PieceRecord | None = None
+        try:
+            self._state.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self._state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise ConfigError(f"{directory}: cannot be written to: {error.strerror}") from error
+        try:
+            self._take()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def have(self) -> PieceMap:
+        """The pieces that are here and verified."""
+        if self._record is None:
+            return full_map(self.manifest.layout.count)
+        return self._record.have
+
+    @property
+    def committed(self) -> bool:
+        """Whether the version is in its place."""
+        return self._root == self._complete
+
+    def prepare(self) -> Iterator[None]:
+        """All that comes before the first piece, in steps of a fraction of a second, so that whoever runs them may
+        stop between two.
+
+        Raises `CapacityExceeded` when the disk has no room, `ConfigError` when something cannot be written, and
+        `OSError` for other failures.
+        """
+        if self.committed:
+            return
+        try:
+            yield from self._prepare()
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise CapacityExceeded(f"{self.directory}: {error.strerror}") from error
+            if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+                raise ConfigError(
+                    f"{error.filename}: cannot be written: {error.strerror}"
+                ) from error
+            raise
+
+    def write(self, piece: int, data: bytes | bytearray | memoryview) -> bool:
+        """Verify a piece and keep it. False when these are not its bytes. Raises `OSError`."""
+        record = self._require_record()
+        if not self.manifest.is_piece(piece, data):
+            return False
+        view = memoryview(data)
+        for extent in self.manifest.layout.extents(piece):
+            _write_fully(self._place(extent.file), view[: extent.length], extent.offset)
+            view = view[extent.length :]
+        record.add(piece)
+        return True
+
+    def read(self, piece: int) -> bytearray:
+        """A piece that is here, for others. Raises `OSError`."""
+        extents = self.manifest.layout.extents(piece)
+        with self._switch:
+            root = self._root
+        try:
+            return self._read(root, self.manifest, extents)
+        except FileNotFoundError:
+            with self._switch:
+                if self._root == root:
+                    raise
+            return self._read(self._root, self.manifest, extents)
+
+    def commit(self, keep: int = DEFAULT_KEEP) -> None:
+        """Everything is here: make it durable, put it in its place, and have `current` name it. Of complete versions
+        `keep` stay, the newest, and this one. Raises `ValueError` when a piece is missing, and `OSError`."""
+        if not self.committed:
+            record = self._require_record()
+            if record.have != full_map(self.manifest.layout.count):
+                raise ValueError("pieces are missing")
+            self._make_durable()
+            with self._switch:
+                if self._flat:
+                    self._move_files()
+                else:
+                    self._partial.rename(self._complete)
+                self._root = self._complete
+            _sync(self.directory)
+            record.close()
+            self._record = None
+            self._state_file("pieces").unlink()
+        os.utime(self._state_file("manifest"))  # the newest
+        if not self._flat:
+            self._make_current()
+            self._forget_versions(keep)
+        self._forget_partials()
+
+    def close(self) -> None:
+        """Let go of the directory; what is there stays, and the next one goes on with it."""
+        if self._record is not None:
+            self._record.close()
+            self._record = None
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    # --- preparing ---------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"{self.directory}: another process is fetching to it") from error
+        current = self.directory / CURRENT
+        if not self._flat and current.exists() and not current.is_symlink():
+            raise ConfigError(f"{current} is not a link: choose another directory, or --flat")
+        if not self._flat and self._complete.is_dir():
+            self._root = self._complete
+            if not all(map(self._is_whole, range(len(self.manifest.files)))):
+                raise ConfigError(f"{self._complete}: was changed; remove it to fetch it again")
+            _replace_file(self._state_file("manifest"), encode_body(self._signed))
+            return
+        try:
+            self._partial.mkdir(exist_ok=True)
+            _replace_file(self._state_file("manifest"), encode_body(self._signed))
+            self._record = PieceRecord(
+                self._state_file("pieces"), self.version, self.manifest.layout.count, boot_id()
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"{self.directory}: cannot be written to: {error.strerror}"
+            ) from error
+
+    def _prepare(self) -> Iterator[None]:
+        record = self._require_record()
+        self._drop_what_is_gone(record)
+        if not record.is_certain:
+            for piece in pieces_in(record.have):
+                if not self.manifest.is_piece(piece, self.read(piece)):
+                    record.remove(1 << piece)
+                yield
+            record.now_certain()
+        older = [(self.directory, self.manifest)] if self._flat else list(self._older_versions())
+        for root, manifest in older:
+            yield from self._link_files(root, manifest)
+        yield
+        self._allocate()
+        for root, manifest in older:
+            yield from self._copy_pieces(root, manifest)
+
+    def _drop_what_is_gone(self, record: PieceRecord) -> None:
+        """A file that was removed or cut takes its pieces with it."""
+        gone = 0
+        for number in range(len(self.manifest.files)):
+            pieces = map_of(self.manifest.layout.pieces_of(number))
+            place = self._place(number)
+            if not self._is_whole(number):
+                gone |= pieces
+            elif pieces & ~record.have and place.stat().st_nlink > 1:
+                place.unlink()  # to write to it would be to write to another version
+                gone |= pieces
+        if gone & record.have:
+            record.remove(gone)
+
+    def _older_versions(self) -> Iterator[tuple[Path, Manifest]]:
+        """Complete versions in the directory whose manifests are there, the newest first."""
+        for name in reversed(self._versions()):
+            try:
+                signed = decode_body(
+                    SignedManifest, self._state_file("manifest", name).read_bytes()
+                )
+                yield self.directory / name, read_manifest(signed.body)
+            except (CheckpointRefused, ProtocolError):
+                continue  # of a newer format, or damaged: it is of no use here
+
+    def _link_files(self, root: Path, manifest: Manifest) -> Iterator[None]:
+        """Large files that are the same elsewhere need no room of their own."""
+        record = self._require_record()
+        known = {(file.hash, file.size): number for number, file in enumerate(manifest.files)}
+        for number, file in enumerate(self.manifest.files):
+            pieces = map_of(self.manifest.layout.pieces_of(number))
+            other = known.get((file.hash, file.size))
+            if other is None or record.have & pieces or file.size < self.manifest.piece_bytes:
+                continue
+            if manifest.files[other].mode != file.mode:
+                continue  # a file has one mode, whatever it is called
+            found = root / manifest.files[other].path
+            hasher = blake3()
+            for block in _blocks_of(found, file.size):
+                hasher.update(block)
+                yield
+            if hasher.digest() != file.hash:
+                continue
+            place = self._place(number)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.unlink(missing_ok=True)
+            try:
+                os.link(found, place)
+            except OSError as error:
+                if error.errno not in (errno.EMLINK, errno.EPERM, errno.EXDEV):
+                    raise
+                continue  # this file system has no links; the pieces are copied
+            for piece in pieces_in(pieces):
+                record.add(piece)
+
+    def _allocate(self) -> None:
+        """Room for all files, in directories of their own."""
+        places = [self._place(number) for number in range(len(self.manifest.files))]
+        needed = 0
+        for file, place in zip(self.manifest.files, places, strict=True):
+            with suppress(FileNotFoundError):
+                needed -= min(file.size, 512 * place.stat().st_blocks)
+            needed += file.size
+        room = os.statvfs(self._partial)
+        if needed > room.f_bavail * room.f_frsize:
+            raise CapacityExceeded(
+                f"{self.directory}: {needed:,} bytes are needed, and {room.f_bavail * room.f_frsize:,} are free"
+            )
+        for file, place in zip(self.manifest.files, places, strict=True):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _allocate_file(place, file.size)
+
+    def _copy_pieces(self, root: Path, manifest: Manifest) -> Iterator[None]:
+        """Pieces that are the same elsewhere."""
+        for piece, other in unchanged_pieces(manifest, self.manifest).items():
+            if self.have >> piece & 1:
+                continue
+            with suppress(FileNotFoundError, EOFError):
+                self.write(piece, self._read(root, manifest, manifest.layout.extents(other)))
+            yield
+
+    # --- the end -----------------------------------------------------------------------------
+
+    def _make_durable(self) -> None:
+        folders = {self._partial}
+        for number, file in enumerate(self.manifest.files):
+            place = self._place(number)
+            place.chmod(file.mode | 0o400)
+            _sync(place)
+            folders |= {each for each in place.parents if each.is_relative_to(self._partial)}
+        for folder in folders:
+            _sync(folder)
+
+    def _move_files(self) -> None:
+        for number, file in enumerate(self.manifest.files):
+            place = self.directory / file.path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self._place(number).replace(place)
+            _sync(place.parent)
+
+    def _make_current(self) -> None:
+        """A link takes the place of another at once."""
+        link = self._state / "current.new"
+        link.unlink(missing_ok=True)
+        link.symlink_to(self._name)
+        link.replace(self.directory / CURRENT)
+        _sync(self.directory)
+
+    def _versions(self) -> list[str]:
+        """Complete versions, those that were begun first before others."""
+        found = []
+        for manifest in self._state.glob("*.manifest"):
+            name = manifest.name.removesuffix(".manifest")
+            if len(name) == _VERSION_DIGITS and (self.directory / name).is_dir():
+                found.append((manifest.stat().st_mtime_ns, name))
+        return [name for _, name in sorted(found)]
+
+    def _forget_versions(self, keep: int) -> None:
+        others = [name for name in self._versions() if name != self._name]
+        for name in others[: max(0, len(others) + 1 - max(1, keep))]:
+            self._state_file("manifest", name).unlink()
+            going = self._state_file("going", name)
+            (self.directory / name).rename(going)  # nobody finds half of it
+            shutil.rmtree(going)
+
+    def _forget_partials(self) -> None:
+        """What was begun of other versions, or is left of one that was being removed."""
+        for left in [*self._state.glob("*.partial"), *self._state.glob("*.going")]:
+            shutil.rmtree(left)
+        for left in self._state.glob("*.pieces"):
+            left.unlink()
+        if not self._flat:
+            complete = {self._name, *self._versions()}
+            for left in self._state.glob("*.manifest"):
+                if left.name.removesuffix(".manifest") not in complete:
+                    left.unlink()
+
+    # --- files -------------------------------------------------------------------------------
+
+    def _state_file(self, kind: str, name: str | None = None) -> Path:
+        return self._state / f"{name or self._name}.{kind}"
+
+    def _place(self, number: int) -> Path:
+        return self._root / self.manifest.files[number].path
+
+    def _is_whole(self, number: int) -> bool:
+        """Whether the file is one, and as long as it should be."""
+        place = self._place(number)
+        if place.is_symlink() or not place.is_file():
+            return False
+        return place.stat().st_size == self.manifest.files[number].size
+
+    def _require_record(self) -> PieceRecord:
+        if self._record is None:
+            raise ValueError("the version is complete, or the directory was closed")
+        return self._record
+
+    @staticmethod
+    def _read(root: Path, manifest: Manifest, extents: list[Extent]) -> bytearray:
+        data = bytearray(sum(extent.length for extent in extents))
+        view = memoryview(data)
+        for extent in extents:
+            _read_fully(
+                root / manifest.files[extent.file].path, view[: extent.length], extent.offset
+            )
+            view = view[extent.length :]
+        return data
+
+
+def _read_fully(path: Path, view: memoryview, offset: int) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while view:
+            count = os.preadv(descriptor, [view], offset)
+            if not count:
+                raise EOFError(f"{path} is shorter than it should be")
+            view = view[count:]
+            offset += count
+    finally:
+        os.close(descriptor)
+
+
+def _write_fully(path: Path, view: memoryview, offset: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        while view:
+            count = os.pwrite(descriptor, view, offset)
+            view = view[count:]
+            offset += count
+    finally:
+        os.close(descriptor)
+
+
+def _blocks_of(path: Path, size: int) -> Iterator[bytearray]:
+    """The file's bytes, block by block; nothing when it is not there or has another size."""
+    if path.is_symlink() or not path.is_file() or path.stat().st_size != size:
+        return
+    for offset in range(0, size, BLOCK_BYTES):
+        block = bytearray(min(BLOCK_BYTES, size - offset))
+        _read_fully(path, memoryview(block), offset)
+        yield block
+
+
+def _allocate_file(path: Path, size: int) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        if os.fstat(descriptor).st_size != size:
+            os.ftruncate(descriptor, size)
+        if size:
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+            except OSError as error:
+                if error.errno not in _CANNOT_ALLOCATE:
+                    raise
+    finally:
+        os.close(descriptor)
+
+
+def _replace_file(path: Path, content: bytes) -> None:
+    if path.exists() and path.read_bytes() == content:
+        return
+    new = path.with_name(path.name + ".new")
+    new.write_bytes(content)
+    new.replace(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

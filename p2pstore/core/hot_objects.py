@@ -1,0 +1,103 @@
+"""Which reads of a large object its holder serves itself, and which it sends to those that it served before. Pure.
+
+What all peers want in the same moment would leave its only holder as often as there are peers. So a holder tells
+readers to have their own peers bring the object and keep it (as a soft copy, evicted before others) when it is hot:
+somebody else just read it, or it was read several times of late. And of those who keep it, it serves a few; the next
+ones it sends to these, who do the same: a tree that grows while the object travels. (BitTorrent and Kraken send readers
+to each other piece by piece; objects here are short enough to go as a whole.)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from p2pstore.gossip.records import Member
+from p2pstore.transfer.messages import Keeps
+
+MOST_TRANSFERS: Final = 3
+"""To so many readers a holder sends an object itself, as long as others just got it."""
+HOT_READS: Final = 2.5
+HALF_LIFE_SECONDS: Final = 10.0
+"""An object is hot that was read so often of late: each read counts half as much after this time."""
+JUST_SECONDS: Final = 2.0
+SPREAD_BYTES_PER_SECOND: Final = 100e6
+"""How long a transfer counts as having just been: by then all know of the copies that it made."""
+MAX_OBJECTS: Final = 4096
+"""Whose readers are remembered: those read last."""
+
+
+class SentOn(NamedTuple):
+    """The reader is to have its peer bring the object and keep it; `keepers` are those that have it, or will have it
+    in a moment, when it is not to come from here."""
+
+    keepers: list[Member]
+
+
+class _Transfer(NamedTuple):
+    at: float
+    reader: Member
+    keeps: bool
+
+
+@dataclass(slots=True)
+class _Reads:
+    """Who read an object of late."""
+
+    transfers: deque[_Transfer] = field(default_factory=deque)
+    heat: float = 0.0
+    heat_at: float = 0.0
+
+    def heat_now(self, now: float) -> float:
+        """How often the object was read of late."""
+        return self.heat * float(0.5 ** ((now - self.heat_at) / HALF_LIFE_SECONDS))
+
+    def sent(self, reader: Member, keeps: bool, now: float) -> None:
+        """The object goes to this reader."""
+        self.heat, self.heat_at = 1.0 + self.heat_now(now), now
+        self.transfers.append(_Transfer(now, reader, keeps))
+
+    def forget(self, before: float) -> None:
+        """Transfers that are over for long."""
+        while self.transfers and self.transfers[0].at < before:
+            self.transfers.popleft()
+
+
+class HotObjects:
+    """Of one holder. Times are seconds of any clock that does not go back."""
+
+    def __init__(self) -> None:
+        self._objects: OrderedDict[bytes, _Reads] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Of how many objects it is known who read them."""
+        return len(self._objects)
+
+    def read(
+        self, digest: bytes, length: int, reader: Member, keeps: Keeps, now: float
+    ) -> SentOn | None:
+        """A peer, or a client of it, asks for an object. None: it is to be sent to it."""
+        reads = self._reads_of(digest)
+        reads.forget(now - JUST_SECONDS - length / SPREAD_BYTES_PER_SECOND)
+        others = [each for each in reads.transfers if each.reader != reader]
+        keepers = list(dict.fromkeys(each.reader for each in others if each.keeps))
+        is_full = bool(keepers) and len({each.reader for each in others}) >= MOST_TRANSFERS
+        if keeps is Keeps.BY_PEER and (others or reads.heat_now(now) >= HOT_READS):
+            return SentOn(keepers if is_full else [])
+        # Who was sent it as a keeper a moment ago lost it on the way: the others may wait for just that one.
+        is_back = any(each.reader == reader and each.keeps for each in reads.transfers)
+        if keeps is Keeps.YES and is_full and not is_back:
+            return SentOn(keepers)
+        reads.sent(reader, keeps is Keeps.YES, now)
+        return None
+
+    def _reads_of(self, digest: bytes) -> _Reads:
+        reads = self._objects.get(digest)
+        if reads is None:
+            reads = self._objects[digest] = _Reads()
+            if len(self._objects) > MAX_OBJECTS:
+                self._objects.popitem(last=False)
+        else:
+            self._objects.move_to_end(digest)
+        return reads

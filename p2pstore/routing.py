@@ -1,0 +1,153 @@
+"""Which machine a request goes to, when its prefix is cached on some of them. Pure.
+
+For schedulers in front of inference engines, one of which runs beside each peer. The idea is Mooncake's cache-aware
+scheduling (FAST'25, section 5): the time to the first token is estimated for each machine, from what is queued there,
+what of the prefix it has, what others have that it would have to fetch, and what it would have to compute. Without a
+bound on the load all requests would go where the first block is, since all share that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from p2pstore.results import PrefixHolder
+
+DEFAULT_LOAD_BOUND: Final = 1.25
+"""Of the mean of what is queued. The looser, the more each machine gets of what it has cached, and the longer queues
+differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that a block takes. A block is whatever one key stands for, such as 512 tokens."""
+
+    prefill_seconds_per_block: float
+    """To compute its KV cache."""
+    fetch_seconds_per_block: float
+    """To bring it from another machine's memory."""
+    load_seconds_per_block: float = 0.0
+    """To bring it from this machine's memory to the device."""
+    ssd_seconds_per_block: float = 0.0
+    """What it takes longer from an SSD."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A machine for a request, and what is expected there. `reused_blocks` are not computed; `fetched_blocks` of these
+    come from other machines."""
+
+    peer_id: str
+    reused_blocks: int
+    fetched_blocks: int
+    queue_seconds: float
+    work_seconds: float
+    is_over_bound: bool
+    """It has more to do than the load bound allows: take it only when there is no other."""
+
+    @property
+    def first_token_seconds(self) -> float:
+        """Until the first token, as estimated."""
+        return self.queue_seconds + self.work_seconds
+
+
+@dataclass(slots=True)
+class Router:
+    """Ranks machines for requests, and remembers what it sent to each until that has `finished`.
+
+    Knows nothing but what it is told, so several routers that serve the same machines should each tell the others'
+    queues by `queued`.
+    """
+
+    costs: Costs
+    load_bound: float = DEFAULT_LOAD_BOUND
+    _queued: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.load_bound < 1:
+            raise ValueError("the load bound is a multiple of the mean: 1 at least")
+
+    def rank(
+        self,
+        block_count: int,
+        holders: Iterable[PrefixHolder],
+        peers: Sequence[str],
+        queued: Mapping[str, float] | None = None,
+    ) -> list[Route]:
+        """Routes of a request of `block_count` blocks to `peers` (ids of those beside which an engine runs), best
+        first. `holders` is what `match_prefix_by_peer` said of its keys; `queued` the seconds of work that wait at
+        each peer, instead of what this router has sent there.
+        """
+        waiting = self._queued if queued is None else queued
+        known = list(holders)
+        own = {holder.peer_id: holder for holder in known}
+        bound = self.load_bound * sum(waiting.get(peer, 0.0) for peer in peers) / max(1, len(peers))
+        routes = [
+            self._route(peer, block_count, own.get(peer), known, waiting.get(peer, 0.0), bound)
+            for peer in peers
+        ]
+        return sorted(routes, key=lambda each: (each.is_over_bound, each.first_token_seconds))
+
+    def _route(
+        self,
+        peer: str,
+        block_count: int,
+        own: PrefixHolder | None,
+        holders: Sequence[PrefixHolder],
+        queue_seconds: float,
+        bound: float,
+    ) -> Route:
+        """The cheapest of: using what is here, and also fetching what the others have beyond that."""
+        costs = self.costs
+        here = min(own.blocks, block_count) if own is not None else 0
+        best: tuple[float, int, int] | None = None
+        for reused, slow_blocks in [(here, 0), *_runs(holders, peer, here, block_count)]:
+            seconds = (
+                (block_count - reused) * costs.prefill_seconds_per_block
+                + (reused - here) * costs.fetch_seconds_per_block
+                + here * costs.load_seconds_per_block
+                + (slow_blocks + _on_ssd(own, here)) * costs.ssd_seconds_per_block
+            )
+            if best is None or seconds < best[0]:
+                best = seconds, reused, reused - here
+        assert best is not None
+        work_seconds, reused, fetched = best
+        return Route(peer, reused, fetched, queue_seconds, work_seconds, queue_seconds > bound)
+
+    def sent(self, route: Route) -> None:
+        """A request goes there: its work waits there from now on."""
+        self._queued[route.peer_id] = self._queued.get(route.peer_id, 0.0) + route.work_seconds
+
+    def finished(self, route: Route) -> None:
+        """The first token of a request is there, or the request was given up."""
+        left = self._queued.get(route.peer_id, 0.0) - route.work_seconds
+        if left > 1e-9:
+            self._queued[route.peer_id] = left
+        else:
+            self._queued.pop(route.peer_id, None)
+
+    @staticmethod
+    def accepts(routes: Sequence[Route], first_token_seconds: float) -> bool:
+        """Whether some route is expected to keep this limit: if not, better reject the request before any work was
+        spent on it (early rejection)."""
+        return any(route.first_token_seconds <= first_token_seconds for route in routes)
+
+
+def _runs(
+    holders: Iterable[PrefixHolder], peer: str, here: int, block_count: int
+) -> list[tuple[int, int]]:
+    """How far others' runs reach beyond what is here, and how many of those blocks are on an SSD."""
+    runs = []
+    for holder in holders:
+        reach = min(holder.blocks, block_count)
+        if holder.peer_id != peer and reach > here:
+            runs.append((reach, _on_ssd(holder, reach) - _on_ssd(holder, here)))
+    return runs
+
+
+def _on_ssd(holder: PrefixHolder | None, blocks: int) -> int:
+    """Of the first blocks of a holder's run, those that are not in its memory, at most."""
+    if holder is None:
+        return 0
+    return min(blocks, holder.blocks - holder.memory_blocks)

@@ -1,0 +1,81 @@
+"""What many peers read in the same moment leaves its first holder a few times, and they pass it on."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from p2pstore import blocking
+from p2pstore.blocking import BlockingClient
+from p2pstore.objects import MIB
+from tests.cluster.processes import PeerProcess, new_cluster, until
+
+SECONDS = 30.0
+PEERS = 16
+FAR = ("--network", "local", "--transport", "tcp", "--memory", "64MiB")
+MOST_TRANSFERS = 3
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[list[PeerProcess]]:
+    """As if each had a host of its own."""
+    with new_cluster(PEERS, halves=False) as cluster:
+        cluster.start_first(*FAR)
+        yield cluster.peers
+
+
+def served(peer: PeerProcess) -> int:
+    """Objects that others and their clients read there."""
+    count: int = peer.client.statistics()["peer"]["served"]["tcp"]["objects"]
+    return count
+
+
+def at_once(peers: list[PeerProcess], read: Callable[[BlockingClient], bytes]) -> list[bytes]:
+    """What a fresh client of each peer reads, all in the same moment."""
+    together, values = threading.Barrier(len(peers)), [b""] * len(peers)
+    with ExitStack() as stack:
+        clients = [stack.enter_context(blocking.connect(socket=each.socket)) for each in peers]
+
+        def one(number: int) -> None:
+            together.wait(SECONDS)
+            values[number] = read(clients[number])
+
+        threads = [threading.Thread(target=one, args=(number,)) for number in range(len(peers))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+    return values
+
+
+@pytest.mark.parametrize("how", ["get", "get_into", "batch", "lease"])
+def test_the_first_holder_sends_it_a_few_times(peers: list[PeerProcess], how: str) -> None:
+    holder, *readers = peers
+    value = random.Random(how).randbytes(4 * MIB)
+    key = f"hot by {how}"
+    holder.client.put(key, value)
+    until(lambda: all(each.client.contains(key) for each in readers), SECONDS)
+    before = served(holder)
+
+    def read(client: BlockingClient) -> bytes:
+        room = bytearray(len(value))
+        match how:
+            case "get":
+                return bytes(client.get(key))
+            case "get_into":
+                client.get_into(key, room)
+            case "batch":
+                results = client.get_many_into([(key, room)])
+                assert results[0].value == len(value), results
+            case _:
+                with client.lease(key) as view:
+                    room[:] = view
+        return bytes(room)
+
+    assert at_once(readers, read) == [value] * len(readers)
+    assert served(holder) - before <= MOST_TRANSFERS

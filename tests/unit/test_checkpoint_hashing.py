@@ -1,0 +1,272 @@
+"""Publishing a directory: which files, their hashes, and files that change meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from p2pstore.checkpoint import hashing
+from p2pstore.checkpoint.hashing import hash_source
+from p2pstore.checkpoint.manifest import Manifest, hash_of
+from p2pstore.checkpoint.pieces import MIN_PIECE_BYTES, SMALLEST_USUAL
+from p2pstore.checkpoint.source_directory import SourceDirectory
+from p2pstore.checkpoint.source_tensors import NamedTensor, SourceTensors
+from p2pstore.errors import CheckpointChanged, CheckpointRefused
+
+PIECE = MIN_PIECE_BYTES
+FILES = {
+    "config.json": b"{}",
+    "empty": b"",
+    "model/1.safetensors": os.urandom(5 * PIECE + 17),
+    "model/2.safetensors": os.urandom(2 * PIECE),
+    "model/tokenizer.json": os.urandom(PIECE - 1),
+    "vocabulary.txt": b"words",
+}
+
+
+def write(root: Path, files: dict[str, bytes]) -> Path:
+    for path, content in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(content)
+    return root
+
+
+def pieces_of(manifest: Manifest, files: dict[str, bytes]) -> list[bytes]:
+    return [
+        b"".join(
+            files[manifest.files[file].path][offset : offset + length]
+            for file, offset, length in manifest.layout.extents(piece)
+        )
+        for piece in range(manifest.layout.count)
+    ]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+async def test_the_manifest_of_a_directory(
+    tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So that a piece takes several blocks, and a file several steps.
+    monkeypatch.setattr(hashing, "BLOCK_BYTES", PIECE // 2 + 1)
+    monkeypatch.setattr(hashing, "STEP_BYTES", 2 * PIECE)
+    write(tmp_path, FILES)
+    (tmp_path / "config.json").chmod(0o600)
+    (tmp_path / "vocabulary.txt").chmod(0o4755)
+    source = SourceDirectory(tmp_path)
+    hashed: list[int] = []
+    manifest = await hash_source(
+        source, "model", piece_bytes=PIECE, threads=threads, progress=hashed.append
+    )
+    assert [file.path for file in manifest.files] == sorted(FILES)
+    for file in manifest.files:
+        assert file.size == len(FILES[file.path])
+        assert file.hash == hash_of(FILES[file.path])
+    modes = {file.path: file.mode for file in manifest.files}
+    assert modes["config.json"] == 0o600
+    assert modes["vocabulary.txt"] == 0o755
+    assert manifest.layout.count == 6 + 2 + 3
+    for piece, data in enumerate(pieces_of(manifest, FILES)):
+        assert manifest.is_piece(piece, data)
+        assert source.read_piece(manifest, piece) == data
+    assert sum(hashed) == source.total_bytes == sum(map(len, FILES.values()))
+
+
+async def test_pieces_have_the_usual_length_or_that_of_the_version_before(tmp_path: Path) -> None:
+    source = SourceDirectory(write(tmp_path, FILES))
+    assert (await hash_source(source, "m")).piece_bytes == SMALLEST_USUAL
+    kept = await hash_source(source, "m", previous_piece_bytes=2 * SMALLEST_USUAL)
+    assert kept.piece_bytes == 2 * SMALLEST_USUAL
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "wanted"),
+    [
+        ([], [], sorted(FILES)),
+        (["*.safetensors"], [], ["model/1.safetensors", "model/2.safetensors"]),
+        (["*.json"], ["model/*"], ["config.json"]),
+        ([], ["*.safetensors", "empty"], ["config.json", "model/tokenizer.json", "vocabulary.txt"]),
+    ],
+)
+def test_which_files_are_published(
+    tmp_path: Path, include: list[str], exclude: list[str], wanted: list[str]
+) -> None:
+    source = SourceDirectory(write(tmp_path, FILES), include, exclude)
+    assert [file.path for file in source.files] == wanted
+
+
+def test_links_to_files_are_followed(tmp_path: Path) -> None:
+    write(tmp_path, {"blobs/abc": b"content", "snapshot/other": b""})
+    (tmp_path / "snapshot/model").symlink_to("../blobs/abc")
+    source = SourceDirectory(tmp_path / "snapshot")
+    assert [(file.path, file.size) for file in source.files] == [("model", 7), ("other", 0)]
+
+
+def to_nothing(root: Path) -> None:
+    (root / "x").symlink_to("nowhere")
+
+
+def to_a_directory(root: Path) -> None:
+    (root / "x").symlink_to("..")
+
+
+def a_pipe(root: Path) -> None:
+    os.mkfifo(root / "x")
+
+
+def not_utf8(root: Path) -> None:
+    Path(os.fsdecode(os.fsencode(root) + b"/x\xff")).write_bytes(b"")
+
+
+def with_a_line_end(root: Path) -> None:
+    (root / "x\n").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [to_nothing, to_a_directory, a_pipe, not_utf8, with_a_line_end],
+    ids=lambda f: f.__name__,
+)
+def test_what_cannot_be_published_is_refused_unless_it_is_excluded(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    write(tmp_path, {"a": b"1"})
+    make(tmp_path)
+    with pytest.raises(CheckpointRefused):
+        SourceDirectory(tmp_path)
+    assert [file.path for file in SourceDirectory(tmp_path, exclude=["x*"]).files] == ["a"]
+
+
+def test_a_directory_without_files_and_one_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointRefused, match="no file"):
+        SourceDirectory(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        SourceDirectory(tmp_path / "nowhere")
+
+
+def written_to(path: Path) -> None:
+    path.write_bytes(bytes(5 * PIECE + 17))
+
+
+def longer(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
+def shorter(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def replaced(path: Path) -> None:
+    path.with_name("new").write_bytes(FILES["model/1.safetensors"])
+    path.with_name("new").rename(path)
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+CHANGES = [written_to, longer, shorter, replaced, removed]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("after", [0, 1, 3])
+async def test_a_file_that_changes_while_it_is_hashed_ends_the_publication(
+    tmp_path: Path, change: Callable[[Path], None], after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is read, in the middle of it, and when only its end is left."""
+    monkeypatch.setattr(hashing, "STEP_BYTES", 2 * PIECE)
+    source = SourceDirectory(write(tmp_path, FILES), include=["model/1*"])
+    steps = 0
+
+    def progress(count: int) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == after:
+            change(tmp_path / "model/1.safetensors")
+
+    if not after:
+        change(tmp_path / "model/1.safetensors")
+    with trio.fail_after(10), pytest.raises(CheckpointChanged):
+        await hash_source(source, "model", piece_bytes=PIECE, threads=1, progress=progress)
+
+
+async def test_a_piece_of_a_file_that_changed_later_is_not_sent(tmp_path: Path) -> None:
+    source = SourceDirectory(write(tmp_path, FILES))
+    manifest = await hash_source(source, "model", piece_bytes=PIECE)
+    place = tmp_path / "model/1.safetensors"
+    before = place.stat()
+    with place.open("r+b") as file:
+        file.write(b"changed")
+    with pytest.raises(CheckpointChanged, match="changed"):
+        source.read_piece(manifest, 0)
+    # Even when the times say that nothing has changed.
+    os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(CheckpointChanged, match="not the bytes"):
+        source.read_piece(manifest, 0)
+    assert source.read_piece(manifest, 1) == FILES["model/1.safetensors"][PIECE : 2 * PIECE]
+
+
+async def test_a_disk_that_gives_a_little_at_a_time_is_good_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = SourceDirectory(write(tmp_path, FILES))
+    whole = await hash_source(source, "m", piece_bytes=PIECE)
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: read(file, [views[0][:999]], at))
+    assert await hash_source(source, "m", piece_bytes=PIECE) == whole
+
+
+async def test_hashing_can_be_cancelled_and_leaves_no_thread_behind(tmp_path: Path) -> None:
+    source = SourceDirectory(write(tmp_path, FILES))
+    with trio.CancelScope() as scope:
+        await hash_source(
+            source, "m", piece_bytes=PIECE, threads=2, progress=lambda count: scope.cancel()
+        )
+    assert scope.cancelled_caught
+
+
+# --- tensors ---------------------------------------------------------------------------------
+
+
+async def test_tensors_are_published_with_dtype_and_shape() -> None:
+    weight = np.arange(3 * PIECE, dtype=np.float32).reshape(3, PIECE)
+    norm = bytearray(b"norm")
+    source = SourceTensors(
+        {
+            "model.norm": NamedTensor(norm, "torch.bfloat16", (2,)),
+            "model.layers.0.weight": NamedTensor(weight.data, "float32", weight.shape),
+        }
+    )
+    manifest = await hash_source(source, "policy", piece_bytes=PIECE)
+    first, second = manifest.files
+    assert (first.path, first.dtype, first.shape) == (
+        "model.layers.0.weight",
+        "float32",
+        [3, PIECE],
+    )
+    assert (second.path, second.dtype, second.shape) == ("model.norm", "torch.bfloat16", [2])
+    assert first.hash == hash_of(weight.tobytes())
+    data = b"".join(source.read_piece(manifest, piece) for piece in range(12))
+    assert data == weight.tobytes()
+    assert source.read_piece(manifest, 12) == b"norm"
+    norm[:] = b"next"
+    with pytest.raises(CheckpointChanged, match=r"model\.norm"):
+        source.read_piece(manifest, 12)
+
+
+def test_tensors_that_cannot_be_published_are_refused() -> None:
+    with pytest.raises(CheckpointRefused, match="no tensor"):
+        SourceTensors({})
+    strided = np.zeros((4, 4), np.uint8)[:, ::2]
+    with pytest.raises(ValueError, match="x: its memory is not contiguous"):
+        SourceTensors({"x": NamedTensor(strided.data, "uint8", (4, 2))})
+
+
+async def test_a_tensor_whose_name_is_no_path_is_refused() -> None:
+    source = SourceTensors({"../x": NamedTensor(b"1", "uint8", (1,))})
+    with pytest.raises(CheckpointRefused):
+        await hash_source(source, "m")

@@ -1,0 +1,198 @@
+"""Whom a holder of a hot object serves itself, and whom it sends on; and readers that are sent on."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from random import Random
+
+import pytest
+
+from p2pstore.core import hot_objects
+from p2pstore.core.effects import PullFailure, PullObject, PullOutcome
+from p2pstore.core.fetch import MOST_HOPS, FetchOperation
+from p2pstore.core.hot_objects import HALF_LIFE_SECONDS, MOST_TRANSFERS, HotObjects, SentOn
+from p2pstore.errors import Unavailable
+from p2pstore.objects import MIB
+from p2pstore.transfer.messages import DataKind, Keeps, Locations
+from p2pstore.wire import Code
+from tests.unit.core_harness import Harness, Other, RemoteObject, digest_of
+
+KEY = digest_of("hot")
+LENGTH = 4 * MIB
+
+
+def read(
+    hot: HotObjects, reader: int, keeps: Keeps = Keeps.BY_PEER, now: float = 0.0
+) -> SentOn | None:
+    return hot.read(KEY, LENGTH, reader, keeps, now)
+
+
+def test_who_reads_alone_is_served() -> None:
+    hot = HotObjects()
+    assert read(hot, 1) is None
+    assert read(hot, 2, now=60.0) is None, "the first one was long ago"
+    assert read(hot, 3, Keeps.YES, now=120.0) is None
+
+
+def test_clients_that_read_what_others_just_read_have_their_peer_keep_it() -> None:
+    hot = HotObjects()
+    assert read(hot, 1) is None
+    assert read(hot, 2) == SentOn([])
+    assert read(hot, 2, Keeps.YES) is None
+    assert read(hot, 3) == SentOn([]), "this holder can serve one more"
+    assert read(hot, 3, Keeps.YES) is None
+    assert read(hot, 4) == SentOn([2, 3])
+    assert read(hot, 4, Keeps.YES) == SentOn([2, 3])
+
+
+def test_who_insists_is_served() -> None:
+    hot = HotObjects()
+    for reader in range(10):
+        read(hot, reader, Keeps.YES)
+    assert read(hot, 10, Keeps.NO) is None
+
+
+def test_a_keeper_that_comes_again_is_served_again() -> None:
+    """It lost what it was sent, or others would wait for it in vain."""
+    hot = HotObjects()
+    for reader in (1, 2, 3):
+        assert read(hot, reader, Keeps.YES) is None
+    assert read(hot, 4, Keeps.YES) == SentOn([1, 2, 3])
+    assert read(hot, 2, Keeps.YES) is None
+
+
+def test_what_nobody_keeps_is_not_sent_on() -> None:
+    hot = HotObjects()
+    for reader in range(10):
+        assert read(hot, reader, Keeps.NO) is None
+    assert read(hot, 10, Keeps.YES) is None
+
+
+def test_what_one_peer_reads_again_and_again_it_keeps() -> None:
+    hot = HotObjects()
+    answers = [read(hot, 1, now=second) for second in (0.0, 1.0, 2.0, 3.0)]
+    assert answers == [None, None, None, SentOn([])]
+
+
+def test_heat_decays() -> None:
+    hot = HotObjects()
+    for turn in range(20):
+        assert read(hot, 1, now=turn * HALF_LIFE_SECONDS) is None
+
+
+def test_the_readers_of_a_bounded_number_of_objects_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hot_objects, "MAX_OBJECTS", 8)
+    hot = HotObjects()
+    for number in range(100):
+        hot.read(digest_of(str(number)), LENGTH, 1, Keeps.YES, 0.0)
+    assert len(hot) == 8
+    assert hot.read(digest_of("99"), LENGTH, 2, Keeps.BY_PEER, 0.0) == SentOn([])
+
+
+@pytest.mark.parametrize("readers", [2, 4, 16, 64])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_holder_serves_a_few_whoever_comes_first(seed: int, readers: int) -> None:
+    """All clients ask at once; what is sent is there a round later."""
+    rng = Random(seed)
+    peers = [HotObjects() for _ in range(readers + 1)]
+    asking = deque((reader, 0, Keeps.BY_PEER, 0) for reader in range(1, readers + 1))
+    served: Counter[int] = Counter()
+    while asking:
+        rng.shuffle(asking)
+        reader, holder, keeps, hops = asking.popleft()
+        answer = read(peers[holder], reader, keeps)
+        if answer is None:
+            served[holder] += 1
+        elif keeps is Keeps.BY_PEER:
+            asking.append((reader, 0, Keeps.YES, 0))
+        else:
+            assert hops < MOST_HOPS
+            asking.append((reader, rng.choice(answer.keepers), Keeps.YES, hops + 1))
+    assert served.total() == readers
+    assert max(served.values()) <= MOST_TRANSFERS
+
+
+# --- a peer that is sent on ------------------------------------------------------------------
+
+
+def fetching(world: Harness) -> tuple[FetchOperation, RemoteObject]:
+    """A fetch of what the first of the others holds."""
+    thing = world.hold(world.others[0], "k", b"value")
+    return world.core.fetch(digest_of("k"), world.now), thing
+
+
+def sent_on(world: Harness, pull: PullObject, *keepers: Other) -> None:
+    """The holder that was asked names these."""
+    failure = PullFailure(
+        pull.copies[0].member,
+        int(Code.BUSY),
+        keep=True,
+        others=tuple(each.member for each in keepers),
+    )
+    world.core.pulled(pull.operation, PullOutcome(False, (failure,)), world.now)
+
+
+def asked(pull: PullObject) -> list[bytes]:
+    return [copy.peer_id for copy in pull.copies]
+
+
+def test_a_fetch_that_is_sent_on_asks_a_keeper() -> None:
+    world = Harness(others=3)
+    operation, thing = fetching(world)
+    sent_on(world, world.pull_wanted(), world.others[2])
+    pull = world.pull_wanted()
+    assert asked(pull) == [world.others[2].peer_id]
+    assert not pull.insist
+    assert operation.result is None
+    assert world.deliver(pull, thing) is operation.result
+    world.check_idle()
+
+
+def test_when_the_keeper_has_nothing_the_holder_has_to_send_it() -> None:
+    world = Harness(others=3)
+    operation, thing = fetching(world)
+    sent_on(world, world.pull_wanted(), world.others[2])
+    world.fail(world.pull_wanted(), Code.NO_SUCH_KEY)
+    pull = world.pull_wanted()
+    assert asked(pull) == [world.others[0].peer_id]
+    assert pull.insist
+    world.deliver(pull, thing)
+    assert operation.result is not None
+
+
+def test_who_is_sent_from_one_to_the_other_insists_in_the_end() -> None:
+    world = Harness(others=MOST_HOPS + 3)
+    operation, thing = fetching(world)
+    for hop in range(MOST_HOPS):
+        sent_on(world, world.pull_wanted(), world.others[hop + 1])
+    sent_on(world, world.pull_wanted(), world.others[MOST_HOPS + 1])
+    pull = world.pull_wanted()
+    assert pull.insist
+    assert world.others[0].peer_id in asked(pull)
+    world.deliver(pull, thing)
+    assert operation.result is not None
+
+
+def test_strangers_and_this_peer_itself_are_no_keepers() -> None:
+    world = Harness(others=1)
+    fetching(world)
+    pull = world.pull_wanted()
+    failure = PullFailure(
+        pull.copies[0].member, int(Code.BUSY), keep=True, others=(world.core.member, 12345)
+    )
+    world.core.pulled(pull.operation, PullOutcome(False, (failure,)), world.now)
+    assert world.pull_wanted().insist
+
+
+def test_when_nobody_delivers_the_fetch_ends() -> None:
+    world = Harness(others=3)
+    operation, _ = fetching(world)
+    sent_on(world, world.pull_wanted(), world.others[2])
+    world.fail(world.pull_wanted(), Code.UNAVAILABLE)
+    world.fail(world.pull_wanted(), Code.UNAVAILABLE)
+    for ask in world.asks(DataKind.LOOKUP):
+        world.answer(ask, Locations([[]]))
+    assert isinstance(operation.result, Unavailable)
+    world.check_idle()

@@ -1,0 +1,21 @@
+"""What a peer tells others of its load."""
+
+from __future__ import annotations
+
+from p2pstore.peer.load import INTERVAL_SECONDS, LoadMeter
+
+
+def test_the_share_of_a_core_is_told_after_an_interval() -> None:
+    meter = LoadMeter(10.0, 1.0)
+    assert not meter.sample(10.5, 1.5)
+    assert meter.sample(10.0 + INTERVAL_SECONDS, 1.0 + INTERVAL_SECONDS / 2)
+    assert meter.told_permille == 500
+
+
+def test_small_changes_are_not_told() -> None:
+    meter = LoadMeter(0.0, 0.0)
+    assert meter.sample(10.0, 8.0)
+    assert not meter.sample(20.0, 15.0)
+    assert meter.told_permille == 800
+    assert meter.sample(30.0, 15.0)
+    assert meter.told_permille == 0

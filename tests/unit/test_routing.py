@@ -1,0 +1,115 @@
+"""Ranking machines for a request: by what they have of its prefix, what they have to do, and what fetching costs."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from p2pstore.results import PrefixHolder
+from p2pstore.routing import Costs, Route, Router
+
+COSTS = Costs(prefill_seconds_per_block=1.0, fetch_seconds_per_block=0.1)
+PEERS = ["a", "b", "c"]
+
+
+def holder(peer_id: str, blocks: int, memory_blocks: int | None = None) -> PrefixHolder:
+    memory = blocks if memory_blocks is None else memory_blocks
+    return PrefixHolder(peer_id, peer_id, blocks, memory, local=False)
+
+
+def ids(routes: list[Route]) -> list[str]:
+    return [route.peer_id for route in routes]
+
+
+def test_who_has_most_of_the_prefix_comes_first() -> None:
+    router = Router(Costs(1.0, fetch_seconds_per_block=5.0))
+    routes = router.rank(10, [holder("b", 6), holder("c", 9)], PEERS)
+    assert ids(routes) == ["c", "b", "a"]
+    assert [(each.reused_blocks, each.work_seconds) for each in routes] == [
+        (9, 1.0),
+        (6, 4.0),
+        (0, 10.0),
+    ]
+    assert not any(each.fetched_blocks for each in routes), "computing is cheaper than that"
+
+
+def test_what_others_have_is_fetched_where_that_is_cheaper() -> None:
+    routes = Router(COSTS).rank(10, [holder("b", 6)], PEERS)
+    assert ids(routes)[0] == "b"
+    assert (routes[1].reused_blocks, routes[1].fetched_blocks) == (6, 6)
+    assert routes[1].work_seconds == pytest.approx(4.0 + 0.6)
+
+
+def test_a_run_that_begins_here_is_only_fetched_beyond_that() -> None:
+    routes = Router(COSTS).rank(10, [holder("a", 4), holder("b", 6)], ["a"])
+    assert (routes[0].reused_blocks, routes[0].fetched_blocks) == (6, 2)
+
+
+def test_blocks_on_an_ssd_take_longer() -> None:
+    costs = Costs(1.0, fetch_seconds_per_block=0.1, ssd_seconds_per_block=0.2)
+    routes = Router(costs).rank(10, [holder("a", 10, memory_blocks=4), holder("b", 10)], PEERS)
+    assert ids(routes)[0] == "b"
+    assert routes[0].work_seconds == 0.0
+
+
+def test_queues_count_and_a_bound_keeps_the_first_from_getting_all() -> None:
+    router = Router(COSTS)
+    chosen = []
+    for _ in range(30):
+        best = router.rank(10, [holder("a", 9)], PEERS)[0]
+        router.sent(best)
+        chosen.append(best.peer_id)
+    assert set(chosen) == set(PEERS)
+
+
+def test_without_a_bound_the_first_gets_nearly_all() -> None:
+    """As all requests share their first block."""
+    router = Router(Costs(1.0, fetch_seconds_per_block=100.0), load_bound=1000.0)
+    for _ in range(5):
+        router.sent(router.rank(10, [holder("a", 10)], PEERS)[0])
+    assert router.rank(10, [holder("a", 10)], PEERS)[0].peer_id == "a"
+
+
+def test_work_that_is_finished_waits_no_more() -> None:
+    router = Router(COSTS)
+    route = router.rank(10, [], PEERS)[0]
+    router.sent(route)
+    assert router.rank(10, [], [route.peer_id])[0].queue_seconds == 10.0
+    router.finished(route)
+    router.finished(route)
+    assert router.rank(10, [], [route.peer_id])[0].queue_seconds == 0.0
+
+
+def test_queues_that_are_told_count_instead() -> None:
+    routes = Router(COSTS).rank(10, [], PEERS, queued={"a": 30.0, "b": 1.0})
+    assert ids(routes) == ["c", "b", "a"]
+    assert routes[-1].is_over_bound
+
+
+def test_who_cannot_be_in_time_anywhere_is_better_rejected() -> None:
+    routes = Router(COSTS).rank(10, [holder("a", 8)], PEERS)
+    assert Router.accepts(routes, 2.0)
+    assert not Router.accepts(routes, 1.9)
+    assert not Router.accepts([], 10.0), "there is nobody"
+
+
+def test_a_bound_below_the_mean_is_none() -> None:
+    with pytest.raises(ValueError, match="1 at least"):
+        Router(COSTS, load_bound=0.9)
+
+
+def test_routes_make_sense_whatever_is_known() -> None:
+    rng = Random(1)
+    for _ in range(300):
+        count = rng.randrange(0, 30)
+        known = []
+        for peer in rng.sample(PEERS, rng.randrange(4)):
+            blocks = rng.randrange(1, 40)
+            known.append(holder(peer, blocks, rng.randrange(blocks + 1)))
+        router = Router(Costs(rng.random(), rng.random(), rng.random() / 10, rng.random() / 10))
+        routes = router.rank(count, known, PEERS)
+        assert sorted(ids(routes)) == PEERS
+        for route in routes:
+            assert 0 <= route.fetched_blocks <= route.reused_blocks <= count
+            assert route.work_seconds >= 0

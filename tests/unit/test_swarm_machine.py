@@ -1,0 +1,227 @@
+"""Whatever happens to a peer of a swarm, in whatever order, its books are right, and it completes when it can."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from random import Random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from p2pstore.checkpoint.effects import (
+    Abandon,
+    Asked,
+    Connect,
+    Disconnect,
+    Effect,
+    Event,
+    Failure,
+    Fetch,
+    Linked,
+    Participants,
+    PieceArrived,
+    PieceFailed,
+    Received,
+    Serve,
+    Served,
+    Tell,
+    Tick,
+    Unlinked,
+)
+from p2pstore.checkpoint.messages import Grant, NewPieces, PieceMapMessage, Refuse
+from p2pstore.checkpoint.piece_map import full_map, pack_map, pieces_in
+from p2pstore.checkpoint.swarm import Swarm, SwarmConfig
+
+PIECES = 12
+OWN = 5
+MEMBERS = st.integers(1, 9)
+ANY_PIECES = st.integers(-2, PIECES + 1)
+
+
+class SwarmPeer(RuleBasedStateMachine):
+    """Neighbours say and do anything, honest or not; the shell behaves as it must."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.fetching: set[tuple[int, int]] = set()
+        self.serving: set[tuple[int, int]] = set()
+        self.linked: set[int] = set()
+        self.banned: set[int] = set()
+        self.machine = Swarm(
+            OWN,
+            [100] * PIECES,
+            0b11,
+            Random(1),
+            0.0,
+            publishes=False,
+            config=SwarmConfig(grant_seconds=0.5, first_deadline_seconds=2.0),
+        )
+
+    def on(self, event: Event, after: float = 0.001) -> None:
+        self.now += after
+        for effect in self.machine.handle(event, self.now):
+            self.carry_out(effect)
+
+    def carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Fetch(member, piece):
+                assert member in self.linked
+                assert (member, piece) not in self.fetching
+                assert not self.machine.have >> piece & 1
+                self.fetching.add((member, piece))
+                assert sum(each == piece for _, each in self.fetching) <= 2
+            case Abandon(member, piece):
+                self.fetching.remove((member, piece))
+            case Serve(member, piece):
+                assert member in self.linked
+                assert self.machine.have >> piece & 1
+                self.serving.add((member, piece))
+            case Disconnect(member, banned):
+                self.cut(member)
+                if banned:
+                    self.banned.add(member)
+            case Connect(member):
+                assert member not in self.banned
+                assert member not in self.linked
+            case Tell(members, _):
+                assert set(members) <= self.linked
+
+    def cut(self, member: int) -> None:
+        self.linked.discard(member)
+        self.fetching = {each for each in self.fetching if each[0] != member}
+        self.serving = {each for each in self.serving if each[0] != member}
+
+    # --- what may happen ---
+
+    @rule(member=MEMBERS, same_host=st.sampled_from([False, False, True]))
+    def link(self, member: int, same_host: bool) -> None:
+        if member != OWN and member not in self.linked:
+            self.linked.add(member)
+            self.on(Linked(member, same_host))
+
+    @rule(member=MEMBERS)
+    def unlink(self, member: int) -> None:
+        self.cut(member)
+        self.on(Unlinked(member))
+
+    @rule(members=st.frozensets(MEMBERS), here=st.frozensets(MEMBERS))
+    def participants(self, members: frozenset[int], here: frozenset[int]) -> None:
+        self.on(Participants(members, members & here))
+
+    @rule(member=MEMBERS, pieces=st.integers(0, full_map(PIECES)))
+    def tells_map(self, member: int, pieces: int) -> None:
+        self.on(Received(member, PieceMapMessage(pack_map(pieces, PIECES))))
+
+    @rule(member=MEMBERS, pieces=st.lists(ANY_PIECES, max_size=4))
+    def tells_news(self, member: int, pieces: list[int]) -> None:
+        self.on(Received(member, NewPieces(pieces)))
+
+    @rule(member=MEMBERS, piece=ANY_PIECES)
+    def grants(self, member: int, piece: int) -> None:
+        self.on(Received(member, Grant(piece)))
+
+    @rule(member=MEMBERS, reason=st.integers(0, 5))
+    def refuses(self, member: int, reason: int) -> None:
+        self.on(Received(member, Refuse(reason)))
+
+    @rule(member=MEMBERS, piece=ANY_PIECES)
+    def asks(self, member: int, piece: int) -> None:
+        self.on(Asked(member, piece))
+
+    @precondition(lambda self: self.serving)
+    @rule(data=st.data(), whole=st.booleans())
+    def served(self, data: st.DataObject, whole: bool) -> None:
+        member, piece = data.draw(st.sampled_from(sorted(self.serving)))
+        self.serving.remove((member, piece))
+        self.on(Served(member, piece, whole))
+
+    @precondition(lambda self: self.fetching)
+    @rule(data=st.data(), seconds=st.sampled_from([0.01, 0.1, 1.0]))
+    def arrives(self, data: st.DataObject, seconds: float) -> None:
+        member, piece = data.draw(st.sampled_from(sorted(self.fetching)))
+        self.fetching.remove((member, piece))
+        self.on(PieceArrived(member, piece), seconds)
+
+    @precondition(lambda self: self.fetching)
+    @rule(data=st.data(), why=st.sampled_from(list(Failure)))
+    def fails(self, data: st.DataObject, why: Failure) -> None:
+        member, piece = data.draw(st.sampled_from(sorted(self.fetching)))
+        self.fetching.remove((member, piece))
+        self.on(PieceFailed(member, piece, why))
+
+    @rule(seconds=st.sampled_from([0.01, 0.3, 3.0, 40.0]))
+    def time_passes(self, seconds: float) -> None:
+        until = self.now + seconds
+        for _ in range(5000):
+            due = self.machine.wake_at
+            if due > until:
+                break
+            self.now = max(self.now, due)
+            self.on(Tick(), 0.0)
+        else:
+            raise AssertionError("it never rests")
+        self.now = until
+
+    # --- what must hold ---
+
+    @invariant()
+    def books_are_right(self) -> None:
+        machine = self.machine
+        flights = {
+            (flight.neighbour.member, piece)
+            for piece, several in machine._flights.items()
+            for flight in several
+        }
+        assert flights == self.fetching
+        selection = machine._selection
+        assert selection.have | selection.missing == full_map(PIECES)
+        assert not selection.have & selection.missing
+        assert pieces_in(selection.missing & ~selection.wanted) == sorted(machine._flights)
+        assert set(machine._neighbours) == self.linked
+        assert not self.linked & self.banned
+        network = [
+            flight
+            for several in machine._flights.values()
+            for flight in several
+            if not flight.neighbour.same_host
+        ]
+        assert machine._fetching == len(network)
+        assert machine._held_up == sum(flight.held_up_at == -math.inf for flight in network)
+        for piece in range(PIECES):
+            holders = sum(each.pieces >> piece & 1 for each in machine._neighbours.values())
+            assert selection.availability.copies(piece) == holders
+
+    @invariant()
+    def slots_are_bounded(self) -> None:
+        slots = self.machine.slots
+        busy = {each for each in self.serving if not self.machine._neighbours[each[0]].same_host}
+        assert set(slots._sending) == busy == set(self.machine._serving_since)
+        assert len(slots._sending) <= 2 * 8
+        assert slots._grants == sum(map(len, slots._granted.values()))
+        assert set(slots._granted) | set(slots._waiting) <= self.linked
+        used = Counter({member: len(grants) for member, grants in slots._granted.items()})
+        assert slots._used == used + Counter(member for member, _ in slots._sending)
+
+    def teardown(self) -> None:
+        """One honest neighbour is enough."""
+        honest = 99
+        for member in list(self.linked):
+            self.unlink(member)
+        self.linked.add(honest)
+        self.on(Linked(honest))
+        self.on(Received(honest, PieceMapMessage(pack_map(full_map(PIECES), PIECES))))
+        for _ in range(200):
+            if self.machine.complete:
+                return
+            self.time_passes(0.6)
+            for member, piece in sorted(self.fetching):
+                self.fetching.discard((member, piece))
+                self.on(PieceArrived(member, piece))
+        raise AssertionError("it does not complete")
+
+
+TestSwarmPeer = SwarmPeer.TestCase
+TestSwarmPeer.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,0 +1,449 @@
+"""What a swarm's machine is made of: maps, choices, slots, deadlines, neighbours, messages."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pstore.checkpoint.deadlines import (
+    FIRST_BACK_OFF_SECONDS,
+    LONGEST_BACK_OFF_SECONDS,
+    Pace,
+    Senders,
+)
+from p2pstore.checkpoint.messages import (
+    ANY_PIECE,
+    MAX_NEW_PIECES,
+    Grant,
+    NewPieces,
+    PieceMapMessage,
+    Refuse,
+    SwarmMessage,
+    decode_message,
+    kind_of,
+    map_in,
+)
+from p2pstore.checkpoint.neighbours import (
+    FEWEST,
+    FIRST_DIALS,
+    MOST,
+    REDIAL_SECONDS,
+    REFRESH_SECONDS,
+    REFRESHED,
+    SETTLE_SECONDS,
+    Neighbours,
+)
+from p2pstore.checkpoint.piece_map import (
+    Availability,
+    any_piece,
+    full_map,
+    map_of,
+    pack_map,
+    pieces_in,
+    unpack_map,
+)
+from p2pstore.checkpoint.selection import HostShare, Selection, stripe
+from p2pstore.checkpoint.super_seeding import SuperSeeding
+from p2pstore.checkpoint.upload_slots import MAX_WAITING, UploadSlots, slots_for
+from p2pstore.errors import ProtocolError
+from p2pstore.wire import encode_body
+
+MAPS = st.integers(0, full_map(70))
+
+# --- maps ------------------------------------------------------------------------------------
+
+
+@given(MAPS)
+def test_a_map_travels(pieces: int) -> None:
+    assert map_of(pieces_in(pieces)) == pieces
+    packed = pack_map(pieces, 70)
+    assert len(packed) == 9
+    assert unpack_map(packed, 70) == pieces
+
+
+@pytest.mark.parametrize("packed", [b"", bytes(8), bytes(10), bytes(8) + b"\x40"])
+def test_a_map_of_another_number_of_pieces_is_refused(packed: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_map(packed, 70)
+
+
+@given(st.lists(MAPS, max_size=12), st.data())
+def test_copies_are_counted(maps: list[int], data: st.DataObject) -> None:
+    """Against counters."""
+    availability = Availability(70)
+    expected: Counter[int] = Counter()
+    for pieces in maps:
+        availability.add(pieces)
+        expected.update(pieces_in(pieces))
+    gone = data.draw(st.lists(st.sampled_from(maps), unique=True)) if maps else []
+    for pieces in gone:
+        availability.remove(pieces)
+        expected.subtract(pieces_in(pieces))
+    assert [availability.copies(piece) for piece in range(70)] == [expected[p] for p in range(70)]
+    assert availability.fewest() == min(expected[piece] for piece in range(70))
+    of = data.draw(MAPS)
+    rarest = min((expected[piece] for piece in pieces_in(of)), default=0)
+    assert pieces_in(availability.with_fewest(of)) == [
+        piece for piece in pieces_in(of) if expected[piece] == rarest
+    ]
+
+
+def test_copies_that_were_never_there_cannot_go() -> None:
+    availability = Availability(4)
+    availability.add(0b0011)
+    with pytest.raises(ValueError, match="not added"):
+        availability.remove(0b0100)
+
+
+@given(st.integers(1, full_map(70)), st.integers(0, 2**32))
+def test_any_piece_is_one_of_them(pieces: int, seed: int) -> None:
+    assert pieces >> any_piece(pieces, 70, Random(seed)) & 1
+
+
+def test_any_piece_is_every_one_now_and_then() -> None:
+    rng = Random(1)
+    assert {any_piece(map_of([0, 3, 69]), 70, rng) for _ in range(300)} == {0, 3, 69}
+
+
+# --- choosing --------------------------------------------------------------------------------
+
+
+def test_the_rarest_missing_piece_is_chosen_ties_at_random() -> None:
+    chosen = set()
+    for seed in range(40):
+        selection = Selection(6, map_of([5]), Random(seed))
+        selection.availability.add(map_of([0, 1, 2, 3, 5]))
+        selection.availability.add(map_of([0, 3, 5]))
+        choice = selection.choose(map_of([0, 1, 2, 5]))
+        chosen.add(choice)
+        # 4 is rarer, but is not offered; 5 is here.
+    assert chosen == {1, 2}
+
+
+def test_what_is_on_its_way_is_not_chosen_again_until_it_is_not_coming() -> None:
+    selection = Selection(2, 0, Random(1))
+    selection.on_its_way(0)
+    assert selection.choose(0b01) is None
+    assert selection.choose(0b11) == 1
+    selection.not_coming(0)
+    assert selection.choose(0b01) == 0
+    assert selection.arrived(0)
+    assert not selection.arrived(0)
+    selection.not_coming(0)
+    assert selection.choose(0b01) is None
+    assert not selection.complete
+    assert selection.arrived(1)
+    assert selection.complete
+
+
+@given(st.integers(1, 200), st.integers(1, 9))
+def test_stripes_are_all_pieces_each_once(count: int, step: int) -> None:
+    found = sorted(
+        piece for first in range(step) for piece in pieces_in(stripe(count, first, step))
+    )
+    assert found == list(range(count))
+
+
+def test_peers_of_one_host_share_all_pieces_whatever_each_is_called() -> None:
+    shares = {own: HostShare(100, own) for own in (7, 3, 9)}
+    for own, share in shares.items():
+        share.siblings({7, 3, 9} - {own})
+    masks = [share.mask for share in shares.values()]
+    assert masks[0] | masks[1] | masks[2] == full_map(100)
+    assert sum(mask.bit_count() for mask in masks) == 100
+    shares[7].siblings(set())
+    assert shares[7].mask == full_map(100)
+
+
+def test_a_publisher_sends_each_piece_once_before_any_twice() -> None:
+    rng = Random(3)
+    seeding = SuperSeeding(50, rng)
+    availability = Availability(50)
+    sent = []
+    while not seeding.over:
+        sent.append(seeding.choose(full_map(50), availability))
+        seeding.sending(sent[-1])
+    assert sorted(sent) == list(range(50))
+    assert sent != sorted(sent)
+
+
+def test_what_did_not_get_there_is_sent_again_and_what_others_sent_comes_last() -> None:
+    seeding = SuperSeeding(3, Random(1))
+    availability = Availability(3)
+    availability.add(map_of([0, 1]))
+    assert seeding.choose(full_map(3), availability) == 2
+    for piece in range(3):
+        seeding.sending(piece)
+    assert seeding.over
+    seeding.not_sent(1)
+    assert not seeding.over
+    assert seeding.choose(full_map(3), availability) == 1
+    assert seeding.choose(map_of([0, 2]), availability) == 2
+    assert SuperSeeding(0, Random(1)).over
+
+
+# --- slots -----------------------------------------------------------------------------------
+
+
+def test_slots_are_granted_used_and_free_again() -> None:
+    slots = UploadSlots(2, grant_seconds=1.0)
+    slots.grant(5, None, now=0.0)
+    slots.grant(6, 3, now=0.5)
+    assert slots.free == 0
+    assert slots.used_by(5) == 1
+    assert slots.next_change() == 1.0
+    assert slots.take_grant(5, 0.2) == (True, None)
+    assert slots.take_grant(5, 0.2) == (False, None)
+    slots.sending(5, 9, math.inf)
+    assert slots.free == 0
+    assert slots.is_sending(5, 9)
+    assert slots.expire(1.4) == []
+    assert slots.expire(1.5) == [(6, 3)]
+    assert slots.free == 1
+    assert slots.sent(5, 9)
+    assert not slots.sent(5, 9)
+    assert slots.free == 2
+    assert slots.next_change() == math.inf
+
+
+def test_how_long_answers_to_grants_take_is_known() -> None:
+    slots = UploadSlots(2, grant_seconds=1.0)
+    for turn in range(50):
+        slots.grant(5, None, now=float(turn))
+        slots.take_grant(5, turn + 0.25)
+    assert slots.round_trip_seconds == pytest.approx(0.25, rel=0.01)
+
+
+def test_whoever_goes_leaves_its_slots_and_what_it_did_not_get() -> None:
+    slots = UploadSlots(3, grant_seconds=1.0)
+    slots.grant(5, 1, now=0.0)
+    slots.grant(5, None, now=0.0)
+    slots.sending(5, 2, -math.inf)
+    slots.wait(5)
+    assert sorted(slots.forget(5)) == [1, 2]
+    assert slots.free == 3
+    assert slots.waiting == 0
+
+
+def test_who_waits_is_served_in_turn_and_not_too_many_wait() -> None:
+    slots = UploadSlots(1, grant_seconds=1.0)
+    assert [slots.wait(member) for member in (7, 8, 7)] == [1, 2, 2]
+    slots.grant(8, None, now=0.0)
+    assert slots.next_waiting() == 7
+    assert slots.next_waiting() is None
+    for member in range(2 * MAX_WAITING):
+        slots.wait(member)
+    assert slots.waiting == MAX_WAITING
+
+
+def test_what_a_slow_receiver_holds_up_makes_room_for_others_but_not_without_end() -> None:
+    slots = UploadSlots(2, grant_seconds=1.0)
+    for piece in range(2):
+        slots.sending(5, piece, held_up_at=3.0)
+    assert slots.free == 0
+    assert slots.next_change() == 3.0
+    slots.mark_held_up(2.9)
+    assert slots.free == 0
+    slots.mark_held_up(3.0)
+    assert slots.free == 2
+    slots.sending(6, 7, held_up_at=-math.inf)
+    slots.sending(6, 8, held_up_at=-math.inf)
+    assert slots.free == 0
+    slots.sent(5, 0)
+    assert slots.free == 1
+
+
+@pytest.mark.parametrize(
+    ("piece_seconds", "round_trip_seconds", "wanted"),
+    [(0.067, 0.002, 2), (0.0045, 0.0006, 4), (0.0006, 0.0002, 7), (1.0, 5.0, 8), (math.inf, 1, 2)],
+)
+def test_more_slots_where_agreeing_takes_long(
+    piece_seconds: float, round_trip_seconds: float, wanted: int
+) -> None:
+    assert slots_for(piece_seconds, round_trip_seconds) == wanted
+
+
+# --- trust -----------------------------------------------------------------------------------
+
+
+def test_deadlines_are_four_times_what_is_usual() -> None:
+    senders = Senders(first_deadline_seconds=30.0, shortest_deadline_seconds=1.0)
+    assert senders.expected_seconds(5, 100) is None
+    assert senders.deadline_seconds(5, 100) == 30.0
+    senders.brought(5, 100, 2.0)
+    assert senders.expected_seconds(5, 50) == pytest.approx(1.0)
+    assert senders.deadline_seconds(5, 100) == pytest.approx(8.0)
+    assert senders.deadline_seconds(5, 1) == 1.0
+    senders.brought(5, 100, 6.0)
+    assert senders.expected_seconds(5, 100) == pytest.approx(3.0)
+
+
+def test_a_sender_that_fails_is_left_alone_longer_each_time_until_it_brings_something() -> None:
+    senders = Senders(30.0, 1.0)
+    now = 0.0
+    for seconds in (FIRST_BACK_OFF_SECONDS, 2 * FIRST_BACK_OFF_SECONDS, 4 * FIRST_BACK_OFF_SECONDS):
+        senders.failed(5, now)
+        assert senders.is_ignored(5, now + 0.99 * seconds)
+        assert not senders.is_ignored(5, now + seconds)
+        now += seconds
+    for _ in range(20):
+        senders.failed(5, now)
+    assert not senders.is_ignored(5, now + LONGEST_BACK_OFF_SECONDS)
+    senders.brought(5, 1, 1.0)
+    senders.failed(5, now)
+    assert not senders.is_ignored(5, now + FIRST_BACK_OFF_SECONDS)
+    assert not senders.is_banned(5)
+
+
+def test_a_bad_piece_is_forgiven_once() -> None:
+    senders = Senders(30.0, 1.0)
+    assert not senders.sent_bad_piece(5, 0.0)
+    assert senders.is_ignored(5, LONGEST_BACK_OFF_SECONDS / 2)
+    assert not senders.is_ignored(5, LONGEST_BACK_OFF_SECONDS)
+    assert senders.sent_bad_piece(5, LONGEST_BACK_OFF_SECONDS)
+    assert senders.is_banned(5)
+    assert senders.is_ignored(5, math.inf)
+    senders.failed(5, 0.0)
+    assert senders.is_banned(5)
+
+
+def test_what_takes_three_times_the_quickest_is_held_up() -> None:
+    pace = Pace()
+    assert pace.held_up_after(5, 100) == math.inf
+    pace.took(5, 100, 1.0)
+    assert pace.held_up_after(5, 100) == pytest.approx(3.0)
+    assert pace.held_up_after(6, 50) == pytest.approx(1.5)
+    pace.took(6, 100, 4.0)
+    assert pace.held_up_after(6, 100) == 0.0
+    pace.forget(6)
+    assert pace.held_up_after(6, 100) == pytest.approx(3.0, rel=0.01)
+
+
+# --- neighbours ------------------------------------------------------------------------------
+
+
+def worth_nothing(member: int) -> int:
+    return 0
+
+
+def test_few_are_dialled_first_then_as_many_as_are_missing() -> None:
+    links = Neighbours(0, Random(1), now=0.0)
+    links.participants(range(100), ())
+    first, ended = links.tick(0.0, worth_nothing)
+    assert len(set(first)) == FIRST_DIALS
+    assert 0 not in first
+    assert ended == []
+    assert links.next_tick() == SETTLE_SECONDS
+    for member in first[:4]:
+        assert links.linked(member, False, 0.1, worth_nothing) is None
+    links.unlinked(first[4], 0.1)
+    later, _ = links.tick(SETTLE_SECONDS, worth_nothing)
+    assert len(later) == FEWEST - (FIRST_DIALS - 1)
+    assert first[4] not in later
+    assert not set(first) & set(later)
+
+
+def test_a_small_swarm_is_connected_completely_and_siblings_always_are() -> None:
+    links = Neighbours(0, Random(1), now=0.0)
+    links.participants(range(MOST + 1), ())
+    assert sorted(links.tick(0.0, worth_nothing)[0]) == list(range(1, MOST + 1))
+    links = Neighbours(0, Random(1), now=0.0)
+    links.participants(range(1000), range(500, 540))
+    dialled, _ = links.tick(0.0, worth_nothing)
+    assert set(range(500, 540)) <= set(dialled)
+    assert len(dialled) == 40 + FIRST_DIALS
+
+
+def full_house(now: float) -> Neighbours:
+    links = Neighbours(0, Random(1), now=now)
+    links.participants(range(1000), ())
+    for member in range(1, MOST + 1):
+        assert links.linked(member, False, now + member, worth_nothing) is None
+    return links
+
+
+def test_a_late_joiner_is_always_let_in_for_what_is_of_least_use() -> None:
+    links = full_house(0.0)
+    assert links.linked(999, False, 100.0, lambda member: -1 if member == 9 else 0) == 9
+    links.unlinked(9, 100.0)
+    assert links.linked(998, False, 101.0, lambda member: int(member < 4)) == 4
+    links.unlinked(4, 101.0)
+    assert links.linked(997, True, 102.0, worth_nothing) is None
+    assert links.linked(997, True, 102.0, worth_nothing) is None
+    assert links.count == MOST
+
+
+def test_old_connections_are_replaced_now_and_then_unless_nothing_is_needed() -> None:
+    links = full_house(0.0)
+    dials, ended = links.tick(REFRESH_SECONDS, worth_nothing)
+    assert ended == [1, 2]
+    assert len(ended) == REFRESHED
+    assert dials == []  # there are still enough
+    assert links.next_tick() == 2 * REFRESH_SECONDS
+    assert links.tick(2 * REFRESH_SECONDS, worth_nothing, dials=False) == ([], [])
+
+
+def test_a_member_that_could_not_be_reached_is_tried_again_later() -> None:
+    links = Neighbours(0, Random(1), now=0.0)
+    links.participants([1], ())
+    assert links.tick(0.0, worth_nothing)[0] == [1]
+    assert links.tick(0.0, worth_nothing)[0] == []
+    links.unlinked(1, 0.0)
+    assert links.tick(REDIAL_SECONDS / 2, worth_nothing)[0] == []
+    assert links.tick(REDIAL_SECONDS, worth_nothing)[0] == [1]
+
+
+# --- messages --------------------------------------------------------------------------------
+
+MESSAGES: list[tuple[SwarmMessage, int, str]] = [
+    (PieceMapMessage(b"\x05"), 1, "91c40105"),
+    (NewPieces([0, 300]), 2, "919200cd012c"),
+    (Grant(), 3, "91ff"),
+    (Grant(7), 3, "9107"),
+    (Refuse(2), 4, "9102"),
+]
+
+
+@pytest.mark.parametrize(("message", "kind", "body"), MESSAGES)
+def test_the_bytes_of_messages_never_change(message: SwarmMessage, kind: int, body: str) -> None:
+    assert kind_of(message) == kind
+    assert encode_body(message).hex() == body
+    assert decode_message(kind, bytes.fromhex(body)) == message
+
+
+def test_a_kind_that_is_not_known_is_no_error_and_defaults_stand_for_what_is_missing() -> None:
+    assert decode_message(99, b"whatever") is None
+    assert decode_message(3, b"\x90") == Grant(ANY_PIECE)
+    assert decode_message(3, b"\x92\x07\x08") == Grant(7)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [NewPieces([70]), NewPieces([-1]), PieceMapMessage(bytes(8)), PieceMapMessage(b"\xff" * 9)],
+)
+def test_pieces_that_do_not_exist_are_refused(message: PieceMapMessage | NewPieces) -> None:
+    with pytest.raises(ProtocolError):
+        map_in(message, 70)
+
+
+def test_lists_that_are_too_long_are_refused() -> None:
+    body = encode_body(NewPieces([0] * (MAX_NEW_PIECES + 1)))
+    with pytest.raises(ProtocolError, match="length"):
+        decode_message(2, body)
+    with pytest.raises(ProtocolError, match="length"):
+        decode_message(1, encode_body(PieceMapMessage(bytes(8193))))
+
+
+@given(st.integers(0, 5), st.binary(max_size=40))
+def test_whatever_comes_is_a_message_or_refused(kind: int, body: bytes) -> None:
+    try:
+        message = decode_message(kind, body)
+        if isinstance(message, PieceMapMessage | NewPieces):
+            assert 0 <= map_in(message, 70) <= full_map(70)
+    except ProtocolError:
+        pass
