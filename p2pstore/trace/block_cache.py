@@ -9,8 +9,8 @@ from p2pstore.trace.prefix_hits import HitCounts, leading_hits
 from p2pstore.trace.requests import Request
 from p2pstore.transfer.entries import ObjectEntry
 from p2pstore.transfer.eviction import EvictionOrder
-from p2pstore.transfer.eviction_policies import EvictionPolicy
 from p2pstore.transfer.layout import GRANULE_BYTES, Pin, SlotState
+from p2pstore.transfer.policies.interface import EvictionPolicy
 
 _VERSION = Version(1, 1)
 

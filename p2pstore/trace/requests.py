@@ -14,6 +14,7 @@ MAX_LINE_BYTES: Final = 16 * 2**20
 MAX_REQUESTS: Final = 10_000_000
 _MAX_TOKENS: Final = 2**32
 
+BlockId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
 
 
@@ -24,7 +25,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     timestamp: Annotated[int, msgspec.Meta(ge=0)]
     input_length: Tokens
     output_length: Tokens
-    hash_ids: list[int]
+    hash_ids: list[BlockId]
 
     @property
     def seconds(self) -> float:

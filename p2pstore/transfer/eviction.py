@@ -8,8 +8,8 @@ from typing import Final
 
 from p2pstore.objects import MIB
 from p2pstore.transfer.entries import ObjectEntry
-from p2pstore.transfer.eviction_policies import EvictionPolicy
 from p2pstore.transfer.layout import Pin, SlotState
+from p2pstore.transfer.policies.interface import EvictionPolicy
 
 CANDIDATES_PER_RANK: Final = 8
 CANDIDATES_FOR_LARGE: Final = 32

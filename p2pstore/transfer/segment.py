@@ -17,7 +17,7 @@ from p2pstore.objects import Version, format_bytes
 from p2pstore.transfer.allocator import ExtentAllocator
 from p2pstore.transfer.entries import ObjectEntry, Reservation
 from p2pstore.transfer.eviction import EvictionOrder, WhoKeeps, rank_of
-from p2pstore.transfer.eviction_policies import EvictionPolicy, make_policy
+from p2pstore.transfer.eviction_policies import make_policy
 from p2pstore.transfer.expiry import ExpiryTimers
 from p2pstore.transfer.holdings import Leases, Reservations
 from p2pstore.transfer.key_listing import KeyListing
@@ -36,6 +36,7 @@ from p2pstore.transfer.layout import (
     trailer_matches,
 )
 from p2pstore.transfer.object_table import ObjectTable, slot_of
+from p2pstore.transfer.policies.interface import EvictionPolicy
 
 __all__ = [
     "MAX_RESERVATIONS_PER_HOLDER",

@@ -22,8 +22,9 @@ from p2pstore.gossip.messages import ControlKind, Ping
 from p2pstore.keyring import new_cluster_key
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer, saving
-from p2pstore.transfer.eviction_policies import LeastRecentlyUsed, PrefixAware
 from p2pstore.transfer.messages import DataKind, Locations, Lookup, Replicate
+from p2pstore.transfer.policies.least_recently_used import LeastRecentlyUsed
+from p2pstore.transfer.policies.prefix_aware import PrefixAware
 
 MIB = 1024 * 1024
 

@@ -78,6 +78,7 @@ def put(
     pin: int = 0,
     expires_unix_ms: int = 0,
     now: float = 100.0,
+    follows: str = "",
 ) -> ObjectEntry:
     reservation = fill(segment, value, key, ME, now)
     trailer = trailer_for(value, key, pin, expires_unix_ms)
@@ -90,6 +91,7 @@ def put(
         length=len(value),
         soft=soft,
         now=now,
+        follows=key_digest(follows, NAMESPACE) if follows else b"",
     )
 
 
@@ -481,6 +483,33 @@ def test_small_values_are_evicted_some_at_a_time_the_least_used_first() -> None:
         assert gone == [f"{first + number}" for number in range(3)]
     put(segment, "last", one_granule(1), now=201)
     assert [entry.key for entry in segment.take_withdrawn()] == ["soft pin"]
+    segment.check()
+
+
+def test_a_chain_goes_from_its_tail_also_when_several_windows_go_at_once() -> None:
+    segment, _ = new_segment(8192)
+    put(segment, "large", value_of(1, 8179 * GRANULE_BYTES), pin=HARD, now=100)
+    for number in range(12):
+        put(segment, f"{number}", one_granule(number), follows=f"{number - 1}", now=100)
+    assert segment.used_bytes == segment.data_bytes
+    segment.take_withdrawn()
+    for left in (9, 6, 3, 0):
+        put(segment, f"new {left}", one_granule(1), pin=HARD, now=200)
+        gone = [entry.key for entry in segment.take_withdrawn()]
+        assert gone == [f"{left + number}" for number in (2, 1, 0)]
+        for number in (1, 2):
+            put(segment, f"new {left + number}", one_granule(1), pin=HARD, now=200)
+        assert segment.take_withdrawn() == []
+    segment.check()
+
+
+def test_a_chain_that_fills_all_slots_goes_from_its_tail() -> None:
+    segment, _ = new_segment(64, slots=6)
+    for number in (0, 1, 2, 3, 4, 5):
+        put(segment, f"{number}", b"x", follows=f"{number - 1}", now=100)
+    for number in range(3):
+        put(segment, f"new {number}", b"y", pin=HARD, now=110)
+        assert [entry.key for entry in segment.take_withdrawn()] == [f"{5 - number}"]
     segment.check()
 
 

@@ -54,6 +54,7 @@ PURE = (
     "p2pstore/core/*.py",
     "p2pstore/simulation/*.py",
     "p2pstore/trace/*.py",
+    "p2pstore/transfer/policies/*.py",
     *(
         f"p2pstore/gossip/{name}.py"
         for name in ("effects", "machine", "messages", "presets", "records")

@@ -36,6 +36,8 @@ def test_what_was_written_is_read() -> None:
         (LINE.replace(b"27", b"-1"), ">= 0"),
         (LINE.replace(b"600", b'"600"'), r"Expected `int`, got `str` - at `\$.input_length`"),
         (LINE.replace(b"[0, 4]", b"[0, 4.5]"), r"\$.hash_ids"),
+        (LINE.replace(b"[0, 4]", b"[0, -4]"), r">= 0 - at `\$.hash_ids"),
+        (LINE.replace(b"[0, 4]", b"[0, 9223372036854775808]"), r"\$.hash_ids"),
         (LINE.replace(b"[0, 4]", b"[0]"), "1 hash_ids; 600 tokens are 2 blocks"),
         (LINE.replace(b"[0, 4]", b"[4, 4]"), "a block twice"),
         (LINE.replace(b"27", b"26"), "26 is before 27"),

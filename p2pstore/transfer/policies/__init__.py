@@ -1,0 +1,1 @@
+"""Which of many objects are worth keeping: policies of eviction behind one interface."""
