@@ -22,10 +22,7 @@ from p2pstore.checkpoint.messages import (
     Grant,
     NewPieces,
     PieceMapMessage,
-    Refuse,
-    SwarmMessage,
     decode_message,
-    kind_of,
     map_in,
 )
 from p2pstore.checkpoint.neighbours import (
@@ -399,21 +396,6 @@ def test_a_member_that_could_not_be_reached_is_tried_again_later() -> None:
 
 
 # --- messages --------------------------------------------------------------------------------
-
-MESSAGES: list[tuple[SwarmMessage, int, str]] = [
-    (PieceMapMessage(b"\x05"), 1, "91c40105"),
-    (NewPieces([0, 300]), 2, "919200cd012c"),
-    (Grant(), 3, "91ff"),
-    (Grant(7), 3, "9107"),
-    (Refuse(2), 4, "9102"),
-]
-
-
-@pytest.mark.parametrize(("message", "kind", "body"), MESSAGES)
-def test_the_bytes_of_messages_never_change(message: SwarmMessage, kind: int, body: str) -> None:
-    assert kind_of(message) == kind
-    assert encode_body(message).hex() == body
-    assert decode_message(kind, bytes.fromhex(body)) == message
 
 
 def test_a_kind_that_is_not_known_is_no_error_and_defaults_stand_for_what_is_missing() -> None:
