@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from p2pstore.checkpoint.deadlines import (
     FIRST_BACK_OFF_SECONDS,
+    FIRST_HELD_UP_SECONDS,
     LONGEST_BACK_OFF_SECONDS,
     Pace,
     Senders,
@@ -280,6 +281,14 @@ def test_deadlines_are_four_times_what_is_usual() -> None:
     assert senders.expected_seconds(5, 100) == pytest.approx(3.0)
 
 
+def test_the_first_piece_of_a_sender_may_take_long_but_not_for_ever() -> None:
+    senders = Senders(first_deadline_seconds=30.0, shortest_deadline_seconds=1.0)
+    senders.brought(5, 100, 0.5)
+    assert senders.deadline_seconds(6, 100) == pytest.approx(8.0)
+    assert senders.deadline_seconds(6, 1) == 1.0
+    assert senders.deadline_seconds(6, 1000) == 30.0
+
+
 def test_a_sender_that_fails_is_left_alone_longer_each_time_until_it_brings_something() -> None:
     senders = Senders(30.0, 1.0)
     now = 0.0
@@ -311,7 +320,7 @@ def test_a_bad_piece_is_forgiven_once() -> None:
 
 def test_what_takes_three_times_the_quickest_is_held_up() -> None:
     pace = Pace()
-    assert pace.held_up_after(5, 100) == math.inf
+    assert pace.held_up_after(5, 100) == FIRST_HELD_UP_SECONDS
     pace.took(5, 100, 1.0)
     assert pace.held_up_after(5, 100) == pytest.approx(3.0)
     assert pace.held_up_after(6, 50) == pytest.approx(1.5)
