@@ -13,6 +13,9 @@ from typing import Final
 
 PATIENCE: Final = 4.0
 """A piece may take so many times what is usual for its sender."""
+STRANGER_PATIENCE: Final = 16.0
+"""The first piece of a sender may take so many times what is usual for all: else those who never bring any would take
+the places of others for the longest."""
 SHARE_OF_NEWEST: Final = 0.25
 """How much the newest piece counts in what is usual."""
 FIRST_BACK_OFF_SECONDS: Final = 0.5
@@ -20,6 +23,8 @@ LONGEST_BACK_OFF_SECONDS: Final = 30.0
 BAD_PIECES_ALLOWED: Final = 1
 SLOW: Final = 3.0
 """A transfer that takes so many times as long as the quickest is held up at the other end."""
+FIRST_HELD_UP_SECONDS: Final = 2.0
+"""As long as no transfer has ended: the first ones may be with those who never send anything."""
 FORGETTING: Final = 1.001
 """So the quickest is forgotten, by each transfer."""
 
@@ -55,7 +60,9 @@ class Pace:
         self._usual[member] = SHARE_OF_NEWEST * newest + (1 - SHARE_OF_NEWEST) * before
 
     def held_up_after(self, member: int, size: int) -> float:
-        """Seconds after which a transfer of so many bytes is held up; infinity when nothing is known yet."""
+        """Seconds after which a transfer of so many bytes is held up; 0 for at once."""
+        if self._quickest == math.inf:
+            return FIRST_HELD_UP_SECONDS
         allowed = SLOW * self._quickest
         return 0.0 if self._usual.get(member, 0.0) > allowed else allowed * size
 
@@ -72,8 +79,10 @@ class Senders:
     """What is known of those who send pieces. Times in seconds of the caller's clock."""
 
     def __init__(self, first_deadline_seconds: float, shortest_deadline_seconds: float) -> None:
-        """`first_deadline_seconds` is for senders that brought nothing yet; no deadline is below
+        """`first_deadline_seconds` is for senders that brought nothing yet, as long as nobody has; no deadline is below
         `shortest_deadline_seconds`: a pause of a process or a lost packet is no failure."""
+        self._usual = 0.0
+        """Seconds a byte, of all senders."""
         self._first_deadline = first_deadline_seconds
         self._shortest_deadline = shortest_deadline_seconds
         self._senders: dict[int, _Sender] = {}
@@ -90,13 +99,17 @@ class Senders:
         """How long to wait for so many bytes."""
         expected = self.expected_seconds(member, size)
         if expected is None:
-            return self._first_deadline
+            if not self._usual:
+                return self._first_deadline
+            strange = STRANGER_PATIENCE * self._usual * size
+            return min(self._first_deadline, max(self._shortest_deadline, strange))
         return max(self._shortest_deadline, PATIENCE * expected)
 
     def brought(self, member: int, size: int, seconds: float) -> None:
         """A good piece of so many bytes came in so many seconds."""
         sender = self._of(member)
         newest = seconds / size
+        self._usual += SHARE_OF_NEWEST * (newest - self._usual) if self._usual else newest
         if sender.seconds_per_byte:
             newest = SHARE_OF_NEWEST * newest + (1 - SHARE_OF_NEWEST) * sender.seconds_per_byte
         sender.seconds_per_byte = newest

@@ -46,6 +46,7 @@ from p2pstore.checkpoint.effects import (
     Tick,
     Unlinked,
 )
+from p2pstore.checkpoint.flights import Flight, Flights
 from p2pstore.checkpoint.messages import (
     ANY_PIECE,
     MAX_NEW_PIECES,
@@ -97,19 +98,6 @@ class _Neighbour:
     pieces: PieceMap = NO_PIECES
     refused: Refusal | None = Refusal.FULL
     """Why no grant is offered to it until something changes. In the beginning: its map has not come yet."""
-    fetching: int = 0
-    """Pieces that are on their way from it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A piece on its way."""
-
-    neighbour: _Neighbour
-    since: float
-    deadline: float
-    held_up_at: float
-    """When its sender turns out to be slow; -infinity when that was found."""
 
 
 class Swarm:
@@ -149,11 +137,7 @@ class Swarm:
         self._neighbours: dict[int, _Neighbour] = {}
         self._order: list[_Neighbour] = []
         """Those of other hosts, to whom slots are granted."""
-        self._flights: dict[int, list[_Flight]] = {}
-        self._fetching = 0
-        """Pieces on their way over the network, and how many of them are held up."""
-        self._held_up = 0
-        self._fetching_here = 0
+        self._flights = Flights()
         self._fresh: list[int] = []
         self._told_at = -math.inf
         self._retry_at = now + self.config.retry_seconds
@@ -264,13 +248,8 @@ class Swarm:
             self._share_host(now)
         else:
             self._order.remove(neighbour)
-        lost = [
-            piece
-            for piece, flights in self._flights.items()
-            if any(flight.neighbour is neighbour for flight in flights)
-        ]
-        for piece in lost:
-            self._end_flight(neighbour, piece)
+        for piece in self._flights.pieces_from(member):
+            self._end_flight(member, piece)
             self._ask_elsewhere(piece, now)
 
     def _change_links(self, now: float) -> None:
@@ -289,7 +268,7 @@ class Swarm:
             return 0
         if not self._selection.missing and neighbour.pieces == self.have:
             return -1
-        return int(bool(neighbour.fetching or self.slots.used_by(member)))
+        return int(bool(self._flights.pieces_from(member) or self.slots.used_by(member)))
 
     def _share_host(self, now: float) -> None:
         """Divide the pieces anew among the peers of this host that are at work."""
@@ -364,8 +343,7 @@ class Swarm:
     @property
     def _room(self) -> bool:
         """Whether another piece may be fetched over the network."""
-        places = self.slots.slots
-        return self._fetching - min(self._held_up, places) < places
+        return self._flights.has_room(self.slots.slots)
 
     # --- fetching ----------------------------------------------------------------------------
 
@@ -382,18 +360,12 @@ class Swarm:
     def _fetch(self, neighbour: _Neighbour, piece: int, now: float) -> None:
         seconds = self.senders.deadline_seconds(neighbour.member, self._sizes[piece])
         held_up_at = self._held_up_at(self._downloads, neighbour.member, piece, now)
-        flight = _Flight(neighbour, now, now + seconds, held_up_at)
-        self._flights.setdefault(piece, []).append(flight)
+        flight = Flight(neighbour.member, neighbour.same_host, now, now + seconds, held_up_at)
+        self._flights.begin(piece, flight)
         self._selection.on_its_way(piece)
-        neighbour.fetching += 1
         self._check_at = min(self._check_at, flight.deadline)
         if held_up_at > -math.inf:
             self._check_at = min(self._check_at, held_up_at)
-        if neighbour.same_host:
-            self._fetching_here += 1
-        else:
-            self._fetching += 1
-            self._held_up += held_up_at == -math.inf
         self._retry_at = now + self.config.retry_seconds
         if not self._selection.wanted and self._hurry_at > now + self.config.retry_seconds:
             self._hurry_at = now
@@ -406,41 +378,30 @@ class Swarm:
 
     def _fetch_here(self, neighbour: _Neighbour, now: float) -> None:
         """Take from a peer of this host what it has: that costs no network, so no slot is needed."""
-        while self._fetching_here < self.config.host_window:
+        while self._flights.within_host < self.config.host_window:
             piece = self._selection.choose(neighbour.pieces)
             if piece is None or self.senders.is_ignored(neighbour.member, now):
                 return
             self._fetch(neighbour, piece, now)
 
-    def _end_flight(self, neighbour: _Neighbour, piece: int) -> _Flight | None:
+    def _end_flight(self, member: int, piece: int) -> Flight | None:
         """The piece does not come from this neighbour any more."""
-        flights = self._flights.get(piece, [])
-        found = next((flight for flight in flights if flight.neighbour is neighbour), None)
-        if found is None:
-            return None
-        flights.remove(found)
-        neighbour.fetching -= 1
-        if neighbour.same_host:
-            self._fetching_here -= 1
-        else:
-            self._fetching -= 1
-            self._held_up -= found.held_up_at == -math.inf
-        if not flights:
-            del self._flights[piece]
+        ended = self._flights.end(member, piece)
+        if ended is not None and not self._flights.of(piece):
             self._selection.not_coming(piece)
-        return found
+        return ended
 
     def _arrived(self, event: PieceArrived, now: float) -> None:
         member, piece = event.member, event.piece
         neighbour = self._neighbours.get(member)
-        flight = None if neighbour is None else self._end_flight(neighbour, piece)
+        flight = self._end_flight(member, piece)
         if flight is not None:
             self.senders.brought(member, self._sizes[piece], now - flight.since)
-            if neighbour is not None and not neighbour.same_host:
+            if not flight.same_host:
                 self._downloads.took(member, self._sizes[piece], now - flight.since)
-        for other in list(self._flights.get(piece, ())):
-            self._end_flight(other.neighbour, piece)
-            self._effects.append(Abandon(other.neighbour.member, piece))
+        for other in list(self._flights.of(piece)):
+            self._end_flight(other.member, piece)
+            self._effects.append(Abandon(other.member, piece))
         if not self._selection.arrived(piece):
             return
         self._fresh.append(piece)
@@ -457,7 +418,7 @@ class Swarm:
 
     def _failed(self, event: PieceFailed, now: float) -> None:
         neighbour = self._neighbours.get(event.member)
-        if neighbour is None or self._end_flight(neighbour, event.piece) is None:
+        if neighbour is None or self._end_flight(event.member, event.piece) is None:
             return
         if event.why is Failure.BUSY:
             return  # its grant will come
@@ -500,21 +461,20 @@ class Swarm:
 
     def _late_piece(self, neighbour: _Neighbour, now: float) -> int | None:
         """A piece on its way from somebody else that this neighbour would bring sooner."""
-        for piece, flights in self._flights.items():
+        for piece, flight in self._flights.alone():
             if (
-                len(flights) == 1
-                and neighbour.pieces >> piece & 1
-                and flights[0].neighbour is not neighbour
-                and self._would_be_sooner(neighbour, piece, flights[0], now)
+                neighbour.pieces >> piece & 1
+                and flight.member != neighbour.member
+                and self._would_be_sooner(neighbour, piece, flight, now)
             ):
                 return piece
         return None
 
     def _would_be_sooner(
-        self, neighbour: _Neighbour, piece: int, flight: _Flight, now: float
+        self, neighbour: _Neighbour, piece: int, flight: Flight, now: float
     ) -> bool:
         size = self._sizes[piece]
-        usual = self.senders.expected_seconds(flight.neighbour.member, size)
+        usual = self.senders.expected_seconds(flight.member, size)
         instead = self.senders.expected_seconds(neighbour.member, size)
         waited = now - flight.since
         if usual is None:
@@ -529,25 +489,24 @@ class Swarm:
         if self.complete or self._selection.wanted or not self._flights:
             return
         soonest = math.inf
-        for piece, flights in list(self._flights.items()):
-            size = self._sizes[piece]
-            usual = self.senders.expected_seconds(flights[0].neighbour.member, size)
+        for piece, flight in self._flights.alone():
+            usual = self.senders.expected_seconds(flight.member, self._sizes[piece])
             soonest = min(soonest, self.config.retry_seconds if usual is None else usual / 2)
-            if len(flights) > 1 or self._fetching > 2 * self.slots.slots:
+            if self._flights.over_network > 2 * self.slots.slots:
                 continue
-            holder = self._best_holder(piece, flights[0], now)
+            holder = self._best_holder(piece, flight, now)
             if holder is not None:
                 self._fetch(holder, piece, now)
         self._hurry_at = now + soonest
 
-    def _best_holder(self, piece: int, flight: _Flight, now: float) -> _Neighbour | None:
+    def _best_holder(self, piece: int, flight: Flight, now: float) -> _Neighbour | None:
         """Who would bring the piece soonest, if that is sooner than it comes."""
         size = self._sizes[piece]
         better = [
             each
             for each in self._neighbours.values()
             if each.pieces >> piece & 1
-            and each is not flight.neighbour
+            and each.member != flight.member
             and not self.senders.is_ignored(each.member, now)
             and self._would_be_sooner(each, piece, flight, now)
         ]
@@ -673,7 +632,7 @@ class Swarm:
             self._void_grants(now)
             self._end_overdue(now)
             self._mark_held_up(now)
-            self._check_at = min(self._next_deadline(), self.slots.next_change())
+            self._check_at = min(self._flights.next_change(), self.slots.next_change())
         if self._links.next_tick() <= now:
             self._change_links(now)
         if self._siblings_at <= now:
@@ -695,35 +654,17 @@ class Swarm:
         """What is held up takes no place of what would not be: say that there is room again."""
         self.slots.mark_held_up(now)
         before = self._room
-        for flights in self._flights.values():
-            for flight in flights:
-                if -math.inf < flight.held_up_at <= now:
-                    flight.held_up_at = -math.inf
-                    self._held_up += not flight.neighbour.same_host
+        self._flights.mark_held_up(now)
         if self._room and not before and self._selection.wanted:
             self._tell(tuple(self._neighbours), NewPieces([]))
 
-    def _next_deadline(self) -> float:
-        soonest = math.inf
-        for flights in self._flights.values():
-            for flight in flights:
-                soonest = min(soonest, flight.deadline)
-                if flight.held_up_at > -math.inf:
-                    soonest = min(soonest, flight.held_up_at)
-        return soonest
-
     def _end_overdue(self, now: float) -> None:
-        overdue = [
-            (flight.neighbour, piece)
-            for piece, flights in self._flights.items()
-            for flight in flights
-            if flight.deadline <= now
-        ]
-        for neighbour, piece in overdue:
-            self._end_flight(neighbour, piece)
-            self.senders.failed(neighbour.member, now)
-            self._effects.append(Abandon(neighbour.member, piece))
-        for _, piece in overdue:
+        overdue = self._flights.overdue(now)
+        for piece, flight in overdue:
+            self._end_flight(flight.member, piece)
+            self.senders.failed(flight.member, now)
+            self._effects.append(Abandon(flight.member, piece))
+        for piece, _ in overdue:
             self._ask_elsewhere(piece, now)
 
     def _retry(self, now: float) -> None:
@@ -734,7 +675,7 @@ class Swarm:
             if each.same_host:
                 self._fetch_here(each, now)
         wanted = self._selection.wanted & self._host.mask
-        if not wanted or self._fetching:
+        if not wanted or self._flights.over_network:
             return
         reachable = NO_PIECES
         for each in self._order:

@@ -70,6 +70,8 @@ class BroadcastScenario:
     noticed_after: float = 0.5
     hostile_share: float = 0.0
     """Receivers that send nothing but wrong bytes."""
+    silent_share: float = 0.0
+    """Receivers that offer what they have and send nothing."""
     joining_over: float = 0.0
     """Receivers join evenly over so many shortest times."""
     receivers_per_host: int = 1
@@ -142,7 +144,7 @@ class _Peer:
         self.machine = machine
         self.joined_at = joined_at
         self.alive = True
-        self.slow = self.dies = self.hostile = False
+        self.slow = self.dies = self.hostile = self.silent = False
         self.linked: set[int] = set()
         self.fetching: set[tuple[int, int]] = set()
         self.wakes_at = math.inf
@@ -219,6 +221,7 @@ class Broadcast:
             (scenario.slow_share, self._make_slow),
             (scenario.dying_share, self._make_dying),
             (scenario.hostile_share, self._make_hostile),
+            (scenario.silent_share, self._make_silent),
         ):
             count = math.ceil(share * scenario.receivers)
             for member in receivers[:count]:
@@ -236,9 +239,13 @@ class Broadcast:
     def _make_hostile(self, peer: _Peer) -> None:
         peer.hostile = True
 
+    def _make_silent(self, peer: _Peer) -> None:
+        peer.silent = True
+
     def _counts(self, peer: _Peer) -> bool:
         """Whether it is waited for: healthy receivers are."""
-        return not (peer.slow or peer.dies or peer.hostile or peer.member == SOURCE)
+        unwell = peer.slow or peer.dies or peer.hostile or peer.silent
+        return not (unwell or peer.member == SOURCE)
 
     def _join(self, peer: _Peer) -> None:
         known = self._known | {peer.member}
@@ -370,6 +377,8 @@ class Broadcast:
     def _serve(self, sender: _Peer, receiver: _Peer, piece: int) -> None:
         if not sender.machine.have >> piece & 1:
             raise AssertionError(f"{sender.member} serves piece {piece}, which it does not have")
+        if sender.silent:
+            return
         now, size = self.kernel.now, self._sizes[piece]
         if sender.host == receiver.host:
             arrives = now + size / MEMORY_BYTES_PER_SECOND

@@ -57,6 +57,12 @@ def test_who_sends_wrong_bytes_is_banned_and_everybody_else_gets_the_right_ones(
     assert outcome.bad_pieces <= 28 * 4 * 3
 
 
+def test_who_offers_and_sends_nothing_delays_others_little() -> None:
+    outcome = broadcast(BroadcastScenario(32, silent_share=0.2))
+    assert outcome.last <= 1.5
+    assert outcome.wrongly_banned == 0
+
+
 def test_late_joiners_are_let_in_and_need_no_longer() -> None:
     outcome = broadcast(BroadcastScenario(40, pieces=128, joining_over=2.0))
     assert outcome.last <= 1.15

@@ -240,29 +240,6 @@ def test_a_signature_of_another_kind_of_thing_is_no_signature() -> None:
         )
 
 
-def test_the_bytes_of_a_manifest_never_change() -> None:
-    manifest = make_manifest(
-        "model",
-        [
-            FileEntry("a", 2, 0o644, bytes([0x18]) * 32),
-            FileEntry("b", 0, 0o600, bytes(32), "float32", [0, 4]),
-        ],
-        PIECE,
-        bytes([7]) * 32,
-    )
-    body = bytes.fromhex(
-        "9501a56d6f64656ccd400092"
-        f"96a16102cd01a4c420{'18' * 32}a090"
-        f"96a16200cd0180c420{'00' * 32}a7666c6f61743332920004"
-        f"c420{'07' * 32}"
-    )
-    assert encode_body(manifest) == body
-    assert version_of(body).hex() == "5e9a9b32574f74baa203e77963608af1"
-    assert read_manifest(body) == manifest
-    signature = PUBLISHER.sign(b"p2pstore checkpoint manifest 1\0" + hash_of(body))
-    assert sign_manifest(manifest, PUBLISHER).signature == signature
-
-
 def test_fields_that_a_newer_version_appends_are_passed_over() -> None:
     fields = msgspec.msgpack.decode(encode_body(SMALL))
     fields[3][0].append("new")

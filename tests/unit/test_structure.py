@@ -90,7 +90,7 @@ PURE = (
         for name in (
             *("manifest", "paths", "pieces", "piece_map", "selection", "super_seeding"),
             *("upload_slots", "deadlines", "neighbours", "messages", "effects", "swarm"),
-            "source_tensors",
+            *("flights", "source_tensors"),
         )
     ),
     *(

@@ -170,26 +170,20 @@ class SwarmPeer(RuleBasedStateMachine):
     @invariant()
     def books_are_right(self) -> None:
         machine = self.machine
-        flights = {
-            (flight.neighbour.member, piece)
-            for piece, several in machine._flights.items()
-            for flight in several
-        }
-        assert flights == self.fetching
+        flights = machine._flights
+        assert {(flight.member, piece) for piece, flight in flights} == self.fetching
         selection = machine._selection
         assert selection.have | selection.missing == full_map(PIECES)
         assert not selection.have & selection.missing
-        assert pieces_in(selection.missing & ~selection.wanted) == sorted(machine._flights)
+        assert pieces_in(selection.missing & ~selection.wanted) == sorted(
+            {piece for piece, _ in flights}
+        )
         assert set(machine._neighbours) == self.linked
         assert not self.linked & self.banned
-        network = [
-            flight
-            for several in machine._flights.values()
-            for flight in several
-            if not flight.neighbour.same_host
-        ]
-        assert machine._fetching == len(network)
-        assert machine._held_up == sum(flight.held_up_at == -math.inf for flight in network)
+        network = [flight for _, flight in flights if not flight.same_host]
+        assert flights.over_network == len(network)
+        assert flights.within_host == len(self.fetching) - len(network)
+        assert flights.held_up == sum(flight.held_up_at == -math.inf for flight in network)
         for piece in range(PIECES):
             holders = sum(each.pieces >> piece & 1 for each in machine._neighbours.values())
             assert selection.availability.copies(piece) == holders

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from p2pstore.checkpoint.deadlines import (
     FIRST_BACK_OFF_SECONDS,
+    FIRST_HELD_UP_SECONDS,
     LONGEST_BACK_OFF_SECONDS,
     Pace,
     Senders,
@@ -22,10 +23,7 @@ from p2pstore.checkpoint.messages import (
     Grant,
     NewPieces,
     PieceMapMessage,
-    Refuse,
-    SwarmMessage,
     decode_message,
-    kind_of,
     map_in,
 )
 from p2pstore.checkpoint.neighbours import (
@@ -283,6 +281,14 @@ def test_deadlines_are_four_times_what_is_usual() -> None:
     assert senders.expected_seconds(5, 100) == pytest.approx(3.0)
 
 
+def test_the_first_piece_of_a_sender_may_take_long_but_not_for_ever() -> None:
+    senders = Senders(first_deadline_seconds=30.0, shortest_deadline_seconds=1.0)
+    senders.brought(5, 100, 0.5)
+    assert senders.deadline_seconds(6, 100) == pytest.approx(8.0)
+    assert senders.deadline_seconds(6, 1) == 1.0
+    assert senders.deadline_seconds(6, 1000) == 30.0
+
+
 def test_a_sender_that_fails_is_left_alone_longer_each_time_until_it_brings_something() -> None:
     senders = Senders(30.0, 1.0)
     now = 0.0
@@ -314,7 +320,7 @@ def test_a_bad_piece_is_forgiven_once() -> None:
 
 def test_what_takes_three_times_the_quickest_is_held_up() -> None:
     pace = Pace()
-    assert pace.held_up_after(5, 100) == math.inf
+    assert pace.held_up_after(5, 100) == FIRST_HELD_UP_SECONDS
     pace.took(5, 100, 1.0)
     assert pace.held_up_after(5, 100) == pytest.approx(3.0)
     assert pace.held_up_after(6, 50) == pytest.approx(1.5)
@@ -399,21 +405,6 @@ def test_a_member_that_could_not_be_reached_is_tried_again_later() -> None:
 
 
 # --- messages --------------------------------------------------------------------------------
-
-MESSAGES: list[tuple[SwarmMessage, int, str]] = [
-    (PieceMapMessage(b"\x05"), 1, "91c40105"),
-    (NewPieces([0, 300]), 2, "919200cd012c"),
-    (Grant(), 3, "91ff"),
-    (Grant(7), 3, "9107"),
-    (Refuse(2), 4, "9102"),
-]
-
-
-@pytest.mark.parametrize(("message", "kind", "body"), MESSAGES)
-def test_the_bytes_of_messages_never_change(message: SwarmMessage, kind: int, body: str) -> None:
-    assert kind_of(message) == kind
-    assert encode_body(message).hex() == body
-    assert decode_message(kind, bytes.fromhex(body)) == message
 
 
 def test_a_kind_that_is_not_known_is_no_error_and_defaults_stand_for_what_is_missing() -> None:

@@ -478,6 +478,16 @@ def test_a_disk_that_takes_and_gives_a_little_at_a_time_is_good_enough(
     assert len(fetch(tmp_path, changed(BASE, "b.safetensors", 0))) == 1
 
 
+def test_no_descriptors_are_left_open(tmp_path: Path) -> None:
+    fetch(tmp_path, BASE)
+    before = len(os.listdir("/proc/self/fd"))
+    fetch(tmp_path, changed(BASE, "b.safetensors", 0))
+    fetch(tmp_path / "flat", BASE, flat=True)
+    with pytest.raises(ConfigError):
+        TargetDirectory(Path("/proc/nowhere"), signed(BASE))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_two_processes_do_not_fetch_to_one_directory(tmp_path: Path) -> None:
     target = TargetDirectory(tmp_path, signed(BASE))
     with pytest.raises(ConfigError, match="another process"):
