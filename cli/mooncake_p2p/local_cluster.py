@@ -117,7 +117,7 @@ class PeerProcess:
 class LocalCluster:
     """A folder, and peers that live in it, in a cluster of its own. `close` removes all of it."""
 
-    def __init__(self, interrupts: Interrupts, memory: str) -> None:
+    def __init__(self, interrupts: Interrupts, memory: str, *options: str) -> None:
         self._interrupts = interrupts
         place = tempfile.gettempdir()
         self.folder = Path(
@@ -125,7 +125,13 @@ class LocalCluster:
                 prefix="p2p-demo-", dir=place if len(place) <= LONGEST_FOLDER else "/tmp"
             )
         )
-        self._arguments = ["--cluster", f"demo-{secrets.token_hex(8)}", "--memory", memory]
+        self._arguments = [
+            "--cluster",
+            f"demo-{secrets.token_hex(8)}",
+            "--memory",
+            memory,
+            *options,
+        ]
         self.peers: list[PeerProcess] = []
 
     def add(self, name: str) -> PeerProcess:

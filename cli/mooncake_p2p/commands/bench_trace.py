@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ def bench_trace(
         str, typer.Argument(metavar="FILE", help="The trace, JSON lines.", show_default=False)
     ],
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Replay on simulated peers: the only way yet.")
+        bool, typer.Option("--simulate", help="Only on simulated peers, and compare more.")
     ] = False,
     peers: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many.")] = 10,
     memory: Annotated[
@@ -69,6 +69,9 @@ def bench_trace(
     token_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="KVCache of a token; a block has 512 tokens.")
     ] = "320KiB",
+    block_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Real peers: what a block takes there.")
+    ] = "16KiB",
     plot: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Picture: hit rate by memory.", show_default=False),
@@ -77,23 +80,23 @@ def bench_trace(
 ) -> None:
     """Replay a trace of requests: what a pool of peers would save.
 
-    FILE is as in the traces published with the Mooncake paper (FAST '25): timestamp, input_length,
-    output_length and hash_ids of each request. The real code decides what is evicted, in virtual
-    time; locations are known to all at once, and reading takes no time. A hit is a block of the
-    prefix up to the first one that is nowhere. COMPUTE SAVED is the share of prefill operations
-    that need not be done, by Eq. 1 of the paper for LLaMA3-70B. The rest is bytes of KVCache read,
-    by where they were.
+    Without --simulate, N peers are started on this machine, with blocks of --block-bytes, and serve
+    the requests one after the other; beside them the same pool in simulation. FILE is as in the
+    traces published with the Mooncake paper (FAST '25): timestamp, input_length, output_length and
+    hash_ids of each request. The real code decides what is evicted, in virtual time; locations are
+    known to all at once, and reading takes no time. A hit is a block of the prefix up to the first
+    one that is nowhere. COMPUTE SAVED is the share of prefill operations that need not be done, by
+    Eq. 1 of the paper for LLaMA3-70B. The rest is bytes of KVCache read, by where they were.
     """
     from p2pstore.trace.comparison import cases, compare
     from p2pstore.trace.prefix_hits import Model
 
-    if not simulate:
-        raise CommandFailed(
-            "there is no replay on running peers yet: add --simulate", ExitCode.USAGE
-        )
     model = Model(kv_bytes_per_token=_at_least_one(parse_bytes(token_bytes, "--token-bytes")))
     settings = _settings(*(peers, memory, ssd, model, policy, routing, load_bound, keep_after))
     requests = _read(file)
+    if not simulate:
+        _replay_for_real(requests, settings, model, parse_bytes(block_bytes, "--block-bytes"), json)
+        return
     blocks = len({block for request in requests for block in request.hash_ids})
     replayed: list[Replayed] = []
     with progress("replaying") as bar:
@@ -165,6 +168,64 @@ def _read(file: str) -> list[Request]:
 
     with Path(file).open("rb") as lines:
         return list(read_requests(iter(partial(lines.readline, MAX_LINE_BYTES + 1), b"")))
+
+
+def _replay_for_real(
+    requests: Sequence[Request],
+    settings: PoolSettings,
+    model: Model,
+    block_bytes: int,
+    as_json: bool,
+) -> None:
+    from mooncake_p2p import trace_replay
+    from mooncake_p2p.interrupts import Interrupts
+    from mooncake_p2p.local_cluster import LocalCluster
+    from p2pstore.trace.pool import Pool
+
+    if settings.ssd_blocks:
+        raise CommandFailed("--ssd: there are no SSDs in a real replay yet", ExitCode.USAGE)
+    if block_bytes < 2 * trace_replay.TRAILER_BYTES or block_bytes % 4096:
+        raise ValueError("--block-bytes: a multiple of 4KiB")
+    memory = settings.memory_blocks * block_bytes
+    with Interrupts() as interrupts, progress("replaying") as bar:
+
+        def advanced(count: int) -> None:
+            if count % 100 == 0:
+                bar.relabel(f"replayed {count:,} of {len(requests):,} requests")
+
+        options = ("--eviction-policy", settings.policy, "--network", "local")
+        cluster = LocalCluster(interrupts, str(memory), *options)
+        try:
+            with interrupts.allowed():
+                real = trace_replay.replay(
+                    cluster, requests, settings, model, block_bytes, advanced
+                )
+        finally:
+            cluster.close()
+    simulated = Pool(replace(settings, keep_after=0), model).replay(requests).counts.ratio
+    ratio = real.counts.ratio
+    compression = requests[-1].seconds / real.seconds if real.seconds else 0.0
+    if as_json:
+        figures = [
+            Result("hit rate", ratio, "", "simulation", simulated, ratio / (simulated or 1.0)),
+            Result("compute saved", real.counts.compute_saved, ""),
+            Result("prefill tokens reused", real.counts.reused_tokens, "tokens"),
+            Result("time compression", compression, "times"),
+            Result("blocks that could not be read", real.lost, ""),
+            *(Result(f"read by {way}", size, "B") for way, size in real.read_bytes.items()),
+        ]
+        results = [asdict(each) for each in figures]
+        print_json({"results": results, "machine": machine()})
+        return
+    rows = [
+        ("hit rate", f"{ratio:.4f} (simulated {simulated:.4f})"),
+        ("compute saved", f"{real.counts.compute_saved:.1%}"),
+        ("tokens reused", f"{real.counts.reused_tokens:,} of {real.counts.tokens:,}"),
+        ("time", f"{real.seconds:.0f} s, the trace {compression:.0f} times as fast"),
+        ("blocks known, but not read", f"{real.lost:,}"),
+        *((f"read, {way}", format_bytes(size)) for way, size in real.read_bytes.items() if size),
+    ]
+    print_table(("WHAT", f"{settings.peers} PEERS, {settings.policy}"), rows)
 
 
 # --- what came of it -------------------------------------------------------------------------------

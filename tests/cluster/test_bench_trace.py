@@ -1,0 +1,42 @@
+"""`bench trace` on real peers: they hit what the simulation hits, and every block is the right one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from mooncake_p2p.errors import ExitCode
+from mooncake_p2p.main import run
+from tests.unit.trace_requests import conversations
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(b"\n".join(msgspec.json.encode(each) for each in conversations(150)))
+    return str(file)
+
+
+@pytest.mark.parametrize("routing", ["round-robin", "affine"])
+def test_real_peers_hit_what_simulated_ones_hit(
+    trace: str, routing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--peers", "3", "--memory", "150blocks", "--policy", "lru", "--routing", routing]
+    assert run(["bench", "trace", trace, *arguments, "--json"]) == 0
+    results = {each["name"]: each for each in json.loads(capsys.readouterr().out)["results"]}
+    hits = results["hit rate"]
+    assert hits["baseline"] > 0.1
+    assert hits["value"] == pytest.approx(hits["baseline"], abs=0.03)
+    assert results["prefill tokens reused"]["value"] > 0
+    assert results["read by own memory"]["value"] > 0
+
+
+@pytest.mark.parametrize("wrong", [("--ssd", "100blocks"), ("--block-bytes", "5000")])
+def test_what_cannot_be_replayed_is_said(
+    trace: str, wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "trace", trace, "--memory", "100blocks", *wrong]) == ExitCode.USAGE
+    assert wrong[0] in capsys.readouterr().err
