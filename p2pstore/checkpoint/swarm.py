@@ -144,7 +144,6 @@ class Swarm:
         self._check_at = math.inf
         """No deadline of a piece or a grant is earlier."""
         self._hurry_at = math.inf
-        self._siblings_at = math.inf
         self._effects: list[Effect] = []
         self._said_complete = self._selection.complete
         self._handlers: dict[type[Any], Callable[[Any, float], None]] = {
@@ -193,7 +192,7 @@ class Swarm:
         if self._fresh:
             soonest = min(soonest, self._told_at + self.config.news_seconds)
         if self._selection.missing:
-            soonest = min(soonest, self._retry_at, self._siblings_at)
+            soonest = min(soonest, self._retry_at)
         return soonest
 
     # --- neighbours --------------------------------------------------------------------------
@@ -273,19 +272,13 @@ class Swarm:
     def _share_host(self, now: float) -> None:
         """Divide the pieces anew among the peers of this host that are at work."""
         patience = self.config.sibling_patience_seconds
-        siblings = [each for each in self._neighbours.values() if each.same_host]
         active = {
             each.member
-            for each in siblings
-            if (now < each.heard_at + patience or each.pieces.bit_count() == self._count)
+            for each in self._neighbours.values()
+            if each.same_host
+            and (now < each.heard_at + patience or each.pieces.bit_count() == self._count)
             and not self.senders.is_ignored(each.member, now)
         }
-        self._siblings_at = min(
-            (each.heard_at + patience for each in siblings if each.member in active),
-            default=math.inf,
-        )
-        if self._siblings_at <= now:
-            self._siblings_at = math.inf
         self._host.siblings(active)
         self._sharing = 1 + len(active)
         self._set_slots()
@@ -635,8 +628,6 @@ class Swarm:
             self._check_at = min(self._flights.next_change(), self.slots.next_change())
         if self._links.next_tick() <= now:
             self._change_links(now)
-        if self._siblings_at <= now:
-            self._share_host(now)
         if self._hurry_at <= now:
             self._hurry(now)
         if self._retry_at <= now:
@@ -668,7 +659,7 @@ class Swarm:
             self._ask_elsewhere(piece, now)
 
     def _retry(self, now: float) -> None:
-        """Nobody offers anything: ask."""
+        """Nobody offers anything: ask. The share of a peer of this host that brought nothing for long is taken over."""
         self._retry_at = now + self.config.retry_seconds
         self._share_host(now)
         for each in list(self._neighbours.values()):

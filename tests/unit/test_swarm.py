@@ -257,9 +257,13 @@ def test_who_sends_a_bad_piece_is_left_alone_and_the_second_time_banned() -> Non
 
 def test_who_tells_of_pieces_that_do_not_exist_is_banned() -> None:
     peer = Peer([0])
+    peer.on(Participants(frozenset([1])))
+    assert peer.asked(Connect) == [Connect(1)]
     peer.neighbour(1)
     peer.on(Received(1, NewPieces([8])))
     assert peer.asked(Disconnect) == [Disconnect(1, banned=True)]
+    peer.wait(60.0)
+    assert peer.asked(Connect) == []
     peer.on(Linked(1))
     assert peer.asked(Disconnect) == [Disconnect(1, banned=True)]
 
@@ -305,6 +309,20 @@ def test_what_is_late_in_the_end_is_asked_for_twice_and_the_slower_one_is_given_
     peer.on(PieceArrived(2, 7))
     assert peer.asked(Abandon) == [Abandon(1, 7)]
     assert peer.machine.complete
+
+
+def test_a_grant_in_the_end_is_used_for_what_is_late() -> None:
+    peer = Peer(list(range(6)))
+    peer.neighbour(1, *range(8))
+    peer.on(Received(1, Grant(6)))
+    peer.on(PieceArrived(1, 6), after=0.2)
+    peer.on(Received(1, Grant(7)))
+    peer.neighbour(2, *range(8))  # nothing is known of how quick it is
+    peer.on(Received(2, Grant()))
+    assert peer.told(Refuse) == [((2,), Refuse(Refusal.NOTHING))]
+    peer.now += 0.31
+    peer.on(Received(2, Grant()))
+    assert peer.asked(Fetch) == [Fetch(2, 7)]
 
 
 def test_a_slow_sender_takes_no_place_that_others_would_use() -> None:
@@ -446,6 +464,20 @@ def test_slots_are_free_again_when_their_user_goes() -> None:
     assert peer.granted() == [2, 2]
     peer.on(Served(1, 0))
     assert peer.machine.slots.free == 0
+    assert not peer.machine._serving_since
+
+
+def test_nothing_is_kept_of_a_neighbour_that_went() -> None:
+    peer = Peer([0])
+    peer.neighbour(1, 1)
+    peer.on(Received(1, Grant(1)))
+    peer.on(PieceArrived(1, 1))
+    peer.on(Asked(1, 0))
+    peer.on(Served(1, 0))
+    assert peer.machine._uploads._usual.keys() == peer.machine._downloads._usual.keys() == {1}
+    peer.on(Unlinked(1))
+    assert not peer.machine._uploads._usual
+    assert not peer.machine._downloads._usual
 
 
 # --- the publisher ---------------------------------------------------------------------------
@@ -559,6 +591,22 @@ def test_a_peer_of_this_host_that_brings_nothing_has_its_share_taken_over() -> N
     assert fetch.member == 1
 
 
+def test_a_peer_of_this_host_that_brings_something_now_and_then_keeps_its_share() -> None:
+    peer = Peer(config=SwarmConfig(sibling_patience_seconds=5.0))
+    peer.neighbour(1, *range(8))
+    peer.neighbour(50, same_host=True)
+    for piece in (1, 3, 5, 7):
+        peer.on(Received(1, Grant(piece)))
+        peer.on(PieceArrived(1, piece))
+    for piece in (0, 2, 4):
+        peer.wait(4.0)
+        peer.on(Received(50, NewPieces([piece])))
+        peer.on(PieceArrived(50, piece))
+    assert all(fetch.member == 50 or fetch.piece % 2 for fetch in peer.asked(Fetch))
+    peer.wait(6.0)
+    assert peer.asked(Fetch) == [Fetch(1, 6)]
+
+
 def test_peers_of_one_host_have_its_slots_together() -> None:
     peer = Peer(list(range(8)))
     assert peer.machine.slots.slots == 2
@@ -668,3 +716,5 @@ def test_what_a_late_joiner_takes_the_place_of_is_of_no_use() -> None:
     peer.asked(Tell)
     peer.on(Linked(99))
     assert peer.asked(Disconnect) == [Disconnect(17)]
+    peer.on(Linked(17))  # it may come again
+    assert 17 in peer.machine._neighbours

@@ -180,6 +180,7 @@ class SwarmPeer(RuleBasedStateMachine):
         )
         assert set(machine._neighbours) == self.linked
         assert not self.linked & self.banned
+        assert set(machine._uploads._usual) | set(machine._downloads._usual) <= self.linked
         network = [flight for _, flight in flights if not flight.same_host]
         assert flights.over_network == len(network)
         assert flights.within_host == len(self.fetching) - len(network)
