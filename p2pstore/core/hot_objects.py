@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from p2pstore.gossip.records import Member
+from p2pstore.objects import MIB
 from p2pstore.transfer.messages import Keeps
 
+HOT_BYTES: Final = 1 * MIB
+"""Smaller objects take about as long to ask for as to send."""
 MOST_TRANSFERS: Final = 3
 """To so many readers a holder sends an object itself, as long as others just got it."""
 HOT_READS: Final = 2.5
@@ -77,7 +80,7 @@ class HotObjects:
     def read(
         self, digest: bytes, length: int, reader: Member, keeps: Keeps, now: float
     ) -> SentOn | None:
-        """A peer, or a client of it, asks for an object. None: it is to be sent to it."""
+        """A peer, or a client of it, asks for an object of at least `HOT_BYTES`. None: it is to be sent to it."""
         reads = self._reads_of(digest)
         reads.forget(now - JUST_SECONDS - length / SPREAD_BYTES_PER_SECOND)
         others = [each for each in reads.transfers if each.reader != reader]

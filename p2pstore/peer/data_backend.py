@@ -9,6 +9,7 @@ from typing import Final
 
 import trio
 
+from p2pstore.core.hot_objects import HOT_BYTES
 from p2pstore.core.operation import Operation
 from p2pstore.core.put import SLOT_ONLY
 from p2pstore.core.serving import reply_of
@@ -49,13 +50,16 @@ class PeerDataBackend:
         self._core = node.core
         self._segment = node.core.segment
 
-    def open_objects(self, items: Sequence[GetItem]) -> list[OpenedObject | ObjectReply]:
+    def open_objects(
+        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps
+    ) -> list[OpenedObject | ObjectReply]:
         """Hold what is about to be sent."""
         now = self._node.now
-        unix = self._core.unix(now)
-        return [self._open(item, now, unix) for item in items]
+        return [self._open(item, reader, keeps, now) for item in items]
 
-    def _open(self, item: GetItem, now: float, unix: float) -> OpenedObject | ObjectReply:
+    def _open(
+        self, item: GetItem, reader: bytes, keeps: Keeps, now: float
+    ) -> OpenedObject | ObjectReply:
         entry = self._core.find(item.digest, now)
         cold = self._core.cold.find(item.digest, now) if entry is None else None
         if cold is not None and item.first_chunk == SLOT_ONLY:
@@ -73,10 +77,14 @@ class PeerDataBackend:
                 incarnation=self._core.incarnation,
                 sequence=self._core.gossip.log.sequence,
             )
+        if not item.first_chunk and entry.length >= HOT_BYTES:
+            sent_on = self._sent_on(entry, reader, keeps, now)
+            if sent_on is not None:
+                return sent_on
         segment = self._segment
         # Who reads it in several requests, or from several holders, reads it once.
         begins = not 0 < item.first_chunk * CHUNK_BYTES < entry.length
-        segment.used(entry, int(begins), unix)
+        segment.used(entry, int(begins), self._core.unix(now))
         self._core.counters["reads_served"] += begins
         slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
         payload = segment.payload(entry)
@@ -109,12 +117,12 @@ class PeerDataBackend:
             for operation in operations:
                 await self._node.settle(operation)
 
-    def send_on(
-        self, digest: bytes, length: int, reader: bytes, keeps: Keeps
+    def _sent_on(
+        self, entry: ObjectEntry, reader: bytes, keeps: Keeps, now: float
     ) -> ObjectReply | None:
         """To those that keep it, when the object is hot."""
         member = member_of(reader)
-        sent_on = self._core.hot_objects.read(digest, length, member, keeps, self._node.now)
+        sent_on = self._core.hot_objects.read(entry.digest, entry.length, member, keeps, now)
         if sent_on is None:
             return None
         self._core.counters["reads_sent_on"] += 1

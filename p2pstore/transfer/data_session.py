@@ -74,8 +74,6 @@ GATHER_BYTES: Final = 64 * KIB
 GATHER_PARTS: Final = 512
 _MEASURE_FILL: Final = memoryview(os.urandom(MIB))
 """Random: a way that compresses must not look faster than it is for tensors."""
-HOT_BYTES: Final = MIB
-"""From here on an object may be worth sending on."""
 KEEPS: Final = frozenset(Keeps)
 SMALL_READ_BYTES: Final = 64 * KIB
 """Reads up to this are never refused because of others."""
@@ -101,8 +99,11 @@ class OpenedObject(NamedTuple):
 class DataBackend(Protocol):
     """What the peer does behind its data connections."""
 
-    def open_objects(self, items: Sequence[GetItem]) -> Sequence[OpenedObject | ObjectReply]:
-        """Hold objects that are about to be sent, one result per item: an `ObjectReply` says why not.
+    def open_objects(
+        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps
+    ) -> Sequence[OpenedObject | ObjectReply]:
+        """Hold objects that are about to be sent to the peer `reader`, or a client of it, one result per item: an
+        `ObjectReply` says why not, such as that others have a hot object.
 
         Every `OpenedObject` with a handle is given back by `let_go`, whatever happens. Never blocks.
         """
@@ -114,13 +115,6 @@ class DataBackend(Protocol):
 
     async def bring(self, items: Sequence[GetItem]) -> None:
         """Bring them. Whatever keeps one from it, `open_objects` says; cancelled when the connection ends."""
-        ...
-
-    def send_on(
-        self, digest: bytes, length: int, reader: bytes, keeps: Keeps
-    ) -> ObjectReply | None:
-        """What to answer instead of sending this large object to the peer `reader`, or a client of it: that others
-        have it. None when it is to be sent."""
         ...
 
     def let_go(self, opened: OpenedObject) -> None:
@@ -382,18 +376,17 @@ class DataSession:
         replies: list[ObjectReply] = []
         payloads: list[memoryview] = []
         bulk_bytes = body_bytes = 0
-        opened = self._backend.open_objects(get.items)
+        keeps = Keeps(get.keeps) if get.keeps in KEEPS else Keeps.NO
+        opened = self._backend.open_objects(get.items, self._claims.issuer, keeps)
         self._held += [
             each for each in opened if isinstance(each, OpenedObject) and each.handle is not None
         ]
         for item, each in zip(get.items, opened, strict=True):
             if isinstance(each, ObjectReply):
+                self._traffic.busy += each.status == ObjectStatus.BUSY
                 replies.append(each)
                 continue
             payload = _range(each.payload, item)
-            if (sent_on := self._send_on(get, item, each)) is not None:
-                replies.append(sent_on)
-                continue
             if len(payload) > SMALL_READ_BYTES and not self._take_upload(get.may_refuse):
                 replies.append(ObjectReply(ObjectStatus.BUSY))
                 continue
@@ -417,16 +410,6 @@ class DataSession:
         self._traffic.objects += len(payloads)
         if payloads and not self._uploads:
             self._traffic.small_read_at = time.monotonic()
-
-    def _send_on(self, get: Get, item: GetItem, opened: OpenedObject) -> ObjectReply | None:
-        """What others are to send. Who has begun with an object here goes on here."""
-        length = len(opened.payload)
-        if item.first_chunk or length < HOT_BYTES:
-            return None
-        keeps = Keeps(get.keeps) if get.keeps in KEEPS else Keeps.NO
-        reply = self._backend.send_on(item.digest, length, self._claims.issuer, keeps)
-        self._traffic.busy += reply is not None
-        return reply
 
     def _take_upload(self, may_refuse: bool) -> bool:
         """Whether a large answer may be sent now; if so, this connection has one on its way until the next flush

@@ -225,7 +225,9 @@ class Backend:
     async def bring(self, items: Sequence[GetItem]) -> None:
         raise AssertionError("nothing is to be brought")
 
-    def open_objects(self, items: Sequence[GetItem]) -> list[OpenedObject | ObjectReply]:
+    def open_objects(
+        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps
+    ) -> list[OpenedObject | ObjectReply]:
         return [self._open(item.digest) for item in items]
 
     def _open(self, digest: bytes) -> OpenedObject | ObjectReply:
@@ -237,11 +239,6 @@ class Backend:
         return OpenedObject(
             segment.slot_bytes(entry), segment.trailer_bytes(entry), segment.payload(entry), entry
         )
-
-    def send_on(
-        self, digest: bytes, length: int, reader: bytes, keeps: Keeps
-    ) -> ObjectReply | None:
-        return None
 
     def let_go(self, opened: OpenedObject) -> None:
         self._segment.let_go(opened.handle)
