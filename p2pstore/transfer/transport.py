@@ -263,6 +263,9 @@ async def pull_with_failover(
         if watch is not None:
             watch.attempt(attempt.copy.member, transport.name)
         helpers = None
+        if attempt.copy.length_bytes >= SLICED_BYTES and len(copies) > 1:
+            # Several bring it together: none of them sends the reader on to others.
+            attempt = replace(attempt, copy=replace(attempt.copy, keeps=Keeps.NO))
         if attempt.copy.length_bytes >= SLICED_BYTES:
             helpers = _HelpingHolders(attempts, attempt, transport.name, watch)
         try:

@@ -124,7 +124,6 @@ def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixt
         (["bench", "--size", "0"], "--size: must be at least 1 byte"),
         (["bench", "--seconds", "61"], "--seconds"),
         (["bench", "trace"], "missing argument 'FILE'"),
-        (["bench", "trace", "f"], "no replay on running peers yet: add --simulate"),
         (["bench", "trace", "f", "--simulate", "--memory", "1KiB"], "--memory: '1KiB' is less"),
         (["bench", "trace", "f", "--simulate", "--ssd", "14blocks"], "--ssd: '14blocks' is less"),
         (
