@@ -27,6 +27,8 @@ HALF_LIFE_SECONDS: Final = 10.0
 JUST_SECONDS: Final = 2.0
 SPREAD_BYTES_PER_SECOND: Final = 100e6
 """How long a transfer counts as having just been: by then all know of the copies that it made."""
+KEPT_SHARE: Final = 16
+"""A client's peer is not to keep what takes more than this part of its memory: that would cost others their place."""
 MAX_OBJECTS: Final = 4096
 """Whose readers are remembered: those read last."""
 
@@ -78,9 +80,18 @@ class HotObjects:
         return len(self._objects)
 
     def read(
-        self, digest: bytes, length: int, reader: Member, keeps: Keeps, now: float
+        self,
+        digest: bytes,
+        length: int,
+        reader: Member,
+        reader_memory_bytes: int,
+        keeps: Keeps,
+        now: float,
     ) -> SentOn | None:
-        """A peer, or a client of it, asks for an object of at least `HOT_BYTES`. None: it is to be sent to it."""
+        """A peer with so much memory, or a client of it, asks for an object of at least `HOT_BYTES`. None: it is to be
+        sent to it."""
+        if keeps is Keeps.BY_PEER and length > reader_memory_bytes // KEPT_SHARE:
+            keeps = Keeps.NO
         reads = self._reads_of(digest)
         reads.forget(now - JUST_SECONDS - length / SPREAD_BYTES_PER_SECOND)
         others = [each for each in reads.transfers if each.reader != reader]

@@ -122,7 +122,11 @@ class PeerDataBackend:
     ) -> ObjectReply | None:
         """To those that keep it, when the object is hot."""
         member = member_of(reader)
-        sent_on = self._core.hot_objects.read(entry.digest, entry.length, member, keeps, now)
+        state = self._core.gossip.membership.resolve(member)
+        memory_bytes = state.memory_capacity if state is not None else 0
+        sent_on = self._core.hot_objects.read(
+            entry.digest, entry.length, member, memory_bytes, keeps, now
+        )
         if sent_on is None:
             return None
         self._core.counters["reads_sent_on"] += 1

@@ -10,7 +10,13 @@ import pytest
 from p2pstore.core import hot_objects
 from p2pstore.core.effects import PullFailure, PullObject, PullOutcome
 from p2pstore.core.fetch import MOST_HOPS, FetchOperation
-from p2pstore.core.hot_objects import HALF_LIFE_SECONDS, MOST_TRANSFERS, HotObjects, SentOn
+from p2pstore.core.hot_objects import (
+    HALF_LIFE_SECONDS,
+    KEPT_SHARE,
+    MOST_TRANSFERS,
+    HotObjects,
+    SentOn,
+)
 from p2pstore.errors import Unavailable
 from p2pstore.objects import MIB
 from p2pstore.transfer.messages import DataKind, Keeps, Locations
@@ -19,12 +25,13 @@ from tests.unit.core_harness import Harness, Other, RemoteObject, digest_of
 
 KEY = digest_of("hot")
 LENGTH = 4 * MIB
+MEMORY = KEPT_SHARE * LENGTH
 
 
 def read(
     hot: HotObjects, reader: int, keeps: Keeps = Keeps.BY_PEER, now: float = 0.0
 ) -> SentOn | None:
-    return hot.read(KEY, LENGTH, reader, keeps, now)
+    return hot.read(KEY, LENGTH, reader, MEMORY, keeps, now)
 
 
 def test_who_reads_alone_is_served() -> None:
@@ -50,6 +57,14 @@ def test_who_insists_is_served() -> None:
     for reader in range(10):
         read(hot, reader, Keeps.YES)
     assert read(hot, 10, Keeps.NO) is None
+
+
+def test_a_small_peer_does_not_give_up_its_memory_for_one_object() -> None:
+    hot = HotObjects()
+    assert read(hot, 1) is None
+    assert hot.read(KEY, LENGTH, 2, MEMORY, Keeps.BY_PEER, 0.0) == SentOn([])
+    for memory_bytes in (MEMORY - 1, 0):
+        assert hot.read(KEY, LENGTH, 3, memory_bytes, Keeps.BY_PEER, 0.0) is None
 
 
 def test_a_keeper_that_comes_again_is_served_again() -> None:
@@ -86,9 +101,9 @@ def test_the_readers_of_a_bounded_number_of_objects_are_remembered(
     monkeypatch.setattr(hot_objects, "MAX_OBJECTS", 8)
     hot = HotObjects()
     for number in range(100):
-        hot.read(digest_of(str(number)), LENGTH, 1, Keeps.YES, 0.0)
+        hot.read(digest_of(str(number)), LENGTH, 1, MEMORY, Keeps.YES, 0.0)
     assert len(hot) == 8
-    assert hot.read(digest_of("99"), LENGTH, 2, Keeps.BY_PEER, 0.0) == SentOn([])
+    assert hot.read(digest_of("99"), LENGTH, 2, MEMORY, Keeps.BY_PEER, 0.0) == SentOn([])
 
 
 @pytest.mark.parametrize("readers", [2, 4, 16, 64])
