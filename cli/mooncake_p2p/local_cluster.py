@@ -57,6 +57,8 @@ class PeerProcess:
         environment = {
             key: value for key, value in os.environ.items() if not key.startswith("MOONCAKE_P2P_")
         }
+        if self._process is not None and self._process.stdout is not None:
+            self._process.stdout.close()  # of its life before
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "mooncake_p2p.tied", str(os.getpid()), "join", *arguments],
@@ -66,6 +68,13 @@ class PeerProcess:
                 env=environment,
                 process_group=0,  # Ctrl-C in the terminal is for us, who then end it
             )
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether `wait_until_ready` need not wait: it is ready, or has ended."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return bool(select.select([self._process.stdout], [], [], 0.0)[0])
 
     def wait_until_ready(self) -> None:
         """Wait for the line `ready {...}`. Raises `CommandFailed` when it does not come."""
@@ -134,9 +143,9 @@ class LocalCluster:
         ]
         self.peers: list[PeerProcess] = []
 
-    def add(self, name: str) -> PeerProcess:
-        """One more peer, not yet started."""
-        self.peers.append(PeerProcess(name, self.folder, self._arguments))
+    def add(self, name: str, *options: str) -> PeerProcess:
+        """One more peer with options of its own, not yet started."""
+        self.peers.append(PeerProcess(name, self.folder, [*self._arguments, *options]))
         return self.peers[-1]
 
     def start(self, *peers: PeerProcess, bootstrap: str | None = None) -> None:
@@ -146,6 +155,11 @@ class LocalCluster:
                 peer.start(bootstrap)
         for peer in peers:
             peer.wait_until_ready()
+
+    def begin(self, peer: PeerProcess, bootstrap: str) -> None:
+        """Start a peer, and wait for nothing."""
+        with self._interrupts.held():
+            peer.start(bootstrap)
 
     def close(self) -> None:
         """End all peers and remove the folder with their state, logs and sockets."""

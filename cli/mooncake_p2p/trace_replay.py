@@ -9,23 +9,61 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from mooncake_p2p.errors import CommandFailed
 from mooncake_p2p.local_cluster import LocalCluster, wait_until
+from mooncake_p2p.trace_outages import OutagePlan, Outages
+from p2pstore.errors import P2PStoreError
+from p2pstore.objects import MIB
+from p2pstore.trace.outages import PeerChange, next_up
 from p2pstore.trace.prefix_hits import HitCounts, Model
 from p2pstore.trace.routing import make_router
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from p2pstore.blocking import BlockingClient
     from p2pstore.trace.pool import PoolSettings
     from p2pstore.trace.requests import Request
 
 TRAILER_BYTES: Final = 512
 """Key, sums and header of a block in memory: so much shorter is its value, so that it takes what was asked for."""
+PAGE_BYTES: Final = 4096
+BLOCK_BYTES: Final = 16 * 1024
+LEAST_BLOCK_BYTES: Final = 4096
+LEAST_COLD_BLOCK_BYTES: Final = 32 * 1024
+"""The SSD tier does not take less than 16 KiB."""
+SSD_HEADER_BYTES: Final = PAGE_BYTES
+SSD_UNUSED: Final = 0.35
+"""Of an SSD as small as here: segments that are being written, or kept free, and what does not fill them."""
+LEAST_SSD_BYTES: Final = 512 * MIB
+LOOK_SECONDS: Final = 1.0
+"""Counters of a peer that is killed are those of the last look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large things are here."""
+
+    block_bytes: int
+
+    @property
+    def value_bytes(self) -> int:
+        return self.block_bytes - TRAILER_BYTES
+
+    def memory_bytes(self, blocks: int) -> int:
+        """Memory for so many blocks."""
+        return blocks * self.block_bytes
+
+    def ssd_bytes(self, blocks: int) -> int:
+        """An SSD with room for at least so many blocks beside what its log keeps free."""
+        pages = -(-self.value_bytes // PAGE_BYTES)
+        record = SSD_HEADER_BYTES + pages * PAGE_BYTES
+        return max(LEAST_SSD_BYTES, round(blocks * record / (1 - SSD_UNUSED)))
 
 
 @dataclass(slots=True)
@@ -34,10 +72,22 @@ class RealOutcome:
 
     counts: HitCounts = field(default_factory=HitCounts)
     seconds: float = 0.0
-    lost: int = 0
-    """Blocks that were known to be somewhere, and could not be read."""
+    served_at: list[float] = field(default_factory=list)
+    """Seconds since the beginning, of each request."""
+    changes: list[PeerChange] = field(default_factory=list)
+    """Who was killed and came back."""
+    unreadable: int = 0
+    """Blocks that were known to be somewhere, and could not be read: whoever had them was gone, or dropped them."""
+    failed: int = 0
+    """Those of them that a living peer had."""
+    last_copies_dropped: int = 0
+    """While a peer had nothing else to evict, or its SSD did not keep up."""
     read_bytes: Counter[str] = field(default_factory=Counter)
     """Of scaled blocks, by how they came."""
+
+    @property
+    def kills(self) -> int:
+        return sum(not change.up for change in self.changes)
 
 
 def replay(
@@ -45,85 +95,220 @@ def replay(
     requests: Sequence[Request],
     settings: PoolSettings,
     model: Model,
-    block_bytes: int,
+    scale: Scale,
+    plan: OutagePlan,
     advanced: Callable[[int], None],
 ) -> RealOutcome:
     """Start the peers and replay the trace. `advanced` is told after each request how many were served."""
-    peers = [cluster.add(f"peer{number}") for number in range(settings.peers)]
+    peers = [
+        cluster.add(name, *_ssd_options(cluster, settings, scale, name))
+        for name in (f"peer{number}" for number in range(settings.peers))
+    ]
     cluster.start(peers[0])
     cluster.start(*peers[1:], bootstrap=peers[0].ready["control"])
     with ExitStack() as stack:
-        clients = [stack.enter_context(peer.connect()) for peer in peers]
+        clients = [peer.connect() for peer in peers]
+        stack.callback(_close_all, clients)
         wait_until(lambda: all(len(each.peers()) == len(peers) for each in clients), "the cluster")
-        replayed = _Replay(clients, settings, model, block_bytes - TRAILER_BYTES)
-        begin = time.monotonic()
-        for number, request in enumerate(requests, 1):
-            replayed.serve(request)
-            advanced(number)
-        replayed.outcome.seconds = time.monotonic() - begin
-        replayed.count_bytes()
+        outages = Outages(cluster, clients, plan)
+        stack.callback(outages.close)
+        replayed = _Replay(clients, outages, settings, model, scale.value_bytes)
+        replayed.serve_all(requests, advanced)
     return replayed.outcome
+
+
+def _close_all(clients: Sequence[BlockingClient]) -> None:
+    for client in clients:
+        client.close()
+
+
+def _ssd_options(
+    cluster: LocalCluster, settings: PoolSettings, scale: Scale, name: str
+) -> tuple[str, ...]:
+    if not settings.ssd_blocks:
+        return ()
+    folder = cluster.folder / f"{name}.ssd"
+    folder.mkdir()
+    return "--ssd", str(folder), "--ssd-capacity", str(scale.ssd_bytes(settings.ssd_blocks))
+
+
+class _Killed(Exception):
+    """The peer that served the request is no more."""
 
 
 class _Replay:
     def __init__(
         self,
         clients: Sequence[BlockingClient],
+        outages: Outages,
         settings: PoolSettings,
         model: Model,
         value_bytes: int,
     ) -> None:
-        self.outcome = RealOutcome()
+        self.outcome = RealOutcome(changes=outages.changes)
         self._clients = clients
+        self._outages = outages
         self._model = model
-        self._value_bytes = value_bytes
+        self._values = _Values(value_bytes)
         self._router = make_router(settings.routing, settings.load_bound, Random(settings.seed))
         self._affine = settings.routing == "affine"
         self._rooms: list[bytearray] = []
+        self._counters = _Counters(len(clients))
+        self._look_at = 0.0
 
-    def serve(self, request: Request) -> None:
-        """Read what is anywhere, put the rest where the request went."""
+    def serve_all(self, requests: Sequence[Request], advanced: Callable[[int], None]) -> None:
+        """The whole trace."""
+        begin = time.monotonic()
+        for number, request in enumerate(requests):
+            self._outages.between(number)
+            self._look()
+            self.outcome.served_at.append(time.monotonic() - begin)
+            self._serve(request)
+            advanced(number + 1)
+        self.outcome.seconds = time.monotonic() - begin
+        self._outages.close()
+        self._look_at = 0.0
+        self._look()
+        self.outcome.read_bytes = self._counters.read_bytes
+        self.outcome.last_copies_dropped = self._counters.last_copies_dropped
+
+    # --- one request ---------------------------------------------------------------------------------
+
+    def _serve(self, request: Request) -> None:
+        """Read what is anywhere, put the rest where the request went; elsewhere, when that peer dies meanwhile."""
         keys = [str(block) for block in request.hash_ids]
-        client = self._clients[self._router.choose(self._local(keys))]
-        hits = self._read(client, request.hash_ids, keys[: client.match_prefix(keys)])
-        self.outcome.counts.count(request, hits, self._model)
-        missing = request.hash_ids[hits:]
-        puts = client.put_many([(str(block), self._value(block)) for block in missing])
-        for each in puts:
-            each.unwrap()
+        chosen = self._router.choose(self._local(keys))
+        while True:
+            chosen = next_up(chosen, self._outages.up)
+            try:
+                hits = self._serve_at(chosen, request, keys)
+            except _Killed:
+                continue
+            self.outcome.counts.count(request, hits, self._model)
+            return
+
+    def _serve_at(self, peer: int, request: Request, keys: Sequence[str]) -> int:
+        with self._killed_or_failed(peer):
+            client = self._clients[peer]
+            hits = self._read(peer, request.hash_ids, keys[: client.match_prefix(keys)])
+            missing = request.hash_ids[hits:]
+            for each in client.put_many([(str(block), self._values[block]) for block in missing]):
+                each.unwrap()
+            return hits
+
+    @contextmanager
+    def _killed_or_failed(self, peer: int) -> Iterator[None]:
+        """What fails at a peer that was killed is no failure."""
+        try:
+            yield
+        except P2PStoreError:
+            if self._outages.up[peer]:
+                raise
+            raise _Killed from None
 
     def _local(self, keys: Sequence[str]) -> list[int]:
         """Of how many blocks each peer has the run, where that matters."""
         runs = [0] * len(self._clients)
-        if self._affine and keys:
-            names = {f"peer{number}": number for number in range(len(runs))}
-            for holder in self._clients[0].match_prefix_by_peer(keys):
-                runs[names[holder.peer]] = holder.blocks
+        if not self._affine or not keys:
+            return runs
+        names = {f"peer{number}": number for number in range(len(runs))}
+        asked = self._outages.up.index(True)
+        try:
+            with self._killed_or_failed(asked):
+                for holder in self._clients[asked].match_prefix_by_peer(keys):
+                    runs[names[holder.peer]] = holder.blocks
+        except _Killed:
+            return self._local(keys)
         return runs
 
-    def _read(self, client: BlockingClient, blocks: Sequence[int], keys: Sequence[str]) -> int:
+    def _read(self, peer: int, blocks: Sequence[int], keys: Sequence[str]) -> int:
         """How many of the blocks came, from the first on. Each is compared."""
         while len(self._rooms) < len(keys):
-            self._rooms.append(bytearray(self._value_bytes))
-        results = client.get_many_into(list(zip(keys, self._rooms, strict=False)))
+            self._rooms.append(bytearray(self._values.size_bytes))
+        results = self._clients[peer].get_many_into(list(zip(keys, self._rooms, strict=False)))
         for place, result in enumerate(results):
             if not result.ok:
-                self.outcome.lost += 1
+                if not self._outages.up[peer]:
+                    raise _Killed
+                self.outcome.unreadable += 1
+                self.outcome.failed += self._is_held(keys[place])
                 return place
-            if self._rooms[place] != self._value(blocks[place]):
+            if self._rooms[place] != self._values[blocks[place]]:
                 raise CommandFailed(f"block {blocks[place]} came back wrong; please report it")
         return len(results)
 
-    def _value(self, block: int) -> bytes:
-        return block.to_bytes(8, "little") * (self._value_bytes // 8)
+    def _is_held(self, key: str) -> bool:
+        """Whether a living peer says that it holds the block itself."""
+        for number, client in enumerate(self._clients):
+            if not self._outages.up[number]:
+                continue
+            try:
+                with self._killed_or_failed(number):
+                    if any(copy.local for copy in client.locate(key)):
+                        return True
+            except _Killed:
+                continue
+        return False
 
-    def count_bytes(self) -> None:
-        """What came how, as the peers counted it."""
-        for client in self._clients:
-            peer: dict[str, Any] = client.statistics()["peer"]
-            moved = 0
-            for transport, use in peer["received"].items():
-                self.outcome.read_bytes[transport] += use["bytes"]
-                moved += use["bytes"]
-            own = peer["counters"].get("client_read_bytes", 0) - moved
-            self.outcome.read_bytes["own memory"] += max(0, own)
+    # --- what the peers counted ----------------------------------------------------------------------
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_SECONDS
+        for number, client in enumerate(self._clients):
+            if self._outages.up[number]:
+                try:
+                    with self._killed_or_failed(number):
+                        self._counters.take(number, client.statistics()["peer"])
+                except _Killed:
+                    continue
+
+
+class _Values:
+    """What blocks are filled with: different for each, and nothing that compresses."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._random = Random(1).randbytes(size_bytes + MIB)
+
+    def __getitem__(self, block: int) -> bytes:
+        start = block * 7919 % MIB
+        return block.to_bytes(8, "little") + self._random[start : start + self.size_bytes - 8]
+
+
+class _Counters:
+    """Sums over the lives of all peers: each begins again at 0."""
+
+    def __init__(self, peers: int) -> None:
+        self._seen: list[Counter[str]] = [Counter() for _ in range(peers)]
+        self._sums: Counter[str] = Counter()
+
+    def take(self, peer: int, statistics: dict[str, Any]) -> None:
+        """What a peer counts now."""
+        counted = statistics["counters"]
+        now = Counter(
+            {f"read {name}": use["bytes"] for name, use in statistics["received"].items()}
+        )
+        now["life"] = statistics["incarnation"]
+        now["dropped"] = counted.get("last_copies_dropped", 0)
+        now["read"] = counted.get("client_read_bytes", 0)
+        if now["life"] != self._seen[peer]["life"]:
+            self._sums += self._seen[peer]
+        self._seen[peer] = now
+
+    def _sum(self, name: str) -> int:
+        return self._sums[name] + sum(seen[name] for seen in self._seen)
+
+    @property
+    def last_copies_dropped(self) -> int:
+        return self._sum("dropped")
+
+    @property
+    def read_bytes(self) -> Counter[str]:
+        """By how they came."""
+        names = {name for seen in (*self._seen, self._sums) for name in seen}
+        by_way = Counter({name[5:]: self._sum(name) for name in names if name.startswith("read ")})
+        by_way["own memory or SSD"] = max(0, self._sum("read") - by_way.total())
+        return by_way

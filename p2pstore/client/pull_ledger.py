@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from p2pstore.local.messages import PullCount, SlowRead, TransportFallback
+from p2pstore.local.messages import PullCount, SlowRead, TransportFallback, UnseenRead
 from p2pstore.transfer.failover import HolderReport
+from p2pstore.transfer.shm import ShmTransport
 from p2pstore.transfer.transport import PullReport
 
 MAX_HOLDERS: Final = 1024
@@ -15,6 +16,7 @@ SLOW_SECONDS: Final = 0.05
 """Reads that the peer is told of; it keeps those above its own threshold."""
 MAX_FALLBACKS: Final = 64
 MAX_REASON_LETTERS: Final = 200
+MAX_UNSEEN: Final = 4096
 
 
 class PullLedger:
@@ -25,6 +27,7 @@ class PullLedger:
         self._slow: list[SlowRead] = []
         self._fallbacks: dict[tuple[int, str], TransportFallback] = {}
         self._misses = 0
+        self._unseen: dict[tuple[bytes, int], int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._counts or self._slow or self._fallbacks or self._misses)
@@ -41,6 +44,8 @@ class PullLedger:
             self._fell_back(fallback)
         if report.pulled is not None and report.copy is not None:
             transport, member = report.pulled.transport, report.copy.member
+            if transport == ShmTransport.name:
+                self._unseen_by(member, digest)
             for share in report.brought():
                 whole = int(share.member == member)
                 self.count(share.member, transport, objects=whole, length_bytes=share.length_bytes)
@@ -52,6 +57,11 @@ class PullLedger:
             return
         if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
             self._slow.append(SlowRead(digest, member, transport, seconds, code, key))
+
+    def _unseen_by(self, member: int, digest: bytes) -> None:
+        """Nobody but this client knows that the holder was read; its eviction is to know as well."""
+        if (digest, member) in self._unseen or len(self._unseen) < MAX_UNSEEN:
+            self._unseen[digest, member] = self._unseen.get((digest, member), 0) + 1
 
     def _fell_back(self, report: HolderReport) -> None:
         where = report.member, report.transport
@@ -78,11 +88,15 @@ class PullLedger:
         counted[1] += length_bytes
         counted[2] += failures
 
-    def take(self) -> tuple[list[PullCount], list[SlowRead], list[TransportFallback], int]:
+    def take(
+        self,
+    ) -> tuple[list[PullCount], list[SlowRead], list[TransportFallback], int, list[UnseenRead]]:
         """What was counted since the last time."""
         counts, self._counts = self._counts, {}
         slow, self._slow = self._slow, []
         fallbacks, self._fallbacks = self._fallbacks, {}
         misses, self._misses = self._misses, 0
+        unseen, self._unseen = self._unseen, {}
         pulls = [PullCount(*where, *numbers) for where, numbers in list(counts.items())]
-        return pulls, slow, list(fallbacks.values()), misses
+        reads = [UnseenRead(*which, count) for which, count in list(unseen.items())]
+        return pulls, slow, list(fallbacks.values()), misses, reads

@@ -149,6 +149,16 @@ class ColdCopies:
         else:
             core.gossip.release(entry.digest, entry.version, now)
             core.counters["objects_withdrawn"] += 1
+            core.counters["last_copies_dropped"] += self._was_last_copy(entry, now)
+
+    def _was_last_copy(self, gone: ObjectEntry | ColdEntry, now: float) -> bool:
+        """Whether nobody is known to have what this peer just gave up. What expired, or was replaced, nobody should
+        have."""
+        core = self._core
+        over = 0 < gone.expires_unix_ms <= core.unix(now) * 1000
+        if gone.soft or over or gone.digest in core.segment.digests():
+            return False
+        return all(each.hidden for each in core.gossip.holders(gone.digest, now))
 
     def came_to_memory(self, entry: ObjectEntry) -> None:
         """An object was published in memory: older versions are of no use any more."""
@@ -194,6 +204,7 @@ class ColdCopies:
             entry = core.segment.find(cold.digest, core.unix(now))
             if entry is None:
                 core.gossip.release(cold.digest, cold.version, now)
+                core.counters["last_copies_dropped"] += self._was_last_copy(cold, now)
             elif entry.version == cold.version:
                 core.segment.set_on_ssd(entry, False)
 

@@ -32,6 +32,7 @@ from p2pstore.core.lookup import check_holding_record
 from p2pstore.core.operation import Operation
 from p2pstore.core.own_copies import is_kept_elsewhere
 from p2pstore.core.prefetching import Prefetching
+from p2pstore.core.read_reports import UNSEEN_TRANSPORTS, ReadReports
 from p2pstore.core.repair import Repair, RepairTiming
 from p2pstore.core.serving import serve
 from p2pstore.core.taking_pushes import PushesComing
@@ -119,6 +120,7 @@ class PeerCore:
         self.prefetching = Prefetching(self)
         self.hot_objects = HotObjects()
         self.repair = Repair(self, repair)
+        self.read_reports = ReadReports(self)
         segment.ask_who_keeps(self._is_kept_elsewhere)
         gossip.locations.watch(segment.digests(), self._awaited.keys())
 
@@ -216,6 +218,8 @@ class PeerCore:
     def pulled(self, operation: int, outcome: PullOutcome, now: float) -> None:
         """The outcome of a `PullObject`."""
         machine = self._operations.get(operation)
+        if isinstance(machine, FetchOperation) and outcome.transport in UNSEEN_TRANSPORTS:
+            self.read_reports.note(outcome.source, machine.digest, 1, now)
         if machine is not None:
             machine.pulled(outcome, now)
 
@@ -227,6 +231,7 @@ class PeerCore:
         self.floors.tick(now)
         self.write_back.tick(now)
         self.repair.tick(now)
+        self.read_reports.tick(now)
         if now >= self._next_expire:
             self._next_expire = now + EXPIRE_INTERVAL_SECONDS
             self.segment.expire(self.unix(now))
@@ -252,6 +257,7 @@ class PeerCore:
             self.floors.next_tick(now),
             self.write_back.next_tick(),
             self.repair.next_tick(),
+            self.read_reports.next_tick(),
         )
 
     def set_alarm(self, operation: Operation) -> None:

@@ -41,6 +41,8 @@ from p2pstore.transfer.messages import (
     Pong,
     Push,
     Pushed,
+    Reads,
+    ReadsTaken,
     RecordsTaken,
     Replicate,
     Replicated,
@@ -85,6 +87,9 @@ def serve(
         return core.start(SweepOperation(core, answer=taken), now)
     if isinstance(request, ListKeys):
         return core.start(ListHereOperation(core, request), now)
+    if isinstance(request, Reads):
+        core.read_reports.heard(request.items, now)
+        return ReadsTaken()
     if isinstance(request, Ping):
         return Pong(core.incarnation, core.gossip.log.sequence)
     return Failure(int(Code.UNSUPPORTED), f"this peer does not answer requests of kind {kind}")

@@ -355,6 +355,14 @@ class TransportFallback(Message, frozen=True):
     text: str = ""
 
 
+class UnseenRead(Message, frozen=True):
+    """How often an object was read in a holder's memory, which did not see it."""
+
+    digest: bytes
+    member: int
+    count: int = 1
+
+
 class Report(Message, frozen=True):
     """One way, at most every 100 ms: reads that the peer did not see, and holders that failed. `misses` counts
     reads that ended without the value: nobody had it, or nobody who has it could be reached."""
@@ -365,6 +373,7 @@ class Report(Message, frozen=True):
     slow: list[SlowRead] = []
     fallbacks: list[TransportFallback] = []
     misses: int = 0
+    unseen: list[UnseenRead] = []
 
 
 class Contains(Message, frozen=True):

@@ -222,6 +222,8 @@ class LocalGets:
             )
             self._core.counters["client_reads"] += max(0, access.count)
             self._core.counters["client_read_bytes"] += max(0, access.bytes_read)
+        for read in message.unseen[:MAX_BATCH]:
+            self._core.read_reports.note(read.member, read.digest, read.count, self._node.now)
         for failure in message.failures[:MAX_BATCH]:
             if failure.member == local.OWN_COPY:
                 self._node.doubt_own_copy(failure.digest)

@@ -7,14 +7,17 @@ real segments, with their ranks; what the SSD keeps is for the rule of the real 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from random import Random
 
+from p2pstore.core.write_back import WRITTEN_SHARE
 from p2pstore.trace.block_cache import BlockCache, block_of
 from p2pstore.trace.cold_blocks import ColdBlocks
+from p2pstore.trace.outages import PeerChange, next_up
 from p2pstore.trace.prefix_hits import LLAMA3_70B, HitCounts, Model, leading_hits
 from p2pstore.trace.requests import Request
 from p2pstore.trace.routing import DEFAULT_LOAD_BOUND, RoutingName, make_router
@@ -62,8 +65,17 @@ class PoolOutcome:
 
 class _Peer:
     def __init__(self, settings: PoolSettings) -> None:
-        self.memory = BlockCache(make_policy(settings.policy), settings.memory_blocks)
+        self._settings = settings
+        self.memory = self._empty_memory()
         self.ssd = ColdBlocks(settings.ssd_blocks) if settings.ssd_blocks else None
+        self.up = True
+
+    def _empty_memory(self) -> BlockCache:
+        return BlockCache(make_policy(self._settings.policy), self._settings.memory_blocks)
+
+    def die(self) -> None:
+        """Memory is gone; the SSD is not."""
+        self.memory, self.up = self._empty_memory(), False
 
 
 class Pool:
@@ -81,9 +93,15 @@ class Pool:
         self._on_ssd: dict[int, list[int]] = {}
         self.outcome = PoolOutcome()
 
-    def replay(self, requests: Iterable[Request]) -> PoolOutcome:
-        """Take the requests as they come."""
-        for request in requests:
+    def replay(
+        self, requests: Iterable[Request], changes: Iterable[PeerChange] = ()
+    ) -> PoolOutcome:
+        """Take the requests as they come. `changes`, in order, say who dies and returns before which of them; what
+        would go to a dead peer goes to the next one."""
+        coming = deque(changes)
+        for number, request in enumerate(requests):
+            while coming and coming[0].request <= number:
+                self._change(coming.popleft())
             self._serve(request)
         self.outcome.ssd_blocks_written = sum(
             peer.ssd.written for peer in self._peers if peer.ssd is not None
@@ -92,7 +110,8 @@ class Pool:
 
     def _serve(self, request: Request) -> None:
         blocks, now = request.hash_ids, request.seconds
-        reader = self._router.choose(self._local_blocks(blocks))
+        chosen = self._router.choose(self._local_blocks(blocks))
+        reader = next_up(chosen, [peer.up for peer in self._peers])
         hits = leading_hits(blocks, lambda block: self._is_found(block, reader))
         self.outcome.counts.count(request, hits, self._model)
         for place, block in enumerate(blocks):
@@ -180,18 +199,53 @@ class Pool:
         for gone in memory.put(block, now, before, soft=soft, on_ssd=on_ssd):
             self._evicted(gone, number)
 
+    # --- who dies and returns --------------------------------------------------------------------
+
+    def _change(self, change: PeerChange) -> None:
+        peer, number = self._peers[change.peer], change.peer
+        if change.up and not peer.up:
+            peer.up = True
+            for block in peer.ssd or ():
+                self._on_ssd.setdefault(block, []).append(number)
+        elif peer.up and not change.up:
+            self._write_back(peer, number)
+            # What it held in memory is gone, whatever it was; what is on its SSD can be had again when it returns.
+            for block in peer.memory:
+                self._no_longer(self._in_memory, block, number)
+                self._keep_a_firm_copy(block)
+            for block in peer.ssd or ():
+                self._no_longer(self._on_ssd, block, number)
+            peer.die()
+
+    def _write_back(self, peer: _Peer, number: int) -> None:
+        """The coldest part of a memory has been written all along; only who dies has anything of it."""
+        if peer.ssd is None:
+            return
+        for entry in islice(peer.memory.order.coldest(), peer.memory.capacity // WRITTEN_SHARE):
+            block = block_of(entry)
+            if not entry.soft and block not in peer.ssd:
+                self._on_ssd.setdefault(block, []).append(number)
+                for other in peer.ssd.put(block):
+                    self._lost_on_ssd(other, number)
+
+    @staticmethod
+    def _no_longer(where: dict[int, list[int]], block: int, number: int) -> None:
+        left = where[block]
+        left.remove(number)
+        if not left:
+            del where[block]
+
+    def _keep_a_firm_copy(self, block: int) -> None:
+        left = self._in_memory.get(block)
+        if left and all(self._is_soft(block, each) for each in left):
+            self._peers[left[0]].memory.strengthen(block)
+
     # --- what had to go --------------------------------------------------------------------------
 
     def _evicted(self, entry: ObjectEntry, number: int) -> None:
         block, ssd = block_of(entry), self._peers[number].ssd
-        left = self._in_memory[block]
-        left.remove(number)
-        if left:
-            holder = self._peers[left[0]].memory
-            if not entry.soft and all(self._is_soft(block, each) for each in left):
-                holder.strengthen(block)
-        else:
-            del self._in_memory[block]
+        self._no_longer(self._in_memory, block, number)
+        self._keep_a_firm_copy(block)
         if ssd is not None and not entry.soft and block not in ssd:
             self._on_ssd.setdefault(block, []).append(number)
             for other in ssd.put(block):
@@ -204,10 +258,7 @@ class Pool:
         return entry is not None and entry.soft
 
     def _lost_on_ssd(self, block: int, number: int) -> None:
-        left = self._on_ssd[block]
-        left.remove(number)
-        if not left:
-            del self._on_ssd[block]
+        self._no_longer(self._on_ssd, block, number)
         if number in self._in_memory.get(block, ()):
             self._peers[number].memory.left_ssd(block)
         elif block not in self._in_memory and block not in self._on_ssd:

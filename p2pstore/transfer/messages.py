@@ -52,6 +52,7 @@ class DataKind(IntEnum):
     PING = 24
     STORE = 25
     STORE_PART = 26
+    READS = 27
     MEASURE = 32
     RDMA_CONNECT = 33
 
@@ -310,6 +311,26 @@ class StatisticsReply(Message, frozen=True):
     document: bytes
 
 
+MAX_READ_COUNTS: Final = 1024
+
+
+class ReadCount(Message, frozen=True):
+    """How often an object was read."""
+
+    digest: bytes
+    count: int = 1
+
+
+class Reads(Message, frozen=True):
+    """Objects that were read here through a mapping or by RDMA, which this peer did not see."""
+
+    items: Annotated[list[ReadCount], Meta(max_length=MAX_READ_COUNTS)]
+
+
+class ReadsTaken(Message, frozen=True):
+    """The answer to READS."""
+
+
 class Ping(Message, frozen=True):
     pass
 
@@ -421,6 +442,7 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     DataKind.LIST: ListKeys,
     DataKind.STATISTICS: Statistics,
     DataKind.PING: Ping,
+    DataKind.READS: Reads,
     DataKind.STORE: Store,
     DataKind.STORE_PART: StorePart,
     DataKind.MEASURE: Measure,
@@ -437,6 +459,7 @@ REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.LIST: Keys,
     DataKind.STATISTICS: StatisticsReply,
     DataKind.PING: Pong,
+    DataKind.READS: ReadsTaken,
     DataKind.STORE: StoreReply,
     DataKind.STORE_PART: Stored,
     DataKind.MEASURE: Measured,

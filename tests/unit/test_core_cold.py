@@ -93,6 +93,23 @@ def test_what_the_ssd_does_not_take_is_lost_when_it_is_evicted() -> None:
         world.write(accept=False)
     assert world.find("k") is None
     assert world.announced("k") is None
+    assert (
+        world.core.counters["last_copies_dropped"] == world.core.counters["objects_withdrawn"] > 0
+    )
+
+
+def test_what_others_have_and_what_the_ssd_took_are_no_last_copies() -> None:
+    world = ColdWorld(others=1)
+    world.cool("k", VALUE)
+    before = world.core.counters["last_copies_dropped"]
+    version = world.stored("both", VALUE).version
+    world.hold(world.others[0], "both", VALUE, version.clock, version.writer)
+    for number in range(30):
+        world.stored(f"m{number}", VALUE)
+        world.pass_time(0.05)
+        world.write(accept=True)
+    assert world.find("both") is None
+    assert world.core.counters["last_copies_dropped"] == before
 
 
 def test_a_refused_object_is_offered_again_later() -> None:

@@ -9,10 +9,11 @@ from p2pstore.client.pull_ledger import (
     MAX_FALLBACKS,
     MAX_HOLDERS,
     MAX_SLOW_READS,
+    MAX_UNSEEN,
     SLOW_SECONDS,
     PullLedger,
 )
-from p2pstore.local.messages import PullCount, SlowRead, TransportFallback
+from p2pstore.local.messages import PullCount, SlowRead, TransportFallback, UnseenRead
 from p2pstore.objects import Version
 from p2pstore.peer import traffic
 from p2pstore.peer.traffic import ROUND_TRIPS, Traffic, Use
@@ -77,7 +78,7 @@ def test_a_client_tells_what_it_read_and_what_was_slow() -> None:
     ledger.pulled("k", DIGEST, report(pulled="tcp"), SLOW_SECONDS)
     ledger.pulled("k", DIGEST, report("tcp"), 2.0)
     assert ledger
-    counts, slow, _, _ = ledger.take()
+    counts, slow, *_ = ledger.take()
     assert counts == [
         PullCount(1, "shm", 0, 0, 1),
         PullCount(2, "tcp", 2, 200, 0),
@@ -96,7 +97,7 @@ def test_a_report_is_bounded() -> None:
         ledger.count(member, "tcp", objects=1)
     for _ in range(MAX_SLOW_READS + 5):
         ledger.pulled("k", DIGEST, report(pulled="tcp"), 1.0)
-    counts, slow, _, _ = ledger.take()
+    counts, slow, *_ = ledger.take()
     assert len(counts) == MAX_HOLDERS
     assert len(slow) == MAX_SLOW_READS
     assert pull_ledger.SLOW_SECONDS < 0.1  # below the peer's default threshold
@@ -122,3 +123,15 @@ def test_a_client_tells_how_many_reads_found_nothing() -> None:
     assert ledger
     assert ledger.take()[3] == 2
     assert not ledger
+
+
+def test_a_client_tells_of_reads_that_their_holder_did_not_see() -> None:
+    ledger = PullLedger()
+    for _ in range(2):
+        ledger.pulled("k", DIGEST, report(pulled="shm"), 0.0)
+    ledger.pulled("k", DIGEST, report(pulled="tcp"), 0.0)
+    assert ledger.take()[4] == [UnseenRead(DIGEST, 2, 2)]
+    assert not ledger
+    for number in range(MAX_UNSEEN + 5):
+        ledger.pulled("k", number.to_bytes(16, "little"), report(pulled="shm"), 0.0)
+    assert len(ledger.take()[4]) == MAX_UNSEEN

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.errors import CommandFailed, ExitCode
+from mooncake_p2p.errors import CommandFailed
 from mooncake_p2p.measuring import Result, machine
 from mooncake_p2p.options import Json
 from mooncake_p2p.output import print_json, print_table, progress, remark
 from p2pstore.objects import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from mooncake_p2p.trace_outages import OutagePlan
+    from mooncake_p2p.trace_replay import RealOutcome, Scale
     from p2pstore.trace.comparison import Replayed
     from p2pstore.trace.pool import PoolSettings
     from p2pstore.trace.prefix_hits import Model
@@ -70,8 +72,20 @@ def bench_trace(
         str, typer.Option(metavar="SIZE", help="KVCache of a token; a block has 512 tokens.")
     ] = "320KiB",
     block_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Real peers: what a block takes there.")
-    ] = "16KiB",
+        str,
+        typer.Option(
+            metavar="SIZE", help="Real peers: what a block takes there.", show_default="16KiB"
+        ),
+    ] = "",
+    kill_every: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0, help="Real peers: kill one so often, and start it again."
+        ),
+    ] = 0.0,
+    down: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="How long it is away.")
+    ] = 5.0,
     plot: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Picture: hit rate by memory.", show_default=False),
@@ -81,13 +95,15 @@ def bench_trace(
     """Replay a trace of requests: what a pool of peers would save.
 
     Without --simulate, N peers are started on this machine, with blocks of --block-bytes, and serve
-    the requests one after the other; beside them the same pool in simulation. FILE is as in the
+    the requests one after the other; beside them the same pool in simulation, which takes as long
+    and loses the same peers. FILE is as in the
     traces published with the Mooncake paper (FAST '25): timestamp, input_length, output_length and
     hash_ids of each request. The real code decides what is evicted, in virtual time; locations are
     known to all at once, and reading takes no time. A hit is a block of the prefix up to the first
     one that is nowhere. COMPUTE SAVED is the share of prefill operations that need not be done, by
     Eq. 1 of the paper for LLaMA3-70B. The rest is bytes of KVCache read, by where they were.
     """
+    from mooncake_p2p.trace_outages import OutagePlan
     from p2pstore.trace.comparison import cases, compare
     from p2pstore.trace.prefix_hits import Model
 
@@ -95,8 +111,12 @@ def bench_trace(
     settings = _settings(*(peers, memory, ssd, model, policy, routing, load_bound, keep_after))
     requests = _read(file)
     if not simulate:
-        _replay_for_real(requests, settings, model, parse_bytes(block_bytes, "--block-bytes"), json)
+        scale = _scale(block_bytes, settings)
+        outages = OutagePlan(kill_every, down)
+        _replay_for_real(requests, settings, model, scale, outages, json)
         return
+    if kill_every:
+        raise ValueError("--kill-every: real peers only, without --simulate")
     blocks = len({block for request in requests for block in request.hash_ids})
     replayed: list[Replayed] = []
     with progress("replaying") as bar:
@@ -170,62 +190,111 @@ def _read(file: str) -> list[Request]:
         return list(read_requests(iter(partial(lines.readline, MAX_LINE_BYTES + 1), b"")))
 
 
+def _scale(block_bytes: str, settings: PoolSettings) -> Scale:
+    from mooncake_p2p.trace_replay import (
+        BLOCK_BYTES,
+        LEAST_BLOCK_BYTES,
+        LEAST_COLD_BLOCK_BYTES,
+        PAGE_BYTES,
+        Scale,
+    )
+
+    least = LEAST_COLD_BLOCK_BYTES if settings.ssd_blocks else LEAST_BLOCK_BYTES
+    size = parse_bytes(block_bytes, "--block-bytes") if block_bytes else max(least, BLOCK_BYTES)
+    if size < least or size % PAGE_BYTES:
+        raise ValueError(f"--block-bytes: a multiple of 4KiB from {format_bytes(least)} on")
+    return Scale(size)
+
+
 def _replay_for_real(
     requests: Sequence[Request],
     settings: PoolSettings,
     model: Model,
-    block_bytes: int,
+    scale: Scale,
+    outages: OutagePlan,
     as_json: bool,
 ) -> None:
     from mooncake_p2p import trace_replay
     from mooncake_p2p.interrupts import Interrupts
     from mooncake_p2p.local_cluster import LocalCluster
-    from p2pstore.trace.pool import Pool
 
-    if settings.ssd_blocks:
-        raise CommandFailed("--ssd: there are no SSDs in a real replay yet", ExitCode.USAGE)
-    if block_bytes < 2 * trace_replay.TRAILER_BYTES or block_bytes % 4096:
-        raise ValueError("--block-bytes: a multiple of 4KiB")
-    memory = settings.memory_blocks * block_bytes
     with Interrupts() as interrupts, progress("replaying") as bar:
 
         def advanced(count: int) -> None:
             if count % 100 == 0:
                 bar.relabel(f"replayed {count:,} of {len(requests):,} requests")
 
+        memory = scale.memory_bytes(settings.memory_blocks)
         options = ("--eviction-policy", settings.policy, "--network", "local")
         cluster = LocalCluster(interrupts, str(memory), *options)
         try:
             with interrupts.allowed():
                 real = trace_replay.replay(
-                    cluster, requests, settings, model, block_bytes, advanced
+                    cluster, requests, settings, model, scale, outages, advanced
                 )
         finally:
             cluster.close()
-    simulated = Pool(replace(settings, keep_after=0), model).replay(requests).counts.ratio
-    ratio = real.counts.ratio
+    simulated = _simulated(requests, settings, model, real)
     compression = requests[-1].seconds / real.seconds if real.seconds else 0.0
     if as_json:
-        figures = [
-            Result("hit rate", ratio, "", "simulation", simulated, ratio / (simulated or 1.0)),
-            Result("compute saved", real.counts.compute_saved, ""),
-            Result("prefill tokens reused", real.counts.reused_tokens, "tokens"),
-            Result("time compression", compression, "times"),
-            Result("blocks that could not be read", real.lost, ""),
-            *(Result(f"read by {way}", size, "B") for way, size in real.read_bytes.items()),
-        ]
-        results = [asdict(each) for each in figures]
-        print_json({"results": results, "machine": machine()})
+        print_json(
+            {
+                "results": [asdict(each) for each in _real_results(real, simulated, compression)],
+                "machine": machine(),
+            }
+        )
         return
-    rows = [
-        ("hit rate", f"{ratio:.4f} (simulated {simulated:.4f})"),
-        ("compute saved", f"{real.counts.compute_saved:.1%}"),
-        ("tokens reused", f"{real.counts.reused_tokens:,} of {real.counts.tokens:,}"),
-        ("time", f"{real.seconds:.0f} s, the trace {compression:.0f} times as fast"),
-        ("blocks known, but not read", f"{real.lost:,}"),
-        *((f"read, {way}", format_bytes(size)) for way, size in real.read_bytes.items() if size),
+    print_table(
+        ("WHAT", f"{settings.peers} PEERS, {settings.policy}"),
+        list(_real_rows(real, simulated, compression)),
+    )
+
+
+def _simulated(
+    requests: Sequence[Request], settings: PoolSettings, model: Model, real: RealOutcome
+) -> float:
+    """The hit rate of the same pool when the requests come as they came, and the same peers die. Small blocks are not
+    copied because they are hot."""
+    import msgspec
+
+    from p2pstore.trace.pool import Pool
+
+    pool = Pool(replace(settings, keep_after=0), model)
+    as_served = [
+        msgspec.structs.replace(request, timestamp=round(seconds * 1000))
+        for request, seconds in zip(requests, real.served_at, strict=True)
     ]
-    print_table(("WHAT", f"{settings.peers} PEERS, {settings.policy}"), rows)
+    return pool.replay(as_served, real.changes).counts.ratio
+
+
+def _real_results(real: RealOutcome, simulated: float, compression: float) -> Iterator[Result]:
+    ratio = real.counts.ratio
+    yield Result("hit rate", ratio, "", "simulation", simulated, ratio / (simulated or 1.0))
+    yield Result("compute saved", real.counts.compute_saved, "")
+    yield Result("prefill tokens reused", real.counts.reused_tokens, "tokens")
+    yield Result("time compression", compression, "times")
+    yield Result("peers killed", real.kills, "")
+    yield Result("blocks that could not be read", real.unreadable, "")
+    yield Result("of these, a living peer had", real.failed, "")
+    yield Result("last copies dropped", real.last_copies_dropped, "")
+    for way, size in real.read_bytes.items():
+        yield Result(f"read by {way}", size, "B")
+
+
+def _real_rows(
+    real: RealOutcome, simulated: float, compression: float
+) -> Iterator[tuple[str, str]]:
+    counts = real.counts
+    yield "hit rate", f"{counts.ratio:.4f} (simulated {simulated:.4f})"
+    yield "compute saved", f"{counts.compute_saved:.1%}"
+    yield "tokens reused", f"{counts.reused_tokens:,} of {counts.tokens:,}"
+    yield "time", f"{real.seconds:.0f} s, the trace {compression:.0f} times as fast"
+    yield "peers killed", f"{real.kills:,}"
+    yield "blocks known, but not read", f"{real.unreadable:,}, a living peer had {real.failed:,}"
+    yield "last copies dropped", f"{real.last_copies_dropped:,}"
+    for way, size in real.read_bytes.items():
+        if size:
+            yield f"read, {way}", format_bytes(size)
 
 
 # --- what came of it -------------------------------------------------------------------------------
