@@ -14,8 +14,10 @@ import msgspec
 
 from p2pstore.cgroups import memory_limits
 from p2pstore.errors import ConfigError
-from p2pstore.objects import GIB, MIB, encode_namespace, parse_bytes
+from p2pstore.objects import GIB, MIB, encode_namespace, format_bytes, parse_bytes
+from p2pstore.transfer.areas import MAX_QUOTAS
 from p2pstore.transfer.eviction_policies import DEFAULT_POLICY, PolicyName
+from p2pstore.transfer.layout import GRANULE_BYTES, round_up
 
 DEFAULT_CONTROL_PORT: Final = 17946
 ENVIRONMENT_PREFIX: Final = "MOONCAKE_P2P_"
@@ -83,6 +85,14 @@ def _memory_piece(text: str, spelled: str) -> MemoryPiece:
     return MemoryPiece(size, node=int(node))
 
 
+def _quota(text: str, spelled: str) -> tuple[str, int]:
+    """(namespace, bytes) of `NAMESPACE=SIZE`; a namespace may have a `=` in it."""
+    namespace, equals, size = text.rpartition("=")
+    if not equals:
+        raise ConfigError(f"{spelled}: {text!r} is not NAMESPACE=SIZE, such as default=1GiB")
+    return namespace, parse_bytes(size, spelled)
+
+
 class PeerConfig(
     msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fields=True, kw_only=True
 ):
@@ -100,12 +110,13 @@ class PeerConfig(
     from elsewhere: `SIZE@node:N`, or `SIZE@FILE` as `memory_path` (a path with a slash); objects go to whichever has
     room. `eviction_policy`: what goes first when it is full: `prefix` is for chains of blocks, which go from their
     tails, and keeps what is read again; `lru` lets go what was not used for longest; `s3-fifo` what is new and was not
-    read twice. `ssd`: a directory on a local SSD, or a block device, for objects that memory has no room for;
-    `ssd_capacity` of it are taken at the start; unset: half of what is free, or the whole device. What is there comes
-    back after a restart. `ssd_writes_per_day`: how much may be written to it, for devices that wear out; unset: as
-    much as there is to write. `network` says how long the others may take to answer before they are suspected, and how
-    soon copies that were lost with them are made again: `lan` within a data centre, `wan` between data centres, `local`
-    on one machine. `transport`: how this peer reads from
+    read twice. `quota`: how much of the memory is kept for a namespace (`NAMESPACE=SIZE`, or a table): what it has
+    there is evicted for no other; while it leaves it free, others use it. `ssd`: a directory on a local SSD, or a
+    block device, for objects that memory has no room for; `ssd_capacity` of it are taken at the start; unset: half of
+    what is free, or the whole device. What is there comes back after a restart. `ssd_writes_per_day`: how much may be
+    written to it, for devices that wear out; unset: as much as there is to write. `network` says how long the others
+    may take to answer before they are suspected, and how soon copies that were lost with them are made again: `lan`
+    within a data centre, `wan` between data centres, `local` on one machine. `transport`: how this peer reads from
     others; `auto` takes the best that works, the rest are strict. `rdma_device`: the RDMA devices that it may use;
     unset: any. `rdma_topology`: which of them are near which memory, as a JSON matrix or a file with one (`{"cpu:0":
     [["mlx5_0"], ["mlx5_1"]]}`: preferred and fallback), where the machine does not tell it right. `data_tls`: `on`
@@ -129,6 +140,7 @@ class PeerConfig(
     memory_path: str | None = None
     more_memory: list[str] = []
     eviction_policy: PolicyName = DEFAULT_POLICY
+    quota: list[str] | dict[str, str | int] = []
     ssd: str | None = None
     ssd_capacity: str | int | None = None
     ssd_writes_per_day: str | int | None = None
@@ -178,6 +190,7 @@ class PeerConfig(
         pieces = self._memory_pieces(says["more_memory"])
         if pieces and not memory:
             raise ConfigError(f"{says['more_memory']}: with memory 0 there is nothing to add to")
+        self._check_quotas(memory + sum(each.size for each in pieces), says["quota"])
         if self.max_objects is not None and self.max_objects < 1:
             raise ConfigError(f"{says['max_objects']}: {self.max_objects} must be at least 1")
         for setting in ("rdma_device", "rdma_topology"):
@@ -228,6 +241,24 @@ class PeerConfig(
             self.ssd_writes_per_day, says["ssd_writes_per_day"]
         ):
             raise ConfigError(f"{says['ssd_writes_per_day']}: must be above 0 bytes")
+
+    def _check_quotas(self, memory: int, spelled: str) -> None:
+        quotas = self._quotas(spelled)
+        for namespace, size in quotas.items():
+            try:
+                encode_namespace(namespace)
+            except ValueError as error:
+                raise ConfigError(f"{spelled}: {error}") from None
+            if not size:
+                raise ConfigError(f"{spelled}: that of {namespace!r} must be above 0 bytes")
+        if len(quotas) > MAX_QUOTAS:
+            raise ConfigError(f"{spelled}: at most {MAX_QUOTAS} namespaces can have one")
+        whole = sum(round_up(size, GRANULE_BYTES) for size in quotas.values())
+        if whole > memory:
+            raise ConfigError(
+                f"{spelled}: {format_bytes(whole)} together are more than the memory, {format_bytes(memory)}; "
+                "give less to some, or more --memory"
+            )
 
     def _check_where_memory_is(self, memory: int, says: Mapping[str, str]) -> None:
         if self.numa_node is not None and self.numa_node < 0:
@@ -292,6 +323,11 @@ class PeerConfig(
         return self._memory_pieces("more_memory")
 
     @property
+    def quotas(self) -> dict[str, int]:
+        """Bytes of memory that are kept for each of some namespaces."""
+        return self._quotas("quota")
+
+    @property
     def ssd_capacity_bytes(self) -> int | None:
         """What is to be taken of the SSD; None when nobody says."""
         return None if self.ssd_capacity is None else parse_bytes(self.ssd_capacity, "ssd_capacity")
@@ -306,6 +342,17 @@ class PeerConfig(
         if len(self.more_memory) > MAX_MEMORY_PIECES:
             raise ConfigError(f"{spelled}: at most {MAX_MEMORY_PIECES} may be added")
         return [_memory_piece(each, spelled) for each in self.more_memory]
+
+    def _quotas(self, spelled: str) -> dict[str, int]:
+        if isinstance(self.quota, dict):
+            return {name: parse_bytes(size, spelled) for name, size in self.quota.items()}
+        found: dict[str, int] = {}
+        for text in self.quota:
+            namespace, size = _quota(text, spelled)
+            if namespace in found:
+                raise ConfigError(f"{spelled}: {namespace!r} has two of them")
+            found[namespace] = size
+        return found
 
     def _memory_bytes(self, spelled: str) -> int:
         if self.memory is None:
@@ -443,6 +490,8 @@ def check_types(
     where = spelled.get(name, name)
     if index:
         where, value = f"{where}[{index}]", value[int(index)]
+    if parts["member"]:
+        raise ConfigError(f"{where}: each value must be {_wanted(parts['problem'])}")
     kinds = {field.name: field.type for field in msgspec.structs.fields(PeerConfig)}
     if get_origin(kinds[name]) is Literal:
         raise ConfigError(f"{where}: {value!r} is not one of {', '.join(get_args(kinds[name]))}")
@@ -450,7 +499,7 @@ def check_types(
 
 
 _VALIDATION_ERROR: Final = re.compile(
-    r"(?P<problem>.*) - at `\$\.(?P<name>\w+)(?:\[(?P<index>\d+)\])?`"
+    r"(?P<problem>.*) - at `\$\.(?P<name>\w+)(?:\[(?P<index>\d+)\]|(?P<member>\[\.\.\.\]))?`"
 )
 _KINDS: Final = {
     "str": "text",

@@ -161,10 +161,26 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
             f"{peer['objects']:,} here ({format_bytes(leased) if leased else 'nothing'} leased), "
             f"{_copies(peer['known_locations'])} known elsewhere",
         ),
+        *_quota_lines(peer, blocks),
         *_ssd_lines(peer.get("ssd"), blocks),
         *_directory_lines(peer.get("directory", {})),
         *_repair_lines(peer.get("repair", {})),
     ]
+
+
+def _quota_lines(peer: Document, blocks: bool) -> list[str]:
+    """What namespaces have of their quotas, and all others together."""
+    quotas = peer.get("quotas", {})
+    lines = []
+    for name, use in quotas.items():
+        bar = memory_bar(use["kept_bytes"], use["quota_bytes"], blocks)
+        above = use["used_bytes"] - use["kept_bytes"]
+        more = f" and {_bytes(above)} more" if above else ""
+        lines += [_fact("quota", printable(name)), _fact("", bar + more)]
+    if quotas:
+        others = peer["memory_used_bytes"] - sum(use["used_bytes"] for use in quotas.values())
+        lines.append(_fact("", f"{_bytes(others)} of all others, and being written"))
+    return lines
 
 
 def _ssd_lines(ssd: Document | None, blocks: bool) -> list[str]:

@@ -219,7 +219,7 @@ class Writer:
             return [local.Reservation(0, 0, 0, 0, _NO_MEMORY)] * len(items)
         reply = await self._link.request(
             LocalKind.RESERVE,
-            local.Reserve(items),
+            local.Reserve(items, self._namespace),
             local.Reserved,
             on_late_reply=lambda late: self._link.abort(_numbers(late.items)),
         )

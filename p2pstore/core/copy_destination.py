@@ -45,7 +45,11 @@ class CopyDestination:
         if not self._has_room_for(slot, trailer_length):
             self.abort()
             reservation = self._core.segment.reserve(
-                slot.length, trailer_length, holder=self._holder, now=self._core.unix(self._now)
+                slot.length,
+                trailer_length,
+                holder=self._holder,
+                now=self._core.unix(self._now),
+                namespace=trailer.namespace,
             )
             self._reservation, self._trailer_length = reservation.number, trailer_length
             self._core.announce_withdrawn(self._now)

@@ -77,7 +77,11 @@ class IncomingStores:
         trailer = encode_trailer(spec.trailer(core.unix(now)))
         try:
             reservation = segment.reserve(
-                request.length, len(trailer), holder=spec.holder, now=core.unix(now)
+                request.length,
+                len(trailer),
+                holder=spec.holder,
+                now=core.unix(now),
+                namespace=spec.namespace,
             )
         finally:
             core.announce_withdrawn(now)

@@ -98,7 +98,10 @@ class ReserveItem(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
+    """`namespace` is that of the values; older clients do not say it, and get no room that is kept for one."""
+
     items: list[ReserveItem]
+    namespace: str = ""
 
 
 class Reservation(Message, frozen=True):

@@ -263,6 +263,7 @@ class _Assembly:
             incarnation=self.incarnation,
             geometry=plan_geometry(self.config.memory_bytes, self.config.max_objects),
             policy=make_policy(self.config.eviction_policy),
+            quotas=self.config.quotas,
         )
         self.stack.callback(segment.detach)
         self.stack.callback(segment.close)

@@ -42,9 +42,13 @@ class LocalPuts:
     def reserve(self, client: LocalClient, message: local.Reserve) -> local.Reserved:
         """Room for each value, or why there is none."""
         check_batch(message.items)
-        return local.Reserved([self._reserve_one(client, item) for item in message.items])
+        return local.Reserved(
+            [self._reserve_one(client, item, message.namespace) for item in message.items]
+        )
 
-    def _reserve_one(self, client: LocalClient, item: local.ReserveItem) -> local.Reservation:
+    def _reserve_one(
+        self, client: LocalClient, item: local.ReserveItem, namespace: str
+    ) -> local.Reservation:
         try:
             check_object_length(item.length)
             reservation = self._segment.reserve(
@@ -52,6 +56,7 @@ class LocalPuts:
                 item.trailer_length,
                 holder=client.holder,
                 now=self._core.unix(self._node.now),
+                namespace=namespace,
             )
         except (P2PStoreError, ValueError) as error:
             return local.Reservation(0, 0, 0, 0, item_error(error))
@@ -146,7 +151,7 @@ class LocalPuts:
                 put_outcome(each.result) if isinstance(each, Operation) else each
                 for each in operations
             ],
-            [self._reserve_one(client, item) for item in message.again],
+            [self._reserve_one(client, item, message.namespace) for item in message.again],
         )
 
     def abort(self, client: LocalClient, message: local.Abort) -> Empty:

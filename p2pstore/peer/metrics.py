@@ -1,7 +1,7 @@
 """The statistics document as metrics, named by Prometheus' conventions. Pure.
 
 What people read in `stats`, dashboards read here: nothing is counted for this alone. Labels are few and bounded:
-transports, states, reasons; never keys, and no other peers.
+transports, states, reasons, namespaces with a quota; never keys, and no other peers.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class _Collected(Collector):
             yield GaugeMetricFamily(f"p2pstore_{name}", text, peer[field])
         for name, field, text in _CLIENTS:
             yield CounterMetricFamily(f"p2pstore_{name}", text, counters.get(field, 0))
+        yield from _quotas(peer["quotas"])
         yield from _transfers(peer)
         yield from _repair(peer)
         yield _members(self._cluster)
@@ -103,6 +104,17 @@ def _labelled(
     for labels, value in values:
         family.add_metric(list(labels), value)
     return family
+
+
+def _quotas(quotas: Mapping[str, Document]) -> Iterator[Metric]:
+    """Only of namespaces that have one: what all others use is the rest of `memory_used_bytes`."""
+    for field, text in (
+        ("quota_bytes", "Memory kept for the namespace."),
+        ("used_bytes", "Memory that it has, within its quota and above."),
+        ("kept_bytes", "Of that, what is evicted for no other namespace."),
+    ):
+        family = GaugeMetricFamily(f"p2pstore_namespace_{field}", text, labels=["namespace"])
+        yield _labelled(family, [((name,), use[field]) for name, use in quotas.items()])
 
 
 def _transfers(peer: Document) -> Iterator[Metric]:

@@ -31,6 +31,7 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         "memory_capacity_bytes": segment.data_bytes,
         "memory_used_bytes": segment.used_bytes,
         "leased_bytes": segment.leased_bytes,
+        "quotas": {namespace: asdict(use) for namespace, use in segment.quotas.items()},
         "objects": segment.object_count,
         "operations": core.operations_under_way,
         "known_locations": core.gossip.locations.record_count,

@@ -99,7 +99,11 @@ class Disk:
         trailer_bytes = len(encode_trailer(cold.trailer))
         try:
             reservation = core.segment.reserve(
-                len(cold.value), trailer_bytes, holder="ssd", now=core.unix(now)
+                len(cold.value),
+                trailer_bytes,
+                holder="ssd",
+                now=core.unix(now),
+                namespace=cold.trailer.namespace,
             )
         except P2PStoreError:
             return

@@ -479,7 +479,11 @@ class SimulatedPeer:
         trailer_bytes = len(encode_trailer(TrailerBody(namespace, key, sums)))
         try:
             reservation = core.segment.reserve(
-                len(value), trailer_bytes + 32, holder="client", now=core.unix(now)
+                len(value),
+                trailer_bytes + 32,
+                holder="client",
+                now=core.unix(now),
+                namespace=namespace,
             )
         except P2PStoreError:
             return None

@@ -9,7 +9,7 @@ over its neighbours in constant time per step.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from operator import itemgetter
 from typing import Final
@@ -18,19 +18,37 @@ MUCH_MORE: Final = 4.0
 """Windows that cost so many times as much as the cheapest are not evicted along with it."""
 
 
+Window = tuple[float, list[int]]
+"""What it costs to evict some extents, and their offsets: together with free ones between them they are long enough."""
+
+
+def choose_windows(found: Sequence[Window], count: int = 1) -> list[int]:
+    """The extents of the cheapest window, and with them those of up to `count - 1` others that cost little more and
+    share nothing with those before them. Of equal ones the first goes first."""
+    limit = min(cost for cost, _ in found) * (MUCH_MORE if count > 1 else 1.0)
+    victims: dict[int, None] = {}
+    for cost, window in sorted(found, key=itemgetter(0)):
+        if count and cost <= limit and victims.keys().isdisjoint(window):
+            victims.update(dict.fromkeys(window))
+            count -= 1
+    return list(victims)
+
+
 class ExtentAllocator:
-    """Hands out extents of whole granules. Offsets and sizes are bytes within the data area.
+    """Hands out extents of whole granules. Offsets and sizes are bytes within the data area, of which this is the part
+    from `begin` on.
 
     Of the free extents that fit, the smallest is taken, and among equals the one freed last: its
     pages are warm, while pages of a fresh memfd fill slowly. Free neighbours are always merged.
     """
 
-    def __init__(self, data_bytes: int, granule: int) -> None:
-        if granule < 1 or data_bytes < 0 or data_bytes % granule:
+    def __init__(self, data_bytes: int, granule: int, begin: int = 0) -> None:
+        if granule < 1 or data_bytes < 0 or data_bytes % granule or begin % granule:
             raise ValueError(
-                f"{data_bytes:,} bytes are not a whole number of granules of {granule:,}"
+                f"{data_bytes:,} bytes from {begin:,} on are not a whole number of granules of {granule:,}"
             )
         self.data_bytes = data_bytes
+        self.begin = begin
         self.granule = granule
         self.used_bytes = 0
         self._used: dict[int, int] = {}  # start -> end
@@ -42,7 +60,7 @@ class ExtentAllocator:
             int, dict[int, None]
         ] = {}  # a dict is an ordered set: last in, first out
         if data_bytes:
-            self._add_free(0, data_bytes)
+            self._add_free(begin, begin + data_bytes)
 
     @property
     def free_bytes(self) -> int:
@@ -110,45 +128,35 @@ class ExtentAllocator:
             self.used_bytes -= end - kept
             self._merge_free(kept, end)
 
-    def cheapest_windows(
+    def windows(
         self,
         needed_bytes: int,
         candidates: Iterable[int],
         cost: Callable[[int], float | None],
         count: int = 1,
-    ) -> list[int] | None:
-        """Offsets of the extents to evict so that `needed_bytes` become free in one piece, or in each of up to `count`
-        pieces.
+    ) -> list[Window]:
+        """What may be evicted so that `needed_bytes` become free in one piece: some windows, with the cheapest among
+        them; none when there is none. With a `count` above 1, also those that `choose_windows` takes along.
 
         Each candidate (an evictable extent) is grown over its free and evictable neighbours, the
-        cheaper side first, until it is long enough; `cost` is None for an extent that must stay. Of
-        the windows found, the one with the lowest sum of costs wins, and with it others that cost
-        little more and share nothing with those before them; None when there is none. Of equal ones the earlier
-        candidate's goes first.
+        cheaper side first, until it is long enough; `cost` is None for an extent that must stay.
         """
         much_more = MUCH_MORE if count > 1 else 1.0
-        found: list[tuple[float, list[int]]] = []
+        found: list[Window] = []
         limit = inf
         for candidate in candidates:
             grown = self._grow_window(candidate, needed_bytes, cost, limit)
             if grown is not None:
                 found.append(grown)
                 limit = min(limit, grown[0] * much_more)
-        if not found:
-            return None
-        victims: dict[int, None] = {}
-        for window_cost, window in sorted(found, key=itemgetter(0)):
-            if count and window_cost <= limit and victims.keys().isdisjoint(window):
-                victims.update(dict.fromkeys(window))
-                count -= 1
-        return list(victims)
+        return found
 
     def stretches(self, needed_bytes: int, stays: Callable[[int], bool]) -> Iterator[int]:
         """The first evictable extent of each stretch of `needed_bytes` where nothing has to stay.
 
         Finds every place where room can be made, but sorts all extents to do so.
         """
-        begin = 0
+        begin = self.begin
         inside: int | None = None
         for start, end in sorted(self._used.items()):
             if not stays(start):
@@ -157,12 +165,12 @@ class ExtentAllocator:
             if inside is not None and start - begin >= needed_bytes:
                 yield inside
             begin, inside = end, None
-        if inside is not None and self.data_bytes - begin >= needed_bytes:
+        if inside is not None and self.begin + self.data_bytes - begin >= needed_bytes:
             yield inside
 
     def _grow_window(
         self, candidate: int, needed: int, cost: Callable[[int], float | None], limit: float
-    ) -> tuple[float, list[int]] | None:
+    ) -> Window | None:
         """Cost and extents of the window around a candidate; None if barred or above `limit`."""
         total = cost(candidate)
         if total is None:

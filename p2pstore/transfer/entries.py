@@ -23,10 +23,11 @@ class ObjectEntry:
     `on_ssd`: the same version lies on the peer's SSD as well, so that losing these bytes costs a read of it;
     if not, nobody is to try that again before `not_written_before`.
 
-    The rest is for the order of eviction. `rank` and `within` say where the entry is queued, `colder` and `warmer` are
-    its neighbours there. `standing` is what the policy thinks of it. `follows` is the block before it in a chain of
-    prefix blocks, `followers` counts the blocks of which it is that. `is_kept_elsewhere`: another peer holds a copy and
-    is to keep it before this one does, as far as was known when it was looked up, which counts until `known_until`.
+    The rest is for the order of eviction. `group`, `rank` and `within` say where the entry is queued, `colder` and
+    `warmer` are its neighbours there. `standing` is what the policy thinks of it. `follows` is the block before it in a
+    chain of prefix blocks, `followers` counts the blocks of which it is that. `is_kept_elsewhere`: another peer holds a
+    copy and is to keep it before this one does, as far as was known when it was looked up, which counts until
+    `known_until`.
     """
 
     digest: bytes
@@ -60,6 +61,7 @@ class ObjectEntry:
     followers: int = 0
     is_kept_elsewhere: bool = False
     known_until: float = 0.0
+    group: int = 0
 
     def expired(self, now: float) -> bool:
         """Whether its time to live is over at `now` (Unix seconds)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -23,6 +23,9 @@ SECOND_TOUCH_HITS: Final = 2
 KNOWN_SECONDS: Final = 10.0
 """Looking up who else holds an object takes about as long as evicting it, and those that are cold are weighed again
 and again."""
+
+FIRST_GROUP: Final = (0,)
+"""All there is, where nothing is queued apart."""
 
 WhoKeeps = Callable[[ObjectEntry, float], bool]
 """(entry, now in Unix seconds) -> whether another peer holds a copy, and is to keep it before this one does."""
@@ -46,20 +49,26 @@ def rank_of(entry: ObjectEntry) -> int | None:
 class EvictionOrder:
     """The entries that may be evicted, by their offset in the segment.
 
-    What is leased or hard-pinned is not among them, so that finding candidates never walks past it.
+    What is leased or hard-pinned is not among them, so that finding candidates never walks past it. For the same
+    reason what may go for some and not for others is queued apart: in the group that `entry.group` names.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self, policy: EvictionPolicy, group_count: int = 1) -> None:
         self.policy = policy
         self.is_kept_elsewhere: WhoKeeps = lambda entry, now: False
         """What is goes before others."""
-        self.evictable_bytes = 0
-        self._ranks = tuple(policy.new_queue() for _ in range(3))
+        self._evictable_bytes = [0] * group_count
+        self._groups = [tuple(policy.new_queue() for _ in range(3)) for _ in range(group_count)]
         self._at: dict[int, ObjectEntry] = {}
         self._held: set[int] = set()
 
     def __contains__(self, entry: ObjectEntry) -> bool:
         return entry.rank is not None and entry.offset not in self._held
+
+    def evictable_bytes(self, groups: Sequence[int] | None = None) -> int:
+        """Bytes of what may be evicted of these groups, or of all."""
+        by_group = self._evictable_bytes
+        return sum(by_group) if groups is None else sum([by_group[each] for each in groups])
 
     def admit(self, entry: ObjectEntry, now: float, follows: ObjectEntry | None = None) -> None:
         """Take in a new entry, which follows another one of its chain."""
@@ -76,19 +85,19 @@ class EvictionOrder:
         if rank is not None:
             entry.rank = rank
             self._at[entry.offset] = entry
-            self._ranks[rank].add(entry)
-            self.evictable_bytes += entry.extent_bytes
+            self._groups[entry.group][rank].add(entry)
+            self._evictable_bytes[entry.group] += entry.extent_bytes
 
     def hold(self, entry: ObjectEntry) -> None:
         """An entry that is not used, but looked at, may not be evicted until `put_back`; it keeps its place."""
         self._held.add(entry.offset)
-        self.evictable_bytes -= entry.extent_bytes
+        self._evictable_bytes[entry.group] -= entry.extent_bytes
 
     def put_back(self, entry: ObjectEntry) -> None:
         """The end of `hold`. Where its rank is another one by now, the entry is the last there."""
         if entry.offset in self._held:
             self._held.discard(entry.offset)
-            self.evictable_bytes += entry.extent_bytes
+            self._evictable_bytes[entry.group] += entry.extent_bytes
         if entry.rank != rank_of(entry):
             self.update(entry)
 
@@ -96,13 +105,13 @@ class EvictionOrder:
         """The entry may not be evicted for now."""
         if entry.rank is None:
             return
-        self._ranks[entry.rank].remove(entry)
+        self._groups[entry.group][entry.rank].remove(entry)
         entry.rank = None
         del self._at[entry.offset]
         if entry.offset in self._held:
             self._held.discard(entry.offset)
         else:
-            self.evictable_bytes -= entry.extent_bytes
+            self._evictable_bytes[entry.group] -= entry.extent_bytes
 
     def gone(self, entry: ObjectEntry, *, evicted: bool) -> None:
         """The entry was withdrawn: for others that needed its room (`evicted`), or for another reason."""
@@ -123,36 +132,57 @@ class EvictionOrder:
         if entry.rank == _CHEAP and entry.on_ssd and entry.offset not in self._held:
             self.update(entry)  # it may be worth more by now
         else:
-            self._ranks[entry.rank].used(entry)
+            self._groups[entry.group][entry.rank].used(entry)
 
     def coldest(self) -> Iterator[ObjectEntry]:
-        """What would be evicted first, by rank and policy. Nothing may change the order meanwhile."""
-        for rank in self._ranks:
-            yield from rank.coldest()
+        """What would be evicted first, by rank and policy, the groups in turns. Nothing may change the order
+        meanwhile."""
+        for rank in range(3):
+            if len(self._groups) == 1:
+                yield from self._groups[0][rank].coldest()
+            else:
+                yield from _in_turns([group[rank].coldest() for group in self._groups])
 
     def at(self, offset: int) -> ObjectEntry:
         """The evictable entry at `offset`. Raises `KeyError` when there is none."""
         return self._at[offset]
 
-    def cost_at(self, offset: int, now: float) -> float | None:
-        """What evicting the entry at `offset` costs; None when nothing evictable begins there."""
-        if not self.may_go(offset):
+    def cost_at(
+        self, offset: int, now: float, groups: Container[int] = FIRST_GROUP
+    ) -> float | None:
+        """What evicting the entry at `offset` costs; None when nothing begins there that may be evicted and is of one
+        of these groups."""
+        entry = self._at.get(offset)
+        if entry is None or entry.group not in groups or offset in self._held:
             return None
-        entry = self._at[offset]
         assert entry.rank is not None
         if now >= entry.known_until:
             entry.is_kept_elsewhere = self.is_kept_elsewhere(entry, now)
             entry.known_until = now + KNOWN_SECONDS
         return self.policy.cost(entry, now) * _RANK_WEIGHTS[entry.rank]
 
-    def may_go(self, offset: int) -> bool:
-        """Whether an evictable entry begins at `offset`."""
-        return offset in self._at and offset not in self._held
+    def may_go(self, offset: int, groups: Container[int]) -> bool:
+        """Whether an evictable entry of one of these groups begins at `offset`."""
+        entry = self._at.get(offset)
+        return entry is not None and entry.group in groups and offset not in self._held
 
-    def candidates(self, needed_bytes: int) -> Iterator[int]:
+    def candidates(self, needed_bytes: int, groups: Sequence[int], share: int = 1) -> Iterator[int]:
         """Offsets of the entries of each rank that would go first, the lowest rank first: more of them where much is
-        needed."""
+        needed, and fewer of each group where so many groups `share` the work."""
         count = CANDIDATES_PER_RANK if needed_bytes < LARGE_BYTES else CANDIDATES_FOR_LARGE
-        for rank in self._ranks:
-            for entry in islice(rank.coldest(), count):
-                yield entry.offset
+        for rank in range(3):
+            for group in groups:
+                for entry in islice(self._groups[group][rank].coldest(), -(-count // share)):
+                    yield entry.offset
+
+
+def _in_turns(queues: Sequence[Iterator[ObjectEntry]]) -> Iterator[ObjectEntry]:
+    """One of each, again and again."""
+    while queues:
+        left = []
+        for queue in queues:
+            entry = next(queue, None)
+            if entry is not None:
+                left.append(queue)
+                yield entry
+        queues = left

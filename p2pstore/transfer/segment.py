@@ -8,13 +8,15 @@ cooperation (`p2pstore.transfer.reader`). All `now` are Unix seconds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
 from itertools import islice
+from types import MappingProxyType
 from typing import Final
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.objects import Version, format_bytes
-from p2pstore.transfer.allocator import ExtentAllocator
+from p2pstore.transfer.allocator import Window, choose_windows
+from p2pstore.transfer.areas import Areas, Place, Places, QuotaUse
 from p2pstore.transfer.entries import ObjectEntry, Reservation
 from p2pstore.transfer.eviction import EvictionOrder, WhoKeeps, rank_of
 from p2pstore.transfer.eviction_policies import make_policy
@@ -52,13 +54,16 @@ MOST_WINDOWS: Final = 8
 AHEAD_SHARE: Final = 4096
 """So many windows are evicted at once, as long as those ahead of need are less than this part of the segment."""
 
+NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
+
 
 class Segment:
     """One segment and everything in it. For one thread.
 
     A `holder` stands for whoever reserves and leases (a connection, the peer itself); what it holds
     ends with `drop_holder`. Writes the header and an empty table into `buffer`, which must have
-    `geometry.total_bytes`. `policy` is this segment's own; None for a new one of the default kind.
+    `geometry.total_bytes`. `policy` is this segment's own; None for a new one of the default kind. `quotas`: bytes that
+    are kept for each of some namespaces (`areas`); more than there is raises `ValueError`.
     """
 
     def __init__(
@@ -69,14 +74,15 @@ class Segment:
         incarnation: int,
         geometry: Geometry,
         policy: EvictionPolicy | None = None,
+        quotas: Mapping[str, int] = NO_QUOTAS,
     ) -> None:
         self.geometry = geometry
         self.segment_id = segment_id
         self.incarnation = incarnation
         self._buffer = buffer
         self._table = ObjectTable(buffer, segment_id, incarnation, geometry)
-        self._allocator = ExtentAllocator(geometry.data_bytes, GRANULE_BYTES)
-        self._order = EvictionOrder(policy or make_policy())
+        self._areas = Areas(geometry.data_bytes, GRANULE_BYTES, quotas)
+        self._order = EvictionOrder(policy or make_policy(), self._areas.group_count)
         self._listing = KeyListing()
         self._reservations = Reservations()
         self._leases = Leases()
@@ -102,12 +108,17 @@ class Segment:
     @property
     def used_bytes(self) -> int:
         """Bytes of all extents that are taken: objects and reservations, whole granules."""
-        return self._allocator.used_bytes
+        return self._areas.used_bytes
 
     @property
     def free_bytes(self) -> int:
         """Bytes that nothing occupies."""
-        return self._allocator.free_bytes
+        return self._areas.free_bytes
+
+    @property
+    def quotas(self) -> Mapping[str, QuotaUse]:
+        """What namespaces with a quota have of it."""
+        return self._areas.uses
 
     @property
     def object_count(self) -> int:
@@ -131,12 +142,19 @@ class Segment:
     # --- putting -----------------------------------------------------------------------------
 
     def reserve(
-        self, length: int, trailer_length: int, *, holder: Hashable, now: float
+        self,
+        length: int,
+        trailer_length: int,
+        *,
+        holder: Hashable,
+        now: float,
+        namespace: str = "",
     ) -> Reservation:
         """Room for a value of at most `length` bytes and its trailer; evicts what may be evicted.
 
-        Raises `ObjectTooLarge` when it could never fit, and `CapacityExceeded` when what is leased,
-        pinned or being written leaves no room, or the holder has too many reservations.
+        `namespace` is the value's: where it has a quota, that room is for it, and no room of other quotas. Raises
+        `ObjectTooLarge` when it could never fit, and `CapacityExceeded` when what is leased, pinned, kept for other
+        namespaces or being written leaves no room, or the holder has too many reservations.
         """
         self._check_open()
         if length < 0 or not 0 <= trailer_length <= MAX_TRAILER_BYTES:
@@ -144,22 +162,24 @@ class Segment:
         capacity = extent_bytes(length, max(1, trailer_length))
         if not self.data_bytes:
             raise CapacityExceeded("this peer offers no memory: it was started with memory 0")
-        if capacity > self.data_bytes:
+        if capacity > self._areas.largest_bytes:
+            largest = f"memory has {self.data_bytes:,}"
+            if self._areas.uses:
+                largest += f", in parts (--quota) of {self._areas.largest_bytes:,} at most"
             raise ObjectTooLarge(
                 f"the value has {length:,} bytes, takes {capacity:,} with its trailer, and this peer's "
-                f"memory has {self.data_bytes:,}: give it more --memory, or split the value over several "
-                "keys"
+                f"{largest}: give it more --memory, or split the value over several keys"
             )
         if self._reservations.count_of(holder) >= MAX_RESERVATIONS_PER_HOLDER:
             raise CapacityExceeded(
                 f"{MAX_RESERVATIONS_PER_HOLDER:,} puts are in progress on one connection: let some "
                 "of them finish first"
             )
-        slot = self._take_slot(now)
+        extent = self._take_extent(capacity, namespace, now)
         try:
-            extent = self._take_extent(capacity, now)
+            slot = self._take_slot(extent, namespace, now)
         except CapacityExceeded:
-            self._table.free_slot(slot)
+            self._areas.free(extent)
             raise
         offset = self.geometry.data_offset + extent
         reservation = self._reservations.add(
@@ -221,7 +241,8 @@ class Segment:
             return existing
         self._reservations.end(reservation)
         extent = reservation.offset - self.geometry.data_offset
-        self._allocator.shrink(extent, entry.extent_bytes)
+        self._areas.shrink(extent, entry.extent_bytes)
+        entry.group = self._areas.at(extent).group_of(entry.namespace)
         self._table.publish(entry, packed)
         self._held[entry.slot] = entry
         self._entries[digest] = entry
@@ -232,6 +253,7 @@ class Segment:
         self._listing.add(entry)
         before = self._entries.get(follows) if follows else None
         self._order.admit(entry, now, None if before is entry else before)
+        self._areas.count(entry, 1)
         self._timers.set(entry)
         return entry
 
@@ -420,54 +442,94 @@ class Segment:
 
     # --- making room -------------------------------------------------------------------------
 
-    def _take_slot(self, now: float) -> int:
+    def _take_slot(self, extent: int, namespace: str, now: float) -> int:
+        """A slot for what goes to that extent. What a namespace has of its quota makes place for more of it last."""
         slot = self._table.take_slot()
         if slot is None and self.expire(now):
             slot = self._table.take_slot()
         if slot is None:
-            costs = ((self._order.cost_at(at, now), at) for at in self._order.candidates(1))
-            candidates = [(cost, at) for cost, at in costs if cost is not None]
-            if candidates:
-                self._evict((min(candidates)[1],))
+            groups = _groups_of(self._areas.searches(namespace)[-1])
+            area = self._areas.at(extent)
+            kept = area.owned if area.owner == namespace else None
+            others = tuple(group for group in groups if group != kept)
+            if self._evict_one(others, now) or self._evict_one(groups, now):
                 slot = self._table.take_slot()
         if slot is None:
-            raise self._no_room(f"none of the {self.geometry.slots:,} object slots is free")
+            what = f"none of the {self.geometry.slots:,} object slots is free"
+            raise self._no_room(what, namespace)
         return slot
 
-    def _take_extent(self, size: int, now: float) -> int:
-        extent = self._allocator.allocate(size)
-        if extent is None and self.expire(now):
-            extent = self._allocator.allocate(size)
-        if extent is None:
-            self._make_room(size, now)
-            extent = self._allocator.allocate(size)
-        assert extent is not None, (
-            "a window was evicted and did not make the room it was chosen for"
-        )
-        return extent
+    def _evict_one(self, groups: tuple[int, ...], now: float) -> bool:
+        """Evict the cheapest object of these groups; whether there was one."""
+        candidates = self._order.candidates(1, groups, len(groups))
+        costs = ((self._order.cost_at(at, now, groups), at) for at in candidates)
+        cheapest = min(((cost, at) for cost, at in costs if cost is not None), default=None)
+        if cheapest is not None:
+            self._evict((cheapest[1],))
+        return cheapest is not None
 
-    def _make_room(self, size: int, now: float) -> None:
-        """Evict the cheapest window of `size` bytes, or raise `CapacityExceeded`. For small values some more windows go
-        with it: they would be next, and looking for them takes longer than all the rest of a put."""
-        base = self.geometry.data_offset
-        order, allocator = self._order, self._allocator
-        windows = min(MOST_WINDOWS, 1 + self.data_bytes // AHEAD_SHARE // size)
+    def _take_extent(self, size: int, namespace: str, now: float) -> int:
+        searches = self._areas.searches(namespace)
+        for places in searches:
+            extent = self._areas.take(size, places)
+            if extent is None and self.expire(now):
+                extent = self._areas.take(size, places)
+            last = places is searches[-1]
+            if extent is None and self._make_room(size, places, now, thoroughly=last):
+                extent = self._areas.take(size, places)
+                assert extent is not None, (
+                    "a window was evicted and did not make the room it was chosen for"
+                )
+            if extent is not None:
+                return extent
+        raise self._no_room(f"{format_bytes(size)} do not fit", namespace)
+
+    def _make_room(self, size: int, places: Places, now: float, *, thoroughly: bool) -> bool:
+        """Evict the cheapest window of `size` bytes in any of these places; whether there was one, as far as candidates
+        tell, or if need be (`thoroughly`) anywhere. For small values some more windows go with it: they would be next,
+        and looking for them takes longer than all the rest of a put."""
+        base, order = self.geometry.data_offset, self._order
+        count = min(MOST_WINDOWS, 1 + self.data_bytes // AHEAD_SHARE // size)
+        found: list[Window] = []
+        hemmed_in = []
+        for place in places:
+            evictable = order.evictable_bytes(place.groups)
+            if not evictable or evictable + place.area.allocator.free_bytes < size:
+                continue
+            offsets = order.candidates(size, place.groups, len(places))
+            least_used = (offset - base for offset in offsets)
+            windows = self._windows(place, least_used, size, count, now)
+            found += windows
+            if not windows:
+                hemmed_in.append(place)
+        if (
+            not found and thoroughly
+        ):  # what must stay hems in all candidates: look everywhere, which is slow
+            count = 1
+            for place in hemmed_in:
+                anywhere = islice(self._stretches(place, size), 8)
+                found += self._windows(place, anywhere, size, count, now)
+        if found:
+            self._evict(base + extent for extent in choose_windows(found, count))
+        return bool(found)
+
+    def _windows(
+        self, place: Place, candidates: Iterable[int], size: int, count: int, now: float
+    ) -> list[Window]:
+        base, order = self.geometry.data_offset, self._order
 
         def cost(extent: int) -> float | None:
-            return order.cost_at(base + extent, now)
+            return order.cost_at(base + extent, now, place.groups)
 
-        victims = None
-        if order.evictable_bytes + allocator.free_bytes >= size:
-            least_used = (offset - base for offset in order.candidates(size))
-            victims = allocator.cheapest_windows(size, least_used, cost, windows)
-            if (
-                victims is None
-            ):  # what must stay hems in all of them: look everywhere, which is slow
-                anywhere = allocator.stretches(size, lambda extent: not order.may_go(base + extent))
-                victims = allocator.cheapest_windows(size, islice(anywhere, 8), cost)
-        if victims is None:
-            raise self._no_room(f"{format_bytes(size)} do not fit")
-        self._evict(base + extent for extent in victims)
+        return place.area.allocator.windows(size, candidates, cost, count)
+
+    def _stretches(self, place: Place, size: int) -> Iterator[int]:
+        base, order = self.geometry.data_offset, self._order
+
+        def stays(extent: int) -> bool:
+            return not order.may_go(base + extent, place.groups)
+
+        return place.area.allocator.stretches(size, stays)
 
     def _evict(self, offsets: Iterable[int]) -> None:
         for offset in offsets:
@@ -475,14 +537,20 @@ class Segment:
             self._withdraw(entry, evicted=True)
             self._withdrawn.append(entry)
 
-    def _no_room(self, what: str) -> CapacityExceeded:
+    def _no_room(self, what: str, namespace: str) -> CapacityExceeded:
         leased, reserved = self._referenced_bytes, self._reservations.reserved_bytes
-        evictable = self._order.evictable_bytes
-        pinned = self.used_bytes - leased - reserved - evictable
+        all_evictable = self._order.evictable_bytes()
+        evictable = self._order.evictable_bytes(_groups_of(self._areas.searches(namespace)[-1]))
+        pinned = self.used_bytes - leased - reserved - all_evictable
+        kept = ""
+        if self._areas.uses:
+            kept = (
+                f", {format_bytes(all_evictable - evictable)} kept for other namespaces (--quota)"
+            )
         return CapacityExceeded(
             f"{what}: of {format_bytes(self.data_bytes)}, {format_bytes(leased)} are leased or "
-            f"being sent, {format_bytes(pinned)} hard-pinned, {format_bytes(reserved)} being written "
-            f"and {format_bytes(evictable)} evictable; release views, unpin, or give the peer more "
+            f"being sent, {format_bytes(pinned)} hard-pinned, {format_bytes(reserved)} being written"
+            f"{kept} and {format_bytes(evictable)} evictable; release views, unpin, or give the peer more "
             "--memory"
         )
 
@@ -502,6 +570,7 @@ class Segment:
     def _doom(self, entry: ObjectEntry, *, evicted: bool = False) -> None:
         """LIVE -> DOOMED, and on to FREE when nothing refers to it."""
         self._order.gone(entry, evicted=evicted)
+        self._areas.count(entry, -1)
         entry.state = SlotState.DOOMED
         if entry.references:
             self._table.write_slot(entry)
@@ -513,7 +582,7 @@ class Segment:
             held.state = SlotState.FREE
         del self._held[held.slot]
         self._table.free_slot(held.slot)
-        self._allocator.free(held.offset - self.geometry.data_offset)
+        self._areas.free(held.offset - self.geometry.data_offset)
 
     # --- invariants --------------------------------------------------------------------------
 
@@ -534,16 +603,20 @@ class Segment:
     def _check_extents(self) -> None:
         """Extents cover the data area once, each belongs to something, and the sums are right."""
         position = 0
-        taken = self._allocator.extents()
-        for start, size in sorted(taken + self._allocator.free_extents()):
-            assert start == position, "extents overlap or leave a hole"
-            position += size
+        taken: list[tuple[int, int]] = []
+        for area in self._areas:
+            assert position == area.allocator.begin
+            extents = area.allocator.extents()
+            for start, size in sorted(extents + area.allocator.free_extents()):
+                assert start == position, "extents overlap or leave a hole"
+                position += size
+            taken += extents
         assert position == self.data_bytes
         base = self.geometry.data_offset
         entries = [held for held in self._held.values() if isinstance(held, ObjectEntry)]
         expected = [(entry.offset - base, entry.extent_bytes) for entry in entries]
         expected += [(held.offset - base, held.capacity) for held in self._reservations]
-        assert sorted(expected) == taken
+        assert sorted(expected) == sorted(taken)
         reserved = sum(held.capacity for held in self._reservations)
         referenced = sum(entry.extent_bytes for entry in entries if entry.references)
         evictable = sum(entry.extent_bytes for entry in entries if entry in self._order)
@@ -551,17 +624,25 @@ class Segment:
         assert queued == sorted(entry.offset for entry in self._order.coldest())
         assert reserved == self._reservations.reserved_bytes
         assert referenced == self._referenced_bytes
-        assert evictable == self._order.evictable_bytes
+        assert evictable == self._order.evictable_bytes()
+        assert sum(size for _, size in taken) == self.used_bytes
 
     def _check_entry(self, entry: ObjectEntry) -> None:
         """What is published of an entry says the same as the entry."""
         assert entry.state is SlotState.LIVE or entry.references
         assert (entry in self._order) == (rank_of(entry) is not None)
+        area = self._areas.at(entry.offset - self.geometry.data_offset)
+        assert entry.group == area.group_of(entry.namespace)
         assert decode_slot(self.slot_bytes(entry)) == slot_of(entry)
         trailer = decode_trailer(self.trailer_bytes(entry))
         assert trailer is not None
         assert trailer_matches(trailer, slot_of(entry))
         assert (trailer.key, trailer.pin) == (entry.key, entry.pin)
+
+
+def _groups_of(places: Places) -> tuple[int, ...]:
+    """All that may be evicted in these places."""
+    return tuple(group for place in places for group in place.groups)
 
 
 def _new_entry(

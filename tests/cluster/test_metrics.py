@@ -30,7 +30,8 @@ def peer() -> Iterator[PeerProcess]:
     with new_cluster(1, halves=False) as cluster:
         ssd = cluster.folder / "ssd"
         ssd.mkdir()
-        options = ("--ssd", str(ssd), "--ssd-capacity", "300MiB", "--memory", "64MiB")
+        options = ["--ssd", str(ssd), "--ssd-capacity", "300MiB", "--memory", "64MiB"]
+        options += ["--quota", "default=16MiB"]
         cluster.start_first("--network", "local", "--metrics", "127.0.0.1:0", *options)
         yield cluster.peers[0]
 
@@ -77,6 +78,9 @@ def test_what_a_peer_did_is_counted(peer: PeerProcess) -> None:
     assert grew("p2pstore_client_put_bytes_total") == MIB
     assert grew("p2pstore_objects") == 1
     assert grew("p2pstore_ssd_stored_bytes_total") == MIB
+    assert grew('p2pstore_namespace_kept_bytes{"namespace": "default"}') >= MIB
+    assert grew('p2pstore_namespace_used_bytes{"namespace": "default"}') >= MIB
+    assert after['p2pstore_namespace_quota_bytes{"namespace": "default"}'] == 16 * MIB
     assert after["p2pstore_memory_capacity_bytes"] >= 60 * MIB
     assert after['p2pstore_members{"status": "alive"}'] == 1
     assert after['p2pstore_ssd_state{"state": "ok"}'] == 1

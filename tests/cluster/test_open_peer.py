@@ -573,6 +573,32 @@ async def test_a_peer_evicts_as_it_was_told(tmp_path: Path) -> None:
             assert type(peer.node.core.segment.policy) is kind
 
 
+async def test_who_floods_leaves_others_what_their_quota_keeps(tmp_path: Path) -> None:
+    """By single puts with room granted ahead, by batches, and from another peer that has no memory itself."""
+    async with (
+        open_peer(config(tmp_path, "p", memory="8MiB", quota=["mine=3MiB"])) as peer,
+        open_peer(config(tmp_path, "q", peer, memory=0)) as poor,
+        p2pstore.connect(peer.socket, namespace="mine") as mine,
+        p2pstore.connect(peer.socket, namespace="flood") as flood,
+        p2pstore.connect(poor.socket, namespace="flood") as distant,
+    ):
+        value = bytes(27 * 1024)
+        keys = [f"key {number}" for number in range(80)]
+        for key in keys[:40]:
+            await mine.put(key, value)
+        for result in await mine.put_many([(key, value) for key in keys[40:]]):
+            assert result.error is None
+        for number in range(4):
+            for each in range(50):
+                await flood.put(f"{number} {each}", value)
+            await flood.put_many([(f"batch {number} {each}", value) for each in range(50)])
+            await distant.put(f"distant {number}", value)
+        assert await mine.contains_many(keys) == [True] * 80
+        use = (await peer.statistics())["peer"]["quotas"]["mine"]
+        assert use["quota_bytes"] == 3 * MIB
+        assert use["kept_bytes"] == use["used_bytes"] >= 80 * len(value)
+
+
 async def test_chains_go_from_their_tails(tmp_path: Path) -> None:
     """A chain put as a batch, and one that grows behind what `match_prefix` found."""
     async with open_peer(config(tmp_path, "p", memory="8MiB")) as peer:

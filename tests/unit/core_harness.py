@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, TypeVar
@@ -61,7 +61,7 @@ from p2pstore.transfer.messages import (
     ObjectStatus,
     Push,
 )
-from p2pstore.transfer.segment import ObjectEntry, Segment
+from p2pstore.transfer.segment import NO_QUOTAS, ObjectEntry, Segment
 from p2pstore.wire import Code, Message, decode_body, encode_body
 
 NAMESPACE = "unit"
@@ -145,12 +145,15 @@ class Harness:
         memory_bytes: int = 256 * 1024,
         directory: DirectorySetting = "auto",
         new_memory: Callable[[int], memoryview] = lambda length: memoryview(bytearray(length)),
+        quotas: Mapping[str, int] = NO_QUOTAS,
     ) -> None:
         self.now = 100.0
         self.signer = SimulatedSigner(0)
         geometry = plan_geometry(memory_bytes)
         self.memory = new_memory(geometry.total_bytes)
-        self.segment = Segment(self.memory, segment_id=bytes(16), incarnation=1, geometry=geometry)
+        self.segment = Segment(
+            self.memory, segment_id=bytes(16), incarnation=1, geometry=geometry, quotas=quotas
+        )
         verifier, clock = SimulatedVerifier(), HybridClock()
         self.unix_offset = UNIX - self.now
         self.gossip = Gossip(

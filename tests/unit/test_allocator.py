@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from p2pstore.transfer.allocator import ExtentAllocator
+from p2pstore.transfer.allocator import ExtentAllocator, choose_windows
 
 GRANULE = 16
 
@@ -21,15 +21,15 @@ GRANULE = 16
 class AllocatorAgainstIntervals(RuleBasedStateMachine):
     """`taken` maps offset -> size; everything else about the allocator follows from it."""
 
-    @initialize(granules=st.integers(1, 64))
-    def create(self, granules: int) -> None:
-        self.total = granules * GRANULE
-        self.allocator = ExtentAllocator(self.total, GRANULE)
+    @initialize(granules=st.integers(1, 64), begin=st.sampled_from([0, 3]))
+    def create(self, granules: int, begin: int) -> None:
+        self.begin, self.end = begin * GRANULE, (begin + granules) * GRANULE
+        self.allocator = ExtentAllocator(granules * GRANULE, GRANULE, self.begin)
         self.taken: dict[int, int] = {}
 
     def holes(self) -> list[tuple[int, int]]:
-        position, holes = 0, []
-        for start, size in [*sorted(self.taken.items()), (self.total, 0)]:
+        position, holes = self.begin, []
+        for start, size in [*sorted(self.taken.items()), (self.end, 0)]:
             if start > position:
                 holes.append((position, start - position))
             position = start + size
@@ -76,28 +76,28 @@ class AllocatorAgainstIntervals(RuleBasedStateMachine):
         costs = {offset: float(offset % 7 + 1) for offset in self.taken if offset not in barred}
         size = granules * GRANULE
         runs = self.runs_without(barred)
-        window = self.allocator.cheapest_windows(size, sorted(costs), costs.get)
+        found = self.allocator.windows(size, sorted(costs), costs.get)
         if not any(length >= size and used for length, used in runs):
-            assert window is None
+            assert not found
         else:
-            assert window is not None
+            window = choose_windows(found)
             assert not barred.intersection(window)
             assert self.freed_by(window) >= size
         stretches = list(self.allocator.stretches(size, barred.__contains__))
         assert len(stretches) == sum(length >= size and used > 0 for length, used in runs)
         for start in stretches:
-            assert self.allocator.cheapest_windows(size, [start], costs.get) is not None
+            assert self.allocator.windows(size, [start], costs.get)
 
     def runs_without(self, barred: set[int]) -> list[tuple[int, int]]:
         """(bytes, extents) of each stretch between barred extents."""
-        runs, begin, used = [], 0, 0
+        runs, begin, used = [], self.begin, 0
         for start, size in sorted(self.taken.items()):
             if start in barred:
                 runs.append((start - begin, used))
                 begin, used = start + size, 0
             else:
                 used += 1
-        return [*runs, (self.total - begin, used)]
+        return [*runs, (self.end - begin, used)]
 
     def freed_by(self, window: list[int]) -> int:
         """The hole around the window once it is evicted; 0 if that is not one piece."""
@@ -117,7 +117,7 @@ class AllocatorAgainstIntervals(RuleBasedStateMachine):
         assert allocator.extents() == sorted(self.taken.items())
         assert allocator.free_extents() == holes
         assert allocator.used_bytes == sum(self.taken.values())
-        assert allocator.free_bytes == self.total - allocator.used_bytes
+        assert allocator.free_bytes == self.end - self.begin - allocator.used_bytes
         assert allocator.largest_free_bytes == max((length for _, length in holes), default=0)
         assert len(allocator) == len(self.taken)
 
@@ -151,7 +151,7 @@ def test_sizes_that_are_no_granules_are_refused(size: int) -> None:
 def test_an_area_of_nothing_has_room_for_nothing() -> None:
     allocator = ExtentAllocator(0, GRANULE)
     assert allocator.allocate(GRANULE) is None
-    assert allocator.cheapest_windows(GRANULE, [], lambda _: 1.0) is None
+    assert not allocator.windows(GRANULE, [], lambda _: 1.0)
     assert (allocator.free_bytes, allocator.largest_free_bytes, allocator.free_extents()) == (
         0,
         0,
@@ -178,13 +178,13 @@ def window(
     allocator = ExtentAllocator(sum(sizes) * GRANULE, GRANULE)
     offsets = [allocator.allocate(size * GRANULE) for size in sizes]
     number = {offset: index for index, offset in enumerate(offsets)}
-    found = allocator.cheapest_windows(
+    found = allocator.windows(
         needed * GRANULE,
         [offset for index in candidates if (offset := offsets[index]) is not None],
         lambda offset: costs.get(number[offset]),
         count,
     )
-    return None if found is None else sorted(number[offset] for offset in found)
+    return sorted(number[offset] for offset in choose_windows(found, count)) if found else None
 
 
 def test_a_window_grows_over_the_cheaper_side_first() -> None:
@@ -227,11 +227,8 @@ def cheapest_windows(
     allocator: ExtentAllocator, born: OrderedDict[int, int], now: int, size: int
 ) -> list[int]:
     oldest = list(islice(born, 8))
-    found = allocator.cheapest_windows(
-        size, oldest, lambda at: allocator.size_of(at) / (now - born[at])
-    )
-    assert found is not None
-    return found
+    found = allocator.windows(size, oldest, lambda at: allocator.size_of(at) / (now - born[at]))
+    return choose_windows(found)
 
 
 def utilisation(evict: Eviction) -> float:

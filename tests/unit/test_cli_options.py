@@ -123,6 +123,7 @@ def test_join_passes_every_option_on(started: list[Any]) -> None:
         "data-listen": ["127.0.0.1:1", "127.0.0.1:2"],
         "data-advertise": ["10.0.0.1:1", "10.0.0.1:2"],
         "bootstrap": ["10.0.0.2:3", "[::1]:4"],
+        "quota": ["a=1MiB", "job/b=2MiB"],
     }
     line = [part for name, value in arguments.items() for part in (f"--{name}", value)]
     line += [part for name, values in repeated.items() for v in values for part in (f"--{name}", v)]

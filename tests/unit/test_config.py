@@ -67,6 +67,18 @@ def test_defaults_serve_this_machine_alone() -> None:
         ({"more_memory": ["0@/f"]}, "more_memory: '0@/f' must be above 0"),
         ({"more_memory": ["much@/f"]}, "more_memory: 'much' is not a size"),
         ({"more_memory": ["1GiB@node:0"] * 8}, "more_memory: at most 7 may be added"),
+        ({"quota": ["1GiB"]}, "quota: '1GiB' is not NAMESPACE=SIZE, such as default=1GiB"),
+        ({"quota": ["a=much"]}, "quota: 'much' is not a size"),
+        ({"quota": ["=1GiB"]}, "quota: "),
+        ({"quota": ["a=0"]}, "quota: that of 'a' must be above 0"),
+        ({"quota": ["a=1MiB", "a=2MiB"]}, "quota: 'a' has two of them"),
+        ({"quota": {"a": 1.5}}, "quota: each value must be a whole number or text"),
+        ({"quota": {str(n): "1KiB" for n in range(17)}}, "quota: at most 16 namespaces"),
+        ({"quota": ["a=1MiB"], "memory": 0}, "quota: 1.0 MiB together are more than the memory"),
+        (
+            {"quota": {"a": "3MiB", "b": 5 << 20}, "memory": "7MiB"},
+            "quota: 8.0 MiB together are more than the memory, 7.0 MiB; give less to some",
+        ),
         ({"memory_path": "/f", "huge_pages": "require"}, "huge_pages: the pages of a file"),
         (
             {"eviction_policy": "fifo"},
@@ -101,6 +113,14 @@ def test_a_mistake_is_named(settings: dict[str, Any], complaint: str) -> None:
 def test_others_may_be_served_with_a_key_or_by_decision() -> None:
     for settings in ({"cluster_key_file": "key"}, {"insecure": True}):
         PeerConfig(listen="0.0.0.0:1", data_listen=["10.0.0.1:2"], **settings).checked()
+
+
+def test_quotas_as_text_and_as_a_table() -> None:
+    wanted = {"a": 3 * MIB, "job/x=y": MIB}
+    listed = PeerConfig(memory="4MiB", quota=["a=3MiB", "job/x=y=1MiB"])
+    table = PeerConfig(memory="4MiB", quota={"a": "3MiB", "job/x=y": MIB})
+    assert listed.checked().quotas == table.checked().quotas == wanted
+    PeerConfig(memory="4MiB", more_memory=["4MiB@node:0"], quota=["a=8MiB"]).checked()
 
 
 def test_shares_and_modes() -> None:

@@ -17,6 +17,7 @@ from p2pstore.transfer.messages import DataKind, Locations
 from p2pstore.transfer.segment import ObjectEntry
 from p2pstore.wire import Code
 from tests.unit.core_harness import (
+    NAMESPACE,
     OTHER_INCARNATION,
     Harness,
     clock_at,
@@ -63,6 +64,14 @@ def test_replicas_and_pin_travel_with_the_object() -> None:
     entry = world.deliver(world.pull_wanted(), thing)
     assert entry is not None
     assert (entry.replicas, entry.pin) == (3, 2)
+
+
+def test_a_copy_that_is_fetched_is_within_its_namespaces_quota() -> None:
+    world = Harness(others=1, quotas={NAMESPACE: 64 * 1024})
+    thing = world.hold(world.others[0], "k", b"value")
+    fetch(world)
+    world.deliver(world.pull_wanted(), thing)
+    assert world.segment.quotas[NAMESPACE].kept_bytes == 4096
 
 
 def test_the_version_that_arrived_raises_the_clock() -> None:

@@ -73,6 +73,14 @@ def test_a_new_value_is_created_and_its_location_told() -> None:
     world.check_idle()
 
 
+def test_a_value_from_elsewhere_is_within_its_namespaces_quota() -> None:
+    world = Harness(quotas={NAMESPACE: 64 * 1024})
+    stores = IncomingStores(world.core)
+    incoming, _ = arrive(world, stores, request("k", b"value"), b"value")
+    stores.close(incoming)
+    assert world.segment.quotas[NAMESPACE].kept_bytes == 4096
+
+
 def test_its_version_is_above_what_the_putting_peer_has_seen() -> None:
     world = Harness()
     stores = IncomingStores(world.core)

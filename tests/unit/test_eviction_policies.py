@@ -84,7 +84,7 @@ def test_what_is_held_keeps_its_place_and_what_is_leased_comes_back_last(
     order.update(leased)
     order.put_back(held)
     assert numbers(order) == [0, 2, 1]
-    assert order.evictable_bytes == 3 * 4096
+    assert order.evictable_bytes() == 3 * 4096
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -40,8 +40,8 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "reserve": (
         LocalKind.RESERVE,
         0,
-        local.Reserve([local.ReserveItem(4096, 128)]),
-        ("10000000040302010800000000000000919192cd1000cc80"),
+        local.Reserve([local.ReserveItem(4096, 128)], "default"),
+        ("10000000040302011000000000000000929192cd1000cc80a764656661756c74"),
     ),
     "reserved": (
         LocalKind.RESERVE,
@@ -220,6 +220,12 @@ def test_older_hellos_are_understood() -> None:
     assert not hello.location_table
     reply = decode_body(local.HelloReply, bytes.fromhex(REPLY_BEFORE_TABLES))
     assert (reply.software, reply.location_table_bytes) == ("v", 0)
+
+
+def test_an_older_reserve_names_no_namespace() -> None:
+    reserve = decode_body(local.Reserve, bytes.fromhex("919192cd1000cc80"))
+    assert reserve == local.Reserve([local.ReserveItem(4096, 128)])
+    assert reserve.namespace == ""
 
 
 def test_an_older_commit_is_understood() -> None:

@@ -94,6 +94,21 @@ def test_a_mistake_is_named_where_it_was_made(
         load_settings(str(path), variables, flags).checked()
 
 
+def test_quotas_from_every_source(tmp_path: Path) -> None:
+    path = tmp_path / "peer.toml"
+    path.write_text('memory = "8MiB"\n[quota]\na = "1MiB"\nb = 4096\n')
+    sources: list[tuple[str | None, dict[str, str], dict[str, Any], str]] = [
+        (str(path), {}, {}, f"{path}:2: quota"),
+        (None, {"MOONCAKE_P2P_QUOTA": "a=1MiB, b=4KiB"}, {}, "MOONCAKE_P2P_QUOTA"),
+        (None, {}, {"quota": ["a=1MiB", "b=4KiB"]}, "--quota"),
+    ]
+    for toml, environment, flags, origin in sources:
+        settings = load_settings(toml, environment, {"memory": "8MiB", **flags})
+        assert settings.checked().quotas == {"a": MIB, "b": 4096}
+        shown = {each.name: each for each in shown_settings(settings)}
+        assert shown["quota"].origin == origin
+
+
 def test_a_file_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.toml cannot be read: No such file"):
         load_settings(str(tmp_path / "none.toml"), {}, {})

@@ -97,6 +97,17 @@ def test_repair_is_shown_when_there_was_or_is_something_to_repair() -> None:
     assert line.split(None, 1)[1] == "1,200 objects with fewer copies than wanted"
 
 
+def test_quotas_are_shown_with_what_all_others_have() -> None:
+    assert not any("quota" in line for line in overview(document(quotas={}), None))
+    use = {"quota_bytes": 8 << 20, "used_bytes": 6 << 20, "kept_bytes": 4 << 20}
+    lines = overview(document(quotas={"job\x1b/a": use}), None)
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("  quota")]
+    shown = [" ".join(line.split()) for line in lines[first : first + 3]]
+    assert "\x1b" not in shown[0]
+    assert shown[1].endswith("50.0 % of 8.0 MiB and 2.0 MiB more")
+    assert shown[2] == "10.0 MiB of all others, and being written"
+
+
 def test_rates_are_differences_over_the_time_between() -> None:
     later = document()
     later["peer"]["counters"].update(client_puts=110, client_reads=80, client_misses=50)

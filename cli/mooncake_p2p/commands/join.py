@@ -128,6 +128,10 @@ def join(
             help="What goes first when memory is full [default: prefix].", show_default=False
         ),
     ] = None,
+    quota: Annotated[
+        list[str] | None,
+        _option("NAMESPACE=SIZE", "Memory kept for a namespace; may be repeated [default: none]."),
+    ] = None,
     ssd: Annotated[
         str | None,
         _option("DIR|DEVICE", "SSD for what memory has no room for [default: none]."),
