@@ -415,11 +415,6 @@ class RdmaConnected(Message, frozen=True):
     devices: int = 1
 
 
-VERSION_BYTES: Final = 16
-"""Of a checkpoint's version."""
-CheckpointVersion = Annotated[bytes, Meta(min_length=VERSION_BYTES, max_length=VERSION_BYTES)]
-
-
 class GetManifest(Message, frozen=True):
     """The manifest of this version of a checkpoint."""
 
