@@ -218,6 +218,7 @@ class _Assembly:
         core = self._make_core(self._make_segment(), repair)
         if self.state is not None:
             self._restore(core.gossip, self.state)
+            core.checkpoints.load_pins(self.state.load_publishers())
         node = Node(
             config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng
         )
@@ -349,6 +350,7 @@ class _Assembly:
             software=p2pstore.__version__,
             min_protocol=MIN_DATA_VERSION,
             max_protocol=MAX_DATA_VERSION,
+            checkpoints=self.node.core.checkpoints.told if self.node is not None else [],
         )
 
     def _transport_offers(self) -> list[TransportOffer]:

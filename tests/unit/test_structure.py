@@ -57,7 +57,7 @@ PURE = (
     "p2pstore/transfer/policies/*.py",
     *(
         f"p2pstore/gossip/{name}.py"
-        for name in ("effects", "machine", "messages", "presets", "records")
+        for name in ("checkpoints", "effects", "machine", "messages", "presets", "records")
     ),
     *(
         f"p2pstore/gossip/{folder}/*.py"
