@@ -167,6 +167,39 @@ class PeerInfo:
     """How much it knows of where objects are: `full` or `partitioned`."""
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointProgress:
+    """How far a publish or fetch is. `phase`: waiting, hashing, seeding, checking, fetching, finishing, done. `members`
+    are the peers with whom pieces are exchanged."""
+
+    phase: str
+    done_bytes: int
+    total_bytes: int
+    members: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedCheckpoint:
+    """A version that others can fetch now: 32 hexadecimal digits."""
+
+    version: str
+    files: int
+    total_bytes: int
+    pieces: int
+    piece_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedCheckpoint:
+    """A version that is complete in `directory`. Of its `total_bytes`, `fetched_bytes` came over the network; the
+    others were there, or on this host."""
+
+    version: str
+    directory: str
+    total_bytes: int
+    fetched_bytes: int
+
+
 @runtime_checkable
 class ObjectStore(Protocol):
     """What `Peer`, `Client` (trio) and `AioClient` (asyncio) offer, all of it async but `register`.

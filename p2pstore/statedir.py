@@ -5,6 +5,8 @@
     state.json      {"format": 1, "incarnation": ..., "clock": ..., "floors_seen": {...}, "floors_horizon": {...}}:
                     the last two by writer (`gossip.floor_stamps`)
     addresses.json  {"format": 1, "addresses": [...]}: where other peers were last seen
+    publishers.json {"format": 1, "publishers": [[namespace, name, peer id]]}: whom this peer trusts for the names of
+                    checkpoints, those used last coming last
     floors.bin      signed floor records, appended, one checksum each
     invite          the invite that the peer joined by, without keys; mode 0600
     cluster.key     the keys of that invite, as a key file; mode 0600
@@ -30,11 +32,12 @@ from typing import Annotated, Final, NoReturn, TypeVar
 import msgspec
 import xxhash
 
+from p2pstore.allowlist import parse_peer_id
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.floors.floor_stamps import Stamps, stamps_as_text, stamps_from_text
 from p2pstore.gossip.links.identity import SEED_BYTES, Identity
 from p2pstore.gossip.members.membership import MAX_INCARNATION
-from p2pstore.gossip.records import MAX_RECORD_BYTES, SignedRecord
+from p2pstore.gossip.records import MAX_RECORD_BYTES, PeerId, SignedRecord, format_peer_id
 from p2pstore.invite import Invite, KeptInvite, format_invite
 from p2pstore.keyring import KeyRing, parse_cluster_keys
 from p2pstore.regular_file import open_regular_file
@@ -68,6 +71,11 @@ class _State(msgspec.Struct):
 class _Addresses(msgspec.Struct):
     format: int
     addresses: list[str]
+
+
+class _Publishers(msgspec.Struct):
+    format: int
+    publishers: list[tuple[str, str, str]]
 
 
 class _FormatOnly(msgspec.Struct):
@@ -218,6 +226,27 @@ class StateDirectory:
         """Keep the first 1,024."""
         book = _Addresses(FORMAT, list(addresses[:MAX_ADDRESSES]))
         _replace(self.path / "addresses.json", msgspec.json.encode(book) + b"\n")
+
+    # --- checkpoints -------------------------------------------------------------------------
+
+    def load_publishers(self) -> list[tuple[str, str, PeerId]]:
+        """Namespace, name of a checkpoint, and who is trusted for it."""
+        path = self.path / "publishers.json"
+        book = _load_json(path, _Publishers)
+        if book is None:
+            return []
+        return [
+            (namespace, name, parse_peer_id(peer_id, str(path)))
+            for namespace, name, peer_id in book.publishers
+        ]
+
+    def save_publishers(self, publishers: Sequence[tuple[str, str, PeerId]]) -> None:
+        """Keep these instead."""
+        book = _Publishers(
+            FORMAT,
+            [(namespace, name, format_peer_id(each)) for namespace, name, each in publishers],
+        )
+        _replace(self.path / "publishers.json", msgspec.json.encode(book) + b"\n")
 
     # --- floors ------------------------------------------------------------------------------
 

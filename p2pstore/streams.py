@@ -229,6 +229,16 @@ def tune_tcp(sock: socket.socket) -> None:
             return
 
 
+_TCP_NOTSENT_LOWAT: Final = 25
+"""Linux' number of the option; Python has no name for it before 3.13."""
+
+
+def limit_unsent(stream: ByteStream, length_bytes: int) -> None:
+    """From now on at most so many bytes wait in the kernel to be sent; a send takes as long as all else does."""
+    with socket.socket(fileno=os.dup(stream.fileno())) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, length_bytes)
+
+
 class BlockingStream:
     """A `ByteStream` on a blocking socket with a timeout."""
 

@@ -72,7 +72,11 @@ class Floors:
             scope,
             encode_body(FloorBody(namespace)) if namespace else b"",
         )
-        signed = sign_cluster_record(record, core.signer)
+        return self.keep(record, now)
+
+    def keep(self, record: ClusterRecord, now: float) -> SignedRecord:
+        """Sign a cluster record of this peer's, of whatever kind; keep and spread it."""
+        signed = sign_cluster_record(record, self._core.signer)
         self._accept(record, signed, now)
         return signed
 
@@ -177,6 +181,7 @@ class Floors:
         core.clock.observe(record.clock, core.unix(now))
         core.emit(SaveClusterRecord(signed))
         if record.kind != ClusterRecordKind.FLOOR:
+            core.checkpoints.heard()
             return
         if record.scope != SCOPE_KEY:
             core.cold.sweep(record.name, record.version)

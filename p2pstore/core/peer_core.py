@@ -13,6 +13,7 @@ from collections.abc import Hashable, Sequence
 from random import Random
 from typing import Any, Final
 
+from p2pstore.core.checkpoints import Checkpoints
 from p2pstore.core.cold_copies import ColdCopies
 from p2pstore.core.copy_destination import CopyDestination
 from p2pstore.core.describe import location_of, location_on_ssd
@@ -121,6 +122,7 @@ class PeerCore:
         self.hot_objects = HotObjects()
         self.repair = Repair(self, repair)
         self.read_reports = ReadReports(self)
+        self.checkpoints = Checkpoints(self)
         segment.ask_who_keeps(self._is_kept_elsewhere)
         gossip.locations.watch(segment.digests(), self._awaited.keys())
 
@@ -232,6 +234,7 @@ class PeerCore:
         self.write_back.tick(now)
         self.repair.tick(now)
         self.read_reports.tick(now)
+        self.checkpoints.tick(now)
         if now >= self._next_expire:
             self._next_expire = now + EXPIRE_INTERVAL_SECONDS
             self.segment.expire(self.unix(now))
@@ -258,6 +261,7 @@ class PeerCore:
             self.write_back.next_tick(),
             self.repair.next_tick(),
             self.read_reports.next_tick(),
+            self.checkpoints.next_tick(),
         )
 
     def set_alarm(self, operation: Operation) -> None:

@@ -241,6 +241,11 @@ class Gossip:
         """This peer's own record, signed anew when something changed."""
         return self.own_record.signed(now)
 
+    def offer_changed(self) -> None:
+        """This peer offers something else now that others should hear of soon."""
+        self.own_record.changed()
+        self._exchanges.hurry()
+
     def pushes(self, now: float) -> list[Push]:
         """What homes should know of this peer's log: at once, then at most every 20 ms."""
         return self.partitions.take_pushes(now)

@@ -1,8 +1,8 @@
 """Records that peers gossip: location records, peer records, cluster records. Pure codecs.
 
 A location record is 34 bytes and says "I hold this version of this key". A peer record says who a
-peer is and what it offers; a cluster record says something about the whole cluster (a floor, later
-checkpoint heads and switches). Peer and cluster records are signed by the peer that wrote them;
+peer is and what it offers; a cluster record says something about the whole cluster (a floor, a
+checkpoint's head or switch). Peer and cluster records are signed by the peer that wrote them;
 location logs are vouched for by the set hash in their owner's signed record.
 """
 
@@ -200,13 +200,47 @@ class LogHead(Message, frozen=True):
     set_hash: int = 0
 
 
+class TakesPart(IntEnum):
+    """How a peer takes part in a version of a checkpoint, or in none yet."""
+
+    FOLLOWING = 0
+    """It waits for a version."""
+    FETCHING = 1
+    VERIFIED = 2
+    """It has all of it, verified and on its disk, and may switch to it at once."""
+    SEEDING = 3
+    """It has all of it, for others: it follows nobody, or has switched to it."""
+    PUBLISHING = 4
+    FAILED = 5
+
+
+class Participation(Message, frozen=True):
+    """A peer's part in one checkpoint. `name` is `checkpoint_digest` of what it is called and who publishes it, or
+    empty; `version` the first 8 bytes of a version, empty for a follower that knows of none yet. `state` is a
+    `TakesPart`; one that is not known means that it takes no part in moving pieces. `current` are the first 8 bytes of
+    the version that a follower has switched to. `why` says why it failed."""
+
+    name: bytes
+    version: bytes
+    state: int
+    done_permille: int = 0
+    follows: bool = False
+    current: bytes = b""
+    why: str = ""
+
+
+MAX_PARTICIPATIONS: Final = 16
+"""Of one peer; of a record with more, the first count."""
+MAX_WHY_BYTES: Final = 120
+
+
 class PeerRecord(Message, frozen=True):
     """Who a peer is and what it offers. `sequence` grows with every change within an incarnation.
 
     `control` and `data` are `host:port` addresses (`[v6]:port`), `socket` the local socket's path on
     the host that `host_id` names. Sizes in bytes, `load_permille` of one core. `floors_horizon` is a
     hash of the floors' horizon that the peer has taken in (`floor_stamps`), 0 while there is none.
-    `directory` is a `directory_mode.KeptDirectory`.
+    `directory` is a `directory_mode.KeptDirectory`. `checkpoints` are those that the peer takes part in.
     """
 
     format: int
@@ -234,6 +268,7 @@ class PeerRecord(Message, frozen=True):
     topology: bytes = b""
     floors_horizon: int = 0
     directory: int = 0
+    checkpoints: list[Participation] = []  # noqa: RUF012  # msgspec copies it
 
 
 class ClusterRecordKind(IntEnum):
@@ -250,7 +285,7 @@ class ClusterRecord(Message, frozen=True):
     """Something the whole cluster keeps, whatever becomes of its writer. Highest version per (kind, name) wins.
 
     A floor's name is the digest of a key or of a namespace (`scope` 0 or 1); its version forbids all
-    copies that it covers.
+    copies that it covers. That of a checkpoint's head or switch is made of its publisher, too: see `checkpoints`.
     """
 
     format: int

@@ -11,6 +11,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
+from p2pstore.local import checkpoint_messages as checkpoints
 from p2pstore.wire import Empty, Message
 
 
@@ -37,6 +38,9 @@ class LocalKind(IntEnum):
     MATCH_PREFIX = 34
     PLACE = 36
     STORED = 37
+    CHECKPOINT_PUBLISH = 48
+    CHECKPOINT_FETCH = 49
+    CHECKPOINT_PROGRESS = 50
 
 
 class Access(IntEnum):
@@ -53,6 +57,8 @@ class Hello(Message, frozen=True):
     client: str = ""
     location_table: bool = False
     """Whether the client can look keys up in the peer's table of locations."""
+    directory: bool = False
+    """Whether the descriptor of a directory comes along, for what is asked on this connection."""
 
 
 class SegmentInfo(Message, frozen=True):
@@ -575,6 +581,9 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     LocalKind.MATCH_PREFIX: MatchPrefix,
     LocalKind.PLACE: Place,
     LocalKind.STORED: StoredElsewhere,
+    LocalKind.CHECKPOINT_PUBLISH: checkpoints.Publish,
+    LocalKind.CHECKPOINT_FETCH: checkpoints.Fetch,
+    LocalKind.CHECKPOINT_PROGRESS: checkpoints.Progress,
 }
 REPLIES: Final[dict[int, type[Message]]] = {
     LocalKind.HELLO: HelloReply,
@@ -597,5 +606,8 @@ REPLIES: Final[dict[int, type[Message]]] = {
     LocalKind.MATCH_PREFIX: MatchedPrefix,
     LocalKind.PLACE: Placed,
     LocalKind.STORED: Empty,
+    LocalKind.CHECKPOINT_PUBLISH: checkpoints.Published,
+    LocalKind.CHECKPOINT_FETCH: checkpoints.Fetched,
+    LocalKind.CHECKPOINT_PROGRESS: checkpoints.ProgressReply,
 }
 ONE_WAY_KINDS: Final = frozenset({LocalKind.RELEASE, LocalKind.REPORT})

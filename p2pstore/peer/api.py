@@ -50,6 +50,7 @@ from p2pstore.peer.addresses import (
     host_identity,
     link_bytes_per_second,
 )
+from p2pstore.peer.checkpoints.service import PeerCheckpoints
 from p2pstore.peer.credentials import Credentials, log_expelled, refuse_open_door
 from p2pstore.peer.data_backend import PeerDataBackend
 from p2pstore.peer.local_answers import known_copy
@@ -218,6 +219,7 @@ class _Assembly:
         core = self._make_core(self._make_segment(), repair)
         if self.state is not None:
             self._restore(core.gossip, self.state)
+            core.checkpoints.load_pins(self.state.load_publishers())
         node = Node(
             config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng
         )
@@ -350,6 +352,7 @@ class _Assembly:
             software=p2pstore.__version__,
             min_protocol=MIN_DATA_VERSION,
             max_protocol=MAX_DATA_VERSION,
+            checkpoints=self.node.core.checkpoints.told if self.node is not None else [],
         )
 
     def _transport_offers(self) -> list[TransportOffer]:
@@ -418,12 +421,15 @@ class _Assembly:
         nursery = await self.stack.enter_async_context(open_background_nursery())
         await nursery.start(node.run)
         max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
+        checkpoints = PeerCheckpoints(node, self.identity, self.verifier, self.rng)
+        nursery.start_soon(checkpoints.watch)
         backend = PeerLocalBackend(
-            node, self.memory, self.location_memory, office, max_leased_bytes
+            node, self.memory, self.location_memory, office, max_leased_bytes, checkpoints
         )
         self.stack.callback(backend.close)
         data_server = DataServer(
-            PeerDataBackend(node),
+            PeerDataBackend(node, checkpoints.swarms),
+            swarms=checkpoints.swarms,
             stores=PeerStoreBackend(node),
             ring=self.credentials.ring,
             allowed=self.credentials.allowed,

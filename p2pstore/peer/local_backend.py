@@ -21,6 +21,7 @@ from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import DIGEST_BYTES, namespace_digest
+from p2pstore.peer.checkpoints.service import PeerCheckpoints
 from p2pstore.peer.local_answers import (
     MAX_WAIT_SECONDS,
     Answer,
@@ -29,6 +30,7 @@ from p2pstore.peer.local_answers import (
     no_such_key,
     peer_entry,
 )
+from p2pstore.peer.local_checkpoints import LocalCheckpoints
 from p2pstore.peer.local_gets import LocalGets
 from p2pstore.peer.local_puts import LocalPuts
 from p2pstore.peer.node import Node
@@ -72,6 +74,7 @@ class PeerLocalBackend:
         location_table: SharedMemory | None,
         office: TicketOffice,
         max_leased_bytes: int,
+        checkpoints: PeerCheckpoints,
     ) -> None:
         self._node = node
         self._core = node.core
@@ -84,6 +87,7 @@ class PeerLocalBackend:
         )
         self._puts = LocalPuts(node, office)
         self._gets = LocalGets(node, office, max_leased_bytes)
+        self._checkpoints = LocalCheckpoints(checkpoints)
         self._max_leased_bytes = max_leased_bytes
         self._handlers: dict[LocalKind, Any] = {
             LocalKind.RESERVE: self._puts.reserve,
@@ -107,6 +111,9 @@ class PeerLocalBackend:
             LocalKind.PIN: self._pin,
             LocalKind.FLUSH: self._flush,
             LocalKind.PREFETCH: self._prefetch,
+            LocalKind.CHECKPOINT_PUBLISH: self._checkpoints.publish,
+            LocalKind.CHECKPOINT_FETCH: self._checkpoints.fetch,
+            LocalKind.CHECKPOINT_PROGRESS: self._checkpoints.progress,
         }
 
     def close(self) -> None:
@@ -150,6 +157,7 @@ class PeerLocalBackend:
 
     def client_gone(self, client: LocalClient) -> None:
         """End what the client held."""
+        self._checkpoints.client_gone(client)
         self._segment.drop_holder(client.holder)
 
     @property

@@ -157,6 +157,9 @@ class Node:
         self._all_handed_over = False
         self._told = trio.Event()
         self._kept_version = -1
+        self._checkpoints_version: tuple[int, int, int] | None = None
+        self._checkpoint_news = trio.Event()
+        self._pins_version = 0
         self._running = self._ended = False
 
     @property
@@ -226,12 +229,34 @@ class Node:
         for member, count in self.core.gossip.directory.shares.take_news().items():
             self._locations_refused(member, count)
         self.core.flush_pushes(self.now)
+        self._follow_checkpoints()
         for effect in self.core.take_effects():
             self._execute(effect)
         if self.core.next_tick(self.now) < self._tick_due:
             self._wake.set()
         if self.core.closing and not self.core.operations_under_way:
             self._drained.set()
+
+    def _follow_checkpoints(self) -> None:
+        """Wake who waits for news of checkpoints, and keep whom this peer trusts."""
+        checkpoints = self.core.checkpoints
+        if checkpoints.version != self._checkpoints_version:
+            self._checkpoints_version = checkpoints.version
+            self._checkpoint_news.set()
+            self._checkpoint_news = trio.Event()
+        for note in checkpoints.take_notes():
+            logger.warning("%s", note, extra={"event": "publisher"})
+        if checkpoints.pins_version != self._pins_version:
+            self._pins_version = checkpoints.pins_version
+            if self.saver is not None:
+                self.saver.publisher_pinned()
+
+    async def checkpoint_news(self, seen: object) -> object:
+        """Wait until heads, switches or what members have of versions differ from `seen` (what the last call returned;
+        None at first); returns what to give the next time. Wakes without a difference now and then."""
+        if self._checkpoints_version == seen:
+            await self._checkpoint_news.wait()
+        return self._checkpoints_version
 
     def stir(self) -> None:
         """Have it looked at soon what the core has to do: for who may be called in the middle of one of its steps."""

@@ -12,7 +12,7 @@ import trio
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.floors.floor_stamps import Stamps
-from p2pstore.gossip.records import SignedRecord
+from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.statedir import StateDirectory
 
 logger = logging.getLogger("p2pstore.peer")
@@ -37,6 +37,7 @@ class StateSaver:
         self._save_soon = trio.Event()
         self._save_now = trio.Event()
         self._saving = trio.Lock()
+        self._pins = core.checkpoints.pins_version
 
     def add(self, record: SignedRecord) -> None:
         """Have a cluster record written soon."""
@@ -48,6 +49,11 @@ class StateSaver:
     def member_came(self) -> None:
         """Have the address book written soon: a cluster of which all are killed finds itself by nothing else."""
         self._save_soon.set()
+
+    def publisher_pinned(self) -> None:
+        """Have it written at once whom this peer trusts for the names of checkpoints."""
+        self._save_soon.set()
+        self._save_now.set()
 
     async def run(self) -> None:
         """Save until cancelled."""
@@ -70,7 +76,13 @@ class StateSaver:
             all_floors = kept.dump() if crowded or lost else None
             # As of now: what is seen is among the floors that are written first.
             stamps = self._core.floors.seen_to_save, dict(kept.horizon)
-            written = await trio.to_thread.run_sync(self._write, addresses, all_floors, stamps)
+            checkpoints = self._core.checkpoints
+            version, pins = checkpoints.pins_version, checkpoints.pins
+            written = await trio.to_thread.run_sync(
+                self._write, addresses, all_floors, stamps, None if version == self._pins else pins
+            )
+            if written:
+                self._pins = version
             if lost and not written:
                 self._lost_unsaved = True
 
@@ -79,6 +91,7 @@ class StateSaver:
         addresses: list[str],
         all_floors: list[SignedRecord] | None,
         stamps: tuple[Stamps, Stamps],
+        pins: list[tuple[str, str, PeerId]] | None,
     ) -> bool:
         state, core = self.state, self._core
         try:
@@ -93,6 +106,8 @@ class StateSaver:
             if not self._lost_unsaved:
                 state.save_clock(core.clock.latest, *stamps)
             state.save_addresses(addresses)
+            if pins is not None:
+                state.save_publishers(pins)
         except (OSError, ConfigError) as error:
             logger.warning("the state directory cannot be written: %s", error)
             return False

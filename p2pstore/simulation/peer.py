@@ -187,6 +187,7 @@ class SimulatedPeer:
             ssd_used=0,
             load_permille=0,
             head=LogHead(),
+            checkpoints=self.core.checkpoints.told if self.core is not None else [],
         )
 
     def crash(self) -> None:

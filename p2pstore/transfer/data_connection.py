@@ -45,6 +45,7 @@ from p2pstore.transfer.messages import (
     DataKind,
     Get,
     GetItem,
+    GetPiece,
     Hello,
     HelloReply,
     Keeps,
@@ -53,11 +54,14 @@ from p2pstore.transfer.messages import (
     ObjectReply,
     Objects,
     ObjectStatus,
+    PieceReply,
+    PieceStatus,
     Proof,
     Store,
     Stored,
     StorePart,
     StoreReply,
+    SwarmLink,
 )
 from p2pstore.transfer.tickets import NONCE_BYTES, GrantedTicket, check_proof, prove
 from p2pstore.transfer.trace import Progress, ReadWatch
@@ -215,6 +219,28 @@ class DataConnection:
             bulk = await self._inbox.read(self._bulk_left)
             self._bulk_left = 0
             return reply, bulk
+
+    async def get_piece(self, request: GetPiece, into: memoryview) -> PieceReply:
+        """Ask for a piece of a checkpoint, which fills `into` when the reply's status says that it came."""
+        with self._operation():
+            self._inbox.expect(len(into))
+            number = await self._send(DataKind.GET_PIECE, request)
+            reply = await self._receive(DataKind.GET_PIECE, number, PieceReply)
+            expected = len(into) if reply.status == PieceStatus.OK else 0
+            if self._bulk_left != expected:
+                raise ProtocolError(
+                    f"a piece of {expected:,} bytes was answered with {self._bulk_left:,}"
+                )
+            await self._inbox.read_into(into[:expected])
+            self._bulk_left = 0
+            return reply
+
+    async def become_link(self, request: SwarmLink) -> tuple[ByteStream, bytes]:
+        """Have this connection be a link of a swarm: its stream, and what was received of it already. Raises what
+        the other side answered; the connection goes on then."""
+        await self.request(DataKind.SWARM_LINK, request)
+        self.closed = True  # nobody asks anything here any more; the stream is the caller's
+        return self.stream, self._inbox.take_rest()
 
     async def measure(
         self, send: memoryview, receive: memoryview, enough: Callable[[], bool]

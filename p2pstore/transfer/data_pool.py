@@ -35,7 +35,7 @@ from p2pstore.transfer.data_connection import (
     failure_of,
 )
 from p2pstore.transfer.layout import Slot, TrailerBody
-from p2pstore.transfer.messages import DataKind, Store, Stored
+from p2pstore.transfer.messages import DataKind, GetPiece, PieceReply, Store, Stored
 from p2pstore.transfer.team_read import TeamRead, may_use_two
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.trace import Progress
@@ -151,6 +151,19 @@ class DataPool:
                 peer,
                 timeout_seconds,
                 lambda connection: connection.request_bulk(kind, message, max_bulk_bytes),
+            )
+        except DeadlineExceeded:
+            raise
+        except OSError as error:
+            raise _broken(peer, error) from error
+
+    async def get_piece(
+        self, peer: RemotePeer, request: GetPiece, into: memoryview, timeout_seconds: float
+    ) -> PieceReply:
+        """A piece of a checkpoint, into memory of its length: see `DataConnection.get_piece`. Raises like `request`."""
+        try:
+            return await self._use(
+                peer, timeout_seconds, lambda connection: connection.get_piece(request, into)
             )
         except DeadlineExceeded:
             raise

@@ -49,6 +49,7 @@ from p2pstore.transfer.messages import (
 )
 from p2pstore.transfer.rdma_serving import RdmaBackend
 from p2pstore.transfer.store_intake import StoreBackend
+from p2pstore.transfer.swarm_serving import SwarmBackend
 from p2pstore.transfer.tickets import (
     NONCE_BYTES,
     SignerLike,
@@ -186,15 +187,18 @@ class DataServer:
         stores: StoreBackend | None = None,
         rdma: RdmaBackend | None = None,
         tls: bool = False,
+        swarms: SwarmBackend | None = None,
     ) -> None:
         """`stores`: where values go that others store here; None for taking none. `rdma`: who lets others read
-        by RDMA; None for nobody. `tls`: whether TLS is spoken, and nothing else.
+        by RDMA; None for nobody. `tls`: whether TLS is spoken, and nothing else. `swarms`: who takes part in swarms
+        of checkpoints; None for nobody.
 
         `allowed`: whose tickets are taken; None for everybody's. After it or `ring` were changed, call
         `recheck`."""
         self._backend = backend
         self._stores = stores
         self._rdma = rdma
+        self._swarms = swarms
         self._tls = TlsServing(signer, unix_clock) if tls else None
         self._limits = limits or ServerLimits()
         self.connections = 0
@@ -313,6 +317,7 @@ class DataServer:
                 rdma=self._rdma,
                 limits=self._limits,
                 traffic=self.traffic,
+                swarms=self._swarms,
             )
             await self._serve_session(session, claims)
         except Refused as refusal:

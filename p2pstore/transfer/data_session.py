@@ -20,7 +20,8 @@ import trio
 
 from p2pstore.errors import P2PStoreError, ProtocolError
 from p2pstore.objects import CHUNK_BYTES, GIB, KIB, MIB, PART_BYTES
-from p2pstore.streams import AcceptedStream, BytesLike
+from p2pstore.streams import AcceptedStream, BytesLike, limit_unsent
+from p2pstore.transfer.frame_link import FrameLink
 from p2pstore.transfer.frame_reading import Refused, skip_bulk
 from p2pstore.transfer.messages import (
     MAX_MEASURE_BYTES,
@@ -31,20 +32,25 @@ from p2pstore.transfer.messages import (
     DataKind,
     Get,
     GetItem,
+    GetPiece,
     Keeps,
     Measure,
     Measured,
     ObjectReply,
     Objects,
     ObjectStatus,
+    PieceReply,
     RdmaConnect,
     Store,
     Stored,
     StorePart,
     StoreReply,
+    SwarmLink,
+    SwarmLinked,
 )
 from p2pstore.transfer.rdma_serving import RdmaBackend, ReadableEnd
 from p2pstore.transfer.store_intake import StoreBackend, receive_value
+from p2pstore.transfer.swarm_serving import UNSENT_PIECE_BYTES, OpenedPiece, SwarmBackend
 from p2pstore.transfer.tickets import Scope, TicketClaims
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
@@ -189,7 +195,10 @@ class DataSession:
         rdma: RdmaBackend | None,
         limits: ServerLimits,
         traffic: Traffic,
+        swarms: SwarmBackend | None = None,
     ) -> None:
+        self._swarms = swarms
+        self._sends_pieces = False
         self._backend = backend
         self._limits = limits
         self._traffic = traffic
@@ -310,6 +319,12 @@ class DataSession:
         elif isinstance(message, RdmaConnect):
             await self._flush()
             await self._connect_rdma(header, message)
+        elif isinstance(message, GetPiece):
+            await self._flush()
+            await self._send_piece(header, message)
+        elif isinstance(message, SwarmLink):
+            await self._flush()
+            await self._become_link(header, message)
         elif isinstance(message, Measure):
             self._gather_measured(header, message)
             await self._flush()
@@ -510,6 +525,55 @@ class DataSession:
             return
         self._readable.append(end)
         await self._send(_reply(header, end.reply))
+
+    # --- swarms ------------------------------------------------------------------------------
+
+    async def _send_piece(self, header: FrameHeader, request: GetPiece) -> None:
+        """Answer with a piece of a checkpoint. Nothing else is read meanwhile: who asks waits for it."""
+        if self._swarms is None:
+            self._refuse(header, Code.UNSUPPORTED, "this peer takes part in no swarms")
+            return
+        try:
+            opened = await self._swarms.open_piece(request, self._claims.issuer)
+        except Exception as error:
+            await self._send(_failure(header, error))
+            return
+        if isinstance(opened, PieceReply):
+            await self._send(_reply(header, opened))
+            return
+        await self._send_opened(header, self._swarms, opened)
+
+    async def _send_opened(
+        self, header: FrameHeader, swarms: SwarmBackend, opened: OpenedPiece
+    ) -> None:
+        whole = False
+        try:
+            if not self._sends_pieces:
+                self._sends_pieces = True
+                limit_unsent(self._stream, UNSENT_PIECE_BYTES)
+            size = len(opened.data)
+            frame = encode_frame(
+                header.kind, header.request_id, PieceReply(), flags=REPLY, bulk_length=size
+            )
+            await self._send(frame, opened.data)
+            self._traffic.bytes += size
+            whole = True
+        finally:
+            swarms.piece_sent(opened, whole)
+
+    async def _become_link(self, header: FrameHeader, request: SwarmLink) -> None:
+        """From here on, this connection is a link; with it, the session ends."""
+        if self._swarms is None:
+            self._refuse(header, Code.UNSUPPORTED, "this peer takes part in no swarms")
+            return
+        try:
+            offered = self._swarms.take_link(request.version, self._claims.issuer)
+        except Exception as error:
+            await self._send(_failure(header, error))
+            return
+        await self._send(_reply(header, SwarmLinked()))
+        await offered.run(FrameLink(self._stream, self._frames))
+        raise ConnectionAbortedError("the link of a swarm ended")
 
     # --- everything else ---------------------------------------------------------------------
 

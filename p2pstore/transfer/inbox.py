@@ -76,6 +76,12 @@ class Inbox:
             await self.read_into(scratch[:count])
             length -= count
 
+    def take_rest(self) -> bytes:
+        """All that was received and nobody has read: for who reads the stream itself from now on."""
+        rest = bytes(self._buffer[self._start : self._end])
+        self._start = self._end = 0
+        return rest
+
     async def _receive(self, wanted_bytes: int) -> None:
         """Receive more, with room for `wanted_bytes` after what nobody has read yet begins."""
         if self._start == self._end:

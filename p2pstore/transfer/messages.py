@@ -20,6 +20,9 @@ before there is room for it:
                                       <-------  STORE_PART|REPLY Stored
 
 Until its last part came, a store has the connection for itself.
+
+A connection on which SWARM_LINK was answered is a link between two peers of a swarm from then on: both sides send
+frames of `p2pstore.checkpoint.messages`, one-way, whenever they like. Pieces are asked for on other connections.
 """
 
 from __future__ import annotations
@@ -55,6 +58,9 @@ class DataKind(IntEnum):
     READS = 27
     MEASURE = 32
     RDMA_CONNECT = 33
+    GET_MANIFEST = 34
+    GET_PIECE = 35
+    SWARM_LINK = 36
 
 
 class Ticket(Message, frozen=True):
@@ -430,6 +436,52 @@ class RdmaConnected(Message, frozen=True):
     devices: int = 1
 
 
+class GetManifest(Message, frozen=True):
+    """The manifest of this version of a checkpoint."""
+
+    version: bytes
+
+
+class ManifestReply(Message, frozen=True):
+    """The bulk is the manifest's bytes; who signed them, and the signature."""
+
+    signer: bytes
+    signature: bytes
+
+
+class GetPiece(Message, frozen=True):
+    """A piece of this version. Only peers that are linked are answered with one."""
+
+    version: bytes
+    piece: int
+
+
+class PieceStatus(IntEnum):
+    OK = 0
+    BUSY = 1
+    """No upload slot is free: a grant will come, over the link."""
+    LACKS = 2
+    NOT_LINKED = 3
+    """There is no link to the one who asks, or no such version."""
+
+
+class PieceReply(Message, frozen=True):
+    """With status OK the bulk is the piece. `waiting`: how many wait for a slot."""
+
+    status: int = PieceStatus.OK
+    waiting: int = 0
+
+
+class SwarmLink(Message, frozen=True):
+    """Make this connection a link of the swarm of this version."""
+
+    version: bytes
+
+
+class SwarmLinked(Message, frozen=True):
+    """It is one now."""
+
+
 REQUESTS: Final[dict[int, type[Message]]] = {
     DataKind.HELLO: Hello,
     DataKind.PROOF: Proof,
@@ -447,6 +499,9 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     DataKind.STORE_PART: StorePart,
     DataKind.MEASURE: Measure,
     DataKind.RDMA_CONNECT: RdmaConnect,
+    DataKind.GET_MANIFEST: GetManifest,
+    DataKind.GET_PIECE: GetPiece,
+    DataKind.SWARM_LINK: SwarmLink,
 }
 REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.HELLO: HelloReply,
@@ -464,6 +519,9 @@ REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.STORE_PART: Stored,
     DataKind.MEASURE: Measured,
     DataKind.RDMA_CONNECT: RdmaConnected,
+    DataKind.GET_MANIFEST: ManifestReply,
+    DataKind.GET_PIECE: PieceReply,
+    DataKind.SWARM_LINK: SwarmLinked,
 }
 READ_KINDS: Final = frozenset(
     {DataKind.GET, DataKind.LOOKUP, DataKind.LIST, DataKind.STATISTICS, DataKind.PING}

@@ -160,7 +160,7 @@ class Harness:
             self.signer,
             verifier,
             1,
-            lambda: describe(self.signer, 0),
+            self._describe,
             GossipConfig(cluster="unit", directory_setting=directory),
             Random(1),
             wall_clock=lambda at: clock_from_unix_seconds(at + self.unix_offset),
@@ -179,6 +179,10 @@ class Harness:
         self._offers = 0
         self.gossip.record(self.now)
         self.others = [self.join(number) for number in range(1, others + 1)]
+
+    def _describe(self) -> PeerRecord:
+        checkpoints = self.core.checkpoints.told if hasattr(self, "core") else []
+        return msgspec.structs.replace(describe(self.signer, 0), checkpoints=checkpoints)
 
     # --- others ------------------------------------------------------------------------------
 

@@ -15,18 +15,23 @@ from p2pstore.transfer.messages import (
     DataKind,
     Get,
     GetItem,
+    GetManifest,
+    GetPiece,
     Hello,
     HelloReply,
     Holding,
     Keeps,
     Locations,
     Lookup,
+    ManifestReply,
     Measure,
     Measured,
     ObjectReply,
     Objects,
     ObjectStatus,
     PartitionSet,
+    PieceReply,
+    PieceStatus,
     Ping,
     Pong,
     Proof,
@@ -39,6 +44,8 @@ from p2pstore.transfer.messages import (
     Stored,
     StorePart,
     StoreReply,
+    SwarmLink,
+    SwarmLinked,
     Ticket,
 )
 from p2pstore.transfer.tickets import Scope, issue_ticket, prove
@@ -134,6 +141,13 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
         REPLY,
         0,
     ),
+    "get manifest": (DataKind.GET_MANIFEST, 10, GetManifest(b"v" * 16), 0, 0),
+    "manifest": (DataKind.GET_MANIFEST, 10, ManifestReply(b"me", b"signature"), REPLY, 7),
+    "get piece": (DataKind.GET_PIECE, 11, GetPiece(b"v" * 16, 300), 0, 0),
+    "piece": (DataKind.GET_PIECE, 11, PieceReply(), REPLY, 9),
+    "piece: busy": (DataKind.GET_PIECE, 11, PieceReply(PieceStatus.BUSY, 3), REPLY, 0),
+    "swarm link": (DataKind.SWARM_LINK, 12, SwarmLink(b"v" * 16), 0, 0),
+    "swarm linked": (DataKind.SWARM_LINK, 12, SwarmLinked(), REPLY, 0),
 }
 GOLDEN: dict[str, str] = {
     "hello": (
@@ -181,6 +195,13 @@ GOLDEN: dict[str, str] = {
         "21000100090000002900000000000000991262c41068686868686868686868686868686868cd0400"
         "08cf0000400000000000ce400000000702"
     ),
+    "get manifest": "220000000a000000130000000000000091c41076767676767676767676767676767676",
+    "manifest": "220001000a000000100000000700000092c4026d65c4097369676e6174757265",
+    "get piece": "230000000b000000160000000000000092c41076767676767676767676767676767676cd012c",
+    "piece": "230001000b0000000300000009000000920000",
+    "piece: busy": "230001000b0000000300000000000000920103",
+    "swarm link": "240000000c000000130000000000000091c41076767676767676767676767676767676",
+    "swarm linked": "240001000c000000010000000000000090",
 }
 FAILURE = "10000300060000000900000000000000930ea56c6174657201"
 CLAIMS = (

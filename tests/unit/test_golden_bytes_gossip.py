@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from p2pstore.gossip.checkpoints import HeadBody, SwitchBody, checkpoint_digest
 from p2pstore.gossip.exchange.digests import (
     Run,
     check_runs,
@@ -33,6 +34,7 @@ from p2pstore.gossip.records import (
     FloorBody,
     LocationRecord,
     LogHead,
+    Participation,
     PeerRecord,
     SegmentOffer,
     Tier,
@@ -167,21 +169,22 @@ def test_peer_record() -> None:
         topology=b"t",
         floors_horizon=11,
         directory=1,
+        checkpoints=[Participation(b"n", b"v", 1, 500, True, b"c", "w")],
     )
     signer = RecordingSigner()
     signed = sign_peer_record(record, signer)
     assert signed.body.hex() == (
-        "dc001901c426002408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
+        "dc001a01c426002408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
         "1c1d1e1fa764656661756c74a46e6f6465cf0000018bcfe5680002c4016891ae31302e302e302e31"
         "3a313739343691ae31302e302e302e313a3137393437a22f739192a3746370c401709192c4037365"
-        "67cd100003040506079308090ac3a1780101c401740b01"
+        "67cd100003040506079308090ac3a1780101c401740b019197c4016ec4017601cd01f4c3c40163a177"
     )
     assert signer.message == b"p2pstore peer record 1\0" + signed.body
     assert decode_body(PeerRecord, signed.body) == record
 
 
 def test_a_peer_record_of_an_earlier_version() -> None:
-    """It ends before `floors_horizon`, and so before `directory`."""
+    """It ends before `floors_horizon`, and so before `directory` and `checkpoints`."""
     earlier = bytes.fromhex(
         "dc001701c426002408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
         "1c1d1e1fa764656661756c74a46e6f6465cf0000018bcfe5680002c4016891ae31302e302e302e31"
@@ -190,6 +193,20 @@ def test_a_peer_record_of_an_earlier_version() -> None:
     )
     record = decode_body(PeerRecord, earlier)
     assert (record.topology, record.floors_horizon, record.directory) == (b"t", 0, 0)
+    assert record.checkpoints == []
+
+
+def test_checkpoint_head_and_switch() -> None:
+    head = HeadBody("space", "name", b"v" * 16, 1, 2, 3, 4, b"p" * 16, True)
+    switch = SwitchBody("space", "name", b"v" * 16)
+    assert encode_body(head).hex() == (
+        "99a57370616365a46e616d65c4107676767676767676767676767676767601020304c41070707070"
+        "707070707070707070707070c3"
+    )
+    assert encode_body(switch).hex() == (
+        "93a57370616365a46e616d65c41076767676767676767676767676767676"
+    )
+    assert checkpoint_digest("space", "name", PEER).hex() == "ad67362e6d9e130e1ccf852bda174eb4"
 
 
 def test_exchange() -> None:

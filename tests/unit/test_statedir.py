@@ -37,6 +37,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         incarnation = state.next_incarnation(1000)
         state.save_clock(77)
         state.save_addresses(["10.0.0.1:17946", "[::1]:1"])
+        assert state.load_publishers() == []
+        state.save_publishers([("space", "name", peer_id), ("", "other", peer_id)])
         for record in records(3):
             state.append_floors([record])
     assert mode(path) == 0o700
@@ -48,6 +50,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         assert state.next_incarnation(5000) == 5000
         assert state.clock == 77
         assert state.load_addresses() == ["10.0.0.1:17946", "[::1]:1"]
+        assert state.load_publishers() == [("space", "name", peer_id), ("", "other", peer_id)]
         assert state.load_floors() == records(3)
         state.replace_floors(records(2))
         assert state.load_floors() == records(2)
@@ -162,6 +165,9 @@ def test_an_unfit_identity_is_refused_and_left_alone(
         ("state.json", b'{"format":1,"incarnation":18446744073709551615,"clock":1}', "damaged"),
         ("addresses.json", b'{"format":3}', "format 3, this program knows up to 1"),
         ("addresses.json", b'{"format":1,"addresses":7}', "damaged"),
+        ("publishers.json", b'{"format":3}', "format 3, this program knows up to 1"),
+        ("publishers.json", b'{"format":1,"publishers":[["n","m"]]}', "damaged"),
+        ("publishers.json", b'{"format":1,"publishers":[["n","m","me"]]}', "not a peer id"),
         ("floors.bin", b"P2PSFLR\0\x02\0\0\0", "format 2, this program knows up to 1"),
         ("floors.bin", b"something else!!", "not a file of floors"),
     ],
@@ -174,6 +180,7 @@ def test_newer_and_foreign_files_are_refused_and_left_alone(
     def use() -> None:
         with StateDirectory.open(tmp_path) as state:
             state.load_addresses()
+            state.load_publishers()
             state.load_floors()
 
     with pytest.raises(ConfigError, match=complaint):
@@ -249,6 +256,7 @@ def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path, name:
     def use() -> None:
         with StateDirectory.open(tmp_path) as state:
             state.load_addresses()
+            state.load_publishers()
             state.load_floors()
             state.identity()
 

@@ -57,7 +57,7 @@ PURE = (
     "p2pstore/transfer/policies/*.py",
     *(
         f"p2pstore/gossip/{name}.py"
-        for name in ("effects", "machine", "messages", "presets", "records")
+        for name in ("checkpoints", "effects", "machine", "messages", "presets", "records")
     ),
     *(
         f"p2pstore/gossip/{folder}/*.py"
@@ -105,6 +105,7 @@ PURE = (
     "p2pstore/allowlist.py",
     "p2pstore/strangers.py",
     "p2pstore/local/messages.py",
+    "p2pstore/local/checkpoint_messages.py",
 )
 ANONYMOUS_MEMORY = "p2pstore/gossip/locations/reserved_memory.py"
 """Memory of the process alone is no I/O: what this module loads does not make a module impure."""

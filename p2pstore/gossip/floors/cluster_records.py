@@ -24,6 +24,7 @@ from typing import Final
 
 import xxhash
 
+from p2pstore.gossip.checkpoints import names_itself
 from p2pstore.gossip.exchange.rumors import Rumors
 from p2pstore.gossip.floors.floor_epochs import FloorEpochs
 from p2pstore.gossip.floors.floor_index import FloorIndex
@@ -115,6 +116,8 @@ class ClusterRecords:
         """The highest stamp of the horizon: no floor above it was dropped."""
         self._kept: dict[RecordName, _Kept] = {}
         self._floors: dict[tuple[int, bytes], Version] = {}
+        self._others: dict[RecordName, ClusterRecord] = {}
+        """Those that are no floors."""
         self._published = published
         """Where clients see what floors forbid."""
         self._writers: Counter[Member] = Counter()
@@ -152,7 +155,7 @@ class ClusterRecords:
         if kept is not None and rank_of(record) <= rank_of(kept.record):
             return False
         if record.kind != ClusterRecordKind.FLOOR:
-            return True
+            return names_itself(record)
         if self.horizon and record.clock <= self.horizon.get(member_of(record.signer), 0):
             return False
         return not self._is_superseded(record, namespace_of_floor(record))
@@ -182,6 +185,7 @@ class ClusterRecords:
         if kept.is_floor:
             self._add_floor(name, kept)
         else:
+            self._others[name] = record
             self._other_bytes += kept.size_bytes
             self._limit_others()
         return name in self._kept
@@ -202,6 +206,10 @@ class ClusterRecords:
         """The record about a name."""
         kept = self._kept.get((kind, scope, name))
         return None if kept is None else kept.record
+
+    def of_kind(self, kind: int) -> list[ClusterRecord]:
+        """All records of a kind other than floors."""
+        return [record for record in self._others.values() if record.kind == kind]
 
     # --- comparing and spreading -------------------------------------------------------------
 
@@ -395,6 +403,7 @@ class ClusterRecords:
         if kept.is_floor:
             self._remove_floor(name, kept, by_clock)
         else:
+            del self._others[name]
             self._other_bytes -= kept.size_bytes
 
     def _remove_floor(self, name: RecordName, kept: _Kept, by_clock: int | None) -> None:
@@ -441,13 +450,9 @@ class ClusterRecords:
 
     def _limit_others(self) -> None:
         """Of records that are no floors, the oldest go: they are few, unless somebody writes nonsense."""
-        while (
-            len(self._kept) - len(self._floors) > MAX_OTHER_RECORDS
-            or self._other_bytes > MAX_OTHER_BYTES
-        ):
-            others = (item for item in self._kept.items() if not item[1].is_floor)
-            name, oldest = min(others, key=lambda item: (rank_of(item[1].record), item[0]))
-            self._remove(name, oldest)
+        while len(self._others) > MAX_OTHER_RECORDS or self._other_bytes > MAX_OTHER_BYTES:
+            name, _ = min(self._others.items(), key=lambda item: (rank_of(item[1]), item[0]))
+            self._remove(name, self._kept[name])
 
     def _horizon_changed(self) -> None:
         self.horizon_hash = hash_stamps(self.horizon)

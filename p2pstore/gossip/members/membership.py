@@ -44,7 +44,9 @@ from p2pstore.gossip.members.suspicion import (
 )
 from p2pstore.gossip.messages import Claim, Status
 from p2pstore.gossip.records import (
+    MAX_PARTICIPATIONS,
     Member,
+    Participation,
     PeerId,
     PeerRecord,
     SignedRecord,
@@ -114,6 +116,7 @@ class MemberState:
     floors_horizon: int = 0
     leaving: bool = False
     """Whether it says there that it left on purpose."""
+    checkpoints: tuple[Participation, ...] = ()
 
     @property
     def alive(self) -> bool:
@@ -138,6 +141,7 @@ class MemberState:
         self.memory_capacity = record.memory_capacity
         self.directory, self.floors_horizon = record.directory, record.floors_horizon
         self.leaving = record.leaving
+        self.checkpoints = tuple(record.checkpoints[:MAX_PARTICIPATIONS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,8 @@ class Membership:
         self.health = LocalHealth()
         self.version = 0
         """Grows whenever the set of live members changes."""
+        self.checkpoints_version = 0
+        """Grows whenever a record says something new of checkpoints."""
         self.refused_count = 0
         """Records that were left out since the start because there were as many members as there may be."""
         self.resumed_at = -math.inf
@@ -257,8 +263,9 @@ class Membership:
             state.record_sequence,
         ):
             return False
-        fresh = state.signed is None
+        fresh, took_part = state.signed is None, state.checkpoints
         state.note(record, signed)
+        self.checkpoints_version += state.checkpoints != took_part
         if fresh:
             self._note_gone(state)
         if state is self._own:

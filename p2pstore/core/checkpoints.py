@@ -1,0 +1,384 @@
+"""A peer's part in checkpoints: what it says of its own, what it hears of others', and whom it trusts for a name. Pure.
+
+Three things are gossiped. A *head*: the newest version of a name, by its publisher. A *switch*: the version that those
+who follow the name are to use, by the same publisher. A *participation*: what one peer has of a version, in its own
+record. Bytes move elsewhere (`p2pstore.checkpoint`).
+
+Several peers may publish the same name: these are different checkpoints. Whoever fetches or follows a name trusts one
+publisher of it, and keeps to that one (a *pin*): the first that it saw, unless it was said. While a name has several
+publishers and none is trusted, nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from p2pstore.checkpoint.paths import check_checkpoint_name
+from p2pstore.errors import NoSuchKey
+from p2pstore.gossip.checkpoints import (
+    VERSION_BYTES,
+    Head,
+    HeadBody,
+    Switch,
+    SwitchBody,
+    checkpoint_digest,
+    read_head,
+    read_switch,
+    short_version,
+)
+from p2pstore.gossip.records import (
+    CLUSTER_RECORD_FORMAT,
+    MAX_PARTICIPATIONS,
+    MAX_WHY_BYTES,
+    ClusterRecord,
+    ClusterRecordKind,
+    Member,
+    Participation,
+    PeerId,
+    TakesPart,
+    format_peer_id,
+    writer_of,
+)
+from p2pstore.wire import Message, encode_body
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+TELL_SECONDS: Final = 1.0
+"""Between two records of this peer that differ in its checkpoints. Each costs all others a signature."""
+PERCENT: Final = 10
+"""Permille by which a fetch must have gone on to be told."""
+MAX_PINS: Final = 1024
+MAX_NOTES: Final = 64
+MOVES_PIECES: Final = frozenset(
+    {TakesPart.FETCHING, TakesPart.VERIFIED, TakesPart.SEEDING, TakesPart.PUBLISHING}
+)
+
+Name = tuple[str, str]
+"""(namespace, name of a checkpoint)."""
+
+
+class Checkpoints:
+    """The core's part in checkpoints. `version` grows with everything that is new: heads, switches, what others have
+    of versions, members that come and go."""
+
+    def __init__(self, core: PeerCore) -> None:
+        self._core = core
+        self._records = core.gossip.cluster_records
+        self._heard = 0
+        self._parts: dict[tuple[bytes, bytes], Participation] = {}
+        self._told: list[Participation] = []
+        self._told_at = -math.inf
+        self._tell_at = math.inf
+        self._pins: OrderedDict[Name, PeerId] = OrderedDict()
+        """The name used last is the last."""
+        self.pins_version = 0
+        """Grows whenever `pins` would say something else."""
+        self._ignored: dict[tuple[Name, PeerId], None] = {}
+        self._notes: list[str] = []
+
+    @property
+    def version(self) -> tuple[int, int, int]:
+        """Differs from what it was when there may be something new."""
+        membership = self._core.gossip.membership
+        return self._heard, membership.checkpoints_version, membership.version
+
+    def heard(self) -> None:
+        """A head or a switch came."""
+        self._heard += 1
+
+    # --- names -------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        namespace: str,
+        name: str,
+        version: bytes,
+        now: float,
+        *,
+        manifest_bytes: int,
+        total_bytes: int,
+        files: int,
+        pieces: int,
+    ) -> Head:
+        """Say that this version is this peer's newest of the name. Raises `CheckpointRefused` for what is no name."""
+        check_checkpoint_name(name)
+        if len(version) != VERSION_BYTES:
+            raise ValueError(f"a version is {VERSION_BYTES} bytes long")
+        digest = checkpoint_digest(namespace, name, self._core.peer_id)
+        before = self.head(digest)
+        previous = b"" if before is None else before.version
+        if previous == version and before is not None:
+            previous = before.body.previous
+        body = HeadBody(
+            namespace, name, version, manifest_bytes, total_bytes, files, pieces, previous
+        )
+        self._write(ClusterRecordKind.CHECKPOINT_HEAD, digest, body, now)
+        self.pin(namespace, name, self._core.peer_id)
+        return self._own_head(digest)
+
+    def remove(self, namespace: str, name: str, now: float) -> Head:
+        """Say that this peer's name is gone. Raises `NoSuchKey` when this peer does not publish it."""
+        head = self.own(namespace, name)
+        body = msgspec.structs.replace(head.body, gone=True)
+        self._write(ClusterRecordKind.CHECKPOINT_HEAD, head.digest, body, now)
+        return self._own_head(head.digest)
+
+    def switch(self, namespace: str, name: str, version: bytes, now: float) -> None:
+        """Have all who follow this peer's name use this version. Raises `NoSuchKey` when this peer does not publish
+        the name."""
+        head = self.own(namespace, name)
+        body = SwitchBody(namespace, name, version)
+        self._write(ClusterRecordKind.CHECKPOINT_SWITCH, head.digest, body, now)
+
+    def own(self, namespace: str, name: str) -> Head:
+        """The head of a name that this peer publishes. Raises `NoSuchKey` when there is none, naming who does."""
+        head = self.head(checkpoint_digest(namespace, name, self._core.peer_id))
+        if head is not None and not head.gone:
+            return head
+        others = [self._name(each.publisher) for each in self.heads(namespace, name)]
+        says = f"; {', '.join(others)} does: ask there" if others else ""
+        raise NoSuchKey(f"this peer publishes no checkpoint {name!r}{says}")
+
+    def heads(self, namespace: str | None = None, name: str | None = None) -> list[Head]:
+        """All that are published, by whomever: of a namespace, of a name. In their order, removed ones left out."""
+        found = [
+            head
+            for record in self._records.of_kind(ClusterRecordKind.CHECKPOINT_HEAD)
+            if (head := read_head(record)) is not None
+            and not head.gone
+            and namespace in (None, head.namespace)
+            and name in (None, head.name)
+        ]
+        return sorted(found, key=lambda head: (head.namespace, head.name, head.publisher))
+
+    def head(self, digest: bytes) -> Head | None:
+        """What a publisher says of its name, also when that is gone."""
+        record = self._records.get(ClusterRecordKind.CHECKPOINT_HEAD, 0, digest)
+        return None if record is None else read_head(record)
+
+    def switched(self, digest: bytes) -> Switch | None:
+        """What a publisher's followers are to use."""
+        record = self._records.get(ClusterRecordKind.CHECKPOINT_SWITCH, 0, digest)
+        return None if record is None else read_switch(record)
+
+    def find(self, namespace: str, name: str, publisher: PeerId | None = None) -> Head:
+        """The head of a name by the publisher that is trusted for it: the one given, else the one that is pinned, else
+        the only one there is. Whoever it is, is pinned.
+
+        Raises `NoSuchKey` when that one publishes no such name, and `ValueError` when there are several to choose from.
+        """
+        trusted = publisher or self._pins.get((namespace, name))
+        known = self.heads(namespace, name)
+        if trusted is not None:
+            found = [head for head in known if head.publisher == trusted]
+            if not found:
+                raise NoSuchKey(self._why_not(name, trusted, publisher is None, known))
+        elif len(known) > 1:
+            listed = ", ".join(
+                f"{format_peer_id(head.publisher)} ({self._name(head.publisher)})" for head in known
+            )
+            raise ValueError(
+                f"checkpoint {name!r} has {len(known)} publishers: {listed}; choose one (--publisher)"
+            )
+        elif not known:
+            raise NoSuchKey(f"no checkpoint {name!r} is known in namespace {namespace!r}")
+        else:
+            found = known
+        self.pin(namespace, name, found[0].publisher)
+        self._say_who_is_ignored(known, found[0])
+        return found[0]
+
+    def _why_not(self, name: str, trusted: PeerId, pinned: bool, known: list[Head]) -> str:
+        says = f"{self._name(trusted)} ({format_peer_id(trusted)}) publishes no checkpoint {name!r}"
+        if pinned:
+            says += ", and it is the one that this peer trusts for that name"
+        if known:
+            others = ", ".join(format_peer_id(head.publisher) for head in known)
+            says += f"; to trust another one, name it (--publisher): {others}"
+        return says
+
+    # --- whom to trust -----------------------------------------------------------------------
+
+    @property
+    def pins(self) -> list[tuple[str, str, PeerId]]:
+        """Namespace, name and publisher of all names that have one, for the state directory; those used last come
+        last."""
+        return [(*name, publisher) for name, publisher in self._pins.items()]
+
+    def load_pins(self, pins: Iterable[tuple[str, str, PeerId]]) -> None:
+        """Pins of an earlier life."""
+        for namespace, name, publisher in pins:
+            self._pins[namespace, name] = publisher
+
+    def pinned(self, namespace: str, name: str) -> PeerId | None:
+        """Whom this peer trusts for a name."""
+        return self._pins.get((namespace, name))
+
+    def pin(self, namespace: str, name: str, publisher: PeerId) -> None:
+        """Trust this publisher, and no other, for a name. Of more names than there may be, the pin that was not used
+        for longest goes."""
+        before = self._pins.get((namespace, name))
+        self._pins[namespace, name] = publisher
+        self._pins.move_to_end((namespace, name))
+        if before != publisher:
+            self.pins_version += 1
+            if before is not None:
+                self._note(
+                    f"checkpoint {name!r}: {format_peer_id(publisher)} is trusted from now on, not "
+                    f"{format_peer_id(before)} any more"
+                )
+        while len(self._pins) > MAX_PINS:
+            (_, name), _ = self._pins.popitem(last=False)
+            self._note(
+                f"checkpoint {name!r}: its publisher is forgotten, as it was not used for long"
+            )
+
+    def ignored(self, namespace: str, name: str) -> list[PeerId]:
+        """Other publishers of a name than the one that is trusted."""
+        trusted = self._pins.get((namespace, name))
+        if trusted is None:
+            return []
+        known = self.heads(namespace, name)
+        return [head.publisher for head in known if head.publisher != trusted]
+
+    def take_notes(self) -> list[str]:
+        """What somebody should know of publishers, since the last call: for the log."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def _note(self, text: str) -> None:
+        if len(self._notes) < MAX_NOTES:
+            self._notes.append(text)
+
+    def _say_who_is_ignored(self, known: list[Head], trusted: Head) -> None:
+        for head in known:
+            key = ((head.namespace, head.name), head.publisher)
+            if head.publisher == trusted.publisher or key in self._ignored:
+                continue
+            if len(self._ignored) >= MAX_PINS:
+                self._ignored.clear()
+            self._ignored[key] = None
+            self._note(
+                f"checkpoint {head.name!r}: {format_peer_id(head.publisher)} publishes that name, too, and is "
+                f"ignored: {format_peer_id(trusted.publisher)} is trusted for it"
+            )
+
+    # --- who takes part ----------------------------------------------------------------------
+
+    def participants(self, version: bytes) -> dict[Member, Participation]:
+        """The living members that have pieces of a version or want them; this peer may be among them."""
+        short = short_version(version)
+        return {
+            state.member: part
+            for state in self._core.gossip.membership.live()
+            for part in state.checkpoints
+            if part.version == short and part.state in MOVES_PIECES
+        }
+
+    def parts_of(self, digest: bytes) -> dict[Member, list[Participation]]:
+        """What the living members have of a publisher's name, or want of it."""
+        return {
+            state.member: parts
+            for state in self._core.gossip.membership.live()
+            if (parts := [part for part in state.checkpoints if part.name == digest])
+        }
+
+    @property
+    def parts(self) -> list[Participation]:
+        """What this peer has or wants, as its record is to say it."""
+        return list(self._parts.values())[-MAX_PARTICIPATIONS:]
+
+    @property
+    def told(self) -> list[Participation]:
+        """What its record says."""
+        return self._told
+
+    def take_part(self, part: Participation, now: float) -> None:
+        """Have the others know what this peer has of a version, or that it follows a name: a new state within a second,
+        how far it is when that has changed by a percent."""
+        why = part.why.encode(errors="replace")[:MAX_WHY_BYTES].decode(errors="ignore")
+        part = msgspec.structs.replace(part, version=short_version(part.version), why=why)
+        key = (part.name, part.version)
+        if self._parts.get(key) != part:
+            self._parts.pop(key, None)
+            self._parts[key] = part
+            self._set_alarm(now)
+
+    def take_no_part(self, name: bytes, version: bytes, now: float) -> None:
+        """This peer has and wants nothing of it any more."""
+        if self._parts.pop((name, short_version(version)), None) is not None:
+            self._set_alarm(now)
+
+    def tick(self, now: float) -> None:
+        """Tell what is due."""
+        if now >= self._tell_at:
+            self._told, self._told_at, self._tell_at = self.parts, now, math.inf
+            self._core.gossip.offer_changed()
+
+    def next_tick(self) -> float:
+        """When `tick` has something to do."""
+        return self._tell_at
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _set_alarm(self, now: float) -> None:
+        """Progress is told less often the more members there are: a record of each is a signature for each."""
+        difference = _difference(self._told, self.parts)
+        if difference is None:
+            self._tell_at = math.inf
+            return
+        wait = TELL_SECONDS
+        if not difference:
+            gossip = self._core.gossip
+            members = len(gossip.membership.live())
+            wait = max(wait, gossip.config.head_interval_seconds(members))
+        self._tell_at = max(now, self._told_at + wait)
+
+    def _write(
+        self, kind: ClusterRecordKind, digest: bytes, body: Message, now: float
+    ) -> ClusterRecord:
+        core = self._core
+        before = self._records.get(kind, 0, digest)
+        if before is not None:  # also after a clock that went back
+            core.clock.latest = max(core.clock.latest, before.clock)
+        record = ClusterRecord(
+            CLUSTER_RECORD_FORMAT,
+            int(kind),
+            digest,
+            core.clock.tick(core.unix(now)),
+            writer_of(core.peer_id),
+            core.peer_id,
+            body=encode_body(body),
+        )
+        core.floors.keep(record, now)
+        return record
+
+    def _own_head(self, digest: bytes) -> Head:
+        head = self.head(digest)
+        assert head is not None, "it was just written"
+        return head
+
+    def _name(self, peer_id: PeerId) -> str:
+        return self._core.name_of(peer_id)
+
+
+def _difference(told: list[Participation], now: list[Participation]) -> bool | None:
+    """Whether something but progress differs; None when nothing does that is worth telling."""
+
+    def without_progress(parts: list[Participation]) -> dict[tuple[bytes, bytes], Participation]:
+        return {
+            (part.name, part.version): msgspec.structs.replace(part, done_permille=0)
+            for part in parts
+        }
+
+    if without_progress(told) != without_progress(now):
+        return True
+    done = {(part.name, part.version): part.done_permille for part in told}
+    moved = (abs(part.done_permille - done[part.name, part.version]) for part in now)
+    return False if any(step >= PERCENT for step in moved) else None

@@ -1,0 +1,58 @@
+"""Where the pieces of a version are: what a swarm reads from, and writes to. Blocking, for worker threads."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from p2pstore.checkpoint.manifest import Manifest
+from p2pstore.checkpoint.piece_map import PieceMap, full_map
+from p2pstore.streams import BytesLike
+
+
+class PieceStore(Protocol):
+    """A place for pieces: `TargetDirectory`, or `PublishedPieces`."""
+
+    @property
+    def have(self) -> PieceMap:
+        """The pieces that are here and verified."""
+        ...
+
+    def read(self, piece: int) -> BytesLike:
+        """A piece that is here. Raises `OSError`, and `CheckpointChanged` when it is not what it was."""
+        ...
+
+    def write(self, piece: int, data: memoryview) -> bool:
+        """Verify a piece and keep it. False when these are not its bytes. Raises `OSError`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the place; what is there stays."""
+        ...
+
+
+class PublishedSource(Protocol):
+    """What was published: `SourceDirectory`, `SourceTensors`."""
+
+    def read_piece(self, manifest: Manifest, piece: int) -> bytearray: ...
+
+
+class PublishedPieces:
+    """The `PieceStore` of who publishes: everything is there."""
+
+    def __init__(self, source: PublishedSource, manifest: Manifest) -> None:
+        self._source = source
+        self._manifest = manifest
+
+    @property
+    def have(self) -> PieceMap:
+        return full_map(self._manifest.layout.count)
+
+    def read(self, piece: int) -> bytearray:
+        return self._source.read_piece(self._manifest, piece)
+
+    def write(self, piece: int, data: memoryview) -> bool:
+        """Nothing is missing, so nothing is fetched. Raises `ValueError`."""
+        raise ValueError("what is published is written by nobody")
+
+    def close(self) -> None:
+        """Nothing is held open."""

@@ -1,0 +1,404 @@
+"""One swarm on real connections: the shell around `p2pstore.checkpoint.swarm`.
+
+Links bring its messages (`links`); pieces come by requests on pooled data connections, straight into a buffer, and are
+verified and written in one step in a worker thread. All tasks are in one nursery, and end with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Final, Protocol
+
+import trio
+
+from p2pstore.checkpoint.effects import (
+    Abandon,
+    Asked,
+    Complete,
+    Connect,
+    Decline,
+    Disconnect,
+    Effect,
+    Event,
+    Failure,
+    Fetch,
+    Participants,
+    PieceArrived,
+    PieceFailed,
+    Serve,
+    Served,
+    Tell,
+    Tick,
+)
+from p2pstore.checkpoint.manifest import Manifest, SignedManifest, read_manifest, version_of
+from p2pstore.checkpoint.messages import Refusal
+from p2pstore.checkpoint.piece_map import pieces_in
+from p2pstore.checkpoint.swarm import Swarm, SwarmConfig
+from p2pstore.errors import CheckpointChanged, P2PStoreError, StoreClosed, Unavailable
+from p2pstore.peer.checkpoints.links import Member, OfferedSwarmLink, SwarmLinks
+from p2pstore.peer.checkpoints.stores import PieceStore
+from p2pstore.transfer.data_pool import DataPool
+from p2pstore.transfer.messages import GetPiece, PieceReply, PieceStatus
+from p2pstore.transfer.swarm_serving import OpenedPiece
+from p2pstore.transfer.transport import RemotePeer
+
+logger = logging.getLogger("p2pstore.peer")
+
+PIECE_SECONDS: Final = 15.0
+"""Without any progress, until a request for a piece fails; the machine gives it up earlier."""
+LOOK_SECONDS: Final = 0.1
+"""Between two looks at what the others have."""
+DRAIN_CHECKPOINTS: Final = 2
+"""Turns of the event loop between a timer and its verdict, for what has arrived meanwhile."""
+STATUS_OF: Final = {Refusal.BUSY: PieceStatus.BUSY, Refusal.LACKS: PieceStatus.LACKS}
+FAILURE_OF: Final = {
+    int(PieceStatus.BUSY): Failure.BUSY,
+    int(PieceStatus.LACKS): Failure.LACKS,
+}
+
+
+class Surroundings(Protocol):
+    """What a swarm needs of its peer."""
+
+    @property
+    def own(self) -> Member: ...
+
+    @property
+    def pool(self) -> DataPool: ...
+
+    @property
+    def threads(self) -> trio.CapacityLimiter:
+        """For reading and writing pieces."""
+        ...
+
+    def way_to(self, member: Member) -> RemotePeer | None:
+        """How to reach a member; None when it is gone."""
+        ...
+
+    def is_here(self, member: Member) -> bool:
+        """Whether it is on this host."""
+        ...
+
+    def participants(self, version: bytes) -> Iterable[Member]:
+        """All who are known to have pieces of a version, or to want them."""
+        ...
+
+
+class SwarmRun:
+    """This peer's part in the swarm of one version, while `run` runs."""
+
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        signed: SignedManifest,
+        store: PieceStore,
+        rng: Random,
+        *,
+        publishes: bool = False,
+        config: SwarmConfig | None = None,
+    ) -> None:
+        """`signed` must have been verified, and `store` be ready: the pieces that it has are offered."""
+        self.signed = signed
+        self.manifest: Manifest = read_manifest(signed.body)
+        self.version = version_of(signed.body)
+        self.store = store
+        self.publishes = publishes
+        layout = self.manifest.layout
+        self._sizes = [layout.size(piece) for piece in range(layout.count)]
+        self._surroundings = surroundings
+        self.machine = Swarm(
+            surroundings.own,
+            self._sizes,
+            store.have,
+            rng,
+            trio.current_time(),
+            publishes=publishes,
+            config=config,
+        )
+        self.links = SwarmLinks(
+            self.version,
+            surroundings.own,
+            surroundings.pool,
+            surroundings.way_to,
+            surroundings.is_here,
+            self._happens,
+        )
+        self.done_bytes = sum(self._sizes[piece] for piece in pieces_in(store.have))
+        self.fetched_bytes = 0
+        """Over the network, since this began."""
+        self.failure: Exception | None = None
+        """Why it ended by itself."""
+        self.ended = trio.Event()
+        self._news = trio.Event()
+        self._nursery: trio.Nursery | None = None
+        self._events: deque[Event] = deque()
+        self._handling = False
+        self._wake = trio.Event()
+        self._planned = 0.0
+        self._fetching: dict[tuple[Member, int], trio.CancelScope] = {}
+        self._buffers: list[bytearray] = []
+        self._writing = 0
+        self._written = trio.Event()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all pieces are here."""
+        return self.machine.complete
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all pieces."""
+        return self.manifest.layout.total_bytes
+
+    @property
+    def done_pieces(self) -> int:
+        """How many are here."""
+        return self.machine.have.bit_count()
+
+    @property
+    def pieces(self) -> int:
+        """How many there are."""
+        return len(self._sizes)
+
+    # --- driving the machine -----------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Take part until cancelled, or something fails for good: `failure` says what. The store is closed then."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                self.look_around()
+                await self._tick_forever()
+        finally:
+            self._nursery = None
+            self.links.close()
+            with trio.CancelScope(shield=True):
+                await self.written()
+                await trio.to_thread.run_sync(self.store.close)
+            self.ended.set()
+            self._tell_news()
+
+    async def changed(self) -> None:
+        """Wait until another piece is here, or this ended."""
+        if not self.ended.is_set():
+            await self._news.wait()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that comes with a piece. Raises what made the swarm end before that, or `StoreClosed`."""
+        while not condition():
+            self.check_running()
+            await self.changed()
+
+    async def until_dispensable(self, report: Callable[[int, int], None]) -> None:
+        """Wait until the others have every piece among them; `report` is told bytes that they have, and how many they
+        are. Raises like `until`."""
+        while not self.machine.dispensable:
+            self.check_running()
+            elsewhere = self.machine.elsewhere
+            report(sum(self._sizes[each] for each in pieces_in(elsewhere)), len(self.links.members))
+            await trio.sleep(LOOK_SECONDS)
+
+    def check_running(self) -> None:
+        """Raises what made the swarm end, and `StoreClosed` when it was stopped."""
+        if self.failure is not None:
+            raise self.failure
+        if self.ended.is_set():
+            raise StoreClosed("this peer takes no part in this version any more")
+
+    def _tell_news(self) -> None:
+        self._news.set()
+        self._news = trio.Event()
+
+    def look_around(self) -> None:
+        """Other peers may take part now, or not be there any more."""
+        around = self._surroundings
+        for member in self.links.members:
+            if around.way_to(member) is None:
+                self.links.end(member)
+        members = frozenset(around.participants(self.version)) - {around.own}
+        here = frozenset(member for member in members if around.is_here(member))
+        self._happens(Participants(members, here))
+
+    async def _tick_forever(self) -> None:
+        while True:
+            self._planned = self.machine.wake_at
+            self._wake = trio.Event()
+            with trio.move_on_at(self._planned):
+                await self._wake.wait()
+            if trio.current_time() >= self.machine.wake_at:
+                for _ in range(DRAIN_CHECKPOINTS):
+                    await trio.lowlevel.checkpoint()
+                self._happens(Tick())
+
+    def _happens(self, event: Event) -> None:
+        """Let the machine know, and do what it says; one event after the other."""
+        if self._nursery is None:
+            return
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                for effect in self.machine.handle(self._events.popleft(), trio.current_time()):
+                    self._carry_out(effect)
+        finally:
+            self._handling = False
+        if self.machine.wake_at < self._planned:
+            self._wake.set()
+
+    def _carry_out(self, effect: Effect) -> None:
+        assert self._nursery is not None
+        match effect:
+            case Tell(members, message):
+                self.links.say(members, message)
+            case Fetch(member, piece):
+                scope = self._fetching[member, piece] = trio.CancelScope()
+                self._nursery.start_soon(self._fetch, member, piece, scope)
+            case Abandon(member, piece):
+                abandoned = self._fetching.get((member, piece))
+                if abandoned is not None:
+                    abandoned.cancel()
+            case Connect(member):
+                self.links.begin_dialing(member)
+                self._nursery.start_soon(self.links.dial, member)
+            case Disconnect(member, banned):
+                self._disconnect(member, banned)
+            case Complete():
+                self._tell_news()
+            case Serve() | Decline():
+                raise AssertionError("pieces are answered where they are asked for")
+
+    def _disconnect(self, member: Member, banned: bool) -> None:
+        if banned:
+            logger.warning(
+                "member %016x is not listened to any more: it sent what was not true",
+                member,
+                extra={"event": "swarm_member_banned"},
+            )
+        self.links.drop(member, banned=banned)
+        for (sender, _), scope in self._fetching.items():
+            if sender == member:
+                scope.cancel()
+
+    def fail(self, error: Exception) -> None:
+        """End it: there is no way to go on."""
+        if self.failure is None:
+            self.failure = error
+        if self._nursery is not None:
+            self._nursery.cancel_scope.cancel()
+
+    # --- fetching ----------------------------------------------------------------------------
+
+    async def _fetch(self, member: Member, piece: int, scope: trio.CancelScope) -> None:
+        event: Event | None = None
+        with scope:
+            event = await self._bring(member, piece)
+        if self._fetching.get((member, piece)) is scope:
+            del self._fetching[member, piece]
+        if event is not None:
+            self._count(event)
+            self._happens(event)
+            if isinstance(event, PieceArrived):
+                self._tell_news()
+
+    def _count(self, event: Event) -> None:
+        if isinstance(event, PieceArrived) and not self.machine.have >> event.piece & 1:
+            self.fetched_bytes += self._sizes[event.piece]
+            self.done_bytes += self._sizes[event.piece]
+
+    async def _bring(self, member: Member, piece: int) -> PieceArrived | PieceFailed:
+        buffer = self._buffers.pop() if self._buffers else bytearray(max(self._sizes))
+        try:
+            view = memoryview(buffer)[: self._sizes[piece]]
+            failure = await self._receive(member, piece, view)
+            if failure is None:
+                failure = await self._keep(piece, view)
+        finally:
+            self._buffers.append(buffer)
+        if failure is None:
+            return PieceArrived(member, piece)
+        return PieceFailed(member, piece, failure)
+
+    async def _receive(self, member: Member, piece: int, view: memoryview) -> Failure | None:
+        way = self._surroundings.way_to(member)
+        if way is None:
+            return Failure.LOST
+        try:
+            reply = await self._surroundings.pool.get_piece(
+                way, GetPiece(self.version, piece), view, PIECE_SECONDS
+            )
+        except (P2PStoreError, OSError, ValueError) as error:
+            logger.debug("piece %d from member %016x: %s", piece, member, error)
+            return Failure.LOST
+        if reply.status == PieceStatus.OK:
+            return None
+        return FAILURE_OF.get(reply.status, Failure.LOST)
+
+    async def _keep(self, piece: int, view: memoryview) -> Failure | None:
+        """Verify the piece and write it, in one thread's step."""
+        self._writing += 1
+        try:
+            good = await trio.to_thread.run_sync(
+                self.store.write, piece, view, limiter=self._surroundings.threads
+            )
+        except OSError as error:
+            self.fail(error)
+            return Failure.LOST
+        finally:
+            self._writing -= 1
+            if not self._writing:
+                self._written.set()
+        return None if good else Failure.BAD
+
+    async def written(self) -> None:
+        """Wait until no thread writes a piece."""
+        while self._writing:
+            self._written = trio.Event()
+            await self._written.wait()
+
+    # --- sending -----------------------------------------------------------------------------
+
+    def take_link(self, member: Member) -> OfferedSwarmLink:
+        """A member asks for a link. Raises `Unavailable` when it is not to have one."""
+        return self.links.take(member)
+
+    async def open_piece(self, member: Member, piece: int) -> OpenedPiece | PieceReply:
+        """A piece that a member asked for, or why not. `sent` must follow an `OpenedPiece`."""
+        answer = self._ask(member, piece)
+        if answer is None:
+            return PieceReply(PieceStatus.NOT_LINKED)
+        if isinstance(answer, Decline):
+            return PieceReply(STATUS_OF[answer.why], answer.waiting)
+        try:
+            data = await trio.to_thread.run_sync(
+                self.store.read, piece, limiter=self._surroundings.threads
+            )
+        except (OSError, EOFError, CheckpointChanged) as error:
+            self.fail(error)
+            raise Unavailable(f"the piece cannot be read any more: {error}") from error
+        except BaseException:
+            self._happens(Served(member, piece, whole=False))
+            raise
+        return OpenedPiece(data, (self, member, piece))
+
+    def sent(self, member: Member, piece: int, whole: bool) -> None:
+        """The end of `open_piece`."""
+        self._happens(Served(member, piece, whole))
+
+    def _ask(self, member: Member, piece: int) -> Serve | Decline | None:
+        """What the machine answers to who asks for a piece; None where there is no link."""
+        if self._nursery is None:
+            raise StoreClosed("the swarm has ended here")
+        answer: Serve | Decline | None = None
+        for effect in self.machine.handle(Asked(member, piece), trio.current_time()):
+            if isinstance(effect, Serve | Decline):
+                answer = effect
+            else:
+                self._carry_out(effect)
+        if self.machine.wake_at < self._planned:
+            self._wake.set()
+        return answer

@@ -1,0 +1,94 @@
+"""A data connection on which both sides say what they like, when they like: frames without replies. Under trio."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from p2pstore.errors import ProtocolError
+from p2pstore.objects import KIB, MIB
+from p2pstore.streams import ByteStream
+from p2pstore.wire import ONE_WAY, FrameBuffer, Limits
+
+LINK_LIMITS: Final = Limits(64 * KIB, 0)
+RECEIVE_BYTES: Final = 16 * KIB
+MAX_UNSENT_BYTES: Final = MIB
+"""What may wait for a side that does not read; more ends the link."""
+
+
+class FrameLink:
+    """One task receives; anybody says something at any time, and another task (`send_all`) sends it."""
+
+    def __init__(self, stream: ByteStream, frames: FrameBuffer) -> None:
+        """`frames` has what was received already."""
+        frames.limits = LINK_LIMITS
+        stream.receive_seconds = math.inf  # a side that has nothing to say is well
+        self._stream = stream
+        self._frames = frames
+        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self._unsent: list[bytes] = []
+        self._unsent_bytes = 0
+        self._closed = False
+
+    def say(self, frame: bytes) -> bool:
+        """Have a frame sent next. False when too much waits already: the other side does not read, and the link is
+        closed."""
+        self._unsent_bytes += len(frame)
+        if self._unsent_bytes > MAX_UNSENT_BYTES:
+            self.end()
+            return False
+        self._unsent.append(frame)
+        return True
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `send_all` has something to do."""
+        return bool(self._unsent)
+
+    async def send_all(self) -> None:
+        """Send what was said. Raises `OSError`, `DeadlineExceeded` among them; the link is of no use then."""
+        while self._unsent:
+            frames, self._unsent = self._unsent, []
+            joined = b"".join(frames)
+            await self._stream.send(joined)
+            self._unsent_bytes -= len(joined)
+
+    async def receive(self) -> list[tuple[int, bytes]]:
+        """Kinds and bodies of the next frames, at least one; none when the other side has closed. Raises `OSError`,
+        and `ProtocolError` for what is no frame of a link."""
+        while True:
+            received = []
+            while (frame := self._frames.next_frame()) is not None:
+                header, body = frame
+                if header.flags != ONE_WAY:
+                    raise ProtocolError(f"a frame with flags {header.flags} on a link")
+                received.append((header.kind, body))
+            if received:
+                return received
+            count = await self._stream.receive_into(self._buffer)
+            if count == 0:
+                return []
+            self._frames.feed(self._buffer[:count])
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long sending may make no progress."""
+        return self._stream.progress_seconds
+
+    @patience_seconds.setter
+    def patience_seconds(self, seconds: float) -> None:
+        self._stream.progress_seconds = seconds
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def end(self) -> None:
+        """End it under whoever receives or sends: that fails at once, and they close it. May be called twice."""
+        self._closed = True
+        self._stream.abort()
+
+    def close(self) -> None:
+        """End it when nobody uses it any more; may be called twice."""
+        self._closed = True
+        self._stream.close()

@@ -1,0 +1,303 @@
+"""What a peer says and hears of checkpoints: heads, switches, who takes part, whom it trusts for a name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from p2pstore.core.checkpoints import MAX_PINS
+from p2pstore.core.effects import SaveClusterRecord
+from p2pstore.errors import CheckpointRefused, NoSuchKey
+from p2pstore.gossip.checkpoints import HeadBody, SwitchBody, checkpoint_digest
+from p2pstore.gossip.messages import ControlKind, Delta
+from p2pstore.gossip.records import (
+    CLUSTER_RECORD_FORMAT,
+    MAX_PARTICIPATIONS,
+    ClusterRecord,
+    ClusterRecordKind,
+    Participation,
+    TakesPart,
+    read_peer_record,
+    sign_cluster_record,
+)
+from p2pstore.wire import Message, encode_body
+from tests.unit.core_harness import NAMESPACE, Harness, Other, clock_at
+
+V1, V2 = b"1" * 16, b"2" * 16
+FIGURES = {"manifest_bytes": 100, "total_bytes": 1 << 30, "files": 3, "pieces": 256}
+
+
+@pytest.fixture
+def world() -> Harness:
+    return Harness(others=3)
+
+
+def digest(other: Any, name: str = "model") -> bytes:
+    return checkpoint_digest(NAMESPACE, name, other.peer_id)
+
+
+def head(version: bytes = V1, name: str = "model", **more: Any) -> HeadBody:
+    return HeadBody(NAMESPACE, name, version, 100, 1 << 30, 3, 256, **more)
+
+
+def hear(
+    world: Harness,
+    signer: Other,
+    body: Message,
+    clock: int = 1,
+    name: bytes | None = None,
+    kind: int = ClusterRecordKind.CHECKPOINT_HEAD,
+) -> None:
+    """Gossip brings what somebody signed."""
+    record = ClusterRecord(
+        CLUSTER_RECORD_FORMAT,
+        int(kind),
+        digest(signer) if name is None else name,
+        clock_at(clock),
+        1,
+        signer.peer_id,
+        body=encode_body(body),
+    )
+    delta = Delta([], [], [sign_cluster_record(record, signer.signer)], [])
+    world.gossip.serve(world.others[0].peer_id, ControlKind.DELTA, delta, world.now)
+    world.core.gossip_arrived(world.now)
+
+
+def publish(world: Harness, version: bytes = V1, name: str = "model") -> Any:
+    return world.core.checkpoints.publish(NAMESPACE, name, version, world.now, **FIGURES)
+
+
+# --- heads and switches ------------------------------------------------------------------------
+
+
+def test_what_is_published_is_kept_spread_and_found(world: Harness) -> None:
+    checkpoints = world.core.checkpoints
+    seen = checkpoints.version
+    published = publish(world)
+    assert checkpoints.version != seen, "who waits for news hears of it"
+    assert checkpoints.find(NAMESPACE, "model") == published
+    assert (published.version, published.publisher) == (V1, world.core.peer_id)
+    assert published.body.total_bytes == 1 << 30
+    assert len(world.effects(SaveClusterRecord)) == 1
+    assert world.gossip.cluster_records.has_rumors
+
+
+def test_a_newer_version_takes_the_place_and_names_the_one_before(world: Harness) -> None:
+    first = publish(world)
+    world.now -= 5.0  # the wall clock went back
+    world.core.clock.latest = 0
+    second = publish(world, V2)
+    assert second.clock > first.clock
+    assert second.body.previous == V1
+    assert publish(world, V2).body.previous == V1, "the same again is no newer version"
+    assert [each.version for each in world.core.checkpoints.heads()] == [V2]
+
+
+def test_a_removed_name_is_gone_until_it_is_published_again(world: Harness) -> None:
+    checkpoints = world.core.checkpoints
+    publish(world)
+    assert checkpoints.remove(NAMESPACE, "model", world.now).gone
+    assert checkpoints.heads() == []
+    with pytest.raises(NoSuchKey):
+        checkpoints.find(NAMESPACE, "model")
+    with pytest.raises(NoSuchKey):
+        checkpoints.remove(NAMESPACE, "model", world.now)
+    publish(world, V2)
+    assert checkpoints.find(NAMESPACE, "model").version == V2
+
+
+def test_only_the_publisher_switches(world: Harness) -> None:
+    checkpoints = world.core.checkpoints
+    hear(world, world.others[0], head())
+    with pytest.raises(NoSuchKey, match="peer-1 does: ask there"):
+        checkpoints.switch(NAMESPACE, "model", V1, world.now)
+    published = publish(world)
+    checkpoints.switch(NAMESPACE, "model", V1, world.now)
+    switch = checkpoints.switched(published.digest)
+    assert switch is not None
+    assert (switch.version, switch.publisher) == (V1, world.core.peer_id)
+
+
+def test_names_that_cannot_be(world: Harness) -> None:
+    for name in ("", "a b", "a@b", "x" * 256, "a\n"):
+        with pytest.raises(CheckpointRefused):
+            publish(world, name=name)
+    with pytest.raises(ValueError, match="16 bytes"):
+        publish(world, b"short")
+
+
+def test_nobody_takes_the_place_of_another_publisher(world: Harness) -> None:
+    """A member that signs a head for another's name digest is ignored, and what came with it is not."""
+    good, bad = world.others[:2]
+    records = world.gossip.cluster_records
+    hear(world, good, head())
+    hear(world, bad, head(V2), clock=2, name=digest(good))
+    hear(
+        world,
+        bad,
+        SwitchBody(NAMESPACE, "model", V2),
+        clock=2,
+        name=digest(good),
+        kind=ClusterRecordKind.CHECKPOINT_SWITCH,
+    )
+    for nonsense in (head(b"short"), head(name="other"), head(name="")):
+        hear(world, good, nonsense, clock=3)
+    assert world.core.checkpoints.find(NAMESPACE, "model").version == V1
+    assert len(records) == 1
+    hear(
+        world,
+        good,
+        SwitchBody(NAMESPACE, "model", V1),
+        kind=ClusterRecordKind.CHECKPOINT_SWITCH,
+    )
+    assert len(records) == 2
+
+
+# --- whom to trust -----------------------------------------------------------------------------
+
+
+def test_of_several_publishers_none_is_guessed(world: Harness) -> None:
+    one, two, _ = world.others
+    checkpoints = world.core.checkpoints
+    hear(world, one, head())
+    hear(world, two, head(V2))
+    with pytest.raises(ValueError, match=r"2 publishers: .*\(peer-\d\), .*\(peer-\d\); choose"):
+        checkpoints.find(NAMESPACE, "model")
+    assert checkpoints.find(NAMESPACE, "model", two.peer_id).version == V2
+    assert checkpoints.find(NAMESPACE, "model").version == V2, "it is trusted from now on"
+    assert checkpoints.ignored(NAMESPACE, "model") == [one.peer_id]
+
+
+def test_the_first_publisher_that_was_seen_stays_the_only_one(world: Harness) -> None:
+    one, two, _ = world.others
+    checkpoints = world.core.checkpoints
+    hear(world, one, head())
+    assert checkpoints.find(NAMESPACE, "model").publisher == one.peer_id
+    version = checkpoints.pins_version
+    hear(world, two, head(V2), clock=2)
+    assert checkpoints.find(NAMESPACE, "model").version == V1
+    assert checkpoints.pins_version == version
+    (note,) = checkpoints.take_notes()
+    assert "is ignored" in note
+    checkpoints.find(NAMESPACE, "model")
+    assert checkpoints.take_notes() == [], "said once"
+    hear(world, one, head(gone=True), clock=3)
+    with pytest.raises(NoSuchKey, match="the one that this peer trusts for that name; to trust"):
+        checkpoints.find(NAMESPACE, "model")
+    assert checkpoints.find(NAMESPACE, "model", two.peer_id).version == V2
+    (note,) = checkpoints.take_notes()
+    assert "is trusted from now on" in note
+
+
+def test_who_publishes_a_name_trusts_itself_for_it(world: Harness) -> None:
+    hear(world, world.others[0], head())
+    world.core.checkpoints.find(NAMESPACE, "model")
+    publish(world, V2)
+    assert world.core.checkpoints.find(NAMESPACE, "model").version == V2
+
+
+def test_pins_are_bounded_and_survive(world: Harness) -> None:
+    checkpoints, again = world.core.checkpoints, Harness().core.checkpoints
+    peer_id = world.others[0].peer_id
+    for number in range(MAX_PINS + 1):
+        checkpoints.pin(NAMESPACE, f"name-{number}", peer_id)
+        checkpoints.pin(NAMESPACE, "name-0", peer_id)
+    again.load_pins(checkpoints.pins)
+    assert len(again.pins) == MAX_PINS
+    assert again.pinned(NAMESPACE, "name-0") == peer_id, "used all the time"
+    assert again.pinned(NAMESPACE, "name-1") is None
+    assert again.pins_version == 0, "nothing to save"
+
+
+# --- who takes part ----------------------------------------------------------------------------
+
+
+def part(version: bytes = V1, state: int = TakesPart.FETCHING, **more: Any) -> Participation:
+    return Participation(b"n" * 16, version[:8], int(state), **more)
+
+
+def test_participants_are_the_living_that_move_pieces(world: Harness) -> None:
+    one, two, three = world.others
+    checkpoints = world.core.checkpoints
+    seen = checkpoints.version
+    world.offer(one, checkpoints=[part(), part(V2, TakesPart.SEEDING)])
+    world.offer(two, checkpoints=[part(state=TakesPart.FAILED), part(b"", TakesPart.FOLLOWING)])
+    world.offer(three, checkpoints=[part(state=99)])
+    assert checkpoints.version != seen
+    seen = checkpoints.version
+    world.offer(three, checkpoints=[part(state=99)], load_permille=7)
+    assert checkpoints.version == seen, "nothing new of checkpoints"
+    assert checkpoints.participants(V1) == {one.member: part()}
+    assert checkpoints.participants(V2) == {one.member: part(V2, TakesPart.SEEDING)}
+    assert set(checkpoints.parts_of(b"n" * 16)) == {one.member, two.member, three.member}
+    seen = checkpoints.version
+    world.die(one)
+    assert checkpoints.participants(V1) == {}
+    assert checkpoints.version != seen, "a death is news"
+
+
+def test_a_member_may_take_part_in_so_many_only(world: Harness) -> None:
+    parts = [part(bytes([number]) * 16) for number in range(MAX_PARTICIPATIONS + 1)]
+    world.offer(world.others[0], checkpoints=parts)
+    assert world.core.checkpoints.participants(bytes([MAX_PARTICIPATIONS - 1]) * 16)
+    assert not world.core.checkpoints.participants(bytes([MAX_PARTICIPATIONS]) * 16)
+
+
+def told(world: Harness) -> list[Participation]:
+    return list(read_peer_record(world.gossip.record(world.now)).checkpoints)
+
+
+def sequence(world: Harness) -> int:
+    return read_peer_record(world.gossip.record(world.now)).sequence
+
+
+def test_own_parts_are_told_but_not_each_step_of_them(world: Harness) -> None:
+    checkpoints = world.core.checkpoints
+    world.pass_time(5.0)
+    before = sequence(world)
+    checkpoints.take_part(part(), world.now)
+    world.pass_time(0.01)
+    assert told(world) == [part()], "the first at once"
+    for done in range(1, 501):
+        checkpoints.take_part(part(done_permille=done), world.now)
+        world.pass_time(0.01)
+    assert 4 <= sequence(world) - before <= 7
+    world.pass_time(2.0)
+    assert told(world) == [part(done_permille=500)]
+    before = sequence(world)
+    checkpoints.take_part(part(done_permille=509), world.now)
+    world.pass_time(5.0)
+    assert sequence(world) == before, "less than a percent is no news"
+    checkpoints.take_part(part(state=TakesPart.VERIFIED, done_permille=1000), world.now)
+    world.pass_time(0.01)
+    assert told(world) == [part(state=TakesPart.VERIFIED, done_permille=1000)]
+    checkpoints.take_no_part(b"n" * 16, V1, world.now)
+    world.pass_time(1.1)
+    assert told(world) == []
+
+
+def test_progress_is_told_less_often_in_a_large_cluster() -> None:
+    world = Harness(others=200)
+    checkpoints = world.core.checkpoints
+    checkpoints.take_part(part(), world.now)
+    world.pass_time(2.0)
+    checkpoints.take_part(part(done_permille=100), world.now)
+    world.pass_time(2.0)
+    assert told(world) == [part()]
+    world.pass_time(0.05 * 200)
+    assert told(world) == [part(done_permille=100)]
+
+
+def test_what_failed_says_why_in_few_words(world: Harness) -> None:
+    world.core.checkpoints.take_part(part(state=TakesPart.FAILED, why="ä" * 1000), world.now)
+    world.pass_time(0.01)
+    (said,) = told(world)
+    assert said.why == "ä" * 60
+
+
+def test_older_peers_take_no_part(world: Harness) -> None:
+    record = read_peer_record(world.gossip.record(world.now))
+    shorter = msgspec.msgpack.encode(msgspec.msgpack.decode(encode_body(record))[:-1])
+    assert msgspec.msgpack.decode(shorter, type=type(record)).checkpoints == []
