@@ -74,10 +74,12 @@ class WriteBack:
             self._core.emit(WriteObject(entry))
 
     def _choose(self, unix: float) -> list[ObjectEntry]:
-        ready_bytes = self._core.segment.free_bytes + self._under_way_bytes
+        # What is cheap is written, or somebody else has it: it is counted, not walked past, however much it is.
+        segment = self._core.segment
+        ready_bytes = segment.free_bytes + segment.cheap_bytes + self._under_way_bytes
         chosen: list[ObjectEntry] = []
         chosen_bytes = 0
-        for entry in islice(self._core.segment.coldest(), LOOKED_AT):
+        for entry in islice(segment.coldest(cheap=False), LOOKED_AT):
             if (
                 ready_bytes >= self._wanted_bytes
                 or self._under_way + len(chosen) >= MAX_UNDER_WAY

@@ -58,6 +58,8 @@ class EvictionOrder:
         self.is_kept_elsewhere: WhoKeeps = lambda entry, now: False
         """What is goes before others."""
         self._evictable_bytes = [0] * group_count
+        self.cheap_bytes = 0
+        """Of these, those of the lowest rank."""
         self._groups = [tuple(policy.new_queue() for _ in range(3)) for _ in range(group_count)]
         self._at: dict[int, ObjectEntry] = {}
         self._held: set[int] = set()
@@ -86,18 +88,18 @@ class EvictionOrder:
             entry.rank = rank
             self._at[entry.offset] = entry
             self._groups[entry.group][rank].add(entry)
-            self._evictable_bytes[entry.group] += entry.extent_bytes
+            self._count(entry, entry.extent_bytes)
 
     def hold(self, entry: ObjectEntry) -> None:
         """An entry that is not used, but looked at, may not be evicted until `put_back`; it keeps its place."""
         self._held.add(entry.offset)
-        self._evictable_bytes[entry.group] -= entry.extent_bytes
+        self._count(entry, -entry.extent_bytes)
 
     def put_back(self, entry: ObjectEntry) -> None:
         """The end of `hold`. Where its rank is another one by now, the entry is the last there."""
         if entry.offset in self._held:
             self._held.discard(entry.offset)
-            self._evictable_bytes[entry.group] += entry.extent_bytes
+            self._count(entry, entry.extent_bytes)
         if entry.rank != rank_of(entry):
             self.update(entry)
 
@@ -106,12 +108,17 @@ class EvictionOrder:
         if entry.rank is None:
             return
         self._groups[entry.group][entry.rank].remove(entry)
-        entry.rank = None
-        del self._at[entry.offset]
         if entry.offset in self._held:
             self._held.discard(entry.offset)
         else:
-            self._evictable_bytes[entry.group] -= entry.extent_bytes
+            self._count(entry, -entry.extent_bytes)
+        entry.rank = None
+        del self._at[entry.offset]
+
+    def _count(self, entry: ObjectEntry, more_bytes: int) -> None:
+        self._evictable_bytes[entry.group] += more_bytes
+        if entry.rank == _CHEAP:
+            self.cheap_bytes += more_bytes
 
     def gone(self, entry: ObjectEntry, *, evicted: bool) -> None:
         """The entry was withdrawn: for others that needed its room (`evicted`), or for another reason."""
@@ -134,10 +141,10 @@ class EvictionOrder:
         else:
             self._groups[entry.group][entry.rank].used(entry)
 
-    def coldest(self) -> Iterator[ObjectEntry]:
-        """What would be evicted first, by rank and policy, the groups in turns. Nothing may change the order
-        meanwhile."""
-        for rank in range(3):
+    def coldest(self, *, cheap: bool = True) -> Iterator[ObjectEntry]:
+        """What would be evicted first, by rank and policy, the groups in turns; without `cheap` not those of the
+        lowest rank. Nothing may change the order meanwhile."""
+        for rank in range(_CHEAP if cheap else _NORMAL, 3):
             if len(self._groups) == 1:
                 yield from self._groups[0][rank].coldest()
             else:

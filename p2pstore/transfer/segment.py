@@ -397,9 +397,15 @@ class Segment:
             if entry in self._order:
                 self._order.update(entry)
 
-    def coldest(self) -> Iterator[ObjectEntry]:
-        """What would be evicted first. Nothing may be done to the segment until the last one was taken."""
-        return self._order.coldest()
+    @property
+    def cheap_bytes(self) -> int:
+        """Memory of soft copies, and of objects that the SSD has and that are hardly read: it goes first."""
+        return self._order.cheap_bytes
+
+    def coldest(self, *, cheap: bool = True) -> Iterator[ObjectEntry]:
+        """What would be evicted first, or next when what is `cheap` has gone. Nothing may be done to the segment until
+        the last one was taken."""
+        return self._order.coldest(cheap=cheap)
 
     def expire(self, now: float) -> list[ObjectEntry]:
         """Withdraw what is past its time to live and return it (`take_withdrawn` has it, too); end
@@ -625,6 +631,10 @@ class Segment:
         assert reserved == self._reservations.reserved_bytes
         assert referenced == self._referenced_bytes
         assert evictable == self._order.evictable_bytes()
+        firm = sum(
+            entry.extent_bytes for entry in self._order.coldest(cheap=False) if entry in self._order
+        )
+        assert evictable == firm + self._order.cheap_bytes
         assert sum(size for _, size in taken) == self.used_bytes
 
     def _check_entry(self, entry: ObjectEntry) -> None:

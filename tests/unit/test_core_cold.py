@@ -18,10 +18,11 @@ from p2pstore.core.listing import ListOperation
 from p2pstore.core.prefetching import AT_ONCE, MAX_QUEUED
 from p2pstore.core.presence import is_known, known_keys
 from p2pstore.core.serving import ListHereOperation, reply_of
+from p2pstore.core.write_back import LOOKED_AT
 from p2pstore.errors import CapacityExceeded, NoSuchKey, Unavailable
 from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier
 from p2pstore.local.messages import PutStatus
-from p2pstore.objects import Version, namespace_digest
+from p2pstore.objects import KIB, Version, namespace_digest
 from p2pstore.transfer.layout import Pin
 from p2pstore.transfer.messages import DataKind, Keys, ListKeys, Lookup, Replicate, Replicated
 from p2pstore.wire import Code
@@ -56,6 +57,18 @@ def test_the_coldest_is_written_first_and_used_objects_last() -> None:
     assert "k0" not in written
     assert world.announced("k1") is not None
     assert world.announced("k1").tier is Tier.DRAM  # type: ignore[union-attr]  # it is not None
+
+
+def test_the_coldest_quarter_is_written_however_many_objects_that_are() -> None:
+    count = 6 * LOOKED_AT
+    world = ColdWorld(memory_bytes=count * 16 * KIB)
+    for number in range(count):
+        world.stored(f"k{number}", bytes(12 * KIB))
+    for _ in range(100):
+        world.pass_time(0.05)
+        world.write()
+    assert len(world.store.objects) == pytest.approx(count / 4, rel=0.1)
+    world.segment.check()
 
 
 def test_what_is_being_written_is_not_evicted_and_little_is_at_a_time() -> None:
