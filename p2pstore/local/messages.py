@@ -526,6 +526,15 @@ class Done(Message, frozen=True):
     items: list[ItemError] = []
 
 
+class Pinned(Message, frozen=True):
+    """Per item: whether that was done, how many copies have the pin now, and of how many it is known that they are in
+    some memory. Older peers pin their own copy alone, and do not say how many there are."""
+
+    items: list[ItemError] = []
+    copies: list[int] = []
+    known: list[int] = []
+
+
 class Flush(Message, frozen=True):
     namespace: str
     deadline_ms: int = 10_000
@@ -582,7 +591,7 @@ REPLIES: Final[dict[int, type[Message]]] = {
     LocalKind.STATISTICS: StatisticsReply,
     LocalKind.LEAVE: Empty,
     LocalKind.REPLICATE: PutOutcome,
-    LocalKind.PIN: Done,
+    LocalKind.PIN: Pinned,
     LocalKind.FLUSH: Flushed,
     LocalKind.PREFETCH: Empty,
     LocalKind.MATCH_PREFIX: MatchedPrefix,

@@ -52,6 +52,7 @@ class DataKind(IntEnum):
     PING = 24
     STORE = 25
     STORE_PART = 26
+    SET_PINS = 27
     MEASURE = 32
     RDMA_CONNECT = 33
 
@@ -244,6 +245,28 @@ class Replicated(Message, frozen=True):
     writer: int
 
 
+class PinItem(Message, frozen=True):
+    """An object in one version."""
+
+    digest: bytes
+    clock: int
+    writer: int
+
+
+class SetPins(Message, frozen=True):
+    """Pin your copies of these objects, or unpin them. `soft_ms`: how long a soft pin lasts; 0 for as long as usual."""
+
+    items: list[PinItem]
+    pin: int
+    soft_ms: int = 0
+
+
+class PinsSet(Message, frozen=True):
+    """A byte per item: 1 where the receiver has it in memory and did so."""
+
+    done: bytes
+
+
 class Snapshot(Message, frozen=True):
     """The whole current set of a member's location records, as the receiver knows it."""
 
@@ -423,6 +446,7 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     DataKind.PING: Ping,
     DataKind.STORE: Store,
     DataKind.STORE_PART: StorePart,
+    DataKind.SET_PINS: SetPins,
     DataKind.MEASURE: Measure,
     DataKind.RDMA_CONNECT: RdmaConnect,
 }
@@ -439,6 +463,7 @@ REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.PING: Pong,
     DataKind.STORE: StoreReply,
     DataKind.STORE_PART: Stored,
+    DataKind.SET_PINS: PinsSet,
     DataKind.MEASURE: Measured,
     DataKind.RDMA_CONNECT: RdmaConnected,
 }
