@@ -175,6 +175,11 @@ class PeerInfo:
     """What this peer and its clients read from it by which transport: objects, bytes, failures."""
     directory: str = ""
     """How much it knows of where objects are: `full` or `partitioned`."""
+    load: float = 0.0
+    """What it takes of a core, or its large answers of its upload slots, whichever is more, as it said some seconds
+    ago. From 1 on, who asks it for more is late, or sent elsewhere."""
+    leaving: bool = False
+    """It hands over what only it has, and takes nothing new."""
 
 
 @runtime_checkable

@@ -471,7 +471,8 @@ class TransportUse(Message, frozen=True):
 
 class PeerEntry(Message, frozen=True):
     """A member. `round_trip_seconds` is a ping's, below 0 where none was answered yet; `directory` says how much
-    it knows of where objects are: `full`, `partitioned`, or empty where that is not known."""
+    it knows of where objects are: `full`, `partitioned`, or empty where that is not known. `load_permille`: what it
+    last said that it takes of a core, or of its upload slots."""
 
     peer_id: bytes
     name: str
@@ -488,6 +489,8 @@ class PeerEntry(Message, frozen=True):
     round_trip_seconds: float = -1.0
     transports: list[TransportUse] = []
     directory: str = ""
+    load_permille: int = 0
+    leaving: bool = False
 
 
 class PeersReply(Message, frozen=True):
