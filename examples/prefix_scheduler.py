@@ -49,11 +49,16 @@ async def schedule(engines: Sequence[p2pstore.Peer]) -> None:
         for conversation in random.sample(range(CONVERSATIONS), CONVERSATIONS):
             keys = conversation_keys(conversation, turn * BLOCKS_PER_TURN)
             holders = await engines[0].match_prefix_by_peer(keys)
-            routes = router.rank(len(keys), holders, list(by_id))
-            if not Router.accepts(routes, LIMIT_SECONDS):
-                print(f"conversation {conversation}: rejected before any work was spent on it")
+            infos = await engines[
+                0
+            ].peers()  # some milliseconds old at most, so one answer serves many requests
+            admission = Router.admit(
+                router.rank(len(keys), holders, list(by_id), infos=infos), LIMIT_SECONDS
+            )
+            route = admission.route
+            if route is None:
+                print(f"conversation {conversation}: rejected, {admission.reason}")
                 continue
-            route = routes[0]
             router.sent(route)
             waiting.append(route)
             if len(waiting) > 2 * ENGINES:  # the engines are that far behind

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from p2pstore.results import Location as Location
     from p2pstore.results import ObjectStore as ObjectStore
     from p2pstore.results import PeerInfo as PeerInfo
+    from p2pstore.results import PinResult as PinResult
     from p2pstore.results import PrefixHolder as PrefixHolder
     from p2pstore.results import PutResult as PutResult
     from p2pstore.results import TransferRequest as TransferRequest
@@ -71,6 +72,7 @@ _NAMES_IN = {
             "ItemResult",
             "KeyPage",
             "ListedKey",
+            "PinResult",
             "Location",
             "ObjectStore",
             "PeerInfo",

@@ -122,6 +122,16 @@ class TransferStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class PinResult:
+    """What `pin` or `unpin` did: `copies` have that pin now, of `known` that are in some peer's memory."""
+
+    key: str
+    pin: PinName
+    copies: int
+    known: int
+
+
+@dataclass(frozen=True, slots=True)
 class ListedKey:
     """One key of `list_keys`: `copies` among the peers that answered, `peers` their names."""
 
@@ -165,6 +175,11 @@ class PeerInfo:
     """What this peer and its clients read from it by which transport: objects, bytes, failures."""
     directory: str = ""
     """How much it knows of where objects are: `full` or `partitioned`."""
+    load: float = 0.0
+    """What it takes of a core, or its large answers of its upload slots, whichever is more, as it said some seconds
+    ago. From 1 on, who asks it for more is late, or sent elsewhere."""
+    leaving: bool = False
+    """It hands over what only it has, and takes nothing new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,13 +383,13 @@ class ObjectStore(Protocol):
         """`remove` for many keys; one result per key, in order."""
         ...
 
-    async def pin(self, key: str, pin: PinName = "soft", *, ttl: float | None = None) -> None:
-        """Keep the local copy: a soft pin (30 minutes unless `ttl` says otherwise) is evicted last, a hard
-        one not at all. Raises `NoSuchKey`."""
+    async def pin(self, key: str, pin: PinName = "soft", *, ttl: float | None = None) -> PinResult:
+        """Keep the local copy, and those of others as far as they can be told: a soft pin (30 minutes unless `ttl`
+        says otherwise) is evicted last, a hard one not at all. Raises `NoSuchKey` when there is no local copy."""
         ...
 
-    async def unpin(self, key: str) -> None:
-        """Undo `pin`. Raises `NoSuchKey`."""
+    async def unpin(self, key: str) -> PinResult:
+        """Undo `pin`, wherever the object is. Raises `NoSuchKey`."""
         ...
 
     async def prefetch(self, keys: Sequence[str]) -> None:

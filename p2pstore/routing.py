@@ -9,14 +9,18 @@ bound on the load all requests would go where the first block is, since all shar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from p2pstore.results import PrefixHolder
+from p2pstore.results import PeerInfo, PrefixHolder
 
 DEFAULT_LOAD_BOUND: Final = 1.25
 """Of the mean of what is queued. The looser, the more each machine gets of what it has cached, and the longer queues
 differ."""
+
+
+DEFAULT_MOST_LOAD: Final = 1.0
+"""Of a peer (`PeerInfo.load`): one whole core, or all of its upload slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,22 @@ class Route:
     work_seconds: float
     is_over_bound: bool
     """It has more to do than the load bound allows: take it only when there is no other."""
+    trouble: str = ""
+    """Why its peer would be late, or refuse, by what it says of itself: it is busy, leaves, or is not alive. Empty
+    where nothing is the matter."""
 
     @property
     def first_token_seconds(self) -> float:
         """Until the first token, as estimated."""
         return self.queue_seconds + self.work_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Where a request goes, or why it is better rejected now, before any work was spent on it."""
+
+    route: Route | None
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -62,6 +77,7 @@ class Router:
 
     costs: Costs
     load_bound: float = DEFAULT_LOAD_BOUND
+    most_load: float = DEFAULT_MOST_LOAD
     _queued: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,10 +90,12 @@ class Router:
         holders: Iterable[PrefixHolder],
         peers: Sequence[str],
         queued: Mapping[str, float] | None = None,
+        infos: Iterable[PeerInfo] | None = None,
     ) -> list[Route]:
         """Routes of a request of `block_count` blocks to `peers` (ids of those beside which an engine runs), best
         first. `holders` is what `match_prefix_by_peer` said of its keys; `queued` the seconds of work that wait at
-        each peer, instead of what this router has sent there.
+        each peer, instead of what this router has sent there. `infos` is what `peers()` said of them: where one is in
+        trouble, it comes after all others.
         """
         waiting = self._queued if queued is None else queued
         known = list(holders)
@@ -87,7 +105,26 @@ class Router:
             self._route(peer, block_count, own.get(peer), known, waiting.get(peer, 0.0), bound)
             for peer in peers
         ]
-        return sorted(routes, key=lambda each: (each.is_over_bound, each.first_token_seconds))
+        if infos is not None:
+            told = {info.peer_id: info for info in infos}
+            routes = [
+                replace(each, trouble=self._trouble(told.get(each.peer_id))) for each in routes
+            ]
+        return sorted(
+            routes,
+            key=lambda each: (bool(each.trouble), each.is_over_bound, each.first_token_seconds),
+        )
+
+    def _trouble(self, info: PeerInfo | None) -> str:
+        if info is None:
+            return "no such peer"
+        if info.leaving:
+            return "it is leaving"
+        if info.status != "alive":
+            return f"it is {info.status}"
+        if info.load >= self.most_load:
+            return f"it is busy: {info.load:.2f} of a core, or of its upload slots"
+        return ""
 
     def _route(
         self,
@@ -126,6 +163,22 @@ class Router:
             self._queued[route.peer_id] = left
         else:
             self._queued.pop(route.peer_id, None)
+
+    @staticmethod
+    def admit(routes: Sequence[Route], first_token_seconds: float) -> Admission:
+        """The best of these routes that is in no trouble and expected to keep this limit; or the reason for which the
+        request is better rejected (early rejection). `routes` are those of `rank`."""
+        if not routes:
+            return Admission(None, "there is no machine")
+        in_time = [each for each in routes if each.first_token_seconds <= first_token_seconds]
+        if not in_time:
+            best = min(each.first_token_seconds for each in routes)
+            limit = f"{first_token_seconds:g} s are allowed"
+            return Admission(None, f"late: {best:.1f} s at best, and {limit}")
+        fit = next((each for each in in_time if not each.trouble), None)
+        if fit is None:
+            return Admission(None, f"refused: of the best machine's peer, {in_time[0].trouble}")
+        return Admission(fit)
 
     @staticmethod
     def accepts(routes: Sequence[Route], first_token_seconds: float) -> bool:

@@ -137,7 +137,10 @@ PAGES: Final[dict[str, Page]] = {
         ("mooncake-p2p unpin system-prompt", "Let it be evicted again."),
         ("mooncake-p2p unpin model/part-1 model/part-2 --json", "Say what became of each."),
         also=(3, 4, 5),
-        meaning={0: "no key is pinned here now", 3: "keys did not exist; the others were unpinned"},
+        meaning={
+            0: "no key is pinned now where it could be told",
+            3: "keys did not exist; the others were unpinned",
+        },
     ),
     "replicate": _page(
         ("mooncake-p2p replicate model/part-1 -n 3", "Have it on three peers."),

@@ -175,6 +175,8 @@ def peer_infos(reply: PeersReply) -> list[PeerInfo]:
                 for use in entry.transports
             },
             directory=entry.directory,
+            load=entry.load_permille / 1000,
+            leaving=entry.leaving,
         )
         for entry in reply.items
     ]

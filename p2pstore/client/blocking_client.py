@@ -27,6 +27,7 @@ from p2pstore.results import (
     Location,
     PeerInfo,
     PinName,
+    PinResult,
     PrefixHolder,
     PublishedCheckpoint,
     PutResult,
@@ -353,11 +354,11 @@ class BlockingClient:
     def statistics(self, *, cluster: bool = True) -> dict[str, Any]:
         return run_blocking(self._session.statistics(cluster=cluster))
 
-    def pin(self, key: str, pin: PinName = "soft", *, ttl: float | None = None) -> None:
-        run_blocking(self._session.pin(key, pin, ttl=ttl))
+    def pin(self, key: str, pin: PinName = "soft", *, ttl: float | None = None) -> PinResult:
+        return run_blocking(self._session.pin(key, pin, ttl=ttl))
 
-    def unpin(self, key: str) -> None:
-        run_blocking(self._session.unpin(key))
+    def unpin(self, key: str) -> PinResult:
+        return run_blocking(self._session.unpin(key))
 
     def replicate(self, key: str, copies: int) -> PutResult:
         return run_blocking(self._session.replicate(key, copies))

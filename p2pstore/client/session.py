@@ -43,6 +43,7 @@ from p2pstore.results import (
     Location,
     PeerInfo,
     PinName,
+    PinResult,
     PrefixHolder,
     PutResult,
     TransferRequest,
@@ -435,19 +436,22 @@ class ClientSession:
                 results[index] = ItemResult(keys[index], existed)
         return [results[index] for index in range(len(keys))]
 
-    async def pin(self, key: str, pin: PinName = "soft", *, ttl: float | None = None) -> None:
-        """Keep the local copy: a soft pin (30 minutes unless `ttl` says otherwise) is evicted
-        last, a hard one not at all. Raises `NoSuchKey`."""
+    async def pin(self, key: str, pin: PinName = "soft", *, ttl: float | None = None) -> PinResult:
+        """Keep the local copy, and those of others as far as they can be told: a soft pin (30 minutes unless `ttl`
+        says otherwise) is evicted last, a hard one not at all. Raises `NoSuchKey` when there is no local copy."""
         request = local.SetPin(
             self._digest(key), arguments.pin_number(pin), arguments.milliseconds("ttl", ttl)
         )
-        reply = await self._link.request(LocalKind.PIN, request, local.Done)
+        reply = await self._link.request(
+            LocalKind.PIN, request, local.Pinned, extra_seconds=REMOVE_SECONDS
+        )
         for error in reply.items:
             answers.raise_for(key, error)
+        return PinResult(key, pin, sum(reply.copies) or 1, sum(reply.known) or 1)
 
-    async def unpin(self, key: str) -> None:
-        """Undo `pin`. Raises `NoSuchKey`."""
-        await self.pin(key, "none")
+    async def unpin(self, key: str) -> PinResult:
+        """Undo `pin`, wherever the object is. Raises `NoSuchKey`."""
+        return await self.pin(key, "none")
 
     async def replicate(self, key: str, copies: int) -> PutResult:
         """Have `copies` copies of the object, as far as there are peers. Raises `NoSuchKey`."""

@@ -64,7 +64,7 @@ from p2pstore.transfer.messages import (
     ObjectStatus,
     Pushed,
 )
-from p2pstore.transfer.segment import ObjectEntry, Segment
+from p2pstore.transfer.segment import SOFT_PIN_SECONDS, ObjectEntry, Segment
 from p2pstore.wire import Code, Message
 
 AVOID_SECONDS: Final = 3.0
@@ -552,6 +552,17 @@ class PeerCore:
                 now=self.unix(now),
             )
             self.announce(entry, now)
+
+    def set_pin(
+        self, entry: ObjectEntry, pin: Pin, soft_seconds: float, now: float, *, firm: bool = False
+    ) -> None:
+        """Pin or unpin a copy that is here. With `firm`, one that is pinned is no soft copy any more: those are kept
+        for speed alone, pinned or not."""
+        if firm and pin is not Pin.NONE and entry.soft:
+            self.segment.strengthen(entry, pin=pin, replicas=entry.replicas, now=self.unix(now))
+        ends = self.unix(now) + (soft_seconds or SOFT_PIN_SECONDS)
+        self.segment.set_pin(entry, pin, ends if pin is Pin.SOFT else 0.0)
+        self.announce(entry, now)
 
     def fetch(self, digest: bytes, now: float, **options: Any) -> FetchOperation:
         """Bring an absent object here; callers that want the same one share one fetch.

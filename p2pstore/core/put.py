@@ -6,6 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from p2pstore.core.effects import (
     KnownCopy,
     Reply,
@@ -25,7 +27,7 @@ from p2pstore.objects import (
     namespace_digest,
     root_checksum,
 )
-from p2pstore.transfer.layout import TrailerBody, decode_slot
+from p2pstore.transfer.layout import TrailerBody, decode_slot, decode_trailer
 from p2pstore.transfer.messages import (
     DataKind,
     Get,
@@ -190,7 +192,14 @@ class PutOperation(Operation):
         elif self._is_void(slot.version):
             self._compare(now)
         elif slot.version.root == self.spec.root and slot.length == self.spec.length:
-            self._commit(slot.version, PutStatus.UNCHANGED, soft=True, now=now)
+            # The same object ends at the same time everywhere. (Of what is on an SSD alone, no trailer comes along.)
+            assert isinstance(reply, Objects)
+            original = decode_trailer(reply.items[0].trailer)
+            expires = None if original is None else original.expires_unix_ms
+            soft = not self.spec.pin  # what is pinned here is kept here
+            self._commit(
+                slot.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires
+            )
         else:
             self._give_room_back()
             self.finish(self._found(PutStatus.KEPT_EXISTING, slot.version, now), now)
@@ -209,7 +218,10 @@ class PutOperation(Operation):
         """The object is on the SSD alone. The same bytes bring it back to memory."""
         same = self._is_same(cold)
         if same and self.spec.reservation is not None:
-            self._commit(cold.version, PutStatus.UNCHANGED, soft=cold.soft, now=now)
+            expires, soft = cold.expires_unix_ms, cold.soft and not self.spec.pin
+            self._commit(
+                cold.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires
+            )
             return
         self._give_room_back()
         status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
@@ -242,9 +254,20 @@ class PutOperation(Operation):
         version = self.core.new_version(self.spec.root, now)
         self._commit(version, PutStatus.CREATED, soft=False, now=now)
 
-    def _commit(self, version: Version, status: PutStatus, *, soft: bool, now: float) -> None:
+    def _commit(
+        self,
+        version: Version,
+        status: PutStatus,
+        *,
+        soft: bool,
+        now: float,
+        expires_unix_ms: int | None = None,
+    ) -> None:
+        """Publish what was written, as that version; it expires as the put said, unless something else is given."""
         spec = self.spec
         trailer = spec.trailer(self.core.unix(now))
+        if expires_unix_ms is not None:
+            trailer = msgspec.structs.replace(trailer, expires_unix_ms=expires_unix_ms)
         assert spec.reservation is not None
         try:
             entry = self.core.publish(

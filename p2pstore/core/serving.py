@@ -13,6 +13,7 @@ from p2pstore.core.effects import (
 from p2pstore.core.fetch import FetchOperation
 from p2pstore.core.lookup import split_digests
 from p2pstore.core.operation import Operation
+from p2pstore.core.pinning import serve_pins
 from p2pstore.core.put import MAX_REPLICAS
 from p2pstore.core.sweeping import SweepOperation
 from p2pstore.core.taking_pushes import TakePushOperation
@@ -46,6 +47,7 @@ from p2pstore.transfer.messages import (
     RecordsTaken,
     Replicate,
     Replicated,
+    SetPins,
 )
 from p2pstore.transfer.segment import ObjectEntry
 from p2pstore.wire import Code, Failure, Message, code_of
@@ -73,6 +75,8 @@ def serve(
         return _serve_push(core, sender, request, now)
     if isinstance(request, Replicate):
         return _serve_replicate(core, sender, request, now)
+    if isinstance(request, SetPins):
+        return serve_pins(core, request, now)
     if isinstance(request, ClusterRecords):
         if len(request.bodies) != len(request.signatures):
             raise ProtocolError("cluster records have not one signature each")

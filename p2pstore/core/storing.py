@@ -10,7 +10,7 @@ from p2pstore.core.operation import Operation
 from p2pstore.core.put import PutEnd, PutOperation, PutSpec, check_put
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded, ProtocolError, Unavailable
 from p2pstore.objects import format_bytes, key_digest, root_checksum
-from p2pstore.transfer.layout import encode_trailer
+from p2pstore.transfer.layout import MAX_TRAILER_BYTES, encode_trailer
 from p2pstore.transfer.messages import Store, Stored
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 MAX_INCOMING: Final = 256
 INCOMING_SHARE: Final = 0.5
 """Of this peer's memory that values on their way may take together; a single one may be larger."""
+
+EXPIRY_BYTES: Final = 8
+"""So much more may a trailer take when the value turns out to be an object that has an end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,11 +77,11 @@ class IncomingStores:
                 f"{format_bytes(share)} of them at a time"
             )
         spec = _spec(request, object(), 0)
-        trailer = encode_trailer(spec.trailer(core.unix(now)))
+        room = len(encode_trailer(spec.trailer(core.unix(now)))) + EXPIRY_BYTES
         try:
             reservation = segment.reserve(
                 request.length,
-                len(trailer),
+                min(room, MAX_TRAILER_BYTES),
                 holder=spec.holder,
                 now=core.unix(now),
                 namespace=spec.namespace,

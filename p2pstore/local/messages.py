@@ -486,7 +486,8 @@ class TransportUse(Message, frozen=True):
 
 class PeerEntry(Message, frozen=True):
     """A member. `round_trip_seconds` is a ping's, below 0 where none was answered yet; `directory` says how much
-    it knows of where objects are: `full`, `partitioned`, or empty where that is not known."""
+    it knows of where objects are: `full`, `partitioned`, or empty where that is not known. `load_permille`: what it
+    last said that it takes of a core, or of its upload slots."""
 
     peer_id: bytes
     name: str
@@ -503,6 +504,8 @@ class PeerEntry(Message, frozen=True):
     round_trip_seconds: float = -1.0
     transports: list[TransportUse] = []
     directory: str = ""
+    load_permille: int = 0
+    leaving: bool = False
 
 
 class PeersReply(Message, frozen=True):
@@ -539,6 +542,15 @@ class Done(Message, frozen=True):
     """Per item, or a single one."""
 
     items: list[ItemError] = []
+
+
+class Pinned(Message, frozen=True):
+    """Per item: whether that was done, how many copies have the pin now, and of how many it is known that they are in
+    some memory. Older peers pin their own copy alone, and do not say how many there are."""
+
+    items: list[ItemError] = []
+    copies: list[int] = []
+    known: list[int] = []
 
 
 class Flush(Message, frozen=True):
@@ -600,7 +612,7 @@ REPLIES: Final[dict[int, type[Message]]] = {
     LocalKind.STATISTICS: StatisticsReply,
     LocalKind.LEAVE: Empty,
     LocalKind.REPLICATE: PutOutcome,
-    LocalKind.PIN: Done,
+    LocalKind.PIN: Pinned,
     LocalKind.FLUSH: Flushed,
     LocalKind.PREFETCH: Empty,
     LocalKind.MATCH_PREFIX: MatchedPrefix,

@@ -122,4 +122,6 @@ def peer_entry(
             for name, use in sorted(traffic.used(member_of(record.peer_id)).items())
         ],
         kept_name(record.directory),
+        record.load_permille,
+        record.leaving,
     )

@@ -12,6 +12,7 @@ import p2pstore
 from p2pstore.core.flush import FlushEnd, FlushOperation
 from p2pstore.core.listing import ListedPage, ListOperation
 from p2pstore.core.lookup import LookupOperation, split_digests
+from p2pstore.core.pinning import PinEnd, PinOperation
 from p2pstore.core.presence import is_known, known_keys
 from p2pstore.core.put import MAX_REPLICAS
 from p2pstore.core.remove import RemoveOperation
@@ -40,7 +41,6 @@ from p2pstore.peer.tickets import TicketOffice
 from p2pstore.transfer.layout import Pin
 from p2pstore.transfer.memory import SharedMemory
 from p2pstore.transfer.messages import ListKeys
-from p2pstore.transfer.segment import SOFT_PIN_SECONDS
 from p2pstore.wire import Empty, Message
 
 _WITH_EFFECTS: Final = frozenset(
@@ -281,21 +281,20 @@ class PeerLocalBackend:
             int(local.PutStatus.UNCHANGED), copies, message.copies, version.clock, version.writer
         )
 
-    def _pin(self, client: LocalClient, message: local.SetPin) -> local.Done:
+    async def _pin(self, client: LocalClient, message: local.SetPin) -> local.Pinned:
         if message.pin not in (0, 1, 2):
             raise ValueError(f"pin {message.pin} is not none, soft or hard")
-        items = []
-        for digest in check_batch(split_digests(message.digests)):
-            entry = self._segment.find(digest, self._unix)
-            if entry is None:
-                items.append(no_such_key())
-                continue
-            soft_seconds = message.ttl_ms / 1000 or SOFT_PIN_SECONDS
-            until = self._unix + soft_seconds if message.pin == Pin.SOFT else 0.0
-            self._segment.set_pin(entry, Pin(message.pin), until)
-            self._core.announce(entry, self._now)
-            items.append(local.OK)
-        return local.Done(items)
+        pin = Pin(message.pin)
+        digests = check_batch(split_digests(message.digests))
+        operation = PinOperation(self._core, digests, pin, message.ttl_ms / 1000)
+        ends: list[PinEnd] = await self._node.complete(self._core.start(operation, self._now))
+        # What is to be kept has to be here; what is to be kept no longer may be anywhere.
+        done = [end.here or (pin is Pin.NONE and end.found) for end in ends]
+        return local.Pinned(
+            [local.OK if each else no_such_key() for each in done],
+            [end.copies for end in ends],
+            [end.known for end in ends],
+        )
 
     async def _flush(self, client: LocalClient, message: local.Flush) -> local.Flushed:
         seconds = min(max(0, message.deadline_ms) / 1000, MAX_WAIT_SECONDS)

@@ -67,7 +67,7 @@ from p2pstore.peer.saving import StateSaver
 from p2pstore.peer.watching import PeerWatch
 from p2pstore.statedir import StateDirectory
 from p2pstore.transfer.data_pool import DataPool
-from p2pstore.transfer.data_session import Traffic
+from p2pstore.transfer.data_session import ServerLimits, Traffic
 from p2pstore.transfer.failover import HolderReport, order_copies
 from p2pstore.transfer.messages import DataKind, Keeps, Snapshot, SnapshotReply
 from p2pstore.transfer.rdma_rules import NAME as RDMA
@@ -123,7 +123,7 @@ class Node:
         self.watch = PeerWatch(core, config.slow_operation)
         self.served = Traffic()
         self.started_at = trio.current_time()
-        self.load = LoadMeter(self.now, time.process_time())
+        self.load = LoadMeter(self.now, time.process_time(), ServerLimits().uploads)
         self.leave_requested = trio.Event()
         self.drain_seconds = config.drain_timeout
         self.contacted = trio.Event()
@@ -205,7 +205,9 @@ class Node:
             self.core.tick(self.now)
             self.process()
             self._keep_neighbours()
-            if self.load.sample(self.now, time.process_time()):
+            if self.load.sample(
+                self.now, time.process_time(), self.served.upload_seconds(self.now)
+            ):
                 self.core.gossip.own_record.changed()
 
     def _keep_neighbours(self) -> None:

@@ -25,7 +25,7 @@ from p2pstore.peer.slow_operations import (
     describe,
 )
 from p2pstore.peer.traffic import Traffic
-from p2pstore.transfer.messages import DataKind, Get, Lookup, Replicate
+from p2pstore.transfer.messages import DataKind, Get, Lookup, Replicate, SetPins
 from p2pstore.transfer.transport import PullReport
 from p2pstore.wire import Code, Failure, Message
 
@@ -284,6 +284,7 @@ _ASKED_FOR: Final = {
     int(DataKind.LOOKUP): "lookup",
     int(DataKind.GET): "compare",
     int(DataKind.REPLICATE): "replicate",
+    int(DataKind.SET_PINS): "pin",
 }
 
 
@@ -295,6 +296,8 @@ def _asked_about(request: Message) -> Sequence[bytes]:
         return [item.digest for item in request.items]
     if isinstance(request, Replicate):
         return [request.digest]
+    if isinstance(request, SetPins):
+        return [item.digest for item in request.items]
     return ()
 
 

@@ -166,10 +166,29 @@ class Traffic:
     busy: int = 0
     uploads: int = 0
     """Connections with a large answer on its way now."""
+    ended_upload_seconds: float = 0.0
+    """How long such answers took, all together that have ended."""
+    uploads_began: float = 0.0
+    """The sum of when those on their way began, in monotonic seconds."""
     sending_threads: int = 0
     """Those of them that are sent in threads."""
     small_read_at: float = -math.inf
     """When the last small read was answered, in monotonic seconds."""
+
+    def upload_seconds(self, now: float) -> float:
+        """How long upload slots were taken until now (monotonic seconds), all of them together."""
+        return self.ended_upload_seconds + self.uploads * now - self.uploads_began
+
+    def upload_begins(self, now: float) -> None:
+        """A large answer is on its way."""
+        self.uploads += 1
+        self.uploads_began += now
+
+    def upload_ends(self, began: float, now: float) -> None:
+        """One that began then is there, or has failed."""
+        self.uploads -= 1
+        self.uploads_began -= began
+        self.ended_upload_seconds += now - began
 
     @property
     def wants_thread(self) -> bool:
@@ -230,6 +249,7 @@ class DataSession:
         self._measured_bytes = 0
         self._held: list[OpenedObject] = []
         self._uploads = False
+        self._upload_began = 0.0
         self._parts: list[BytesLike] = []
         self._gathered_bytes = 0
 
@@ -434,7 +454,8 @@ class DataSession:
                 self._traffic.busy += 1
                 return False
             self._uploads = True
-            self._traffic.uploads += 1
+            self._upload_began = time.monotonic()
+            self._traffic.upload_begins(self._upload_began)
         return True
 
     def _gather(self, frame: bytes) -> None:
@@ -475,7 +496,7 @@ class DataSession:
     def _let_go_all(self) -> None:
         if self._uploads:
             self._uploads = False
-            self._traffic.uploads -= 1
+            self._traffic.upload_ends(self._upload_began, time.monotonic())
         held, self._held = self._held, []
         self._parts = []
         self._gathered_bytes = 0

@@ -36,14 +36,19 @@ _RANK_WEIGHTS: Final = (1e-9, 1.0, 1e9)
 
 
 def rank_of(entry: ObjectEntry) -> int | None:
-    """Lower ranks are evicted first; None means not at all. Soft replicas go first, and what the SSD has and was
-    hardly asked for: so a pass over many cold objects does not push out what is in use."""
-    if entry.references or entry.pin is Pin.HARD or entry.state is not SlotState.LIVE:
+    """Lower ranks are evicted first; None means not at all. Soft replicas go first, also of what is pinned (that is for
+    the firm copies), and what the SSD has and was hardly asked for: so a pass over many cold objects does not push out
+    what is in use."""
+    if entry.references or entry.state is not SlotState.LIVE:
+        return None
+    if entry.soft:
+        return _CHEAP
+    if entry.pin is Pin.HARD:
         return None
     if entry.pin is Pin.SOFT:
         return _SOFT_PINNED
     seldom_read = entry.on_ssd and entry.hits < SECOND_TOUCH_HITS
-    return _CHEAP if entry.soft or seldom_read else _NORMAL
+    return _CHEAP if seldom_read else _NORMAL
 
 
 class EvictionOrder:

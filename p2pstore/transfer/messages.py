@@ -56,6 +56,7 @@ class DataKind(IntEnum):
     STORE = 25
     STORE_PART = 26
     READS = 27
+    SET_PINS = 27
     MEASURE = 32
     RDMA_CONNECT = 33
     GET_MANIFEST = 34
@@ -249,6 +250,28 @@ class Replicated(Message, frozen=True):
 
     clock: int
     writer: int
+
+
+class PinItem(Message, frozen=True):
+    """An object in one version."""
+
+    digest: bytes
+    clock: int
+    writer: int
+
+
+class SetPins(Message, frozen=True):
+    """Pin your copies of these objects, or unpin them. `soft_ms`: how long a soft pin lasts; 0 for as long as usual."""
+
+    items: list[PinItem]
+    pin: int
+    soft_ms: int = 0
+
+
+class PinsSet(Message, frozen=True):
+    """A byte per item: 1 where the receiver has it in memory and did so."""
+
+    done: bytes
 
 
 class Snapshot(Message, frozen=True):
@@ -497,6 +520,7 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     DataKind.READS: Reads,
     DataKind.STORE: Store,
     DataKind.STORE_PART: StorePart,
+    DataKind.SET_PINS: SetPins,
     DataKind.MEASURE: Measure,
     DataKind.RDMA_CONNECT: RdmaConnect,
     DataKind.GET_MANIFEST: GetManifest,
@@ -517,6 +541,7 @@ REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.READS: ReadsTaken,
     DataKind.STORE: StoreReply,
     DataKind.STORE_PART: Stored,
+    DataKind.SET_PINS: PinsSet,
     DataKind.MEASURE: Measured,
     DataKind.RDMA_CONNECT: RdmaConnected,
     DataKind.GET_MANIFEST: ManifestReply,

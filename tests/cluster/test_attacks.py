@@ -44,8 +44,10 @@ from p2pstore.transfer.messages import (
     ObjectReply,
     Objects,
     Ping,
+    PinItem,
     Push,
     Replicate,
+    SetPins,
     Snapshot,
 )
 from p2pstore.transfer.tickets import Scope
@@ -226,6 +228,8 @@ NONSENSE: list[tuple[DataKind, Message]] = [
     (DataKind.REPLICATE, Replicate(DIGEST, -1, -1, -1)),
     (DataKind.REPLICATE, Replicate(b"", 1, 1, 1, record_body=b"x", record_signature=b"y")),
     (DataKind.REPLICATE, Replicate(DIGEST * 1000, 1, 1, 1)),
+    (DataKind.SET_PINS, SetPins([PinItem(DIGEST, HUGE, HUGE)] * 10_000, 2)),
+    (DataKind.SET_PINS, SetPins([PinItem(b"x", 1, 1)], -1, -1)),
     (DataKind.LOOKUP, Lookup(b"x")),
     (DataKind.LOOKUP, Lookup(bytes(16 * 20_000))),
     (DataKind.LOOKUP, Lookup(bytes(16 * 16_384))),

@@ -53,18 +53,24 @@ def started(peer: Peer, *arguments: str) -> subprocess.Popen[bytes]:
     )
 
 
-def test_pinning_brings_an_object_here_and_unpinning_names_who_has_it(
+def test_pinning_brings_an_object_here_and_is_for_all_who_hold_it(
     pair: tuple[Peer, Peer],
 ) -> None:
     first, second = pair
     first.client.put("pin/far", b"v" * 5000)
     eventually(lambda: second.client.contains("pin/far"))
-    assert "first" in failed(second.run("unpin", "pin/far"), 1)
     assert done(second.run("pin", "pin/far", "--pin", "hard")).stderr == b"pinned\n"
     assert keys_on(second, "pin/", "--local", "--pinned") == ["pin/far"]
+    assert keys_on(first, "pin/", "--local", "--pinned") == ["pin/far"]
     done(second.run("unpin", "pin/far"))
     assert keys_on(second, "pin/", "--local", "--pinned") == []
+    assert keys_on(first, "pin/", "--local", "--pinned") == []
+    first.client.put("pin/there", b"v", pin="hard")
+    eventually(lambda: second.client.contains("pin/there"))
+    assert second.client.unpin("pin/there").copies == 1
+    assert keys_on(first, "pin/there", "--local", "--pinned") == []
     assert "pin/none" in failed(second.run("pin", "pin/none"), 3)
+    assert "pin/none" in failed(second.run("unpin", "pin/none"), 3)
 
 
 def test_replicating_makes_copies_as_far_as_there_are_peers(pair: tuple[Peer, Peer]) -> None:

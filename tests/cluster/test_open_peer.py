@@ -22,6 +22,7 @@ from p2pstore.gossip.messages import ControlKind, Ping
 from p2pstore.keyring import new_cluster_key
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer, saving
+from p2pstore.routing import Costs, Router
 from p2pstore.transfer.messages import DataKind, Locations, Lookup, Replicate
 from p2pstore.transfer.policies.least_recently_used import LeastRecentlyUsed
 from p2pstore.transfer.policies.prefix_aware import PrefixAware
@@ -565,6 +566,23 @@ async def test_addresses_are_kept_as_soon_as_peers_have_met(tmp_path: Path) -> N
 
         seconds = saving.SAVE_INTERVAL_SECONDS / 2
         await until(lambda: kept(states[0], b) and kept(states[1], a), seconds)
+
+
+async def test_what_a_peer_says_of_its_load_is_told_to_schedulers(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 2) as (first, second):
+        first.node.load.told_permille = 1250
+        first.node.core.gossip.own_record.changed()
+
+        async def told() -> dict[str, float]:
+            return {info.peer_id: info.load for info in await second.peers()}
+
+        with trio.fail_after(60):
+            while (await told())[first.peer_id] != 1.25:
+                await trio.sleep(0.01)
+        routes = Router(Costs(1.0, 0.1)).rank(
+            4, [], [first.peer_id, second.peer_id], infos=await second.peers()
+        )
+        assert [route.peer_id for route in routes] == [second.peer_id, first.peer_id]
 
 
 async def test_a_peer_evicts_as_it_was_told(tmp_path: Path) -> None:

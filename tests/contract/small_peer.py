@@ -250,7 +250,7 @@ class SmallBackend:
             else:
                 self.segment.set_pin(entry, Pin(message.pin), 0)
                 items.append(local.OK)
-        return local.Done(items)
+        return local.Pinned(items)
 
     def _flush(self, client: LocalClient, message: local.Flush) -> Message:
         for entry in self.segment.keys(message.namespace, "", "", 1000)[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -104,6 +105,17 @@ async def test_a_busy_holder_serves_when_the_others_fail(busy: TcpHarness, side:
     report = await read(side, busy, *copies)
     assert report.copy is copies[0]
     assert [each.member for each in report.failures] == [2]
+
+
+async def test_how_long_slots_are_taken_is_known_while_they_are(busy: TcpHarness) -> None:
+    traffic = busy.server.traffic
+    await until(lambda: traffic.upload_seconds(time.monotonic()) > 0.05)
+    assert traffic.ended_upload_seconds == 0.0
+    async with holder(2) as other:
+        async with occupied(other):
+            pass
+        traffic = other.server.traffic
+        assert traffic.upload_seconds(0.0) == traffic.ended_upload_seconds > 0.0
 
 
 async def test_the_only_holder_serves(busy: TcpHarness, side: Side) -> None:

@@ -215,12 +215,12 @@ class Harness:
         """The member with this id."""
         return next(other for other in self.others if other.peer_id == peer_id)
 
-    def location(self, thing: RemoteObject, *, soft: bool = False, removed: bool = False) -> bytes:
+    def location(self, thing: RemoteObject, **facts: Any) -> bytes:
         """The packed location record of a remote object."""
         version = Version(thing.version.clock, thing.version.writer)
-        return LocationRecord(thing.slot.digest, version, 5, 1, soft=soft, removed=removed).encode()
+        return LocationRecord(thing.slot.digest, version, 5, 1, **facts).encode()
 
-    def push(self, other: Other, thing: RemoteObject, **flags: bool) -> None:
+    def push(self, other: Other, thing: RemoteObject, **flags: Any) -> None:
         """The other announces (or with `removed` withdraws) a copy."""
         other.sequence += 1
         self.serve(

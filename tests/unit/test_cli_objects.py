@@ -17,7 +17,7 @@ from mooncake_p2p.explain import explanation
 from mooncake_p2p.main import run
 from p2pstore.errors import BufferTooSmall, NoSuchKey, Unavailable
 from p2pstore.objects import PART_BYTES
-from p2pstore.results import ItemResult, KeyPage, ListedKey, Location, PutResult
+from p2pstore.results import ItemResult, KeyPage, ListedKey, Location, PinName, PinResult, PutResult
 from p2pstore.transfer.trace import FetchTrace, TransportTry
 
 
@@ -33,6 +33,7 @@ class MemoryStore:
         self.grows: list[bytes] = []
         self.silent_peers = ["mute"]
         self.pins: dict[str, tuple[str, float | None]] = {}
+        self.holders = 1
         self.elsewhere: dict[str, bytes] = {}
         self.page_keys = 1000
         self.lists_left: int | None = None
@@ -84,15 +85,16 @@ class MemoryStore:
             for key in keys
         ]
 
-    def pin(self, key: str, pin: str = "soft", *, ttl: float | None = None) -> None:
-        if key in self.elsewhere:
+    def pin(self, key: str, pin: PinName = "soft", *, ttl: float | None = None) -> PinResult:
+        if key in self.elsewhere and pin != "none":
             raise NoSuchKey("not here")
-        if key not in self.values:
+        if key not in self.values and key not in self.elsewhere:
             raise NoSuchKey(f"no such key: {key}")
         self.pins[key] = (pin, ttl)
+        return PinResult(key, pin, 1, self.holders)
 
-    def unpin(self, key: str) -> None:
-        self.pin(key, "none")
+    def unpin(self, key: str) -> PinResult:
+        return self.pin(key, "none")
 
     @contextlib.contextmanager
     def lease(self, key: str, *, here: bool) -> Iterator[memoryview]:
@@ -460,11 +462,18 @@ def test_pin_and_unpin(many: MemoryStore, capsys: pytest.CaptureFixture[str]) ->
     capsys.readouterr()
     assert run(["unpin", "b", "none", "--json"]) == 3
     document = json.loads(capsys.readouterr().out)
-    assert document == {"unpinned": ["b"], "failed": {"none": "no such key: none"}}
+    assert document == {
+        "unpinned": ["b"],
+        "failed": {"none": "no such key: none"},
+        "copies": {"b": [1, 1]},
+    }
     assert many.pins["b"] == ("none", None)
     many.elsewhere["far"] = b"v"
-    assert run(["unpin", "far"]) == 1
-    assert "unpin it where it is: there" in capsys.readouterr().err
+    many.holders = 3
+    assert run(["unpin", "far"]) == 0
+    assert capsys.readouterr().err == (
+        "unpinned\nfar: 1 of 3 copies; the other holders could not be told, try again\n"
+    )
 
 
 def test_pin_keeps_a_hard_pin_unless_told_otherwise(
@@ -477,7 +486,12 @@ def test_pin_keeps_a_hard_pin_unless_told_otherwise(
     assert "b stays pinned hard (--pin soft makes it a soft pin)\n" in capsys.readouterr().err
     assert run(["pin", "b", "--json"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out) == {"pinned": ["b"], "failed": {}, "kept_hard": ["b"]}
+    assert json.loads(captured.out) == {
+        "pinned": ["b"],
+        "failed": {},
+        "copies": {},
+        "kept_hard": ["b"],
+    }
     assert captured.err == ""
     assert run(["pin", "b", "--pin", "soft"]) == 0
     assert many.pins["b"] == ("soft", None)

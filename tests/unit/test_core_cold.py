@@ -373,6 +373,17 @@ def test_spoilt_memory_leaves_the_copy_on_the_ssd() -> None:
 # --- puts ------------------------------------------------------------------------------------
 
 
+def test_the_same_bytes_come_back_to_memory_until_the_object_ends() -> None:
+    world = ColdWorld()
+    ends = int((world.core.unix(world.now) + 60) * 1000)
+    world.cool("k", VALUE, ttl_seconds=60.0)
+    put = world.put("k", VALUE, pin=1)
+    assert put.result.status is PutStatus.UNCHANGED
+    entry = world.find("k")
+    assert entry is not None
+    assert (entry.expires_unix_ms, entry.pin, entry.soft) == (ends, 1, False)
+
+
 def test_the_same_bytes_come_back_to_memory() -> None:
     world = ColdWorld()
     record = world.cool("k", VALUE)

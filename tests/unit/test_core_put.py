@@ -269,6 +269,28 @@ def test_a_holder_is_asked_for_its_slot_only() -> None:
     assert world.find("k") is None, "nothing is published before the answer"
 
 
+def test_a_copy_of_what_is_elsewhere_ends_when_that_does() -> None:
+    for ends, ttl in ((1_800_000_060_000, 0.0), (1_800_000_060_000, 5.0), (0, 5.0)):
+        world = Harness(others=2)
+        remote = remote_object("k", b"value", expires_unix_ms=ends)
+        world.push(world.others[0], remote)
+        _, ask = compare(world, "k", b"value", ttl_seconds=ttl)
+        world.answer(ask, remote.reply)
+        entry = world.find("k")
+        assert entry is not None
+        assert entry.expires_unix_ms == ends
+
+
+def test_a_copy_of_what_is_elsewhere_is_a_firm_one_when_it_is_pinned() -> None:
+    world = Harness(others=2)
+    remote = world.hold(world.others[0], "k", b"value")
+    _, ask = compare(world, "k", b"value", pin=2)
+    world.answer(ask, remote.reply)
+    entry = world.find("k")
+    assert entry is not None
+    assert (entry.soft, entry.pin) == (False, 2)
+
+
 def test_the_same_root_elsewhere_makes_a_soft_additional_copy_of_that_version() -> None:
     world = Harness(others=2)
     remote = world.hold(world.others[0], "k", b"value")

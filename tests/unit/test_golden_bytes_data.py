@@ -33,6 +33,8 @@ from p2pstore.transfer.messages import (
     PieceReply,
     PieceStatus,
     Ping,
+    PinItem,
+    PinsSet,
     Pong,
     Proof,
     Push,
@@ -40,6 +42,7 @@ from p2pstore.transfer.messages import (
     RdmaConnect,
     RdmaConnected,
     Replicate,
+    SetPins,
     Store,
     Stored,
     StorePart,
@@ -122,6 +125,8 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     "pong": (DataKind.PING, 5, Pong(7, 42), REPLY, 0),
     "measure": (DataKind.MEASURE, 8, Measure(1 << 20), 0, 3),
     "measured": (DataKind.MEASURE, 8, Measured(3, 1_800_000_000_000), REPLY, 1 << 20),
+    "set pins": (DataKind.SET_PINS, 10, SetPins([PinItem(DIGEST, 5, 6)], 1, 1000), 0, 0),
+    "pins set": (DataKind.SET_PINS, 10, PinsSet(b"\1\0"), REPLY, 0),
     "store": (
         DataKind.STORE,
         6,
@@ -186,6 +191,10 @@ GOLDEN: dict[str, str] = {
     "store: unchanged": "1900010006000000120000000000000092c2980102030506072ac4067265636f7264",
     "store part": "1a0004000700000002000000000000019100",
     "stored": "1a000100070000001000000000000000980102030506072ac4067265636f7264",
+    "set pins": (
+        "1b0000000a0000001b00000000000000939193c410dccec363d9fb256bb2d52a0704475a00050601cd03e8"
+    ),
+    "pins set": "1b0001000a000000050000000000000091c4020100",
     "ping": "1800000005000000010000000000000090",
     "pong": "1800010005000000030000000000000092072a",
     "measure": "2000000008000000060000000300000091ce00100000",

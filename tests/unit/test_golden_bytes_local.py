@@ -214,12 +214,15 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
                     *(b"\x01", "n", "alive", 5, ["h:1"], ["h:2"], 6, 7, 8, False, "v", 0.5, 0.25),
                     [local.TransportUse("tcp", 1, 2, 3)],
                     "full",
+                    900,
+                    True,
                 )
             ]
         ),
         (
-            "1b000100040302013f0000000000000091919fc40101a16ea5616c6976650591a3683a3191a3683a"
-            "32060708c2a176cb3fe0000000000000cb3fd00000000000009194a3746370010203a466756c6c"
+            "1b0001000403020145000000000000009191dc0011c40101a16ea5616c6976650591a3683a3191a3"
+            "683a32060708c2a176cb3fe0000000000000cb3fd00000000000009194a3746370010203a466756c"
+            "6ccd0384c3"
         ),
     ),
 }
@@ -268,6 +271,15 @@ def test_an_older_reserve_names_no_namespace() -> None:
     reserve = decode_body(local.Reserve, bytes.fromhex("919192cd1000cc80"))
     assert reserve == local.Reserve([local.ReserveItem(4096, 128)])
     assert reserve.namespace == ""
+
+
+def test_an_older_answer_about_peers_says_nothing_of_their_load() -> None:
+    older = (
+        "91919fc40101a16ea5616c6976650591a3683a3191a3683a32060708c2a176cb3fe0000000000000cb3fd0"
+        "0000000000009194a3746370010203a466756c6c"
+    )
+    (entry,) = decode_body(local.PeersReply, bytes.fromhex(older)).items
+    assert (entry.directory, entry.load_permille, entry.leaving) == ("full", 0, False)
 
 
 def test_an_older_commit_is_understood() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 
-from p2pstore.results import PrefixHolder
+from p2pstore.results import PeerInfo, PrefixHolder
 from p2pstore.routing import Costs, Route, Router
 
 COSTS = Costs(prefill_seconds_per_block=1.0, fetch_seconds_per_block=0.1)
@@ -92,6 +93,52 @@ def test_who_cannot_be_in_time_anywhere_is_better_rejected() -> None:
     assert Router.accepts(routes, 2.0)
     assert not Router.accepts(routes, 1.9)
     assert not Router.accepts([], 10.0), "there is nobody"
+
+
+def info(peer_id: str, **facts: Any) -> PeerInfo:
+    fields: dict[str, Any] = {"status": "alive", "control": [], "data": [], "me": False}
+    numbers = dict.fromkeys(("incarnation", "memory_capacity", "memory_used", "objects"), 0)
+    fields |= {"name": peer_id, "software": "", "heard_seconds_ago": 0.0, **numbers, **facts}
+    return PeerInfo(peer_id=peer_id, **fields)
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"load": 1.2}, "it is busy: 1.20 of a core"),
+        ({"leaving": True}, "it is leaving"),
+        ({"status": "suspect"}, "it is suspect"),
+    ],
+)
+def test_who_is_in_trouble_comes_last(facts: dict[str, Any], why: str) -> None:
+    holders = [holder("a", 9)]
+    infos = [info("a", **facts), info("b", load=0.9), info("c")]
+    assert ids(Router(COSTS).rank(10, holders, PEERS)) == ["a", "b", "c"]
+    routes = Router(COSTS).rank(10, holders, PEERS, infos=infos)
+    assert ids(routes) == ["b", "c", "a"]
+    assert [bool(each.trouble) for each in routes] == [False, False, True]
+    assert why in routes[-1].trouble
+    lenient = Router(COSTS, most_load=2.0).rank(10, holders, PEERS, infos=infos)
+    assert (lenient[0].peer_id == "a") == ("load" in facts)
+
+
+def test_a_request_is_admitted_or_the_reason_is_said() -> None:
+    holders, alive = [holder("a", 8)], [info("b"), info("c")]
+    router = Router(Costs(1.0, fetch_seconds_per_block=100.0))
+    routes = router.rank(10, holders, PEERS, infos=[info("a"), *alive])
+    assert Router.admit(routes, 2.0).route is routes[0]
+    late = Router.admit(routes, 1.9)
+    assert (late.route, late.reason) == (None, "late: 2.0 s at best, and 1.9 s are allowed")
+    routes = router.rank(10, holders, PEERS, infos=[info("a", load=3.0), *alive])
+    refused = Router.admit(routes, 2.0)
+    assert refused.route is None
+    assert refused.reason.startswith("refused: of the best machine's peer, it is busy: 3.00")
+    elsewhere = Router.admit(routes, 10.0)
+    assert elsewhere.route is routes[0]
+    assert routes[0].peer_id == "b"
+    assert Router.admit([], 1.0).reason == "there is no machine"
+    gone = router.rank(10, holders, ["a"], infos=[])
+    assert Router.admit(gone, 5.0).reason == "refused: of the best machine's peer, no such peer"
 
 
 def test_a_bound_below_the_mean_is_none() -> None:

@@ -146,7 +146,8 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
             expected = self.model.pop(entry.key)
             assert expected.entry is entry
             if not 0 < expected.expires_unix_ms <= self.now * 1000:
-                assert expected.pin is not HARD or 0 < expected.pin_until <= self.now
+                pinned = expected.pin is HARD and not expected.soft
+                assert not pinned or 0 < expected.pin_until <= self.now
                 assert all(entry is not other for other in self.referenced())
         for expected in self.model.values():
             if 0 < expected.pin_until <= self.now and expected.entry.pin is NONE:
@@ -157,7 +158,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         stays = [
             (entry.offset, entry.extent_bytes)
             for entry in [*self.referenced(), *(e.entry for e in self.model.values())]
-            if entry.references or entry.pin is HARD
+            if entry.references or (entry.pin is HARD and not entry.soft)
         ]
         stays += [(kept.offset, kept.capacity) for kept in self.kept_reservations()]
         position, widest = self.segment.geometry.data_offset, 0
@@ -408,6 +409,17 @@ def test_soft_replicas_go_first_then_the_least_recently_used_and_soft_pins_last(
     with pytest.raises(CapacityExceeded, match="hard-pinned"):
         put(segment, "one more", one_granule(9), now=201)
     segment.check()
+
+
+def test_a_soft_replica_of_what_is_pinned_goes_as_others_do() -> None:
+    """The pin is for the copies that are kept for good; who read it once does not keep it for ever."""
+    segment, _ = new_segment(4)
+    put(segment, "kept", one_granule(1), pin=HARD, now=1.0)
+    put(segment, "read", one_granule(2), pin=HARD, soft=True, now=2.0)
+    for number in range(4):
+        put(segment, f"new {number}", one_granule(number), now=10.0 + number)
+    assert segment.find(key_digest("kept", NAMESPACE), 20.0) is not None
+    assert segment.find(key_digest("read", NAMESPACE), 20.0) is None
 
 
 def test_a_lease_keeps_bytes_that_nobody_can_find_any_more() -> None:

@@ -27,7 +27,7 @@ from p2pstore.objects import encode_key
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
-    from p2pstore.results import PinName
+    from p2pstore.results import PinName, PinResult
 
 
 NOTHING: Final[Mapping[str, list[str]]] = MappingProxyType({})
@@ -60,11 +60,12 @@ def pin(
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
 ) -> int:
-    """Keep objects in this peer's memory.
+    """Keep objects in this peer's memory, and in that of all who have a copy.
 
     An object that only other peers hold is brought here first. What is pinned hard stays until it is
     unpinned or removed, and takes up memory that nothing else can use. Without --pin a hard pin stays
-    as it is, and the command says so; `--pin soft` makes it a soft one.
+    as it is, and the command says so; `--pin soft` makes it a soft one. Holders that cannot be reached
+    now keep their copies as before; the command says how many.
     """
     if ttl is not None and pin is Firmness.hard:
         raise CommandFailed("--ttl is for soft pins; a hard pin stays until unpin", ExitCode.USAGE)
@@ -77,13 +78,15 @@ def pin(
             kept_hard.append(key)
             return
         try:
-            client.pin(key, firmness, ttl=ttl_seconds)
+            result = client.pin(key, firmness, ttl=ttl_seconds)
         except NoSuchKey:  # not here; what is leased is, and stays until it is pinned
             with client.lease(key, here=True):
-                client.pin(key, firmness, ttl=ttl_seconds)
+                result = client.pin(key, firmness, ttl=ttl_seconds)
+        pinned[key] = result
 
+    pinned: dict[str, PinResult] = {}
     with connected(socket, namespace, timeout) as client:
-        status = _for_each(client, keys, keep, "pinned", json, {"kept_hard": kept_hard})
+        status = _for_each(client, keys, keep, "pinned", json, pinned, {"kept_hard": kept_hard})
     for key in () if json else kept_hard:
         remark(f"{printable(key)} stays pinned hard (--pin soft makes it a soft pin)")
     return status
@@ -96,24 +99,14 @@ def unpin(
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
 ) -> int:
-    """Let objects in this peer's memory be evicted again.
-
-    Copies that other peers have pinned stay pinned: unpin them there.
-    """
+    """Let objects be evicted again, here and on all other peers that have them."""
+    unpinned: dict[str, PinResult] = {}
 
     def let_go(client: BlockingClient, key: str) -> None:
-        try:
-            client.unpin(key)
-        except NoSuchKey:
-            holders = sorted({copy.peer for copy in client.locate(key)})
-            if not holders:
-                raise
-            raise CommandFailed(
-                f"not in this peer's memory; unpin it where it is: {', '.join(holders)}"
-            ) from None
+        unpinned[key] = client.unpin(key)
 
     with connected(socket, namespace, timeout) as client:
-        return _for_each(client, keys, let_go, "unpinned", json)
+        return _for_each(client, keys, let_go, "unpinned", json, unpinned)
 
 
 def _for_each(
@@ -122,10 +115,12 @@ def _for_each(
     action: Callable[[BlockingClient, str], None],
     word: str,
     json: bool,
+    results: Mapping[str, PinResult],
     also: Mapping[str, list[str]] = NOTHING,
 ) -> int:
     """Do one thing with every key; tells what became of each, and returns the exit status: the first
-    failure's, where a key that is missing counts only beside no other. `also` goes into the JSON."""
+    failure's, where a key that is missing counts only beside no other. `results` says which copies were reached;
+    `also` goes into the JSON."""
     for key in keys:
         encode_key(key)
     done: list[str] = []
@@ -140,9 +135,14 @@ def _for_each(
                 done.append(key)
     if json:
         reasons = {key: describe(error) for key, error in failed.items()}
-        print_json({word: done, "failed": reasons, **also})
+        copies = {key: [result.copies, result.known] for key, result in results.items()}
+        print_json({word: done, "failed": reasons, "copies": copies, **also})
     elif done:
         remark(f"{word} {len(done)} of {len(keys)} keys" if len(keys) > 1 else word)
+    for key, result in () if json else results.items():
+        if result.copies < result.known:
+            some = f"{result.copies} of {result.known} copies"
+            remark(f"{printable(key)}: {some}; the other holders could not be told, try again")
     for key, error in failed.items():
         missing = isinstance(error, NoSuchKey)
         name = printable(key)

@@ -1,0 +1,155 @@
+"""Pinning objects, and unpinning them, wherever they are held. Pins belong to objects: each copy has them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core.effects import KnownCopy, Reply
+from p2pstore.core.lookup import LookupOperation
+from p2pstore.core.operation import Operation
+from p2pstore.core.put import MAX_TTL_MS
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.records import PeerId, Tier
+from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.transfer.layout import Pin
+from p2pstore.transfer.messages import DataKind, PinItem, PinsSet, SetPins
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+PIN_TIMEOUT_SECONDS: Final = 2.0
+"""Who has not answered by then keeps the pin that its copy has."""
+MAX_PINS: Final = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class PinEnd:
+    """What became of one object: whether this peer's memory has it, whether anybody has, and how many of the copies in
+    memories that are known of have the pin now."""
+
+    here: bool
+    found: bool
+    copies: int
+    known: int
+
+
+class PinOperation(Operation):
+    """Pin some objects, or unpin them: here at once, and then where others hold the same version in memory, as far as
+    they can be reached. `soft_seconds` is how long a soft pin lasts; 0 for as long as usual.
+
+    The result is a list of `PinEnd`. A pin that is cancelled is in force here.
+    """
+
+    def __init__(
+        self, core: PeerCore, digests: Sequence[bytes], pin: Pin, soft_seconds: float = 0.0
+    ) -> None:
+        super().__init__(core)
+        self._digests = list(dict.fromkeys(digests))
+        self._asked_for = list(digests)
+        self._pin = pin
+        self._soft_seconds = soft_seconds
+        self._here: dict[bytes, Version] = {}
+        self._found: set[bytes] = set()
+        self._copies: Counter[bytes] = Counter()
+        self._known: Counter[bytes] = Counter()
+        self._pending: dict[int, list[PinItem]] = {}
+        self._lookup: LookupOperation | None = None
+
+    def start(self, now: float) -> None:
+        core = self.core
+        for digest in self._digests:
+            entry = core.find(digest, now)
+            if entry is not None:
+                core.set_pin(entry, self._pin, self._soft_seconds, now, firm=True)
+                self._here[digest] = entry.version
+                self._copies[digest] = self._known[digest] = 1
+        knows_all = core.gossip.partitions.knows_all
+        if knows_all and len(self._here) == len(self._digests):
+            self._tell([core.known_copies(digest, now) for digest in self._digests], now)
+            return
+        self._lookup = LookupOperation(
+            core, self._digests, ask_always=not knows_all, on_finish=self._looked
+        )
+        core.start(self._lookup, now)
+
+    def cancel(self, now: float) -> None:
+        super().cancel(now)
+        if self._lookup is not None:
+            self._lookup.cancel(now)
+
+    def _looked(self, result: Any, now: float) -> None:
+        if self.done:
+            return
+        if isinstance(result, Exception):
+            self.finish(result, now)
+        else:
+            self._tell(result, now)
+
+    def _tell(self, found: Sequence[Sequence[KnownCopy]], now: float) -> None:
+        """Ask all that hold the version that is here, or else the newest."""
+        items: dict[PeerId, list[PinItem]] = {}
+        for digest, copies in zip(self._digests, found, strict=True):
+            if copies:
+                self._found.add(digest)
+            newest = self._here.get(digest) or (copies[0].record.version if copies else None)
+            for copy in copies:
+                version = copy.record.version
+                same = newest is not None and _same(version, newest)
+                if copy.local or not same or copy.record.tier is Tier.SSD:
+                    continue
+                self._known[digest] += 1
+                if copy.reachable:
+                    item = PinItem(digest, version.clock, version.writer)
+                    items.setdefault(copy.peer_id, []).append(item)
+        soft_ms = int(self._soft_seconds * 1000)
+        for tag, (peer_id, of_peer) in enumerate(sorted(items.items())):
+            self._pending[tag] = of_peer
+            request = SetPins(of_peer[:MAX_PINS], int(self._pin), soft_ms)
+            self.ask(tag, peer_id, DataKind.SET_PINS, request, PIN_TIMEOUT_SECONDS)
+        self._settle(now)
+
+    def answered(self, tag: int, reply: Reply, now: float) -> None:
+        items = self._pending.pop(tag)
+        if isinstance(reply, PinsSet):
+            for item, done in zip(items, reply.done, strict=False):
+                self._copies[item.digest] += bool(done)
+        self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        if not self._pending:
+            ends = {
+                digest: PinEnd(
+                    digest in self._here,
+                    digest in self._here or digest in self._found,
+                    self._copies[digest],
+                    self._known[digest],
+                )
+                for digest in self._digests
+            }
+            self.finish([ends[digest] for digest in self._asked_for], now)
+
+
+def serve_pins(core: PeerCore, request: SetPins, now: float) -> PinsSet:
+    """Pin, or unpin, what this peer has in memory in just that version. Raises `ProtocolError` for nonsense."""
+    if (
+        len(request.items) > MAX_PINS
+        or request.pin not in (Pin.NONE, Pin.SOFT, Pin.HARD)
+        or not 0 <= request.soft_ms <= MAX_TTL_MS
+        or any(len(item.digest) != DIGEST_BYTES for item in request.items)
+    ):
+        raise ProtocolError("a request to pin that makes no sense")
+    done = bytearray()
+    for item in request.items:
+        entry = core.find(item.digest, now)
+        is_it = entry is not None and _same(entry.version, Version(item.clock, item.writer))
+        if entry is not None and is_it:
+            core.set_pin(entry, Pin(request.pin), request.soft_ms / 1000, now)
+        done.append(is_it)
+    return PinsSet(bytes(done))
+
+
+def _same(one: Version, other: Version) -> bool:
+    return (one.clock, one.writer) == (other.clock, other.writer)
