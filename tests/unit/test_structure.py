@@ -89,7 +89,7 @@ PURE = (
         f"p2pstore/checkpoint/{name}.py"
         for name in (
             *("manifest", "paths", "pieces", "piece_map", "selection", "super_seeding"),
-            *("upload_slots", "deadlines", "neighbours", "messages", "effects", "swarm"),
+            *("group", "upload_slots", "deadlines", "neighbours", "messages", "effects", "swarm"),
             *("flights", "source_tensors"),
         )
     ),
