@@ -140,15 +140,21 @@ class TargetDirectory:
 
     def commit(self, keep: int = DEFAULT_KEEP) -> None:
         """Everything is here: make it durable, put it in its place, and have `current` name it. Of complete versions
-        `keep` stay, the newest, and this one. Raises `ValueError` when a piece is missing, and `OSError`."""
-        self.place(keep)
+        `keep` stay, the newest, and this one. Nothing more is written here: another version may be fetched to the
+        directory. Raises `ValueError` when a piece is missing, and `OSError`."""
+        self._place(keep)
         if not self._flat:
             switch_current(self.directory, self.version)
             _forget_versions(self.directory, keep)
+        self._let_go()
 
     def place(self, keep: int = DEFAULT_KEEP) -> None:
         """As `commit`, but `current` stays: `switch_current` is to follow, some time. What `current` names stays, too.
         Raises `ValueError` when a piece is missing, and `OSError`."""
+        self._place(keep)
+        self._let_go()
+
+    def _place(self, keep: int) -> None:
         if not self.committed:
             record = self._require_record()
             if record.have != full_map(self.manifest.layout.count):
@@ -174,6 +180,9 @@ class TargetDirectory:
         if self._record is not None:
             self._record.close()
             self._record = None
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
