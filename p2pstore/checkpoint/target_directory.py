@@ -142,7 +142,7 @@ class TargetDirectory:
         """Everything is here: make it durable, put it in its place, and have `current` name it. Of complete versions
         `keep` stay, the newest, and this one. Nothing more is written here: another version may be fetched to the
         directory. Raises `ValueError` when a piece is missing, and `OSError`."""
-        self._place(keep)
+        self._finish(keep)
         if not self._flat:
             switch_current(self.directory, self.version)
             _forget_versions(self.directory, keep)
@@ -151,10 +151,10 @@ class TargetDirectory:
     def place(self, keep: int = DEFAULT_KEEP) -> None:
         """As `commit`, but `current` stays: `switch_current` is to follow, some time. What `current` names stays, too.
         Raises `ValueError` when a piece is missing, and `OSError`."""
-        self._place(keep)
+        self._finish(keep)
         self._let_go()
 
-    def _place(self, keep: int) -> None:
+    def _finish(self, keep: int) -> None:
         if not self.committed:
             record = self._require_record()
             if record.have != full_map(self.manifest.layout.count):
