@@ -308,12 +308,27 @@ class GroupUpdate:
         return sum(map(self._is_ready, self._followers.values()))
 
     @property
+    def members(self) -> list[int]:
+        """The followers."""
+        return list(self._followers)
+
+    @property
     def laggards(self) -> list[Laggard]:
         """Those that do not have it; the ones furthest behind first."""
+        return self._lagging(
+            {m: state for m, state in self._followers.items() if not self._is_ready(state)}
+        )
+
+    @property
+    def not_using(self) -> list[Laggard]:
+        """Those that do not use it."""
+        return self._lagging(
+            {m: state for m, state in self._followers.items() if state.current != self.version}
+        )
+
+    def _lagging(self, states: Mapping[int, FollowerState]) -> list[Laggard]:
         found = []
-        for member, state in self._followers.items():
-            if self._is_ready(state):
-                continue
+        for member, state in states.items():
             same = state.version == self.version
             found.append(
                 Laggard(

@@ -296,11 +296,7 @@ class Checkpoints:
         for follows in self._follows.values():
             key = (follows.name, follows.version)
             moves = parts.pop(key, None)
-            if moves is not None and follows.state != TakesPart.FAILED:
-                follows = msgspec.structs.replace(
-                    follows, state=moves.state, done_permille=moves.done_permille
-                )
-            parts[key] = follows
+            parts[key] = follows if moves is None else _both(follows, moves)
         return list(parts.values())[-MAX_PARTICIPATIONS:]
 
     @property
@@ -418,6 +414,18 @@ class Checkpoints:
 
     def _name(self, peer_id: PeerId) -> str:
         return self._core.name_of(peer_id)
+
+
+def _both(follows: Participation, moves: Participation) -> Participation:
+    """What a peer says that follows a name, and moves pieces of the version that it is to use next. These may go to
+    another directory than the follower's: they do not make that one complete."""
+    if follows.state == TakesPart.FAILED:
+        return follows
+    if follows.state in HAS_ALL:
+        state = moves.state if moves.state in HAS_ALL else int(TakesPart.SEEDING)
+        return msgspec.structs.replace(follows, state=state)
+    done = 0 if moves.state in HAS_ALL else moves.done_permille
+    return msgspec.structs.replace(follows, state=int(TakesPart.FETCHING), done_permille=done)
 
 
 def _shortened(part: Participation) -> Participation:

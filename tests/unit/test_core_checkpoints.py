@@ -288,6 +288,8 @@ def test_a_follower_says_what_it_is_to_use_beside_what_moves(world: Harness) -> 
     checkpoints.follow(name, V1, TakesPart.FAILED, b"", now, "disk full")
     assert checkpoints.parts == [part(V1, TakesPart.FAILED, follows=True, why="disk full")]
     checkpoints.take_part(part(V1, TakesPart.SEEDING, done_permille=1000), now)
+    checkpoints.follow(name, V1, TakesPart.FOLLOWING, b"", now)
+    assert checkpoints.parts == [part(V1, follows=True)], "it was fetched to another directory"
     checkpoints.follow(name, V1, TakesPart.VERIFIED, b"", now)
     used = part(V1, TakesPart.SEEDING, done_permille=1000, follows=True)
     assert checkpoints.parts == [used]
