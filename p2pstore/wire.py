@@ -82,6 +82,8 @@ class Code(IntEnum):
     DUPLICATE_IDENTITY = 16
     WRONG_CLUSTER = 17
     INVALID_ARGUMENT = 18
+    CHECKPOINT_REFUSED = 19
+    CHECKPOINT_CHANGED = 20
 
 
 _ERROR_OF: Final[dict[Code, type[P2PStoreError] | type[ValueError]]] = {
@@ -98,6 +100,8 @@ _ERROR_OF: Final[dict[Code, type[P2PStoreError] | type[ValueError]]] = {
     Code.CLOSED: errors.StoreClosed,
     Code.DUPLICATE_IDENTITY: errors.DuplicateIdentity,
     Code.INVALID_ARGUMENT: ValueError,
+    Code.CHECKPOINT_REFUSED: errors.CheckpointRefused,
+    Code.CHECKPOINT_CHANGED: errors.CheckpointChanged,
 }
 _CODE_OF: Final[dict[type, Code]] = {error: code for code, error in _ERROR_OF.items()} | {
     errors.BufferTooSmall: Code.BUFFER_TOO_SMALL

@@ -186,6 +186,14 @@ class Swarm:
         return not self._count or self._selection.availability.fewest() > 0
 
     @property
+    def elsewhere(self) -> PieceMap:
+        """The pieces that the neighbours have among them."""
+        found = NO_PIECES
+        for each in self._neighbours.values():
+            found |= each.pieces
+        return found
+
+    @property
     def wake_at(self) -> float:
         """When a `Tick` is due, at the latest."""
         soonest = min(self._links.next_tick(), self._check_at, self._hurry_at)

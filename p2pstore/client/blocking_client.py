@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from p2pstore.client.checkpoints import Checkpoints, CheckpointWatch
 from p2pstore.client.link import TIDY_SECONDS, PeerLink
 from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.session import ClientSession
@@ -19,6 +20,7 @@ from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE
 from p2pstore.results import (
     Buffer,
+    FetchedCheckpoint,
     Framework,
     ItemResult,
     KeyPage,
@@ -26,6 +28,7 @@ from p2pstore.results import (
     PeerInfo,
     PinName,
     PrefixHolder,
+    PublishedCheckpoint,
     PutResult,
     TransferRequest,
     TransferStatus,
@@ -71,6 +74,65 @@ class BlockingTransfers:
 
     def cancel(self, *numbers: int) -> None:
         self._batch.cancel(*numbers)
+
+
+class BlockingCheckpoints:
+    """The checkpoints of one blocking client. The methods are those of `Checkpoints`, plain."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def publish(
+        self,
+        name: str,
+        directory: str | os.PathLike[str],
+        *,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        piece_bytes: int = 0,
+        wait_seeded: bool = False,
+        progress: CheckpointWatch | None = None,
+    ) -> PublishedCheckpoint:
+        return run_blocking(
+            self._checkpoints.publish(
+                name,
+                directory,
+                include=include,
+                exclude=exclude,
+                piece_bytes=piece_bytes,
+                wait_seeded=wait_seeded,
+                progress=progress,
+            )
+        )
+
+    def fetch(
+        self,
+        name: str,
+        directory: str | os.PathLike[str],
+        *,
+        version: str = "",
+        publisher: str | None = None,
+        flat: bool = False,
+        keep: int = 2,
+        limit_rate: int = 0,
+        verify: bool = False,
+        wait: float = 0.0,
+        progress: CheckpointWatch | None = None,
+    ) -> FetchedCheckpoint:
+        return run_blocking(
+            self._checkpoints.fetch(
+                name,
+                directory,
+                version=version,
+                publisher=publisher,
+                flat=flat,
+                keep=keep,
+                limit_rate=limit_rate,
+                verify=verify,
+                wait=wait,
+                progress=progress,
+            )
+        )
 
 
 class BlockingClient:
@@ -242,6 +304,11 @@ class BlockingClient:
             run_blocking(_leave(manager, error))
             raise
         run_blocking(_leave(manager, None))
+
+    @property
+    def checkpoints(self) -> BlockingCheckpoints:
+        """Directories that are published and fetched as a whole; see `Checkpoints`."""
+        return BlockingCheckpoints(self._session.checkpoints)
 
     def register(self, buffer: Buffer) -> RegisteredBuffer:
         return self._session.register(buffer)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final, TypeVar
 from p2pstore.client import answers, arguments
 from p2pstore.client.answers import plain_error
 from p2pstore.client.batches import fetch_many
+from p2pstore.client.checkpoints import Checkpoints
 from p2pstore.client.destinations import BytesDestination, TensorDestination
 from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
 from p2pstore.client.leasing import Leaser
@@ -316,6 +317,11 @@ class ClientSession:
         registered = RegisteredBuffer(destination_view(buffer))
         self._registered.add(registered)
         return registered
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Directories that are published and fetched as a whole; see `Checkpoints`."""
+        return Checkpoints(self._driver, self._link.connection.path, self.namespace, self.timeout)
 
     # --- asking ------------------------------------------------------------------------------
 

@@ -113,8 +113,10 @@ class LocalConnection:
         timeout_seconds: float = DEFAULT_PROGRESS_SECONDS,
         location_table: bool = False,
         trusted_users: Collection[int] | None = None,
+        directory: int = -1,
     ) -> LocalConnection:
-        """Connect and say hello; with `location_table`, map the peer's table of locations, too. Raises
+        """Connect and say hello; with `location_table`, map the peer's table of locations, too. `directory` is the
+        descriptor of a directory that the peer is given, for what is asked on this connection. Raises
         `NoLocalPeer` when nobody listens at `path`, or a user who is none of `trusted_users`, and
         `DeadlineExceeded` when the peer takes longer than `timeout_seconds` over either."""
         try:
@@ -135,7 +137,7 @@ class LocalConnection:
         try:
             if trusted_users is not None and connection.peer_user not in trusted_users:
                 raise NoLocalPeer(f"the socket {path} belongs to another user's process")
-            await connection._greet(namespace, access, location_table)
+            await connection._greet(namespace, access, location_table, directory)
         except ConnectionError as error:
             connection.close()
             raise StoreClosed(f"the peer at {path} closed the connection at once") from error
@@ -148,13 +150,21 @@ class LocalConnection:
         _open_connections.add(connection)
         return connection
 
-    async def _greet(self, namespace: str, access: Access, location_table: bool) -> None:
+    async def _greet(
+        self, namespace: str, access: Access, location_table: bool, directory: int
+    ) -> None:
         hello = Hello(
             *(MIN_PROTOCOL_VERSION, MAX_PROTOCOL_VERSION, namespace, access, os.getpid()),
             location_table=location_table,
+            directory=directory >= 0,
         )
+        begin = PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, hello)
         with contextlib.suppress(BrokenPipeError):  # refused: the reason can still be received
-            await self._stream.send(PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, hello))
+            if directory < 0:
+                await self._stream.send(begin)
+            else:  # nothing was sent before: it fits
+                with socket.socket(fileno=os.dup(self._stream.fileno())) as sock:
+                    socket.send_fds(sock, [begin], [directory])
         descriptors: list[int] = []
         try:
             while (frame := self._frames.next_frame()) is None:

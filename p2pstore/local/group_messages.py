@@ -11,7 +11,7 @@ from p2pstore.wire import Message
 
 class Follow(Message, frozen=True):
     """Have each version of a name fetched to the connection's directory, and used when its publisher says so.
-    `publisher` is a peer id, or nothing for the one who is trusted for the name. Answered when that ends by an error."""
+    `publisher` is a peer id, or nothing for the one who is trusted for the name. Answered when that fails."""
 
     namespace: str
     name: str
@@ -82,7 +82,7 @@ class UpdateNewsReply(Message, frozen=True):
     ready: int
     using: int
     switched: bool
-    laggards: list[FollowerEntry] = []
+    laggards: list[FollowerEntry] = []  # noqa: RUF012  # msgspec copies it
     ended: bool = False
 
 
@@ -96,11 +96,11 @@ class Updated(Message, frozen=True):
     followers: int
     ready: int
     using: int
-    laggards: list[FollowerEntry] = []
+    laggards: list[FollowerEntry] = []  # noqa: RUF012  # msgspec copies it
 
 
 class ListCheckpoints(Message, frozen=True):
-    """Which names are published in a namespace (all, if empty)? With `name`, of that one, with what members have of it."""
+    """Which names are published in a namespace (all, if empty)? With `name`, that one, and what members have of it."""
 
     namespace: str = ""
     name: str = ""
@@ -123,8 +123,8 @@ class MemberEntry(Message, frozen=True):
 
 
 class CheckpointEntry(Message, frozen=True):
-    """A name of one publisher. `switched` is the version that followers are to use, empty when none was named. `trusted`:
-    this peer takes the name from this publisher; `mine`: it is the publisher. `alive`: the publisher is."""
+    """A name of one publisher. `switched` is the version that followers are to use, empty when none was named.
+    `trusted`: this peer takes the name from this publisher; `mine`: it is the publisher; `alive`: the publisher is."""
 
     namespace: str
     name: str
@@ -141,7 +141,7 @@ class CheckpointEntry(Message, frozen=True):
     trusted: bool = False
     mine: bool = False
     alive: bool = False
-    members: list[MemberEntry] = []
+    members: list[MemberEntry] = []  # noqa: RUF012  # msgspec copies it
 
 
 class Checkpoints(Message, frozen=True):

@@ -11,6 +11,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
+from p2pstore.local import checkpoint_messages as checkpoints
+from p2pstore.local import group_messages as groups
 from p2pstore.wire import Empty, Message
 
 
@@ -37,6 +39,15 @@ class LocalKind(IntEnum):
     MATCH_PREFIX = 34
     PLACE = 36
     STORED = 37
+    CHECKPOINT_PUBLISH = 48
+    CHECKPOINT_FETCH = 49
+    CHECKPOINT_PROGRESS = 50
+    CHECKPOINT_FOLLOW = 56
+    CHECKPOINT_FOLLOW_NEWS = 57
+    CHECKPOINT_UPDATE = 58
+    CHECKPOINT_UPDATE_NEWS = 59
+    CHECKPOINT_LIST = 60
+    CHECKPOINT_REMOVE = 61
 
 
 class Access(IntEnum):
@@ -53,6 +64,8 @@ class Hello(Message, frozen=True):
     client: str = ""
     location_table: bool = False
     """Whether the client can look keys up in the peer's table of locations."""
+    directory: bool = False
+    """Whether the descriptor of a directory comes along, for what is asked on this connection."""
 
 
 class SegmentInfo(Message, frozen=True):
@@ -563,6 +576,15 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     LocalKind.MATCH_PREFIX: MatchPrefix,
     LocalKind.PLACE: Place,
     LocalKind.STORED: StoredElsewhere,
+    LocalKind.CHECKPOINT_PUBLISH: checkpoints.Publish,
+    LocalKind.CHECKPOINT_FETCH: checkpoints.Fetch,
+    LocalKind.CHECKPOINT_PROGRESS: checkpoints.Progress,
+    LocalKind.CHECKPOINT_FOLLOW: groups.Follow,
+    LocalKind.CHECKPOINT_FOLLOW_NEWS: groups.FollowNews,
+    LocalKind.CHECKPOINT_UPDATE: groups.Update,
+    LocalKind.CHECKPOINT_UPDATE_NEWS: groups.UpdateNews,
+    LocalKind.CHECKPOINT_LIST: groups.ListCheckpoints,
+    LocalKind.CHECKPOINT_REMOVE: groups.RemoveCheckpoint,
 }
 REPLIES: Final[dict[int, type[Message]]] = {
     LocalKind.HELLO: HelloReply,
@@ -585,5 +607,14 @@ REPLIES: Final[dict[int, type[Message]]] = {
     LocalKind.MATCH_PREFIX: MatchedPrefix,
     LocalKind.PLACE: Placed,
     LocalKind.STORED: Empty,
+    LocalKind.CHECKPOINT_PUBLISH: checkpoints.Published,
+    LocalKind.CHECKPOINT_FETCH: checkpoints.Fetched,
+    LocalKind.CHECKPOINT_PROGRESS: checkpoints.ProgressReply,
+    LocalKind.CHECKPOINT_FOLLOW: Empty,
+    LocalKind.CHECKPOINT_FOLLOW_NEWS: groups.FollowNewsReply,
+    LocalKind.CHECKPOINT_UPDATE: groups.Updated,
+    LocalKind.CHECKPOINT_UPDATE_NEWS: groups.UpdateNewsReply,
+    LocalKind.CHECKPOINT_LIST: groups.Checkpoints,
+    LocalKind.CHECKPOINT_REMOVE: groups.CheckpointRemoved,
 }
 ONE_WAY_KINDS: Final = frozenset({LocalKind.RELEASE, LocalKind.REPORT})

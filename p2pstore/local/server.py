@@ -32,6 +32,7 @@ from p2pstore.local.listener import MAX_CONNECTIONS, file_identity, listen_at
 from p2pstore.local.messages import REQUESTS, Access, Hello, HelloReply, LocalKind
 from p2pstore.local.paths import check_socket_path
 from p2pstore.objects import encode_namespace
+from p2pstore.streams import ANCILLARY_BYTES, check_descriptors
 from p2pstore.trio_streams import TrioStream
 from p2pstore.wire import (
     ERROR,
@@ -63,6 +64,7 @@ SEND_SECONDS: Final = 30.0
 RECEIVE_BYTES: Final = 64 * 1024
 TURN_SECONDS: Final = 0.0005
 """For so long a connection goes on answering without giving up its turn of the event loop."""
+MAX_PASSED: Final = 1
 MAX_OUTGOING_BYTES: Final = 16 * 1024 * 1024
 ACCEPT_PAUSE_SECONDS: Final = 0.1
 
@@ -78,6 +80,8 @@ class LocalClient:
     name: str
     reads_locations: bool = False
     """Whether it can use the peer's table of locations."""
+    directory: int = -1
+    """The descriptor of a directory that it passed, or -1; closed when the client is gone."""
 
     def __hash__(self) -> int:
         return self.holder
@@ -189,6 +193,8 @@ WRITING: Final = frozenset(
     {
         *(LocalKind.RESERVE, LocalKind.COMMIT, LocalKind.ABORT, LocalKind.PLACE, LocalKind.STORED),
         *(LocalKind.REMOVE, LocalKind.REPLICATE, LocalKind.PIN, LocalKind.FLUSH, LocalKind.LEAVE),
+        *(LocalKind.CHECKPOINT_PUBLISH, LocalKind.CHECKPOINT_FETCH, LocalKind.CHECKPOINT_FOLLOW),
+        *(LocalKind.CHECKPOINT_UPDATE, LocalKind.CHECKPOINT_REMOVE),
     }
 )
 """What a client that connected only to read may not ask for."""
@@ -214,6 +220,8 @@ class _Connection:
         self._outgoing_bytes = 0
         self._sending = False
         self._turn_began = 0.0
+        self._passed: list[int] = []
+        """Descriptors that came with the hello."""
 
     async def run(self) -> None:
         """Serve until either side ends. Whatever the client sends, only cancellation gets out."""
@@ -229,6 +237,8 @@ class _Connection:
             self._stream.close()
             if self._client is not None:
                 self._backend.client_gone(self._client)
+            for descriptor in self._passed:
+                os.close(descriptor)
 
     def _who(self) -> str:
         if self._client is None:
@@ -276,13 +286,23 @@ class _Connection:
             except BlockingIOError:
                 continue
 
+    def _receive_passed(self, count: int) -> bytes:
+        """Bytes that have come, and descriptors with them: only with the beginning of a hello any are taken."""
+        data, ancillary, flags, _ = self._sock.recvmsg(
+            count, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+        )
+        self._passed += check_descriptors(ancillary, flags)
+        if len(self._passed) > MAX_PASSED:
+            raise ProtocolError(f"it passed {len(self._passed)} descriptors")
+        return data
+
     async def _greet(self) -> LocalClient | None:
         """Take the preface and the hello, and pass the segments. None when the client left."""
         preface = b""
         while len(preface) < PREFACE_BYTES:
             await trio.lowlevel.wait_readable(self._sock.fileno())
             with contextlib.suppress(BlockingIOError):
-                data = self._sock.recv(PREFACE_BYTES - len(preface))
+                data = self._receive_passed(PREFACE_BYTES - len(preface))
                 preface += data
                 if not data and not preface:
                     return None
@@ -313,6 +333,7 @@ class _Connection:
         client = LocalClient(
             *(next(_holders), hello.namespace, access, hello.process_id, hello.client[:64]),
             reads_locations=hello.location_table,
+            directory=self._passed[0] if hello.directory and self._passed else -1,
         )
         try:
             reply, descriptors = self._backend.welcome(client, version)

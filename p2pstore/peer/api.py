@@ -50,10 +50,12 @@ from p2pstore.peer.addresses import (
     host_identity,
     link_bytes_per_second,
 )
+from p2pstore.peer.checkpoints.service import PeerCheckpoints
 from p2pstore.peer.credentials import Credentials, log_expelled, refuse_open_door
 from p2pstore.peer.data_backend import PeerDataBackend
 from p2pstore.peer.local_answers import known_copy
 from p2pstore.peer.local_backend import PeerLocalBackend
+from p2pstore.peer.local_groups import LocalGroups
 from p2pstore.peer.metrics_server import address_of, open_metrics_listeners, serve_metrics
 from p2pstore.peer.node import Node
 from p2pstore.peer.pages import metrics_pages
@@ -419,12 +421,19 @@ class _Assembly:
         nursery = await self.stack.enter_async_context(open_background_nursery())
         await nursery.start(node.run)
         max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
+        checkpoints = PeerCheckpoints(node, self.identity, self.verifier, self.rng)
+        groups = LocalGroups(node, checkpoints)
+        nursery.start_soon(checkpoints.watch)
+        nursery.start_soon(groups.watch)
         backend = PeerLocalBackend(
-            node, self.memory, self.location_memory, office, max_leased_bytes
+            *(node, self.memory, self.location_memory, office, max_leased_bytes),
+            checkpoints=checkpoints,
+            groups=groups,
         )
         self.stack.callback(backend.close)
         data_server = DataServer(
-            PeerDataBackend(node),
+            PeerDataBackend(node, checkpoints.swarms),
+            swarms=checkpoints.swarms,
             stores=PeerStoreBackend(node),
             ring=self.credentials.ring,
             allowed=self.credentials.allowed,

@@ -16,6 +16,7 @@ from p2pstore.core.serving import reply_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import member_of
 from p2pstore.objects import CHUNK_BYTES, KIB
+from p2pstore.peer.checkpoints.running import RunningSwarms
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import peer_document
 from p2pstore.streams import BytesLike
@@ -24,6 +25,7 @@ from p2pstore.transfer.layout import Slot, SlotState, encode_slot
 from p2pstore.transfer.messages import (
     DataKind,
     GetItem,
+    GetManifest,
     Keeps,
     ObjectReply,
     ObjectStatus,
@@ -45,8 +47,9 @@ COPIED_BYTES: Final = 16 * KIB
 class PeerDataBackend:
     """Satisfies `p2pstore.transfer.data_server.DataBackend`."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, swarms: RunningSwarms) -> None:
         self._node = node
+        self._swarms = swarms
         self._core = node.core
         self._segment = node.core.segment
 
@@ -144,6 +147,8 @@ class PeerDataBackend:
         if isinstance(message, Statistics):
             document = peer_document(self._node, private=False)
             return StatisticsReply(json.dumps(document).encode()), ()
+        if isinstance(message, GetManifest):
+            return self._swarms.manifest(message)
         if isinstance(message, Snapshot) and message.member == self._core.member:
             return await self._own_snapshot()
         if isinstance(message, Snapshot):

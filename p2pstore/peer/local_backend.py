@@ -21,6 +21,7 @@ from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import DIGEST_BYTES, namespace_digest
+from p2pstore.peer.checkpoints.service import PeerCheckpoints
 from p2pstore.peer.local_answers import (
     MAX_WAIT_SECONDS,
     Answer,
@@ -29,7 +30,9 @@ from p2pstore.peer.local_answers import (
     no_such_key,
     peer_entry,
 )
+from p2pstore.peer.local_checkpoints import LocalCheckpoints
 from p2pstore.peer.local_gets import LocalGets
+from p2pstore.peer.local_groups import LocalGroups
 from p2pstore.peer.local_puts import LocalPuts
 from p2pstore.peer.node import Node
 from p2pstore.peer.segment_memory import SegmentMemory
@@ -72,6 +75,8 @@ class PeerLocalBackend:
         location_table: SharedMemory | None,
         office: TicketOffice,
         max_leased_bytes: int,
+        checkpoints: PeerCheckpoints,
+        groups: LocalGroups,
     ) -> None:
         self._node = node
         self._core = node.core
@@ -84,6 +89,8 @@ class PeerLocalBackend:
         )
         self._puts = LocalPuts(node, office)
         self._gets = LocalGets(node, office, max_leased_bytes)
+        self._checkpoints = LocalCheckpoints(checkpoints)
+        self._groups = groups
         self._max_leased_bytes = max_leased_bytes
         self._handlers: dict[LocalKind, Any] = {
             LocalKind.RESERVE: self._puts.reserve,
@@ -107,6 +114,15 @@ class PeerLocalBackend:
             LocalKind.PIN: self._pin,
             LocalKind.FLUSH: self._flush,
             LocalKind.PREFETCH: self._prefetch,
+            LocalKind.CHECKPOINT_PUBLISH: self._checkpoints.publish,
+            LocalKind.CHECKPOINT_FETCH: self._checkpoints.fetch,
+            LocalKind.CHECKPOINT_PROGRESS: self._checkpoints.progress,
+            LocalKind.CHECKPOINT_FOLLOW: groups.follow,
+            LocalKind.CHECKPOINT_FOLLOW_NEWS: groups.follow_news,
+            LocalKind.CHECKPOINT_UPDATE: groups.update,
+            LocalKind.CHECKPOINT_UPDATE_NEWS: groups.update_news,
+            LocalKind.CHECKPOINT_LIST: groups.list_names,
+            LocalKind.CHECKPOINT_REMOVE: groups.remove,
         }
 
     def close(self) -> None:
@@ -150,6 +166,8 @@ class PeerLocalBackend:
 
     def client_gone(self, client: LocalClient) -> None:
         """End what the client held."""
+        self._checkpoints.client_gone(client)
+        self._groups.client_gone(client)
         self._segment.drop_holder(client.holder)
 
     @property

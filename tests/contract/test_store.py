@@ -26,7 +26,8 @@ import pytest
 import p2pstore
 from p2pstore import aio, blocking, errors
 from p2pstore.client.aio_client import AioClient
-from p2pstore.client.blocking_client import BlockingClient
+from p2pstore.client.blocking_client import BlockingCheckpoints, BlockingClient
+from p2pstore.client.checkpoints import Checkpoints
 from p2pstore.client.fetch import Fetcher
 from p2pstore.client.trio_client import Client
 from p2pstore.local.connection import LocalConnection
@@ -126,6 +127,12 @@ def test_all_worlds_have_the_same_methods(kind: type) -> None:
             }
         else:
             assert returns == wanted, name
+
+
+def test_checkpoints_are_the_same_in_all_worlds() -> None:
+    assert public_methods(BlockingCheckpoints) == public_methods(Checkpoints)
+    for name in public_methods(Checkpoints):
+        assert parameters(BlockingCheckpoints, name) == parameters(Checkpoints, name), name
 
 
 def test_the_protocol_is_what_stores_are(cluster: Cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from p2pstore.local import checkpoint_messages as checkpoints
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
 from p2pstore.wire import ONE_WAY, PREFACE_LOCAL, REPLY, Message, decode_body, encode_frame
@@ -26,7 +27,7 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         LocalKind.HELLO,
         0,
         local.Hello(1, 1, "default", 1, 4242, "test", True),
-        "01000000040302011500000000000000970101a764656661756c7401cd1092a474657374c3",
+        "01000000040302011600000000000000980101a764656661756c7401cd1092a474657374c3c2",
     ),
     "hello reply": (
         LocalKind.HELLO,
@@ -88,6 +89,42 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         0,
         local.Flush("n", 5000),
         ("2000000004030201060000000000000092a16ecd1388"),
+    ),
+    "checkpoint publish": (
+        LocalKind.CHECKPOINT_PUBLISH,
+        0,
+        checkpoints.Publish("n", "m", ["a*"], ["b"], 65_536, True, "/d"),
+        ("3000000004030201150000000000000097a16ea16d91a2612a91a162ce00010000c3a22f64"),
+    ),
+    "checkpoint published": (
+        LocalKind.CHECKPOINT_PUBLISH,
+        REPLY,
+        checkpoints.Published(b"v" * 2, 1, 2, 3, 4),
+        ("3000010004030201090000000000000095c402767601020304"),
+    ),
+    "checkpoint fetch": (
+        LocalKind.CHECKPOINT_FETCH,
+        0,
+        checkpoints.Fetch("n", "m", "ab", b"p", True, 2, 7, True, 9, "/d"),
+        ("310000000403020113000000000000009aa16ea16da26162c40170c30207c309a22f64"),
+    ),
+    "checkpoint fetched": (
+        LocalKind.CHECKPOINT_FETCH,
+        REPLY,
+        checkpoints.Fetched(b"v" * 2, "d", 2, 1),
+        ("3100010004030201090000000000000094c4027676a1640201"),
+    ),
+    "checkpoint progress": (
+        LocalKind.CHECKPOINT_PROGRESS,
+        0,
+        checkpoints.Progress(3, 250),
+        ("320000000403020104000000000000009203ccfa"),
+    ),
+    "checkpoint progress reply": (
+        LocalKind.CHECKPOINT_PROGRESS,
+        REPLY,
+        checkpoints.ProgressReply(4, "fetching", 5, 6, True, 7, b"v"),
+        ("320001000403020112000000000000009704a86665746368696e670506c307c40176"),
     ),
     "flushed": (
         LocalKind.FLUSH,
@@ -189,6 +226,7 @@ REPORT_BEFORE_PULLS = (
     "929193c410000102030405060708090a0b0c0d0e0f02cd20009195c410000102030405060708090a0b0c0d0e0f"
     "01070203"
 )
+HELLO_BEFORE_DIRECTORIES = "970101a764656661756c7401cd1092a474657374c3"
 REPORT_BEFORE_FALLBACKS = (
     "949193c410000102030405060708090a0b0c0d0e0f02cd20009195c410000102030405060708090a0b0c0d0e0f"
     "01070203919501a374637002cd012c019195c410000102030405060708090a0b0c0d0e0f01a3746370cb3fe0000000"
@@ -218,6 +256,9 @@ def test_older_hellos_are_understood() -> None:
     hello = decode_body(local.Hello, bytes.fromhex(HELLO_BEFORE_TABLES))
     assert hello == local.Hello(1, 1, "default", 1, 4242, "test")
     assert not hello.location_table
+    hello = decode_body(local.Hello, bytes.fromhex(HELLO_BEFORE_DIRECTORIES))
+    assert hello.location_table
+    assert not hello.directory
     reply = decode_body(local.HelloReply, bytes.fromhex(REPLY_BEFORE_TABLES))
     assert (reply.software, reply.location_table_bytes) == ("v", 0)
 
@@ -277,4 +318,7 @@ def test_the_numbers_of_the_kinds() -> None:
         },
         "PLACE": 36,
         "STORED": 37,
+        "CHECKPOINT_PUBLISH": 48,
+        "CHECKPOINT_FETCH": 49,
+        "CHECKPOINT_PROGRESS": 50,
     }

@@ -105,6 +105,9 @@ PURE = (
     "p2pstore/allowlist.py",
     "p2pstore/strangers.py",
     "p2pstore/local/messages.py",
+    "p2pstore/local/checkpoint_messages.py",
+    "p2pstore/local/group_messages.py",
+    "p2pstore/peer/checkpoints/paces.py",
 )
 ANONYMOUS_MEMORY = "p2pstore/gossip/locations/reserved_memory.py"
 """Memory of the process alone is no I/O: what this module loads does not make a module impure."""

@@ -64,7 +64,12 @@ class Preparer(Protocol):
     """Brings versions."""
 
     async def prepare(
-        self, order: FollowOrder, version: bytes, publisher: PeerId, directory: HeldDirectory, job: Job
+        self,
+        order: FollowOrder,
+        version: bytes,
+        publisher: PeerId,
+        directory: HeldDirectory,
+        job: Job,
     ) -> None:
         """Fetch a version to the directory, verify it and put it in its place; `current` stays as it is. The directory
         is closed when it is not used any more. Raises `P2PStoreError`, and `OSError`."""

@@ -49,6 +49,8 @@ logger = logging.getLogger("p2pstore.peer")
 
 PIECE_SECONDS: Final = 15.0
 """Without any progress, until a request for a piece fails; the machine gives it up earlier."""
+LOOK_SECONDS: Final = 0.1
+"""Between two looks at what the others have."""
 DRAIN_CHECKPOINTS: Final = 2
 """Turns of the event loop between a timer and its verdict, for what has arrived meanwhile."""
 STATUS_OF: Final = {Refusal.BUSY: PieceStatus.BUSY, Refusal.LACKS: PieceStatus.LACKS}
@@ -130,8 +132,7 @@ class SwarmRun:
         self.failure: Exception | None = None
         """Why it ended by itself."""
         self.ended = trio.Event()
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when a piece came, or it is complete."""
+        self._news = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._events: deque[Event] = deque()
         self._handling = False
@@ -174,11 +175,42 @@ class SwarmRun:
         finally:
             self._nursery = None
             self.links.close()
-            self.ended.set()
-            self.on_change()
             with trio.CancelScope(shield=True):
                 await self.written()
                 await trio.to_thread.run_sync(self.store.close)
+            self.ended.set()
+            self._tell_news()
+
+    async def changed(self) -> None:
+        """Wait until another piece is here, or this ended."""
+        if not self.ended.is_set():
+            await self._news.wait()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that comes with a piece. Raises what made the swarm end before that, or `StoreClosed`."""
+        while not condition():
+            self.check_running()
+            await self.changed()
+
+    async def until_dispensable(self, report: Callable[[int, int], None]) -> None:
+        """Wait until the others have every piece among them; `report` is told bytes that they have, and how many they
+        are. Raises like `until`."""
+        while not self.machine.dispensable:
+            self.check_running()
+            elsewhere = self.machine.elsewhere
+            report(sum(self._sizes[each] for each in pieces_in(elsewhere)), len(self.links.members))
+            await trio.sleep(LOOK_SECONDS)
+
+    def check_running(self) -> None:
+        """Raises what made the swarm end, and `StoreClosed` when it was stopped."""
+        if self.failure is not None:
+            raise self.failure
+        if self.ended.is_set():
+            raise StoreClosed("this peer takes no part in this version any more")
+
+    def _tell_news(self) -> None:
+        self._news.set()
+        self._news = trio.Event()
 
     def look_around(self) -> None:
         """Other peers may take part now, or not be there any more."""
@@ -236,7 +268,7 @@ class SwarmRun:
             case Disconnect(member, banned):
                 self._disconnect(member, banned)
             case Complete():
-                self.on_change()
+                self._tell_news()
             case Serve() | Decline():
                 raise AssertionError("pieces are answered where they are asked for")
 
@@ -271,7 +303,7 @@ class SwarmRun:
             self._count(event)
             self._happens(event)
             if isinstance(event, PieceArrived):
-                self.on_change()
+                self._tell_news()
 
     def _count(self, event: Event) -> None:
         if isinstance(event, PieceArrived) and not self.machine.have >> event.piece & 1:

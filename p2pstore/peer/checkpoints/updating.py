@@ -9,7 +9,7 @@ import trio
 
 from p2pstore.checkpoint.group import FollowerState, GroupUpdate, Laggard, Stage, Verdict
 from p2pstore.checkpoint.manifest import format_version
-from p2pstore.gossip.checkpoints import short_version
+from p2pstore.gossip.checkpoints import Head, short_version
 from p2pstore.gossip.records import Participation, TakesPart
 from p2pstore.peer.checkpoints.news import News
 from p2pstore.peer.node import Node
@@ -34,55 +34,52 @@ class Updating:
     def __init__(
         self, node: Node, namespace: str, name: str, quorum: int | None, timeout_seconds: float
     ) -> None:
-        """Raises `NoSuchKey` when this peer does not publish the name."""
         self.news = News()
+        self.version = b""
         self.switched = self.superseded = False
+        self.using = 0
+        """How many followers use the version."""
         self._node = node
         self._checkpoints = node.core.checkpoints
-        self.head = self._checkpoints.own(namespace, name)
-        self.group = GroupUpdate(
-            short_version(self.head.version), node.now + timeout_seconds, quorum
-        )
-        self._using = 0
-
-    @property
-    def using(self) -> int:
-        """How many followers use the version."""
-        return self._using
+        self._namespace, self._name = namespace, name
+        self.group = GroupUpdate(b"", node.now + timeout_seconds, quorum)
 
     async def run(self) -> None:
-        """Wait until enough followers have the version, and have all switch; or find that it is too late, or that there
-        is a newer version. Cancelled before that, nobody switches."""
-        verdict = await self._judged()
+        """Wait until enough followers have the newest version, and have all switch; or find that it is too late, or
+        that there is a newer one. Cancelled before that, nobody switches. Raises `NoSuchKey` when this peer does not
+        publish the name."""
+        head = self._checkpoints.own(self._namespace, self._name)
+        self.version = head.version
+        self.group.version = short_version(head.version)
+        verdict = await self._judged(head)
         if verdict is Verdict.SWITCH:
-            await self._switch()
+            await self._switch(head)
         self.superseded = verdict is Verdict.SUPERSEDED
 
-    async def _judged(self) -> Verdict:
+    async def _judged(self, of: Head) -> Verdict:
         seen: object = None
         while True:
-            verdict = self._judge()
+            verdict = self._judge(of)
             if verdict is not Verdict.WAIT:
                 return verdict
             with trio.move_on_after(max(0.0, self.group.deadline - self._node.now)):
                 seen = await self._node.checkpoint_news(seen)
 
-    def _judge(self) -> Verdict:
+    def _judge(self, of: Head) -> Verdict:
         """Once more, with what is known now."""
-        digest = self.head.digest
+        digest = of.digest
         head = self._checkpoints.head(digest)
         gone = self._checkpoints.gone_from(digest, self.group.members)
         version = b"" if head is None or head.gone else short_version(head.version)
         living = {
             member: _state(part) for member, part in self._checkpoints.followers(digest).items()
         }
-        self._using = sum(state.current == self.group.version for state in living.values())
+        self.using = sum(state.current == self.group.version for state in living.values())
         verdict = self.group.judge(version, living, gone, self._node.now)
         self.news.changed()
         return verdict
 
-    async def _switch(self) -> None:
-        head = self.head
+    async def _switch(self, head: Head) -> None:
         before = self._checkpoints.switched(head.digest)
         if before is None or before.version != head.version:
             self._checkpoints.switch(head.namespace, head.name, head.version, self._node.now)
@@ -98,7 +95,9 @@ class Updating:
         )
         with trio.move_on_after(CONFIRM_SECONDS):
             seen: object = None
-            while self._judge() is not Verdict.SUPERSEDED and self._using < self.group.ready_count:
+            while (
+                self._judge(head) is not Verdict.SUPERSEDED and self.using < self.group.ready_count
+            ):
                 seen = await self._node.checkpoint_news(seen)
 
     @property

@@ -1,0 +1,172 @@
+"""Publishing and fetching directories through the local peer. Written once for all drivers.
+
+The caller's own process opens the directory and passes its descriptor, so that a path means what it means to the
+caller. Each call has a connection of its own, and what it asked for ends with that: an error, a cancellation or Ctrl-C
+leaves nothing running, and what was fetched stays for the next time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from p2pstore.allowlist import parse_peer_id
+from p2pstore.client import arguments
+from p2pstore.client.checkpoint_groups import CheckpointGroups
+from p2pstore.errors import DeadlineExceeded
+from p2pstore.local import checkpoint_messages as local
+from p2pstore.local.connection import LocalConnection
+from p2pstore.local.messages import LocalKind
+from p2pstore.results import CheckpointProgress, FetchedCheckpoint, PublishedCheckpoint
+from p2pstore.wire import Message
+
+M = TypeVar("M", bound=Message)
+CheckpointWatch = Callable[[CheckpointProgress], None]
+
+LOOK_SECONDS: Final = 0.25
+"""Between two looks at how far it is."""
+STALLED_SECONDS: Final = 60.0
+"""Without any progress, until a fetch or a publish is given up; or the client's timeout, where that is longer."""
+_VERSION: Final = re.compile(r"[0-9a-fA-F]{4,32}")
+
+
+class Checkpoints(CheckpointGroups):
+    """What a client can do with checkpoints. Made by `client.checkpoints`."""
+
+    async def publish(
+        self,
+        name: str,
+        directory: str | os.PathLike[str],
+        *,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        piece_bytes: int = 0,
+        wait_seeded: bool = False,
+        progress: CheckpointWatch | None = None,
+    ) -> PublishedCheckpoint:
+        """Publish the files below a directory as the newest version of `name`; returns when others can fetch it, or,
+        with `wait_seeded`, when they have every piece of it among them: then the directory may change.
+
+        `include` and `exclude` are patterns for whole relative paths (`*` matches `/` too). `piece_bytes` is a power of
+        two, 0 for the usual. The local peer reads the files from where they are for as long as it runs.
+
+        Raises `CheckpointRefused` for what cannot be published, `CheckpointChanged` when a file changes meanwhile, and
+        `DeadlineExceeded` when nothing moves any more.
+        """
+        request = local.Publish(
+            self._namespace,
+            arguments.text("name", name),
+            arguments.key_list(list(include)),
+            arguments.key_list(list(exclude)),
+            arguments.whole_number("piece_bytes", piece_bytes, minimum=0),
+            arguments.flag("wait_seeded", wait_seeded),
+            os.fspath(directory),
+        )
+        done = await self._do(
+            LocalKind.CHECKPOINT_PUBLISH, request, local.Published, directory, progress
+        )
+        return PublishedCheckpoint(
+            done.version.hex(), done.files, done.total_bytes, done.pieces, done.piece_bytes
+        )
+
+    async def fetch(
+        self,
+        name: str,
+        directory: str | os.PathLike[str],
+        *,
+        version: str = "",
+        publisher: str | None = None,
+        flat: bool = False,
+        keep: int = 2,
+        limit_rate: int = 0,
+        verify: bool = False,
+        wait: float = 0.0,
+        progress: CheckpointWatch | None = None,
+    ) -> FetchedCheckpoint:
+        """Fetch a version (the newest, unless `version` gives the digits that another begins with) to
+        `directory/VERSION`, and have `directory/current` name it; with `flat`, to the directory itself. The directory
+        is made if it is not there. What is there already and has the right hash is not fetched, an interrupted fetch
+        goes on where it was, and of older versions `keep` stay.
+
+        `publisher` is a peer id: nobody else's checkpoint of that name is taken; by default the one who published it
+        when this peer first saw the name. `limit_rate` bounds what is fetched, in bytes a second. `verify` reads again
+        what is there. `wait` seconds for a checkpoint that is not published yet.
+
+        Raises `NoSuchKey`, `CheckpointRefused`, `Unavailable` when nobody who has it can be reached, `CapacityExceeded`
+        and `ConfigError` when the directory has no room or cannot be written to, `DeadlineExceeded` when nothing moves
+        any more.
+        """
+        if version and not _VERSION.fullmatch(arguments.text("version", version)):
+            raise ValueError(f"version must be 4 to 32 hexadecimal digits, not {version!r}")
+        request = local.Fetch(
+            self._namespace,
+            arguments.text("name", name),
+            version.lower(),
+            b"" if publisher is None else parse_peer_id(publisher, "publisher"),
+            arguments.flag("flat", flat),
+            arguments.whole_number("keep", keep),
+            arguments.whole_number("limit_rate", limit_rate, minimum=0),
+            arguments.flag("verify", verify),
+            round(1000 * arguments.seconds("wait", wait)),
+            os.fspath(directory),
+        )
+        os.makedirs(directory, exist_ok=True)
+        done = await self._do(
+            LocalKind.CHECKPOINT_FETCH, request, local.Fetched, directory, progress, wait
+        )
+        place = os.path.join(os.fspath(directory), done.directory) if done.directory else directory
+        return FetchedCheckpoint(
+            done.version.hex(), os.fspath(place), done.total_bytes, done.fetched_bytes
+        )
+
+    async def _do(
+        self,
+        kind: LocalKind,
+        request: Message,
+        reply_type: type[M],
+        directory: str | os.PathLike[str],
+        progress: CheckpointWatch | None,
+        patience: float = 0.0,
+    ) -> M:
+        connection = await self._open(directory)
+        try:
+            ahead = await connection.request_ahead(
+                kind, request, reply_type, progress_seconds=self._timeout
+            )
+            await self._watch(connection, progress, max(self._timeout, STALLED_SECONDS) + patience)
+            return await ahead.receive()
+        finally:
+            connection.close()
+
+    async def _watch(
+        self, connection: LocalConnection, progress: CheckpointWatch | None, patience: float
+    ) -> None:
+        """Until it is over. Raises `DeadlineExceeded` when nothing changes for so long."""
+        seen, moved_at = 0, time.monotonic()
+        while True:
+            reply = await connection.request(
+                LocalKind.CHECKPOINT_PROGRESS,
+                local.Progress(seen, round(1000 * LOOK_SECONDS)),
+                local.ProgressReply,
+                progress_seconds=self._timeout + LOOK_SECONDS,
+            )
+            if reply.ended:
+                return
+            now = time.monotonic()
+            if reply.number != seen:
+                seen, moved_at = reply.number, now
+                if progress is not None:
+                    progress(
+                        CheckpointProgress(
+                            reply.phase, reply.done_bytes, reply.total_bytes, reply.members
+                        )
+                    )
+                await self._driver.sleep(LOOK_SECONDS / 2)
+            elif now - moved_at > patience:
+                raise DeadlineExceeded(
+                    f"nothing moved for {patience:g} s ({reply.phase}): nobody who has it can be reached, or the "
+                    "disk does not answer"
+                )

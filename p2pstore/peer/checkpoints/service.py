@@ -1,0 +1,490 @@
+"""Everything of checkpoints that one peer does: what it publishes, what it fetches, and its part in their swarms.
+
+A peer goes on passing a version on after it has published or fetched it, until it ends, the version is stopped, or
+there are too many: then the one begun first goes that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Final
+
+import trio
+
+from p2pstore.checkpoint.hashing import hash_source
+from p2pstore.checkpoint.manifest import (
+    Manifest,
+    SignedManifest,
+    Signer,
+    Verifier,
+    format_version,
+    sign_manifest,
+    version_of,
+)
+from p2pstore.checkpoint.paths import check_checkpoint_name
+from p2pstore.checkpoint.piece_map import pieces_in
+from p2pstore.checkpoint.source_directory import SourceDirectory
+from p2pstore.checkpoint.target_directory import TargetDirectory
+from p2pstore.errors import (
+    CapacityExceeded,
+    ConfigError,
+    NoSuchKey,
+    P2PStoreError,
+    Unavailable,
+)
+from p2pstore.gossip.checkpoints import Head, checkpoint_digest, short_version
+from p2pstore.gossip.records import Participation, PeerId, TakesPart, member_of
+from p2pstore.peer.checkpoints.held_directory import HeldDirectory
+from p2pstore.peer.checkpoints.job import Job, JobPhase
+from p2pstore.peer.checkpoints.manifests import ask_for_manifest
+from p2pstore.peer.checkpoints.running import RunningSwarms
+from p2pstore.peer.checkpoints.stores import PieceStore, PublishedPieces
+from p2pstore.peer.checkpoints.swarm_run import SwarmRun
+from p2pstore.peer.node import Node
+from p2pstore.transfer.data_pool import DataPool
+from p2pstore.transfer.transport import RemotePeer
+
+logger = logging.getLogger("p2pstore.peer")
+
+MAX_SWARMS: Final = 16
+THREADS: Final = 4
+"""That read, verify and write pieces."""
+MANIFEST_SECONDS: Final = 10.0
+"""Until somebody must have given a manifest."""
+ASK_AGAIN_SECONDS: Final = 0.5
+"""Between two rounds of asking for a manifest."""
+REPORT_SECONDS: Final = 0.1
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+TellPart = Callable[[TakesPart, int, str], None]
+"""Has others know this peer's part in a version: its state, permille done, why it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishOrder:
+    """What to publish; see `local.checkpoint_messages.Publish`."""
+
+    namespace: str
+    name: str
+    include: list[str] = field(default_factory=list)
+    exclude: list[str] = field(default_factory=list)
+    piece_bytes: int = 0
+    wait_seeded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOrder:
+    """What to fetch, and how; see `local.checkpoint_messages.Fetch`. Without `switch`, it is brought and verified, and
+    put in its place by `Fetching.commit` later."""
+
+    namespace: str
+    name: str
+    version: str = ""
+    publisher: PeerId | None = None
+    flat: bool = False
+    keep: int = 2
+    bytes_per_second: int = 0
+    verify: bool = False
+    wait_seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A swarm that runs here."""
+
+    run: SwarmRun
+    scope: trio.CancelScope
+    tell: TellPart
+    digest: bytes
+    jobs: int = 0
+    """Who waits for it."""
+    failed: bool = False
+
+
+class PeerCheckpoints:
+    """Satisfies `Surroundings` for its swarms."""
+
+    def __init__(self, node: Node, signer: Signer, verifier: Verifier, rng: Random) -> None:
+        self.swarms = RunningSwarms()
+        self.threads = trio.CapacityLimiter(THREADS)
+        self._node = node
+        self._core = node.core
+        self._signer = signer
+        self._verifier = verifier
+        self._rng = rng
+        self._parts: dict[bytes, _Part] = {}
+
+    # --- surroundings ------------------------------------------------------------------------
+
+    @property
+    def own(self) -> int:
+        """This peer's short name."""
+        return self._core.member
+
+    @property
+    def pool(self) -> DataPool:
+        """Connections to other peers."""
+        return self._node.pool
+
+    def way_to(self, member: int) -> RemotePeer | None:
+        """How to reach a member; None when it is gone."""
+        state = self._core.gossip.membership.resolve(member)
+        if state is None or not state.live:
+            return None
+        return self._node.remote_peer(state.peer_id)
+
+    def is_here(self, member: int) -> bool:
+        """Whether it is on this host."""
+        state = self._core.gossip.membership.resolve(member)
+        record = None if state is None else state.record
+        return record is not None and record.host_id == self._node.host_id
+
+    def participants(self, version: bytes) -> Iterable[int]:
+        """Who has pieces of it, or wants them, as gossip says it."""
+        return self._core.checkpoints.participants(version)
+
+    async def watch(self) -> None:
+        """Have the swarms hear what gossip brings, until cancelled."""
+        seen: object = None
+        while True:
+            seen = await self._node.checkpoint_news(seen)
+            for run in self.swarms.all():
+                run.look_around()
+
+    # --- publishing --------------------------------------------------------------------------
+
+    async def publish(
+        self, order: PublishOrder, directory: HeldDirectory, job: Job
+    ) -> tuple[bytes, Manifest]:
+        """Publish a directory: others can fetch it when this returns. Its files are read from where they are, as long
+        as this peer has a part in the version, so `directory` stays open until then.
+
+        Raises `CheckpointRefused` and `CheckpointChanged`, and `OSError`.
+        """
+        check_checkpoint_name(order.name)
+        source = await trio.to_thread.run_sync(
+            SourceDirectory, directory.path, order.include, order.exclude
+        )
+        job.begin(JobPhase.HASHING, source.total_bytes)
+        manifest = await hash_source(
+            source,
+            order.name,
+            piece_bytes=order.piece_bytes,
+            previous_piece_bytes=self._previous_piece_bytes(order),
+            progress=job.advance,
+        )
+        signed = sign_manifest(manifest, self._signer)
+        version = job.version = version_of(signed.body)
+        await self.stop(version)
+        store = _Holding(PublishedPieces(source, manifest), directory)
+        part = await self._begin(order.namespace, signed, store, publishes=True)
+        with self._wanted(part):
+            self._core.checkpoints.publish(
+                order.namespace,
+                order.name,
+                version,
+                self._node.now,
+                manifest_bytes=len(signed.body),
+                total_bytes=manifest.layout.total_bytes,
+                files=len(manifest.files),
+                pieces=manifest.layout.count,
+            )
+            part.tell(TakesPart.PUBLISHING, 1000, "")
+            logger.info(
+                "published checkpoint %s@%s",
+                order.name,
+                format_version(version),
+                extra={"event": "checkpoint_published"},
+            )
+            if order.wait_seeded:
+                job.begin(JobPhase.SEEDING, manifest.layout.total_bytes)
+                await part.run.until_dispensable(job.at)
+        return version, manifest
+
+    def _previous_piece_bytes(self, order: PublishOrder) -> int:
+        """Of the version that this peer published under the name before, if it is still at hand."""
+        digest = checkpoint_digest(order.namespace, order.name, self._core.peer_id)
+        head = self._core.checkpoints.head(digest)
+        run = None if head is None else self.swarms.get(head.version)
+        return 0 if run is None else run.manifest.piece_bytes
+
+    # --- fetching ----------------------------------------------------------------------------
+
+    async def fetch(self, order: FetchOrder, directory: HeldDirectory, job: Job) -> SwarmRun:
+        """Bring a version to a directory, and put it in its place. The swarm that it came by goes on; this peer passes
+        the version on from there, so `directory` stays open.
+
+        Raises `NoSuchKey` when there is no such checkpoint, `CheckpointRefused` for what its publisher did not sign,
+        `CapacityExceeded` and `ConfigError` for a directory without room or permission, `Unavailable` when nobody who
+        has it can be reached.
+        """
+        head, version = await self._find(order, job)
+        return await self.bring(order, version, head.publisher, directory, job)
+
+    async def bring(
+        self,
+        order: FetchOrder,
+        version: bytes,
+        publisher: PeerId,
+        directory: HeldDirectory,
+        job: Job,
+        *,
+        use: bool = True,
+    ) -> SwarmRun:
+        """As `fetch`, of a version that is known. Without `use`, it is put in its place, but `current` stays."""
+        job.version = version
+        job.begin(JobPhase.CHECKING)
+        signed = await self._manifest(version, publisher)
+        known = self._parts.get(version)
+        if known is not None:
+            raise Unavailable("it is here already")
+        target = await self._open_target(order, signed, directory, job)
+        part = await self._begin(order.namespace, signed, _Holding(target, directory))
+        try:
+            with self._wanted(part):
+                await self._bring(part, job)
+                job.begin(JobPhase.FINISHING, part.run.total_bytes, part.run.total_bytes)
+                await part.run.written()
+                finish = target.commit if use else target.place
+                await trio.to_thread.run_sync(finish, order.keep)
+        except BaseException:
+            await self.stop(version)
+            raise
+        part.tell(TakesPart.SEEDING, 1000, "")
+        return part.run
+
+    async def _find(self, order: FetchOrder, job: Job) -> tuple[Head, bytes]:
+        """The head of the name, once there is one, and the version that is meant."""
+        checkpoints = self._core.checkpoints
+        seen: object = None
+        with trio.move_on_after(order.wait_seconds):
+            while True:
+                try:
+                    head = checkpoints.find(order.namespace, order.name, order.publisher)
+                    return head, self._version(order, head)
+                except NoSuchKey:
+                    if not order.wait_seconds:
+                        raise
+                    seen = await self._node.checkpoint_news(seen)
+        head = checkpoints.find(order.namespace, order.name, order.publisher)
+        return head, self._version(order, head)
+
+    def _version(self, order: FetchOrder, head: Head) -> bytes:
+        """The version that these digits begin. Raises `NoSuchKey` when none of those known here does."""
+        digits = order.version.lower()
+        known = [head.version, head.body.previous, *self._parts]
+        found = {each for each in known if each and format_version(each).startswith(digits)}
+        if len(digits) == 2 * len(head.version):
+            found.add(bytes.fromhex(digits))
+        if not digits:
+            found = {head.version}
+        if len(found) != 1:
+            what = "no version" if not found else "more than one version"
+            raise NoSuchKey(
+                f"{what} of {order.name} that is known here begins with {digits}: give all its "
+                f"{2 * len(head.version)} digits, or none for the newest"
+            )
+        return found.pop()
+
+    async def _manifest(self, version: bytes, publisher: PeerId) -> SignedManifest:
+        """The manifest, from whoever has it; who has it may be known a moment later only. Raises `Unavailable` when
+        nobody can be reached."""
+        run = self.swarms.get(version)
+        if run is not None and run.signed.signer == publisher:
+            return run.signed
+        with trio.move_on_after(MANIFEST_SECONDS):
+            while True:
+                ways = self._who_may_have(version, publisher)
+                found = await ask_for_manifest(self.pool, ways, version, publisher, self._verifier)
+                if found is not None:
+                    return found
+                await trio.sleep(ASK_AGAIN_SECONDS)
+        raise Unavailable(
+            f"nobody who has version {format_version(version)} can be reached: {len(ways)} were asked"
+        )
+
+    def _who_may_have(self, version: bytes, publisher: PeerId) -> list[RemotePeer]:
+        members = {*self.participants(version), member_of(publisher)} - {self.own}
+        order = sorted(members)
+        self._rng.shuffle(order)
+        return [way for member in order if (way := self.way_to(member)) is not None]
+
+    async def _open_target(
+        self, order: FetchOrder, signed: SignedManifest, directory: HeldDirectory, job: Job
+    ) -> TargetDirectory:
+        make = partial(TargetDirectory, directory.path, signed, flat=order.flat)
+        target = await trio.to_thread.run_sync(make)
+        try:
+            steps = target.prepare()
+            while await trio.to_thread.run_sync(next, steps, self) is not self:
+                job.changed()
+            if order.verify:
+                await self._verify(target, job)
+        except BaseException:
+            target.close()
+            raise
+        return target
+
+    async def _verify(self, target: TargetDirectory, job: Job) -> None:
+        """Read again what is there. Raises `ConfigError` when it is not what it should be."""
+        layout = target.manifest.layout
+        job.begin(JobPhase.CHECKING, layout.total_bytes)
+        for piece in pieces_in(target.have):
+            data = await trio.to_thread.run_sync(target.read, piece)
+            if not await trio.to_thread.run_sync(target.manifest.is_piece, piece, data):
+                file = target.manifest.files[layout.extents(piece)[0].file].path
+                raise ConfigError(f"{target.directory}: {file} was changed; remove it to fetch it")
+            job.advance(len(data))
+
+    async def _bring(self, part: _Part, job: Job) -> None:
+        run = part.run
+        job.begin(JobPhase.FETCHING, run.total_bytes, run.done_bytes)
+        part.tell(TakesPart.FETCHING, _permille(run), "")
+        async with trio.open_nursery() as nursery:
+
+            async def tell() -> None:
+                while True:
+                    await run.changed()
+                    await trio.sleep(REPORT_SECONDS)
+                    part.tell(TakesPart.FETCHING, _permille(run), "")
+                    job.at(run.done_bytes, len(run.links.members))
+
+            nursery.start_soon(tell)
+            await run.until(lambda: run.complete)
+            nursery.cancel_scope.cancel()
+
+    # --- swarms ------------------------------------------------------------------------------
+
+    async def _begin(
+        self,
+        namespace: str,
+        signed: SignedManifest,
+        store: PieceStore,
+        *,
+        publishes: bool = False,
+    ) -> _Part:
+        """Take part in a swarm, until `stop`."""
+        try:
+            await self._make_room()
+            run = SwarmRun(
+                self, signed, store, Random(self._rng.getrandbits(64)), publishes=publishes
+            )
+            self.swarms.add(run)
+        except BaseException:
+            store.close()
+            raise
+        digest = checkpoint_digest(namespace, run.manifest.name, signed.signer)
+        part = _Part(run, trio.CancelScope(), self._teller(digest, run.version), digest)
+        self._parts[run.version] = part
+        self._node.start_soon(partial(self._run, part))
+        return part
+
+    def _teller(self, digest: bytes, version: bytes) -> TellPart:
+        def tell(state: TakesPart, done_permille: int, why: str) -> None:
+            part = Participation(digest, short_version(version), state, done_permille, why=why)
+            self._core.checkpoints.take_part(part, self._node.now)
+            self._node.process()
+
+        return tell
+
+    async def _run(self, part: _Part) -> None:
+        run = part.run
+        try:
+            with part.scope:
+                await run.run()
+        finally:
+            self.swarms.remove(run)
+            if self._parts.get(run.version) is part:
+                del self._parts[run.version]
+            checkpoints = self._core.checkpoints
+            checkpoints.take_no_part(part.digest, run.version, self._node.now)
+            if run.failure is not None:
+                self._say_failed(part, run.failure)
+            self._node.process()
+
+    def _say_failed(self, part: _Part, error: Exception) -> None:
+        logger.error(
+            "checkpoint %s@%s: this peer takes no part any more: %s",
+            part.run.manifest.name,
+            format_version(part.run.version),
+            error,
+            extra={"event": "checkpoint_failed"},
+        )
+        part.tell(TakesPart.FAILED, _permille(part.run), str(error))
+
+    async def stop(self, version: bytes) -> bool:
+        """Take no part in a version any more. Whether there was one; its store is closed when this returns."""
+        part = self._parts.get(version)
+        if part is None:
+            return False
+        part.scope.cancel()
+        with trio.CancelScope(shield=True):  # threads are at work in its directory
+            await part.run.ended.wait()
+        return True
+
+    async def stop_name(self, digest: bytes) -> None:
+        """Take no part any more in any version of a publisher's name."""
+        for version in [part.run.version for part in self._parts.values() if part.digest == digest]:
+            await self.stop(version)
+
+    async def _make_room(self) -> None:
+        while len(self._parts) >= MAX_SWARMS:
+            idle = [part for part in self._parts.values() if not part.jobs]
+            if not idle:
+                raise CapacityExceeded(f"{MAX_SWARMS} checkpoints are being fetched already")
+            logger.info(
+                "version %s is not passed on any more: there are %d newer ones",
+                format_version(idle[0].run.version),
+                MAX_SWARMS,
+            )
+            await self.stop(idle[0].run.version)
+
+    @contextmanager
+    def _wanted(self, part: _Part) -> Iterator[None]:
+        part.jobs += 1
+        try:
+            yield
+        finally:
+            part.jobs -= 1
+
+
+class _Holding:
+    """A store that keeps its directory open."""
+
+    def __init__(self, store: PieceStore, directory: HeldDirectory) -> None:
+        self._store = store
+        self._directory = directory
+        self.read = store.read
+        self.write = store.write
+
+    @property
+    def have(self) -> int:
+        return self._store.have
+
+    def close(self) -> None:
+        """Let go of both."""
+        self._store.close()
+        self._directory.close()
+
+
+def _permille(run: SwarmRun) -> int:
+    return 1000 * run.done_bytes // run.total_bytes if run.total_bytes else 1000
+
+
+@contextmanager
+def in_users_words(directory: HeldDirectory) -> Iterator[None]:
+    """What goes wrong with files, as errors that say it to the client, with paths as it knows them."""
+    try:
+        yield
+    except P2PStoreError as error:
+        raise type(error)(directory.say(str(error))) from error
+    except OSError as error:
+        text = directory.say(f"{error.filename or directory.shown}: {error.strerror or error}")
+        kind = CapacityExceeded if error.errno in FULL else ConfigError
+        raise kind(text) from error

@@ -1,0 +1,111 @@
+"""What is answered to clients about checkpoints: publishing and fetching the directory of their connection."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from p2pstore.checkpoint.manifest import format_version
+from p2pstore.local import checkpoint_messages as local
+from p2pstore.local.server import LocalClient
+from p2pstore.peer.checkpoints.held_directory import HeldDirectory
+from p2pstore.peer.checkpoints.job import Job
+from p2pstore.peer.checkpoints.service import (
+    FetchOrder,
+    PeerCheckpoints,
+    PublishOrder,
+    in_users_words,
+)
+from p2pstore.wire import Message
+
+
+class LocalCheckpoints:
+    """CHECKPOINT_PUBLISH, CHECKPOINT_FETCH and CHECKPOINT_PROGRESS. A connection does one thing."""
+
+    def __init__(self, checkpoints: PeerCheckpoints) -> None:
+        self._checkpoints = checkpoints
+        self._jobs: dict[int, Job] = {}
+        """Of each client."""
+
+    def client_gone(self, client: LocalClient) -> None:
+        """What it had begun was cancelled."""
+        self._jobs.pop(client.holder, None)
+
+    def publish(self, client: LocalClient, message: local.Publish) -> Awaitable[Message]:
+        """Publish its directory."""
+        order = PublishOrder(
+            message.namespace,
+            message.name,
+            message.include,
+            message.exclude,
+            message.piece_bytes,
+            message.wait_seeded,
+        )
+
+        async def publish(directory: HeldDirectory, job: Job) -> Message:
+            version, manifest = await self._checkpoints.publish(order, directory, job)
+            layout = manifest.layout
+            return local.Published(
+                version, len(manifest.files), layout.total_bytes, layout.count, layout.piece_bytes
+            )
+
+        return self._do(client, message.path, publish)
+
+    def fetch(self, client: LocalClient, message: local.Fetch) -> Awaitable[Message]:
+        """Fetch to its directory."""
+        order = FetchOrder(
+            message.namespace,
+            message.name,
+            message.version,
+            message.publisher or None,
+            message.flat,
+            message.keep,
+            message.limit_bytes_per_second,
+            message.verify,
+            message.wait_ms / 1000,
+        )
+
+        async def fetch(directory: HeldDirectory, job: Job) -> Message:
+            done = await self._checkpoints.fetch(order, directory, job)
+            where = "" if order.flat else format_version(done.version)
+            return local.Fetched(done.version, where, done.total_bytes, done.fetched_bytes)
+
+        return self._do(client, message.path, fetch)
+
+    async def progress(self, client: LocalClient, message: local.Progress) -> local.ProgressReply:
+        """How far what its connection asked for is."""
+        job = self._jobs.get(client.holder)
+        if job is None:
+            raise ValueError("nothing was begun on this connection")
+        await job.news(message.seen, message.wait_ms / 1000)
+        return local.ProgressReply(
+            job.number,
+            str(job.phase),
+            job.done_bytes,
+            job.total_bytes,
+            job.ended,
+            job.members,
+            job.version,
+        )
+
+    def _do(
+        self,
+        client: LocalClient,
+        shown: str,
+        work: Callable[[HeldDirectory, Job], Awaitable[Message]],
+    ) -> Awaitable[Message]:
+        if client.holder in self._jobs:
+            raise ValueError("this connection has something to do already")
+        directory = HeldDirectory(client.directory, shown)
+        job = self._jobs[client.holder] = Job()
+
+        async def run() -> Message:
+            try:
+                with in_users_words(directory):
+                    return await work(directory, job)
+            except BaseException:
+                directory.close()
+                raise
+            finally:
+                job.end()
+
+        return run()
