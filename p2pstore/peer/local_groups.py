@@ -79,6 +79,7 @@ class LocalGroups:
                 return Empty()
             finally:
                 following.news.end()
+                following.looked.set()
                 directory.close()
 
         return run()
@@ -90,6 +91,7 @@ class LocalGroups:
         following = self._follows.get(client.holder)
         if following is None:
             raise ValueError("nothing is followed on this connection")
+        await following.looked.wait()
         await following.news.wait(message.seen, message.wait_ms / 1000)
         said, head, job = following.follower.said, following.head, following.job
         publisher = b"" if head is None else head.publisher

@@ -92,6 +92,8 @@ class Following:
         self._preparer = preparer
         self._directory = directory
         self.follower = Follower(b"", ())
+        self.looked = trio.Event()
+        """It is known what there is of an earlier life."""
         self._nursery: trio.Nursery
         self._wake = trio.Event()
         self._fetching = trio.CancelScope()
@@ -99,8 +101,9 @@ class Following:
     async def run(self) -> None:
         """Follow until cancelled. Raises `ValueError` when the name has several publishers and none is trusted, and
         `OSError` when the directory cannot be read."""
-        head = self.head = await self._first_head()
         self.follower = await trio.to_thread.run_sync(_look, self._directory.path)
+        self.looked.set()
+        head = self.head = await self._first_head()
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
