@@ -40,6 +40,7 @@ from p2pstore.checkpoint.swarm import Swarm, SwarmConfig
 from p2pstore.errors import CheckpointChanged, P2PStoreError, StoreClosed, Unavailable
 from p2pstore.peer.checkpoints.links import Member, OfferedSwarmLink, SwarmLinks
 from p2pstore.peer.checkpoints.stores import PieceStore
+from p2pstore.peer.checkpoints.token_bucket import TokenBucket
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.messages import GetPiece, PieceReply, PieceStatus
 from p2pstore.transfer.swarm_serving import OpenedPiece
@@ -99,8 +100,10 @@ class SwarmRun:
         *,
         publishes: bool = False,
         config: SwarmConfig | None = None,
+        rate: int = 0,
     ) -> None:
-        """`signed` must have been verified, and `store` be ready: the pieces that it has are offered."""
+        """`signed` must have been verified, and `store` be ready: the pieces that it has are offered. `rate`: bytes a
+        second that are fetched at most; 0 for as many as can be."""
         self.signed = signed
         self.manifest: Manifest = read_manifest(signed.body)
         self.version = version_of(signed.body)
@@ -132,6 +135,7 @@ class SwarmRun:
         self.failure: Exception | None = None
         """Why it ended by itself."""
         self.ended = trio.Event()
+        self._bucket = TokenBucket(rate, trio.current_time()) if rate else None
         self._news = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._events: deque[Event] = deque()
@@ -162,6 +166,10 @@ class SwarmRun:
     def pieces(self) -> int:
         """How many there are."""
         return len(self._sizes)
+
+    def size_of(self, piece: int) -> int:
+        """In bytes."""
+        return self._sizes[piece]
 
     # --- driving the machine -----------------------------------------------------------------
 
@@ -327,6 +335,21 @@ class SwarmRun:
         way = self._surroundings.way_to(member)
         if way is None:
             return Failure.LOST
+        if self._bucket is None:
+            return await self._request(member, way, piece, view)
+        failure: Failure | None = Failure.LOST
+        wait_seconds = self._bucket.take(len(view), trio.current_time())
+        try:
+            await trio.sleep(wait_seconds)
+            failure = await self._request(member, way, piece, view)
+        finally:
+            if failure is not None:
+                self._bucket.give_back(len(view))
+        return failure
+
+    async def _request(
+        self, member: Member, way: RemotePeer, piece: int, view: memoryview
+    ) -> Failure | None:
         try:
             reply = await self._surroundings.pool.get_piece(
                 way, GetPiece(self.version, piece), view, PIECE_SECONDS
