@@ -159,11 +159,16 @@ class PeerCheckpoints:
         return self._node.pool
 
     def way_to(self, member: int) -> RemotePeer | None:
-        """How to reach a member; None when it is gone."""
+        """How to reach a member; None when it is gone, or was not heard of yet."""
         state = self._core.gossip.membership.resolve(member)
         if state is None or not state.live:
             return None
         return self._node.remote_peer(state.peer_id)
+
+    def is_gone(self, member: int) -> bool:
+        """Whether it was there, and is not any more."""
+        state = self._core.gossip.membership.resolve(member)
+        return state is not None and not state.live
 
     def is_here(self, member: int) -> bool:
         """Whether it is on this host."""
