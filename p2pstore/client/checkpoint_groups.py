@@ -30,6 +30,10 @@ from p2pstore.wire import Empty
 
 NEWS_SECONDS: Final = 1.0
 """Between two looks at what takes long, when nothing changes."""
+PAUSE_SECONDS: Final = 0.1
+"""Between two looks at what changes all the time."""
+PATIENCE_SECONDS: Final = 60.0
+"""A local peer that does not answer for so long is given up: what takes long must not end with a moment's stall."""
 POLL_SECONDS: Final = 0.5
 UPDATE_SECONDS: Final = 600.0
 NAMED_LAGGARDS: Final = 8
@@ -92,7 +96,7 @@ class CheckpointGroups:
                 LocalKind.CHECKPOINT_FOLLOW_NEWS,
                 local.FollowNews(seen, round(1000 * NEWS_SECONDS)),
                 local.FollowNewsReply,
-                progress_seconds=self._timeout + NEWS_SECONDS,
+                progress_seconds=max(self._timeout, PATIENCE_SECONDS),
             )
             if reply.ended:
                 return
@@ -110,6 +114,7 @@ class CheckpointGroups:
             if now != last:
                 changed(now)
                 last = now
+            await self._driver.sleep(PAUSE_SECONDS)
 
     async def update(
         self,
@@ -166,13 +171,14 @@ class CheckpointGroups:
                 LocalKind.CHECKPOINT_UPDATE_NEWS,
                 local.UpdateNews(seen, round(1000 * NEWS_SECONDS)),
                 local.UpdateNewsReply,
-                progress_seconds=self._timeout + NEWS_SECONDS,
+                progress_seconds=max(self._timeout, PATIENCE_SECONDS),
             )
             if reply.ended:
                 return
             if progress is not None and reply.number != seen:
                 progress(_update(reply, reply.switched))
             seen = reply.number
+            await self._driver.sleep(PAUSE_SECONDS)
 
     async def names(self, *, everywhere: bool = False) -> list[CheckpointInfo]:
         """The names that are published in this client's namespace, or in all of them."""
@@ -311,11 +317,23 @@ def _named(laggards: tuple[CheckpointFollower, ...]) -> str:
         return ""
     texts = []
     for each in laggards[:NAMED_LAGGARDS]:
-        what = f"{each.stage}, {each.done:.0%}" if each.stage == "fetching" else each.stage
-        what += f": {each.why}" if each.why else ""
-        texts.append(f"{each.name} ({'dead, ' if each.dead else ''}{what})")
+        texts.append(f"{each.name} ({laggard_state(each)})")
     more = len(laggards) - NAMED_LAGGARDS
     return f"; behind: {', '.join(texts)}" + (f" and {more} more" if more > 0 else "")
+
+
+def laggard_state(each: CheckpointFollower) -> str:
+    """What is the matter with a follower, in a few words."""
+    words = {
+        "fetching": f"fetching, {each.done:.0%}",
+        "waiting": "has not begun",
+        "following": "has not begun",
+        "verified": "has not switched yet",
+        "current": "has it",
+    }
+    text = words.get(each.stage, each.stage)
+    text += f": {each.why}" if each.why else ""
+    return f"dead, {text}" if each.dead else text
 
 
 def _info(item: local.CheckpointEntry) -> CheckpointInfo:

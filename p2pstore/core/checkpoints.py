@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 TELL_SECONDS: Final = 1.0
 """Between two records of this peer that differ in its checkpoints. Each costs all others a signature."""
+FAILED_SECONDS: Final = 600.0
+"""For so long others are told that something failed here."""
 PERCENT: Final = 10
 """Permille by which a fetch must have gone on to be told."""
 MAX_PINS: Final = 1024
@@ -72,6 +74,8 @@ class Checkpoints:
         self._heard = 0
         self._parts: dict[tuple[bytes, bytes], Participation] = {}
         self._follows: dict[bytes, Participation] = {}
+        self._forget_at: dict[tuple[bytes, bytes], float] = {}
+        """When what failed needs not be told any more."""
         self._told: list[Participation] = []
         self._told_at = -math.inf
         self._tell_at = math.inf
@@ -312,6 +316,9 @@ class Checkpoints:
         if self._parts.get(key) != part:
             self._parts.pop(key, None)
             self._parts[key] = part
+            self._forget_at.pop(key, None)
+            if part.state == TakesPart.FAILED:
+                self._forget_at[key] = now + FAILED_SECONDS
             self._set_alarm(now)
 
     def take_no_part(self, name: bytes, version: bytes, now: float) -> None:
@@ -365,13 +372,16 @@ class Checkpoints:
 
     def tick(self, now: float) -> None:
         """Tell what is due."""
+        for name, version in [key for key, due in self._forget_at.items() if due <= now]:
+            del self._forget_at[name, version]
+            self.take_no_part(name, version, now)
         if now >= self._tell_at:
             self._told, self._told_at, self._tell_at = self.parts, now, math.inf
             self._core.gossip.offer_changed()
 
     def next_tick(self) -> float:
         """When `tick` has something to do."""
-        return self._tell_at
+        return min(self._tell_at, *self._forget_at.values(), math.inf)
 
     # --- inside ------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Final
 
+import trio
+
 from p2pstore.checkpoint.group import Laggard
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoints import Head
@@ -22,6 +24,8 @@ from p2pstore.peer.local_answers import MAX_WAIT_SECONDS
 from p2pstore.peer.node import Node
 from p2pstore.wire import Empty, Message
 
+PACE_SECONDS: Final = 0.5
+"""Between two looks at how far members are."""
 STATE_NAMES: Final = {int(state): state.name.lower() for state in TakesPart}
 
 
@@ -42,6 +46,7 @@ class LocalGroups:
         seen: object = None
         while True:
             seen = await self._node.checkpoint_news(seen)
+            await trio.sleep(PACE_SECONDS)
             self._paces.look(
                 {
                     (state.member, part.version): part.done_permille
@@ -65,24 +70,38 @@ class LocalGroups:
         order = FollowOrder(
             message.namespace, message.name, message.publisher or None, message.keep
         )
-        for other in self._follows.values():
-            if (other.order.namespace, other.order.name) == (order.namespace, order.name):
-                raise ValueError(f"this peer follows checkpoint {order.name!r} already")
         directory = HeldDirectory(client.directory, message.path)
+        before = self._follows_already(order, directory)
         following = Following(self._node, _Preparer(self._service), order, directory)
         self._follows[client.holder] = following
 
         async def run() -> Message:
             try:
+                if before is not None:
+                    await before.stop()
                 with in_users_words(directory):
                     await following.run()
                 return Empty()
             finally:
-                following.news.end()
-                following.looked.set()
                 directory.close()
 
         return run()
+
+    def _follows_already(self, order: FollowOrder, directory: HeldDirectory) -> Following | None:
+        """Whoever follows the name to the same directory: its client may be gone, and this peer not know it yet. To
+        another one: raises `ValueError`, as a peer says of a name once how far it is."""
+        for other in self._follows.values():
+            if (other.order.namespace, other.order.name) != (order.namespace, order.name):
+                continue
+            if other.ended.is_set():
+                continue
+            if other.directory.identity == directory.identity:
+                return other
+            directory.close()
+            raise ValueError(
+                f"this peer follows checkpoint {order.name!r} already, to {other.directory.shown}"
+            )
+        return None
 
     async def follow_news(
         self, client: LocalClient, message: local.FollowNews

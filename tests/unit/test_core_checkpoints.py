@@ -338,6 +338,8 @@ def test_what_failed_says_why_in_few_words(world: Harness) -> None:
     world.pass_time(0.01)
     (said,) = told(world)
     assert said.why == "ä" * 60
+    world.pass_time(602.0)
+    assert told(world) == [], "it is told for a while"
 
 
 def test_older_peers_take_no_part(world: Harness) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from mooncake_p2p.errors import describe
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
     Json,
@@ -20,6 +21,7 @@ from mooncake_p2p.options import (
     parse_timeout,
 )
 from mooncake_p2p.output import confirm, print_json, print_table, printable, progress, remark
+from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
 from p2pstore.objects import format_bytes
 
 if TYPE_CHECKING:
@@ -90,21 +92,30 @@ def checkpoint_follow(
     from mooncake_p2p.on_switch import OnSwitch
 
     on_switch = None if command is None else OnSwitch(command, name, directory)
-    with connected(socket, namespace, timeout) as client:
-        told = ""
+    told: str | None = None
 
-        def changed(now: FollowedCheckpoint) -> None:
-            nonlocal told
-            if json:
-                print_json(asdict(now))
-            line = _follow_line(name, now)
-            if line != told and not json:
-                remark(line)
-            told = line
-            if on_switch is not None and now.current:
-                on_switch.used(now.current)
+    def changed(now: FollowedCheckpoint) -> None:
+        nonlocal told
+        if json:
+            print_json(asdict(now))
+        line = _follow_line(name, now)
+        if line != told and not json:
+            remark(line)
+        told = line
+        if on_switch is not None and now.current:
+            on_switch.used(now.current)
 
-        client.checkpoints.follow(name, directory, changed, publisher=publisher, keep=keep)
+    while True:
+        try:
+            with connected(socket, namespace, timeout) as client:
+                client.checkpoints.follow(name, directory, changed, publisher=publisher, keep=keep)
+        except (NoLocalPeer, StoreClosed, DeadlineExceeded) as error:
+            if told is None:  # it never began
+                raise
+            if told:
+                remark(f"error: {describe(error)}; trying again until the peer is back")
+            told = ""
+            time.sleep(LOOK_SECONDS)
 
 
 def _follow_line(name: str, now: FollowedCheckpoint) -> str:
@@ -193,10 +204,9 @@ def _print_failed_update(name: str, error: Exception, json: bool) -> None:
 
 
 def _laggard(each: CheckpointFollower) -> str:
-    state = f"{each.stage} {each.done:.0%}" if each.stage == "fetching" else each.stage
-    return (
-        f"{each.name} ({'dead, ' if each.dead else ''}{state}{f': {each.why}' if each.why else ''})"
-    )
+    from p2pstore.client.checkpoint_groups import laggard_state
+
+    return f"{each.name} ({laggard_state(each)})"
 
 
 # --- what is known -----------------------------------------------------------------------------
@@ -274,7 +284,7 @@ def status_lines(info: CheckpointInfo) -> list[str]:
     if failed:
         figures.append(f"{failed} failed")
     if followers:
-        figures.append(f"{len(followers)} followers")
+        figures.append(f"{len(followers)} follower{'' if len(followers) == 1 else 's'}")
         if info.switched:
             figures.append(f"{using} of them use {info.switched[:SHORT_DIGITS]}")
     return [*lines, "; ".join(figures)]

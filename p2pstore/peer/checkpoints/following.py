@@ -31,7 +31,7 @@ from p2pstore.checkpoint.target_directory import (
     current_version,
     switch_current,
 )
-from p2pstore.errors import ConfigError, NoSuchKey, P2PStoreError
+from p2pstore.errors import ConfigError, NoSuchKey, P2PStoreError, Unavailable
 from p2pstore.gossip.checkpoints import Head
 from p2pstore.gossip.records import PeerId, TakesPart
 from p2pstore.peer.checkpoints.held_directory import HeldDirectory
@@ -87,10 +87,13 @@ class Following:
         self.head: Head | None = None
         self.job = Job()
         """Of the version that is being fetched."""
+        self.ended = trio.Event()
+        self.directory = directory
+        self._scope = trio.CancelScope()
+        self._told: object = None
         self._node = node
         self._checkpoints = node.core.checkpoints
         self._preparer = preparer
-        self._directory = directory
         self.follower = Follower(b"", ())
         self.looked = trio.Event()
         """It is known what there is of an earlier life."""
@@ -99,9 +102,24 @@ class Following:
         self._fetching = trio.CancelScope()
 
     async def run(self) -> None:
-        """Follow until cancelled. Raises `ValueError` when the name has several publishers and none is trusted, and
-        `OSError` when the directory cannot be read."""
-        self.follower = await trio.to_thread.run_sync(_look, self._directory.path)
+        """Follow until cancelled. Raises `ValueError` when the name has several publishers and none is trusted,
+        `ConfigError` when the directory cannot be read, and `Unavailable` after `stop`."""
+        try:
+            with self._scope:
+                await self._follow()
+        finally:
+            self.looked.set()
+            self.ended.set()
+            self.news.end()
+        raise Unavailable(f"{self.order.name} is followed by another process now")
+
+    async def stop(self) -> None:
+        """End it; somebody else takes over."""
+        self._scope.cancel()
+        await self.ended.wait()
+
+    async def _follow(self) -> None:
+        self.follower = await trio.to_thread.run_sync(_look, self.directory.path)
         self.looked.set()
         head = self.head = await self._first_head()
         try:
@@ -153,6 +171,9 @@ class Following:
     def _say(self) -> None:
         assert self.head is not None
         said = self.follower.said
+        if self._told == (said, self.head.digest):
+            return
+        self._told = said, self.head.digest
         self._checkpoints.follow(
             self.head.digest, said.version, TOLD[said.stage], said.current, self._node.now, said.why
         )
@@ -176,12 +197,12 @@ class Following:
         with scope:
             try:
                 await self._preparer.prepare(
-                    self.order, version, self.head.publisher, self._directory.again(), self.job
+                    self.order, version, self.head.publisher, self.directory.again(), self.job
                 )
                 event = Prepared(version)
                 logger.info("%s is verified", self._called(version), extra=_EVENT)
             except (P2PStoreError, OSError, ValueError) as error:
-                why = self._directory.say(str(error))
+                why = self.directory.say(str(error))
                 logger.warning("%s cannot be had: %s", self._called(version), why, extra=_EVENT)
                 event = NotPrepared(version, why)
         self._happens(event)
@@ -189,17 +210,17 @@ class Following:
     async def _switch_to(self, version: bytes) -> None:
         event: Event
         try:
-            await trio.to_thread.run_sync(switch_current, self._directory.path, version)
+            await trio.to_thread.run_sync(switch_current, self.directory.path, version)
             event = Switched(version)
             logger.info("%s is in use", self._called(version), extra=_EVENT)
         except OSError as error:
-            why = self._directory.say(str(error))
+            why = self.directory.say(str(error))
             logger.warning("%s cannot be switched to: %s", self._called(version), why, extra=_EVENT)
             event = NotSwitched(version, why, isinstance(error, FileNotFoundError))
         self._happens(event)
 
     def _called(self, version: bytes) -> str:
-        return f"checkpoint {self.order.name}@{format_version(version)} in {self._directory.shown}"
+        return f"checkpoint {self.order.name}@{format_version(version)} in {self.directory.shown}"
 
 
 _EVENT: Final = {"event": "checkpoint_followed"}

@@ -30,7 +30,11 @@ from p2pstore.checkpoint.manifest import (
 from p2pstore.checkpoint.paths import check_checkpoint_name
 from p2pstore.checkpoint.piece_map import full_map, pieces_in
 from p2pstore.checkpoint.source_directory import SourceDirectory
-from p2pstore.checkpoint.target_directory import DirectoryInUse, TargetDirectory
+from p2pstore.checkpoint.target_directory import (
+    DirectoryInUse,
+    TargetDirectory,
+    complete_versions,
+)
 from p2pstore.errors import (
     CapacityExceeded,
     CheckpointChanged,
@@ -450,6 +454,17 @@ class PeerCheckpoints:
             target.close()
 
         await trio.to_thread.run_sync(finish)
+        if not bringing.order.flat:
+            await self._stop_forgotten(bringing.directory)
+
+    async def _stop_forgotten(self, directory: HeldDirectory) -> None:
+        """Pass on no more what was removed from a directory because newer versions came."""
+        there = await trio.to_thread.run_sync(complete_versions, directory.path)
+        for part in list(self._parts.values()):
+            if part.jobs or part.run.version in there or not part.run.complete:
+                continue
+            if isinstance(part.run.store, _Holding) and part.run.store.fetched_to(directory):
+                await self.stop(part.run.version)
 
     # --- swarms ------------------------------------------------------------------------------
 
@@ -560,6 +575,11 @@ class _Holding:
     @property
     def have(self) -> int:
         return self._store.have
+
+    def fetched_to(self, directory: HeldDirectory) -> bool:
+        """Whether it was fetched to this directory."""
+        fetched = isinstance(self._store, TargetDirectory)
+        return fetched and self._directory.identity == directory.identity
 
     def close(self) -> None:
         """Let go of both."""
