@@ -7,7 +7,7 @@ from typing import Final
 
 import trio
 
-from p2pstore.checkpoint.group import Laggard
+from p2pstore.checkpoint.group import Laggard, Stage
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoints import Head
 from p2pstore.gossip.records import Participation, PeerId, TakesPart
@@ -39,6 +39,8 @@ class LocalGroups:
         self._known = node.core.checkpoints
         self._follows: dict[int, Following] = {}
         self._updates: dict[int, Updating] = {}
+        self._failed: set[int] = set()
+        """Clients whose follow could not begin."""
         self._paces = Paces()
 
     async def watch(self) -> None:
@@ -60,6 +62,7 @@ class LocalGroups:
     def client_gone(self, client: LocalClient) -> None:
         """What it had begun was cancelled."""
         self._follows.pop(client.holder, None)
+        self._failed.discard(client.holder)
         self._updates.pop(client.holder, None)
 
     # --- following ---------------------------------------------------------------------------
@@ -70,8 +73,10 @@ class LocalGroups:
         order = FollowOrder(
             message.namespace, message.name, message.publisher or None, message.keep
         )
+        self._failed.add(client.holder)  # until it has begun
         directory = HeldDirectory(client.directory, message.path)
         before = self._follows_already(order, directory)
+        self._failed.discard(client.holder)
         following = Following(self._node, _Preparer(self._service), order, directory)
         self._follows[client.holder] = following
 
@@ -108,6 +113,8 @@ class LocalGroups:
     ) -> local.FollowNewsReply:
         """How the follow of this connection is."""
         following = self._follows.get(client.holder)
+        if client.holder in self._failed:  # the answer to the request itself says why
+            return local.FollowNewsReply(0, b"", "", b"", Stage.WAITING.value, b"", ended=True)
         if following is None:
             raise ValueError("nothing is followed on this connection")
         await following.looked.wait()
