@@ -274,6 +274,10 @@ PAGES: Final[dict[str, Page]] = {
             "mooncake-p2p checkpoint publish llama out --wait-seeded && rm -r out",
             "Keep the files until the others have all of them among them.",
         ),
+        (
+            "mooncake-p2p checkpoint publish llama out --wait-followers 8 --timeout 5m",
+            "Until eight followers have it; `checkpoint update` has them use it.",
+        ),
         also=(4, 5),
         meaning={1: "failed; also when a file changed meanwhile"},
     ),

@@ -53,9 +53,9 @@ def followers(*started: Follower) -> Iterator[None]:
             each.process.wait()
 
 
-def publish(peer: Peer, directory: Path, size: int) -> str:
+def publish(peer: Peer, directory: Path, size: int, *options: str) -> str:
     make_files(directory, {"weights": size})
-    result = done(peer.run("checkpoint", "publish", "model", str(directory), "--json"))
+    result = done(peer.run("checkpoint", "publish", "model", str(directory), "--json", *options))
     version = json.loads(result.stdout)["version"]
     assert isinstance(version, str)
     return version
@@ -86,8 +86,7 @@ def test_nobody_switches_before_all_are_ready_whoever_is_stopped_or_killed() -> 
         folder = machine.folder
         one, two = Follower(b, folder / "one"), Follower(c, folder / "two")
         with followers(one, two):
-            first = publish(publisher, folder / "v1", 300_000)
-            until_verified(publisher, {"b", "c"}, first)
+            first = publish(publisher, folder / "v1", 300_000, "--wait-followers", "2")
             assert (one.current, two.current) == ("", "")
             updated = done(publisher.run("checkpoint", "update", "model", "--json"))
             assert json.loads(updated.stdout)["using"] == 2
@@ -105,6 +104,10 @@ def test_nobody_switches_before_all_are_ready_whoever_is_stopped_or_killed() -> 
             until_verified(publisher, {"b", "c"}, second)
             done(publisher.run(*until[:-1], "60"))
             eventually(lambda: one.current == two.current == second, SECONDS)
+
+            late = (*("checkpoint", "publish", "model"), str(folder / "v2"))
+            said = failed(publisher.run(*late, "--wait-followers", "3", "--timeout", "1"), 5)
+            assert "2 of 3 followers have" in said
 
             # A peer is killed when it has the next version and does not use it yet. Its follow waits for it.
             third = publish(publisher, folder / "v3", 300_002)
