@@ -51,13 +51,14 @@ if TYPE_CHECKING:
 
 TELL_SECONDS: Final = 1.0
 """Between two records of this peer that differ in its checkpoints. Each costs all others a signature."""
+FAILED_SECONDS: Final = 600.0
+"""For so long others are told that something failed here."""
 PERCENT: Final = 10
 """Permille by which a fetch must have gone on to be told."""
 MAX_PINS: Final = 1024
 MAX_NOTES: Final = 64
-MOVES_PIECES: Final = frozenset(
-    {TakesPart.FETCHING, TakesPart.VERIFIED, TakesPart.SEEDING, TakesPart.PUBLISHING}
-)
+MOVES_PIECES: Final = frozenset({TakesPart.FETCHING, TakesPart.SEEDING, TakesPart.PUBLISHING})
+HAS_ALL: Final = frozenset({TakesPart.VERIFIED, TakesPart.SEEDING, TakesPart.PUBLISHING})
 
 Name = tuple[str, str]
 """(namespace, name of a checkpoint)."""
@@ -72,6 +73,9 @@ class Checkpoints:
         self._records = core.gossip.cluster_records
         self._heard = 0
         self._parts: dict[tuple[bytes, bytes], Participation] = {}
+        self._follows: dict[bytes, Participation] = {}
+        self._forget_at: dict[tuple[bytes, bytes], float] = {}
+        """When what failed needs not be told any more."""
         self._told: list[Participation] = []
         self._told_at = -math.inf
         self._tell_at = math.inf
@@ -292,7 +296,12 @@ class Checkpoints:
     @property
     def parts(self) -> list[Participation]:
         """What this peer has or wants, as its record is to say it."""
-        return list(self._parts.values())[-MAX_PARTICIPATIONS:]
+        parts = dict(self._parts)
+        for follows in self._follows.values():
+            key = (follows.name, follows.version)
+            moves = parts.pop(key, None)
+            parts[key] = follows if moves is None else _both(follows, moves)
+        return list(parts.values())[-MAX_PARTICIPATIONS:]
 
     @property
     def told(self) -> list[Participation]:
@@ -300,14 +309,16 @@ class Checkpoints:
         return self._told
 
     def take_part(self, part: Participation, now: float) -> None:
-        """Have the others know what this peer has of a version, or that it follows a name: a new state within a second,
-        how far it is when that has changed by a percent."""
-        why = part.why.encode(errors="replace")[:MAX_WHY_BYTES].decode(errors="ignore")
-        part = msgspec.structs.replace(part, version=short_version(part.version), why=why)
+        """Have the others know what this peer has of a version: a new state within a second, how far it is when that
+        has changed by a percent."""
+        part = _shortened(part)
         key = (part.name, part.version)
         if self._parts.get(key) != part:
             self._parts.pop(key, None)
             self._parts[key] = part
+            self._forget_at.pop(key, None)
+            if part.state == TakesPart.FAILED:
+                self._forget_at[key] = now + FAILED_SECONDS
             self._set_alarm(now)
 
     def take_no_part(self, name: bytes, version: bytes, now: float) -> None:
@@ -315,15 +326,62 @@ class Checkpoints:
         if self._parts.pop((name, short_version(version)), None) is not None:
             self._set_alarm(now)
 
+    def follow(
+        self,
+        digest: bytes,
+        version: bytes,
+        state: TakesPart,
+        current: bytes,
+        now: float,
+        why: str = "",
+    ) -> None:
+        """Have the others know that this peer follows a publisher's name: the version that it is to use next, or uses,
+        how far it is with it, and the one that it uses."""
+        part = _shortened(
+            Participation(
+                digest, version, int(state), 1000 * (state in HAS_ALL), True, current, why
+            )
+        )
+        if self._follows.get(digest) != part:
+            self._follows[digest] = part
+            self._set_alarm(now)
+
+    def follow_no_more(self, digest: bytes, now: float) -> None:
+        """This peer does not follow the name any more."""
+        if self._follows.pop(digest, None) is not None:
+            self._set_alarm(now)
+
+    def followers(self, digest: bytes) -> dict[Member, Participation]:
+        """The living members that follow a publisher's name."""
+        return {
+            member: part
+            for member, parts in self.parts_of(digest).items()
+            for part in parts
+            if part.follows
+        }
+
+    def gone_from(self, digest: bytes, members: Iterable[Member]) -> list[Member]:
+        """Those of them that follow the name no more: they say so, or have left. Not the dead."""
+        following = self.followers(digest)
+        gone = []
+        for member in members:
+            state = self._core.gossip.membership.resolve(member)
+            if member not in following and (state is None or state.live or state.leaving):
+                gone.append(member)
+        return gone
+
     def tick(self, now: float) -> None:
         """Tell what is due."""
+        for name, version in [key for key, due in self._forget_at.items() if due <= now]:
+            del self._forget_at[name, version]
+            self.take_no_part(name, version, now)
         if now >= self._tell_at:
             self._told, self._told_at, self._tell_at = self.parts, now, math.inf
             self._core.gossip.offer_changed()
 
     def next_tick(self) -> float:
         """When `tick` has something to do."""
-        return self._tell_at
+        return min(self._tell_at, *self._forget_at.values(), math.inf)
 
     # --- inside ------------------------------------------------------------------------------
 
@@ -366,6 +424,28 @@ class Checkpoints:
 
     def _name(self, peer_id: PeerId) -> str:
         return self._core.name_of(peer_id)
+
+
+def _both(follows: Participation, moves: Participation) -> Participation:
+    """What a peer says that follows a name, and moves pieces of the version that it is to use next. These may go to
+    another directory than the follower's: they do not make that one complete."""
+    if follows.state == TakesPart.FAILED:
+        return follows
+    if follows.state in HAS_ALL:
+        state = moves.state if moves.state in HAS_ALL else int(TakesPart.SEEDING)
+        return msgspec.structs.replace(follows, state=state)
+    done = 0 if moves.state in HAS_ALL else moves.done_permille
+    return msgspec.structs.replace(follows, state=int(TakesPart.FETCHING), done_permille=done)
+
+
+def _shortened(part: Participation) -> Participation:
+    """As records have it."""
+    return msgspec.structs.replace(
+        part,
+        version=short_version(part.version),
+        current=short_version(part.current),
+        why=part.why.encode(errors="replace")[:MAX_WHY_BYTES].decode(errors="ignore"),
+    )
 
 
 def _difference(told: list[Participation], now: list[Participation]) -> bool | None:

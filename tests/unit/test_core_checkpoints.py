@@ -278,6 +278,49 @@ def test_own_parts_are_told_but_not_each_step_of_them(world: Harness) -> None:
     assert told(world) == []
 
 
+def test_a_follower_says_what_it_is_to_use_beside_what_moves(world: Harness) -> None:
+    checkpoints, name, now = world.core.checkpoints, b"n" * 16, world.now
+    checkpoints.follow(name, b"", TakesPart.FOLLOWING, b"", now)
+    assert checkpoints.parts == [Participation(name, b"", TakesPart.FOLLOWING, 0, True)]
+    checkpoints.follow(name, V1, TakesPart.FOLLOWING, b"", now)
+    checkpoints.take_part(part(V1, done_permille=300), now)
+    assert checkpoints.parts == [part(V1, done_permille=300, follows=True)]
+    checkpoints.follow(name, V1, TakesPart.FAILED, b"", now, "disk full")
+    assert checkpoints.parts == [part(V1, TakesPart.FAILED, follows=True, why="disk full")]
+    checkpoints.take_part(part(V1, TakesPart.SEEDING, done_permille=1000), now)
+    checkpoints.follow(name, V1, TakesPart.FOLLOWING, b"", now)
+    assert checkpoints.parts == [part(V1, follows=True)], "it was fetched to another directory"
+    checkpoints.follow(name, V1, TakesPart.VERIFIED, b"", now)
+    used = part(V1, TakesPart.SEEDING, done_permille=1000, follows=True)
+    assert checkpoints.parts == [used]
+    checkpoints.follow(name, V2, TakesPart.FOLLOWING, V1, now)
+    assert checkpoints.parts == [
+        part(V1, TakesPart.SEEDING, done_permille=1000),
+        part(V2, TakesPart.FOLLOWING, follows=True, current=V1[:8]),
+    ]
+    checkpoints.take_no_part(name, V1, now)
+    checkpoints.follow_no_more(name, now)
+    assert checkpoints.parts == []
+
+
+def test_followers_and_those_who_follow_no_more(world: Harness) -> None:
+    one, two, three = world.others
+    checkpoints, name = world.core.checkpoints, b"n" * 16
+    follows = part(V1, TakesPart.VERIFIED, follows=True)
+    for each in (one, two, three):
+        world.offer(each, checkpoints=[part(V2, TakesPart.SEEDING), follows])
+    assert checkpoints.participants(V1) == {}, "what is verified is not given away"
+    assert checkpoints.followers(name) == dict.fromkeys(
+        (one.member, two.member, three.member), follows
+    )
+    world.die(one)
+    world.offer(two, checkpoints=[])
+    world.offer(three, leaving=True, checkpoints=[follows])
+    assert checkpoints.followers(name) == {}
+    members = [one.member, two.member, three.member]
+    assert checkpoints.gone_from(name, members) == [two.member, three.member]
+
+
 def test_progress_is_told_less_often_in_a_large_cluster() -> None:
     world = Harness(others=200)
     checkpoints = world.core.checkpoints
@@ -295,6 +338,8 @@ def test_what_failed_says_why_in_few_words(world: Harness) -> None:
     world.pass_time(0.01)
     (said,) = told(world)
     assert said.why == "ä" * 60
+    world.pass_time(602.0)
+    assert told(world) == [], "it is told for a while"
 
 
 def test_older_peers_take_no_part(world: Harness) -> None:
