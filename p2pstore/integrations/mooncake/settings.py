@@ -150,7 +150,10 @@ def peer_options(
     elif not environment.get("MOONCAKE_P2P_LISTEN") and not environment.get(
         "MOONCAKE_P2P_INTERFACE"
     ):
-        host = settings.host.rpartition(":")[0] or settings.host
+        host = settings.host
+        if not _is_address(host):
+            host = host.rpartition(":")[0] or host
+        host = host.strip("[]")
         if not _has_key(environment) or _is_loopback(host):
             options += ["--listen", "127.0.0.1:0"]
         elif _is_address(host):
@@ -180,14 +183,13 @@ def _has_key(environment: Mapping[str, str]) -> bool:
 
 def _is_address(host: str) -> bool:
     try:
-        ipaddress.ip_address(host.strip("[]"))
+        ipaddress.ip_address(host)
     except ValueError:
         return False
     return True
 
 
 def _is_loopback(host: str) -> bool:
-    bare = host.strip("[]")
-    return bare in ("", "localhost") or (
-        _is_address(bare) and ipaddress.ip_address(bare).is_loopback
+    return host in ("", "localhost") or (
+        _is_address(host) and ipaddress.ip_address(host).is_loopback
     )
