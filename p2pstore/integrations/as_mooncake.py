@@ -1,5 +1,5 @@
 """`python -m p2pstore.integrations.as_mooncake PROGRAM ARGUMENTS`, or `-m MODULE ARGUMENTS`: run a program for which
-`mooncake.store` is `p2pstore.integrations.mooncake`, in the Python processes that it starts too, by their environment."""
+`mooncake.store` is `p2pstore.integrations.mooncake`, and so it is in the Python processes that it starts."""
 
 from __future__ import annotations
 
