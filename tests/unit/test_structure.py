@@ -45,7 +45,7 @@ PYVERBS_MODULE = "p2pstore/transfer/rdma_verbs.py"
 
 CLIENT_SIDE = (
     *("p2pstore.client", "p2pstore.local", "p2pstore.blocking", "p2pstore.aio"),
-    "mooncake_p2p",
+    *("p2pstore.integrations", "mooncake_p2p"),
 )
 PEER_SIDE = ("p2pstore.peer", "p2pstore.gossip")
 JOIN = "cli/mooncake_p2p/commands/join.py"
@@ -100,6 +100,7 @@ PURE = (
     *(f"p2pstore/peer/{name}.py" for name in ("load", "metrics", "slow_operations", "traffic")),
     *(f"p2pstore/peer/checkpoints/{name}.py" for name in ("introductions", "token_bucket")),
     *(f"p2pstore/topology/{name}.py" for name in ("machine", "matrix")),
+    *(f"p2pstore/integrations/mooncake/{name}.py" for name in ("codes", "placement")),
     "p2pstore/objects.py",
     "p2pstore/location_table.py",
     "p2pstore/wire.py",

@@ -1,0 +1,42 @@
+"""Mooncake's Python API (`mooncake.store`) without a master: change the import, and nothing else has to run."""
+
+from p2pstore.integrations.mooncake.allocator import MooncakeHostMemAllocator, bind_to_numa_node
+from p2pstore.integrations.mooncake.async_store import MooncakeDistributedStoreAsync
+from p2pstore.integrations.mooncake.codes import ErrorCode
+from p2pstore.integrations.mooncake.memory import BufferHandle
+from p2pstore.integrations.mooncake.placement import (
+    ObjectDataType,
+    ReplicaStatus,
+    ReplicateConfig,
+    SoftPinAction,
+    TaskStatus,
+    TaskType,
+)
+from p2pstore.integrations.mooncake.replicas import (
+    Descriptor,
+    DiskDescriptor,
+    MemoryDescriptor,
+    QueryTaskResponse,
+    ReplicaDescriptor,
+)
+from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
+
+__all__ = [
+    "BufferHandle",
+    "Descriptor",
+    "DiskDescriptor",
+    "ErrorCode",
+    "MemoryDescriptor",
+    "MooncakeDistributedStore",
+    "MooncakeDistributedStoreAsync",
+    "MooncakeHostMemAllocator",
+    "ObjectDataType",
+    "QueryTaskResponse",
+    "ReplicaDescriptor",
+    "ReplicaStatus",
+    "ReplicateConfig",
+    "SoftPinAction",
+    "TaskStatus",
+    "TaskType",
+    "bind_to_numa_node",
+]

@@ -1,0 +1,331 @@
+"""Objects from and into memory of the caller, which is named by its address."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from p2pstore.errors import LeaseLimitExceeded, P2PStoreError
+from p2pstore.integrations.mooncake.codes import alike
+from p2pstore.integrations.mooncake.memory import view_at
+from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ObjectCalls
+from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
+from p2pstore.integrations.mooncake.scratch import Scratch, copy, gather, scatter
+
+GROUP_BYTES = 64 * 1024 * 1024
+"""What is gathered or scattered at one time."""
+
+
+class AddressCalls(ObjectCalls):
+    """Calls that move each byte once, between the caller's memory and a peer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scratch = Scratch()
+
+    # --- registering -------------------------------------------------------------------------
+
+    def register_buffer(self, buffer_ptr: int, size: int) -> int:
+        """Tell the store of memory that is used again and again: its pages are provided. Returns 0, or -600 when a
+        part of it is registered already. Memory that is not registered may be used as well."""
+        try:
+            self._live  # noqa: B018 - raises when there is no connection
+            return 0 if self._buffers.add(buffer_ptr, size) else INVALID
+        except FAILURES as error:
+            return self._code(error)
+
+    def unregister_buffer(self, buffer_ptr: int) -> int:
+        """Undo `register_buffer`: 0, or -600 when no registered buffer begins there."""
+        return 0 if self._buffers.drop(buffer_ptr) else INVALID
+
+    def alloc_from_mem_pool(self, size: int) -> int:
+        """The address of `size` bytes of new memory, which is freed when the store is closed."""
+        from p2pstore.integrations.mooncake.allocator import MooncakeHostMemAllocator
+
+        allocator = MooncakeHostMemAllocator()
+        address = allocator.alloc(size)
+        self._at_close.append(lambda: allocator.close())
+        return address
+
+    # --- one object --------------------------------------------------------------------------
+
+    def put_from(
+        self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = DEFAULT_CONFIG
+    ) -> int:
+        """Store `size` bytes from an address. An object that exists stays; size 0 is 0, and stores nothing."""
+        return self._put_from(key, buffer_ptr, size, config)
+
+    def upsert_from(
+        self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = DEFAULT_CONFIG
+    ) -> int:
+        """`put_from` that replaces an object that exists."""
+        return self._put_from(key, buffer_ptr, size, config, overwrite=True)
+
+    def put_from_with_metadata(
+        self,
+        key: str,
+        buffer_ptr: int,
+        metadata_buffer_ptr: int,
+        size: int,
+        metadata_size: int,
+        config: ReplicateConfig = DEFAULT_CONFIG,
+    ) -> int:
+        """Store metadata and then the value as one object; size 0 stores nothing. As in Mooncake, errors are
+        *positive* here: 600 for -600."""
+        try:
+            if not size:
+                return 0
+            value = view_at(buffer_ptr, size)
+            if not metadata_size:
+                return -self._put_from(key, buffer_ptr, size, config)
+            parts = [view_at(metadata_buffer_ptr, metadata_size), value]
+            with self._scratch.room(size + metadata_size) as room:
+                gather(room, parts)
+                return self._store(key, room, config)
+        except FAILURES as error:
+            return -self._code(error)
+
+    def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
+        """Write the value to an address where `size` bytes have room. Returns its length, -704 for a key that nobody
+        has, -600 for one that has no room there, -800 when none of its holders could be read."""
+        try:
+            return self._live.get_into(key, view_at(buffer_ptr, size))
+        except FAILURES as error:
+            return self._read_code(error)
+
+    # --- many objects ------------------------------------------------------------------------
+
+    def batch_put_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        config: ReplicateConfig = DEFAULT_CONFIG,
+    ) -> list[int]:
+        """`put_from` for many, in few requests; a code for each. Size 0 is -600 here."""
+        return self._batch_put_from(keys, buffer_ptrs, sizes, config)
+
+    def batch_upsert_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        config: ReplicateConfig = DEFAULT_CONFIG,
+    ) -> list[int]:
+        """`batch_put_from` that replaces objects that exist."""
+        return self._batch_put_from(keys, buffer_ptrs, sizes, config, overwrite=True)
+
+    def batch_get_into(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        """`get_into` for many, in few requests; a length or a code for each. Lists of different lengths: -600 for each
+        key."""
+        if not alike(keys, buffer_ptrs, sizes):
+            return [INVALID] * len(keys)
+        try:
+            views = [view_at(*each) for each in zip(buffer_ptrs, sizes, strict=True)]
+        except ValueError:
+            return [self.get_into(*each) for each in zip(keys, buffer_ptrs, sizes, strict=True)]
+        return self._get_many_into(keys, views)
+
+    def batch_put_from_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        config: ReplicateConfig = DEFAULT_CONFIG,
+    ) -> list[int]:
+        """Store objects of which each lies in several places, one after the other; a code for each."""
+        if not alike(keys, all_buffer_ptrs, all_sizes):
+            return [INVALID] * len(keys)
+        codes = [INVALID] * len(keys)
+        good = _several_views(all_buffer_ptrs, all_sizes)
+        for group in _groups({number: sum(map(len, views)) for number, views in good.items()}):
+            total = sum(sum(map(len, good[number])) for number in group)
+            with self._scratch.room(total) as room:
+                values, at = [], 0
+                for number in group:
+                    length = sum(map(len, good[number]))
+                    gather(room[at : at + length], good[number])
+                    values.append(room[at : at + length])
+                    at += length
+                some = [keys[number] for number in group]
+                stored = self._store_many(some, values, config, same_node=True)
+            for number, code in zip(group, stored, strict=True):
+                codes[number] = code
+        return codes
+
+    def batch_get_into_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        prefer_alloc_in_same_node: bool = False,
+    ) -> list[int]:
+        """Write each value to several places, one after the other; a length or a code for each. Places with more room
+        than the value has are filled as far as it goes (Mooncake: -800)."""
+        if not alike(keys, all_buffer_ptrs, all_sizes):
+            return [INVALID] * len(keys)
+        codes = [INVALID] * len(keys)
+        good = _several_views(all_buffer_ptrs, all_sizes)
+        for group in _groups({number: sum(map(len, views)) for number, views in good.items()}):
+            lengths = [sum(map(len, good[number])) for number in group]
+            with self._scratch.room(sum(lengths)) as room:
+                values, at = [], 0
+                for length in lengths:
+                    values.append(room[at : at + length])
+                    at += length
+                got = self._get_many_into([keys[number] for number in group], values)
+                for number, code, value in zip(group, got, values, strict=True):
+                    codes[number] = code
+                    if code > 0:
+                        scatter(value[:code], good[number])
+        return codes
+
+    def get_into_ranges(
+        self,
+        buffer_ptrs: Sequence[int],
+        all_keys: Sequence[Sequence[str]],
+        all_dst_offsets: Sequence[Sequence[Sequence[int]]],
+        all_src_offsets: Sequence[Sequence[Sequence[int]]],
+        all_sizes: Sequence[Sequence[Sequence[int]]],
+    ) -> list[list[list[int]]]:
+        """Copy ranges of objects to places in buffers: for each buffer its keys, for each of these offsets in the
+        buffer, offsets in the object and sizes. The answer has that shape: bytes copied, or a code, -600 for a range
+        that the object or the registered buffer does not have. An object that is not on this machine is brought to
+        its peer's memory as a whole."""
+        if not alike(buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes):
+            return [
+                [[INVALID for _ in some] for some in sizes]
+                for sizes in all_sizes[: len(buffer_ptrs)]
+            ]
+        objects: dict[str, memoryview | int] = {}
+        answer = []
+        for pointer, keys, targets, sources, sizes in zip(
+            buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes, strict=True
+        ):
+            if not alike(keys, targets, sources, sizes):
+                answer.append([[INVALID for _ in some] for some in sizes])
+                continue
+            codes = []
+            for key, into, out_of, lengths in zip(keys, targets, sources, sizes, strict=True):
+                if key not in objects:
+                    objects[key] = self._whole(key)
+                codes.append(self._copy_ranges(objects[key], pointer, into, out_of, lengths))
+            answer.append(codes)
+        return answer
+
+    # --- for the other calls -----------------------------------------------------------------
+
+    def _whole(self, key: str) -> memoryview | int:
+        """The object in place, or the code that says why not."""
+        try:
+            return self._live.take_lease(key)
+        except LeaseLimitExceeded:
+            try:
+                return memoryview(self._live.get(key))
+            except FAILURES as error:
+                return self._read_code(error)
+        except FAILURES as error:
+            return self._read_code(error)
+
+    def _copy_ranges(
+        self,
+        value: memoryview | int,
+        pointer: int,
+        into: Sequence[int],
+        out_of: Sequence[int],
+        lengths: Sequence[int],
+    ) -> list[int]:
+        if not alike(into, out_of, lengths):
+            return [INVALID] * len(lengths)
+        if isinstance(value, int):
+            return [value] * len(lengths)
+        room = self._buffers.size_at(pointer)
+        codes = []
+        for target, source, length in zip(into, out_of, lengths, strict=True):
+            inside = min(source, length) >= 0 and source + length <= len(value)
+            if not inside or target < 0 or (room is not None and target + length > room):
+                codes.append(INVALID)
+                continue
+            try:
+                copy(view_at(pointer + target, length), value[source : source + length])
+            except ValueError:
+                codes.append(INVALID)
+            else:
+                codes.append(length)
+        return codes
+
+    def _put_from(
+        self,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        config: ReplicateConfig,
+        *,
+        overwrite: bool = False,
+    ) -> int:
+        try:
+            if not size:
+                self._live  # noqa: B018 - raises when there is no connection
+                return 0
+            return self._store(key, view_at(buffer_ptr, size), config, overwrite=overwrite)
+        except FAILURES as error:
+            return self._code(error)
+
+    def _batch_put_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        config: ReplicateConfig,
+        *,
+        overwrite: bool = False,
+    ) -> list[int]:
+        if not alike(keys, buffer_ptrs, sizes):
+            return [INVALID] * len(keys)
+        if 0 in sizes or 0 in buffer_ptrs:
+            return [
+                self._put_from(key, pointer, size, config, overwrite=overwrite) if size else INVALID
+                for key, pointer, size in zip(keys, buffer_ptrs, sizes, strict=True)
+            ]
+        try:
+            views = [view_at(*each) for each in zip(buffer_ptrs, sizes, strict=True)]
+        except ValueError as error:
+            return [self._code(error)] * len(keys)
+        return self._store_many(keys, views, config, overwrite=overwrite)
+
+    def _get_many_into(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
+        try:
+            results = self._live.get_many_into(list(zip(keys, views, strict=True)))
+        except (P2PStoreError, ValueError) as error:
+            return [self._read_code(error)] * len(keys)
+        return [
+            each.unwrap() if each.error is None else self._read_code(each.error) for each in results
+        ]
+
+
+def _several_views(
+    all_pointers: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]]
+) -> dict[int, list[memoryview]]:
+    """The places of each object, by its number; those of objects that were named wrongly are missing."""
+    found = {}
+    for number, (pointers, sizes) in enumerate(zip(all_pointers, all_sizes, strict=True)):
+        if pointers and len(pointers) == len(sizes):
+            try:
+                found[number] = [view_at(*each) for each in zip(pointers, sizes, strict=True)]
+            except ValueError:
+                continue
+    return found
+
+
+def _groups(lengths: dict[int, int]) -> list[list[int]]:
+    """The numbers, cut into runs of at most 64 MiB, or one."""
+    groups: list[list[int]] = []
+    total = 0
+    for number, length in lengths.items():
+        if not groups or total + length > GROUP_BYTES:
+            groups.append([])
+            total = 0
+        groups[-1].append(number)
+        total += length
+    return groups

@@ -1,0 +1,227 @@
+"""What all calls of a store stand on: its connection, and errors as codes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from p2pstore import blocking
+from p2pstore.blocking import BlockingClient
+from p2pstore.errors import (
+    AmbiguousLocalPeer,
+    NoLocalPeer,
+    NoSuchKey,
+    P2PStoreError,
+    StoreClosed,
+)
+from p2pstore.integrations.mooncake.codes import ErrorCode, code_of
+from p2pstore.integrations.mooncake.memory import Registrations
+from p2pstore.integrations.mooncake.own_peer import OwnPeer
+from p2pstore.integrations.mooncake.settings import (
+    DEFAULT_SEGMENT_BYTES,
+    SetupSettings,
+    from_arguments,
+    peer_options,
+    takes_over,
+)
+from p2pstore.local.paths import SOCKET_VARIABLE, find_socket
+
+LOG: Final = logging.getLogger("p2pstore.mooncake")
+RECONNECT_SECONDS: Final = 1.0
+QUIET_SECONDS: Final = 10.0
+HEALTHY, NOT_SET_UP, UNREACHABLE = 0, 1, 2
+
+
+class StoreBase:
+    """A store that can be set up and closed. Its methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._client: BlockingClient | None = None
+        self._own_peer: OwnPeer | None = None
+        self._lock = threading.Lock()
+        self._retry_at = 0.0
+        self._said: dict[str, float] = {}
+        self._buffers = Registrations()
+        self._at_close: list[Callable[[], None]] = []
+
+    def setup(
+        self,
+        local_hostname: str | dict[str, Any] = "localhost",
+        metadata_server: str = "",
+        global_segment_size: int | str = DEFAULT_SEGMENT_BYTES,
+        local_buffer_size: int | str = DEFAULT_SEGMENT_BYTES,
+        protocol: str = "tcp",
+        rdma_devices: str = "",
+        master_server_addr: str = "",
+        engine: object = None,
+        enable_ssd_offload: bool = False,
+        ssd_offload_path: str = "",
+        tenant_id: str = "default",
+        enable_client_http_server: bool = False,
+        client_http_port: int = 9300,
+    ) -> int:
+        """Connect to this machine's peer; where none runs, start one that lives as long as this store. Returns 0.
+
+        The peer is the one whose socket is named (`socket` in a dict, or `MOONCAKE_P2P_SOCKET`), else the only one in
+        the usual places. One that is started offers `global_segment_size` bytes; all other settings of a peer may
+        come from the environment (`MOONCAKE_P2P_CLUSTER_KEY_FILE` and so on: see `mooncake-p2p join`).
+
+        Where this differs from Mooncake: there is no master and no metadata server. Their addresses are optional, and
+        taken as those of peers to join. When nobody is at one that belongs to this machine, the peer that is started
+        listens there itself, so that programs given the same address find each other; an address that no peer can
+        have (etcd, http, P2PHANDSHAKE) is ignored. `local_buffer_size` and `engine` are not needed. `tenant_id` (or
+        `namespace` in a dict, or `MOONCAKE_P2P_NAMESPACE`) is the namespace of all keys. A failure is raised, within
+        seconds: `P2PStoreError` or one of its kinds.
+
+        The settings may also be one dict with the parameters' names, values as text such as "16MB" included.
+        """
+        arguments = dict(locals())
+        del arguments["self"]
+        values = local_hostname if isinstance(local_hostname, dict) else arguments
+        settings = from_arguments(values, os.environ)
+        with self._lock:
+            if self._client is not None:
+                self._say("this store is set up already: close() it first")
+                return int(ErrorCode.INVALID_PARAMS)
+            for address in settings.ignored:
+                LOG.info("%s is nobody's peer: ignored, as nothing but peers is needed", address)
+            self._connect(settings)
+        return 0
+
+    def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
+        """Connect to this machine's peer and never start one. `server_address` is its socket's path; anything else,
+        such as the address of a Mooncake client, means the only one that there is. Returns 0, and raises as `setup`.
+        """
+        named = {"socket": server_address} if "/" in server_address else {}
+        settings = from_arguments({"global_segment_size": mem_pool_size, **named}, os.environ)
+        with self._lock:
+            if self._client is not None:
+                return int(ErrorCode.INVALID_PARAMS)
+            self._client = blocking.connect(settings.socket, namespace=settings.namespace)
+        return 0
+
+    def _connect(self, settings: SetupSettings) -> None:
+        try:
+            socket = find_socket(settings.socket)
+        except AmbiguousLocalPeer:
+            raise
+        except NoLocalPeer:
+            self._own_peer = _start_peer(settings)
+            socket = self._own_peer.socket
+            LOG.info("started a peer; for `mooncake-p2p`: %s=%s", SOCKET_VARIABLE, socket)
+        try:
+            self._client = blocking.connect(socket, namespace=settings.namespace)
+        except BaseException:
+            if self._own_peer is not None:
+                self._own_peer.close()
+                self._own_peer = None
+            raise
+
+    def close(self) -> int:
+        """Disconnect, and end the peer that `setup` started: it first hands over to others what it alone holds, where
+        there are others. Returns 0; may be called twice, and before `setup`."""
+        with self._lock:
+            client, self._client = self._client, None
+            peer, self._own_peer = self._own_peer, None
+        while self._at_close:
+            self._at_close.pop()()
+        self._buffers.clear()
+        if client is not None:
+            client.close()
+        if peer is not None:
+            peer.close()
+        return 0
+
+    def health_check(self) -> int:
+        """0 when the peer answers, 1 before `setup` and after `close`, 2 when it does not answer."""
+        if self._client is None:
+            return NOT_SET_UP
+        try:
+            self._live.statistics(cluster=False)
+        except P2PStoreError as error:
+            self._code(error)
+            return UNREACHABLE
+        return HEALTHY
+
+    def get_hostname(self) -> str:
+        """The name of this peer's segment, `HOST:PORT`: where others read it. `localhost:0` before `setup`."""
+        if self._client is None:
+            return "localhost:0"
+        try:
+            return next(segment_name(peer.data) for peer in self._live.peers() if peer.me)
+        except (P2PStoreError, StopIteration) as error:
+            if isinstance(error, P2PStoreError):
+                self._code(error)
+            return "localhost:0"
+
+    # --- for the calls -----------------------------------------------------------------------
+
+    @property
+    def _live(self) -> BlockingClient:
+        """The connection. Raises `ValueError` before `setup` and after `close`."""
+        client = self._client
+        if client is None:
+            raise ValueError("the store is not set up, or was closed")
+        return client
+
+    def _code(self, error: Exception) -> int:
+        """The code for an error, which is said in the log unless it is an ordinary miss."""
+        code = code_of(error)
+        if isinstance(error, StoreClosed):
+            self._reconnect()
+        if not isinstance(error, NoSuchKey):
+            self._say(str(error))
+        return code
+
+    def _read_code(self, error: Exception) -> int:
+        """`_code` for reads and removals: a key that cannot be is one that nobody has."""
+        if type(error) is ValueError and self._client is not None:
+            return int(ErrorCode.OBJECT_NOT_FOUND)
+        return self._code(error)
+
+    def _say(self, text: str) -> None:
+        """Say it in the log, the same thing every ten seconds at most."""
+        now = time.monotonic()
+        if now >= self._said.get(text, 0.0):
+            if len(self._said) > 100:
+                self._said.clear()
+            self._said[text] = now + QUIET_SECONDS
+            LOG.warning("%s", text)
+
+    def _reconnect(self) -> None:
+        """The peer has gone: connect to the one that took its place at that socket, if one did. At most once a second,
+        and never for a peer of the store's own, whose memory is lost with it."""
+        client = self._client
+        if client is None or self._own_peer is not None or time.monotonic() < self._retry_at:
+            return
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._retry_at = time.monotonic() + RECONNECT_SECONDS
+            if self._client is client:
+                self._client = blocking.connect(client.socket_path, namespace=client.namespace)
+                client.close()
+        except (P2PStoreError, OSError):
+            pass  # whoever called is told that the peer is gone
+        finally:
+            self._lock.release()
+
+
+def segment_name(data_addresses: list[str]) -> str:
+    """The name of a peer's segment, by the addresses where its data is served."""
+    return data_addresses[0].removeprefix("tls://") if data_addresses else "localhost:0"
+
+
+def _start_peer(settings: SetupSettings) -> OwnPeer:
+    """Start a peer; at an address that was named and is free here, if there is one."""
+    place = takes_over(settings, os.environ)
+    if place is not None:
+        try:
+            return OwnPeer(peer_options(settings, os.environ, listen=place))
+        except P2PStoreError as error:  # somebody else took it just now
+            LOG.info("%s cannot be taken: %s", place, error)
+    return OwnPeer(peer_options(settings, os.environ))

@@ -1,0 +1,107 @@
+"""Addresses of the caller's memory as views, and what was registered of it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from bisect import bisect_right, insort
+from typing import Any, Final
+
+import numpy as np
+
+from p2pstore.client.registered import RegisteredBuffer
+
+MAX_ADDRESS: Final = 2**47
+"""Above is no memory of a process."""
+_WRITABLE: Final = 0x200
+
+_view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_of_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view_of_memory.restype = ctypes.py_object
+
+
+def view_at(address: int, size: int) -> memoryview:
+    """The `size` bytes at `address`, writable, in place. Raises `ValueError` for what cannot be an address or a size,
+    `TypeError` for negative ones; that there is memory is the caller's word."""
+    if address < 0 or size < 0:
+        raise TypeError(f"an address and a size are not negative: {address}, {size}")
+    if not 0 < address < MAX_ADDRESS or size >= MAX_ADDRESS:
+        raise ValueError(f"{size} bytes at {address}: no memory can be there")
+    view: memoryview = _view_of_memory(address, size, _WRITABLE)
+    return view
+
+
+class Registrations:
+    """The regions that a program has registered. They may not overlap."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._regions: dict[int, RegisteredBuffer] = {}
+        self._starts: list[int] = []
+
+    def add(self, address: int, size: int) -> bool:
+        """Register a region: its pages are provided, so that the first read into it does not wait for the kernel.
+        Returns False when a part of it is registered already. Raises `ValueError` for no memory."""
+        view = view_at(address, size)
+        if not size:
+            raise ValueError("a registered buffer has at least one byte")
+        with self._lock:
+            place = bisect_right(self._starts, address)
+            if place and address < self._starts[place - 1] + len(
+                self._regions[self._starts[place - 1]]
+            ):
+                return False
+            if place < len(self._starts) and address + size > self._starts[place]:
+                return False
+            self._regions[address] = RegisteredBuffer(view)
+            insort(self._starts, address)
+        return True
+
+    def drop(self, address: int) -> bool:
+        """Forget the region that begins at `address`; False when there is none."""
+        with self._lock:
+            region = self._regions.pop(address, None)
+            if region is None:
+                return False
+            self._starts.remove(address)
+        region.close()
+        return True
+
+    def size_at(self, address: int) -> int | None:
+        """How much of a registered region lies at and behind `address`; None when it is in none."""
+        with self._lock:
+            place = bisect_right(self._starts, address)
+            if not place:
+                return None
+            start = self._starts[place - 1]
+            left = start + len(self._regions[start]) - address
+            return left if left > 0 else None
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        for address in list(self._regions):
+            self.drop(address)
+
+
+class BufferHandle(np.ndarray[Any, Any]):
+    """The bytes of an object in the store's memory, in place and read-only: they stay as they are as long as this, or
+    anything made from it, is there. A buffer of signed bytes, with `len`, `size()` and `ptr()`."""
+
+    def ptr(self) -> int:
+        """The address of the first byte."""
+        return int(self.ctypes.data)
+
+    def size(self) -> int:  # type: ignore[override] # what numpy has as an attribute is a method in Mooncake
+        """The length in bytes."""
+        return len(self)
+
+    def __repr__(self) -> str:
+        return f"BufferHandle({len(self)} bytes)"
+
+    __str__ = __repr__
+
+
+def handle_of(view: memoryview) -> BufferHandle:
+    """A handle that keeps a leased view."""
+    values = np.frombuffer(view, np.int8) if len(view) else np.empty(0, np.int8)
+    return values.view(BufferHandle)

@@ -1,0 +1,216 @@
+"""Objects as bytes: put, get, and whether they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from p2pstore.client.values import source_view
+from p2pstore.errors import BufferTooSmall, LeaseLimitExceeded, NoSuchKey, P2PStoreError
+from p2pstore.integrations.mooncake.base import StoreBase
+from p2pstore.integrations.mooncake.codes import ErrorCode, alike
+from p2pstore.integrations.mooncake.memory import BufferHandle, handle_of
+from p2pstore.integrations.mooncake.placement import (
+    DEFAULT_CONFIG,
+    ReplicateConfig,
+    put_options,
+)
+from p2pstore.results import Buffer
+
+FAILURES = (P2PStoreError, ValueError)
+"""What becomes a code. Anything else is a mistake in a program, and raised."""
+INVALID = int(ErrorCode.INVALID_PARAMS)
+
+
+class ObjectCalls(StoreBase):
+    """Calls whose values are bytes, or buffers of the caller."""
+
+    def put(self, key: str, value: Buffer, config: ReplicateConfig = DEFAULT_CONFIG) -> int:
+        """Store a value. An object that exists stays as it is, and 0 is returned all the same. An empty value is -600,
+        and so is one that is not contiguous in memory."""
+        return self._put_one(key, value, config)
+
+    def upsert(self, key: str, value: Buffer, config: ReplicateConfig = DEFAULT_CONFIG) -> int:
+        """`put` that replaces an object that exists. A pin is that of the config, not of the object before."""
+        return self._put_one(key, value, config, overwrite=True)
+
+    def put_parts(self, key: str, *parts: Buffer, config: ReplicateConfig = DEFAULT_CONFIG) -> int:
+        """Store several buffers, one after the other, as one value; none at all is 0, and stores nothing."""
+        return self._put_parts(key, parts, config)
+
+    def upsert_parts(
+        self, key: str, *parts: Buffer, config: ReplicateConfig = DEFAULT_CONFIG
+    ) -> int:
+        """`put_parts` that replaces an object that exists."""
+        return self._put_parts(key, parts, config, overwrite=True)
+
+    def put_batch(
+        self,
+        keys: Sequence[str],
+        values: Sequence[Buffer],
+        config: ReplicateConfig = DEFAULT_CONFIG,
+    ) -> int:
+        """`put` for many: 0, or the first error. With an empty value among them nothing is stored: -600."""
+        return self._put_batch(keys, values, config)
+
+    def upsert_batch(
+        self,
+        keys: Sequence[str],
+        values: Sequence[Buffer],
+        config: ReplicateConfig = DEFAULT_CONFIG,
+    ) -> int:
+        """`put_batch` that replaces objects that exist."""
+        return self._put_batch(keys, values, config, overwrite=True)
+
+    def get(self, key: str) -> bytes:
+        """The value, or nothing: for a key that nobody has, and after any failure, which the log tells of."""
+        try:
+            return self._live.get(key)
+        except NoSuchKey:
+            return b""
+        except FAILURES as error:
+            self._read_code(error)
+            return b""
+
+    def get_batch(self, keys: Sequence[str]) -> list[bytes]:
+        """`get` for many. (Mooncake answers `[b""]` when it is asked for none; this is then empty.)"""
+        return [self.get(key) for key in keys]
+
+    def get_buffer(self, key: str) -> BufferHandle | None:
+        """The value in place, in the memory of this machine's peer, as long as the handle is there; None as `get`.
+        When this store holds too much already, or the peer has no room for it, it is a copy of its own."""
+        try:
+            return handle_of(self._live.take_lease(key))
+        except NoSuchKey:
+            return None
+        except LeaseLimitExceeded:
+            value = self.get(key)
+            return handle_of(memoryview(value)) if value else None
+        except FAILURES as error:
+            self._read_code(error)
+            return None
+
+    def batch_get_buffer(self, keys: Sequence[str]) -> list[BufferHandle | None]:
+        """`get_buffer` for many."""
+        return [self.get_buffer(key) for key in keys]
+
+    def is_exist(self, key: str) -> int:
+        """1 when some living peer is known to hold the key, else 0; -600 before `setup` and after `close`. Never
+        negative otherwise: callers take the answer for a truth value. It costs no round trip, may lag behind by a
+        moment, and does not keep the object from being evicted or removed, as Mooncake's does."""
+        client = self._client
+        if client is None:
+            return INVALID
+        try:
+            return 1 if client.contains(key) else 0
+        except FAILURES as error:
+            self._read_code(error)
+            return 0
+
+    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+        """`is_exist` for many; -1 for all of them when the peer does not answer."""
+        try:
+            return [1 if each else 0 for each in self._live.contains_many(keys)]
+        except ValueError:
+            return [self.is_exist(key) for key in keys]  # one of them cannot be a key
+        except P2PStoreError as error:
+            self._code(error)
+            return [-1] * len(keys)
+
+    def get_size(self, key: str) -> int:
+        """The length of the value in bytes, or -704 for a key that nobody has."""
+        try:
+            self._live.get_into(key, bytearray())
+        except BufferTooSmall as error:
+            return error.needed
+        except FAILURES as error:
+            return self._read_code(error)
+        return 0
+
+    # --- for the other calls -----------------------------------------------------------------
+
+    def _put_one(
+        self, key: str, value: Buffer, config: ReplicateConfig, *, overwrite: bool = False
+    ) -> int:
+        try:
+            view = source_view(value)
+            if not view.nbytes:
+                return INVALID
+            return self._store(key, view, config, overwrite=overwrite)
+        except FAILURES as error:
+            return self._code(error)
+
+    def _put_parts(
+        self,
+        key: str,
+        parts: Sequence[Buffer],
+        config: ReplicateConfig,
+        *,
+        overwrite: bool = False,
+    ) -> int:
+        try:
+            views = [source_view(part) for part in parts]
+            if not sum(view.nbytes for view in views):
+                return 0
+            joined = views[0] if len(views) == 1 else b"".join(views)
+            return self._store(key, joined, config, overwrite=overwrite)
+        except FAILURES as error:
+            return self._code(error)
+
+    def _put_batch(
+        self,
+        keys: Sequence[str],
+        values: Sequence[Buffer],
+        config: ReplicateConfig,
+        *,
+        overwrite: bool = False,
+    ) -> int:
+        if not alike(keys, values):
+            return INVALID
+        try:
+            views = [source_view(value) for value in values]
+        except ValueError as error:
+            return self._code(error)
+        if any(not view.nbytes for view in views):
+            return INVALID
+        codes = self._store_many(keys, views, config, overwrite=overwrite)
+        return next((code for code in codes if code), 0)
+
+    def _store(
+        self, key: str, value: Buffer, config: ReplicateConfig, *, overwrite: bool = False
+    ) -> int:
+        """Put one value. Raises what the client raises."""
+        client = self._live
+        client.put(key, value, overwrite=overwrite, **put_options(config))
+        self._keep_pinned([key], config)
+        return 0
+
+    def _store_many(
+        self,
+        keys: Sequence[str],
+        values: Sequence[Any],
+        config: ReplicateConfig,
+        *,
+        overwrite: bool = False,
+        same_node: bool = False,
+    ) -> list[int]:
+        """Put many values, in few requests; a code for each."""
+        try:
+            results = self._live.put_many(
+                list(zip(keys, values, strict=True)),
+                overwrite=overwrite,
+                **put_options(config, same_node=same_node),
+            )
+            codes = [0 if each.error is None else self._code(each.error) for each in results]
+            self._keep_pinned(
+                [key for key, code in zip(keys, codes, strict=True) if not code], config
+            )
+        except FAILURES as error:
+            return [self._code(error)] * len(keys)
+        return codes
+
+    def _keep_pinned(self, keys: Sequence[str], config: ReplicateConfig) -> None:
+        """Give the soft pins their length, where that is not the usual half an hour."""
+        if config.soft_pin_ttl_ms:
+            for key in keys:
+                self._live.pin(key, "soft", ttl=config.soft_pin_ttl_ms / 1000)

@@ -1,0 +1,140 @@
+"""A peer of a program's own: a process that lives as long as the program does, or shorter."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Final
+
+from p2pstore.errors import DeadlineExceeded, P2PStoreError
+
+READY_SECONDS: Final = 30.0
+STOP_SECONDS: Final = 15.0
+LOG_LINES: Final = 5
+LONGEST_FOLDER: Final = 60
+"""A socket's path has at most 107 bytes."""
+
+
+class OwnPeer:
+    """One `mooncake-p2p join` in a folder of its own. The kernel ends it when the program ends, however that is; its
+    socket is where nobody finds it by chance, as it may end at any moment.
+
+    A thread starts the process and waits for its end: the kernel's tie is to the thread that started it, so that one
+    must last.
+    """
+
+    def __init__(self, options: Sequence[str]) -> None:
+        self._made_by = os.getpid()
+        place = tempfile.gettempdir()
+        self.folder = Path(
+            tempfile.mkdtemp(
+                prefix="p2pstore-", dir=place if len(place) <= LONGEST_FOLDER else "/tmp"
+            )
+        )
+        self.socket = self.folder / "peer.sock"
+        self._log = self.folder / "peer.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = threading.Event()
+        self._problem: BaseException | None = None
+        self.ready: dict[str, Any] = {}
+        try:
+            self._start(options)
+        except BaseException:
+            self.close()
+            raise
+        atexit.register(self.close)
+
+    @property
+    def process_id(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def _start(self, options: Sequence[str]) -> None:
+        command = [
+            *(sys.executable, "-m", "mooncake_p2p.tied", str(os.getpid()), "join"),
+            *("--state-dir", str(self.folder / "state"), "--socket", str(self.socket)),
+            *options,
+        ]
+        threading.Thread(
+            target=self._keep, args=(command,), name="p2pstore-own-peer", daemon=True
+        ).start()
+        self._started.wait(READY_SECONDS)
+        if self._problem is not None:
+            raise P2PStoreError(f"no peer could be started: {self._problem}") from self._problem
+        if self._process is None or self._process.stdout is None:
+            raise DeadlineExceeded(f"no peer was started within {READY_SECONDS:g} s")
+        line = _read_line(self._process.stdout, time.monotonic() + READY_SECONDS)
+        if not line.startswith(b"ready "):
+            raise P2PStoreError(
+                f"the peer that setup() started did not get ready: {self.last_words()}"
+            )
+        self.ready = json.loads(line.removeprefix(b"ready "))
+
+    def _keep(self, command: list[str]) -> None:
+        try:
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    process_group=0,  # Ctrl-C in the terminal is for the program, which then closes it
+                )
+        except OSError as error:
+            self._problem = error
+            return
+        finally:
+            self._started.set()
+        self._process.wait()
+
+    def last_words(self) -> str:
+        """The end of what the peer logged, as one line."""
+        try:
+            lines = self._log.read_text(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        return " / ".join(lines[-LOG_LINES:]) or "it logged nothing"
+
+    def close(self) -> None:
+        """End the peer, with a farewell to the others, and remove its folder; may be called twice. A forked child
+        does nothing: the peer is its parent's."""
+        if os.getpid() != self._made_by:
+            return
+        atexit.unregister(self.close)
+        process = self._process
+        if process is not None:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(STOP_SECONDS)
+            if process.stdout is not None:
+                process.stdout.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _read_line(pipe: IO[bytes], deadline: float) -> bytes:
+    """The next line, or what came of it until the deadline or the end."""
+    line = b""
+    while not line.endswith(b"\n"):
+        readable, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+        piece = os.read(pipe.fileno(), 1) if readable else b""
+        if not piece:
+            break
+        line += piece
+    return line

@@ -1,0 +1,190 @@
+"""How an object is to be kept: Mooncake's `ReplicateConfig`, and what this store makes of it. Pure."""
+
+from __future__ import annotations
+
+import operator
+from enum import IntEnum
+from typing import Any, Final
+
+MAX_MILLISECONDS: Final = 2**64
+
+
+class _Plain(IntEnum):
+    """Shown as Mooncake's are: `Kind.NAME`."""
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+class SoftPinAction(_Plain):
+    """What a put does to an object's soft pin."""
+
+    PRESERVE = 0
+    ENABLE = 1
+    DISABLE = 2
+
+
+class ObjectDataType(_Plain):
+    """What an object is, for who reads statistics; nothing depends on it here."""
+
+    UNKNOWN = 0
+    KVCACHE = 1
+    TENSOR = 2
+    WEIGHT = 3
+    SAMPLE = 4
+    ACTIVATION = 5
+    GRADIENT = 6
+    OPTIMIZER_STATE = 7
+    METADATA = 8
+    GENERAL = 9
+
+
+class ReplicaStatus(_Plain):
+    """The state of a copy. Here copies that are listed are complete."""
+
+    UNDEFINED = 0
+    INITIALIZED = 1
+    PROCESSING = 2
+    COMPLETE = 3
+    REMOVED = 4
+    FAILED = 5
+
+
+class TaskType(_Plain):
+    """What a task does."""
+
+    REPLICA_COPY = 0
+    REPLICA_MOVE = 1
+
+
+class TaskStatus(_Plain):
+    """How far a task is."""
+
+    PENDING = 0
+    PROCESSING = 1
+    SUCCESS = 3
+    FAILED = 2
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"not a count: {value!r}")
+    number = operator.index(value)
+    if number < 0:
+        raise TypeError(f"a count is at least 0, not {number}")
+    return number
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"True or False, not {value!r}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a str, not {value!r}")
+    return value
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        raise TypeError("a list of str, not one str")
+    return [_text(each) for each in value]
+
+
+def _maybe_texts(value: Any) -> list[str] | None:
+    return None if value is None else _texts(value)
+
+
+def _maybe_milliseconds(value: Any) -> int | None:
+    if value is None:
+        return None
+    number = _count(value)
+    if number >= MAX_MILLISECONDS:
+        raise TypeError(f"milliseconds below 2**64, not {number}")
+    return number
+
+
+_FIELDS: Final[dict[str, tuple[Any, Any]]] = {
+    "replica_num": (1, _count),
+    "nof_replica_num": (0, _count),
+    "dfs_replica_num": (0, _count),
+    "soft_pin_action": (SoftPinAction.PRESERVE, SoftPinAction),
+    "soft_pin_ttl_ms": (None, _maybe_milliseconds),
+    "with_hard_pin": (False, _flag),
+    "preferred_segment": ("", _text),
+    "preferred_segments": ([], _texts),
+    "preferred_nof_segments": ([], _texts),
+    "prefer_alloc_in_same_node": (False, _flag),
+    "data_type": (ObjectDataType.UNKNOWN, ObjectDataType),
+    "group_ids": (None, _maybe_texts),
+}
+"""Default, and what checks a value."""
+
+
+class ReplicateConfig:
+    """How a put is to keep its object: Mooncake's fields, checked when they are set (`TypeError`).
+
+    `replica_num`: copies that the put waits for, as far as there are peers; a copy that is lost later is made again.
+    `with_hard_pin`: never evicted. `soft_pin_action`: ENABLE has the object evicted last, for `soft_pin_ttl_ms` or half
+    an hour. Without a master nobody places objects: a put goes to the memory of the writer's own peer, and copies to
+    peers that the object's key chooses; so the preferred segments, `prefer_alloc_in_same_node`, `nof_replica_num`,
+    `dfs_replica_num` and `group_ids` change nothing, nor does `data_type`.
+    """
+
+    __slots__ = tuple(_FIELDS)
+
+    replica_num: int
+    nof_replica_num: int
+    dfs_replica_num: int
+    soft_pin_action: SoftPinAction
+    soft_pin_ttl_ms: int | None
+    with_hard_pin: bool
+    preferred_segment: str
+    preferred_segments: list[str]
+    preferred_nof_segments: list[str]
+    prefer_alloc_in_same_node: bool
+    data_type: ObjectDataType
+    group_ids: list[str] | None
+
+    def __init__(self) -> None:
+        for name, (default, check) in _FIELDS.items():
+            object.__setattr__(self, name, default if default is None else check(default))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _FIELDS:
+            raise AttributeError(f"ReplicateConfig has no field {name!r}")
+        try:
+            object.__setattr__(self, name, _FIELDS[name][1](value))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"ReplicateConfig.{name}: {error}") from None
+
+    def __str__(self) -> str:
+        return f"ReplicateConfig({', '.join(f'{name}={getattr(self, name)}' for name in _FIELDS)})"
+
+    __repr__ = __str__
+
+
+DEFAULT_CONFIG: Final = ReplicateConfig()
+
+
+def put_options(config: ReplicateConfig, *, same_node: bool = False) -> dict[str, Any]:
+    """What `put` is told. Raises `ValueError` for fields that contradict each other, and for
+    `prefer_alloc_in_same_node` where that is not allowed (`same_node`), `TypeError` for what is no config."""
+    if config is DEFAULT_CONFIG:
+        return {}
+    if not isinstance(config, ReplicateConfig):
+        raise TypeError(f"config must be a ReplicateConfig, not {type(config).__name__}")
+    if config.replica_num == 0:
+        raise ValueError("replica_num is 0: there is no store without a copy in memory")
+    if config.soft_pin_ttl_ms is not None and config.soft_pin_action != SoftPinAction.ENABLE:
+        raise ValueError("soft_pin_ttl_ms needs soft_pin_action ENABLE")
+    if config.prefer_alloc_in_same_node and not same_node:
+        raise ValueError("prefer_alloc_in_same_node is for calls with several buffers an object")
+    options: dict[str, Any] = {"replicas": config.replica_num}
+    if config.with_hard_pin:
+        options["pin"] = "hard"
+    elif config.soft_pin_action == SoftPinAction.ENABLE:
+        options["pin"] = "soft"
+    return options

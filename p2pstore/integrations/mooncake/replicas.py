@@ -1,0 +1,230 @@
+"""Where copies are, and having more or fewer of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from p2pstore.integrations.mooncake.base import segment_name
+from p2pstore.integrations.mooncake.codes import ErrorCode
+from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
+from p2pstore.integrations.mooncake.placement import ReplicaStatus, TaskStatus, TaskType
+from p2pstore.integrations.mooncake.removing import RemovingCalls
+from p2pstore.results import Location
+
+MAX_TASKS: Final = 10_000
+NO_TASK: Final = (0, 0)
+HIGH_WORD: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """Where the bytes of a copy are: `transport_endpoint` is the segment's name. There is no address: another peer's
+    memory is not this program's, and may move."""
+
+    size: int = 0
+    buffer_address: int = 0
+    transport_endpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDescriptor:
+    """A copy in memory."""
+
+    buffer_descriptor: Descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class DiskDescriptor:
+    """A copy on an SSD. The path is its peer's affair, and empty."""
+
+    object_size: int = 0
+    file_path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDescriptor:
+    """One known copy of an object."""
+
+    descriptor: Descriptor
+    in_memory: bool
+    on_disk: bool
+    status: ReplicaStatus = ReplicaStatus.COMPLETE
+
+    def is_memory_replica(self) -> bool:
+        """Whether the copy is in its peer's memory."""
+        return self.in_memory
+
+    def is_disk_replica(self) -> bool:
+        """Whether the copy is in a file system that all share: never."""
+        return False
+
+    def is_local_disk_replica(self) -> bool:
+        """Whether the copy is on its peer's SSD alone."""
+        return self.on_disk and not self.in_memory
+
+    def get_memory_descriptor(self) -> MemoryDescriptor:
+        """Where it is in memory. Raises `RuntimeError` when it is not."""
+        if not self.in_memory:
+            raise RuntimeError("this copy is not in memory")
+        return MemoryDescriptor(self.descriptor)
+
+    def get_disk_descriptor(self) -> DiskDescriptor:
+        """Where it is on disk. Raises `RuntimeError` when it is in memory."""
+        if self.in_memory:
+            raise RuntimeError("this copy is in memory")
+        return DiskDescriptor(self.descriptor.size)
+
+
+@dataclass(slots=True)
+class QueryTaskResponse:
+    """How a copy task fares."""
+
+    id: tuple[int, int] = NO_TASK
+    type: TaskType = TaskType.REPLICA_COPY
+    status: TaskStatus = TaskStatus.PENDING
+    created_at_ms_epoch: int = field(default_factory=lambda: _now_ms())
+    last_updated_at_ms_epoch: int = field(default_factory=lambda: _now_ms())
+    assigned_client: tuple[int, int] = NO_TASK
+    message: str = ""
+
+    def move_on(self, status: TaskStatus, message: str = "") -> None:
+        """Enter what has become of it."""
+        self.message, self.last_updated_at_ms_epoch = message, _now_ms()
+        self.status = status
+
+
+class ReplicaCalls(RemovingCalls):
+    """Calls about copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tasks: dict[tuple[int, int], QueryTaskResponse] = {}
+
+    def get_replica_desc(self, key: str) -> list[ReplicaDescriptor]:
+        """The known copies on living peers; none for a key that nobody has."""
+        try:
+            return self._described([key]).get(key, [])
+        except FAILURES as error:
+            self._read_code(error)
+            return []
+
+    def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
+        """`get_replica_desc` for many; keys that nobody has are missing."""
+        try:
+            return self._described(keys)
+        except FAILURES as error:
+            self._read_code(error)
+            return {}
+
+    def batch_replica_clear(self, keys: Sequence[str], segment_name: str = "") -> list[str]:
+        """Remove all copies of these objects; returns the keys of those that were there. With a segment's name nothing
+        is cleared: each peer decides alone what it keeps, and lets go of copies that others have when it needs room.
+        """
+        if segment_name:
+            return []
+        codes = self.batch_remove(keys) if keys else []
+        return [key for key, code in zip(keys, codes, strict=True) if not code]
+
+    def create_copy_task(self, key: str, targets: Sequence[str]) -> tuple[tuple[int, int], int]:
+        """Have as many more copies of an object as there are targets; returns a number for `query_task`, and 0; or -704
+        for a key that nobody has, -600 when a target is no segment or none is named, -1401 when too much is under way.
+
+        On which peers the copies are the object's key decides, so that all peers agree without asking: the names of
+        the targets only say how many.
+        """
+        try:
+            here = len(self._described([key]).get(key, []))
+            if not here:
+                return NO_TASK, int(ErrorCode.OBJECT_NOT_FOUND)
+            known = {segment_name(peer.data) for peer in self._live.peers()}
+        except FAILURES as error:
+            return NO_TASK, self._read_code(error)
+        if not targets or not known.issuperset(targets):
+            return NO_TASK, INVALID
+        if len(self._tasks) >= MAX_TASKS and not self._forget_ended():
+            return NO_TASK, int(ErrorCode.TASK_PENDING_LIMIT_EXCEEDED)
+        task = QueryTaskResponse(_new_number())
+        self._tasks[task.id] = task
+        threading.Thread(
+            target=self._copy, args=(task, key, here + len(targets)), daemon=True
+        ).start()
+        return task.id, 0
+
+    def create_move_task(self, key: str, source: str, target: str) -> tuple[tuple[int, int], int]:
+        """-704 for a key that nobody has, else -600: nobody can tell another peer what to keep, so objects are not
+        moved by command. Peers that leave hand over what they alone hold by themselves."""
+        try:
+            found = self._described([key])
+        except FAILURES as error:
+            return NO_TASK, self._read_code(error)
+        return NO_TASK, INVALID if found else int(ErrorCode.OBJECT_NOT_FOUND)
+
+    def query_task(self, task_id: tuple[int, int]) -> tuple[QueryTaskResponse | None, int]:
+        """How a task of this store fares, and 0; or None and -1400."""
+        high, low = task_id
+        task = self._tasks.get((high, low))
+        return (None, int(ErrorCode.TASK_NOT_FOUND)) if task is None else (task, 0)
+
+    def get_offload_rpc_read_count(self) -> int:
+        """0: peers read their SSDs themselves."""
+        return 0
+
+    # -----------------------------------------------------------------------------------------
+
+    def _described(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
+        """The copies of those that have any. Raises what the client raises."""
+        client = self._live
+        names: dict[str, str] = {}
+        described = {}
+        for key in dict.fromkeys(keys):
+            copies = [copy for copy in client.locate(key) if copy.reachable]
+            if not copies:
+                continue
+            if not {copy.peer_id for copy in copies} <= names.keys():
+                names = {peer.peer_id: segment_name(peer.data) for peer in client.peers()}
+            size = self.get_size(key)
+            described[key] = [_described(copy, names, size) for copy in copies]
+        return described
+
+    def _copy(self, task: QueryTaskResponse, key: str, copies: int) -> None:
+        task.move_on(TaskStatus.PROCESSING)
+        try:
+            result = self._live.replicate(key, copies)
+        except Exception as error:
+            task.move_on(TaskStatus.FAILED, str(error))
+            return
+        if result.copies < copies:
+            text = f"{result.copies} copies of {copies}: there are no more peers with room"
+            task.move_on(TaskStatus.FAILED, text)
+        else:
+            task.move_on(TaskStatus.SUCCESS)
+
+    def _forget_ended(self) -> bool:
+        """Forget tasks that have ended. Whether there were any."""
+        ended = [
+            number
+            for number, task in list(self._tasks.items())
+            if task.status in (TaskStatus.SUCCESS, TaskStatus.FAILED)
+        ]
+        for number in ended:
+            del self._tasks[number]
+        return bool(ended)
+
+
+def _described(copy: Location, names: dict[str, str], size: int) -> ReplicaDescriptor:
+    descriptor = Descriptor(max(size, 0), 0, names.get(copy.peer_id, copy.peer))
+    return ReplicaDescriptor(descriptor, copy.tier in ("dram", "both"), copy.tier != "dram")
+
+
+def _new_number() -> tuple[int, int]:
+    number = uuid.uuid4().int
+    return number >> HIGH_WORD, number & (1 << HIGH_WORD) - 1
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

@@ -1,0 +1,92 @@
+"""More memory for the pool, for a while: one more peer each time."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from typing import Any, Final
+
+from p2pstore.errors import P2PStoreError
+from p2pstore.integrations.mooncake.codes import ErrorCode
+from p2pstore.integrations.mooncake.objects import ObjectCalls
+from p2pstore.integrations.mooncake.own_peer import OwnPeer
+
+FAILED: Final = int(ErrorCode.INTERNAL_ERROR)
+MAX_SEGMENTS: Final = 64
+
+
+class SegmentCalls(ObjectCalls):
+    """Calls that give the pool memory and take it back. A peer's memory has one size for its life, so a segment is a
+    peer of its own, in a process of its own, in the cluster of the store's peer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._segments: dict[str, OwnPeer] = {}
+
+    def mount_segment(
+        self, path: str, size: int, offset: int = 0, protocol: str = "tcp", location: str = ""
+    ) -> dict[str, Any]:
+        """Give the pool `size` bytes in a file, on tmpfs, hugetlbfs or a DAX file system: `{"ret", "segment_ids"}`,
+        where `ret` is 0 or -1. The file is made, and removed when the segment is unmounted: one that exists is left
+        alone, and refused, for a peer's memory is never somebody else's file."""
+        if offset or not path or os.path.exists(path):
+            self._say(f"mount_segment: {path!r} must be a path where no file is, with offset 0")
+            return {"ret": FAILED, "segment_ids": []}
+        return self._mount(size, "--memory-path", path)
+
+    def allocate_and_mount_segment(
+        self, size: int, protocol: str = "tcp", location: str = ""
+    ) -> dict[str, Any]:
+        """Give the pool `size` bytes more: `{"ret", "segment_ids", "allocated_size"}`."""
+        mounted = self._mount(size)
+        return mounted | {"allocated_size": 0 if mounted["ret"] else size}
+
+    def unmount_segment(self, segment_ids: Sequence[str], grace_period_seconds: int = 0) -> int:
+        """Take segments back: their peers first hand over what they alone hold, where others have room. 0, or -1 for an
+        id that is not one of this store's,."""
+        return self._unmount(segment_ids)
+
+    def unmount_and_free_segment(
+        self, segment_ids: Sequence[str], grace_period_seconds: int = 0
+    ) -> int:
+        """`unmount_segment`."""
+        return self._unmount(segment_ids)
+
+    def unmount_local_disk_segment(self, grace_period_seconds: int = 0) -> int:
+        """0: an SSD is its peer's for its life."""
+        return 0
+
+    def _mount(self, size: int, *options: str) -> dict[str, Any]:
+        failed: dict[str, Any] = {"ret": FAILED, "segment_ids": []}
+        if size <= 0 or len(self._segments) >= MAX_SEGMENTS:
+            return failed
+        try:
+            (here,) = (peer for peer in self._live.peers() if peer.me)
+            bootstrap = [part for address in here.control for part in ("--bootstrap", address)]
+            listen = ["--listen", f"{here.control[0].rpartition(':')[0]}:0"]
+            peer = OwnPeer(["--memory", str(size), *listen, *bootstrap, *options])
+            if not peer.ready["joined"]:
+                peer.close()
+                raise P2PStoreError(
+                    "it was not let into the cluster: set its key in the environment"
+                )
+        except (P2PStoreError, ValueError, OSError) as error:
+            self._say(f"no segment of {size} bytes: {error}")
+            return failed
+        number = str(uuid.uuid4())
+        self._segments[number] = peer
+        self._at_close.append(peer.close)
+        return {"ret": 0, "segment_ids": [number]}
+
+    def _unmount(self, segment_ids: Sequence[str]) -> int:
+        for each in segment_ids:
+            try:
+                uuid.UUID(each)
+            except ValueError:
+                return FAILED
+        peers = [self._segments.pop(each, None) for each in segment_ids]
+        for peer in peers:
+            if peer is not None:
+                peer.close()
+        return FAILED if None in peers else 0

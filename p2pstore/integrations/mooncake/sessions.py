@@ -1,0 +1,157 @@
+"""Objects moved layer by layer: a session holds an object while its ranges are read, or written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from p2pstore.integrations.mooncake.addresses import AddressCalls
+from p2pstore.integrations.mooncake.codes import ErrorCode, alike
+from p2pstore.integrations.mooncake.memory import view_at
+from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
+from p2pstore.integrations.mooncake.placement import (
+    DEFAULT_CONFIG,
+    ReplicateConfig,
+    put_options,
+)
+from p2pstore.integrations.mooncake.scratch import copy
+
+MAX_BYTES = 2**32
+"""An object has at most 4 GiB."""
+
+
+class SessionCalls(AddressCalls):
+    """Calls that read or write parts of objects. An object that is written is in this program's memory until its
+    session ends, and is then stored as a whole: so nobody ever sees half of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read: dict[str, memoryview] = {}
+        self._written: dict[str, tuple[memoryview, ReplicateConfig]] = {}
+        self._at_close.append(self._read.clear)
+        self._at_close.append(self._written.clear)
+
+    def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
+        """Hold objects for reading parts of them: 0, or a code, for each."""
+        codes = []
+        for key in keys:
+            held = self._whole(key)
+            if isinstance(held, memoryview):
+                self._read[key] = held
+            codes.append(held if isinstance(held, int) else 0)
+        return codes
+
+    def batch_get_session_end(self, keys: Sequence[str]) -> int:
+        """Let go of them. Returns 0."""
+        for key in keys:
+            self._read.pop(key, None)
+        return 0
+
+    def batch_get_into_multi_buffer_ranges(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        all_src_offsets: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """Copy parts of held objects, from `all_src_offsets` on, to places in memory; for each key how many bytes, or
+        -600: when it is not held, or has no such part."""
+        if not alike(keys, all_buffer_ptrs, all_sizes, all_src_offsets):
+            return [INVALID] * len(keys)
+        codes = []
+        for key, pointers, sizes, offsets in zip(
+            keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=True
+        ):
+            held = self._read.get(key)
+            places = None if held is None else _places(held, pointers, sizes, offsets)
+            if places is None:
+                codes.append(INVALID)
+                continue
+            for outside, inside in places:
+                copy(outside, inside)
+            codes.append(sum(sizes))
+        return codes
+
+    def batch_put_session_start(
+        self, keys: Sequence[str], sizes: Sequence[int], config: ReplicateConfig = DEFAULT_CONFIG
+    ) -> list[int]:
+        """Begin objects of these sizes: 0 for each, -705 for one that exists or was begun, -600 for one without
+        bytes."""
+        if not alike(keys, sizes):
+            return [INVALID] * len(keys)
+        try:
+            put_options(config)
+            exist = self._live.contains_many(keys)
+        except FAILURES as error:
+            return [self._code(error)] * len(keys)
+        codes = []
+        for key, size, exists in zip(keys, sizes, exist, strict=True):
+            if exists or key in self._written:
+                codes.append(int(ErrorCode.OBJECT_ALREADY_EXISTS))
+            elif not 0 < size <= MAX_BYTES:
+                codes.append(INVALID)
+            else:
+                self._written[key] = np.zeros(size, np.uint8).data, config
+                codes.append(0)
+        return codes
+
+    def batch_put_from_multi_buffer_ranges(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        all_dst_offsets: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """Copy memory to parts of objects that were begun, from `all_dst_offsets` on; for each key how many bytes, or
+        -600: when it was not begun, or has no such part."""
+        if not alike(keys, all_buffer_ptrs, all_sizes, all_dst_offsets):
+            return [INVALID] * len(keys)
+        codes = []
+        for key, pointers, sizes, offsets in zip(
+            keys, all_buffer_ptrs, all_sizes, all_dst_offsets, strict=True
+        ):
+            begun = self._written.get(key)
+            places = None if begun is None else _places(begun[0], pointers, sizes, offsets)
+            if places is None:
+                codes.append(INVALID)
+                continue
+            for outside, inside in places:
+                copy(inside, outside)
+            codes.append(sum(sizes))
+        return codes
+
+    def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
+        """Store what was begun: 0 for each, or a code; -600 for what was not begun."""
+        codes = []
+        for key in keys:
+            begun = self._written.pop(key, None)
+            if begun is None:
+                codes.append(INVALID)
+                continue
+            try:
+                codes.append(self._store(key, *begun))
+            except FAILURES as error:
+                codes.append(self._code(error))
+        return codes
+
+    def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:
+        """Forget what was begun: 0 for each, -600 for what was not."""
+        return [INVALID if self._written.pop(key, None) is None else 0 for key in keys]
+
+
+def _places(
+    whole: memoryview, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
+) -> list[tuple[memoryview, memoryview]] | None:
+    """Pairs of the caller's memory and the object's part. None when one of them cannot be."""
+    if not alike(pointers, sizes, offsets):
+        return None
+    pairs = []
+    for pointer, size, offset in zip(pointers, sizes, offsets, strict=True):
+        if offset < 0 or size < 0 or offset + size > len(whole):
+            return None
+        try:
+            pairs.append((view_at(pointer, size), whole[offset : offset + size]))
+        except ValueError:
+            return None
+    return pairs

@@ -1,0 +1,152 @@
+"""Tensors as Mooncake stores them: a header of 304 bytes, then the elements.
+
+Header: `u32 magic | u16 version=1 | u16 304 | u32 dtype | u32 rank | u32 sharded | u32 0 | u64 304 | u64 data bytes`,
+the whole tensor's shape and this one's (8 i64 each, -1 where there is no dimension), then for a shard
+`u32 1 | u32 0 | u32 1 | u32 0 | u32 rank | u32 of | u32 dimension | u32 0 | i64 its length there`, and zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any, Final
+
+HEADER_BYTES: Final = 304
+MAX_RANK: Final = 8
+MAGIC: Final = 0x4D4F4F4E
+VERSION: Final = 1
+
+_HEAD: Final = struct.Struct("<IHHIIIIQQ8q8q")
+_SHARD: Final = struct.Struct("<IIIIIIIIq")
+
+DTYPES: Final = {
+    "float32": 0,
+    "float64": 1,
+    "int8": 2,
+    "uint8": 3,
+    "int16": 4,
+    "uint16": 5,
+    "int32": 6,
+    "uint32": 7,
+    "int64": 8,
+    "uint64": 9,
+    "bool": 10,
+    "float16": 11,
+    "bfloat16": 12,
+    "float8_e4m3fn": 13,
+    "float8_e5m2": 14,
+}
+"""Name of a dtype in torch -> its number in a header."""
+_NAMES: Final = {number: name for name, number in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a whole: number `rank` of `count` along `dimension`."""
+
+    rank: int
+    count: int
+    dimension: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a header says. `whole` is the shape of the tensor that this is a shard of, or its own."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_bytes: int
+    whole: tuple[int, ...]
+    shard: Shard | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        return HEADER_BYTES + self.data_bytes
+
+
+def encode_header(header: TensorHeader) -> bytes:
+    """The 304 bytes. Raises `ValueError` for a dtype or rank that the format does not have."""
+    if header.dtype not in DTYPES:
+        raise ValueError(f"Mooncake's tensors cannot be of {header.dtype}")
+    if len(header.shape) > MAX_RANK:
+        raise ValueError(f"a tensor has at most {MAX_RANK} dimensions, not {len(header.shape)}")
+    head = _HEAD.pack(
+        *(MAGIC, VERSION, HEADER_BYTES, DTYPES[header.dtype], len(header.shape)),
+        *(header.shard is not None, 0, HEADER_BYTES, header.data_bytes),
+        *_padded(header.whole),
+        *_padded(header.shape),
+    )
+    if header.shard is not None:
+        shard = header.shard
+        length = header.shape[shard.dimension]
+        head += _SHARD.pack(1, 0, 1, 0, shard.rank, shard.count, shard.dimension, 0, length)
+    return head.ljust(HEADER_BYTES, b"\0")
+
+
+def decode_header(data: memoryview | bytes) -> TensorHeader:
+    """What the beginning of a value says. Raises `ValueError` for what is no tensor."""
+    if len(data) < HEADER_BYTES:
+        raise ValueError(f"{len(data)} bytes are no tensor: its header has {HEADER_BYTES}")
+    fields = _HEAD.unpack_from(data)
+    magic, version, length, number, rank, sharded, _, offset, data_bytes = fields[:9]
+    if (magic, version, length, offset) != (MAGIC, VERSION, HEADER_BYTES, HEADER_BYTES):
+        raise ValueError("the value was not put as a tensor")
+    if rank > MAX_RANK or number not in _NAMES:
+        raise ValueError(f"a tensor of dtype {number} with {rank} dimensions is not known")
+    whole, shape = tuple(fields[9 : 9 + rank]), tuple(fields[17 : 17 + rank])
+    if min(shape, default=0) < 0:
+        raise ValueError(f"a tensor cannot have the shape {shape}")
+    shard = None
+    if sharded:
+        place = _SHARD.unpack_from(data, _HEAD.size)
+        shard = Shard(*place[4:7])
+    return TensorHeader(_NAMES[number], shape, data_bytes, whole, shard)
+
+
+def describe(
+    tensor: Any, whole: tuple[int, ...] | None = None, shard: Shard | None = None
+) -> TensorHeader:
+    """The header of a torch tensor. Raises `ValueError` for what is none, or not on this host."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
+        raise ValueError(f"a tensor is a torch tensor with memory, not {type(tensor).__name__}")
+    shape = tuple(tensor.shape)
+    name = str(tensor.dtype).removeprefix("torch.")
+    size = tensor.numel() * tensor.element_size()
+    return TensorHeader(name, shape, size, shape if whole is None else whole, shard)
+
+
+def tensor_in(header: TensorHeader, memory: memoryview) -> Any:
+    """The torch tensor whose header and elements are in `memory`, which it keeps and shares. Raises `ValueError` when
+    they do not fit each other."""
+    import torch
+
+    dtype = getattr(torch, header.dtype)
+    if (
+        math.prod(header.shape) * dtype.itemsize != header.data_bytes
+        or len(memory) < header.total_bytes
+    ):
+        raise ValueError(
+            f"a tensor of {header.dtype} and shape {header.shape} is not {header.data_bytes} bytes"
+        )
+    if not header.data_bytes:
+        return torch.empty(header.shape, dtype=dtype)
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=header.data_bytes, offset=HEADER_BYTES)
+    return flat.view(dtype).reshape(header.shape)
+
+
+def cut(tensor: Any, count: int, dimension: int) -> list[Any]:
+    """A tensor in `count` equal shards. Raises `ValueError` when that cannot be."""
+    if count < 1 or not 0 <= dimension < tensor.dim():
+        raise ValueError(f"no {count} shards along dimension {dimension} of {tensor.dim()}")
+    if tensor.shape[dimension] % count:
+        raise ValueError(
+            f"{tensor.shape[dimension]} cannot be divided by {count}: shards are equal"
+        )
+    return list(tensor.chunk(count, dimension))
+
+
+def _padded(shape: tuple[int, ...]) -> list[int]:
+    return [*shape, *[-1] * (MAX_RANK - len(shape))]

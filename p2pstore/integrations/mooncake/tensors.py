@@ -1,0 +1,395 @@
+"""Tensors of torch, in Mooncake's format: what one side puts, the other can read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from p2pstore.client.values import source_view
+from p2pstore.errors import NoSuchKey
+from p2pstore.integrations.mooncake.addresses import AddressCalls
+from p2pstore.integrations.mooncake.codes import ErrorCode, alike
+from p2pstore.integrations.mooncake.memory import view_at
+from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
+from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
+from p2pstore.integrations.mooncake.safetensors_file import read_one, write_one
+from p2pstore.integrations.mooncake.scratch import gather
+from p2pstore.integrations.mooncake.tensor_format import (
+    HEADER_BYTES,
+    Shard,
+    TensorHeader,
+    cut,
+    decode_header,
+    describe,
+    encode_header,
+    tensor_in,
+)
+
+Tensor = Any
+NOT_FOUND: Final = int(ErrorCode.OBJECT_NOT_FOUND)
+
+
+class TensorCalls(AddressCalls):
+    """Calls about tensors. They need torch, which is imported with the first of them. Tensors on a GPU are copied to
+    the host first. A shard of a tensor is an object of its own, `KEY_tp_RANK`."""
+
+    # --- put -----------------------------------------------------------------------------------
+
+    def put_tensor(self, key: str, tensor: Tensor) -> int:
+        """Store a tensor: 0, and the first one stays; -600 for what is none."""
+        return self._put_tensor(key, tensor, DEFAULT_CONFIG)
+
+    def pub_tensor(self, key: str, tensor: Tensor, config: ReplicateConfig = DEFAULT_CONFIG) -> int:
+        """`put_tensor` with a config."""
+        return self._put_tensor(key, tensor, config)
+
+    def upsert_tensor(self, key: str, tensor: Tensor) -> int:
+        """`put_tensor` that replaces what exists."""
+        return self._put_tensor(key, tensor, DEFAULT_CONFIG, overwrite=True)
+
+    def upsert_pub_tensor(
+        self, key: str, tensor: Tensor, config: ReplicateConfig = DEFAULT_CONFIG
+    ) -> int:
+        """`upsert_tensor` with a config."""
+        return self._put_tensor(key, tensor, config, overwrite=True)
+
+    def batch_put_tensor(self, keys: Sequence[str], tensors_list: Sequence[Tensor]) -> list[int]:
+        """`put_tensor` for many; a code for each."""
+        return self._put_tensors(keys, tensors_list, DEFAULT_CONFIG)
+
+    def batch_pub_tensor(
+        self,
+        keys: Sequence[str],
+        tensors_list: Sequence[Tensor],
+        config: ReplicateConfig = DEFAULT_CONFIG,
+    ) -> list[int]:
+        """`pub_tensor` for many; a code for each."""
+        return self._put_tensors(keys, tensors_list, config)
+
+    def batch_upsert_tensor(self, keys: Sequence[str], tensors_list: Sequence[Tensor]) -> list[int]:
+        """`upsert_tensor` for many; a code for each."""
+        return self._put_tensors(keys, tensors_list, DEFAULT_CONFIG, overwrite=True)
+
+    def batch_upsert_pub_tensor(
+        self,
+        keys: Sequence[str],
+        tensors_list: Sequence[Tensor],
+        config: ReplicateConfig = DEFAULT_CONFIG,
+    ) -> list[int]:
+        """`upsert_pub_tensor` for many; a code for each."""
+        return self._put_tensors(keys, tensors_list, config, overwrite=True)
+
+    def put_tensor_from(self, key: str, buffer_ptr: int, size: int) -> int:
+        """Store a tensor that lies in memory as this format has it, header and elements: -600 when it does not."""
+        return self._put_tensor_from(key, buffer_ptr, size)
+
+    def upsert_tensor_from(self, key: str, buffer_ptr: int, size: int) -> int:
+        """`put_tensor_from` that replaces what exists."""
+        return self._put_tensor_from(key, buffer_ptr, size, overwrite=True)
+
+    def batch_put_tensor_from(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        """`put_tensor_from` for many; a code for each."""
+        if not alike(keys, buffer_ptrs, sizes):
+            return [INVALID] * len(keys)
+        return [self.put_tensor_from(*each) for each in zip(keys, buffer_ptrs, sizes, strict=True)]
+
+    def batch_upsert_tensor_from(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        """`upsert_tensor_from` for many; a code for each."""
+        if not alike(keys, buffer_ptrs, sizes):
+            return [INVALID] * len(keys)
+        return [
+            self.upsert_tensor_from(*each) for each in zip(keys, buffer_ptrs, sizes, strict=True)
+        ]
+
+    # --- get -----------------------------------------------------------------------------------
+
+    def get_tensor(self, key: str) -> Tensor | None:
+        """A new tensor, or None: for a key that nobody has, for what is no tensor, after any failure."""
+        try:
+            size = self.get_size(key)
+            if size < HEADER_BYTES:
+                return None
+            memory = memoryview(bytearray(size)) if size < 2**16 else _fresh(size)
+            length = self._live.get_into(key, memory)
+            return tensor_in(decode_header(memory), memory[:length])
+        except NoSuchKey:
+            return None
+        except FAILURES as error:
+            self._read_code(error)
+            return None
+
+    def batch_get_tensor(self, keys: Sequence[str]) -> list[Tensor | None]:
+        """`get_tensor` for many."""
+        return [self.get_tensor(key) for key in keys]
+
+    def get_tensor_into(self, key: str, buffer_ptr: int, size: int) -> Tensor | None:
+        """Write header and elements to an address; returns the tensor that they are there, or None as `get_tensor`. It
+        is the caller's memory and must outlive the tensor."""
+        length = self.get_into(key, buffer_ptr, size)
+        if length < HEADER_BYTES:
+            return None
+        try:
+            memory = view_at(buffer_ptr, length)
+            return tensor_in(decode_header(memory), memory)
+        except FAILURES as error:
+            self._read_code(error)
+            return None
+
+    def batch_get_tensor_into(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[Any]:
+        """`get_tensor_into` for many; lists of different lengths: -600 for each."""
+        if not alike(keys, buffer_ptrs, sizes):
+            return [INVALID] * len(keys)
+        return [self.get_tensor_into(*each) for each in zip(keys, buffer_ptrs, sizes, strict=True)]
+
+    def get_tensor_into_cuda(self, key: str, tensor: Tensor) -> int:
+        """Copy the elements into a tensor of the same dtype and shape, on whatever device: 0, -704, or -600 when they
+        differ. They come by way of the host."""
+        got = self.get_tensor(key)
+        if got is None:
+            return NOT_FOUND
+        if got.dtype != tensor.dtype or got.shape != tensor.shape:
+            return INVALID
+        tensor.copy_(got)
+        return 0
+
+    def batch_get_tensor_into_cuda(
+        self, keys: Sequence[str], tensors_list: Sequence[Tensor]
+    ) -> list[int]:
+        """`get_tensor_into_cuda` for many; a code for each."""
+        if not alike(keys, tensors_list):
+            return [INVALID] * len(keys)
+        return [self.get_tensor_into_cuda(*each) for each in zip(keys, tensors_list, strict=True)]
+
+    # --- shards --------------------------------------------------------------------------------
+
+    def put_tensor_with_tp(
+        self, key: str, tensor: Tensor, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
+    ) -> int:
+        """Store all `tp_size` equal shards of a whole tensor along a dimension (`tp_rank` does not matter); with one
+        shard, the tensor under its own key. -600 when it cannot be divided so."""
+        return self._put_shards(key, tensor, tp_size, split_dim, DEFAULT_CONFIG)
+
+    def pub_tensor_with_tp(
+        self,
+        key: str,
+        tensor: Tensor,
+        config: ReplicateConfig = DEFAULT_CONFIG,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> int:
+        """`put_tensor_with_tp` with a config."""
+        return self._put_shards(key, tensor, tp_size, split_dim, config)
+
+    def batch_put_tensor_with_tp(
+        self,
+        base_keys: Sequence[str],
+        tensors_list: Sequence[Tensor],
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> list[int]:
+        """`put_tensor_with_tp` for many; a code for each."""
+        return self.batch_pub_tensor_with_tp(
+            base_keys, tensors_list, DEFAULT_CONFIG, tp_rank, tp_size, split_dim
+        )
+
+    def batch_pub_tensor_with_tp(
+        self,
+        base_keys: Sequence[str],
+        tensors_list: Sequence[Tensor],
+        config: ReplicateConfig = DEFAULT_CONFIG,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> list[int]:
+        """`pub_tensor_with_tp` for many; a code for each."""
+        if not alike(base_keys, tensors_list):
+            return [INVALID] * len(base_keys)
+        return [
+            self._put_shards(key, tensor, tp_size, split_dim, config)
+            for key, tensor in zip(base_keys, tensors_list, strict=True)
+        ]
+
+    def put_tensor_with_tp_from(
+        self,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> int:
+        """`put_tensor_with_tp` of a whole tensor that lies in memory, header and elements."""
+        try:
+            memory = view_at(buffer_ptr, size)
+            header = decode_header(memory)
+            if header.total_bytes != size:
+                return INVALID
+            tensor = tensor_in(header, memory)
+        except FAILURES as error:
+            return self._code(error)
+        return self._put_shards(key, tensor, tp_size, split_dim, DEFAULT_CONFIG)
+
+    def batch_put_tensor_with_tp_from(
+        self,
+        base_keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> list[int]:
+        """`put_tensor_with_tp_from` for many; a code for each."""
+        if not alike(base_keys, buffer_ptrs, sizes):
+            return [INVALID] * len(base_keys)
+        return [
+            self.put_tensor_with_tp_from(*each, tp_rank, tp_size, split_dim)
+            for each in zip(base_keys, buffer_ptrs, sizes, strict=True)
+        ]
+
+    def get_tensor_with_tp(
+        self, key: str, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
+    ) -> Tensor | None:
+        """The shard of a rank, as it was put; None when there is none. It is not cut out of a whole tensor."""
+        return self.get_tensor(_shard_key(key, tp_rank, tp_size))
+
+    def batch_get_tensor_with_tp(
+        self, base_keys: Sequence[str], tp_rank: int = 0, tp_size: int = 1
+    ) -> list[Tensor | None]:
+        """`get_tensor_with_tp` for many."""
+        return [self.get_tensor_with_tp(key, tp_rank, tp_size) for key in base_keys]
+
+    def get_tensor_with_tp_into(
+        self,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> Tensor | None:
+        """`get_tensor_into` for the shard of a rank."""
+        return self.get_tensor_into(_shard_key(key, tp_rank, tp_size), buffer_ptr, size)
+
+    def batch_get_tensor_with_tp_into(
+        self,
+        base_keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> list[Any]:
+        """`get_tensor_with_tp_into` for many."""
+        keys = [_shard_key(key, tp_rank, tp_size) for key in base_keys]
+        return self.batch_get_tensor_into(keys, buffer_ptrs, sizes)
+
+    # --- files ---------------------------------------------------------------------------------
+
+    def save_tensor_to_safetensor(self, key: str, file_name: str | None = None) -> int:
+        """Write a tensor to a safetensors file (by default named as the key), in which it is called as the key: 0, or
+        -1100 when there is no such tensor or the file cannot be written."""
+        tensor = self.get_tensor(key)
+        if tensor is None:
+            return int(ErrorCode.FILE_NOT_FOUND)
+        try:
+            header = describe(tensor)
+            write_one(file_name or key, key, header.dtype, header.shape, source_view(tensor))
+        except (OSError, ValueError) as error:
+            self._say(str(error))
+            return int(ErrorCode.FILE_NOT_FOUND)
+        return 0
+
+    def load_tensor_from_safetensor(
+        self, key: str | None = None, file_name: str = ""
+    ) -> Tensor | None:
+        """Read a tensor from a safetensors file, store it, and return it: the one called as the key (by default the
+        file's name), else the first one in the file. None when that fails."""
+        name = key or file_name
+        try:
+            tensor, found = read_one(file_name, name)
+        except (OSError, ValueError) as error:
+            self._say(str(error))
+            return None
+        if found != name:
+            self._say(f"{file_name} has no {name!r}: {found!r} is taken")
+        return tensor if self.put_tensor(name, tensor) == 0 else None
+
+    # -------------------------------------------------------------------------------------------
+
+    def _put_tensor(
+        self,
+        key: str,
+        tensor: Tensor,
+        config: ReplicateConfig,
+        *,
+        overwrite: bool = False,
+        header: TensorHeader | None = None,
+    ) -> int:
+        try:
+            packed = encode_header(describe(tensor) if header is None else header)
+            parts = [memoryview(packed), source_view(tensor.detach().cpu().contiguous())]
+            with self._scratch.room(sum(map(len, parts))) as room:
+                gather(room, parts)
+                return self._store(key, room, config, overwrite=overwrite)
+        except FAILURES as error:
+            return self._code(error)
+
+    def _put_tensors(
+        self,
+        keys: Sequence[str],
+        tensors: Sequence[Tensor],
+        config: ReplicateConfig,
+        *,
+        overwrite: bool = False,
+    ) -> list[int]:
+        if not alike(keys, tensors):
+            return [INVALID] * len(keys)
+        return [
+            self._put_tensor(key, tensor, config, overwrite=overwrite)
+            for key, tensor in zip(keys, tensors, strict=True)
+        ]
+
+    def _put_shards(
+        self, key: str, tensor: Tensor, count: int, dimension: int, config: ReplicateConfig
+    ) -> int:
+        try:
+            whole = describe(tensor).shape
+            if count == 1:
+                return self._put_tensor(key, tensor, config)
+            for rank, part in enumerate(cut(tensor, count, dimension)):
+                header = describe(part, whole, Shard(rank, count, dimension))
+                code = self._put_tensor(f"{key}_tp_{rank}", part, config, header=header)
+                if code:
+                    return code
+        except FAILURES as error:
+            return self._code(error)
+        return 0
+
+    def _put_tensor_from(
+        self, key: str, buffer_ptr: int, size: int, *, overwrite: bool = False
+    ) -> int:
+        try:
+            memory = view_at(buffer_ptr, size)
+            if decode_header(memory).total_bytes != size:
+                return INVALID
+            return self._store(key, memory, DEFAULT_CONFIG, overwrite=overwrite)
+        except FAILURES as error:
+            return self._code(error)
+
+
+def _shard_key(key: str, rank: int, count: int) -> str:
+    return key if count <= 1 else f"{key}_tp_{rank}"
+
+
+def _fresh(size: int) -> memoryview:
+    """New writable memory that is not cleared first."""
+    import torch
+
+    return memoryview(torch.empty(size, dtype=torch.uint8).numpy())

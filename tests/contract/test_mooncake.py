@@ -1,0 +1,184 @@
+"""Mooncake's API: the same calls give what Mooncake itself gave, call by call, and a peer of its own comes and goes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2pstore import errors
+from p2pstore.integrations import mooncake
+from p2pstore.integrations.mooncake.own_peer import OwnPeer
+from p2pstore.local import paths
+from tests.contract import mooncake_calls
+
+RECORDED = json.loads(Path(__file__).with_name("mooncake_outcomes.json").read_text())
+"""What Mooncake 0.3.13.post1 answered: `scripts/compare_with_mooncake --record`."""
+
+DIFFERENT = mooncake_calls.DIFFERENT
+TORCH = ("tensors", "tensor_headers", "safetensors")
+DEADLINE_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[OwnPeer]:
+    peer = OwnPeer(["--memory", str(mooncake_calls.SEGMENT_BYTES), "--listen", "127.0.0.1:0"])
+    yield peer
+    peer.close()
+    assert not peer.folder.exists()
+
+
+@pytest.fixture(scope="module")
+def calls(peer: OwnPeer) -> Iterator[mooncake_calls.Calls]:
+    def setup(store: Any) -> int:
+        code: int = store.setup({"local_hostname": "localhost", "socket": peer.socket})
+        return code
+
+    store = mooncake.MooncakeDistributedStore()
+    assert setup(store) == 0
+    yield mooncake_calls.Calls(mooncake, store, setup)
+    store.close()
+
+
+def test_every_case_is_recorded_and_no_difference_is_forgotten() -> None:
+    assert set(RECORDED) == set(mooncake_calls.CASES)
+    assert {name for name, _ in DIFFERENT} <= set(RECORDED)
+
+
+@pytest.mark.parametrize("name", list(mooncake_calls.CASES))
+def test_calls_give_what_mooncake_gives(name: str, calls: mooncake_calls.Calls) -> None:
+    if name.startswith(TORCH) and importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed (scripts/setup --torch)")
+    theirs = list(RECORDED[name]) if isinstance(RECORDED[name], list) else RECORDED[name]
+    for (case, number), (value, _) in DIFFERENT.items():
+        if case == name:
+            assert theirs[number] != value, "no difference any more"
+            theirs[number] = value
+    assert mooncake_calls.outcome(lambda: mooncake_calls.CASES[name](calls)) == theirs
+
+
+def test_before_setup_and_after_close_nothing_is_there_and_nothing_crashes() -> None:
+    store = mooncake.MooncakeDistributedStore()
+    room = np.zeros(10, np.uint8)
+    address = int(room.ctypes.data)
+    assert (store.get("k"), store.get_batch(["k"]), store.get_buffer("k")) == (b"", [b""], None)
+    assert (store.is_exist("k"), store.batch_is_exist(["k"])) == (-600, [-600])
+    assert (store.put("k", b"v"), store.get_size("k"), store.remove("k")) == (-600, -600, -600)
+    assert (store.put_from("k", address, 10), store.get_into("k", address, 10)) == (-600, -600)
+    assert store.batch_get_into(["k"], [address], [10]) == [-600]
+    assert store.register_buffer(address, 10) == -600
+    assert (store.remove_all(), store.remove_by_regex("k")) == (-600, -600)
+    assert (store.health_check(), store.close()) == (1, 0)
+
+
+def test_remove_all_stays_in_the_namespace_of_the_tenant(
+    peer: OwnPeer, calls: mooncake_calls.Calls
+) -> None:
+    tenant = mooncake.MooncakeDistributedStore()
+    assert tenant.setup({"tenant_id": "somebody", "socket": str(peer.socket)}) == 0
+    calls.store.put("shared name", b"of the default tenant")
+    assert tenant.get("shared name") == b""
+    assert tenant.put("shared name", b"of somebody") == 0
+    assert tenant.remove_all() == 1
+    assert calls.store.get("shared name") == b"of the default tenant"
+    tenant.close()
+
+
+CHILD = """
+import sys, time
+from p2pstore.integrations.mooncake import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("localhost", "P2PHANDSHAKE", "64MB", "16MB", "tcp", "", sys.argv[1]) == 0
+assert store.put("of the child", b"value" * 1000) == 0
+print(store._own_peer.process_id, store.get_hostname(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_programs_that_name_one_address_find_each_other_and_leave_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first peer takes the address where a master would be; the second joins it. When their programs end, by
+    `close` or by kill -9, so do the peers."""
+    monkeypatch.setattr(paths, "live_sockets", lambda: [])
+    monkeypatch.delenv("MOONCAKE_P2P_SOCKET", raising=False)
+    with mooncake_calls.free_port() as port:
+        address = f"127.0.0.1:{port}"
+    store = mooncake.MooncakeDistributedStore()
+    assert store.setup("localhost", "etcd://10.0.0.1:2379", 64 << 20, 0, "tcp", "", address) == 0
+    assert store._own_peer is not None
+    assert store._own_peer.ready["control"] == address
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    )
+    try:
+        assert child.stdout is not None
+        peer_id, hostname = child.stdout.readline().split()
+        until(lambda: store.get("of the child") == b"value" * 1000)
+        assert store.is_exist("of the child") == 1
+        (replica,) = store.get_replica_desc("of the child")
+        where = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
+        assert where == hostname.decode()
+        assert store.put("with a copy", b"value", replicated(2)) == 0
+        child.send_signal(signal.SIGKILL)
+        until(lambda: not is_running(int(peer_id)))
+        assert store.get("with a copy") == b"value"
+        own = store._own_peer.process_id
+        store.close()
+        assert not is_running(own)
+    finally:
+        child.kill()
+        child.communicate()
+        store.close()
+
+
+def test_a_setup_that_fails_says_why_within_seconds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(paths, "live_sockets", lambda: [])
+    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", str(tmp_path / "nobody.sock"))
+    store = mooncake.MooncakeDistributedStore()
+    with pytest.raises(errors.NoLocalPeer, match=r"nobody\.sock"):
+        store.setup("localhost")
+    monkeypatch.delenv("MOONCAKE_P2P_SOCKET")
+    monkeypatch.setenv("MOONCAKE_P2P_TRANSPORT", "nonsense")
+    with pytest.raises(errors.P2PStoreError, match="nonsense"):
+        store.setup("localhost")
+    with pytest.raises(errors.ConfigError, match="global_segment_size"):
+        store.setup({"local_hostname": "x", "global_segment_size": "50%"})
+    assert store.health_check() == 1
+
+
+def replicated(copies: int) -> mooncake.ReplicateConfig:
+    config = mooncake.ReplicateConfig()
+    config.replica_num = copies
+    return config
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
