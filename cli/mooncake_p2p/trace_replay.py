@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from p2pstore.trace.pool import PoolSettings
     from p2pstore.trace.requests import Request
 
-TRAILER_BYTES: Final = 512
-"""Key, sums and header of a block in memory: so much shorter is its value, so that it takes what was asked for."""
 PAGE_BYTES: Final = 4096
+TRAILER_BYTES: Final = PAGE_BYTES
+"""Key, sums and header of a block in memory: so much shorter is its value, so that it takes what was asked for. What
+remains are whole pages, as blocks of KVCache are."""
 BLOCK_BYTES: Final = 16 * 1024
-LEAST_BLOCK_BYTES: Final = 4096
+LEAST_BLOCK_BYTES: Final = 2 * PAGE_BYTES
 LEAST_COLD_BLOCK_BYTES: Final = 32 * 1024
 """The SSD tier does not take less than 16 KiB."""
 SSD_HEADER_BYTES: Final = PAGE_BYTES
@@ -80,6 +81,8 @@ class RealOutcome:
     """Blocks that were known to be somewhere, and could not be read: whoever had them was gone, or dropped them."""
     failed: int = 0
     """Those of them that a living peer had."""
+    first_failure: str = ""
+    """What was said of the first of these."""
     last_copies_dropped: int = 0
     """While a peer had nothing else to evict, or its SSD did not keep up."""
     read_bytes: Counter[str] = field(default_factory=Counter)
@@ -231,7 +234,9 @@ class _Replay:
                 if not self._outages.up[peer]:
                     raise _Killed
                 self.outcome.unreadable += 1
-                self.outcome.failed += self._is_held(keys[place])
+                if self._is_held(keys[place]):
+                    self.outcome.failed += 1
+                    self.outcome.first_failure = self.outcome.first_failure or str(result.error)
                 return place
             if self._rooms[place] != self._values[blocks[place]]:
                 raise CommandFailed(f"block {blocks[place]} came back wrong; please report it")

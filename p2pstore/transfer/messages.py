@@ -55,7 +55,7 @@ class DataKind(IntEnum):
     PING = 24
     STORE = 25
     STORE_PART = 26
-    READS = 27
+    READS = 28
     SET_PINS = 27
     MEASURE = 32
     RDMA_CONNECT = 33

@@ -291,6 +291,8 @@ def _real_rows(
     yield "time", f"{real.seconds:.0f} s, the trace {compression:.0f} times as fast"
     yield "peers killed", f"{real.kills:,}"
     yield "blocks known, but not read", f"{real.unreadable:,}, a living peer had {real.failed:,}"
+    if real.first_failure:
+        yield "the first of these", real.first_failure
     yield "last copies dropped", f"{real.last_copies_dropped:,}"
     for way, size in real.read_bytes.items():
         if size:
