@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from p2pstore.core.effects import LoadObject, PullOutcome, WriteObject
 from p2pstore.gossip.records import LocationRecord
 from p2pstore.objects import Version, namespace_digest
@@ -42,6 +44,17 @@ class DictionaryStore:
         if stored is None or not up_to.covers(stored.entry.version):
             return False
         del self.objects[digest]
+        return True
+
+    def set_care(
+        self, digest: bytes, version: Version, *, pin: int, replicas: int, soft: bool
+    ) -> bool:
+        stored = self.objects.get(digest)
+        if stored is None or stored.entry.version != version:
+            return False
+        entry = msgspec.structs.replace(stored.entry, pin=pin, replicas=replicas, soft=soft)
+        trailer = msgspec.structs.replace(stored.trailer, pin=pin, replicas=replicas)
+        self.objects[digest] = Stored(entry, trailer, stored.value)
         return True
 
     def digests(self, namespace: bytes | None) -> Iterator[bytes]:
