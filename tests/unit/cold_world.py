@@ -131,6 +131,13 @@ class ColdWorld(Harness):
         )
         self.store.objects[held.digest] = Stored(entry, trailer, bytes(self.segment.payload(held)))
 
+    def cool_again(self, key: str) -> None:
+        """Others of its size take an object's place in memory."""
+        while (entry := self.find(key)) is not None:
+            self._fillers += 1
+            assert self._fillers < 100_000, f"{key} stays in memory"
+            self.fill(1_000_000 + self._fillers, 1, entry.length)
+
     def load(self, **outcome: Any) -> list[str]:
         """Carry out what is to be loaded now; with `fail` or `error` it does not work. The keys."""
         keys = []
@@ -168,12 +175,7 @@ class ColdWorld(Harness):
     def cool(self, key: str, value: bytes, **options: Any) -> LocationRecord:
         """An object that is on the SSD alone. What this peer announces of it."""
         self.stored(key, value, **options)
-        while self.find(key) is not None:
-            self._fillers += 1
-            assert self._fillers < 100_000, f"{key} stays in memory"
-            self.fill(
-                1_000_000 + self._fillers, 1, len(value)
-            )  # others of that size take its place
+        self.cool_again(key)
         record = self.announced(key)
         assert record is not None, f"{key} left memory and is not on the SSD"
         assert digest_of(key) in self.store.objects

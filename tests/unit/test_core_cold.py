@@ -361,8 +361,7 @@ def test_what_leaves_memory_is_kept_on_the_ssd_as_firmly_as_it_was_last() -> Non
     assert (entry.on_ssd, entry.pin, entry.replicas) == (True, Pin.SOFT, 1)
     world.core.set_pin(entry, Pin.NONE, 0.0, world.now)
     world.core.strengthen(entry, 0, 3, world.now)
-    world.fill(100, 40, len(VALUE))
-    assert world.find("k") is None
+    world.cool_again("k")
     held = world.gossip.log.held(digest_of("k"))
     assert held is not None
     record = decode_location(held)
