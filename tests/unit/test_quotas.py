@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import get_args
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer.areas import MAX_QUOTAS, Areas
+from p2pstore.transfer.areas import MAX_QUOTAS, Areas, Place
 from p2pstore.transfer.entries import ObjectEntry
 from p2pstore.transfer.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.transfer.layout import (
@@ -167,6 +167,29 @@ def test_what_others_hold_in_a_part_that_is_lent_stays() -> None:
     segment.let_go(held)
     put(segment, "mine", 8)
     assert kept(segment, "mine") == 7
+
+
+def test_what_is_lent_is_not_looked_through_for_who_has_no_room_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes long, and whoever is refused tries again and again."""
+    segment = new_segment(64, {"mine": 64})
+    for number in range(32):
+        put(segment, "other", number)
+        put(segment, "mine", number)
+    looked: list[Place] = []
+
+    def stretches(place: Place, size: int) -> Iterator[int]:
+        looked.append(place)
+        return iter(())
+
+    monkeypatch.setattr(segment, "_stretches", stretches)
+    for number in range(20):
+        with pytest.raises(CapacityExceeded):
+            put(segment, "other", 100 + number, granules=2)
+    assert not looked
+    put(segment, "other", 200)
+    put(segment, "mine", 200, granules=3)
 
 
 def test_full_slots_are_taken_from_no_quota() -> None:
