@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 PIN_TIMEOUT_SECONDS: Final = 2.0
 """Who has not answered by then keeps the pin that its copy has."""
-MAX_PINS: Final = 4_096
+MAX_PINS: Final = 64
+"""In one message: what a holder does in a step of some milliseconds, as each of them is written to its trailer and
+announced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +115,12 @@ class PinOperation(Operation):
                     item = PinItem(digest, version.clock, version.writer)
                     items.setdefault(copy.peer_id, []).append(item)
         soft_ms = int(self._soft_seconds * 1000)
-        for tag, (peer_id, of_peer) in enumerate(sorted(items.items())):
-            self._pending[tag] = of_peer
-            request = SetPins(of_peer[:MAX_PINS], int(self._pin), soft_ms)
-            self.ask(tag, peer_id, DataKind.SET_PINS, request, PIN_TIMEOUT_SECONDS)
+        for peer_id, of_peer in sorted(items.items()):
+            for start in range(0, len(of_peer), MAX_PINS):
+                tag, some = len(self._pending), of_peer[start : start + MAX_PINS]
+                self._pending[tag] = some
+                request = SetPins(some, int(self._pin), soft_ms)
+                self.ask(tag, peer_id, DataKind.SET_PINS, request, PIN_TIMEOUT_SECONDS)
         self._settle(now)
 
     def answered(self, tag: int, reply: Reply, now: float) -> None:

@@ -127,6 +127,19 @@ def test_each_holder_is_asked_once_for_many_objects() -> None:
     assert [(end.copies, end.known) for end in operation.result] == [(2, 2), (1, 2), (1, 1), (2, 2)]
 
 
+def test_more_than_a_holder_does_at_a_time_are_several_messages() -> None:
+    world = Harness(others=1, memory_bytes=MAX_PINS * 3 * 4096)
+    keys = [f"key {number}" for number in range(2 * MAX_PINS + 1)]
+    for key in keys:
+        world.push(world.others[0], same_as(world.stored(key, b"v"), key, b"v"))
+    operation = pin(world, *keys)
+    asked = asks(world)
+    assert len(asked) == 3
+    for ask in asked:
+        world.answer(ask, world.serve(world.others[0], DataKind.SET_PINS, ask.request))
+    assert [(end.copies, end.known) for end in operation.result] == [(2, 2)] * len(keys)
+
+
 def test_a_pin_that_is_cancelled_is_in_force_here() -> None:
     world = Harness(others=1)
     entry = world.stored("k", b"value")
