@@ -234,16 +234,21 @@ def test_quotas_are_no_more_than_there_is() -> None:
         Areas(1024 * GRANULE_BYTES, GRANULE_BYTES, many)
 
 
-def test_the_coldest_are_named_of_all_parts_in_turns() -> None:
-    """What is written to an SSD before its room is needed is of all namespaces."""
-    segment = new_segment(12, {"mine": 4})
+def test_the_coldest_are_the_same_share_of_each_part() -> None:
+    """They are written to an SSD before their room is needed: whatever the sizes, as much of each namespace's."""
+    segment = new_segment(32, {"mine": 16})
     for number in range(4):
-        put(segment, "mine", number, now=float(number))
+        put(segment, "mine", number, granules=4, now=float(number))
+    for number in range(16):
         put(segment, "other", number, now=float(number))
-    soft = put(segment, "mine", 9, soft=True, now=50.0)
     named = [(entry.namespace, entry.key) for entry in segment.coldest()]
-    assert named[0] == ("mine", soft.key)
-    assert sorted(named[1:5]) == [(name, f"key {n}") for name in ("mine", "other") for n in (0, 1)]
+    for part in range(4):
+        quarter = named[5 * part : 5 * part + 5]
+        keys = [f"key {number}" for number in range(4 * part, 4 * part + 4)]
+        wanted = [("mine", f"key {part}"), *(("other", key) for key in keys)]
+        assert sorted(quarter) == sorted(wanted)
+    soft = put(segment, "mine", 9, soft=True, now=50.0)
+    assert next(segment.coldest()) is soft
 
 
 NAMESPACES = ("first", "second", "none", "nobody")
