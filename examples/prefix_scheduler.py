@@ -49,9 +49,7 @@ async def schedule(engines: Sequence[p2pstore.Peer]) -> None:
         for conversation in random.sample(range(CONVERSATIONS), CONVERSATIONS):
             keys = conversation_keys(conversation, turn * BLOCKS_PER_TURN)
             holders = await engines[0].match_prefix_by_peer(keys)
-            infos = await engines[
-                0
-            ].peers()  # some milliseconds old at most, so one answer serves many requests
+            infos = await engines[0].peers()  # where there are many requests, once a second will do
             admission = Router.admit(
                 router.rank(len(keys), holders, list(by_id), infos=infos), LIMIT_SECONDS
             )

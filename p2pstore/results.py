@@ -123,7 +123,7 @@ class TransferStatus:
 
 @dataclass(frozen=True, slots=True)
 class PinResult:
-    """What `pin` or `unpin` did: `copies` have that pin now, of `known` that are in some peer's memory."""
+    """What `pin` or `unpin` did: `copies` have that pin now, of `known` that there are."""
 
     key: str
     pin: PinName

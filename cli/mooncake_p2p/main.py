@@ -37,7 +37,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "flush": ("removing", "Remove everything in a namespace, on all peers."),
     "locate": ("listing", "Show which peers hold a key."),
     "pin": ("keeping", "Keep objects in this peer's memory."),
-    "unpin": ("keeping", "Let objects in this peer's memory be evicted again."),
+    "unpin": ("keeping", "Let objects be evicted again."),
     "replicate": ("keeping", "Have N copies of an object, on as many peers."),
     "stats": ("cluster", "Show this peer and the cluster."),
     "peers": ("cluster", "List the members of the cluster."),

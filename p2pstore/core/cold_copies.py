@@ -38,6 +38,12 @@ class ColdStore(Protocol):
         """Versions up to this one are never to be seen again. Whether there was one."""
         ...
 
+    def set_care(
+        self, digest: bytes, version: Version, *, pin: int, replicas: int, soft: bool
+    ) -> bool:
+        """How firmly that version is kept has changed since it was written. Whether it lies there."""
+        ...
+
     def digests(self, namespace: bytes | None) -> Iterator[bytes]:
         """Those of all objects, or of a namespace by its digest, that are there now. Others may come and go while
         they are gone through."""
@@ -144,7 +150,7 @@ class ColdCopies:
         core = self._core
         cold = self.find_only_here(entry.digest, now) if entry.on_ssd else None
         if cold is not None and cold.version == entry.version:
-            self._hold(cold, now)
+            self._set_care(cold, entry.pin, entry.replicas, entry.soft, now)
             core.counters["objects_left_to_ssd"] += 1
         else:
             core.gossip.release(entry.digest, entry.version, now)
@@ -159,6 +165,16 @@ class ColdCopies:
         if gone.soft or over or gone.digest in core.segment.digests():
             return False
         return all(each.hidden for each in core.gossip.holders(gone.digest, now))
+
+    def set_pin(self, cold: ColdEntry, pin: int, now: float) -> None:
+        """Pin or unpin an object that is on the SSD alone: for when it comes back to memory."""
+        self._set_care(cold, pin, cold.replicas, cold.soft, now)
+
+    def _set_care(self, cold: ColdEntry, pin: int, replicas: int, soft: bool, now: float) -> None:
+        """Announce what is on the SSD alone, as it is kept from now on."""
+        assert self.store is not None
+        self.store.set_care(cold.digest, cold.version, pin=pin, replicas=replicas, soft=soft)
+        self._hold(self.store.find(cold.digest) or cold, now)
 
     def came_to_memory(self, entry: ObjectEntry) -> None:
         """An object was published in memory: older versions are of no use any more."""

@@ -12,7 +12,7 @@ from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.put import MAX_TTL_MS
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.records import PeerId, Tier
+from p2pstore.gossip.records import PeerId
 from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.layout import Pin
 from p2pstore.transfer.messages import DataKind, PinItem, PinsSet, SetPins
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 
 PIN_TIMEOUT_SECONDS: Final = 2.0
 """Who has not answered by then keeps the pin that its copy has."""
-MAX_PINS: Final = 4_096
+MAX_PINS: Final = 64
+"""In one message: what a holder does in a step of some milliseconds, as each of them is written to its trailer and
+announced."""
 
 
 @dataclass(frozen=True, slots=True)
 class PinEnd:
-    """What became of one object: whether this peer's memory has it, whether anybody has, and how many of the copies in
-    memories that are known of have the pin now."""
+    """What became of one object: whether this peer's memory has it, whether anybody has, and how many of the copies
+    that are known of have the pin now."""
 
     here: bool
     found: bool
@@ -37,8 +39,9 @@ class PinEnd:
 
 
 class PinOperation(Operation):
-    """Pin some objects, or unpin them: here at once, and then where others hold the same version in memory, as far as
-    they can be reached. `soft_seconds` is how long a soft pin lasts; 0 for as long as usual.
+    """Pin some objects, or unpin them: here at once, and then where others hold the same version, as far as they can
+    be reached. What is on an SSD alone is pinned for when it comes back to memory. `soft_seconds` is how long a soft
+    pin lasts; 0 for as long as usual.
 
     The result is a list of `PinEnd`. A pin that is cancelled is in force here.
     """
@@ -52,6 +55,7 @@ class PinOperation(Operation):
         self._pin = pin
         self._soft_seconds = soft_seconds
         self._here: dict[bytes, Version] = {}
+        self._cold: dict[bytes, Version] = {}
         self._found: set[bytes] = set()
         self._copies: Counter[bytes] = Counter()
         self._known: Counter[bytes] = Counter()
@@ -65,6 +69,10 @@ class PinOperation(Operation):
             if entry is not None:
                 core.set_pin(entry, self._pin, self._soft_seconds, now, firm=True)
                 self._here[digest] = entry.version
+                self._copies[digest] = self._known[digest] = 1
+            elif (cold := core.cold.find_only_here(digest, now)) is not None:
+                core.cold.set_pin(cold, int(self._pin), now)
+                self._cold[digest] = cold.version
                 self._copies[digest] = self._known[digest] = 1
         knows_all = core.gossip.partitions.knows_all
         if knows_all and len(self._here) == len(self._digests):
@@ -94,21 +102,25 @@ class PinOperation(Operation):
         for digest, copies in zip(self._digests, found, strict=True):
             if copies:
                 self._found.add(digest)
-            newest = self._here.get(digest) or (copies[0].record.version if copies else None)
+            newest = self._here.get(digest) or self._cold.get(digest)
+            if newest is None and copies:
+                newest = copies[0].record.version
             for copy in copies:
                 version = copy.record.version
                 same = newest is not None and _same(version, newest)
-                if copy.local or not same or copy.record.tier is Tier.SSD:
+                if copy.local or not same:
                     continue
                 self._known[digest] += 1
                 if copy.reachable:
                     item = PinItem(digest, version.clock, version.writer)
                     items.setdefault(copy.peer_id, []).append(item)
         soft_ms = int(self._soft_seconds * 1000)
-        for tag, (peer_id, of_peer) in enumerate(sorted(items.items())):
-            self._pending[tag] = of_peer
-            request = SetPins(of_peer[:MAX_PINS], int(self._pin), soft_ms)
-            self.ask(tag, peer_id, DataKind.SET_PINS, request, PIN_TIMEOUT_SECONDS)
+        for peer_id, of_peer in sorted(items.items()):
+            for start in range(0, len(of_peer), MAX_PINS):
+                tag, some = len(self._pending), of_peer[start : start + MAX_PINS]
+                self._pending[tag] = some
+                request = SetPins(some, int(self._pin), soft_ms)
+                self.ask(tag, peer_id, DataKind.SET_PINS, request, PIN_TIMEOUT_SECONDS)
         self._settle(now)
 
     def answered(self, tag: int, reply: Reply, now: float) -> None:
@@ -133,7 +145,7 @@ class PinOperation(Operation):
 
 
 def serve_pins(core: PeerCore, request: SetPins, now: float) -> PinsSet:
-    """Pin, or unpin, what this peer has in memory in just that version. Raises `ProtocolError` for nonsense."""
+    """Pin, or unpin, what this peer has in just that version. Raises `ProtocolError` for nonsense."""
     if (
         len(request.items) > MAX_PINS
         or request.pin not in (Pin.NONE, Pin.SOFT, Pin.HARD)
@@ -144,10 +156,16 @@ def serve_pins(core: PeerCore, request: SetPins, now: float) -> PinsSet:
     done = bytearray()
     for item in request.items:
         entry = core.find(item.digest, now)
-        is_it = entry is not None and _same(entry.version, Version(item.clock, item.writer))
-        if entry is not None and is_it:
+        version = Version(item.clock, item.writer)
+        if entry is None:
+            cold = core.cold.find_only_here(item.digest, now)
+            if cold is not None and _same(cold.version, version):
+                core.cold.set_pin(cold, request.pin, now)
+            done.append(cold is not None and _same(cold.version, version))
+            continue
+        if _same(entry.version, version):
             core.set_pin(entry, Pin(request.pin), request.soft_ms / 1000, now)
-        done.append(is_it)
+        done.append(_same(entry.version, version))
     return PinsSet(bytes(done))
 
 

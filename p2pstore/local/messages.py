@@ -552,8 +552,8 @@ class Done(Message, frozen=True):
 
 
 class Pinned(Message, frozen=True):
-    """Per item: whether that was done, how many copies have the pin now, and of how many it is known that they are in
-    some memory. Older peers pin their own copy alone, and do not say how many there are."""
+    """Per item: whether that was done, how many copies have the pin now, of how many that are known. Older peers pin
+    their own copy alone, and do not say how many there are."""
 
     items: list[ItemError] = []
     copies: list[int] = []

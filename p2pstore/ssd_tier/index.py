@@ -7,6 +7,7 @@ all its parts are there. Whatever a call gives back as dropped or superseded mus
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -32,7 +33,7 @@ from p2pstore.ssd_tier.record_rows import (
     WRITER,
     RecordRows,
 )
-from p2pstore.ssd_tier.rows import FLAG_PIN, FLAG_SOFT, ROW_BYTES, Rows
+from p2pstore.ssd_tier.rows import FLAG_PIN, FLAG_SOFT, ROW_BYTES, Rows, flags_of
 
 MAX_HITS: Final = 0xFFFF
 
@@ -66,6 +67,13 @@ class ColdRecord(msgspec.Struct, frozen=True, gc=False):
     stored_bytes: int
     disk_bytes: int
     hits: int
+
+
+def with_care(facts: ColdFacts, entry: ColdEntry | None) -> ColdFacts:
+    """What a record says of its object, with how firmly that is kept by now."""
+    if entry is None or entry.version != facts.version:
+        return facts
+    return replace(facts, pin=entry.pin, replicas=entry.replicas, soft=entry.soft)
 
 
 class ColdIndex:
@@ -178,6 +186,17 @@ class ColdIndex:
         heads = rows["part"] == 0
         self._slots.insert_all(rows["digest"][heads], np.flatnonzero(heads).astype(np.uint32))
         self.objects = int(heads.sum())
+
+    def set_care(
+        self, digest: bytes, version: Version, *, pin: int, replicas: int, soft: bool
+    ) -> bool:
+        """How firmly an object is kept has changed since it was written. Whether that version is there."""
+        head = self._slots.find(digest)
+        if head == NOT_FOUND or self._rows.version(head) != version:
+            return False
+        for row, _ in self._parts(head):
+            self._rows.set_care(row, replicas, flags_of(pin, soft))
+        return True
 
     # --- finding -------------------------------------------------------------------------------
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import trio
 
 from p2pstore.errors import CapacityExceeded
 from p2pstore.ssd_tier.cold_log import ColdLog
-from p2pstore.ssd_tier.index import ColdRecord
+from p2pstore.ssd_tier.index import ColdRecord, with_care
 from p2pstore.ssd_tier.layout import PAGE_BYTES, DamagedRecord
 from p2pstore.ssd_tier.record_header import RecordHeader, decode_record_header, moved_record_header
 from p2pstore.ssd_tier.reinsertion import Candidate, choose_kept
@@ -69,7 +70,9 @@ class Keeper:
             return await self._write(record, header, memory)
 
     async def _write(self, record: ColdRecord, header: RecordHeader, memory: memoryview) -> bool:
-        log, facts = self._log, header.facts
+        log = self._log
+        facts = with_care(header.facts, log.index.find(record.digest))
+        header = replace(header, facts=facts)
         if not self._is_there(record):
             return True  # it went while it was read
         pages = record.disk_bytes // PAGE_BYTES

@@ -10,7 +10,7 @@ import trio
 
 from p2pstore.objects import PART_BYTES
 from p2pstore.ssd_tier.cold_log import ColdLog
-from p2pstore.ssd_tier.index import ColdEntry
+from p2pstore.ssd_tier.index import ColdEntry, with_care
 from p2pstore.ssd_tier.layout import (
     ColdFacts,
     DamagedRecord,
@@ -72,7 +72,7 @@ class Reader:
             log.measures.unanswered += waiting.told
         log.measures.hits += 1
         log.index.touch(digest)
-        return facts
+        return with_care(facts, log.index.find(digest))
 
     async def _load(self, entry: ColdEntry, prepare: Prepare, waiting: Waiting) -> ColdFacts:
         log = self._log

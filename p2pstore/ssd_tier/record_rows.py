@@ -28,6 +28,9 @@ from p2pstore.ssd_tier.rows import (
     flags_of,
 )
 
+_REPLICAS_AT: Final = ROW.fields["replicas"][1] if ROW.fields is not None else 0
+_FLAGS_AT: Final = ROW.fields["flags"][1] if ROW.fields is not None else 0
+
 END: Final = -1
 """There is no next row."""
 
@@ -123,6 +126,13 @@ class RecordRows:
         self._generations[segment] = place.generation
         self._count(segment, record_bytes(stored_bytes), 1)
         return row
+
+    def set_care(self, row: int, replicas: int, flags: int) -> None:
+        """Change the replica count and the flags of the record's object, in this row."""
+        start = row * ROW_BYTES
+        at = start + _REPLICAS_AT
+        self.memory[at : at + 2] = min(replicas, MAX_REPLICAS).to_bytes(2, "little")
+        self.memory[start + _FLAGS_AT] = flags
 
     def release(self, row: int) -> None:
         """The record is not in the index any more."""

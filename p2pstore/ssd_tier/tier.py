@@ -164,6 +164,14 @@ class SsdTier:
         """
         return await self._reader.load(digest, prepare, overdue, patience_seconds)
 
+    def set_care(
+        self, digest: bytes, version: Version, *, pin: int, replicas: int, soft: bool
+    ) -> bool:
+        """How firmly an object is kept has changed since it was written. Whether that version is there. (Until a
+        restart: the record is not written again for that.)"""
+        care = self._log.index.set_care
+        return care(digest, version, pin=pin, replicas=replicas, soft=soft)
+
     # Discarding.
 
     def discard(self, digest: bytes, up_to: Version) -> bool:

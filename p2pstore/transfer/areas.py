@@ -45,6 +45,11 @@ class Place:
     area: Area
     groups: tuple[int, ...]
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether it is another namespace's, and only what that leaves free may be used."""
+        return self.area.owner is not None and self.area.owned not in self.groups
+
 
 Places = tuple[Place, ...]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
+from heapq import heapify, heappop, heapreplace
 from itertools import islice
 from typing import Final
 
@@ -152,8 +153,33 @@ class EvictionOrder:
         for rank in range(_CHEAP if cheap else _NORMAL, 3):
             if len(self._groups) == 1:
                 yield from self._groups[0][rank].coldest()
+    def coldest(self) -> Iterator[ObjectEntry]:
+        """What would be evicted first, by rank and policy; of several groups the same share of each. Nothing may change
+        the order meanwhile."""
+        if len(self._groups) == 1:
+            for queue in self._groups[0]:
+                yield from queue.coldest()
+            return
+        shares = [0.0] * len(self._groups)
+        for rank in range(3):
+            yield from self._coldest_of_rank(rank, shares)
+
+    def _coldest_of_rank(self, rank: int, shares: list[float]) -> Iterator[ObjectEntry]:
+        """Always the next of the group that has had the smallest share of its bytes in `shares`, which grow."""
+        heap: list[tuple[float, int, ObjectEntry, Iterator[ObjectEntry]]] = []
+        for number, group in enumerate(self._groups):
+            queue = group[rank].coldest()
+            if (first := next(queue, None)) is not None:
+                heap.append((shares[number], number, first, queue))
+        heapify(heap)
+        while heap:
+            share, number, entry, queue = heap[0]
+            yield entry
+            shares[number] = share + entry.extent_bytes / max(1, self._evictable_bytes[number])
+            if (following := next(queue, None)) is not None:
+                heapreplace(heap, (shares[number], number, following, queue))
             else:
-                yield from _in_turns([group[rank].coldest() for group in self._groups])
+                heappop(heap)
 
     def at(self, offset: int) -> ObjectEntry:
         """The evictable entry at `offset`. Raises `KeyError` when there is none."""
@@ -186,15 +212,3 @@ class EvictionOrder:
             for group in groups:
                 for entry in islice(self._groups[group][rank].coldest(), -(-count // share)):
                     yield entry.offset
-
-
-def _in_turns(queues: Sequence[Iterator[ObjectEntry]]) -> Iterator[ObjectEntry]:
-    """One of each, again and again."""
-    while queues:
-        left = []
-        for queue in queues:
-            entry = next(queue, None)
-            if entry is not None:
-                left.append(queue)
-                yield entry
-        queues = left

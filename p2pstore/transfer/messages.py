@@ -269,7 +269,7 @@ class SetPins(Message, frozen=True):
 
 
 class PinsSet(Message, frozen=True):
-    """A byte per item: 1 where the receiver has it in memory and did so."""
+    """A byte per item: 1 where the receiver has it and did so."""
 
     done: bytes
 

@@ -506,11 +506,11 @@ class Segment:
             least_used = (offset - base for offset in offsets)
             windows = self._windows(place, least_used, size, count, now)
             found += windows
-            if not windows:
+            if not windows and not place.is_lent:
                 hemmed_in.append(place)
-        if (
-            not found and thoroughly
-        ):  # what must stay hems in all candidates: look everywhere, which is slow
+        # What must stay hems in all candidates: look everywhere, which is slow. In what is lent, most is to stay, and
+        # whoever has no room of its own would have all of it looked through with every put.
+        if not found and thoroughly:
             count = 1
             for place in hemmed_in:
                 anywhere = islice(self._stretches(place, size), 8)

@@ -96,7 +96,7 @@ def test_puts_gets_and_bytes_are_counted_where_they_happen(pair: tuple[Peer, Pee
     assert seen.transports["tcp"]["objects"] >= 1
     eventually(lambda: any(each.round_trip_seconds for each in second.client.peers()))
     table = done(second.run("peers")).stdout.decode().splitlines()
-    assert " ".join(table[0].split()) == "NAME STATUS RTT HEARD USED CONTROL READ BY PEER ID"
+    assert " ".join(table[0].split()) == "NAME STATUS RTT HEARD USED LOAD CONTROL READ BY PEER ID"
     (row,) = [line for line in table if line.startswith("first")]
     assert " tcp " in row
     assert max(map(len, table)) <= 80

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from p2pstore.core.effects import LoadObject, PullOutcome, WriteObject
 from p2pstore.gossip.records import LocationRecord
 from p2pstore.objects import Version, namespace_digest
@@ -42,6 +44,17 @@ class DictionaryStore:
         if stored is None or not up_to.covers(stored.entry.version):
             return False
         del self.objects[digest]
+        return True
+
+    def set_care(
+        self, digest: bytes, version: Version, *, pin: int, replicas: int, soft: bool
+    ) -> bool:
+        stored = self.objects.get(digest)
+        if stored is None or stored.entry.version != version:
+            return False
+        entry = msgspec.structs.replace(stored.entry, pin=pin, replicas=replicas, soft=soft)
+        trailer = msgspec.structs.replace(stored.trailer, pin=pin, replicas=replicas)
+        self.objects[digest] = Stored(entry, trailer, stored.value)
         return True
 
     def digests(self, namespace: bytes | None) -> Iterator[bytes]:
@@ -118,6 +131,13 @@ class ColdWorld(Harness):
         )
         self.store.objects[held.digest] = Stored(entry, trailer, bytes(self.segment.payload(held)))
 
+    def cool_again(self, key: str) -> None:
+        """Others of its size take an object's place in memory."""
+        while (entry := self.find(key)) is not None:
+            self._fillers += 1
+            assert self._fillers < 100_000, f"{key} stays in memory"
+            self.fill(1_000_000 + self._fillers, 1, entry.length)
+
     def load(self, **outcome: Any) -> list[str]:
         """Carry out what is to be loaded now; with `fail` or `error` it does not work. The keys."""
         keys = []
@@ -155,12 +175,7 @@ class ColdWorld(Harness):
     def cool(self, key: str, value: bytes, **options: Any) -> LocationRecord:
         """An object that is on the SSD alone. What this peer announces of it."""
         self.stored(key, value, **options)
-        while self.find(key) is not None:
-            self._fillers += 1
-            assert self._fillers < 100_000, f"{key} stays in memory"
-            self.fill(
-                1_000_000 + self._fillers, 1, len(value)
-            )  # others of that size take its place
+        self.cool_again(key)
         record = self.announced(key)
         assert record is not None, f"{key} left memory and is not on the SSD"
         assert digest_of(key) in self.store.objects

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final, TypeVar
 
 from p2pstore.objects import KIB, MIB, Version, chunk_count, key_digest, root_checksum
 from p2pstore.transfer.layout import TrailerBody, encode_trailer, plan_geometry
-from p2pstore.transfer.segment import Segment
+from p2pstore.transfer.segment import NO_QUOTAS, Segment
 
 SMALLEST_BYTES: Final = 4 * KIB
 LARGEST_BYTES: Final = 64 * MIB
@@ -58,16 +58,18 @@ class Churned:
     evicted: int = 0
 
 
-def segment_for(data_bytes: int, kind: type[S]) -> S:
+def segment_for(data_bytes: int, kind: type[S], quotas: Mapping[str, int] = NO_QUOTAS) -> S:
     """A segment of that class in memory that costs what is written: values are reserved and never filled."""
     geometry = plan_geometry(data_bytes)
     view = memoryview(mmap.mmap(-1, geometry.total_bytes))
-    return kind(view, segment_id=b"s" * 16, incarnation=1, geometry=geometry)
+    return kind(view, segment_id=b"s" * 16, incarnation=1, geometry=geometry, quotas=quotas)
 
 
-def churn(segment: Segment, sizes: Sizes, puts: int, seed: int) -> Churned:
+def churn(
+    segment: Segment, sizes: Sizes, puts: int, seed: int, namespaces: Sequence[str] = ("default",)
+) -> Churned:
     """Put until something had to go, then half as many values again as `puts` to reach a steady
-    state, then `puts` that count."""
+    state, then `puts` that count. Each value is of one of the namespaces."""
     rng = Random(seed)
     done = Churned()
     recent: deque[bytes] = deque(maxlen=RECENT)
@@ -76,7 +78,8 @@ def churn(segment: Segment, sizes: Sizes, puts: int, seed: int) -> Churned:
         number += 1
         now = number * SECONDS_PER_PUT
         length = sizes(rng)
-        recent.append(_put(segment, f"key {number}", length, number, now))
+        namespace = namespaces[number % len(namespaces)]
+        recent.append(_put(segment, namespace, f"key {number}", length, number, now))
         withdrawn = segment.take_withdrawn()
         payload_bytes += length - sum(entry.length for entry in withdrawn)
         if rng.random() < READ_SHARE:
@@ -90,14 +93,15 @@ def churn(segment: Segment, sizes: Sizes, puts: int, seed: int) -> Churned:
     return done
 
 
-def _put(segment: Segment, key: str, length: int, clock: int, now: float) -> bytes:
+def _put(segment: Segment, namespace: str, key: str, length: int, clock: int, now: float) -> bytes:
     """Reserve and commit a value whose bytes nobody looks at; its digest."""
-    trailer = TrailerBody("default", key, bytes(8 * chunk_count(length)))
-    reservation = segment.reserve(length, len(encode_trailer(trailer)), holder=0, now=now)
+    trailer = TrailerBody(namespace, key, bytes(8 * chunk_count(length)))
+    room = len(encode_trailer(trailer))
+    reservation = segment.reserve(length, room, holder=0, now=now, namespace=namespace)
     entry = segment.commit(
         reservation.number,
         holder=0,
-        digest=key_digest(key),
+        digest=key_digest(key, namespace),
         version=Version(clock, 1, root_checksum(length, trailer.sums)),
         trailer=trailer,
         length=length,

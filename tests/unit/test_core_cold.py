@@ -20,7 +20,7 @@ from p2pstore.core.presence import is_known, known_keys
 from p2pstore.core.serving import ListHereOperation, reply_of
 from p2pstore.core.write_back import LOOKED_AT
 from p2pstore.errors import CapacityExceeded, NoSuchKey, Unavailable
-from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier
+from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier, decode_location
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import KIB, Version, namespace_digest
 from p2pstore.transfer.layout import Pin
@@ -371,6 +371,36 @@ def test_spoilt_memory_leaves_the_copy_on_the_ssd() -> None:
 
 
 # --- puts ------------------------------------------------------------------------------------
+
+
+def test_what_leaves_memory_is_kept_on_the_ssd_as_firmly_as_it_was_last() -> None:
+    """It was written before anybody wanted three copies, and while it was pinned."""
+    world = ColdWorld()
+    world.cool("k", VALUE)
+    world.store.set_care(
+        digest_of("k"),
+        world.store.objects[digest_of("k")].entry.version,
+        pin=1,
+        replicas=1,
+        soft=False,
+    )
+    world.core.fetch(digest_of("k"), world.now)
+    world.load()
+    entry = world.find("k")
+    assert entry is not None
+    assert (entry.on_ssd, entry.pin, entry.replicas) == (True, Pin.SOFT, 1)
+    world.core.set_pin(entry, Pin.NONE, 0.0, world.now)
+    world.core.strengthen(entry, 0, 3, world.now)
+    world.cool_again("k")
+    held = world.gossip.log.held(digest_of("k"))
+    assert held is not None
+    record = decode_location(held)
+    assert (record.tier, record.pin, record.replicas) == (Tier.SSD, 0, 3)
+    world.core.fetch(digest_of("k"), world.now)
+    world.load()
+    back = world.find("k")
+    assert back is not None
+    assert (back.pin, back.replicas) == (Pin.NONE, 3)
 
 
 def test_the_same_bytes_come_back_to_memory_until_the_object_ends() -> None:

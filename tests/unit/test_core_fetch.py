@@ -66,6 +66,20 @@ def test_replicas_and_pin_travel_with_the_object() -> None:
     assert (entry.replicas, entry.pin) == (3, 2)
 
 
+def test_a_copy_ends_when_the_object_does() -> None:
+    world = Harness(others=1)
+    ends = int((world.core.unix(world.now) + 5.0) * 1000)
+    thing = remote_object("k", b"value", expires_unix_ms=ends)
+    world.push(world.others[0], thing)
+    fetch(world)
+    entry = world.deliver(world.pull_wanted(), thing)
+    assert entry is not None
+    assert (entry.expires_unix_ms, world.find("k")) == (ends, entry)
+    world.now += 5.0
+    assert world.find("k") is None
+    assert world.core.own_location(digest_of("k"), world.now) is None
+
+
 def test_a_copy_that_is_fetched_is_within_its_namespaces_quota() -> None:
     world = Harness(others=1, quotas={NAMESPACE: 64 * 1024})
     thing = world.hold(world.others[0], "k", b"value")

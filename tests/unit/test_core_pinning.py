@@ -9,11 +9,12 @@ import pytest
 from p2pstore.core.effects import AskPeer
 from p2pstore.core.pinning import MAX_PINS, PIN_TIMEOUT_SECONDS, PinEnd, PinOperation
 from p2pstore.errors import DeadlineExceeded, ProtocolError
-from p2pstore.gossip.records import Tier
+from p2pstore.gossip.records import Tier, decode_location
 from p2pstore.transfer.layout import Pin
 from p2pstore.transfer.messages import DataKind, Locations, PinItem, PinsSet, SetPins
 from p2pstore.transfer.segment import SOFT_PIN_SECONDS, ObjectEntry
 from p2pstore.wire import Code, Failure
+from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import Harness, RemoteObject, clock_at, digest_of, remote_object
 
 
@@ -72,17 +73,18 @@ def test_who_is_alone_asks_nobody() -> None:
     world.check_idle()
 
 
-def test_only_the_same_version_in_memory_is_pinned() -> None:
+def test_only_the_same_version_is_pinned_in_memory_or_on_an_ssd() -> None:
     world = Harness(others=3)
     entry = world.stored("k", b"value")
     world.hold(world.others[0], "k", b"older", clock_at(-500.0), 9)
     world.push(world.others[1], same_as(entry, "k", b"value"))
     world.push(world.others[2], same_as(entry, "k", b"value"), tier=Tier.SSD)
     operation = pin(world, "k")
-    (ask,) = asks(world)
-    assert ask.peer_id == world.others[1].peer_id
-    world.answer(ask, PinsSet(b"\1"))
-    assert operation.result == [PinEnd(here=True, found=True, copies=2, known=2)]
+    asked = asks(world)
+    assert {ask.peer_id for ask in asked} == {other.peer_id for other in world.others[1:]}
+    for ask in asked:
+        world.answer(ask, PinsSet(b"\1"))
+    assert operation.result == [PinEnd(here=True, found=True, copies=3, known=3)]
 
 
 def test_an_older_peer_that_does_not_know_of_it_is_no_failure() -> None:
@@ -125,6 +127,19 @@ def test_each_holder_is_asked_once_for_many_objects() -> None:
     assert [(end.copies, end.known) for end in operation.result] == [(2, 2), (1, 2), (1, 1), (2, 2)]
 
 
+def test_more_than_a_holder_does_at_a_time_are_several_messages() -> None:
+    world = Harness(others=1, memory_bytes=MAX_PINS * 3 * 4096)
+    keys = [f"key {number}" for number in range(2 * MAX_PINS + 1)]
+    for key in keys:
+        world.push(world.others[0], same_as(world.stored(key, b"v"), key, b"v"))
+    operation = pin(world, *keys)
+    asked = asks(world)
+    assert len(asked) == 3
+    for ask in asked:
+        world.answer(ask, world.serve(world.others[0], DataKind.SET_PINS, ask.request))
+    assert [(end.copies, end.known) for end in operation.result] == [(2, 2)] * len(keys)
+
+
 def test_a_pin_that_is_cancelled_is_in_force_here() -> None:
     world = Harness(others=1)
     entry = world.stored("k", b"value")
@@ -163,6 +178,38 @@ def test_others_may_pin_only_what_is_here_in_that_version() -> None:
     assert entry.pin.name == "HARD"
     assert serve(world, SetPins([item_of(entry)], Pin.NONE)) == PinsSet(b"\1")
     assert entry.pin.name == "NONE"
+
+
+def announced(world: Harness, key: str) -> tuple[Tier, int, int]:
+    held = world.gossip.log.held(digest_of(key))
+    assert held is not None
+    record = decode_location(held)
+    return record.tier, record.pin, record.replicas
+
+
+def test_what_is_on_the_ssd_alone_is_pinned_for_when_it_comes_back() -> None:
+    world = ColdWorld(others=1)
+    world.cool("k", b"v" * 9000)
+    cold = world.store.objects[digest_of("k")].entry
+    item = PinItem(cold.digest, cold.version.clock, cold.version.writer)
+    assert serve(world, SetPins([PinItem(cold.digest, 1, 1)], 2)) == PinsSet(b"\0")
+    assert serve(world, SetPins([item], 2)) == PinsSet(b"\1")
+    assert announced(world, "k") == (Tier.SSD, 2, 1)
+    world.core.fetch(digest_of("k"), world.now)
+    world.load()
+    entry = world.find("k")
+    assert entry is not None
+    assert entry.pin is Pin.HARD
+    operation = pin(world, "k", pin=Pin.NONE)
+    assert operation.result == [PinEnd(here=True, found=True, copies=1, known=1)]
+
+
+def test_unpinning_needs_no_copy_in_memory() -> None:
+    world = ColdWorld()
+    world.cool("k", b"v" * 9000, pin=1)
+    operation = pin(world, "k", pin=Pin.NONE)
+    assert operation.result == [PinEnd(here=False, found=True, copies=1, known=1)]
+    assert announced(world, "k") == (Tier.SSD, 0, 1)
 
 
 @pytest.mark.parametrize(

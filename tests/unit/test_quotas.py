@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import get_args
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer.areas import MAX_QUOTAS, Areas
+from p2pstore.transfer.areas import MAX_QUOTAS, Areas, Place
 from p2pstore.transfer.entries import ObjectEntry
 from p2pstore.transfer.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.transfer.layout import (
@@ -169,6 +169,29 @@ def test_what_others_hold_in_a_part_that_is_lent_stays() -> None:
     assert kept(segment, "mine") == 7
 
 
+def test_what_is_lent_is_not_looked_through_for_who_has_no_room_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes long, and whoever is refused tries again and again."""
+    segment = new_segment(64, {"mine": 64})
+    for number in range(32):
+        put(segment, "other", number)
+        put(segment, "mine", number)
+    looked: list[Place] = []
+
+    def stretches(place: Place, size: int) -> Iterator[int]:
+        looked.append(place)
+        return iter(())
+
+    monkeypatch.setattr(segment, "_stretches", stretches)
+    for number in range(20):
+        with pytest.raises(CapacityExceeded):
+            put(segment, "other", 100 + number, granules=2)
+    assert not looked
+    put(segment, "other", 200)
+    put(segment, "mine", 200, granules=3)
+
+
 def test_full_slots_are_taken_from_no_quota() -> None:
     segment = new_segment(64, {"mine": 16}, slots=8)
     mine = [put(segment, "mine", number, now=1.0) for number in range(4)]
@@ -211,16 +234,21 @@ def test_quotas_are_no_more_than_there_is() -> None:
         Areas(1024 * GRANULE_BYTES, GRANULE_BYTES, many)
 
 
-def test_the_coldest_are_named_of_all_parts_in_turns() -> None:
-    """What is written to an SSD before its room is needed is of all namespaces."""
-    segment = new_segment(12, {"mine": 4})
+def test_the_coldest_are_the_same_share_of_each_part() -> None:
+    """They are written to an SSD before their room is needed: whatever the sizes, as much of each namespace's."""
+    segment = new_segment(32, {"mine": 16})
     for number in range(4):
-        put(segment, "mine", number, now=float(number))
+        put(segment, "mine", number, granules=4, now=float(number))
+    for number in range(16):
         put(segment, "other", number, now=float(number))
-    soft = put(segment, "mine", 9, soft=True, now=50.0)
     named = [(entry.namespace, entry.key) for entry in segment.coldest()]
-    assert named[0] == ("mine", soft.key)
-    assert sorted(named[1:5]) == [(name, f"key {n}") for name in ("mine", "other") for n in (0, 1)]
+    for part in range(4):
+        quarter = named[5 * part : 5 * part + 5]
+        keys = [f"key {number}" for number in range(4 * part, 4 * part + 4)]
+        wanted = [("mine", f"key {part}"), *(("other", key) for key in keys)]
+        assert sorted(quarter) == sorted(wanted)
+    soft = put(segment, "mine", 9, soft=True, now=50.0)
+    assert next(segment.coldest()) is soft
 
 
 NAMESPACES = ("first", "second", "none", "nobody")

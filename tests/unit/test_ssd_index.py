@@ -216,6 +216,24 @@ def place(number: int, segment: int = 0, generation: int = 1) -> RecordPlace:
     return RecordPlace(segment, generation, 2 + 2 * number, number, 100 + number)
 
 
+def test_all_parts_of_an_object_are_kept_as_firmly() -> None:
+    index = ColdIndex(SEGMENTS, ROOM, salt=1)
+    facts = facts_of("k", 2 * PART_BYTES + 1, 5, "n")
+    for part in range(3):
+        place = RecordPlace(0, 1, 2 + 17_000 * part, part, part + 1)
+        index.add(place, facts, part, part_bytes(facts.length, part))
+    older = Version(4, facts.version.writer, facts.version.root)
+    assert not index.set_care(facts.digest, older, pin=2, replicas=7, soft=True)
+    assert index.set_care(facts.digest, facts.version, pin=2, replicas=7, soft=True)
+    entry = index.find(facts.digest)
+    assert entry is not None
+    assert (entry.pin, entry.replicas, entry.soft, entry.length) == (2, 7, True, facts.length)
+    rows = index.footer_of(0).rows
+    assert rows["replicas"].tolist() == [7] * 3
+    assert rows["flags"].tolist() == [2 | 4] * 3
+    assert rows["part"].tolist() == [0, 1, 2]
+
+
 def test_an_entry_has_all_facts_but_sums_and_tensor() -> None:
     index = ColdIndex(1, 10, salt=1)
     version = Version(2**64 - 1, 65_535, 2**64 - 2)

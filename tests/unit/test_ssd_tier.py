@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from p2pstore.errors import ConfigError
-from p2pstore.objects import KIB, MIB, key_digest, namespace_digest
+from p2pstore.objects import KIB, MIB, Version, key_digest, namespace_digest
 from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.admission import AdmissionPolicy, Refusal
 from p2pstore.ssd_tier.disk import aligned_buffer
@@ -302,6 +302,36 @@ async def test_what_is_discarded_while_it_waits_for_room_is_not_written(
     disk.write_from = original  # type: ignore[method-assign]
     async with running(disk) as harness:
         assert harness.keys() == {}
+
+
+async def test_how_firmly_an_object_is_kept_may_change(autojump_clock: object) -> None:
+    """As it is loaded, and in what reclaim writes again, which a restart shows as well."""
+    disk = simulated_disk()
+    facts = facts_of("a", 1, VALUE)
+    version = facts.version
+    async with running(disk) as harness:
+        assert await harness.store("a", 1, VALUE, pin=2)
+        tier = harness.tier
+        older = Version(version.clock - 1, version.writer, version.root)
+        assert not tier.set_care(facts.digest, older, pin=0, replicas=3, soft=True)
+        assert not tier.set_care(bytes(16), version, pin=0, replicas=3, soft=True)
+        assert tier.set_care(facts.digest, version, pin=0, replicas=3, soft=True)
+        entry = tier.find(facts.digest)
+        assert entry is not None
+        assert (entry.pin, entry.replicas, entry.soft) == (0, 3, True)
+        loaded, value = await harness.load("a")
+        assert value == VALUE
+        assert (loaded.pin, loaded.replicas, loaded.soft) == (0, 3, True)
+        log = tier._log
+        [record] = log.index.records_of(entry.places[0].segment)
+        assert await Keeper(log, lambda digest: False)._copy(record)
+        again = tier.find(facts.digest)
+        assert again is not None
+        assert again.places != entry.places
+    async with running(disk) as harness:
+        again = harness.tier.find(facts.digest)
+        assert again is not None
+        assert (again.pin, again.replicas, again.soft) == (0, 3, True)
 
 
 async def test_full_segments_are_sealed_and_the_oldest_reclaimed(autojump_clock: object) -> None:

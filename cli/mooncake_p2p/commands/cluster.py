@@ -103,6 +103,7 @@ def peers(
     """List the members of the cluster, as the local peer sees them.
 
     RTT is the shortest of the last pings, HEARD how long ago something came from the member itself.
+    LOAD is what its process takes of a core, or its large answers of its upload slots, as it said last.
     KNOWS is shown when some know only a part of where objects are (join --directory).
     READ BY names the transports by which this peer and its clients read from it, with the reads
     that failed.
@@ -117,14 +118,15 @@ def peers(
 
     knows = ("KNOWS",) if any(member.directory == "partitioned" for member in members) else ()
     print_table(
-        ("NAME", "STATUS", "RTT", "HEARD", "USED", *knows, "CONTROL", "READ BY", "PEER ID"),
+        ("NAME", "STATUS", "RTT", "HEARD", "USED", "LOAD", *knows, "CONTROL", "READ BY", "PEER ID"),
         [
             (
                 member.name,
-                member.status,
+                "leaving" if member.leaving else member.status,
                 "-" if member.round_trip_seconds is None else length(member.round_trip_seconds),
                 "me" if member.me else ago(_finite(member.heard_seconds_ago)),
                 share(member.memory_used, member.memory_capacity).partition(" of")[0],
+                f"{100 * member.load:.0f} %",
                 *(KNOWN_PART.get(member.directory, "-") for _ in knows),
                 ", ".join(member.control),
                 _read_by(member),
@@ -132,7 +134,7 @@ def peers(
             )
             for member in members
         ],
-        right=("RTT", "HEARD", "USED"),
+        right=("RTT", "HEARD", "USED", "LOAD"),
         fold=("CONTROL", "READ BY"),
     )
 
