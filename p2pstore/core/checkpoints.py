@@ -92,9 +92,12 @@ class Checkpoints:
         membership = self._core.gossip.membership
         return self._heard, membership.checkpoints_version, membership.version
 
-    def heard(self) -> None:
+    def heard(self, record: ClusterRecord) -> None:
         """A head or a switch came."""
         self._heard += 1
+        head = read_head(record)
+        if head is not None and self.pinned(head.namespace, head.name) is not None:
+            self._say_who_is_ignored(head.namespace, head.name)
 
     # --- names -------------------------------------------------------------------------------
 
@@ -150,10 +153,15 @@ class Checkpoints:
         raise NoSuchKey(f"this peer publishes no checkpoint {name!r}{says}")
 
     def heads(self, namespace: str | None = None, name: str | None = None) -> list[Head]:
-        """All that are published, by whomever: of a namespace, of a name. In their order, removed ones left out."""
+        """All that are published, by whomever: of a namespace, of a name in it. In their order, removed ones left
+        out."""
+        if namespace is not None and name is not None:
+            records = self._records.heads_of(namespace, name)
+        else:
+            records = self._records.of_kind(ClusterRecordKind.CHECKPOINT_HEAD)
         found = [
             head
-            for record in self._records.of_kind(ClusterRecordKind.CHECKPOINT_HEAD)
+            for record in records
             if (head := read_head(record)) is not None
             and not head.gone
             and namespace in (None, head.namespace)
@@ -195,7 +203,7 @@ class Checkpoints:
         else:
             found = known
         self.pin(namespace, name, found[0].publisher)
-        self._say_who_is_ignored(known, found[0])
+        self._say_who_is_ignored(namespace, name)
         return found[0]
 
     def _why_not(self, name: str, trusted: PeerId, pinned: bool, known: list[Head]) -> str:
@@ -260,17 +268,17 @@ class Checkpoints:
         if len(self._notes) < MAX_NOTES:
             self._notes.append(text)
 
-    def _say_who_is_ignored(self, known: list[Head], trusted: Head) -> None:
-        for head in known:
-            key = ((head.namespace, head.name), head.publisher)
-            if head.publisher == trusted.publisher or key in self._ignored:
+    def _say_who_is_ignored(self, namespace: str, name: str) -> None:
+        for publisher in self.ignored(namespace, name):
+            key = ((namespace, name), publisher)
+            if key in self._ignored:
                 continue
             if len(self._ignored) >= MAX_PINS:
                 self._ignored.clear()
             self._ignored[key] = None
             self._note(
-                f"checkpoint {head.name!r}: {format_peer_id(head.publisher)} publishes that name, too, and is "
-                f"ignored: {format_peer_id(trusted.publisher)} is trusted for it"
+                f"checkpoint {name!r}: {format_peer_id(publisher)} publishes that name, too, and is ignored: "
+                f"{format_peer_id(self._pins[namespace, name])} is trusted for it"
             )
 
     # --- who takes part ----------------------------------------------------------------------
