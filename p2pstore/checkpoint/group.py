@@ -137,6 +137,11 @@ class Follower:
         self._failures: dict[Version, _Failure] = {}
 
     @property
+    def complete(self) -> frozenset[Version]:
+        """The versions that are on the disk."""
+        return frozenset(self._complete)
+
+    @property
     def wake_at(self) -> float:
         """When to send `Tick`."""
         return min((failure.retry_at for failure in self._failures.values()), default=math.inf)

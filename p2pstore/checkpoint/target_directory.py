@@ -397,6 +397,16 @@ def complete_versions(directory: Path) -> list[bytes]:
     return [bytes.fromhex(name) for name in _versions(directory)]
 
 
+def kept_manifest(directory: Path, version: bytes) -> SignedManifest | None:
+    """The manifest of a version that is there, as its publisher signed it; None where there is none. Whoever may write
+    to the directory may have changed it: check it. Raises `OSError`."""
+    name = format_version(version)
+    try:
+        return decode_body(SignedManifest, (directory / STATE / f"{name}.manifest").read_bytes())
+    except (FileNotFoundError, ProtocolError):
+        return None
+
+
 def switch_current(directory: Path, version: bytes) -> None:
     """Have `current` name a version that is there: at once, and for good when this returns. May be called while another
     version is fetched to the directory. Raises `FileNotFoundError` when the version is not there, and `OSError`."""

@@ -281,10 +281,22 @@ MAX_ENTRIES: Final = 4096
 
 
 class _Preparer:
-    """Brings versions by the swarm."""
+    """Brings versions by the swarm, and passes them on."""
 
     def __init__(self, service: PeerCheckpoints) -> None:
         self._service = service
+
+    async def pass_on(
+        self, order: FollowOrder, version: bytes, publisher: PeerId, directory: HeldDirectory
+    ) -> None:
+        try:
+            with in_users_words(directory):
+                kept = await self._service.pass_on(order.namespace, version, publisher, directory)
+        except BaseException:
+            directory.close()
+            raise
+        if not kept:
+            directory.close()
 
     async def prepare(
         self,

@@ -24,6 +24,7 @@ from p2pstore.checkpoint.manifest import (
     Signer,
     Verifier,
     format_version,
+    open_manifest,
     sign_manifest,
     version_of,
 )
@@ -34,6 +35,7 @@ from p2pstore.checkpoint.target_directory import (
     DirectoryInUse,
     TargetDirectory,
     complete_versions,
+    kept_manifest,
 )
 from p2pstore.errors import (
     CapacityExceeded,
@@ -357,6 +359,24 @@ class PeerCheckpoints:
                 f"{2 * len(head.version)} digits, or none for the newest"
             )
         return found.pop()
+
+    async def pass_on(
+        self, namespace: str, version: bytes, publisher: PeerId, directory: HeldDirectory
+    ) -> bool:
+        """Give a version to others again that is complete in a directory, of an earlier life. Whether it is; the
+        directory stays open then. Raises `P2PStoreError` and `OSError`."""
+        signed = await trio.to_thread.run_sync(kept_manifest, directory.path, version)
+        if signed is None or version in self._parts:
+            return False
+        open_manifest(signed, version=version, publisher=publisher, verifier=self._verifier)
+        order = FetchOrder(namespace, "", publisher=publisher)
+        target = await self._take_directory(order, signed, directory)
+        target.close()  # it is only read
+        if not target.committed:
+            return False
+        part = await self._begin(namespace, signed, _Holding(target, directory))
+        part.tell(TakesPart.SEEDING, 1000, "")
+        return True
 
     async def _manifest(self, version: bytes, publisher: PeerId) -> SignedManifest:
         """The manifest, from whoever has it; who has it may be known a moment later only. Raises `Unavailable` when
