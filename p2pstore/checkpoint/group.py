@@ -149,7 +149,9 @@ class Follower:
     @property
     def said(self) -> Said:
         """What the others are to know."""
-        version = next(iter(self._wanted()), self._head or self.current)
+        wanted = self._wanted()
+        able = [version for version in wanted if version not in self._failures]
+        version = next(iter(able or wanted), self.current)
         failure = self._failures.get(version)
         if not version:
             stage = Stage.WAITING

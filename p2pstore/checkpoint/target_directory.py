@@ -384,9 +384,13 @@ class TargetDirectory:
 
 
 def current_version(directory: Path) -> bytes:
-    """The version that `current` names; empty when there is none. Raises `OSError`."""
+    """The version that `current` names; empty when there is none. Raises `ConfigError` when it is no link, and
+    `OSError`."""
+    current = directory / CURRENT
+    if current.exists() and not current.is_symlink():
+        raise ConfigError(f"{current} is not a link: choose another directory")
     try:
-        name = os.readlink(directory / CURRENT)
+        name = os.readlink(current)
     except FileNotFoundError:
         return b""
     return bytes.fromhex(name) if _is_version(name) and (directory / name).is_dir() else b""

@@ -21,6 +21,7 @@ import msgspec
 from p2pstore.checkpoint.paths import check_checkpoint_name
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoints import (
+    NO_VERSION,
     VERSION_BYTES,
     Head,
     HeadBody,
@@ -134,6 +135,13 @@ class Checkpoints:
         head = self.own(namespace, name)
         body = msgspec.structs.replace(head.body, gone=True)
         self._write(ClusterRecordKind.CHECKPOINT_HEAD, head.digest, body, now)
+        if self.switched(head.digest) is not None:
+            self._write(
+                ClusterRecordKind.CHECKPOINT_SWITCH,
+                head.digest,
+                SwitchBody(namespace, name, NO_VERSION),
+                now,
+            )
         return self._own_head(head.digest)
 
     def switch(self, namespace: str, name: str, version: bytes, now: float) -> None:
@@ -175,9 +183,11 @@ class Checkpoints:
         return None if record is None else read_head(record)
 
     def switched(self, digest: bytes) -> Switch | None:
-        """What a publisher's followers are to use."""
+        """What a publisher's followers are to use; None before the first switch, and when the name was removed after
+        it."""
         record = self._records.get(ClusterRecordKind.CHECKPOINT_SWITCH, 0, digest)
-        return None if record is None else read_switch(record)
+        switch = None if record is None else read_switch(record)
+        return None if switch is None or switch.version == NO_VERSION else switch
 
     def find(self, namespace: str, name: str, publisher: PeerId | None = None) -> Head:
         """The head of a name by the publisher that is trusted for it: the one given, else the one that is pinned, else

@@ -97,8 +97,10 @@ def test_a_newer_version_takes_the_place_and_names_the_one_before(world: Harness
 
 def test_a_removed_name_is_gone_until_it_is_published_again(world: Harness) -> None:
     checkpoints = world.core.checkpoints
-    publish(world)
+    published = publish(world)
+    checkpoints.switch(NAMESPACE, "model", V1, world.now)
     assert checkpoints.remove(NAMESPACE, "model", world.now).gone
+    assert checkpoints.switched(published.digest) is None, "nobody fetches what is gone"
     assert checkpoints.heads() == []
     with pytest.raises(NoSuchKey):
         checkpoints.find(NAMESPACE, "model")
