@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+import trio
+import trio.testing
 
 from p2pstore.checkpoint.memory_layout import ALIGNMENT, plan_memory
 from p2pstore.checkpoint.piece_map import full_map
@@ -62,9 +64,17 @@ def test_memory_is_held_as_long_as_somebody_looks_and_no_more_than_allowed() -> 
     memories.add(target, 1)
     assert memories.use(target.version, 2) is target
     assert memories.use(bytes(16), 2) is None
-    memories.check_room(MIB - target.layout.total_bytes)
-    with pytest.raises(CapacityExceeded, match="--checkpoint-memory"):
-        memories.check_room(MIB)
+    rest = MIB - target.layout.total_bytes
+    with memories.room_for(b"other", rest - 10):
+        with (
+            pytest.raises(CapacityExceeded, match="--checkpoint-memory"),
+            memories.room_for(b"", 11),
+        ):
+            raise AssertionError("there is no room for both")
+        with memories.room_for(b"third", 10):
+            assert memories.used_bytes == MIB
+    with memories.room_for(b"", rest):
+        pass
     assert memories.left(1) == []
     assert memories.left(2) == [target]
     assert memories.used_bytes == 0
@@ -110,3 +120,26 @@ def test_tensors_lie_behind_the_header() -> None:
 def test_what_is_no_such_file_is_refused(view: memoryview) -> None:
     with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
         list(_in_safetensors(view, 0))
+
+
+async def test_of_two_who_want_one_version_one_brings_it() -> None:
+    memories = Memories(None)
+    order: list[str] = []
+    may_end = trio.Event()
+
+    async def bring(name: str, version: bytes) -> None:
+        async with memories.turn(version):
+            order.append(name)
+            if name == "first":
+                await may_end.wait()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bring, "first", b"v")
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(bring, "second", b"v")
+        nursery.start_soon(bring, "another version", b"w")
+        await trio.testing.wait_all_tasks_blocked()
+        assert order == ["first", "another version"]
+        may_end.set()
+    assert order[-1] == "second"
+    assert memories._turns == {}

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import trio
+
 from p2pstore.errors import CapacityExceeded
 from p2pstore.objects import format_bytes
 from p2pstore.peer.checkpoints.memory_target import MemoryTarget
@@ -16,21 +21,43 @@ class Memories:
         self._targets: dict[bytes, MemoryTarget] = {}
         self._users: dict[bytes, set[int]] = {}
         """Clients, by version."""
+        self._coming: dict[bytes, int] = {}
+        self._turns: dict[bytes, trio.Lock] = {}
 
     @property
     def used_bytes(self) -> int:
-        """Of all versions together."""
-        return sum(target.layout.total_bytes for target in self._targets.values())
+        """Of all versions together, those that are on their way as well."""
+        there = sum(target.layout.total_bytes for target in self._targets.values())
+        return there + sum(self._coming.values())
 
-    def check_room(self, length_bytes: int) -> None:
-        """Raises `CapacityExceeded` when so many more are too many."""
-        limit = self._limit_bytes
-        room = available_memory()[0] // 2 if limit is None else limit - self.used_bytes
+    @contextmanager
+    def room_for(self, version: bytes, length_bytes: int) -> Iterator[None]:
+        """For a version that is brought in this block. Raises `CapacityExceeded` when there is none."""
+        if self._limit_bytes is None:
+            room = available_memory()[0] // 2 - sum(self._coming.values())
+        else:
+            room = self._limit_bytes - self.used_bytes
         if length_bytes > room:
             raise CapacityExceeded(
                 f"a checkpoint of {format_bytes(length_bytes)} has no room in memory: {format_bytes(max(0, room))} "
                 "may be used (--checkpoint-memory)"
             )
+        self._coming[version] = length_bytes
+        try:
+            yield
+        finally:
+            del self._coming[version]
+
+    @asynccontextmanager
+    async def turn(self, version: bytes) -> AsyncIterator[None]:
+        """Of those who want one version, one brings it, and the others share what it brought."""
+        lock = self._turns.setdefault(version, trio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked() and not lock.statistics().tasks_waiting:
+                self._turns.pop(version, None)
 
     def add(self, target: MemoryTarget, user: int) -> None:
         """It is complete, and this client looks at it."""

@@ -156,7 +156,6 @@ class PeerCheckpoints:
     ) -> None:
         """`memory_limit_bytes`: see `Memories`."""
         self.memories = Memories(memory_limit_bytes)
-        self._memory_turn = trio.Lock()
         self.swarms = RunningSwarms()
         self.threads = trio.CapacityLimiter(THREADS)
         self._node = node
@@ -319,14 +318,16 @@ class PeerCheckpoints:
         head, version = await self._find(order, job)
         job.version = version
         job.begin(JobPhase.CHECKING)
-        async with self._memory_turn:  # who comes second shares what the first one brought
+        async with self.memories.turn(version):
             there = self.memories.use(version, user)
             if there is not None:
                 return Fetched(version, there.manifest.layout.total_bytes, 0)
             signed = await self._manifest(version, head.publisher)
-            self.memories.check_room(read_manifest(signed.body).layout.total_bytes)
-            target = await trio.to_thread.run_sync(MemoryTarget, signed)
-            fetched = await self._fill(_Bringing(order, signed, target, target, job, lambda: None))
+            size = read_manifest(signed.body).layout.total_bytes
+            with self.memories.room_for(version, size):
+                target = await trio.to_thread.run_sync(MemoryTarget, signed)
+                bringing = _Bringing(order, signed, target, target, job, lambda: None)
+                fetched = await self._fill(bringing)
             self.memories.add(target, user)
             return fetched
 
