@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -39,7 +38,7 @@ class OnSwitch:
         }
         # Its output goes to stderr: stdout is for what this command says.
         done = subprocess.run(
-            ["/bin/sh", "-c", self._command], env=environment, stdout=sys.stderr, check=False
+            ["/bin/sh", "-c", self._command], env=environment, stdout=2, check=False
         )
         if done.returncode:
             remark(

@@ -137,6 +137,11 @@ class Follower:
         self._failures: dict[Version, _Failure] = {}
 
     @property
+    def complete(self) -> frozenset[Version]:
+        """The versions that are on the disk."""
+        return frozenset(self._complete)
+
+    @property
     def wake_at(self) -> float:
         """When to send `Tick`."""
         return min((failure.retry_at for failure in self._failures.values()), default=math.inf)
@@ -144,7 +149,9 @@ class Follower:
     @property
     def said(self) -> Said:
         """What the others are to know."""
-        version = next(iter(self._wanted()), self._head or self.current)
+        wanted = self._wanted()
+        able = [version for version in wanted if version not in self._failures]
+        version = next(iter(able or wanted), self.current)
         failure = self._failures.get(version)
         if not version:
             stage = Stage.WAITING

@@ -384,9 +384,13 @@ class TargetDirectory:
 
 
 def current_version(directory: Path) -> bytes:
-    """The version that `current` names; empty when there is none. Raises `OSError`."""
+    """The version that `current` names; empty when there is none. Raises `ConfigError` when it is no link, and
+    `OSError`."""
+    current = directory / CURRENT
+    if current.exists() and not current.is_symlink():
+        raise ConfigError(f"{current} is not a link: choose another directory")
     try:
-        name = os.readlink(directory / CURRENT)
+        name = os.readlink(current)
     except FileNotFoundError:
         return b""
     return bytes.fromhex(name) if _is_version(name) and (directory / name).is_dir() else b""
@@ -395,6 +399,16 @@ def current_version(directory: Path) -> bytes:
 def complete_versions(directory: Path) -> list[bytes]:
     """The versions that are there, complete. Raises `OSError`."""
     return [bytes.fromhex(name) for name in _versions(directory)]
+
+
+def kept_manifest(directory: Path, version: bytes) -> SignedManifest | None:
+    """The manifest of a version that is there, as its publisher signed it; None where there is none. Whoever may write
+    to the directory may have changed it: check it. Raises `OSError`."""
+    name = format_version(version)
+    try:
+        return decode_body(SignedManifest, (directory / STATE / f"{name}.manifest").read_bytes())
+    except (FileNotFoundError, ProtocolError):
+        return None
 
 
 def switch_current(directory: Path, version: bytes) -> None:

@@ -21,6 +21,7 @@ import msgspec
 from p2pstore.checkpoint.paths import check_checkpoint_name
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoints import (
+    NO_VERSION,
     VERSION_BYTES,
     Head,
     HeadBody,
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 TELL_SECONDS: Final = 1.0
 """Between two records of this peer that differ in its checkpoints. Each costs all others a signature."""
+PROGRESS_SECONDS: Final = 5.0
+"""Between two that differ in how far it is alone: every second, they took a third of what fetching takes."""
 FAILED_SECONDS: Final = 600.0
 """For so long others are told that something failed here."""
 PERCENT: Final = 10
@@ -92,9 +95,12 @@ class Checkpoints:
         membership = self._core.gossip.membership
         return self._heard, membership.checkpoints_version, membership.version
 
-    def heard(self) -> None:
+    def heard(self, record: ClusterRecord) -> None:
         """A head or a switch came."""
         self._heard += 1
+        head = read_head(record)
+        if head is not None and self.pinned(head.namespace, head.name) is not None:
+            self._say_who_is_ignored(head.namespace, head.name)
 
     # --- names -------------------------------------------------------------------------------
 
@@ -131,6 +137,13 @@ class Checkpoints:
         head = self.own(namespace, name)
         body = msgspec.structs.replace(head.body, gone=True)
         self._write(ClusterRecordKind.CHECKPOINT_HEAD, head.digest, body, now)
+        if self.switched(head.digest) is not None:
+            self._write(
+                ClusterRecordKind.CHECKPOINT_SWITCH,
+                head.digest,
+                SwitchBody(namespace, name, NO_VERSION),
+                now,
+            )
         return self._own_head(head.digest)
 
     def switch(self, namespace: str, name: str, version: bytes, now: float) -> None:
@@ -150,10 +163,15 @@ class Checkpoints:
         raise NoSuchKey(f"this peer publishes no checkpoint {name!r}{says}")
 
     def heads(self, namespace: str | None = None, name: str | None = None) -> list[Head]:
-        """All that are published, by whomever: of a namespace, of a name. In their order, removed ones left out."""
+        """All that are published, by whomever: of a namespace, of a name in it. In their order, removed ones left
+        out."""
+        if namespace is not None and name is not None:
+            records = self._records.heads_of(namespace, name)
+        else:
+            records = self._records.of_kind(ClusterRecordKind.CHECKPOINT_HEAD)
         found = [
             head
-            for record in self._records.of_kind(ClusterRecordKind.CHECKPOINT_HEAD)
+            for record in records
             if (head := read_head(record)) is not None
             and not head.gone
             and namespace in (None, head.namespace)
@@ -167,9 +185,11 @@ class Checkpoints:
         return None if record is None else read_head(record)
 
     def switched(self, digest: bytes) -> Switch | None:
-        """What a publisher's followers are to use."""
+        """What a publisher's followers are to use; None before the first switch, and when the name was removed after
+        it."""
         record = self._records.get(ClusterRecordKind.CHECKPOINT_SWITCH, 0, digest)
-        return None if record is None else read_switch(record)
+        switch = None if record is None else read_switch(record)
+        return None if switch is None or switch.version == NO_VERSION else switch
 
     def find(self, namespace: str, name: str, publisher: PeerId | None = None) -> Head:
         """The head of a name by the publisher that is trusted for it: the one given, else the one that is pinned, else
@@ -195,7 +215,7 @@ class Checkpoints:
         else:
             found = known
         self.pin(namespace, name, found[0].publisher)
-        self._say_who_is_ignored(known, found[0])
+        self._say_who_is_ignored(namespace, name)
         return found[0]
 
     def _why_not(self, name: str, trusted: PeerId, pinned: bool, known: list[Head]) -> str:
@@ -260,17 +280,17 @@ class Checkpoints:
         if len(self._notes) < MAX_NOTES:
             self._notes.append(text)
 
-    def _say_who_is_ignored(self, known: list[Head], trusted: Head) -> None:
-        for head in known:
-            key = ((head.namespace, head.name), head.publisher)
-            if head.publisher == trusted.publisher or key in self._ignored:
+    def _say_who_is_ignored(self, namespace: str, name: str) -> None:
+        for publisher in self.ignored(namespace, name):
+            key = ((namespace, name), publisher)
+            if key in self._ignored:
                 continue
             if len(self._ignored) >= MAX_PINS:
                 self._ignored.clear()
             self._ignored[key] = None
             self._note(
-                f"checkpoint {head.name!r}: {format_peer_id(head.publisher)} publishes that name, too, and is "
-                f"ignored: {format_peer_id(trusted.publisher)} is trusted for it"
+                f"checkpoint {name!r}: {format_peer_id(publisher)} publishes that name, too, and is ignored: "
+                f"{format_peer_id(self._pins[namespace, name])} is trusted for it"
             )
 
     # --- who takes part ----------------------------------------------------------------------
@@ -395,7 +415,7 @@ class Checkpoints:
         if not difference:
             gossip = self._core.gossip
             members = len(gossip.membership.live())
-            wait = max(wait, gossip.config.head_interval_seconds(members))
+            wait = max(PROGRESS_SECONDS, gossip.config.head_interval_seconds(members))
         self._tell_at = max(now, self._told_at + wait)
 
     def _write(

@@ -8,6 +8,7 @@ from typing import Final
 import trio
 
 from p2pstore.checkpoint.group import Laggard, Stage
+from p2pstore.checkpoint.paths import check_checkpoint_name
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoints import Head
 from p2pstore.gossip.records import Participation, PeerId, TakesPart
@@ -70,10 +71,11 @@ class LocalGroups:
     def follow(self, client: LocalClient, message: local.Follow) -> Awaitable[Message]:
         """Follow a name to its directory, until the client is gone."""
         self._check_idle(client)
+        self._failed.add(client.holder)  # until it has begun
+        check_checkpoint_name(message.name)
         order = FollowOrder(
             message.namespace, message.name, message.publisher or None, message.keep
         )
-        self._failed.add(client.holder)  # until it has begun
         directory = HeldDirectory(client.directory, message.path)
         before = self._follows_already(order, directory)
         self._failed.discard(client.holder)
@@ -281,10 +283,22 @@ MAX_ENTRIES: Final = 4096
 
 
 class _Preparer:
-    """Brings versions by the swarm."""
+    """Brings versions by the swarm, and passes them on."""
 
     def __init__(self, service: PeerCheckpoints) -> None:
         self._service = service
+
+    async def pass_on(
+        self, order: FollowOrder, version: bytes, publisher: PeerId, directory: HeldDirectory
+    ) -> None:
+        try:
+            with in_users_words(directory):
+                kept = await self._service.pass_on(order.namespace, version, publisher, directory)
+        except BaseException:
+            directory.close()
+            raise
+        if not kept:
+            directory.close()
 
     async def prepare(
         self,

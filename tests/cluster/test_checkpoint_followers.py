@@ -72,6 +72,15 @@ def until_verified(peer: Peer, names: set[str], version: str) -> None:
     eventually(verified, SECONDS)
 
 
+def passes_on(peer: Peer, name: str, version: str) -> bool:
+    """Whether a member gives a version away, as a peer sees it."""
+    (info,) = peer.client.checkpoints.status("model")
+    return any(
+        (each.name, each.version, each.state) == (name, version[:16], "seeding")
+        for each in info.members
+    )
+
+
 def join_all(machine: Machine) -> list[Peer]:
     first = machine.join("publisher")
     others = [Peer(machine, name, "--bootstrap", first.ready["control"]) for name in ("b", "c")]
@@ -116,6 +125,7 @@ def test_nobody_switches_before_all_are_ready_whoever_is_stopped_or_killed() -> 
             assert two.current == second
             machine.join("c", "--bootstrap", publisher.ready["control"])
             until_verified(publisher, {"b", "c"}, third)
+            eventually(lambda: passes_on(publisher, "c", third), SECONDS)  # what it had, again
             done(publisher.run(*until[:-1], "60"))
             eventually(lambda: one.current == two.current == third, SECONDS)
             eventually(lambda: one.ran_for == two.ran_for == [first, second, third], SECONDS)

@@ -125,7 +125,11 @@ def test_a_failure_does_not_hold_up_another_version() -> None:
     follower = Follower(b"", ())
     follower.handle(Heard(V2, V1), 0.0)
     assert follower.handle(NotPrepared(V1, "nobody has it"), 0.0) == [Prepare(V2)]
-    assert follower.said.stage is Stage.FAILED
+    assert follower.said == Said(V2, Stage.FETCHING, b""), "an update to it is not held up"
+    assert follower.handle(NotPrepared(V2, "disk full"), 0.0) == []
+    assert follower.said == Said(V1, Stage.FAILED, b"", "nobody has it")
+    assert follower.handle(Tick(), follower.wake_at) == [Prepare(V1)]
+    assert follower.handle(NotPrepared(V1, "nobody has it"), 6.0) == [Prepare(V2)]
     assert follower.handle(Heard(V3, V3), 1.0) == [Abandon(V2)]
     assert follower.handle(NotPrepared(V2), 1.0) == [Prepare(V3)]
     assert follower.wake_at == math.inf, "what nobody wants any more is not tried again"

@@ -97,8 +97,10 @@ def test_a_newer_version_takes_the_place_and_names_the_one_before(world: Harness
 
 def test_a_removed_name_is_gone_until_it_is_published_again(world: Harness) -> None:
     checkpoints = world.core.checkpoints
-    publish(world)
+    published = publish(world)
+    checkpoints.switch(NAMESPACE, "model", V1, world.now)
     assert checkpoints.remove(NAMESPACE, "model", world.now).gone
+    assert checkpoints.switched(published.digest) is None, "nobody fetches what is gone"
     assert checkpoints.heads() == []
     with pytest.raises(NoSuchKey):
         checkpoints.find(NAMESPACE, "model")
@@ -177,10 +179,10 @@ def test_the_first_publisher_that_was_seen_stays_the_only_one(world: Harness) ->
     assert checkpoints.find(NAMESPACE, "model").publisher == one.peer_id
     version = checkpoints.pins_version
     hear(world, two, head(V2), clock=2)
-    assert checkpoints.find(NAMESPACE, "model").version == V1
-    assert checkpoints.pins_version == version
     (note,) = checkpoints.take_notes()
     assert "is ignored" in note
+    assert checkpoints.find(NAMESPACE, "model").version == V1
+    assert checkpoints.pins_version == version
     checkpoints.find(NAMESPACE, "model")
     assert checkpoints.take_notes() == [], "said once"
     hear(world, one, head(gone=True), clock=3)
@@ -263,8 +265,8 @@ def test_own_parts_are_told_but_not_each_step_of_them(world: Harness) -> None:
     for done in range(1, 501):
         checkpoints.take_part(part(done_permille=done), world.now)
         world.pass_time(0.01)
-    assert 4 <= sequence(world) - before <= 7
-    world.pass_time(2.0)
+    assert 1 <= sequence(world) - before <= 3
+    world.pass_time(5.0)
     assert told(world) == [part(done_permille=500)]
     before = sequence(world)
     checkpoints.take_part(part(done_permille=509), world.now)
@@ -325,7 +327,7 @@ def test_progress_is_told_less_often_in_a_large_cluster() -> None:
     world = Harness(others=200)
     checkpoints = world.core.checkpoints
     checkpoints.take_part(part(), world.now)
-    world.pass_time(2.0)
+    world.pass_time(6.0)
     checkpoints.take_part(part(done_permille=100), world.now)
     world.pass_time(2.0)
     assert told(world) == [part()]

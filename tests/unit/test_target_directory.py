@@ -556,6 +556,9 @@ def test_two_processes_do_not_fetch_to_one_directory(tmp_path: Path) -> None:
 
 
 def test_current_that_is_a_directory_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "followed/current").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="not a link"):
+        current_version(tmp_path / "followed")
     (tmp_path / "current").mkdir()
     with pytest.raises(ConfigError, match="not a link"):
         TargetDirectory(tmp_path, signed(BASE))

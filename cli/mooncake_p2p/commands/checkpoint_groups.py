@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -98,6 +99,7 @@ def checkpoint_follow(
         nonlocal told
         if json:
             print_json(asdict(now))
+            sys.stdout.flush()  # somebody may read it line by line
         line = _follow_line(name, now)
         if line != told and not json:
             remark(line)
@@ -242,8 +244,6 @@ def _print_status(infos: Sequence[CheckpointInfo], json: bool, *, clear: bool = 
     if json:
         print_json([_document(info) for info in infos])
         return
-    import sys
-
     if clear and sys.stdout.isatty():
         print("\x1b[H\x1b[2J", end="")
     for info in infos:

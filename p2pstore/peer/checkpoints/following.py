@@ -75,6 +75,12 @@ class Preparer(Protocol):
         is closed when it is not used any more. Raises `P2PStoreError`, and `OSError`."""
         ...
 
+    async def pass_on(
+        self, order: FollowOrder, version: bytes, publisher: PeerId, directory: HeldDirectory
+    ) -> None:
+        """Give a version that is complete in the directory to others, if that is not done already. As `prepare`."""
+        ...
+
 
 class Following:
     """One follow, while `run` runs."""
@@ -125,6 +131,7 @@ class Following:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
+                nursery.start_soon(self._pass_on, head)
                 nursery.start_soon(self._listen, head)
                 await self._tick_forever()
         finally:
@@ -153,6 +160,17 @@ class Following:
                 )
             )
             seen = await self._node.checkpoint_news(seen)
+
+    async def _pass_on(self, head: Head) -> None:
+        """What is here of an earlier life others may need, above all when all peers were started again."""
+        for version in {self.follower.current, head.version} & self.follower.complete:
+            try:
+                await self._preparer.pass_on(
+                    self.order, version, head.publisher, self.directory.again()
+                )
+            except (P2PStoreError, OSError) as error:
+                why = self.directory.say(str(error))
+                logger.info("%s is not passed on: %s", self._called(version), why, extra=_EVENT)
 
     async def _tick_forever(self) -> None:
         while True:
