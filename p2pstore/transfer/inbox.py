@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from p2pstore.objects import KIB
@@ -56,6 +57,21 @@ class Inbox:
             else:
                 await self._receive(1)
                 position += self._move_into(view[position:])
+
+    async def read_in_steps(
+        self, view: memoryview, step_bytes: int, wake_after: Callable[[int], None]
+    ) -> None:
+        """`read_into` a large view, woken when `step_bytes` more have come, or the rest; `wake_after` sees to it."""
+        position = self._move_into(view)
+        step = 1
+        while position < len(view):
+            wanted = min(step_bytes, len(view) - position)
+            if wanted != step:
+                step = wanted
+                wake_after(step)
+            position += self._count(await self._stream.receive_into(view[position:]))
+        if step != 1:
+            wake_after(1)
 
     async def wait_for_more(self) -> None:
         """Return when something is here that nobody has read yet. Raises as `read_into`."""

@@ -69,7 +69,7 @@ ASK_AGAIN_SECONDS: Final = 0.5
 """Between two rounds of asking for a manifest."""
 IN_USE_SECONDS: Final = 3.0
 LOOK_SECONDS: Final = 0.05
-REPORT_SECONDS: Final = 0.1
+REPORT_SECONDS: Final = 0.25
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 TellPart = Callable[[TakesPart, int, str], None]
