@@ -18,6 +18,8 @@ logger = logging.getLogger("p2pstore.peer")
 
 CONFIRM_SECONDS: Final = 10.0
 """After the switch, for those who have the version to say that they use it."""
+ACQUAINTED_SECONDS: Final = 3.0
+"""After a peer's start, until it may say that it knows of all followers."""
 STAGES: Final = {
     int(TakesPart.FOLLOWING): Stage.WAITING,
     int(TakesPart.FETCHING): Stage.FETCHING,
@@ -60,6 +62,10 @@ class Updating:
         seen: object = None
         while True:
             verdict = self._judge(of)
+            acquainted = self._node.uptime_seconds >= ACQUAINTED_SECONDS
+            if verdict is Verdict.SWITCH and self.group.quorum is None and not acquainted:
+                await trio.sleep(ACQUAINTED_SECONDS - self._node.uptime_seconds)
+                continue
             if verdict is not Verdict.WAIT:
                 return verdict
             with trio.move_on_after(max(0.0, self.group.deadline - self._node.now)):
