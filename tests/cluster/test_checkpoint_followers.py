@@ -10,6 +10,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from p2pstore.client.checkpoint_groups import has_version
 from tests.cluster.test_cli import COMMAND, Machine, Peer, done, eventually, failed, new_machine
 from tests.contract.swarm_world import make_files
@@ -89,6 +91,7 @@ def join_all(machine: Machine) -> list[Peer]:
     return peers
 
 
+@pytest.mark.slow
 def test_nobody_switches_before_all_are_ready_whoever_is_stopped_or_killed() -> None:
     with new_machine() as machine:
         publisher, b, c = join_all(machine)
