@@ -7,9 +7,13 @@ names stands in for it: so the plug-ins' own work is always tested, and with the
 from __future__ import annotations
 
 import abc
+import asyncio
+import ctypes
 import enum
 import importlib
 import importlib.util
+import os
+import select
 import sys
 import time
 import types
@@ -310,3 +314,194 @@ def test_vllm_blocks_come_back_in_another_engine(
     for tier in (writer, reader, wider):
         tier.shutdown()
     assert writer.lookup(keys[0], None) == miss
+
+
+# --- LMCache --------------------------------------------------------------------------------------
+
+
+class RemoteConnector:
+    """Chunks of `CHUNK_BYTES`; its own reshaping cuts partial ones."""
+
+    save_chunk_meta, remote_metadata_bytes = False, 8
+    meta_shapes, meta_dtypes, meta_fmt = "shapes", "dtypes", "fmt"
+
+    def __init__(self, config: Any, metadata: Any) -> None:
+        self.save_chunk_meta = config.save_chunk_meta
+
+    def reshape_partial_chunk(self, memory_obj: Any, bytes_read: int) -> Any:
+        if bytes_read % 100:
+            raise ValueError("no whole tokens")
+        memory_obj.data = memory_obj.data[:bytes_read]
+        return memory_obj
+
+
+class RemoteMetadata:
+    def __init__(self, length: int, shapes: Any, dtypes: Any, fmt: Any) -> None:
+        self.length, self.shapes, self.dtypes, self.fmt = length, length, dtypes, fmt
+
+    def serialize(self) -> bytes:
+        return int(self.length).to_bytes(8, "little")
+
+    @staticmethod
+    def deserialize(data: Any) -> RemoteMetadata:
+        return RemoteMetadata(int.from_bytes(data, "little"), 0, 0, 0)
+
+
+class Bitmap:
+    def __init__(self, size: int) -> None:
+        self.bits = [0] * size
+
+    def set(self, number: int) -> None:
+        self.bits[number] = 1
+
+
+class L2AdapterInterface:
+    def _notify_keys_stored(self, keys: Any, sizes: Any) -> None:
+        self.noted = list(zip(keys, sizes, strict=True))
+
+
+class L2StoreResult(int):
+    def __new__(cls, success: bool, bytes_transferred: int) -> L2StoreResult:
+        return super().__new__(cls, bytes_transferred if success else -1)
+
+
+class EventNotifier:
+    def __init__(self) -> None:
+        self._descriptor = os.eventfd(0)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def notify(self) -> None:
+        os.eventfd_write(self._descriptor, 1)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+LMCACHE: dict[str, dict[str, Any]] = {
+    "lmcache.lmcache_native": {"Bitmap": Bitmap},
+    "lmcache.v1.distributed.internal_api": {"L2StoreResult": L2StoreResult},
+    "lmcache.v1.distributed.l2_adapters.base": {"L2AdapterInterface": L2AdapterInterface},
+    "lmcache.v1.platform": {"create_event_notifier": EventNotifier},
+    "lmcache.v1.protocol": {"RemoteMetadata": RemoteMetadata},
+    "lmcache.v1.storage_backend.connector.base_connector": {"RemoteConnector": RemoteConnector},
+}
+CHUNK_BYTES = 1000
+
+
+class MemoryObj:
+    def __init__(self, data: bytes | int, counts: list[int]) -> None:
+        self.data, self._counts = bytearray(data), counts
+        counts.append(1)
+
+    @property
+    def byte_array(self) -> memoryview:
+        return memoryview((ctypes.c_ubyte * len(self.data)).from_buffer(self.data))  # "<B"
+
+    def ref_count_down(self) -> None:
+        self._counts.append(-1)
+
+    def get_shapes(self) -> int:
+        return 0
+
+    get_dtypes = get_memory_format = get_shapes
+
+
+class CpuBackend:
+    """Gives out memory, and counts what is not given back."""
+
+    def __init__(self, save_chunk_meta: bool) -> None:
+        self.config = SimpleNamespace(save_chunk_meta=save_chunk_meta)
+        self.metadata = None
+        self.counts: list[int] = []
+
+    def allocate(self, shapes: Any, dtypes: Any, fmt: Any) -> MemoryObj:
+        return MemoryObj(CHUNK_BYTES if shapes == "shapes" else shapes, self.counts)
+
+
+@dataclass(frozen=True)
+class ChunkKey:
+    text: str
+
+    def to_string(self) -> str:
+        return self.text
+
+
+@pytest.mark.parametrize("save_chunk_meta", [False, True])
+def test_lmcache_chunks_come_back(
+    save_chunk_meta: bool, peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("lmcache") is not None:
+        pytest.skip("LMCache is installed: its own basic_check is the test")
+    stand_in(monkeypatch, LMCACHE)
+    module = plugin(monkeypatch, "lmcache")
+    backend = CpuBackend(save_chunk_meta)
+    extra = {"p2pstore_weight_version": f"lm@{save_chunk_meta}", "p2pstore_socket": peer.socket}
+
+    async def use() -> None:
+        config = SimpleNamespace(extra_config=extra)
+        connector = module.P2PConnector(asyncio.get_running_loop(), backend, config)
+        keys = [ChunkKey(f"model@1@0@{number}") for number in range(4)]
+        values = [bytes([number]) * length for number, length in enumerate((1000, 300, 1000))]
+        assert not await connector.exists(keys[0])
+        await connector.batched_put(keys[:3], [MemoryObj(value, []) for value in values])
+        assert await connector.batched_async_contains("id", keys) == 3
+        assert connector.exists_sync(keys[2])
+        got = await connector.batched_get(keys)
+        assert [None if each is None else bytes(each.data) for each in got] == [*values, None]
+        assert sum(backend.counts) == 3
+        assert connector.remove_sync(keys[1])
+        prefix = await connector.batched_get_non_blocking("id", keys)
+        assert [bytes(each.data) for each in prefix] == values[:1]
+        assert sum(backend.counts) == 4, "what came behind the gap was given back"
+        listed = [key for key in await connector.list() if "hash probe" not in key]
+        assert listed == [keys[0].text, keys[2].text]
+        assert await connector.ping() == 0
+        await connector.close()
+        assert not connector.exists_sync(keys[0])
+
+    asyncio.run(use())
+
+
+def test_lmcache_tasks_of_the_server_end_with_an_event(
+    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("lmcache") is not None:
+        pytest.skip("LMCache is installed: its own basic_check is the test")
+    stand_in(monkeypatch, LMCACHE)
+    made = plugin(monkeypatch, "lmcache").P2PL2Adapter
+    adapter = made({"weight_version": "l2@v1", "socket": peer.socket})
+    fields = {"model_name": "m", "kv_rank": 0, "object_group_id": 0, "cache_salt": ""}
+    keys = [SimpleNamespace(chunk_hash=bytes([number]), **fields) for number in range(3)]
+    events = (
+        adapter.get_store_event_fd(),
+        adapter.get_lookup_and_lock_event_fd(),
+        adapter.get_load_event_fd(),
+    )
+    assert len(set(events)) == 3
+
+    def wait_for(event: int) -> None:
+        assert select.select([event], [], [], DEADLINE_SECONDS)[0]
+        os.eventfd_read(event)
+
+    values = [bytes([number + 1]) * 100 for number in range(2)]
+    stored = adapter.submit_store_task(keys[:2], [MemoryObj(value, []) for value in values])
+    wait_for(events[0])
+    assert adapter.pop_completed_store_tasks() == {stored: 200}
+    assert adapter.pop_completed_store_tasks() == {}
+    assert adapter.noted == [(keys[0], 100), (keys[1], 100)]
+    looked_up = adapter.submit_lookup_and_lock_task(keys, {})
+    wait_for(events[1])
+    assert adapter.query_lookup_and_lock_result(looked_up).bits == [1, 1, 0]
+    assert adapter.query_lookup_and_lock_result(looked_up) is None
+    rooms = [MemoryObj(100, []) for _ in keys]
+    loaded = adapter.submit_load_task(keys, rooms)
+    wait_for(events[2])
+    assert adapter.query_load_result(loaded).bits == [1, 1, 0]
+    assert [bytes(each.data) for each in rooms[:2]] == values
+    adapter.delete(keys[:1])
+    again = adapter.submit_lookup_and_lock_task(keys, {})
+    wait_for(events[1])
+    assert adapter.query_lookup_and_lock_result(again).bits == [0, 1, 0]
+    adapter.close()
