@@ -34,6 +34,7 @@ from p2pstore.results import ItemResult
 
 T = TypeVar("T")
 Keys = list[str]
+Chunks = list[Any]
 THREADS = 4
 PAGE_KEYS = 10_000
 
@@ -158,7 +159,7 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
             if result.error is not None:
                 self._client.say(f"a chunk was not stored: {result.error}")
 
-    def _get(self, keys: Sequence[Any]) -> list[Any]:
+    def _get(self, keys: Sequence[Any]) -> Chunks:
         if self.save_chunk_meta:
             return [self._get_described(key) for key in keys]
         rooms = [
