@@ -41,10 +41,6 @@ DIFFERENT: dict[tuple[str, int], tuple[Any, str]] = {
     ("remove_by_regex", 5): (1, "patterns are Python's"),
     ("replicas", 5): (True, "a segment has one name"),
     ("tensors", 16): ([], "a scalar stays one"),
-    ("several_stores", 5): (
-        "value",
-        "a put goes to the own peer: who closes takes no other's objects along",
-    ),
 }
 """Case and number of the result -> what it is here, and why."""
 
@@ -956,7 +952,6 @@ def several_stores(c: Calls) -> Any:
         other.get("several_stores"),
         other.close(),
         other.close(),
-        c.store.get("several_stores"),
         other.get("several_stores"),
         other.health_check(),
     ]

@@ -1,0 +1,115 @@
+"""A client for engines that run for weeks: the peer may be restarted, and a cache that is away is only a miss."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from p2pstore import blocking
+from p2pstore.blocking import BlockingClient
+from p2pstore.errors import ConfigError, P2PStoreError, StoreClosed
+
+T = TypeVar("T")
+
+LOG: Final = logging.getLogger("p2pstore.integrations")
+RETRY_SECONDS: Final = 1.0
+QUIET_SECONDS: Final = 10.0
+PROBE_KEY: Final = "p2pstore hash probe/"
+
+
+class LastingClient:
+    """Calls to this machine's peer that never raise for a failure of the store. Any thread may make them.
+
+    `weight_version` is the namespace: what one version of a model's weights computed is of no use to another, so every
+    engine has to say which one it runs. Raises `ConfigError` without it, and what `blocking.connect` raises.
+    """
+
+    def __init__(
+        self, weight_version: str, socket: str | None = None, *, timeout: float = 5.0
+    ) -> None:
+        if not weight_version:
+            raise ConfigError(
+                "weight_version is missing: name the model and the version of its weights, such as "
+                "'llama-3.1-8b@v1'; engines share a cache only under the same name"
+            )
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._retry_at = 0.0
+        self._quiet_until: dict[str, float] = {}
+        self._client = blocking.connect(socket, namespace=weight_version, timeout=timeout)
+        self._closed = False
+
+    def call(self, what: Callable[[BlockingClient], T], otherwise: T) -> T:
+        """What the call gives, or `otherwise` when the store fails; the log says so. When the peer was restarted, the
+        call is made once more, to the new one."""
+        for attempt in range(2):
+            client = self._client
+            try:
+                return what(client)
+            except StoreClosed as error:
+                if attempt or not self._reconnect(client):
+                    self.say(str(error))
+                    return otherwise
+            except (P2PStoreError, OSError) as error:
+                self.say(str(error))
+                return otherwise
+        return otherwise
+
+    def say(self, text: str) -> None:
+        """Say it in the log, the same thing every ten seconds at most."""
+        now = time.monotonic()
+        if now >= self._quiet_until.get(text, 0.0):
+            if len(self._quiet_until) > 100:
+                self._quiet_until.clear()
+            self._quiet_until[text] = now + QUIET_SECONDS
+            LOG.warning("%s", text)
+
+    def close(self) -> None:
+        """Disconnect; may be called twice. Calls then give what they give when the store fails."""
+        with self._lock:
+            self._closed = True
+            self._client.close()
+
+    def _reconnect(self, lost: BlockingClient) -> bool:
+        """Connect to the peer that took the lost one's place, once a second at most. Whether there is one."""
+        with self._lock:
+            if self._closed:
+                return False
+            if self._client is not lost:
+                return True
+            if time.monotonic() < self._retry_at:
+                return False
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            try:
+                self._client = blocking.connect(
+                    lost.socket_path, namespace=lost.namespace, timeout=self._timeout
+                )
+            except (P2PStoreError, OSError):
+                return False
+            lost.close()
+            return True
+
+    # --- hashes ------------------------------------------------------------------------------
+
+    def hashes_agree(self, engine: str, hashed: Any) -> bool:
+        """Whether the other engines of this kind and weight version make the same hashes of the same tokens. `hashed`
+        is what this one makes of something fixed. The first engine leaves its own as an object; who finds another one
+        says in the log that no block will ever match, and why."""
+        value = repr(hashed).encode()
+        key = PROBE_KEY + engine
+        self.call(lambda client: client.put(key, value, pin="soft"), None)
+        found = self.call(lambda client: client.get(key), value)
+        if found == value:
+            return True
+        LOG.error(
+            "this %s engine hashes blocks otherwise than those that share its cache (PYTHONHASHSEED is %r here): no "
+            "block of one will ever be found by another. Start all of them with the same PYTHONHASHSEED, and the same "
+            "hash algorithm",
+            engine,
+            os.environ.get("PYTHONHASHSEED"),
+        )
+        return False

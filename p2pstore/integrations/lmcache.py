@@ -1,0 +1,353 @@
+"""LMCache on this store: a remote connector (in the engine's process), and an L2 adapter (of its server, MP mode).
+
+    remote_storage_plugins: ["p2pstore"]
+    extra_config:
+      remote_storage_plugin.p2pstore.module_path: p2pstore.integrations.lmcache
+      remote_storage_plugin.p2pstore.class_name: P2PConnector
+      p2pstore_weight_version: llama-3.1-8b@v1
+      save_chunk_meta: false
+
+    --l2-adapter '{"type": "plugin", "module_path": "p2pstore.integrations.lmcache", "class_name": "P2PL2Adapter",
+      "adapter_params": {"weight_version": "llama-3.1-8b@v1"}}'
+
+The weight version is required; `p2pstore_socket` and `socket` name the local peer, where there are several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+from lmcache.v1.protocol import RemoteMetadata
+from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
+
+from p2pstore.blocking import BlockingClient
+from p2pstore.integrations.lasting_client import LastingClient
+from p2pstore.results import ItemResult
+
+T = TypeVar("T")
+Keys = list[str]
+Chunks = list[Any]
+THREADS = 4
+PAGE_KEYS = 10_000
+
+
+def _bytes_of(memory_obj: Any) -> memoryview:
+    """An object's memory in place. Its own view has a format that cannot be written to."""
+    view: memoryview = memory_obj.byte_array
+    return view.cast("B")
+
+
+def _hashed() -> int:
+    """What Python makes of something fixed: LMCache's default hashes of tokens depend on PYTHONHASHSEED likewise."""
+    return hash(("p2pstore", 1))
+
+
+# --- in the engine's process ----------------------------------------------------------------------
+
+
+class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no dependency, so not there to be checked
+    """Chunks under LMCache's own keys, moved by a few threads so that its event loop goes on. What is there is read in
+    shared memory. With `save_chunk_meta`, which partial chunks need, a chunk is its metadata and then its bytes, which
+    takes one more copy each way."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, local_cpu_backend: Any, config: Any, **_others: Any
+    ) -> None:
+        super().__init__(local_cpu_backend.config, local_cpu_backend.metadata)
+        extra = (config.extra_config if config is not None else None) or {}
+        self._client = LastingClient(
+            extra.get("p2pstore_weight_version", ""), extra.get("p2pstore_socket")
+        )
+        self._loop = loop
+        self._memory = local_cpu_backend
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="p2pstore-lmcache")
+        self._client.hashes_agree("lmcache", _hashed())
+
+    async def exists(self, key: Any) -> bool:
+        return self.exists_sync(key)
+
+    def exists_sync(self, key: Any) -> bool:
+        name = key.to_string()
+        return self._client.call(lambda client: client.contains(name), False)
+
+    def support_batched_contains(self) -> bool:
+        return True
+
+    def batched_contains(self, keys: Sequence[Any]) -> int:
+        names = [key.to_string() for key in keys]
+        return self._client.call(lambda client: client.match_prefix(names), 0)
+
+    async def batched_async_contains(
+        self, lookup_id: str, keys: Sequence[Any], pin: bool = False
+    ) -> int:
+        return self.batched_contains(keys)
+
+    async def get(self, key: Any) -> Any:
+        return (await self.batched_get([key]))[0]
+
+    def support_batched_get(self) -> bool:
+        return True
+
+    async def batched_get(self, keys: Sequence[Any]) -> list[Any]:
+        return await self._in_thread(lambda: self._get(keys))
+
+    async def batched_get_non_blocking(self, lookup_id: str, keys: Sequence[Any]) -> list[Any]:
+        """The chunks from the first one on, as far as they came."""
+        got = await self.batched_get(keys)
+        good = next((number for number, each in enumerate(got) if each is None), len(got))
+        for each in got[good:]:
+            if each is not None:
+                each.ref_count_down()
+        return got[:good]
+
+    async def put(self, key: Any, memory_obj: Any) -> None:
+        await self.batched_put([key], [memory_obj])
+
+    def support_batched_put(self) -> bool:
+        return True
+
+    async def batched_put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
+        await self._in_thread(lambda: self._put(keys, memory_objs))
+
+    async def list(self) -> Keys:
+        return await self._in_thread(self._list)
+
+    def remove_sync(self, key: Any) -> bool:
+        name = key.to_string()
+        return self._client.call(lambda client: client.remove(name), False)
+
+    def support_ping(self) -> bool:
+        return True
+
+    async def ping(self) -> int:
+        def ask(client: BlockingClient) -> int:
+            client.statistics(cluster=False)
+            return 0
+
+        return await self._in_thread(lambda: self._client.call(ask, -1))
+
+    async def close(self) -> None:
+        """Wait for what is under way, and disconnect."""
+        await asyncio.get_running_loop().run_in_executor(None, self._pool.shutdown)
+        self._client.close()
+
+    # --- in threads ------------------------------------------------------------------------------
+
+    async def _in_thread(self, action: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, action)
+
+    def _put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
+        items: list[tuple[str, Any]] = []
+        for key, each in zip(keys, memory_objs, strict=True):
+            value: Any = _bytes_of(each)
+            if self.save_chunk_meta:
+                about = RemoteMetadata(
+                    len(value), each.get_shapes(), each.get_dtypes(), each.get_memory_format()
+                )
+                value = about.serialize() + value
+            items.append((key.to_string(), value))
+        failed: list[ItemResult[Any]] = []
+        for result in self._client.call(lambda client: client.put_many(items), failed):
+            if result.error is not None:
+                self._client.say(f"a chunk was not stored: {result.error}")
+
+    def _get(self, keys: Sequence[Any]) -> Chunks:
+        if self.save_chunk_meta:
+            return [self._get_described(key) for key in keys]
+        rooms = [
+            self._memory.allocate(self.meta_shapes, self.meta_dtypes, self.meta_fmt) for _ in keys
+        ]
+        items = [
+            (key.to_string(), _bytes_of(room))
+            for key, room in zip(keys, rooms, strict=True)
+            if room is not None
+        ]
+        failed: list[ItemResult[int]] = []
+        results = iter(self._client.call(lambda client: client.get_many_into(items), failed))
+        return [None if room is None else self._filled(room, next(results, None)) for room in rooms]
+
+    def _filled(self, room: Any, result: ItemResult[int] | None) -> Any:
+        """The memory with a chunk in it; given back when there is none."""
+        try:
+            if result is not None and result.error is None and result.value:
+                return self.reshape_partial_chunk(room, result.value)
+        except ValueError as error:
+            self._client.say(f"a chunk of another size: {error}")
+        room.ref_count_down()
+        return None
+
+    def _get_described(self, key: Any) -> Any:
+        name = key.to_string()
+        value = self._client.call(lambda client: client.get(name), b"")
+        head = self.remote_metadata_bytes
+        if len(value) <= head:
+            return None
+        about = RemoteMetadata.deserialize(memoryview(value)[:head])
+        room = self._memory.allocate(about.shapes, about.dtypes, about.fmt)
+        if room is None:
+            return None
+        view, data = _bytes_of(room), memoryview(value)[head:]
+        if len(view) != len(data):
+            room.ref_count_down()
+            return None
+        view[:] = data
+        return room
+
+    def _list(self) -> Keys:
+        def pages(client: BlockingClient) -> Keys:
+            keys: Keys = []
+            more = True
+            while more:
+                page = client.list_keys(after=keys[-1] if keys else "", limit=PAGE_KEYS)
+                keys += [each.key for each in page.keys]
+                more = page.more and bool(page.keys)
+            return keys
+
+        nothing: Keys = []
+        return self._client.call(pages, nothing)
+
+
+# --- in its server --------------------------------------------------------------------------------
+
+
+class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
+    """Chunks moved straight between LMCache's own memory and the store, by a few threads; three event descriptors tell
+    of what has ended. Nothing is locked: a chunk that is evicted between lookup and load is a failed load."""
+
+    def __init__(self, params: dict[str, Any], l1_memory_desc: Any = None, **_others: Any) -> None:
+        super().__init__()
+        self._client = LastingClient(params.get("weight_version", ""), params.get("socket"))
+        self._pool = ThreadPoolExecutor(
+            int(params.get("threads", THREADS)), thread_name_prefix="p2pstore-l2"
+        )
+        self._stored_event = create_event_notifier()
+        self._found_event = create_event_notifier()
+        self._loaded_event = create_event_notifier()
+        self._lock = threading.Lock()
+        self._number = 0
+        self._stored: dict[int, Any] = {}
+        self._found: dict[int, Any] = {}
+        self._loaded: dict[int, Any] = {}
+        self._client.hashes_agree("lmcache server", _hashed())
+
+    def get_store_event_fd(self) -> int:
+        return int(self._stored_event.fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return int(self._found_event.fileno())
+
+    def get_load_event_fd(self) -> int:
+        return int(self._loaded_event.fileno())
+
+    def submit_store_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
+        items = [(_name(key), _bytes_of(each)) for key, each in zip(keys, objects, strict=True)]
+
+        def store() -> Any:
+            failed: list[ItemResult[Any]] = []
+            results = self._client.call(lambda client: client.put_many(items), failed)
+            good = len(results) == len(items) and all(each.error is None for each in results)
+            sizes = [len(view) for _, view in items]
+            if good:
+                self._notify_keys_stored(list(keys), sizes)
+            return L2StoreResult(good, sum(sizes))
+
+        return self._submit(store, L2StoreResult(False, 0), self._stored, self._stored_event)
+
+    def pop_completed_store_tasks(self) -> dict[int, Any]:
+        with self._lock:
+            done = dict(self._stored)
+            self._stored.clear()
+        return done
+
+    def submit_lookup_and_lock_task(
+        self, keys: Sequence[Any], group_layout_descs: dict[int, Any]
+    ) -> int:
+        names = [_name(key) for key in keys]
+
+        def look_up() -> Any:
+            nothing = [False] * len(names)
+            return _bitmap(self._client.call(lambda client: client.contains_many(names), nothing))
+
+        return self._submit(look_up, _bitmap([False] * len(names)), self._found, self._found_event)
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Any:
+        with self._lock:
+            return self._found.pop(task_id, None)
+
+    def submit_unlock(self, keys: Sequence[Any]) -> None:
+        """Nothing was locked."""
+
+    def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
+        items = [(_name(key), _bytes_of(each)) for key, each in zip(keys, objects, strict=True)]
+
+        def load() -> Any:
+            failed: list[ItemResult[int]] = []
+            results = self._client.call(lambda client: client.get_many_into(items), failed)
+            whole = [
+                each.error is None and each.value == len(view)
+                for each, (_, view) in zip(results, items, strict=False)
+            ]
+            return _bitmap(whole or [False] * len(items))
+
+        return self._submit(load, _bitmap([False] * len(items)), self._loaded, self._loaded_event)
+
+    def query_load_result(self, task_id: int) -> Any:
+        with self._lock:
+            return self._loaded.pop(task_id, None)
+
+    def delete(self, keys: Sequence[Any]) -> None:
+        """Remove chunks everywhere."""
+        names = [_name(key) for key in keys]
+        self._client.call(lambda client: client.remove_many(names), None)
+
+    def close(self) -> None:
+        """Wait for what is under way, disconnect, and close the event descriptors."""
+        self._pool.shutdown()
+        self._client.close()
+        for event in (self._stored_event, self._found_event, self._loaded_event):
+            event.close()
+
+    def _submit(
+        self, action: Callable[[], Any], failure: Any, done: dict[int, Any], event: Any
+    ) -> int:
+        with self._lock:
+            self._number += 1
+            number = self._number
+
+        def run() -> None:
+            try:
+                result = action()
+            except (
+                Exception
+            ) as error:  # whatever it is, the controller must hear that the task has ended
+                self._client.say(f"a task failed: {error!r}")
+                result = failure
+            with self._lock:
+                done[number] = result
+            event.notify()
+
+        self._pool.submit(run)
+        return number
+
+
+def _name(key: Any) -> str:
+    return (
+        f"lmcache/{key.model_name}@{key.kv_rank:x}@{key.object_group_id}@{key.chunk_hash.hex()}"
+        f"@{key.cache_salt}"
+    )
+
+
+def _bitmap(bits: Sequence[bool]) -> Any:
+    made = Bitmap(len(bits))
+    for number, bit in enumerate(bits):
+        if bit:
+            made.set(number)
+    return made

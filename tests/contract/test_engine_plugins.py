@@ -1,0 +1,507 @@
+"""The plug-ins of inference engines, against a real peer.
+
+They are subclasses of what the engines define. Where an engine is not installed, the smallest base that has the same
+names stands in for it: so the plug-ins' own work is always tested, and with the engine's own code where it is there.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import ctypes
+import enum
+import importlib
+import importlib.util
+import os
+import select
+import sys
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2pstore import blocking
+from p2pstore.errors import ConfigError
+from p2pstore.integrations.lasting_client import LastingClient
+from tests.contract.worlds import PeerProcess, peer_process
+from tests.optional import require_torch
+
+WEIGHTS = "model@v1"
+DEADLINE_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerProcess]:
+    with peer_process(tmp_path_factory.mktemp("plugins"), "plugins") as running:
+        yield running
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:
+    """Modules with these names in them, and their packages, for the length of the test; unless they are installed."""
+    if importlib.util.find_spec(next(iter(modules)).partition(".")[0]) is not None:
+        return
+    for name, content in modules.items():
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            package = types.ModuleType(".".join(parts[:depth]))
+            package.__path__ = []
+            if package.__name__ not in sys.modules:
+                monkeypatch.setitem(sys.modules, package.__name__, package)
+        module = types.ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def plugin(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    """The plug-in's module, imported for this test alone."""
+    full = f"p2pstore.integrations.{name}"
+    monkeypatch.delitem(sys.modules, full, raising=False)
+    module = importlib.import_module(full)
+    monkeypatch.delitem(sys.modules, full)
+    return module
+
+
+# --- what they have in common ---------------------------------------------------------------------
+
+
+def test_the_weight_version_has_to_be_named() -> None:
+    with pytest.raises(ConfigError, match="weight_version"):
+        LastingClient("")
+
+
+def test_engines_that_hash_otherwise_are_told(
+    peer: PeerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = (LastingClient("hashes@v1", peer.socket) for _ in range(2))
+    assert one.hashes_agree("vllm", b"seed 1")
+    assert other.hashes_agree("vllm", b"seed 1")
+    assert other.hashes_agree("sglang", b"seed 2")
+    assert not caplog.records
+    assert not other.hashes_agree("vllm", b"seed 2")
+    assert "PYTHONHASHSEED" in caplog.text
+    one.close()
+    other.close()
+
+
+def test_a_peer_that_comes_back_is_used_again_and_until_then_all_is_missing(
+    tmp_path: Path,
+) -> None:
+    with peer_process(tmp_path, "restarted") as running:
+        client = LastingClient(WEIGHTS, running.socket)
+        assert client.call(lambda each: each.put("k", b"v"), None) is not None
+        running.process.kill()
+        running.process.wait()
+        # What is mapped can be read for a moment more.
+        until(lambda: client.call(lambda each: each.get("k"), b"nothing") == b"nothing")
+    with peer_process(tmp_path, "restarted"):
+        until(lambda: client.call(lambda each: each.put("k", b"new"), None) is not None)
+        assert client.call(lambda each: each.get("k"), b"nothing") == b"new"
+        client.close()
+        assert client.call(lambda each: each.get("k"), b"nothing") == b"nothing"
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# --- SGLang ---------------------------------------------------------------------------------------
+
+
+class HiCacheStorage(abc.ABC):  # noqa: B024 - the part of SGLang's that matters here
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        self.mem_pool_host = mem_pool_host
+
+
+SGLANG = {"sglang.srt.mem_cache.hicache_storage": {"HiCacheStorage": HiCacheStorage}}
+PAGE_SIZE = 4
+
+
+class HostPool:
+    """Pages of two pieces, K and V, as `page_first` has them."""
+
+    page_size, layout, dtype = PAGE_SIZE, "page_first", "bfloat16"
+
+    def __init__(self, pages: int, seed: int) -> None:
+        self.memory = np.random.default_rng(seed).integers(0, 256, (2, pages, 1000), np.uint8)
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        pages = [int(each) // PAGE_SIZE for each in indices[::PAGE_SIZE]]
+        pieces = [self.memory[half, page] for page in pages for half in (0, 1)]
+        return [int(piece.ctypes.data) for piece in pieces], [piece.nbytes for piece in pieces]
+
+
+def sglang_config(**changed: Any) -> Any:
+    fields = {
+        **{"tp_rank": 0, "tp_size": 2, "pp_rank": 0, "pp_size": 1, "model_name": "org/model"},
+        **{"attn_cp_rank": 0, "attn_cp_size": 1, "dcp_rank": 0, "dcp_size": 1},
+        **{"is_mla_model": False, "should_split_heads": False, "is_storage_writer": True},
+        "extra_config": {"weight_version": WEIGHTS},
+    }
+    return SimpleNamespace(**{**fields, **changed})
+
+
+def test_sglang_pages_come_back_in_another_engine(
+    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = require_torch()
+    stand_in(monkeypatch, SGLANG)
+    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", peer.socket)
+    made = plugin(monkeypatch, "sglang").P2PHiCache
+    writer, reader = made(sglang_config(), {}), made(sglang_config(), {})
+    other_rank = made(sglang_config(tp_rank=1), {})
+    source, target = HostPool(5, 1), HostPool(5, 2)
+    for store, pool in ((writer, source), (reader, target), (other_rank, HostPool(5, 3))):
+        store.register_mem_pool_host(pool)
+    keys = [f"hash{number}" for number in range(4)]
+    indices = torch.arange(PAGE_SIZE, 5 * PAGE_SIZE)
+    assert writer.batch_exists(keys) == 0
+    assert writer.batch_set_v1(keys[:3], indices[: 3 * PAGE_SIZE]) == [True] * 3
+    assert writer.batch_set_v1(keys[:3], indices[: 3 * PAGE_SIZE]) == [True] * 3
+    assert reader.batch_exists(keys) == 3
+    assert other_rank.batch_exists(keys) == 0
+    before = target.memory[:, 4].copy()
+    assert reader.batch_get_v1(keys, indices) == [True, True, True, False]
+    assert (target.memory[:, 1:4] == source.memory[:, 1:4]).all()
+    assert (target.memory[:, 4] == before).all()
+    tensor = torch.arange(10)
+    assert writer.set("whole", tensor)
+    got = reader.get("whole", torch.zeros(10, dtype=torch.int64))
+    assert got is not None
+    assert torch.equal(got, tensor)
+    assert reader.get("nobody", torch.zeros(10, dtype=torch.int64)) is None
+    writer.clear()
+    assert reader.batch_exists(keys) == 0
+    with pytest.raises(ConfigError, match="weight_version"):
+        made(sglang_config(extra_config=None), {})
+    for store in (writer, reader, other_rank):
+        store.close()
+    assert reader.batch_exists(keys) == 0
+    assert reader.batch_get_v1(keys, indices) == [False] * 4
+
+
+def test_sglang_ranks_that_do_not_write_say_that_all_is_well(
+    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = require_torch()
+    stand_in(monkeypatch, SGLANG)
+    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", peer.socket)
+    store = plugin(monkeypatch, "sglang").P2PHiCache(
+        sglang_config(is_mla_model=True, is_storage_writer=False), {}
+    )
+    store.register_mem_pool_host(HostPool(1, 1))
+    assert store.batch_set_v1(["mla"], torch.arange(PAGE_SIZE)) == [True]
+    assert store.batch_exists(["mla"]) == 0
+    store.close()
+
+
+# --- vLLM -----------------------------------------------------------------------------------------
+
+
+class LookupResult(enum.Enum):
+    MISS, HIT, RETRY = range(3)
+
+
+@dataclass
+class TransferJob:
+    job_id: int
+    keys: list[bytes]
+    chunk_ids: Any
+    is_promotion: bool
+    req_context: Any = None
+
+
+@dataclass
+class JobResult:
+    job_id: int
+    success: bool
+    successful_keys: Any = None
+    transfer_time: float | None = None
+    transfer_bytes: int | None = None
+
+
+@dataclass
+class RequestOffloadingContext:
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class SecondaryTierManager:
+    def __init__(self, spec: Any, view: memoryview, tier_type: str, detector: Any = None) -> None:
+        self.tier_type = tier_type
+
+
+VLLM: dict[str, dict[str, Any]] = {
+    "vllm.v1.kv_offload.base": {
+        "LookupResult": LookupResult,
+        "RequestOffloadingContext": RequestOffloadingContext,
+    },
+    "vllm.v1.kv_offload.tiering.base": {
+        "JobResult": JobResult,
+        "SecondaryTierManager": SecondaryTierManager,
+        "TransferJob": TransferJob,
+    },
+    "vllm.v1.core.kv_cache_utils": {"NONE_HASH": b"seed"},
+}
+
+
+def vllm_spec(tp_size: int = 1) -> Any:
+    parallel = SimpleNamespace(tp_size=tp_size, pp_size=1, pcp_size=1, dcp_size=1, rank=0)
+    config = SimpleNamespace(
+        model=SimpleNamespace(name="org/model", dtype="bfloat16"),
+        cache=SimpleNamespace(tokens_per_hash=16),
+        groups=[SimpleNamespace(tokens_per_block=16, layer_names=["l0", "l1"])],
+        parallel=parallel,
+        canonical_layout=False,
+        kv_cache_layout=None,
+    )
+    return SimpleNamespace(config=config, blocks_per_chunk=1)
+
+
+def finished(tier: Any) -> Any:
+    found: list[Any] = []
+
+    def came() -> bool:
+        found.extend(tier.get_finished_jobs())
+        return bool(found)
+
+    until(came)
+    (result,) = found
+    return result
+
+
+def test_vllm_blocks_come_back_in_another_engine(
+    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, VLLM)
+    module = plugin(monkeypatch, "vllm")
+    memories = [
+        np.random.default_rng(seed).integers(0, 256, (6, 5000), np.uint8) for seed in range(3)
+    ]
+    named = {"weight_version": WEIGHTS, "socket": peer.socket}
+    writer, reader, wider = (
+        module.P2PTier(vllm_spec(tp_size), memory.data, "P2PTier", **named)
+        for memory, tp_size in zip(memories, (1, 1, 2), strict=True)
+    )
+    keys = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(4)]
+    hit, miss = module.LookupResult.HIT, module.LookupResult.MISS
+    assert writer.lookup(keys[0], None) == miss
+    writer.submit_store(module.TransferJob(1, keys[:3], np.array([5, 0, 2]), False, None))
+    stored = finished(writer)
+    assert (stored.job_id, stored.success, stored.transfer_bytes) == (1, True, 15_000)
+    assert [reader.lookup(key, None) for key in keys] == [hit, hit, hit, miss]
+    assert wider.lookup(keys[0], None) == miss
+    reader.submit_load(module.TransferJob(2, keys, np.array([1, 2, 3, 4]), True, None))
+    reader.drain_jobs()
+    loaded = finished(reader)
+    assert (loaded.success, loaded.successful_keys) == (False, tuple(keys[:3]))
+    assert (memories[1][1:4] == memories[0][[5, 0, 2]]).all()
+    with blocking.connect(peer.socket, namespace=WEIGHTS) as client:
+        client.flush()
+    reader.submit_load(module.TransferJob(3, keys[:1], np.array([1]), True, None))
+    assert not finished(reader).success
+    writer.submit_store(module.TransferJob(4, keys[:1], np.array([5]), False, None))
+    assert finished(writer).success
+    assert writer.lookup(keys[0], None) == hit
+    assert reader.lookup(keys[0], None) == miss, "what just failed is not tried again at once"
+    for tier in (writer, reader, wider):
+        tier.shutdown()
+    assert writer.lookup(keys[0], None) == miss
+
+
+# --- LMCache --------------------------------------------------------------------------------------
+
+
+class RemoteConnector:
+    """Chunks of `CHUNK_BYTES`; its own reshaping cuts partial ones."""
+
+    save_chunk_meta, remote_metadata_bytes = False, 8
+    meta_shapes, meta_dtypes, meta_fmt = "shapes", "dtypes", "fmt"
+
+    def __init__(self, config: Any, metadata: Any) -> None:
+        self.save_chunk_meta = config.save_chunk_meta
+
+    def reshape_partial_chunk(self, memory_obj: Any, bytes_read: int) -> Any:
+        if bytes_read % 100:
+            raise ValueError("no whole tokens")
+        memory_obj.data = memory_obj.data[:bytes_read]
+        return memory_obj
+
+
+class RemoteMetadata:
+    def __init__(self, length: int, shapes: Any, dtypes: Any, fmt: Any) -> None:
+        self.length, self.shapes, self.dtypes, self.fmt = length, length, dtypes, fmt
+
+    def serialize(self) -> bytes:
+        return int(self.length).to_bytes(8, "little")
+
+    @staticmethod
+    def deserialize(data: Any) -> RemoteMetadata:
+        return RemoteMetadata(int.from_bytes(data, "little"), 0, 0, 0)
+
+
+class Bitmap:
+    def __init__(self, size: int) -> None:
+        self.bits = [0] * size
+
+    def set(self, number: int) -> None:
+        self.bits[number] = 1
+
+
+class L2AdapterInterface:
+    def _notify_keys_stored(self, keys: Any, sizes: Any) -> None:
+        self.noted = list(zip(keys, sizes, strict=True))
+
+
+class L2StoreResult(int):
+    def __new__(cls, success: bool, bytes_transferred: int) -> L2StoreResult:
+        return super().__new__(cls, bytes_transferred if success else -1)
+
+
+class EventNotifier:
+    def __init__(self) -> None:
+        self._descriptor = os.eventfd(0)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def notify(self) -> None:
+        os.eventfd_write(self._descriptor, 1)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+LMCACHE: dict[str, dict[str, Any]] = {
+    "lmcache.lmcache_native": {"Bitmap": Bitmap},
+    "lmcache.v1.distributed.internal_api": {"L2StoreResult": L2StoreResult},
+    "lmcache.v1.distributed.l2_adapters.base": {"L2AdapterInterface": L2AdapterInterface},
+    "lmcache.v1.platform": {"create_event_notifier": EventNotifier},
+    "lmcache.v1.protocol": {"RemoteMetadata": RemoteMetadata},
+    "lmcache.v1.storage_backend.connector.base_connector": {"RemoteConnector": RemoteConnector},
+}
+CHUNK_BYTES = 1000
+
+
+class MemoryObj:
+    def __init__(self, data: bytes | int, counts: list[int]) -> None:
+        self.data, self._counts = bytearray(data), counts
+        counts.append(1)
+
+    @property
+    def byte_array(self) -> memoryview:
+        return memoryview((ctypes.c_ubyte * len(self.data)).from_buffer(self.data))  # "<B"
+
+    def ref_count_down(self) -> None:
+        self._counts.append(-1)
+
+    def get_shapes(self) -> int:
+        return 0
+
+    get_dtypes = get_memory_format = get_shapes
+
+
+class CpuBackend:
+    """Gives out memory, and counts what is not given back."""
+
+    def __init__(self, save_chunk_meta: bool) -> None:
+        self.config = SimpleNamespace(save_chunk_meta=save_chunk_meta)
+        self.metadata = None
+        self.counts: list[int] = []
+
+    def allocate(self, shapes: Any, dtypes: Any, fmt: Any) -> MemoryObj:
+        return MemoryObj(CHUNK_BYTES if shapes == "shapes" else shapes, self.counts)
+
+
+@dataclass(frozen=True)
+class ChunkKey:
+    text: str
+
+    def to_string(self) -> str:
+        return self.text
+
+
+@pytest.mark.parametrize("save_chunk_meta", [False, True])
+def test_lmcache_chunks_come_back(
+    save_chunk_meta: bool, peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("lmcache") is not None:
+        pytest.skip("LMCache is installed: its own basic_check is the test")
+    stand_in(monkeypatch, LMCACHE)
+    module = plugin(monkeypatch, "lmcache")
+    backend = CpuBackend(save_chunk_meta)
+    extra = {"p2pstore_weight_version": f"lm@{save_chunk_meta}", "p2pstore_socket": peer.socket}
+
+    async def use() -> None:
+        config = SimpleNamespace(extra_config=extra)
+        connector = module.P2PConnector(asyncio.get_running_loop(), backend, config)
+        keys = [ChunkKey(f"model@1@0@{number}") for number in range(4)]
+        values = [bytes([number]) * length for number, length in enumerate((1000, 300, 1000))]
+        assert not await connector.exists(keys[0])
+        await connector.batched_put(keys[:3], [MemoryObj(value, []) for value in values])
+        assert await connector.batched_async_contains("id", keys) == 3
+        assert connector.exists_sync(keys[2])
+        got = await connector.batched_get(keys)
+        assert [None if each is None else bytes(each.data) for each in got] == [*values, None]
+        assert sum(backend.counts) == 3
+        assert connector.remove_sync(keys[1])
+        prefix = await connector.batched_get_non_blocking("id", keys)
+        assert [bytes(each.data) for each in prefix] == values[:1]
+        assert sum(backend.counts) == 4, "what came behind the gap was given back"
+        listed = [key for key in await connector.list() if "hash probe" not in key]
+        assert listed == [keys[0].text, keys[2].text]
+        assert await connector.ping() == 0
+        await connector.close()
+        assert not connector.exists_sync(keys[0])
+
+    asyncio.run(use())
+
+
+def test_lmcache_tasks_of_the_server_end_with_an_event(
+    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("lmcache") is not None:
+        pytest.skip("LMCache is installed: its own basic_check is the test")
+    stand_in(monkeypatch, LMCACHE)
+    made = plugin(monkeypatch, "lmcache").P2PL2Adapter
+    adapter = made({"weight_version": "l2@v1", "socket": peer.socket})
+    fields = {"model_name": "m", "kv_rank": 0, "object_group_id": 0, "cache_salt": ""}
+    keys = [SimpleNamespace(chunk_hash=bytes([number]), **fields) for number in range(3)]
+    events = (
+        adapter.get_store_event_fd(),
+        adapter.get_lookup_and_lock_event_fd(),
+        adapter.get_load_event_fd(),
+    )
+    assert len(set(events)) == 3
+
+    def wait_for(event: int) -> None:
+        assert select.select([event], [], [], DEADLINE_SECONDS)[0]
+        os.eventfd_read(event)
+
+    values = [bytes([number + 1]) * 100 for number in range(2)]
+    stored = adapter.submit_store_task(keys[:2], [MemoryObj(value, []) for value in values])
+    wait_for(events[0])
+    assert adapter.pop_completed_store_tasks() == {stored: 200}
+    assert adapter.pop_completed_store_tasks() == {}
+    assert adapter.noted == [(keys[0], 100), (keys[1], 100)]
+    looked_up = adapter.submit_lookup_and_lock_task(keys, {})
+    wait_for(events[1])
+    assert adapter.query_lookup_and_lock_result(looked_up).bits == [1, 1, 0]
+    assert adapter.query_lookup_and_lock_result(looked_up) is None
+    rooms = [MemoryObj(100, []) for _ in keys]
+    loaded = adapter.submit_load_task(keys, rooms)
+    wait_for(events[2])
+    assert adapter.query_load_result(loaded).bits == [1, 1, 0]
+    assert [bytes(each.data) for each in rooms[:2]] == values
+    adapter.delete(keys[:1])
+    again = adapter.submit_lookup_and_lock_task(keys, {})
+    wait_for(events[1])
+    assert adapter.query_lookup_and_lock_result(again).bits == [0, 1, 0]
+    adapter.close()
