@@ -84,6 +84,7 @@ class Code(IntEnum):
     INVALID_ARGUMENT = 18
     CHECKPOINT_REFUSED = 19
     CHECKPOINT_CHANGED = 20
+    BAD_SETTING = 21
 
 
 _ERROR_OF: Final[dict[Code, type[P2PStoreError] | type[ValueError]]] = {
@@ -100,6 +101,7 @@ _ERROR_OF: Final[dict[Code, type[P2PStoreError] | type[ValueError]]] = {
     Code.CLOSED: errors.StoreClosed,
     Code.DUPLICATE_IDENTITY: errors.DuplicateIdentity,
     Code.INVALID_ARGUMENT: ValueError,
+    Code.BAD_SETTING: errors.ConfigError,
     Code.CHECKPOINT_REFUSED: errors.CheckpointRefused,
     Code.CHECKPOINT_CHANGED: errors.CheckpointChanged,
 }

@@ -48,6 +48,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "keygen": ("keygen", "Make a new cluster key."),
     "bench": ("bench", "Measure the local peer, against plain memory."),
     "bench trace": ("bench_trace", "Replay a trace of requests: what a pool of peers would save."),
+    "checkpoint publish": ("checkpoint", "Publish a directory as a checkpoint's newest version."),
+    "checkpoint fetch": ("checkpoint", "Fetch a checkpoint to a directory."),
     "demo": ("demo", "Watch three peers on this machine do the real thing."),
     "completion": ("about", "Print a script that completes commands, options and keys with Tab."),
     "help": ("about", "Show the help of a command."),
@@ -132,6 +134,9 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         two_words = " ".join(args[:2])
+        second = [each.split()[1] for each in COMMANDS if each.startswith(f"{args[0]} ")]
+        if second and two_words not in COMMANDS and args[0] not in COMMANDS:
+            ctx.fail(f"{args[0]} is followed by one of: {', '.join(second)}")
         return super().resolve_command(
             ctx, [two_words, *args[2:]] if two_words in COMMANDS else args
         )

@@ -220,6 +220,39 @@ PAGES: Final[dict[str, Page]] = {
             "For programs, and a picture.",
         ),
     ),
+    "checkpoint publish": _page(
+        ("mooncake-p2p checkpoint publish llama /data/llama", "The newest version of llama."),
+        (
+            "mooncake-p2p checkpoint publish llama out --include '*.safetensors'",
+            "Some of the files; --dry-run says which.",
+        ),
+        (
+            "mooncake-p2p checkpoint publish llama out --wait-seeded && rm -r out",
+            "Keep the files until the others have all of them among them.",
+        ),
+        also=(4, 5),
+        meaning={1: "failed; also when a file changed meanwhile"},
+    ),
+    "checkpoint fetch": _page(
+        (
+            "mooncake-p2p checkpoint fetch llama /models/llama",
+            "To /models/llama/VERSION; /models/llama/current names it.",
+        ),
+        (
+            "mooncake-p2p checkpoint fetch llama@3f9c /models/llama --keep 3",
+            "A certain version, of which three stay.",
+        ),
+        (
+            "mooncake-p2p checkpoint fetch llama . --flat --limit-rate 100MiB --wait 10m",
+            "Plain files, slowly, once it is published.",
+        ),
+        also=(4, 5, 6),
+        meaning={
+            1: "failed; also when the disk is full",
+            3: "no such checkpoint, or no such version",
+            6: "nobody who has it can be reached",
+        },
+    ),
     "demo": _page(
         ("mooncake-p2p demo", "Start three peers, kill one, read everything, clean up."),
         ("mooncake-p2p demo --memory 1GiB --blocks 64", "The same with more data."),

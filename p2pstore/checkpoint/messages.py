@@ -18,6 +18,8 @@ from p2pstore.wire import Message, decode_body
 
 MAX_NEW_PIECES: Final = 4096
 """Of one `NewPieces`; whoever has more to tell sends its map."""
+MAX_INTRODUCED: Final = 64
+"""Members in one `Members`."""
 ANY_PIECE: Final = -1
 
 
@@ -28,6 +30,7 @@ class Kind(IntEnum):
     NEW_PIECES = 2
     GRANT = 3
     REFUSE = 4
+    MEMBERS = 5
 
 
 class Refusal(IntEnum):
@@ -68,13 +71,20 @@ class Refuse(Message, frozen=True):
     reason: int = Refusal.NOTHING
 
 
-SwarmMessage = PieceMapMessage | NewPieces | Grant | Refuse
+class Members(Message, frozen=True):
+    """Others with whom the sender has links: who came in the last second is not known to all yet by gossip."""
+
+    members: Annotated[list[int], msgspec.Meta(max_length=MAX_INTRODUCED)]
+
+
+SwarmMessage = PieceMapMessage | NewPieces | Grant | Refuse | Members
 
 _TYPES: Final[dict[int, type[SwarmMessage]]] = {
     Kind.PIECE_MAP: PieceMapMessage,
     Kind.NEW_PIECES: NewPieces,
     Kind.GRANT: Grant,
     Kind.REFUSE: Refuse,
+    Kind.MEMBERS: Members,
 }
 _KINDS: Final = {message: kind for kind, message in _TYPES.items()}
 

@@ -302,7 +302,7 @@ class Swarm:
             self._granted(neighbour, message.piece, now)
         elif isinstance(message, Refuse):
             self._refused(neighbour, message.reason, now)
-        else:
+        elif isinstance(message, PieceMapMessage | NewPieces):
             try:
                 pieces = map_in(message, self._count)
             except ProtocolError:

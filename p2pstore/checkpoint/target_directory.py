@@ -51,12 +51,17 @@ _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_ALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 
+class DirectoryInUse(ConfigError):
+    """Another fetch goes to this directory now."""
+
+
 class TargetDirectory:
     """One version on its way into a directory. Use: `for _ in target.prepare(): ...`, then `write` pieces, then
     `commit`; `close` in any case. `write` and `read` may be called from several threads."""
 
     def __init__(self, directory: Path, signed: SignedManifest, *, flat: bool = False) -> None:
-        """`signed` must have been verified. Raises `ConfigError` when the directory cannot be used: it says why."""
+        """`signed` must have been verified. Raises `ConfigError` when the directory cannot be used: it says why
+        (`DirectoryInUse`: at present)."""
         self.manifest = read_manifest(signed.body)
         self.version = version_of(signed.body)
         self.directory = directory
@@ -176,7 +181,7 @@ class TargetDirectory:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(f"{self.directory}: another process is fetching to it") from error
+            raise DirectoryInUse(f"{self.directory}: another fetch goes to it now") from error
         current = self.directory / CURRENT
         if not self._flat and current.exists() and not current.is_symlink():
             raise ConfigError(f"{current} is not a link: choose another directory, or --flat")

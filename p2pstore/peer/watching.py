@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, get_args
@@ -39,6 +40,10 @@ MAX_REPORTED: Final = 1024
 """Entries of one client's report that are looked at."""
 
 
+TAKE_THEIR_TIME: Final = frozenset({LocalKind.CHECKPOINT_PUBLISH, LocalKind.CHECKPOINT_FETCH})
+"""By their nature: these are never slow."""
+
+
 class PeerWatch:
     """Satisfies `p2pstore.local.server.RequestObserver`; the node tells it what other peers did."""
 
@@ -58,8 +63,9 @@ class PeerWatch:
     def began(self, kind: LocalKind, message: Message) -> Watched:
         """A request was not answered at once."""
         wait_ms = getattr(message, "wait_ms", 0)
+        may_wait_seconds = math.inf if kind in TAKE_THEIR_TIME else max(0, wait_ms) / 1000
         return self.slow.begin(
-            _digests_of(kind, message), time.monotonic(), may_wait_seconds=max(0, wait_ms) / 1000
+            _digests_of(kind, message), time.monotonic(), may_wait_seconds=may_wait_seconds
         )
 
     def answered(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import p2pstore
 from p2pstore import errors
 from p2pstore.peer import Peer
 from p2pstore.results import CheckpointProgress
-from tests.cluster.test_open_peer import cluster
+from tests.cluster.test_open_peer import MIB, cluster, until
 from tests.contract.swarm_world import make_files, same_files
 
 FILES = {"model.safetensors": 3_000_017, "config.json": 900, "deep/tokenizer.json": 70_000}
@@ -58,3 +59,87 @@ async def test_what_one_publishes_the_others_fetch_in_every_world(tmp_path: Path
         assert {each.phase for each in seen} & {"fetching", "checking"}
         with pytest.raises(errors.NoSuchKey, match="no checkpoint 'other'"):
             await b.checkpoints.fetch("other", tmp_path / "other")
+
+
+async def test_a_fetch_again_or_to_another_directory_moves_nothing_over_the_network(
+    tmp_path: Path,
+) -> None:
+    source = tmp_path / "from"
+    make_files(source, FILES)
+    async with cluster(tmp_path, 2) as (a, b):
+        published = await a.checkpoints.publish("model", source, piece_bytes=PIECE)
+        first = await b.checkpoints.fetch("model", tmp_path / "one", wait=20)
+        assert first.fetched_bytes == first.total_bytes
+        for name in ("one", "two", "two"):
+            again = await b.checkpoints.fetch(
+                "model", tmp_path / name, version=published.version[:6].upper()
+            )
+            assert again == p2pstore.results.FetchedCheckpoint(
+                published.version, str(tmp_path / name / published.version), first.total_bytes, 0
+            )
+            assert same_files(source, tmp_path / name / "current")
+        (source / "config.json").write_bytes(b"other")
+        newer = await a.checkpoints.publish("model", source, piece_bytes=PIECE)
+        assert newer.version != published.version
+
+        def is_known() -> bool:
+            return b.node.core.checkpoints.find("default", "model").version.hex() == newer.version
+
+        await until(is_known)
+        changed = await b.checkpoints.fetch("model", tmp_path / "one")
+        assert 0 < changed.fetched_bytes < PIECE + 5
+        assert same_files(source, tmp_path / "one" / "current")
+        older = await b.checkpoints.fetch("model", tmp_path / "one", version=published.version[:8])
+        assert older.fetched_bytes == 0
+        assert not same_files(source, tmp_path / "one" / "current")
+
+
+async def test_what_cannot_be_done_is_said_in_the_words_of_who_asked(tmp_path: Path) -> None:
+    source = tmp_path / "from"
+    make_files(source, FILES)
+    async with cluster(tmp_path, 2) as (a, b):
+        await a.checkpoints.publish("model", source, piece_bytes=PIECE)
+        await until(lambda: b.node.core.checkpoints.heads())
+        with pytest.raises(errors.NoSuchKey, match="begins with abcd: give all its 32 digits"):
+            await b.checkpoints.fetch("model", tmp_path / "b", version="abcd")
+        with pytest.raises(ValueError, match="4 to 32 hexadecimal digits"):
+            await b.checkpoints.fetch("model", tmp_path / "b", version="x")
+        empty = tmp_path / "empty"
+        empty.mkdir()
+        with pytest.raises(errors.CheckpointRefused, match=f"^{empty}: there is no file"):
+            await a.checkpoints.publish("other", empty)
+        (tmp_path / "b" / "current").mkdir(parents=True)
+        with pytest.raises(errors.ConfigError, match=f"^{tmp_path}/b/current is not a link"):
+            await b.checkpoints.fetch("model", tmp_path / "b")
+        with pytest.raises(errors.NoSuchKey, match="publishes no checkpoint 'model'"):
+            await b.checkpoints.fetch("model", tmp_path / "c", publisher=b.peer_id)
+        with pytest.raises(NotADirectoryError):
+            await b.checkpoints.fetch("model", source / "config.json" / "x")
+
+
+async def test_a_fetch_that_is_cancelled_goes_on_where_it_was(tmp_path: Path) -> None:
+    source = tmp_path / "from"
+    make_files(source, FILES)
+    async with cluster(tmp_path, 2) as (a, b):
+        published = await a.checkpoints.publish("model", source, piece_bytes=PIECE)
+        async with trio.open_nursery() as nursery:
+
+            def enough(report: CheckpointProgress) -> None:
+                if report.phase == "fetching" and report.done_bytes:
+                    nursery.cancel_scope.cancel()
+
+            nursery.start_soon(
+                partial(
+                    b.checkpoints.fetch,
+                    "model",
+                    tmp_path / "b",
+                    wait=20,
+                    limit_rate=MIB,
+                    progress=enough,
+                )
+            )
+        began = trio.current_time()
+        rest = await b.checkpoints.fetch("model", tmp_path / "b", limit_rate=2 * MIB)
+        assert 0 < rest.fetched_bytes < rest.total_bytes == published.total_bytes
+        assert trio.current_time() - began > rest.fetched_bytes / (2 * MIB) - 0.5
+        assert same_files(source, tmp_path / "b" / "current")

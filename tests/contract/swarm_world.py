@@ -15,7 +15,7 @@ import numpy as np
 import trio
 
 from p2pstore.checkpoint.hashing import hash_source
-from p2pstore.checkpoint.manifest import SignedManifest, sign_manifest, version_of
+from p2pstore.checkpoint.manifest import SignedManifest, read_manifest, sign_manifest, version_of
 from p2pstore.checkpoint.source_directory import SourceDirectory
 from p2pstore.checkpoint.swarm import SwarmConfig
 from p2pstore.checkpoint.target_directory import TargetDirectory
@@ -82,12 +82,16 @@ class MemberHere:
         self.swarms = RunningSwarms()
         self.address = ""
         self.run: SwarmRun
+        self.server: DataServer
         self.taking_part: trio.CancelScope | None = None
         self._scope = trio.CancelScope()
 
     def way_to(self, member: int) -> RemotePeer | None:
         other = self.world.living.get(member)
         return None if other is None else RemotePeer(other.identity.peer_id, (other.address,))
+
+    def is_gone(self, member: int) -> bool:
+        return member not in self.world.living
 
     def is_here(self, member: int) -> bool:
         other = self.world.living.get(member)
@@ -102,7 +106,7 @@ class MemberHere:
         (listener,) = await open_data_listeners(["127.0.0.1:0"])
         address = listener_address(listener)
         self.address = over_tls(address) if tls else address
-        server = DataServer(
+        self.server = server = DataServer(
             _Backend(self.swarms),
             ring=RING,
             signer=self.identity,
@@ -139,10 +143,13 @@ class MemberHere:
         finally:
             self.swarms.remove(run)
 
+    @property
+    def sent_bytes(self) -> int:
+        """Of pieces, to others."""
+        return self.server.traffic.bytes
+
     def publish(self, signed: SignedManifest, source: SourceDirectory) -> SwarmRun:
         """Bring a directory into the swarm."""
-        from p2pstore.checkpoint.manifest import read_manifest
-
         store = PublishedPieces(source, read_manifest(signed.body))
         return self.join(signed, store, publishes=True)
 
@@ -177,6 +184,8 @@ class World:
     def __init__(self, nursery: trio.Nursery, tls: bool) -> None:
         self.nursery = nursery
         self.tls = tls
+        self.gossips = True
+        """Whether gossip tells of others than the first member."""
         self.living: dict[int, MemberHere] = {}
         self._count = 0
 

@@ -16,6 +16,7 @@ from p2pstore.checkpoint.manifest import (
 )
 from p2pstore.checkpoint.messages import (
     Grant,
+    Members,
     NewPieces,
     PieceMapMessage,
     Refuse,
@@ -60,6 +61,7 @@ MESSAGES: list[tuple[SwarmMessage, int, str]] = [
     (Grant(), 3, "91ff"),
     (Grant(7), 3, "9107"),
     (Refuse(2), 4, "9102"),
+    (Members([7, 1 << 63]), 5, "919207cf8000000000000000"),
 ]
 
 

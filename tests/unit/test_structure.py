@@ -98,6 +98,7 @@ PURE = (
         for name in ("finding", "machine_rules", "network_rules", "way_rules")
     ),
     *(f"p2pstore/peer/{name}.py" for name in ("load", "metrics", "slow_operations", "traffic")),
+    *(f"p2pstore/peer/checkpoints/{name}.py" for name in ("introductions", "token_bucket")),
     *(f"p2pstore/topology/{name}.py" for name in ("machine", "matrix")),
     "p2pstore/objects.py",
     "p2pstore/location_table.py",

@@ -490,7 +490,7 @@ def test_no_descriptors_are_left_open(tmp_path: Path) -> None:
 
 def test_two_processes_do_not_fetch_to_one_directory(tmp_path: Path) -> None:
     target = TargetDirectory(tmp_path, signed(BASE))
-    with pytest.raises(ConfigError, match="another process"):
+    with pytest.raises(ConfigError, match="another fetch"):
         TargetDirectory(tmp_path, signed({"a": b"1"}))
     target.close()
     target.close()

@@ -16,7 +16,7 @@ from typing import Final
 import trio
 
 from p2pstore.checkpoint.effects import Event, Linked, Received, Unlinked
-from p2pstore.checkpoint.messages import SwarmMessage, decode_message, kind_of
+from p2pstore.checkpoint.messages import Members, SwarmMessage, decode_message, kind_of
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.frame_link import LINK_LIMITS, FrameLink
@@ -54,14 +54,17 @@ class SwarmLinks:
         way_to: Callable[[Member], RemotePeer | None],
         is_here: Callable[[Member], bool],
         happens: Callable[[Event], None],
+        introduced: Callable[[list[Member]], None],
     ) -> None:
-        """`way_to` says how to reach a member, None when it is gone; `is_here` whether it is on this host."""
+        """`way_to` says how to reach a member, None when it is gone; `is_here` whether it is on this host. `introduced`
+        is told of members that neighbours tell of."""
         self._version = version
         self._own = own
         self._pool = pool
         self._way_to = way_to
         self._is_here = is_here
         self._happens = happens
+        self._introduced = introduced
         self._links: dict[Member, _Link] = {}
         self._dialing: set[Member] = set()
         self._banned: set[Member] = set()
@@ -180,7 +183,11 @@ class SwarmLinks:
         while received := await link.frames.receive():
             for kind, body in received:
                 message = decode_message(kind, body)
-                if message is not None and self._links.get(member) is link:
+                if self._links.get(member) is not link:
+                    continue
+                if isinstance(message, Members):
+                    self._introduced(message.members)
+                elif message is not None:
                     self._happens(Received(member, message))
 
     async def _send(self, link: _Link) -> None:

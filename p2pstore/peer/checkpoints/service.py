@@ -28,11 +28,12 @@ from p2pstore.checkpoint.manifest import (
     version_of,
 )
 from p2pstore.checkpoint.paths import check_checkpoint_name
-from p2pstore.checkpoint.piece_map import pieces_in
+from p2pstore.checkpoint.piece_map import full_map, pieces_in
 from p2pstore.checkpoint.source_directory import SourceDirectory
-from p2pstore.checkpoint.target_directory import TargetDirectory
+from p2pstore.checkpoint.target_directory import DirectoryInUse, TargetDirectory
 from p2pstore.errors import (
     CapacityExceeded,
+    CheckpointChanged,
     ConfigError,
     NoSuchKey,
     P2PStoreError,
@@ -40,6 +41,7 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.checkpoints import Head, checkpoint_digest, short_version
 from p2pstore.gossip.records import Participation, PeerId, TakesPart, member_of
+from p2pstore.nursery import open_background_nursery
 from p2pstore.peer.checkpoints.held_directory import HeldDirectory
 from p2pstore.peer.checkpoints.job import Job, JobPhase
 from p2pstore.peer.checkpoints.manifests import ask_for_manifest
@@ -59,6 +61,8 @@ MANIFEST_SECONDS: Final = 10.0
 """Until somebody must have given a manifest."""
 ASK_AGAIN_SECONDS: Final = 0.5
 """Between two rounds of asking for a manifest."""
+IN_USE_SECONDS: Final = 3.0
+LOOK_SECONDS: Final = 0.05
 REPORT_SECONDS: Final = 0.1
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -92,6 +96,26 @@ class FetchOrder:
     bytes_per_second: int = 0
     verify: bool = False
     wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A version that is in its place. `fetched_bytes` came over the network."""
+
+    version: bytes
+    total_bytes: int
+    fetched_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Bringing:
+    """What is brought where."""
+
+    order: FetchOrder
+    signed: SignedManifest
+    target: TargetDirectory
+    directory: HeldDirectory
+    job: Job
 
 
 @dataclass(slots=True, eq=False)
@@ -133,11 +157,16 @@ class PeerCheckpoints:
         return self._node.pool
 
     def way_to(self, member: int) -> RemotePeer | None:
-        """How to reach a member; None when it is gone."""
+        """How to reach a member; None when it is gone, or was not heard of yet."""
         state = self._core.gossip.membership.resolve(member)
         if state is None or not state.live:
             return None
         return self._node.remote_peer(state.peer_id)
+
+    def is_gone(self, member: int) -> bool:
+        """Whether it was there, and is not any more."""
+        state = self._core.gossip.membership.resolve(member)
+        return state is not None and not state.live
 
     def is_here(self, member: int) -> bool:
         """Whether it is on this host."""
@@ -216,9 +245,9 @@ class PeerCheckpoints:
 
     # --- fetching ----------------------------------------------------------------------------
 
-    async def fetch(self, order: FetchOrder, directory: HeldDirectory, job: Job) -> SwarmRun:
-        """Bring a version to a directory, and put it in its place. The swarm that it came by goes on; this peer passes
-        the version on from there, so `directory` stays open.
+    async def fetch(self, order: FetchOrder, directory: HeldDirectory, job: Job) -> Fetched:
+        """Bring a version to a directory, and put it in its place; `directory` is closed when nobody needs it any more.
+        This peer passes on what it has of the version, then and later.
 
         Raises `NoSuchKey` when there is no such checkpoint, `CheckpointRefused` for what its publisher did not sign,
         `CapacityExceeded` and `ConfigError` for a directory without room or permission, `Unavailable` when nobody who
@@ -228,22 +257,54 @@ class PeerCheckpoints:
         job.version = version
         job.begin(JobPhase.CHECKING)
         signed = await self._manifest(version, head.publisher)
-        known = self._parts.get(version)
-        if known is not None:
-            raise Unavailable("it is here already")
         target = await self._open_target(order, signed, directory, job)
-        part = await self._begin(order.namespace, signed, _Holding(target, directory))
+        try:
+            bringing = _Bringing(order, signed, target, directory, job)
+            while version in self._parts:
+                part = self._parts[version]
+                if await self._copy(part, bringing):
+                    target.close()
+                    directory.close()
+                    return Fetched(version, target.manifest.layout.total_bytes, 0)
+            part = await self._begin(
+                order.namespace, signed, _Holding(target, directory), rate=order.bytes_per_second
+            )
+        except BaseException:
+            target.close()
+            raise
         try:
             with self._wanted(part):
-                await self._bring(part, job)
-                job.begin(JobPhase.FINISHING, part.run.total_bytes, part.run.total_bytes)
-                await part.run.written()
-                await trio.to_thread.run_sync(target.commit, order.keep)
+                await self._bring(part, bringing)
         except BaseException:
             await self.stop(version)
             raise
         part.tell(TakesPart.SEEDING, 1000, "")
-        return part.run
+        return Fetched(version, part.run.total_bytes, part.run.fetched_bytes)
+
+    async def _copy(self, part: _Part, bringing: _Bringing) -> bool:
+        """Another directory of this host gets the version, or has it: take what comes there from there. False when that
+        one ends before it has everything."""
+        run, target, job = part.run, bringing.target, bringing.job
+        everything = full_map(run.pieces)
+        job.begin(JobPhase.FETCHING, run.total_bytes)
+        with self._wanted(part):
+            while missing := everything & ~target.have:
+                for piece in pieces_in(missing & run.machine.have):
+                    copy = partial(_copy_piece, run.store, target, piece)
+                    error = await trio.to_thread.run_sync(copy, limiter=self.threads)
+                    if error is not None:
+                        run.fail(error)
+                        await run.ended.wait()
+                        return False
+                    job.advance(run.size_of(piece))
+                if target.have == everything:
+                    break
+                if run.ended.is_set():
+                    return False
+                if not run.machine.have & ~target.have:
+                    await run.changed()
+        await self._finish(bringing)
+        return True
 
     async def _find(self, order: FetchOrder, job: Job) -> tuple[Head, bytes]:
         """The head of the name, once there is one, and the version that is meant."""
@@ -304,8 +365,7 @@ class PeerCheckpoints:
     async def _open_target(
         self, order: FetchOrder, signed: SignedManifest, directory: HeldDirectory, job: Job
     ) -> TargetDirectory:
-        make = partial(TargetDirectory, directory.path, signed, flat=order.flat)
-        target = await trio.to_thread.run_sync(make)
+        target = await self._take_directory(order, signed, directory)
         try:
             steps = target.prepare()
             while await trio.to_thread.run_sync(next, steps, self) is not self:
@@ -316,6 +376,20 @@ class PeerCheckpoints:
             target.close()
             raise
         return target
+
+    async def _take_directory(
+        self, order: FetchOrder, signed: SignedManifest, directory: HeldDirectory
+    ) -> TargetDirectory:
+        """The directory may be that of a fetch which was given up this moment."""
+        make = partial(TargetDirectory, directory.path, signed, flat=order.flat)
+        patience = trio.current_time() + IN_USE_SECONDS
+        while True:
+            try:
+                return await trio.to_thread.run_sync(make)
+            except DirectoryInUse:
+                if trio.current_time() > patience:
+                    raise
+                await trio.sleep(LOOK_SECONDS)
 
     async def _verify(self, target: TargetDirectory, job: Job) -> None:
         """Read again what is there. Raises `ConfigError` when it is not what it should be."""
@@ -328,22 +402,36 @@ class PeerCheckpoints:
                 raise ConfigError(f"{target.directory}: {file} was changed; remove it to fetch it")
             job.advance(len(data))
 
-    async def _bring(self, part: _Part, job: Job) -> None:
-        run = part.run
+    async def _bring(self, part: _Part, bringing: _Bringing) -> None:
+        """By the swarm; then it is put in its place."""
+        run, job = part.run, bringing.job
         job.begin(JobPhase.FETCHING, run.total_bytes, run.done_bytes)
         part.tell(TakesPart.FETCHING, _permille(run), "")
-        async with trio.open_nursery() as nursery:
-
-            async def tell() -> None:
-                while True:
-                    await run.changed()
-                    await trio.sleep(REPORT_SECONDS)
-                    part.tell(TakesPart.FETCHING, _permille(run), "")
-                    job.at(run.done_bytes, len(run.links.members))
-
-            nursery.start_soon(tell)
+        async with open_background_nursery() as nursery:
+            nursery.start_soon(self._tell_progress, part, job)
             await run.until(lambda: run.complete)
-            nursery.cancel_scope.cancel()
+        await run.written()
+        await self._finish(bringing)
+
+    async def _tell_progress(self, part: _Part, job: Job) -> None:
+        run = part.run
+        while True:
+            await run.changed()
+            part.tell(TakesPart.FETCHING, _permille(run), "")
+            job.at(run.done_bytes, len(run.links.members))
+            await trio.sleep(REPORT_SECONDS)
+
+    async def _finish(self, bringing: _Bringing) -> None:
+        """Everything is there: put it in its place, and let others fetch to the directory."""
+        target, job = bringing.target, bringing.job
+        size = target.manifest.layout.total_bytes
+        job.begin(JobPhase.FINISHING, size, size)
+
+        def finish() -> None:
+            target.commit(bringing.order.keep)
+            target.close()
+
+        await trio.to_thread.run_sync(finish)
 
     # --- swarms ------------------------------------------------------------------------------
 
@@ -354,13 +442,14 @@ class PeerCheckpoints:
         store: PieceStore,
         *,
         publishes: bool = False,
+        rate: int = 0,
     ) -> _Part:
-        """Take part in a swarm, until `stop`."""
+        """Take part in a swarm, until `stop`. `rate`: bytes a second that are fetched at most; 0 for as many as can
+        be."""
         try:
             await self._make_room()
-            run = SwarmRun(
-                self, signed, store, Random(self._rng.getrandbits(64)), publishes=publishes
-            )
+            rng = Random(self._rng.getrandbits(64))
+            run = SwarmRun(self, signed, store, rng, publishes=publishes, rate=rate)
             self.swarms.add(run)
         except BaseException:
             store.close()
@@ -395,14 +484,15 @@ class PeerCheckpoints:
             self._node.process()
 
     def _say_failed(self, part: _Part, error: Exception) -> None:
-        logger.error(
+        text = "its files are gone" if isinstance(error, FileNotFoundError) else str(error)
+        logger.warning(
             "checkpoint %s@%s: this peer takes no part any more: %s",
             part.run.manifest.name,
             format_version(part.run.version),
-            error,
+            text,
             extra={"event": "checkpoint_failed"},
         )
-        part.tell(TakesPart.FAILED, _permille(part.run), str(error))
+        part.tell(TakesPart.FAILED, _permille(part.run), text)
 
     async def stop(self, version: bytes) -> bool:
         """Take no part in a version any more. Whether there was one; its store is closed when this returns."""
@@ -452,6 +542,15 @@ class _Holding:
         """Let go of both."""
         self._store.close()
         self._directory.close()
+
+
+def _copy_piece(source: PieceStore, target: TargetDirectory, piece: int) -> Exception | None:
+    """From one directory of this host to another; what is wrong with the first one, if something is."""
+    try:
+        data = source.read(piece)
+    except (CheckpointChanged, OSError, EOFError) as error:
+        return error
+    return None if target.write(piece, data) else CheckpointChanged("a file was changed")
 
 
 def _permille(run: SwarmRun) -> int:

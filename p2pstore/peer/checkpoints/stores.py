@@ -6,7 +6,6 @@ from typing import Protocol
 
 from p2pstore.checkpoint.manifest import Manifest
 from p2pstore.checkpoint.piece_map import PieceMap, full_map
-from p2pstore.streams import BytesLike
 
 
 class PieceStore(Protocol):
@@ -17,7 +16,7 @@ class PieceStore(Protocol):
         """The pieces that are here and verified."""
         ...
 
-    def read(self, piece: int) -> BytesLike:
+    def read(self, piece: int) -> bytearray:
         """A piece that is here. Raises `OSError`, and `CheckpointChanged` when it is not what it was."""
         ...
 

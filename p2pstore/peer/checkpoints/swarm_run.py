@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Final, Protocol
 
@@ -25,6 +25,7 @@ from p2pstore.checkpoint.effects import (
     Event,
     Failure,
     Fetch,
+    Linked,
     Participants,
     PieceArrived,
     PieceFailed,
@@ -32,14 +33,17 @@ from p2pstore.checkpoint.effects import (
     Served,
     Tell,
     Tick,
+    Unlinked,
 )
 from p2pstore.checkpoint.manifest import Manifest, SignedManifest, read_manifest, version_of
 from p2pstore.checkpoint.messages import Refusal
 from p2pstore.checkpoint.piece_map import pieces_in
 from p2pstore.checkpoint.swarm import Swarm, SwarmConfig
 from p2pstore.errors import CheckpointChanged, P2PStoreError, StoreClosed, Unavailable
+from p2pstore.peer.checkpoints.introductions import GATHER_SECONDS, Introductions
 from p2pstore.peer.checkpoints.links import Member, OfferedSwarmLink, SwarmLinks
 from p2pstore.peer.checkpoints.stores import PieceStore
+from p2pstore.peer.checkpoints.token_bucket import TokenBucket
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.messages import GetPiece, PieceReply, PieceStatus
 from p2pstore.transfer.swarm_serving import OpenedPiece
@@ -75,7 +79,11 @@ class Surroundings(Protocol):
         ...
 
     def way_to(self, member: Member) -> RemotePeer | None:
-        """How to reach a member; None when it is gone."""
+        """How to reach a member; None when it is gone, or was not heard of yet."""
+        ...
+
+    def is_gone(self, member: Member) -> bool:
+        """Whether it was there, and is not any more."""
         ...
 
     def is_here(self, member: Member) -> bool:
@@ -99,8 +107,10 @@ class SwarmRun:
         *,
         publishes: bool = False,
         config: SwarmConfig | None = None,
+        rate: int = 0,
     ) -> None:
-        """`signed` must have been verified, and `store` be ready: the pieces that it has are offered."""
+        """`signed` must have been verified, and `store` be ready: the pieces that it has are offered. `rate`: bytes a
+        second that are fetched at most; 0 for as many as can be."""
         self.signed = signed
         self.manifest: Manifest = read_manifest(signed.body)
         self.version = version_of(signed.body)
@@ -109,6 +119,8 @@ class SwarmRun:
         layout = self.manifest.layout
         self._sizes = [layout.size(piece) for piece in range(layout.count)]
         self._surroundings = surroundings
+        self._introductions = Introductions()
+        self._met = trio.Event()
         self.machine = Swarm(
             surroundings.own,
             self._sizes,
@@ -124,7 +136,8 @@ class SwarmRun:
             surroundings.pool,
             surroundings.way_to,
             surroundings.is_here,
-            self._happens,
+            self._link_changed,
+            self._introduced,
         )
         self.done_bytes = sum(self._sizes[piece] for piece in pieces_in(store.have))
         self.fetched_bytes = 0
@@ -132,6 +145,7 @@ class SwarmRun:
         self.failure: Exception | None = None
         """Why it ended by itself."""
         self.ended = trio.Event()
+        self._bucket = TokenBucket(rate, trio.current_time()) if rate else None
         self._news = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._events: deque[Event] = deque()
@@ -163,6 +177,10 @@ class SwarmRun:
         """How many there are."""
         return len(self._sizes)
 
+    def size_of(self, piece: int) -> int:
+        """In bytes."""
+        return self._sizes[piece]
+
     # --- driving the machine -----------------------------------------------------------------
 
     async def run(self) -> None:
@@ -170,6 +188,7 @@ class SwarmRun:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
+                nursery.start_soon(self._introduce)
                 self.look_around()
                 await self._tick_forever()
         finally:
@@ -216,11 +235,36 @@ class SwarmRun:
         """Other peers may take part now, or not be there any more."""
         around = self._surroundings
         for member in self.links.members:
-            if around.way_to(member) is None:
+            if around.is_gone(member):
                 self.links.end(member)
-        members = frozenset(around.participants(self.version)) - {around.own}
+        known = frozenset(around.participants(self.version)) | self._introductions.believed
+        members = frozenset(each for each in known if around.way_to(each) is not None)
+        members -= {around.own}
         here = frozenset(member for member in members if around.is_here(member))
         self._happens(Participants(members, here))
+
+    def _introduced(self, members: Sequence[Member]) -> None:
+        """A neighbour tells of other members."""
+        if self._introductions.hear(members, trio.current_time()):
+            self.look_around()
+
+    async def _introduce(self) -> None:
+        """Tell neighbours of each other."""
+        while True:
+            await self._met.wait()
+            await trio.sleep(GATHER_SECONDS)
+            self._met = trio.Event()
+            if self._introductions.due:
+                for members, message in self._introductions.take():
+                    self.links.say(members, message)
+
+    def _link_changed(self, event: Event) -> None:
+        if isinstance(event, Linked):
+            self._introductions.linked(event.member)
+            self._met.set()
+        elif isinstance(event, Unlinked):
+            self._introductions.unlinked(event.member)
+        self._happens(event)
 
     async def _tick_forever(self) -> None:
         while True:
@@ -280,6 +324,7 @@ class SwarmRun:
                 extra={"event": "swarm_member_banned"},
             )
         self.links.drop(member, banned=banned)
+        self._introductions.unlinked(member)
         for (sender, _), scope in self._fetching.items():
             if sender == member:
                 scope.cancel()
@@ -327,6 +372,21 @@ class SwarmRun:
         way = self._surroundings.way_to(member)
         if way is None:
             return Failure.LOST
+        if self._bucket is None:
+            return await self._request(member, way, piece, view)
+        failure: Failure | None = Failure.LOST
+        wait_seconds = self._bucket.take(len(view), trio.current_time())
+        try:
+            await trio.sleep(wait_seconds)
+            failure = await self._request(member, way, piece, view)
+        finally:
+            if failure is not None:
+                self._bucket.give_back(len(view))
+        return failure
+
+    async def _request(
+        self, member: Member, way: RemotePeer, piece: int, view: memoryview
+    ) -> Failure | None:
         try:
             reply = await self._surroundings.pool.get_piece(
                 way, GetPiece(self.version, piece), view, PIECE_SECONDS

@@ -1,0 +1,255 @@
+"""`checkpoint publish` and `checkpoint fetch`: directories that one publishes and many fetch from each other."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from mooncake_p2p.options import (
+    DEFAULT_TIMEOUT,
+    Json,
+    Namespace,
+    Socket,
+    Timeout,
+    connected,
+    parse_timeout,
+)
+from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark
+from p2pstore.objects import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from p2pstore.results import CheckpointProgress
+
+Watch = Callable[["CheckpointProgress"], None]
+
+DOING: Final = {
+    "waiting": "waiting for {}",
+    "hashing": "hashing {}",
+    "seeding": "seeding {}",
+    "checking": "checking what is there of {}",
+    "fetching": "fetching {}",
+    "finishing": "writing {} to the disk",
+}
+"""What is done in each phase, in words."""
+
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="What the checkpoint is called.", show_default=False),
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Only files whose path matches, such as '*.safetensors'. Repeatable.",
+        show_default=False,
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="No files whose path matches.", show_default=False),
+]
+
+
+def checkpoint_publish(
+    name: Name,
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="The files to publish.", show_default=False)
+    ],
+    include: Include = None,
+    exclude: Exclude = None,
+    piece_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Length of the pieces that peers exchange, a power of two.",
+            show_default=False,
+        ),
+    ] = None,
+    wait_seeded: Annotated[
+        bool,
+        typer.Option(
+            "--wait-seeded", help="End when the others have all of it: then DIR may change."
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be published.")
+    ] = False,
+    socket: Socket = None,
+    namespace: Namespace = "default",
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> None:
+    """Publish a directory as a checkpoint's newest version.
+
+    The local peer reads the files from where they are, as long as it runs: leave them as they are, or wait until
+    others have all of them (--wait-seeded). A file that changes meanwhile is an error, never a bad copy.
+    """
+    piece_bytes = 0 if piece_size is None else parse_bytes(piece_size, "--piece-size")
+    if dry_run:
+        _say_what_would_be(directory, include or [], exclude or [], json)
+        return
+    begin = time.perf_counter()
+    with connected(socket, namespace, timeout) as client, _shown(name) as watch:
+        done = client.checkpoints.publish(
+            name,
+            directory,
+            include=include or [],
+            exclude=exclude or [],
+            piece_bytes=piece_bytes,
+            wait_seeded=wait_seeded,
+            progress=watch,
+        )
+    seconds = time.perf_counter() - begin
+    if json:
+        print_json(
+            {
+                "name": name,
+                "version": done.version,
+                "files": done.files,
+                "bytes": done.total_bytes,
+                "pieces": done.pieces,
+                "piece_bytes": done.piece_bytes,
+                "seconds": round(seconds, 6),
+            }
+        )
+        return
+    print(f"{name}@{done.version}")
+    remark(
+        f"published {printable(name)}: {_files(done.files)}, {format_transfer(done.total_bytes, seconds)}, "
+        f"{done.pieces:,} pieces of {format_bytes(done.piece_bytes)}"
+    )
+
+
+def checkpoint_fetch(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME[@VERSION]",
+            help="Which checkpoint; its newest version, unless the beginning of another is given.",
+            show_default=False,
+        ),
+    ],
+    directory: Annotated[
+        str,
+        typer.Argument(metavar="DIR", help="Where versions of it are kept.", show_default=False),
+    ],
+    flat: Annotated[
+        bool, typer.Option("--flat", help="Put the files into DIR itself, without versions.")
+    ] = False,
+    keep: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many versions stay, the newest.")
+    ] = 2,
+    limit_rate: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Fetch no more than this a second.", show_default=False),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read again what is in DIR already.")
+    ] = False,
+    publisher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PEER",
+            help="The peer id that must have published it; by default the first that did.",
+            show_default=False,
+        ),
+    ] = None,
+    wait: Annotated[
+        str, typer.Option(metavar="SECONDS|10m", help="Wait so long for it to be published.")
+    ] = "0",
+    socket: Socket = None,
+    namespace: Namespace = "default",
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> None:
+    """Fetch a checkpoint to a directory.
+
+    To DIR/VERSION; DIR/current names it then. What is there already is not fetched: an interrupted fetch goes on where
+    it was, and of a slightly changed version only changed pieces come. The local peer passes on what it has.
+    """
+    bare, _, version = name.partition("@")
+    rate = 0 if limit_rate is None else parse_bytes(limit_rate, "--limit-rate")
+    wait_seconds = 0.0 if wait == "0" else parse_timeout(wait, "--wait")
+    begin = time.perf_counter()
+    with connected(socket, namespace, timeout) as client, _shown(bare) as watch:
+        try:
+            done = client.checkpoints.fetch(
+                bare,
+                directory,
+                version=version,
+                publisher=publisher,
+                flat=flat,
+                keep=keep,
+                limit_rate=rate,
+                verify=verify,
+                wait=wait_seconds,
+                progress=watch,
+            )
+        except KeyboardInterrupt:
+            remark("stopped; the same command goes on with what is there")
+            raise
+    seconds = time.perf_counter() - begin
+    if json:
+        print_json(
+            {
+                "name": bare,
+                "version": done.version,
+                "directory": os.path.abspath(done.directory),
+                "bytes": done.total_bytes,
+                "fetched_bytes": done.fetched_bytes,
+                "seconds": round(seconds, 6),
+            }
+        )
+        return
+    print(done.directory)
+    there = done.total_bytes - done.fetched_bytes
+    reused = f", {format_bytes(there)} were there" if there else ""
+    remark(
+        f"fetched {printable(bare)}@{done.version}: {format_transfer(done.fetched_bytes, seconds)}{reused}"
+    )
+
+
+@contextmanager
+def _shown(name: str) -> Iterator[Watch | None]:
+    """A progress bar for what `Checkpoints` reports; None when nobody looks."""
+    with progress(DOING["waiting"].format(printable(name))) as bar:
+
+        def watch(report: CheckpointProgress) -> None:
+            bar.relabel(DOING.get(report.phase, "{}").format(printable(name)))
+            bar.at(report.done_bytes, report.total_bytes or None)
+
+        yield watch if bar.shown else None
+
+
+def _files(count: int) -> str:
+    return f"{count:,} file{'' if count == 1 else 's'}"
+
+
+def _say_what_would_be(directory: str, include: list[str], exclude: list[str], json: bool) -> None:
+    from pathlib import Path
+
+    from p2pstore.checkpoint.pieces import choose_piece_bytes
+    from p2pstore.checkpoint.source_directory import SourceDirectory
+
+    source = SourceDirectory(Path(directory), include, exclude)
+    piece_bytes = choose_piece_bytes([file.size for file in source.files])
+    if json:
+        print_json(
+            {
+                "files": [{"path": file.path, "bytes": file.size} for file in source.files],
+                "bytes": source.total_bytes,
+                "piece_bytes": piece_bytes,
+            }
+        )
+        return
+    for file in source.files:
+        print(f"{file.size:>16,}  {printable(file.path)}")
+    remark(
+        f"would publish {_files(len(source.files))}, {format_bytes(source.total_bytes)}, in pieces of "
+        f"{format_bytes(piece_bytes)}"
+    )

@@ -1,0 +1,62 @@
+"""The deciding parts of a swarm's shell: a limit on bytes a second, and members that neighbours tell of."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pstore.checkpoint.messages import MAX_INTRODUCED, Members
+from p2pstore.peer.checkpoints.introductions import BELIEVED_SECONDS, MAX_BELIEVED, Introductions
+from p2pstore.peer.checkpoints.token_bucket import BURST_SECONDS, TokenBucket
+
+
+def test_bytes_move_at_the_rate_and_no_faster() -> None:
+    bucket = TokenBucket(1000, 0.0)
+    now = 0.0
+    for _ in range(20):
+        now += bucket.take(500, now)
+    assert now == pytest.approx(19 * 0.5)
+    assert bucket.take(500, now + 100) == 0.0  # a pause saves little
+    assert bucket.take(500, now + 100) == pytest.approx(0.5 - BURST_SECONDS)
+
+
+def test_what_did_not_move_costs_nothing() -> None:
+    bucket = TokenBucket(1000, 0.0)
+    assert bucket.take(5000, 0.0) == 0.0
+    bucket.give_back(5000)
+    assert bucket.take(5000, 0.0) == 0.0
+    assert bucket.take(1, 0.0) == pytest.approx(5.0)
+
+
+def test_who_comes_is_told_of_all_and_all_of_it() -> None:
+    meeting = Introductions()
+    meeting.linked(1)
+    assert not meeting.due  # there is nobody to tell
+    meeting.linked(2)
+    assert meeting.due
+    assert meeting.take() == [([1, 2], Members([1, 2]))]
+    assert not meeting.due
+    meeting.linked(3)
+    assert meeting.take() == [([3], Members([3, 2, 1])), ([1, 2], Members([3]))]
+    meeting.unlinked(1)
+    meeting.linked(4)
+    meeting.unlinked(4)
+    assert not meeting.due
+
+
+def test_a_crowd_is_told_in_part() -> None:
+    meeting = Introductions()
+    for member in range(2 * MAX_INTRODUCED):
+        meeting.linked(member)
+    ((_, told),) = meeting.take()
+    assert len(told.members) == MAX_INTRODUCED
+
+
+def test_what_neighbours_tell_is_believed_for_a_while_and_not_without_end() -> None:
+    meeting = Introductions()
+    assert meeting.hear([1, 2], 0.0)
+    assert not meeting.hear([2, 1], 1.0)
+    assert meeting.believed == {1, 2}
+    assert meeting.hear([3], BELIEVED_SECONDS)
+    assert meeting.believed == {3}
+    meeting.hear(range(10 * MAX_BELIEVED), BELIEVED_SECONDS)
+    assert len(meeting.believed) == MAX_BELIEVED
