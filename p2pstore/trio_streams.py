@@ -126,6 +126,9 @@ class TrioStream:
                 await trio.lowlevel.cancel_shielded_checkpoint()
             return count
 
+    def wake_after(self, length_bytes: int) -> None:
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, length_bytes)
+
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
         await trio.lowlevel.checkpoint_if_cancelled()
         while True:

@@ -231,7 +231,7 @@ class DataConnection:
                 raise ProtocolError(
                     f"a piece of {expected:,} bytes was answered with {self._bulk_left:,}"
                 )
-            await self._inbox.read_into(into[:expected])
+            await self._inbox.gather_into(into[:expected])
             self._bulk_left = 0
             return reply
 
