@@ -53,6 +53,15 @@ class CheckpointChanged(P2PStoreError):
     """A file changed while it was published. Publish it again when nobody writes to it."""
 
 
+class FollowersLag(DeadlineExceeded):
+    """Not all followers of a checkpoint, or not as many as were asked for, had the version in time: nobody switches.
+    `laggards` are those that did not (`results.CheckpointFollower`)."""
+
+    def __init__(self, message: str, laggards: tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.laggards = laggards
+
+
 class TransferCancelled(P2PStoreError):
     """A transfer of a batch was cancelled before its end."""
 

@@ -200,6 +200,89 @@ class FetchedCheckpoint:
     fetched_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class FollowedCheckpoint:
+    """How a follow is. `stage`: waiting, fetching, verified (it will be used when the publisher says so), current,
+    failed (`why`; it is tried again). `version` is the one to be used next, or in use, `current` the one in use: 32
+    hexadecimal digits, or nothing. `publisher` is a peer id, empty as long as nobody publishes the name."""
+
+    stage: str
+    version: str
+    current: str
+    done_bytes: int
+    total_bytes: int
+    publisher: str
+    publisher_name: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFollower:
+    """A follower that an update waits for. `stage`: waiting, fetching, verified, failed (`why`). `dead`: nothing is
+    heard of its peer any more."""
+
+    peer_id: str
+    name: str
+    stage: str
+    done: float
+    why: str = ""
+    dead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointUpdate:
+    """How an update is: of `followers`, so many have the version (`ready`), and use it (`using`). `laggards` are those
+    that are waited for: that do not have it, or, once it is `switched`, do not use it yet."""
+
+    version: str
+    switched: bool
+    followers: int
+    ready: int
+    using: int
+    laggards: tuple[CheckpointFollower, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMember:
+    """What a peer has of a name. `state`: following (it waits), fetching, verified, seeding, publishing, failed
+    (`why`). `version` and `current` (what a follower uses) are the first 16 hexadecimal digits, or nothing. `done` is a
+    share of 1; `bytes_per_second` is what it fetched at so far, 0 where that is not known yet."""
+
+    peer_id: str
+    name: str
+    state: str
+    version: str
+    done: float
+    follows: bool
+    current: str
+    why: str
+    bytes_per_second: int
+    me: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A name that somebody publishes. `switched` is the version that followers are to use, empty when none was named.
+    `trusted`: this peer takes the name from this publisher; `mine`: it is the publisher; `alive`: the publisher is.
+    `published` is in seconds since 1970."""
+
+    namespace: str
+    name: str
+    publisher: str
+    publisher_name: str
+    version: str
+    published: float
+    total_bytes: int
+    files: int
+    pieces: int
+    previous: str
+    switched: str
+    trusted: bool
+    mine: bool
+    alive: bool
+    members: tuple[CheckpointMember, ...] = ()
+
+
 @runtime_checkable
 class ObjectStore(Protocol):
     """What `Peer`, `Client` (trio) and `AioClient` (asyncio) offer, all of it async but `register`.

@@ -20,7 +20,7 @@ import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Final, Protocol, TypeVar, runtime_checkable
+from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 
@@ -237,16 +237,6 @@ def limit_unsent(stream: ByteStream, length_bytes: int) -> None:
     """From now on at most so many bytes wait in the kernel to be sent; a send takes as long as all else does."""
     with socket.socket(fileno=os.dup(stream.fileno())) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, length_bytes)
-
-
-@runtime_checkable
-class GatheringStream(ByteStream, Protocol):
-    """A stream that can let its reader sleep until much has arrived."""
-
-    def wake_after(self, length_bytes: int) -> None:
-        """From now on, waiting to receive ends when so many bytes are there, not with the first one; or when the other
-        side closed. What makes no progress by so much within its deadline has failed."""
-        ...
 
 
 class BlockingStream:

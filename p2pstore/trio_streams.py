@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -64,13 +65,16 @@ class TrioStream:
     async def _wait(
         self, ready: Callable[[socket.socket], Awaitable[None]], limit_seconds: float
     ) -> None:
-        with trio.move_on_after(limit_seconds) as scope:
-            try:
+        try:
+            if limit_seconds == math.inf:  # a scope would cost as much as the rest
                 await ready(self._sock)
-            except trio.ClosedResourceError:
-                raise ConnectionAbortedError("the connection was closed by this side") from None
-        if scope.cancelled_caught:
-            raise stalled(limit_seconds)
+            else:
+                with trio.move_on_after(limit_seconds) as scope:
+                    await ready(self._sock)
+                if scope.cancelled_caught:
+                    raise stalled(limit_seconds)
+        except (trio.ClosedResourceError, ValueError):  # ValueError: it was closed before
+            raise ConnectionAbortedError("the connection was closed by this side") from None
         self._unyielded_bytes = 0
 
     async def _yield_after(self, count: int) -> None:
@@ -126,9 +130,6 @@ class TrioStream:
                 await trio.lowlevel.cancel_shielded_checkpoint()
             return count
 
-    def wake_after(self, length_bytes: int) -> None:
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, length_bytes)
-
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
         await trio.lowlevel.checkpoint_if_cancelled()
         while True:
@@ -182,6 +183,19 @@ class TrioStream:
         """Whoever waits to receive gets what has arrived, and then 0 as if the other side had closed."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
+
+    def send_now(self, data: BytesLike) -> int:
+        """Send what the kernel takes at once, without a turn of the event loop: how many bytes that was. Not while
+        another task sends. Raises `OSError`."""
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+
+    def wake_after(self, length_bytes: int) -> None:
+        """Whoever waits to receive is woken when so many bytes have come (or the end), not by each packet: for what
+        comes in bulk over a slow link. To be set back to 1 when fewer may be all that comes."""
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, length_bytes)
 
     def fileno(self) -> int:
         return self._sock.fileno()

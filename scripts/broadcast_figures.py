@@ -7,9 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-HEADER_SHARE = 1514 / 1448
-"""Bytes on an Ethernet of 1,500 for each byte that TCP carries, timestamps included."""
-
 
 def shortest_seconds(
     total_bytes: int, bytes_per_second: float, receivers: int, pieces: int
@@ -23,8 +20,9 @@ def shortest_seconds(
 
 
 def copies(link_bytes: int, total_bytes: int) -> float:
-    """How many times the checkpoint went over a link that counted `link_bytes`, headers and all."""
-    return link_bytes / HEADER_SHARE / total_bytes
+    """How many times the checkpoint went over a link that counted `link_bytes`. (Headers are in that, those of what the
+    kernel handed over at once only once: half a percent.)"""
+    return link_bytes / total_bytes
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ def busy_shares(samples: Sequence[Sample], bytes_per_second: float) -> list[tupl
     for before, after in itertools.pairwise(samples):
         seconds = after.seconds - before.seconds
         sent = sum(after.sent) - sum(before.sent)
-        capacity = bytes_per_second * HEADER_SHARE * seconds * len(after.sent)
+        capacity = bytes_per_second * seconds * len(after.sent)
         shares.append(((before.seconds + after.seconds) / 2, sent / capacity))
     return shares
 

@@ -220,6 +220,50 @@ PAGES: Final[dict[str, Page]] = {
             "For programs, and a picture.",
         ),
     ),
+    "checkpoint follow": _page(
+        (
+            "mooncake-p2p checkpoint follow llama /models",
+            "Each new version; /models/current names it when `update` says so.",
+        ),
+        (
+            "mooncake-p2p checkpoint follow llama /models --exec 'systemctl reload vllm'",
+            "Tell the engine of each switch.",
+        ),
+        also=(4, 5),
+    ),
+    "checkpoint update": _page(
+        (
+            "mooncake-p2p checkpoint update llama",
+            "All followers switch, as soon as all of them have the newest version.",
+        ),
+        (
+            "mooncake-p2p checkpoint update llama --quorum 100 --timeout 2m",
+            "A hundred of them are enough, and they get two minutes.",
+        ),
+        also=(3, 4, 5),
+        meaning={
+            1: "failed; also when a newer version was published meanwhile",
+            3: "the local peer did not publish it",
+            5: "followers are behind: nobody switches",
+        },
+    ),
+    "checkpoint status": _page(
+        ("mooncake-p2p checkpoint status llama", "Who has it, and who is how far."),
+        ("mooncake-p2p checkpoint status llama --watch", "Again and again."),
+        also=(3, 4, 5),
+        meaning={3: "no such checkpoint"},
+    ),
+    "checkpoint list": _page(
+        ("mooncake-p2p checkpoint list", "Those of the default namespace."),
+        ("mooncake-p2p checkpoint list --all --json", "Of all namespaces, for programs."),
+        also=(4, 5),
+    ),
+    "checkpoint rm": _page(
+        ("mooncake-p2p checkpoint rm llama", "Nobody gets it from here any more."),
+        ("mooncake-p2p checkpoint rm llama --yes", "Without asking."),
+        also=(3, 4, 5),
+        meaning={3: "the local peer did not publish it"},
+    ),
     "checkpoint publish": _page(
         ("mooncake-p2p checkpoint publish llama /data/llama", "The newest version of llama."),
         (
@@ -229,6 +273,10 @@ PAGES: Final[dict[str, Page]] = {
         (
             "mooncake-p2p checkpoint publish llama out --wait-seeded && rm -r out",
             "Keep the files until the others have all of them among them.",
+        ),
+        (
+            "mooncake-p2p checkpoint publish llama out --wait-followers 8 --timeout 5m",
+            "Until eight followers have it; `checkpoint update` has them use it.",
         ),
         also=(4, 5),
         meaning={1: "failed; also when a file changed meanwhile"},

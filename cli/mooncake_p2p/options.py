@@ -65,6 +65,13 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask whether you are sur
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
+def was_given(name: str) -> bool:
+    """Whether the command that runs was given this option (`timeout` for --timeout), not its variable."""
+    command = import_module("typer.main").get_current_context(silent=True)
+    source = command.get_parameter_source(name) if command is not None else None
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def origin_of(option: str, environment_variable: str) -> str:
     """The option, or the variable that stood for it in the command that runs."""
     command = import_module("typer.main").get_current_context(silent=True)

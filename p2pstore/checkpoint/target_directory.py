@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Iterator
@@ -144,7 +145,21 @@ class TargetDirectory:
 
     def commit(self, keep: int = DEFAULT_KEEP) -> None:
         """Everything is here: make it durable, put it in its place, and have `current` name it. Of complete versions
-        `keep` stay, the newest, and this one. Raises `ValueError` when a piece is missing, and `OSError`."""
+        `keep` stay, the newest, and this one. Nothing more is written here: another version may be fetched to the
+        directory. Raises `ValueError` when a piece is missing, and `OSError`."""
+        self._finish(keep)
+        if not self._flat:
+            switch_current(self.directory, self.version)
+            _forget_versions(self.directory, keep)
+        self._let_go()
+
+    def place(self, keep: int = DEFAULT_KEEP) -> None:
+        """As `commit`, but `current` stays: `switch_current` is to follow, some time. What `current` names stays, too.
+        Raises `ValueError` when a piece is missing, and `OSError`."""
+        self._finish(keep)
+        self._let_go()
+
+    def _finish(self, keep: int) -> None:
         if not self.committed:
             record = self._require_record()
             if record.have != full_map(self.manifest.layout.count):
@@ -162,8 +177,7 @@ class TargetDirectory:
             self._state_file("pieces").unlink()
         os.utime(self._state_file("manifest"))  # the newest
         if not self._flat:
-            self._make_current()
-            self._forget_versions(keep)
+            _forget_versions(self.directory, keep, self._name)
         self._forget_partials()
 
     def close(self) -> None:
@@ -171,6 +185,9 @@ class TargetDirectory:
         if self._record is not None:
             self._record.close()
             self._record = None
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -235,7 +252,7 @@ class TargetDirectory:
 
     def _older_versions(self) -> Iterator[tuple[Path, Manifest]]:
         """Complete versions in the directory whose manifests are there, the newest first."""
-        for name in reversed(self._versions()):
+        for name in reversed(_versions(self.directory)):
             try:
                 signed = decode_body(
                     SignedManifest, self._state_file("manifest", name).read_bytes()
@@ -319,39 +336,14 @@ class TargetDirectory:
             self._place(number).replace(place)
             _sync(place.parent)
 
-    def _make_current(self) -> None:
-        """A link takes the place of another at once."""
-        link = self._state / "current.new"
-        link.unlink(missing_ok=True)
-        link.symlink_to(self._name)
-        link.replace(self.directory / CURRENT)
-        _sync(self.directory)
-
-    def _versions(self) -> list[str]:
-        """Complete versions, those that were begun first before others."""
-        found = []
-        for manifest in self._state.glob("*.manifest"):
-            name = manifest.name.removesuffix(".manifest")
-            if len(name) == _VERSION_DIGITS and (self.directory / name).is_dir():
-                found.append((manifest.stat().st_mtime_ns, name))
-        return [name for _, name in sorted(found)]
-
-    def _forget_versions(self, keep: int) -> None:
-        others = [name for name in self._versions() if name != self._name]
-        for name in others[: max(0, len(others) + 1 - max(1, keep))]:
-            self._state_file("manifest", name).unlink()
-            going = self._state_file("going", name)
-            (self.directory / name).rename(going)  # nobody finds half of it
-            shutil.rmtree(going)
-
     def _forget_partials(self) -> None:
         """What was begun of other versions, or is left of one that was being removed."""
         for left in [*self._state.glob("*.partial"), *self._state.glob("*.going")]:
             shutil.rmtree(left)
-        for left in self._state.glob("*.pieces"):
+        for left in [*self._state.glob("*.pieces"), *self._state.glob(f"{CURRENT}.*.new")]:
             left.unlink()
         if not self._flat:
-            complete = {self._name, *self._versions()}
+            complete = {self._name, *_versions(self.directory)}
             for left in self._state.glob("*.manifest"):
                 if left.name.removesuffix(".manifest") not in complete:
                     left.unlink()
@@ -386,6 +378,83 @@ class TargetDirectory:
             )
             view = view[extent.length :]
         return data
+
+
+# --- versions in a directory -------------------------------------------------------------------
+
+
+def current_version(directory: Path) -> bytes:
+    """The version that `current` names; empty when there is none. Raises `ConfigError` when it is no link, and
+    `OSError`."""
+    current = directory / CURRENT
+    if current.exists() and not current.is_symlink():
+        raise ConfigError(f"{current} is not a link: choose another directory")
+    try:
+        name = os.readlink(current)
+    except FileNotFoundError:
+        return b""
+    return bytes.fromhex(name) if _is_version(name) and (directory / name).is_dir() else b""
+
+
+def complete_versions(directory: Path) -> list[bytes]:
+    """The versions that are there, complete. Raises `OSError`."""
+    return [bytes.fromhex(name) for name in _versions(directory)]
+
+
+def kept_manifest(directory: Path, version: bytes) -> SignedManifest | None:
+    """The manifest of a version that is there, as its publisher signed it; None where there is none. Whoever may write
+    to the directory may have changed it: check it. Raises `OSError`."""
+    name = format_version(version)
+    try:
+        return decode_body(SignedManifest, (directory / STATE / f"{name}.manifest").read_bytes())
+    except (FileNotFoundError, ProtocolError):
+        return None
+
+
+def switch_current(directory: Path, version: bytes) -> None:
+    """Have `current` name a version that is there: at once, and for good when this returns. May be called while another
+    version is fetched to the directory. Raises `FileNotFoundError` when the version is not there, and `OSError`."""
+    name = format_version(version)
+    if not (directory / name).is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory / name))
+    link = directory / STATE / f"{CURRENT}.{secrets.token_hex(8)}.new"
+    link.symlink_to(name)
+    try:
+        link.replace(directory / CURRENT)
+    except OSError:
+        link.unlink()
+        raise
+    _sync(directory)
+    with suppress(FileNotFoundError):
+        os.utime(directory / STATE / f"{name}.manifest")  # the newest
+
+
+def _is_version(name: str) -> bool:
+    return len(name) == _VERSION_DIGITS and set(name) <= set("0123456789abcdef")
+
+
+def _versions(directory: Path) -> list[str]:
+    """Complete versions, those that were begun or used first before others."""
+    found = []
+    for manifest in (directory / STATE).glob("*.manifest"):
+        name = manifest.name.removesuffix(".manifest")
+        if _is_version(name) and (directory / name).is_dir():
+            with suppress(FileNotFoundError):
+                found.append((manifest.stat().st_mtime_ns, name))
+    return [name for _, name in sorted(found)]
+
+
+def _forget_versions(directory: Path, keep: int, placed: str = "") -> None:
+    """Remove complete versions until `keep` are left; never what `current` names, nor the one just placed."""
+    current = format_version(current_version(directory))
+    staying = {current, placed} - {""}
+    others = [name for name in _versions(directory) if name not in staying]
+    for name in others[: max(0, len(others) + len(staying) - max(1, keep))]:
+        state = directory / STATE
+        (state / f"{name}.manifest").unlink()
+        going = state / f"{name}.going"
+        (directory / name).rename(going)  # nobody finds half of it
+        shutil.rmtree(going)
 
 
 def _read_fully(path: Path, view: memoryview, offset: int) -> None:

@@ -21,6 +21,8 @@ MOST_SLOTS: Final = 8
 SLOTS_PER_ROUND_TRIP: Final = 16
 """For each piece time that a round trip takes."""
 MAX_WAITING: Final = 64
+FORGETTING: Final = 1.001
+"""So the shortest round trip is forgotten, by each answer."""
 
 
 class UploadSlots:
@@ -29,8 +31,9 @@ class UploadSlots:
     def __init__(self, slots: int, grant_seconds: float) -> None:
         """A grant that is not answered for `grant_seconds` is void."""
         self.slots = slots
-        self.round_trip_seconds = 0.0
-        """From a grant to its answer, usually."""
+        self.round_trip_seconds = math.inf
+        """From a grant to its answer, when nothing stands in the way: what waits behind pieces would wait longer with
+        more of them under way. Infinity before the first answer."""
         self._grant_seconds = grant_seconds
         self._granted: dict[int, list[tuple[float, int | None]]] = {}
         """Until when, and for which piece, if for a certain one; those of a member oldest first."""
@@ -75,7 +78,7 @@ class UploadSlots:
         if not grants:
             del self._granted[member]
         took = now - (void_at - self._grant_seconds)
-        self.round_trip_seconds += (took - self.round_trip_seconds) / 8
+        self.round_trip_seconds = min(FORGETTING * self.round_trip_seconds, took)
         return True, piece
 
     def is_sending(self, member: int, piece: int) -> bool:
@@ -161,5 +164,7 @@ class UploadSlots:
 def slots_for(piece_seconds: float, round_trip_seconds: float) -> int:
     """How many slots keep a link busy on which a piece takes `piece_seconds`: two, and more where agreeing on the next
     piece takes a share of that. (By simulation: at a seventh, two slots cost 9 % of the time, three 3, four 2.)"""
+    if round_trip_seconds == math.inf:
+        return USUAL_SLOTS
     share = round_trip_seconds / max(piece_seconds, 1e-9)
     return USUAL_SLOTS + int(min(share * SLOTS_PER_ROUND_TRIP, MOST_SLOTS - USUAL_SLOTS))

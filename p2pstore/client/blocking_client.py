@@ -11,6 +11,12 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from p2pstore.client.checkpoint_groups import (
+    UPDATE_SECONDS,
+    FollowWatch,
+    StatusWatch,
+    UpdateWatch,
+)
 from p2pstore.client.checkpoints import Checkpoints, CheckpointWatch
 from p2pstore.client.link import TIDY_SECONDS, PeerLink
 from p2pstore.client.registered import RegisteredBuffer
@@ -20,6 +26,8 @@ from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE
 from p2pstore.results import (
     Buffer,
+    CheckpointInfo,
+    CheckpointUpdate,
     FetchedCheckpoint,
     Framework,
     ItemResult,
@@ -133,6 +141,55 @@ class BlockingCheckpoints:
                 progress=progress,
             )
         )
+
+    def follow(
+        self,
+        name: str,
+        directory: str | os.PathLike[str],
+        changed: FollowWatch,
+        *,
+        publisher: str | None = None,
+        keep: int = 2,
+    ) -> None:
+        run_blocking(
+            self._checkpoints.follow(name, directory, changed, publisher=publisher, keep=keep)
+        )
+
+    def update(
+        self,
+        name: str,
+        *,
+        quorum: int | None = None,
+        timeout: float = UPDATE_SECONDS,
+        progress: UpdateWatch | None = None,
+    ) -> CheckpointUpdate:
+        return run_blocking(
+            self._checkpoints.update(name, quorum=quorum, timeout=timeout, progress=progress)
+        )
+
+    def names(self, *, everywhere: bool = False) -> list[CheckpointInfo]:
+        return run_blocking(self._checkpoints.names(everywhere=everywhere))
+
+    def status(self, name: str) -> list[CheckpointInfo]:
+        return run_blocking(self._checkpoints.status(name))
+
+    def wait_followers(
+        self,
+        name: str,
+        version: str,
+        count: int,
+        *,
+        timeout: float = UPDATE_SECONDS,
+        progress: StatusWatch | None = None,
+    ) -> None:
+        run_blocking(
+            self._checkpoints.wait_followers(
+                name, version, count, timeout=timeout, progress=progress
+            )
+        )
+
+    def remove(self, name: str) -> str:
+        return run_blocking(self._checkpoints.remove(name))
 
 
 class BlockingClient:

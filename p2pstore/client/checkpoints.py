@@ -15,12 +15,12 @@ from typing import Final, TypeVar
 
 from p2pstore.allowlist import parse_peer_id
 from p2pstore.client import arguments
+from p2pstore.client.checkpoint_groups import CheckpointGroups
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.local import checkpoint_messages as local
 from p2pstore.local.connection import LocalConnection
-from p2pstore.local.messages import Access, LocalKind
+from p2pstore.local.messages import LocalKind
 from p2pstore.results import CheckpointProgress, FetchedCheckpoint, PublishedCheckpoint
-from p2pstore.streams import Driver
 from p2pstore.wire import Message
 
 M = TypeVar("M", bound=Message)
@@ -33,14 +33,8 @@ STALLED_SECONDS: Final = 60.0
 _VERSION: Final = re.compile(r"[0-9a-fA-F]{4,32}")
 
 
-class Checkpoints:
+class Checkpoints(CheckpointGroups):
     """What a client can do with checkpoints. Made by `client.checkpoints`."""
-
-    def __init__(self, driver: Driver, path: str, namespace: str, timeout: float) -> None:
-        self._driver = driver
-        self._path = path
-        self._namespace = namespace
-        self._timeout = timeout
 
     async def publish(
         self,
@@ -137,18 +131,7 @@ class Checkpoints:
         progress: CheckpointWatch | None,
         patience: float = 0.0,
     ) -> M:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            connection = await LocalConnection.open(
-                self._driver,
-                self._path,
-                namespace=self._namespace,
-                access=Access.WRITE,
-                timeout_seconds=self._timeout,
-                directory=descriptor,
-            )
-        finally:
-            os.close(descriptor)
+        connection = await self._open(directory)
         try:
             ahead = await connection.request_ahead(
                 kind, request, reply_type, progress_seconds=self._timeout

@@ -21,6 +21,7 @@ import msgspec
 from p2pstore.checkpoint.paths import check_checkpoint_name
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoints import (
+    NO_VERSION,
     VERSION_BYTES,
     Head,
     HeadBody,
@@ -51,16 +52,16 @@ if TYPE_CHECKING:
 
 TELL_SECONDS: Final = 1.0
 """Between two records of this peer that differ in its checkpoints. Each costs all others a signature."""
-PROGRESS_SECONDS: Final = 10.0
-"""Between two that differ only in how far it is: with 1 s, a quarter of the CPU time of 16 fetching peers went into
-that."""
+PROGRESS_SECONDS: Final = 5.0
+"""Between two that differ in how far it is alone: every second, they took a third of what fetching takes."""
+FAILED_SECONDS: Final = 600.0
+"""For so long others are told that something failed here."""
 PERCENT: Final = 10
 """Permille by which a fetch must have gone on to be told."""
 MAX_PINS: Final = 1024
 MAX_NOTES: Final = 64
-MOVES_PIECES: Final = frozenset(
-    {TakesPart.FETCHING, TakesPart.VERIFIED, TakesPart.SEEDING, TakesPart.PUBLISHING}
-)
+MOVES_PIECES: Final = frozenset({TakesPart.FETCHING, TakesPart.SEEDING, TakesPart.PUBLISHING})
+HAS_ALL: Final = frozenset({TakesPart.VERIFIED, TakesPart.SEEDING, TakesPart.PUBLISHING})
 
 Name = tuple[str, str]
 """(namespace, name of a checkpoint)."""
@@ -75,6 +76,9 @@ class Checkpoints:
         self._records = core.gossip.cluster_records
         self._heard = 0
         self._parts: dict[tuple[bytes, bytes], Participation] = {}
+        self._follows: dict[bytes, Participation] = {}
+        self._forget_at: dict[tuple[bytes, bytes], float] = {}
+        """When what failed needs not be told any more."""
         self._told: list[Participation] = []
         self._told_at = -math.inf
         self._tell_at = math.inf
@@ -91,9 +95,12 @@ class Checkpoints:
         membership = self._core.gossip.membership
         return self._heard, membership.checkpoints_version, membership.version
 
-    def heard(self) -> None:
+    def heard(self, record: ClusterRecord) -> None:
         """A head or a switch came."""
         self._heard += 1
+        head = read_head(record)
+        if head is not None and self.pinned(head.namespace, head.name) is not None:
+            self._say_who_is_ignored(head.namespace, head.name)
 
     # --- names -------------------------------------------------------------------------------
 
@@ -130,6 +137,13 @@ class Checkpoints:
         head = self.own(namespace, name)
         body = msgspec.structs.replace(head.body, gone=True)
         self._write(ClusterRecordKind.CHECKPOINT_HEAD, head.digest, body, now)
+        if self.switched(head.digest) is not None:
+            self._write(
+                ClusterRecordKind.CHECKPOINT_SWITCH,
+                head.digest,
+                SwitchBody(namespace, name, NO_VERSION),
+                now,
+            )
         return self._own_head(head.digest)
 
     def switch(self, namespace: str, name: str, version: bytes, now: float) -> None:
@@ -149,10 +163,15 @@ class Checkpoints:
         raise NoSuchKey(f"this peer publishes no checkpoint {name!r}{says}")
 
     def heads(self, namespace: str | None = None, name: str | None = None) -> list[Head]:
-        """All that are published, by whomever: of a namespace, of a name. In their order, removed ones left out."""
+        """All that are published, by whomever: of a namespace, of a name in it. In their order, removed ones left
+        out."""
+        if namespace is not None and name is not None:
+            records = self._records.heads_of(namespace, name)
+        else:
+            records = self._records.of_kind(ClusterRecordKind.CHECKPOINT_HEAD)
         found = [
             head
-            for record in self._records.of_kind(ClusterRecordKind.CHECKPOINT_HEAD)
+            for record in records
             if (head := read_head(record)) is not None
             and not head.gone
             and namespace in (None, head.namespace)
@@ -166,9 +185,11 @@ class Checkpoints:
         return None if record is None else read_head(record)
 
     def switched(self, digest: bytes) -> Switch | None:
-        """What a publisher's followers are to use."""
+        """What a publisher's followers are to use; None before the first switch, and when the name was removed after
+        it."""
         record = self._records.get(ClusterRecordKind.CHECKPOINT_SWITCH, 0, digest)
-        return None if record is None else read_switch(record)
+        switch = None if record is None else read_switch(record)
+        return None if switch is None or switch.version == NO_VERSION else switch
 
     def find(self, namespace: str, name: str, publisher: PeerId | None = None) -> Head:
         """The head of a name by the publisher that is trusted for it: the one given, else the one that is pinned, else
@@ -194,7 +215,7 @@ class Checkpoints:
         else:
             found = known
         self.pin(namespace, name, found[0].publisher)
-        self._say_who_is_ignored(known, found[0])
+        self._say_who_is_ignored(namespace, name)
         return found[0]
 
     def _why_not(self, name: str, trusted: PeerId, pinned: bool, known: list[Head]) -> str:
@@ -259,17 +280,17 @@ class Checkpoints:
         if len(self._notes) < MAX_NOTES:
             self._notes.append(text)
 
-    def _say_who_is_ignored(self, known: list[Head], trusted: Head) -> None:
-        for head in known:
-            key = ((head.namespace, head.name), head.publisher)
-            if head.publisher == trusted.publisher or key in self._ignored:
+    def _say_who_is_ignored(self, namespace: str, name: str) -> None:
+        for publisher in self.ignored(namespace, name):
+            key = ((namespace, name), publisher)
+            if key in self._ignored:
                 continue
             if len(self._ignored) >= MAX_PINS:
                 self._ignored.clear()
             self._ignored[key] = None
             self._note(
-                f"checkpoint {head.name!r}: {format_peer_id(head.publisher)} publishes that name, too, and is "
-                f"ignored: {format_peer_id(trusted.publisher)} is trusted for it"
+                f"checkpoint {name!r}: {format_peer_id(publisher)} publishes that name, too, and is ignored: "
+                f"{format_peer_id(self._pins[namespace, name])} is trusted for it"
             )
 
     # --- who takes part ----------------------------------------------------------------------
@@ -295,7 +316,12 @@ class Checkpoints:
     @property
     def parts(self) -> list[Participation]:
         """What this peer has or wants, as its record is to say it."""
-        return list(self._parts.values())[-MAX_PARTICIPATIONS:]
+        parts = dict(self._parts)
+        for follows in self._follows.values():
+            key = (follows.name, follows.version)
+            moves = parts.pop(key, None)
+            parts[key] = follows if moves is None else _both(follows, moves)
+        return list(parts.values())[-MAX_PARTICIPATIONS:]
 
     @property
     def told(self) -> list[Participation]:
@@ -303,14 +329,16 @@ class Checkpoints:
         return self._told
 
     def take_part(self, part: Participation, now: float) -> None:
-        """Have the others know what this peer has of a version, or that it follows a name: a new state within a second,
-        how far it is when that has changed by a percent."""
-        why = part.why.encode(errors="replace")[:MAX_WHY_BYTES].decode(errors="ignore")
-        part = msgspec.structs.replace(part, version=short_version(part.version), why=why)
+        """Have the others know what this peer has of a version: a new state within a second, how far it is when that
+        has changed by a percent."""
+        part = _shortened(part)
         key = (part.name, part.version)
         if self._parts.get(key) != part:
             self._parts.pop(key, None)
             self._parts[key] = part
+            self._forget_at.pop(key, None)
+            if part.state == TakesPart.FAILED:
+                self._forget_at[key] = now + FAILED_SECONDS
             self._set_alarm(now)
 
     def take_no_part(self, name: bytes, version: bytes, now: float) -> None:
@@ -318,15 +346,62 @@ class Checkpoints:
         if self._parts.pop((name, short_version(version)), None) is not None:
             self._set_alarm(now)
 
+    def follow(
+        self,
+        digest: bytes,
+        version: bytes,
+        state: TakesPart,
+        current: bytes,
+        now: float,
+        why: str = "",
+    ) -> None:
+        """Have the others know that this peer follows a publisher's name: the version that it is to use next, or uses,
+        how far it is with it, and the one that it uses."""
+        part = _shortened(
+            Participation(
+                digest, version, int(state), 1000 * (state in HAS_ALL), True, current, why
+            )
+        )
+        if self._follows.get(digest) != part:
+            self._follows[digest] = part
+            self._set_alarm(now)
+
+    def follow_no_more(self, digest: bytes, now: float) -> None:
+        """This peer does not follow the name any more."""
+        if self._follows.pop(digest, None) is not None:
+            self._set_alarm(now)
+
+    def followers(self, digest: bytes) -> dict[Member, Participation]:
+        """The living members that follow a publisher's name."""
+        return {
+            member: part
+            for member, parts in self.parts_of(digest).items()
+            for part in parts
+            if part.follows
+        }
+
+    def gone_from(self, digest: bytes, members: Iterable[Member]) -> list[Member]:
+        """Those of them that follow the name no more: they say so, or have left. Not the dead."""
+        following = self.followers(digest)
+        gone = []
+        for member in members:
+            state = self._core.gossip.membership.resolve(member)
+            if member not in following and (state is None or state.live or state.leaving):
+                gone.append(member)
+        return gone
+
     def tick(self, now: float) -> None:
         """Tell what is due."""
+        for name, version in [key for key, due in self._forget_at.items() if due <= now]:
+            del self._forget_at[name, version]
+            self.take_no_part(name, version, now)
         if now >= self._tell_at:
             self._told, self._told_at, self._tell_at = self.parts, now, math.inf
             self._core.gossip.offer_changed()
 
     def next_tick(self) -> float:
         """When `tick` has something to do."""
-        return self._tell_at
+        return min(self._tell_at, *self._forget_at.values(), math.inf)
 
     # --- inside ------------------------------------------------------------------------------
 
@@ -369,6 +444,28 @@ class Checkpoints:
 
     def _name(self, peer_id: PeerId) -> str:
         return self._core.name_of(peer_id)
+
+
+def _both(follows: Participation, moves: Participation) -> Participation:
+    """What a peer says that follows a name, and moves pieces of the version that it is to use next. These may go to
+    another directory than the follower's: they do not make that one complete."""
+    if follows.state == TakesPart.FAILED:
+        return follows
+    if follows.state in HAS_ALL:
+        state = moves.state if moves.state in HAS_ALL else int(TakesPart.SEEDING)
+        return msgspec.structs.replace(follows, state=state)
+    done = 0 if moves.state in HAS_ALL else moves.done_permille
+    return msgspec.structs.replace(follows, state=int(TakesPart.FETCHING), done_permille=done)
+
+
+def _shortened(part: Participation) -> Participation:
+    """As records have it."""
+    return msgspec.structs.replace(
+        part,
+        version=short_version(part.version),
+        current=short_version(part.current),
+        why=part.why.encode(errors="replace")[:MAX_WHY_BYTES].decode(errors="ignore"),
+    )
 
 
 def _difference(told: list[Participation], now: list[Participation]) -> bool | None:

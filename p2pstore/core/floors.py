@@ -181,7 +181,7 @@ class Floors:
         core.clock.observe(record.clock, core.unix(now))
         core.emit(SaveClusterRecord(signed))
         if record.kind != ClusterRecordKind.FLOOR:
-            core.checkpoints.heard()
+            core.checkpoints.heard(record)
             return
         if record.scope != SCOPE_KEY:
             core.cold.sweep(record.name, record.version)

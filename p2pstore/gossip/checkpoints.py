@@ -17,6 +17,8 @@ from p2pstore.objects import encode_namespace
 from p2pstore.wire import Message, decode_body
 
 VERSION_BYTES: Final = 16
+NO_VERSION: Final = bytes(VERSION_BYTES)
+"""In a switch: followers go on with what they use, until the next one."""
 SHORT_VERSION_BYTES: Final = 8
 """Of a version, in peer records."""
 MAX_NAME_BYTES: Final = 255
@@ -39,7 +41,7 @@ class HeadBody(Message, frozen=True):
 
 
 class SwitchBody(Message, frozen=True):
-    """The version that followers of a name are to use from now on."""
+    """The version that followers of a name are to use from now on; `NO_VERSION` after the name was removed."""
 
     namespace: str
     name: str

@@ -204,12 +204,12 @@ class TakesPart(IntEnum):
     """How a peer takes part in a version of a checkpoint, or in none yet."""
 
     FOLLOWING = 0
-    """It waits for a version."""
+    """It waits, for a version or to fetch it."""
     FETCHING = 1
     VERIFIED = 2
-    """It has all of it, verified and on its disk, and may switch to it at once."""
+    """It has all of it, verified and on its disk, but gives none of it away."""
     SEEDING = 3
-    """It has all of it, for others: it follows nobody, or has switched to it."""
+    """As VERIFIED, and others may have it from here."""
     PUBLISHING = 4
     FAILED = 5
 

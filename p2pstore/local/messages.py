@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Final
 
 from p2pstore.local import checkpoint_messages as checkpoints
+from p2pstore.local import group_messages as groups
 from p2pstore.wire import Empty, Message
 
 
@@ -41,6 +42,12 @@ class LocalKind(IntEnum):
     CHECKPOINT_PUBLISH = 48
     CHECKPOINT_FETCH = 49
     CHECKPOINT_PROGRESS = 50
+    CHECKPOINT_FOLLOW = 56
+    CHECKPOINT_FOLLOW_NEWS = 57
+    CHECKPOINT_UPDATE = 58
+    CHECKPOINT_UPDATE_NEWS = 59
+    CHECKPOINT_LIST = 60
+    CHECKPOINT_REMOVE = 61
 
 
 class Access(IntEnum):
@@ -584,6 +591,12 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     LocalKind.CHECKPOINT_PUBLISH: checkpoints.Publish,
     LocalKind.CHECKPOINT_FETCH: checkpoints.Fetch,
     LocalKind.CHECKPOINT_PROGRESS: checkpoints.Progress,
+    LocalKind.CHECKPOINT_FOLLOW: groups.Follow,
+    LocalKind.CHECKPOINT_FOLLOW_NEWS: groups.FollowNews,
+    LocalKind.CHECKPOINT_UPDATE: groups.Update,
+    LocalKind.CHECKPOINT_UPDATE_NEWS: groups.UpdateNews,
+    LocalKind.CHECKPOINT_LIST: groups.ListCheckpoints,
+    LocalKind.CHECKPOINT_REMOVE: groups.RemoveCheckpoint,
 }
 REPLIES: Final[dict[int, type[Message]]] = {
     LocalKind.HELLO: HelloReply,
@@ -609,5 +622,11 @@ REPLIES: Final[dict[int, type[Message]]] = {
     LocalKind.CHECKPOINT_PUBLISH: checkpoints.Published,
     LocalKind.CHECKPOINT_FETCH: checkpoints.Fetched,
     LocalKind.CHECKPOINT_PROGRESS: checkpoints.ProgressReply,
+    LocalKind.CHECKPOINT_FOLLOW: Empty,
+    LocalKind.CHECKPOINT_FOLLOW_NEWS: groups.FollowNewsReply,
+    LocalKind.CHECKPOINT_UPDATE: groups.Updated,
+    LocalKind.CHECKPOINT_UPDATE_NEWS: groups.UpdateNewsReply,
+    LocalKind.CHECKPOINT_LIST: groups.Checkpoints,
+    LocalKind.CHECKPOINT_REMOVE: groups.CheckpointRemoved,
 }
 ONE_WAY_KINDS: Final = frozenset({LocalKind.RELEASE, LocalKind.REPORT})

@@ -193,7 +193,8 @@ WRITING: Final = frozenset(
     {
         *(LocalKind.RESERVE, LocalKind.COMMIT, LocalKind.ABORT, LocalKind.PLACE, LocalKind.STORED),
         *(LocalKind.REMOVE, LocalKind.REPLICATE, LocalKind.PIN, LocalKind.FLUSH, LocalKind.LEAVE),
-        *(LocalKind.CHECKPOINT_PUBLISH, LocalKind.CHECKPOINT_FETCH),
+        *(LocalKind.CHECKPOINT_PUBLISH, LocalKind.CHECKPOINT_FETCH, LocalKind.CHECKPOINT_FOLLOW),
+        *(LocalKind.CHECKPOINT_UPDATE, LocalKind.CHECKPOINT_REMOVE),
     }
 )
 """What a client that connected only to read may not ask for."""

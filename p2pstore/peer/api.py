@@ -55,6 +55,7 @@ from p2pstore.peer.credentials import Credentials, log_expelled, refuse_open_doo
 from p2pstore.peer.data_backend import PeerDataBackend
 from p2pstore.peer.local_answers import known_copy
 from p2pstore.peer.local_backend import PeerLocalBackend
+from p2pstore.peer.local_groups import LocalGroups
 from p2pstore.peer.metrics_server import address_of, open_metrics_listeners, serve_metrics
 from p2pstore.peer.node import Node
 from p2pstore.peer.pages import metrics_pages
@@ -422,9 +423,13 @@ class _Assembly:
         await nursery.start(node.run)
         max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
         checkpoints = PeerCheckpoints(node, self.identity, self.verifier, self.rng)
+        groups = LocalGroups(node, checkpoints)
         nursery.start_soon(checkpoints.watch)
+        nursery.start_soon(groups.watch)
         backend = PeerLocalBackend(
-            node, self.memory, self.location_memory, office, max_leased_bytes, checkpoints
+            *(node, self.memory, self.location_memory, office, max_leased_bytes),
+            checkpoints=checkpoints,
+            groups=groups,
         )
         self.stack.callback(backend.close)
         data_server = DataServer(

@@ -32,6 +32,7 @@ from p2pstore.peer.local_answers import (
 )
 from p2pstore.peer.local_checkpoints import LocalCheckpoints
 from p2pstore.peer.local_gets import LocalGets
+from p2pstore.peer.local_groups import LocalGroups
 from p2pstore.peer.local_puts import LocalPuts
 from p2pstore.peer.node import Node
 from p2pstore.peer.segment_memory import SegmentMemory
@@ -75,6 +76,7 @@ class PeerLocalBackend:
         office: TicketOffice,
         max_leased_bytes: int,
         checkpoints: PeerCheckpoints,
+        groups: LocalGroups,
     ) -> None:
         self._node = node
         self._core = node.core
@@ -88,6 +90,7 @@ class PeerLocalBackend:
         self._puts = LocalPuts(node, office)
         self._gets = LocalGets(node, office, max_leased_bytes)
         self._checkpoints = LocalCheckpoints(checkpoints)
+        self._groups = groups
         self._max_leased_bytes = max_leased_bytes
         self._handlers: dict[LocalKind, Any] = {
             LocalKind.RESERVE: self._puts.reserve,
@@ -114,6 +117,12 @@ class PeerLocalBackend:
             LocalKind.CHECKPOINT_PUBLISH: self._checkpoints.publish,
             LocalKind.CHECKPOINT_FETCH: self._checkpoints.fetch,
             LocalKind.CHECKPOINT_PROGRESS: self._checkpoints.progress,
+            LocalKind.CHECKPOINT_FOLLOW: groups.follow,
+            LocalKind.CHECKPOINT_FOLLOW_NEWS: groups.follow_news,
+            LocalKind.CHECKPOINT_UPDATE: groups.update,
+            LocalKind.CHECKPOINT_UPDATE_NEWS: groups.update_news,
+            LocalKind.CHECKPOINT_LIST: groups.list_names,
+            LocalKind.CHECKPOINT_REMOVE: groups.remove,
         }
 
     def close(self) -> None:
@@ -158,6 +167,7 @@ class PeerLocalBackend:
     def client_gone(self, client: LocalClient) -> None:
         """End what the client held."""
         self._checkpoints.client_gone(client)
+        self._groups.client_gone(client)
         self._segment.drop_holder(client.holder)
 
     @property

@@ -76,7 +76,7 @@ class LocalCheckpoints:
         job = self._jobs.get(client.holder)
         if job is None:
             raise ValueError("nothing was begun on this connection")
-        await job.news(message.seen, message.wait_ms / 1000)
+        await job.wait(message.seen, message.wait_ms / 1000)
         return local.ProgressReply(
             job.number,
             str(job.phase),

@@ -40,7 +40,13 @@ MAX_REPORTED: Final = 1024
 """Entries of one client's report that are looked at."""
 
 
-TAKE_THEIR_TIME: Final = frozenset({LocalKind.CHECKPOINT_PUBLISH, LocalKind.CHECKPOINT_FETCH})
+TAKE_THEIR_TIME: Final = frozenset(
+    {
+        *(LocalKind.CHECKPOINT_PUBLISH, LocalKind.CHECKPOINT_FETCH, LocalKind.CHECKPOINT_PROGRESS),
+        *(LocalKind.CHECKPOINT_FOLLOW, LocalKind.CHECKPOINT_FOLLOW_NEWS),
+        *(LocalKind.CHECKPOINT_UPDATE, LocalKind.CHECKPOINT_UPDATE_NEWS),
+    }
+)
 """By their nature: these are never slow."""
 
 

@@ -56,6 +56,7 @@ from p2pstore.transfer.messages import (
     ObjectStatus,
     PieceReply,
     PieceStatus,
+    PieceTaken,
     Proof,
     Store,
     Stored,
@@ -111,6 +112,8 @@ BATCHES_AHEAD: Final = 2
 """So many are asked for at once: the other side works on one while this side takes in the other."""
 DISCARD_BYTES: Final = MIB
 """Bytes nobody wants that are read to keep a connection; for more, a new connection is cheaper."""
+WAKE_BYTES: Final = 128 * KIB
+"""Of a piece of a checkpoint that are waited for at once."""
 STORE_PART_BYTES: Final = DATA_REQUEST_LIMITS.bulk_bytes
 TRANSPORT_NAME: Final = "tcp"
 _NO_BULK: Final = memoryview(b"")
@@ -231,9 +234,27 @@ class DataConnection:
                 raise ProtocolError(
                     f"a piece of {expected:,} bytes was answered with {self._bulk_left:,}"
                 )
-            await self._inbox.gather_into(into[:expected])
+            await self._read_slowly(into[:expected])
             self._bulk_left = 0
+            if expected:
+                await self._say_taken()
             return reply
+
+    async def _read_slowly(self, view: memoryview) -> None:
+        """Fill `view` in steps: each packet of a slow link would cost a turn of the event loop otherwise."""
+        wake_after = getattr(self.stream, "wake_after", None)
+        if wake_after is None:  # blocking sockets wait in the kernel, TLS for its records
+            await self._inbox.read_into(view)
+            return
+        await self._inbox.read_in_steps(view, WAKE_BYTES, wake_after)
+
+    async def _say_taken(self) -> None:
+        try:
+            await self.stream.send(
+                encode_frame(DataKind.PIECE_TAKEN, 0, PieceTaken(), flags=ONE_WAY)
+            )
+        except OSError:
+            self.close()  # the piece is here all the same
 
     async def become_link(self, request: SwarmLink) -> tuple[ByteStream, bytes]:
         """Have this connection be a link of a swarm: its stream, and what was received of it already. Raises what

@@ -40,6 +40,7 @@ from p2pstore.transfer.messages import (
     Objects,
     ObjectStatus,
     PieceReply,
+    PieceTaken,
     RdmaConnect,
     Store,
     Stored,
@@ -199,6 +200,8 @@ class DataSession:
     ) -> None:
         self._swarms = swarms
         self._sends_pieces = False
+        self._sent_piece: OpenedPiece | None = None
+        """The one sent last, until the other side says something: then it has it."""
         self._backend = backend
         self._limits = limits
         self._traffic = traffic
@@ -243,6 +246,7 @@ class DataSession:
                 self._ended_by = error
             finally:
                 self._let_go_all()
+                self._confirm_piece(False)
                 for each in self._readable:
                     each.close()
             self._idle_watch.cancel()
@@ -301,6 +305,8 @@ class DataSession:
     async def _answer(self, header: FrameHeader, body: bytes, nursery: trio.Nursery) -> None:
         """Answer a request, or gather what it is to be answered with."""
         message = self._decode(header, body)
+        if self._sent_piece is not None:
+            self._confirm_piece(True)
         if header.bulk_length:
             await self._flush()  # what is ready does not wait for it
             await skip_bulk(self._stream, self._frames, header.bulk_length, self._buffer)
@@ -322,6 +328,8 @@ class DataSession:
         elif isinstance(message, GetPiece):
             await self._flush()
             await self._send_piece(header, message)
+        elif isinstance(message, PieceTaken):
+            pass  # by now it has been confirmed
         elif isinstance(message, SwarmLink):
             await self._flush()
             await self._become_link(header, message)
@@ -541,12 +549,10 @@ class DataSession:
         if isinstance(opened, PieceReply):
             await self._send(_reply(header, opened))
             return
-        await self._send_opened(header, self._swarms, opened)
+        await self._send_opened(header, opened)
 
-    async def _send_opened(
-        self, header: FrameHeader, swarms: SwarmBackend, opened: OpenedPiece
-    ) -> None:
-        whole = False
+    async def _send_opened(self, header: FrameHeader, opened: OpenedPiece) -> None:
+        self._sent_piece = opened
         try:
             if not self._sends_pieces:
                 self._sends_pieces = True
@@ -557,9 +563,15 @@ class DataSession:
             )
             await self._send(frame, opened.data)
             self._traffic.bytes += size
-            whole = True
-        finally:
-            swarms.piece_sent(opened, whole)
+        except BaseException:
+            self._confirm_piece(False)
+            raise
+
+    def _confirm_piece(self, whole: bool) -> None:
+        """The other side has the piece that was sent last, or never will."""
+        sent, self._sent_piece = self._sent_piece, None
+        if sent is not None and self._swarms is not None:
+            self._swarms.piece_sent(sent, whole)
 
     async def _become_link(self, header: FrameHeader, request: SwarmLink) -> None:
         """From here on, this connection is a link; with it, the session ends."""

@@ -24,6 +24,7 @@ class FrameLink:
         frames.limits = LINK_LIMITS
         stream.receive_seconds = math.inf  # a side that has nothing to say is well
         self._stream = stream
+        self._wait_readable = getattr(stream, "wait_readable_forever", None)
         self._frames = frames
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._unsent: list[bytes] = []
@@ -33,12 +34,27 @@ class FrameLink:
     def say(self, frame: bytes) -> bool:
         """Have a frame sent next. False when too much waits already: the other side does not read, and the link is
         closed."""
+        if not self._unsent_bytes:
+            frame = frame[self._send_now(frame) :]
+            if not frame:
+                return True
         self._unsent_bytes += len(frame)
         if self._unsent_bytes > MAX_UNSENT_BYTES:
             self.end()
             return False
         self._unsent.append(frame)
         return True
+
+    def _send_now(self, frame: bytes) -> int:
+        """What goes out at once, nearly always all of it: to wake a task for that would cost more than sending."""
+        send_now = getattr(self._stream, "send_now", None)
+        if send_now is None or self._closed:
+            return 0
+        try:
+            sent: int = send_now(frame)
+        except OSError:
+            return 0  # `send_all` finds out, and who receives
+        return sent
 
     @property
     def has_unsent(self) -> bool:
@@ -51,7 +67,7 @@ class FrameLink:
             frames, self._unsent = self._unsent, []
             joined = b"".join(frames)
             await self._stream.send(joined)
-            self._unsent_bytes -= len(joined)
+            self._unsent_bytes -= len(joined)  # only now may others send past this task
 
     async def receive(self) -> list[tuple[int, bytes]]:
         """Kinds and bodies of the next frames, at least one; none when the other side has closed. Raises `OSError`,
@@ -65,6 +81,8 @@ class FrameLink:
                 received.append((header.kind, body))
             if received:
                 return received
+            if self._wait_readable is not None:  # else each receive would be tried in vain first
+                await self._wait_readable()
             count = await self._stream.receive_into(self._buffer)
             if count == 0:
                 return []

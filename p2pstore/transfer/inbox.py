@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Final
 
 from p2pstore.objects import KIB
-from p2pstore.streams import ByteStream, GatheringStream
+from p2pstore.streams import ByteStream
 
 INBOX_BYTES: Final = 128 * KIB
 HEAD_BYTES: Final = 4 * KIB
 """What is received at once before a large payload: a reply's head with few of the bytes that belong elsewhere."""
-
-GATHERED_BYTES: Final = 128 * KIB
-"""A reader that is in no hurry sleeps until so many have arrived."""
 
 
 class Inbox:
@@ -24,7 +21,6 @@ class Inbox:
 
     def __init__(self, stream: ByteStream) -> None:
         self._stream = stream
-        self._gathering = stream if isinstance(stream, GatheringStream) else None
         self._buffer = memoryview(bytearray(INBOX_BYTES))
         self._start = 0
         self._end = 0
@@ -62,24 +58,20 @@ class Inbox:
                 await self._receive(1)
                 position += self._move_into(view[position:])
 
-    async def gather_into(self, view: memoryview) -> None:
-        """Fill `view`, of which only the whole is of use: over a slow link, with a wake-up for each 128 KiB instead of
-        one for each packet. Raises as `read_into`."""
-        stream = self._gathering
+    async def read_in_steps(
+        self, view: memoryview, step_bytes: int, wake_after: Callable[[int], None]
+    ) -> None:
+        """`read_into` a large view, woken when `step_bytes` more have come, or the rest; `wake_after` sees to it."""
         position = self._move_into(view)
-        if stream is None:
-            await self.read_into(view[position:])
-            return
-        gathered = 1
-        try:
-            while (missing := len(view) - position) > 0:
-                if gathered != (gathered := min(missing, GATHERED_BYTES)):
-                    stream.wake_after(gathered)
-                position += self._count(await stream.receive_into(view[position:]))
-        finally:
-            if gathered != 1:
-                with suppress(OSError):  # closed meanwhile
-                    stream.wake_after(1)
+        step = 1
+        while position < len(view):
+            wanted = min(step_bytes, len(view) - position)
+            if wanted != step:
+                step = wanted
+                wake_after(step)
+            position += self._count(await self._stream.receive_into(view[position:]))
+        if step != 1:
+            wake_after(1)
 
     async def wait_for_more(self) -> None:
         """Return when something is here that nobody has read yet. Raises as `read_into`."""

@@ -61,6 +61,7 @@ class DataKind(IntEnum):
     GET_MANIFEST = 34
     GET_PIECE = 35
     SWARM_LINK = 36
+    PIECE_TAKEN = 37
 
 
 class Ticket(Message, frozen=True):
@@ -472,6 +473,11 @@ class PieceReply(Message, frozen=True):
     waiting: int = 0
 
 
+class PieceTaken(Message, frozen=True):
+    """One way: the piece that was sent last on this connection is here. Only that frees its slot, as a kernel takes
+    whole pieces long before a slow link has sent them."""
+
+
 class SwarmLink(Message, frozen=True):
     """Make this connection a link of the swarm of this version."""
 
@@ -502,6 +508,7 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     DataKind.GET_MANIFEST: GetManifest,
     DataKind.GET_PIECE: GetPiece,
     DataKind.SWARM_LINK: SwarmLink,
+    DataKind.PIECE_TAKEN: PieceTaken,
 }
 REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.HELLO: HelloReply,

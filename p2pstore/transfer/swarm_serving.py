@@ -11,8 +11,7 @@ from p2pstore.transfer.frame_link import FrameLink
 from p2pstore.transfer.messages import GetPiece, PieceReply
 
 UNSENT_PIECE_BYTES: Final = 256 * KIB
-"""Of a piece so much may wait in the kernel. Else a slow link would swallow whole pieces, its sender would take them
-for sent, and offer its slots to others."""
+"""Of a piece so much may wait in the kernel beyond what is on its way: more would only stand in the way of messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class SwarmBackend(Protocol):
         ...
 
     def piece_sent(self, opened: OpenedPiece, whole: bool) -> None:
-        """The end of `open_piece`: all of it was sent, or not."""
+        """The end of `open_piece`: the other side has all of it, or will not."""
         ...
 
     def take_link(self, version: bytes, peer: bytes) -> OfferedLink:

@@ -10,11 +10,11 @@ import pytest
 import trio
 
 from p2pstore.checkpoint.manifest import SignedManifest, format_version, version_of
-from p2pstore.checkpoint.messages import NewPieces
+from p2pstore.checkpoint.messages import MAX_NEW_PIECES, NewPieces
 from p2pstore.checkpoint.swarm import SwarmConfig
 from p2pstore.errors import CheckpointChanged, NoSuchKey
+from p2pstore.objects import MIB
 from p2pstore.peer.checkpoints.manifests import ask_for_manifest
-from p2pstore.transfer.frame_link import MAX_UNSENT_BYTES
 from tests.contract.swarm_world import (
     PIECE,
     MemberHere,
@@ -178,8 +178,8 @@ async def test_who_does_not_read_is_cut_off(tmp_path: Path) -> None:
         other = await world.add()
         run = other.fetch(signed, to(tmp_path, other))
         await until(lambda: other.own in source.run.links.members)
-        news = NewPieces(list(range(41)) * 90)
-        for _ in range(MAX_UNSENT_BYTES // 8000 + 1000):  # without a turn for who sends
+        news = NewPieces([40] * MAX_NEW_PIECES)
+        for _ in range(20 * MIB // MAX_NEW_PIECES):  # without a turn for who reads
             source.run.links.say([other.own], news)
         await until(lambda: other.own not in source.run.links.members)
         await until(lambda: not run.links.members)

@@ -161,6 +161,7 @@ def test_every_error_has_its_status() -> None:
         "AmbiguousLocalPeer": 4,
         "StoreClosed": 4,
         "DeadlineExceeded": 5,
+        "FollowersLag": 5,
         "Unavailable": 6,
         "ConfigError": 2,
     }

@@ -9,6 +9,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pstore.gossip.checkpoints import HeadBody, checkpoint_digest
 from p2pstore.gossip.floors.cluster_records import ClusterRecords, cell_of
 from p2pstore.gossip.records import (
     ClusterRecord,
@@ -275,6 +276,32 @@ def test_of_records_that_are_no_floors_the_oldest_go() -> None:
     assert records.get(77, 0, digest_of(0)) is None
     assert records.get(77, 0, digest_of(1099)) is not None
     assert not records.horizon
+
+
+def test_heads_of_a_name_are_found_as_long_as_they_are_kept() -> None:
+    records = ClusterRecords()
+
+    def publish(number: int, clock: int) -> None:
+        signer = FakeSigner(peer_id_of(number))
+        body = encode_body(HeadBody("n", "model", bytes(16), clock, 2, 3, 4))
+        name = checkpoint_digest("n", "model", signer.peer_id)
+        kind = int(ClusterRecordKind.CHECKPOINT_HEAD)
+        record = ClusterRecord(1, kind, name, clock, 1, signer.peer_id, 0, body)
+        assert records.offer(record, sign_cluster_record(record, signer))
+
+    def known() -> set[tuple[bytes, int]]:
+        return {(each.signer, each.clock) for each in records.heads_of("n", "model")}
+
+    publish(1, 5)
+    publish(2, 6)
+    publish(1, 7)
+    assert known() == {(peer_id_of(1), 7), (peer_id_of(2), 6)}
+    assert records.heads_of("n", "other") == records.heads_of("m", "model") == []
+    for number in range(1100):  # what is dropped to make room is found no more
+        big = bytes(16_000)
+        record = ClusterRecord(1, 77, digest_of(number), number + 7, 1, SIGNER.peer_id, 0, big)
+        records.offer(record, sign_cluster_record(record, SIGNER))
+    assert known() == set()
 
 
 # --- namespaces ------------------------------------------------------------------------------

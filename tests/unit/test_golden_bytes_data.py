@@ -32,6 +32,7 @@ from p2pstore.transfer.messages import (
     PartitionSet,
     PieceReply,
     PieceStatus,
+    PieceTaken,
     Ping,
     Pong,
     Proof,
@@ -146,6 +147,7 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     "get piece": (DataKind.GET_PIECE, 11, GetPiece(b"v" * 16, 300), 0, 0),
     "piece": (DataKind.GET_PIECE, 11, PieceReply(), REPLY, 9),
     "piece: busy": (DataKind.GET_PIECE, 11, PieceReply(PieceStatus.BUSY, 3), REPLY, 0),
+    "piece taken": (DataKind.PIECE_TAKEN, 0, PieceTaken(), ONE_WAY, 0),
     "swarm link": (DataKind.SWARM_LINK, 12, SwarmLink(b"v" * 16), 0, 0),
     "swarm linked": (DataKind.SWARM_LINK, 12, SwarmLinked(), REPLY, 0),
 }
@@ -200,6 +202,7 @@ GOLDEN: dict[str, str] = {
     "get piece": "230000000b000000160000000000000092c41076767676767676767676767676767676cd012c",
     "piece": "230001000b0000000300000009000000920000",
     "piece: busy": "230001000b0000000300000000000000920103",
+    "piece taken": "2500040000000000010000000000000090",
     "swarm link": "240000000c000000130000000000000091c41076767676767676767676767676767676",
     "swarm linked": "240001000c000000010000000000000090",
 }

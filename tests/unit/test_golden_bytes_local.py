@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2pstore.local import checkpoint_messages as checkpoints
+from p2pstore.local import group_messages as groups
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
 from p2pstore.wire import ONE_WAY, PREFACE_LOCAL, REPLY, Message, decode_body, encode_frame
@@ -125,6 +126,86 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         REPLY,
         checkpoints.ProgressReply(4, "fetching", 5, 6, True, 7, b"v"),
         ("320001000403020112000000000000009704a86665746368696e670506c307c40176"),
+    ),
+    "checkpoint follow": (
+        LocalKind.CHECKPOINT_FOLLOW,
+        0,
+        groups.Follow("n", "m", b"p", 2, "/d"),
+        ("38000000040302010c0000000000000095a16ea16dc4017002a22f64"),
+    ),
+    "checkpoint follow news": (
+        LocalKind.CHECKPOINT_FOLLOW_NEWS,
+        0,
+        groups.FollowNews(3, 250),
+        ("390000000403020104000000000000009203ccfa"),
+    ),
+    "checkpoint follow news reply": (
+        LocalKind.CHECKPOINT_FOLLOW_NEWS,
+        REPLY,
+        groups.FollowNewsReply(4, b"p", "pn", b"v", "failed", b"c", 1, 2, "w", True),
+        ("39000100040302011a000000000000009a04c40170a2706ec40176a66661696c6564c401630102a177c3"),
+    ),
+    "checkpoint update": (
+        LocalKind.CHECKPOINT_UPDATE,
+        0,
+        groups.Update("n", "m", 5000, 2),
+        ("3a00000004030201090000000000000094a16ea16dcd138802"),
+    ),
+    "checkpoint updated": (
+        LocalKind.CHECKPOINT_UPDATE,
+        REPLY,
+        groups.Updated(
+            b"v", True, False, 3, 2, 1, [groups.FollowerEntry(b"p", "pn", "failed", 4, "w", True)]
+        ),
+        (
+            "3a000100040302011c0000000000000097c40176c3c20302019196c40170a2706ea66661696c656404a177c3"
+        ),
+    ),
+    "checkpoint update news": (
+        LocalKind.CHECKPOINT_UPDATE_NEWS,
+        0,
+        groups.UpdateNews(3, 250),
+        ("3b0000000403020104000000000000009203ccfa"),
+    ),
+    "checkpoint update news reply": (
+        LocalKind.CHECKPOINT_UPDATE_NEWS,
+        REPLY,
+        groups.UpdateNewsReply(4, b"v", 3, 2, 1, True, [], True),
+        ("3b000100040302010b000000000000009804c40176030201c390c3"),
+    ),
+    "checkpoint list": (
+        LocalKind.CHECKPOINT_LIST,
+        0,
+        groups.ListCheckpoints("n", "m"),
+        ("3c00000004030201050000000000000092a16ea16d"),
+    ),
+    "checkpoints": (
+        LocalKind.CHECKPOINT_LIST,
+        REPLY,
+        groups.Checkpoints(
+            [
+                groups.CheckpointEntry(
+                    *("n", "m", b"p", "pn", b"v", 1, 2, 3, 4, 5, b"o", b"s", True, True, True),
+                    [groups.MemberEntry(b"p", "pn", b"v", "seeding", 6, True, b"c", "w", 7, True)],
+                )
+            ]
+        ),
+        (
+            "3c000100040302013c000000000000009191dc0010a16ea16dc40170a2706ec401760102030405c4016fc40173"
+            "c3c3c3919ac40170a2706ec40176a773656564696e6706c3c40163a17707c3"
+        ),
+    ),
+    "checkpoint remove": (
+        LocalKind.CHECKPOINT_REMOVE,
+        0,
+        groups.RemoveCheckpoint("n", "m"),
+        ("3d00000004030201050000000000000092a16ea16d"),
+    ),
+    "checkpoint removed": (
+        LocalKind.CHECKPOINT_REMOVE,
+        REPLY,
+        groups.CheckpointRemoved(b"v"),
+        ("3d00010004030201040000000000000091c40176"),
     ),
     "flushed": (
         LocalKind.FLUSH,
@@ -328,4 +409,10 @@ def test_the_numbers_of_the_kinds() -> None:
         "CHECKPOINT_PUBLISH": 48,
         "CHECKPOINT_FETCH": 49,
         "CHECKPOINT_PROGRESS": 50,
+        "CHECKPOINT_FOLLOW": 56,
+        "CHECKPOINT_FOLLOW_NEWS": 57,
+        "CHECKPOINT_UPDATE": 58,
+        "CHECKPOINT_UPDATE_NEWS": 59,
+        "CHECKPOINT_LIST": 60,
+        "CHECKPOINT_REMOVE": 61,
     }

@@ -89,7 +89,7 @@ PURE = (
         f"p2pstore/checkpoint/{name}.py"
         for name in (
             *("manifest", "paths", "pieces", "piece_map", "selection", "super_seeding"),
-            *("upload_slots", "deadlines", "neighbours", "messages", "effects", "swarm"),
+            *("group", "upload_slots", "deadlines", "neighbours", "messages", "effects", "swarm"),
             *("flights", "source_tensors"),
         )
     ),
@@ -107,6 +107,8 @@ PURE = (
     "p2pstore/strangers.py",
     "p2pstore/local/messages.py",
     "p2pstore/local/checkpoint_messages.py",
+    "p2pstore/local/group_messages.py",
+    "p2pstore/peer/checkpoints/paces.py",
 )
 ANONYMOUS_MEMORY = "p2pstore/gossip/locations/reserved_memory.py"
 """Memory of the process alone is no I/O: what this module loads does not make a module impure."""

@@ -26,7 +26,12 @@ from p2pstore.checkpoint.manifest import (
 )
 from p2pstore.checkpoint.piece_map import full_map, map_of, pieces_in
 from p2pstore.checkpoint.pieces import MIN_PIECE_BYTES, PieceLayout
-from p2pstore.checkpoint.target_directory import TargetDirectory
+from p2pstore.checkpoint.target_directory import (
+    TargetDirectory,
+    complete_versions,
+    current_version,
+    switch_current,
+)
 from p2pstore.errors import CapacityExceeded, ConfigError
 from p2pstore.gossip.links.identity import Identity
 
@@ -196,6 +201,59 @@ def test_somebody_who_reads_current_all_the_time_never_sees_half_a_version(tmp_p
     reader.join(10)
     assert seen
     assert all(first == second for first, second in seen)
+
+
+def placed(root: Path, files: Files, keep: int = 2) -> bytes:
+    """Fetch it, and leave `current` as it is."""
+    manifest = signed(files)
+    target = prepared(root, manifest)
+    for piece in pieces_in(full_map(target.manifest.layout.count) & ~target.have):
+        assert target.write(piece, piece_of(target.manifest, files, piece))
+    target.place(keep)
+    target.close()
+    return target.version
+
+
+def test_a_version_can_be_put_in_its_place_first_and_switched_to_later(tmp_path: Path) -> None:
+    assert (current_version(tmp_path), complete_versions(tmp_path)) == (b"", [])
+    first = placed(tmp_path, {"a": b"1"})
+    assert current_version(tmp_path) == b""
+    assert not (tmp_path / "current").exists()
+    assert complete_versions(tmp_path) == [first]
+    switch_current(tmp_path, first)
+    assert current_version(tmp_path) == first
+    held = prepared(tmp_path, signed({"a": b"1"}))  # as who passes a version on does
+    held.place()
+    second = placed(tmp_path, {"a": b"2"})
+    assert held.read(0) == b"1"
+    held.close()
+    assert current_version(tmp_path) == first
+    assert complete_versions(tmp_path) == [first, second]
+    target = prepared(tmp_path, signed({"a": b"3"}))  # somebody fetches a third one meanwhile
+    switch_current(tmp_path, second)
+    assert tree(tmp_path / "current") == {"a": b"2"}
+    target.close()
+    with pytest.raises(FileNotFoundError):
+        switch_current(tmp_path, bytes(16))
+    assert current_version(tmp_path) == second
+    assert not list((tmp_path / ".p2pstore").glob("*.new"))
+
+
+def test_versions_that_were_never_switched_to_do_not_pile_up(tmp_path: Path) -> None:
+    used = placed(tmp_path, {"a": b"used"})
+    switch_current(tmp_path, used)
+    for number in range(4):
+        newest = placed(tmp_path, {"a": bytes([number])})
+    assert complete_versions(tmp_path) == [used, newest]
+    only = placed(tmp_path, {"a": b"only"}, keep=1)
+    assert complete_versions(tmp_path) == [used, only], "what is used stays, and what will be"
+
+
+def test_a_link_that_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
+    fetch(tmp_path, BASE)
+    (tmp_path / ".p2pstore/current.0123.new").symlink_to("nowhere")
+    fetch(tmp_path, changed(BASE, "b.safetensors", 1))
+    assert not list((tmp_path / ".p2pstore").glob("*.new"))
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -498,6 +556,9 @@ def test_two_processes_do_not_fetch_to_one_directory(tmp_path: Path) -> None:
 
 
 def test_current_that_is_a_directory_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "followed/current").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="not a link"):
+        current_version(tmp_path / "followed")
     (tmp_path / "current").mkdir()
     with pytest.raises(ConfigError, match="not a link"):
         TargetDirectory(tmp_path, signed(BASE))

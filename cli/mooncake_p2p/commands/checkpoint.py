@@ -18,6 +18,7 @@ from mooncake_p2p.options import (
     Timeout,
     connected,
     parse_timeout,
+    was_given,
 )
 from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark
 from p2pstore.objects import format_bytes, parse_bytes
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 Watch = Callable[["CheckpointProgress"], None]
 
+FOLLOWERS_SECONDS: Final = 600.0
 DOING: Final = {
     "waiting": "waiting for {}",
     "hashing": "hashing {}",
@@ -76,6 +78,15 @@ def checkpoint_publish(
             "--wait-seeded", help="End when the others have all of it: then DIR may change."
         ),
     ] = False,
+    wait_followers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="End when so many followers have it verified; status 5 after --timeout, or 10 minutes.",
+            show_default=False,
+        ),
+    ] = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be published.")
     ] = False,
@@ -104,6 +115,11 @@ def checkpoint_publish(
             wait_seeded=wait_seeded,
             progress=watch,
         )
+        if wait_followers:
+            with progress(f"waiting for followers of {printable(name)}"):
+                client.checkpoints.wait_followers(
+                    name, done.version, wait_followers, timeout=_followers_timeout(timeout)
+                )
     seconds = time.perf_counter() - begin
     if json:
         print_json(
@@ -224,6 +240,11 @@ def _shown(name: str) -> Iterator[Watch | None]:
             bar.at(report.done_bytes, report.total_bytes or None)
 
         yield watch if bar.shown else None
+
+
+def _followers_timeout(timeout: str) -> float:
+    """How long followers may take: --timeout where it was given for that, which else is about silence."""
+    return parse_timeout(timeout) if was_given("timeout") else FOLLOWERS_SECONDS
 
 
 def _files(count: int) -> str:

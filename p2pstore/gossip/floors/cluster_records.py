@@ -24,7 +24,7 @@ from typing import Final
 
 import xxhash
 
-from p2pstore.gossip.checkpoints import names_itself
+from p2pstore.gossip.checkpoints import names_itself, read_head
 from p2pstore.gossip.exchange.rumors import Rumors
 from p2pstore.gossip.floors.floor_epochs import FloorEpochs
 from p2pstore.gossip.floors.floor_index import FloorIndex
@@ -118,6 +118,8 @@ class ClusterRecords:
         self._floors: dict[tuple[int, bytes], Version] = {}
         self._others: dict[RecordName, ClusterRecord] = {}
         """Those that are no floors."""
+        self._heads: dict[tuple[str, str], dict[RecordName, ClusterRecord]] = {}
+        """Heads of checkpoints, by namespace and name: a name may have several publishers."""
         self._published = published
         """Where clients see what floors forbid."""
         self._writers: Counter[Member] = Counter()
@@ -186,6 +188,8 @@ class ClusterRecords:
             self._add_floor(name, kept)
         else:
             self._others[name] = record
+            if (head := read_head(record)) is not None:
+                self._heads.setdefault((head.namespace, head.name), {})[name] = record
             self._other_bytes += kept.size_bytes
             self._limit_others()
         return name in self._kept
@@ -210,6 +214,10 @@ class ClusterRecords:
     def of_kind(self, kind: int) -> list[ClusterRecord]:
         """All records of a kind other than floors."""
         return [record for record in self._others.values() if record.kind == kind]
+
+    def heads_of(self, namespace: str, name: str) -> list[ClusterRecord]:
+        """The heads of a checkpoint's name, one for each of its publishers."""
+        return list(self._heads.get((namespace, name), {}).values())
 
     # --- comparing and spreading -------------------------------------------------------------
 
@@ -404,7 +412,15 @@ class ClusterRecords:
             self._remove_floor(name, kept, by_clock)
         else:
             del self._others[name]
+            if (head := read_head(kept.record)) is not None:
+                self._remove_head((head.namespace, head.name), name)
             self._other_bytes -= kept.size_bytes
+
+    def _remove_head(self, called: tuple[str, str], name: RecordName) -> None:
+        of_name = self._heads[called]
+        del of_name[name]
+        if not of_name:
+            del self._heads[called]
 
     def _remove_floor(self, name: RecordName, kept: _Kept, by_clock: int | None) -> None:
         record = kept.record

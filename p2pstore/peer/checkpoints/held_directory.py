@@ -21,6 +21,16 @@ class HeldDirectory:
         self._descriptor = os.dup(descriptor)
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """The same for all descriptors of one directory."""
+        status = os.fstat(self._descriptor)
+        return status.st_dev, status.st_ino
+
+    def again(self) -> HeldDirectory:
+        """The same directory, to be closed by somebody else."""
+        return HeldDirectory(self._descriptor, self.shown)
+
     def say(self, text: str) -> str:
         """What is said of it, in its user's words."""
         return text.replace(str(self.path), self.shown)

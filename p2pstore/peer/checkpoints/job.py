@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final
 
-import trio
+from p2pstore.peer.checkpoints.news import News
 
 
 class JobPhase(StrEnum):
@@ -25,23 +24,18 @@ class JobPhase(StrEnum):
     DONE = "done"
 
 
-LONGEST_WAIT_SECONDS: Final = 30.0
-
-
-class Job:
+class Job(News):
     """Its progress, for who looks now and then, or waits for the next change."""
 
     def __init__(self, directory: int = -1) -> None:
         """`directory` is a descriptor that stays open as long as the job lasts; -1 for none."""
+        super().__init__()
         self.directory = directory
-        self.number = 0
         self.phase = JobPhase.WAITING
         self.done_bytes = 0
         self.total_bytes = 0
         self.members = 0
         self.version = b""
-        self.ended = False
-        self._changed = trio.Event()
 
     def begin(self, phase: JobPhase, total_bytes: int = 0, done_bytes: int = 0) -> None:
         """It does something else now."""
@@ -58,20 +52,3 @@ class Job:
         if (done_bytes, members) != (self.done_bytes, self.members):
             self.done_bytes, self.members = done_bytes, members
             self.changed()
-
-    def end(self) -> None:
-        """Nothing more comes of it."""
-        self.ended = True
-        self.changed()
-
-    def changed(self) -> None:
-        """Wake who waits for news."""
-        self.number += 1
-        self._changed.set()
-        self._changed = trio.Event()
-
-    async def news(self, seen: int, wait_seconds: float) -> None:
-        """Wait until something differs from what it was at number `seen`, or for so long."""
-        with trio.move_on_after(min(wait_seconds, LONGEST_WAIT_SECONDS)):
-            while self.number == seen:
-                await self._changed.wait()

@@ -80,7 +80,7 @@ class SwarmLinks:
         frame = encode_frame(kind_of(message), 0, message, flags=ONE_WAY)
         for member in members:
             link = self._links.get(member)
-            if link is not None and link.frames.say(frame):
+            if link is not None and link.frames.say(frame) and link.frames.has_unsent:
                 link.said.set()
 
     def drop(self, member: Member, *, banned: bool = False) -> None:

@@ -24,13 +24,19 @@ from p2pstore.checkpoint.manifest import (
     Signer,
     Verifier,
     format_version,
+    open_manifest,
     sign_manifest,
     version_of,
 )
 from p2pstore.checkpoint.paths import check_checkpoint_name
 from p2pstore.checkpoint.piece_map import full_map, pieces_in
 from p2pstore.checkpoint.source_directory import SourceDirectory
-from p2pstore.checkpoint.target_directory import DirectoryInUse, TargetDirectory
+from p2pstore.checkpoint.target_directory import (
+    DirectoryInUse,
+    TargetDirectory,
+    complete_versions,
+    kept_manifest,
+)
 from p2pstore.errors import (
     CapacityExceeded,
     CheckpointChanged,
@@ -63,7 +69,7 @@ ASK_AGAIN_SECONDS: Final = 0.5
 """Between two rounds of asking for a manifest."""
 IN_USE_SECONDS: Final = 3.0
 LOOK_SECONDS: Final = 0.05
-REPORT_SECONDS: Final = 0.1
+REPORT_SECONDS: Final = 0.25
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 TellPart = Callable[[TakesPart, int, str], None]
@@ -116,6 +122,8 @@ class _Bringing:
     target: TargetDirectory
     directory: HeldDirectory
     job: Job
+    use: bool
+    """Whether `current` is to name it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -254,12 +262,25 @@ class PeerCheckpoints:
         has it can be reached.
         """
         head, version = await self._find(order, job)
+        return await self.bring(order, version, head.publisher, directory, job)
+
+    async def bring(
+        self,
+        order: FetchOrder,
+        version: bytes,
+        publisher: PeerId,
+        directory: HeldDirectory,
+        job: Job,
+        *,
+        use: bool = True,
+    ) -> Fetched:
+        """As `fetch`, of a version that is known. Without `use`, it is put in its place, but `current` stays."""
         job.version = version
         job.begin(JobPhase.CHECKING)
-        signed = await self._manifest(version, head.publisher)
+        signed = await self._manifest(version, publisher)
         target = await self._open_target(order, signed, directory, job)
         try:
-            bringing = _Bringing(order, signed, target, directory, job)
+            bringing = _Bringing(order, signed, target, directory, job, use)
             while version in self._parts:
                 part = self._parts[version]
                 if await self._copy(part, bringing):
@@ -338,6 +359,24 @@ class PeerCheckpoints:
                 f"{2 * len(head.version)} digits, or none for the newest"
             )
         return found.pop()
+
+    async def pass_on(
+        self, namespace: str, version: bytes, publisher: PeerId, directory: HeldDirectory
+    ) -> bool:
+        """Give a version to others again that is complete in a directory, of an earlier life. Whether it is; the
+        directory stays open then. Raises `P2PStoreError` and `OSError`."""
+        signed = await trio.to_thread.run_sync(kept_manifest, directory.path, version)
+        if signed is None or version in self._parts:
+            return False
+        open_manifest(signed, version=version, publisher=publisher, verifier=self._verifier)
+        order = FetchOrder(namespace, "", publisher=publisher)
+        target = await self._take_directory(order, signed, directory)
+        target.close()  # it is only read
+        if not target.committed:
+            return False
+        part = await self._begin(namespace, signed, _Holding(target, directory))
+        part.tell(TakesPart.SEEDING, 1000, "")
+        return True
 
     async def _manifest(self, version: bytes, publisher: PeerId) -> SignedManifest:
         """The manifest, from whoever has it; who has it may be known a moment later only. Raises `Unavailable` when
@@ -428,10 +467,24 @@ class PeerCheckpoints:
         job.begin(JobPhase.FINISHING, size, size)
 
         def finish() -> None:
-            target.commit(bringing.order.keep)
+            if bringing.use:
+                target.commit(bringing.order.keep)
+            else:
+                target.place(bringing.order.keep)
             target.close()
 
         await trio.to_thread.run_sync(finish)
+        if not bringing.order.flat:
+            await self._stop_forgotten(bringing.directory)
+
+    async def _stop_forgotten(self, directory: HeldDirectory) -> None:
+        """Pass on no more what was removed from a directory because newer versions came."""
+        there = await trio.to_thread.run_sync(complete_versions, directory.path)
+        for part in list(self._parts.values()):
+            if part.jobs or part.run.version in there or not part.run.complete:
+                continue
+            if isinstance(part.run.store, _Holding) and part.run.store.fetched_to(directory):
+                await self.stop(part.run.version)
 
     # --- swarms ------------------------------------------------------------------------------
 
@@ -504,6 +557,11 @@ class PeerCheckpoints:
             await part.run.ended.wait()
         return True
 
+    async def stop_name(self, digest: bytes) -> None:
+        """Take no part any more in any version of a publisher's name."""
+        for version in [part.run.version for part in self._parts.values() if part.digest == digest]:
+            await self.stop(version)
+
     async def _make_room(self) -> None:
         while len(self._parts) >= MAX_SWARMS:
             idle = [part for part in self._parts.values() if not part.jobs]
@@ -537,6 +595,11 @@ class _Holding:
     @property
     def have(self) -> int:
         return self._store.have
+
+    def fetched_to(self, directory: HeldDirectory) -> bool:
+        """Whether it was fetched to this directory."""
+        fetched = isinstance(self._store, TargetDirectory)
+        return fetched and self._directory.identity == directory.identity
 
     def close(self) -> None:
         """Let go of both."""

@@ -1,0 +1,359 @@
+"""A group of peers that use the same version of a checkpoint: when each of them fetches and when all of them switch.
+Pure.
+
+A follower fetches every new version that its publisher announces (head), has it verified on its disk, and says so. It
+uses it when the publisher says so to all (switch). The publisher says it after all followers, or as many as were asked
+for, have it: so the switch takes every one of them a moment. Who is late fetches what the others use first, then what
+is new.
+
+Both, head and switch, are records that everybody hears of in the end, the newest one of each: so what counts is always
+the newest of both, whatever was missed in between, and nothing depends on the publisher being alive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Final
+
+import msgspec
+
+FIRST_RETRY_SECONDS: Final = 5.0
+LAST_RETRY_SECONDS: Final = 300.0
+
+Version = bytes
+"""Empty where there is none."""
+
+
+class Stage(Enum):
+    """How far a follower is with the version that it is to use next, or uses."""
+
+    WAITING = "waiting"
+    """It knows of none."""
+    FETCHING = "fetching"
+    VERIFIED = "verified"
+    """It can be switched to."""
+    CURRENT = "current"
+    FAILED = "failed"
+    """It is tried again after a while."""
+
+
+# --- what happens to a follower ----------------------------------------------------------------
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """The newest version that is announced, and the one that all are to use, as far as is known here."""
+
+    head: Version
+    switch: Version
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """The version is on the disk, complete and verified."""
+
+    version: Version
+
+
+class NotPrepared(msgspec.Struct, frozen=True):
+    """It is not, and nothing is being done about it: it failed (`why`), or was abandoned."""
+
+    version: Version
+    why: str = ""
+
+
+class Switched(msgspec.Struct, frozen=True):
+    """The version is in use."""
+
+    version: Version
+
+
+class NotSwitched(msgspec.Struct, frozen=True):
+    """It is not. `missing`: because it is not there any more."""
+
+    version: Version
+    why: str
+    missing: bool = False
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """The time that `wake_at` named has come."""
+
+
+Event = Heard | Prepared | NotPrepared | Switched | NotSwitched | Tick
+
+
+# --- what it asks for --------------------------------------------------------------------------
+
+
+class Prepare(msgspec.Struct, frozen=True):
+    """Fetch and verify the version: one `Prepared` or `NotPrepared` follows. There is one at a time."""
+
+    version: Version
+
+
+class Abandon(msgspec.Struct, frozen=True):
+    """Stop that; the answer to `Prepare` follows all the same."""
+
+    version: Version
+
+
+class SwitchTo(msgspec.Struct, frozen=True):
+    """Use the version: one `Switched` or `NotSwitched` follows. There is one at a time."""
+
+    version: Version
+
+
+Effect = Prepare | Abandon | SwitchTo
+
+
+class Said(msgspec.Struct, frozen=True):
+    """What a follower says of itself: the version that it is about to use, or uses, and how far it is with it."""
+
+    version: Version
+    stage: Stage
+    current: Version
+    why: str = ""
+
+
+class _Failure(msgspec.Struct):
+    why: str
+    retry_at: float
+    wait_seconds: float
+
+
+class Follower:
+    """One peer that follows a name."""
+
+    def __init__(self, current: Version, complete: Iterable[Version]) -> None:
+        """`current` is the version in use, `complete` are those on the disk: of an earlier life."""
+        self.current = current
+        self._complete = set(complete)
+        self._head: Version = b""
+        self._switch: Version = b""
+        self._preparing: Version = b""
+        self._abandoned = False
+        self._switching: Version = b""
+        self._failures: dict[Version, _Failure] = {}
+
+    @property
+    def complete(self) -> frozenset[Version]:
+        """The versions that are on the disk."""
+        return frozenset(self._complete)
+
+    @property
+    def wake_at(self) -> float:
+        """When to send `Tick`."""
+        return min((failure.retry_at for failure in self._failures.values()), default=math.inf)
+
+    @property
+    def said(self) -> Said:
+        """What the others are to know."""
+        wanted = self._wanted()
+        able = [version for version in wanted if version not in self._failures]
+        version = next(iter(able or wanted), self.current)
+        failure = self._failures.get(version)
+        if not version:
+            stage = Stage.WAITING
+        elif version == self.current:
+            stage = Stage.CURRENT
+        elif failure is not None:
+            return Said(version, Stage.FAILED, self.current, failure.why)
+        else:
+            stage = Stage.VERIFIED if version in self._complete else Stage.FETCHING
+        return Said(version, stage, self.current)
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in what happened; what is to be done."""
+        match event:
+            case Heard(head, switch):
+                self._head, self._switch = head, switch
+                wanted = (head, switch)
+                self._failures = {v: f for v, f in self._failures.items() if v in wanted}
+            case Prepared(version):
+                self._complete.add(version)
+                self._failures.pop(version, None)
+                self._preparing = b""
+            case NotPrepared(version, why):
+                self._preparing = b""
+                if not self._abandoned:
+                    self._failed(version, why, now)
+            case Switched(version):
+                self.current, self._switching = version, b""
+                self._failures.pop(version, None)
+            case NotSwitched(version, why, missing):
+                self._switching = b""
+                if missing:
+                    self._complete.discard(version)
+                self._failed(version, why, now)
+            case Tick():
+                pass
+        return self._go_on(now)
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _wanted(self) -> list[Version]:
+        """Versions to have, the more urgent one first: what all use, then what is new."""
+        wanted = [self._switch] if self._switch != self.current else []
+        wanted.append(self._head)
+        return [version for version in wanted if version]
+
+    def _go_on(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        switch = self._switch
+        if (
+            switch not in (b"", self.current)
+            and switch in self._complete
+            and not self._switching
+            and self._may_try(switch, now)
+        ):
+            self._switching = switch
+            effects.append(SwitchTo(switch))
+        aim = self._aim(now)
+        if self._preparing:
+            if aim != self._preparing and not self._abandoned:
+                self._abandoned = True
+                effects.append(Abandon(self._preparing))
+        elif aim:
+            self._preparing, self._abandoned = aim, False
+            effects.append(Prepare(aim))
+        return effects
+
+    def _aim(self, now: float) -> Version:
+        """What to prepare now. What fails waits, and does not hold up the other one."""
+        for version in self._wanted():
+            if version not in self._complete and self._may_try(version, now):
+                return version
+        return b""
+
+    def _may_try(self, version: Version, now: float) -> bool:
+        failure = self._failures.get(version)
+        return failure is None or now >= failure.retry_at
+
+    def _failed(self, version: Version, why: str, now: float) -> None:
+        before = self._failures.get(version)
+        wait = FIRST_RETRY_SECONDS if before is None else 2 * before.wait_seconds
+        wait = min(wait, LAST_RETRY_SECONDS)
+        self._failures[version] = _Failure(why, now + wait, wait)
+
+
+# --- the publisher -----------------------------------------------------------------------------
+
+
+class Verdict(Enum):
+    """What becomes of an update."""
+
+    WAIT = "wait"
+    SWITCH = "switch"
+    TOO_LATE = "too late"
+    SUPERSEDED = "superseded"
+    """There is a newer version, or none any more: this one is not switched to."""
+
+
+class Laggard(msgspec.Struct, frozen=True):
+    """A follower that does not have the version. `dead`: nothing is heard of it any more."""
+
+    member: int
+    stage: Stage
+    done_permille: int
+    why: str
+    dead: bool
+
+
+class FollowerState(msgspec.Struct, frozen=True):
+    """What a follower said last, as far as is known here. Versions may be cut to their first bytes, all alike."""
+
+    version: Version
+    stage: Stage
+    current: Version
+    done_permille: int = 0
+    why: str = ""
+
+
+class GroupUpdate:
+    """The publisher's side of one update: have all followers switch to `version`, or none.
+
+    Followers are those that were alive at its beginning, and all who come during it. One that dies meanwhile is waited
+    for: it may be on the other side of a split, with an engine that goes on. Who says that it does not follow any more,
+    or leaves, does not count. With `quorum` as many are enough; with none, at least one must be there.
+    """
+
+    def __init__(self, version: Version, deadline: float, quorum: int | None = None) -> None:
+        self.version = version
+        self.deadline = deadline
+        self.quorum = quorum
+        self._followers: dict[int, FollowerState] = {}
+        self._alive: frozenset[int] = frozenset()
+
+    def judge(
+        self,
+        head: Version,
+        living: Mapping[int, FollowerState],
+        gone: Iterable[int],
+        now: float,
+    ) -> Verdict:
+        """What to do, given the newest version that is announced, the followers that are alive, and members that are
+        alive or have left and do not follow."""
+        for member in gone:
+            self._followers.pop(member, None)
+        self._followers.update(living)
+        self._alive = frozenset(living)
+        if head != self.version:
+            return Verdict.SUPERSEDED
+        if self._has_enough():
+            return Verdict.SWITCH
+        return Verdict.TOO_LATE if now >= self.deadline else Verdict.WAIT
+
+    @property
+    def follower_count(self) -> int:
+        """How many are waited for, those included that have the version."""
+        return len(self._followers)
+
+    @property
+    def ready_count(self) -> int:
+        """How many of them have it."""
+        return sum(map(self._is_ready, self._followers.values()))
+
+    @property
+    def members(self) -> list[int]:
+        """The followers."""
+        return list(self._followers)
+
+    @property
+    def laggards(self) -> list[Laggard]:
+        """Those that do not have it; the ones furthest behind first."""
+        return self._lagging(
+            {m: state for m, state in self._followers.items() if not self._is_ready(state)}
+        )
+
+    @property
+    def not_using(self) -> list[Laggard]:
+        """Those that do not use it."""
+        return self._lagging(
+            {m: state for m, state in self._followers.items() if state.current != self.version}
+        )
+
+    def _lagging(self, states: Mapping[int, FollowerState]) -> list[Laggard]:
+        found = []
+        for member, state in states.items():
+            same = state.version == self.version
+            found.append(
+                Laggard(
+                    member,
+                    state.stage if same else Stage.WAITING,
+                    state.done_permille if same else 0,
+                    state.why if same else "",
+                    member not in self._alive,
+                )
+            )
+        return sorted(found, key=lambda each: (each.done_permille, each.member))
+
+    def _has_enough(self) -> bool:
+        if self.quorum is not None:
+            return self.ready_count >= self.quorum
+        return bool(self._followers) and self.ready_count == self.follower_count
+
+    def _is_ready(self, state: FollowerState) -> bool:
+        if state.current == self.version:
+            return True
+        return state.version == self.version and state.stage in (Stage.VERIFIED, Stage.CURRENT)

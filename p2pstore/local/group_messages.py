@@ -1,0 +1,159 @@
+"""Messages on the local socket about names of checkpoints: following them, switching, what is known of them. Pure.
+
+A follow and an update last as long as the connection that asked for them: who goes away ends them. The directory that
+a follow works in comes along with the HELLO of its connection (`Hello.directory`).
+"""
+
+from __future__ import annotations
+
+from p2pstore.wire import Message
+
+
+class Follow(Message, frozen=True):
+    """Have each version of a name fetched to the connection's directory, and used when its publisher says so.
+    `publisher` is a peer id, or nothing for the one who is trusted for the name. Answered when that fails."""
+
+    namespace: str
+    name: str
+    publisher: bytes = b""
+    keep: int = 2
+    path: str = ""
+    """How the client calls the directory: for people."""
+
+
+class FollowNews(Message, frozen=True):
+    """How is the follow of this connection? Answered when that is not `seen` any more, or after `wait_ms`."""
+
+    seen: int = 0
+    wait_ms: int = 0
+
+
+class FollowNewsReply(Message, frozen=True):
+    """`version` is the one to be used next, or in use; `stage` a `checkpoint.group.Stage`; `current` the one in use;
+    `why` something failed. Versions are empty where there is none."""
+
+    number: int
+    publisher: bytes
+    publisher_name: str
+    version: bytes
+    stage: str
+    current: bytes
+    done_bytes: int = 0
+    total_bytes: int = 0
+    why: str = ""
+    ended: bool = False
+
+
+class Update(Message, frozen=True):
+    """Have all who follow this peer's name switch to its newest version, when all of them have it, or, with a
+    `quorum` that is not negative, as many. Nobody switches when that is not so within the time."""
+
+    namespace: str
+    name: str
+    timeout_ms: int
+    quorum: int = -1
+
+
+class UpdateNews(Message, frozen=True):
+    """How far is the update of this connection? Answered when that is not `seen` any more, or after `wait_ms`."""
+
+    seen: int = 0
+    wait_ms: int = 0
+
+
+class FollowerEntry(Message, frozen=True):
+    """A follower that an update waits for. `dead`: nothing is heard of it any more."""
+
+    peer_id: bytes
+    name: str
+    stage: str
+    done_permille: int = 0
+    why: str = ""
+    dead: bool = False
+
+
+class UpdateNewsReply(Message, frozen=True):
+    """Of `followers`, so many have the version (`ready`), and use it (`using`); `laggards` are those that are waited
+    for."""
+
+    number: int
+    version: bytes
+    followers: int
+    ready: int
+    using: int
+    switched: bool
+    laggards: list[FollowerEntry] = []  # noqa: RUF012  # msgspec copies it
+    ended: bool = False
+
+
+class Updated(Message, frozen=True):
+    """The end of an update. `switched` says whether the version is the one to use from now on; `superseded`, that it is
+    not because there is a newer one. `laggards`: who does not have it, or, once switched, does not use it yet."""
+
+    version: bytes
+    switched: bool
+    superseded: bool
+    followers: int
+    ready: int
+    using: int
+    laggards: list[FollowerEntry] = []  # noqa: RUF012  # msgspec copies it
+
+
+class ListCheckpoints(Message, frozen=True):
+    """Which names are published in a namespace (all, if empty)? With `name`, that one, and what members have of it."""
+
+    namespace: str = ""
+    name: str = ""
+
+
+class MemberEntry(Message, frozen=True):
+    """What a member has of a name. `version` and `current` are the first 8 bytes; `state` is a `TakesPart`, in lower
+    case. `bytes_per_second` is what it fetched at so far, 0 where that is not known."""
+
+    peer_id: bytes
+    name: str
+    version: bytes
+    state: str
+    done_permille: int
+    follows: bool
+    current: bytes = b""
+    why: str = ""
+    bytes_per_second: int = 0
+    me: bool = False
+
+
+class CheckpointEntry(Message, frozen=True):
+    """A name of one publisher. `switched` is the version that followers are to use, empty when none was named.
+    `trusted`: this peer takes the name from this publisher; `mine`: it is the publisher; `alive`: the publisher is."""
+
+    namespace: str
+    name: str
+    publisher: bytes
+    publisher_name: str
+    version: bytes
+    published_ms: int
+    manifest_bytes: int
+    total_bytes: int
+    files: int
+    pieces: int
+    previous: bytes = b""
+    switched: bytes = b""
+    trusted: bool = False
+    mine: bool = False
+    alive: bool = False
+    members: list[MemberEntry] = []  # noqa: RUF012  # msgspec copies it
+
+
+class Checkpoints(Message, frozen=True):
+    items: list[CheckpointEntry]
+
+
+class RemoveCheckpoint(Message, frozen=True):
+    """Say that a name of this peer's is gone, and give its versions away no more."""
+
+    namespace: str
+    name: str
+
+
+class CheckpointRemoved(Message, frozen=True):
+    version: bytes

@@ -1,0 +1,173 @@
+"""Groups that follow a checkpoint, between real peers of one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from p2pstore import errors
+from p2pstore.peer import Peer
+from p2pstore.results import FollowedCheckpoint
+from tests.cluster.test_open_peer import cluster
+from tests.contract.swarm_world import make_files, same_files
+
+DEADLINE = 60.0
+
+
+class Follow:
+    """One follow, and what it said."""
+
+    def __init__(self, peer: Peer, directory: Path) -> None:
+        self.peer, self.directory = peer, directory
+        self.said: list[FollowedCheckpoint] = []
+        self._news = trio.Event()
+
+    def changed(self, now: FollowedCheckpoint) -> None:
+        self.said.append(now)
+        self._news.set()
+        self._news = trio.Event()
+
+    async def run(self, *, publisher: str | None = None) -> None:
+        await self.peer.checkpoints.follow(
+            "model", self.directory, self.changed, publisher=publisher
+        )
+
+    async def until(self, stage: str, version: str) -> None:
+        with trio.fail_after(DEADLINE):
+            while not self.said or (self.said[-1].stage, self.said[-1].version) != (stage, version):
+                await self._news.wait()
+
+    @property
+    def current(self) -> str | None:
+        link = self.directory / "current"
+        return os.readlink(link) if link.is_symlink() else None
+
+
+@asynccontextmanager
+async def following(*follows: Follow) -> AsyncIterator[trio.Nursery]:
+    async with trio.open_nursery() as nursery:
+        for follow in follows:
+            nursery.start_soon(follow.run)
+        yield nursery
+        nursery.cancel_scope.cancel()
+
+
+async def until_followed(peer: Peer, count: int) -> None:
+    """The peer has heard of so many followers."""
+    with trio.fail_after(DEADLINE):
+        while True:
+            infos = await peer.checkpoints.names()
+            members = [
+                m for i in infos for s in await peer.checkpoints.status(i.name) for m in s.members
+            ]
+            if sum(member.follows for member in members) == count:
+                return
+            await trio.sleep(0.05)
+
+
+async def until_published(peer: Peer, count: int) -> None:
+    with trio.fail_after(DEADLINE):
+        while len(await peer.checkpoints.names()) < count:
+            await trio.sleep(0.05)
+
+
+async def until_members(peer: Peer, wanted: list[tuple[Peer, str, str]]) -> None:
+    """This and nothing else is known of what these peers have."""
+    expected = {(each.peer_id, version[:16], state) for each, version, state in wanted}
+    peers = {each.peer_id for each, _, _ in wanted}
+    with trio.fail_after(DEADLINE):
+        while True:
+            members = [m for i in await peer.checkpoints.status("model") for m in i.members]
+            found = {(m.peer_id, m.version, m.state) for m in members if m.peer_id in peers}
+            if found == expected:
+                return
+            await trio.sleep(0.05)
+
+
+async def test_followers_prepare_and_switch_together(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 3) as (a, b, c):
+        make_files(tmp_path / "v1", {"weights": 300_000, "config.json": 100})
+        make_files(tmp_path / "v2", {"weights": 300_001, "config.json": 101})
+        one, two = Follow(b, tmp_path / "b"), Follow(c, tmp_path / "c")
+        async with following(one, two):
+            first = (await a.checkpoints.publish("model", tmp_path / "v1")).version
+            for follow in (one, two):
+                await follow.until("verified", first)
+                assert follow.current is None, "nobody said that it is to be used"
+            await until_followed(a, 2)
+            done = await a.checkpoints.update("model", timeout=DEADLINE)
+            assert (done.followers, done.ready, done.using, done.laggards) == (2, 2, 2, ())
+            for follow in (one, two):
+                assert follow.current == first
+                assert same_files(tmp_path / "v1", follow.directory / "current")
+            second = (await a.checkpoints.publish("model", tmp_path / "v2")).version
+            for follow in (one, two):
+                await follow.until("verified", second)
+                assert follow.current == first
+            (info,) = await c.checkpoints.status("model")
+            assert (info.version, info.previous, info.switched) == (second, first, first)
+            assert info.trusted
+            assert (await a.checkpoints.update("model", timeout=DEADLINE)).using == 2
+            assert {one.current, two.current} == {second}
+            assert await a.checkpoints.remove("model") == second
+            with pytest.raises(errors.NoSuchKey):
+                await a.checkpoints.update("model")
+        # Who comes late to a name that is gone has nothing to do, and who was there keeps what it has.
+        assert same_files(tmp_path / "v2", tmp_path / "b/current")
+
+
+async def test_late_ones_pruned_versions_and_two_publishers(tmp_path: Path) -> None:
+    """A follower that comes when its publisher is gone; versions that a directory drops; a stranger that publishes the
+    same name; a second directory; a follower whose directory another process takes over."""
+    async with cluster(tmp_path, 4) as (a, b, c, d):
+        for number in range(1, 4):
+            make_files(tmp_path / f"v{number}", {"weights": 100_000 + number})
+        first = (await a.checkpoints.publish("model", tmp_path / "v1")).version
+        one = Follow(b, tmp_path / "b")
+        async with following(one):
+            await one.until("verified", first)
+            done = await a.checkpoints.update("model", timeout=DEADLINE)
+            assert done.using == 1
+            versions = [first]
+            for number in (2, 3):
+                made = await a.checkpoints.publish("model", tmp_path / f"v{number}")
+                versions.append(made.version)
+                await one.until("verified", made.version)
+            assert one.current == first
+            kept = {path.name for path in one.directory.iterdir() if len(path.name) == 32}
+            assert kept == {first, versions[-1]}, "what is used, and what is new"
+            await until_members(b, [(b, first, "seeding"), (b, versions[2], "seeding")])
+
+            # A stranger publishes the name: b keeps to whom it knows, and d, which knows neither, is asked to choose.
+            await c.checkpoints.publish("model", tmp_path / "v2")
+            await until_published(d, 2)
+            assert [info.mine for info in await b.checkpoints.status("model")] == [False, False]
+            infos = await b.checkpoints.status("model")
+            assert [info.trusted for info in infos] == [True, False]
+            assert infos[0].publisher == a.peer_id
+            with pytest.raises(ValueError, match="2 publishers"):
+                await Follow(d, tmp_path / "d").run()
+
+            # The publisher is gone: who comes late gets all from the others, and uses what they use.
+            late = Follow(d, tmp_path / "d")
+            a.node.leave_requested.set()
+            async with trio.open_nursery() as nursery:
+
+                async def follow_late() -> None:
+                    with pytest.raises(errors.Unavailable, match="followed by another process"):
+                        await late.run(publisher=a.peer_id)
+
+                nursery.start_soon(follow_late)
+                await late.until("verified", versions[-1])
+                assert late.current == first
+                with pytest.raises(ValueError, match="follows checkpoint 'model' already"):
+                    await Follow(d, tmp_path / "elsewhere").run()
+                again = Follow(d, tmp_path / "d")
+                nursery.start_soon(again.run)
+                await again.until("verified", versions[-1])
+                nursery.cancel_scope.cancel()

@@ -1,0 +1,195 @@
+"""Names, followers and switches of checkpoints in whole simulated clusters, over a network that loses messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pstore.checkpoint.group import (
+    Follower,
+    FollowerState,
+    GroupUpdate,
+    Heard,
+    Prepare,
+    Prepared,
+    Stage,
+    Switched,
+    SwitchTo,
+    Tick,
+    Verdict,
+)
+from p2pstore.core.checkpoints import Checkpoints
+from p2pstore.gossip.checkpoints import Head, short_version
+from p2pstore.gossip.records import TakesPart
+from p2pstore.simulation.cluster import SimulatedCluster, SimulatedPeer
+from p2pstore.simulation.kernel import Faults, FaultyNetwork, Kernel
+
+LOSSY = Faults(loss=0.05, duplication=0.02, slow=0.05, slow_latency=0.4)
+STEP_SECONDS = 0.1
+V1, V2 = b"1" * 16, b"2" * 16
+TOLD = {Stage.VERIFIED: TakesPart.VERIFIED, Stage.CURRENT: TakesPart.VERIFIED}
+STAGES = {int(TakesPart.VERIFIED): Stage.VERIFIED}
+
+
+class World:
+    """Peers, of which the first publishes and the others follow."""
+
+    def __init__(self, seed: int, peers: int) -> None:
+        self.kernel = Kernel(seed)
+        self.network = FaultyNetwork(self.kernel, LOSSY)
+        self.cluster = SimulatedCluster(self.kernel, self.network, peers)
+        self.cluster.boot_all()
+        self.kernel.run_until(60.0, stop=lambda: self.now > 5.0 and self.all_are_there)
+        assert self.all_are_there
+        self.publisher = self.cluster.peers[0]
+        self.followers = [Following(self, peer) for peer in self.cluster.peers[1:]]
+
+    @property
+    def now(self) -> float:
+        return self.kernel.now
+
+    @property
+    def all_are_there(self) -> bool:
+        """Whether all know each other."""
+        count = len(self.cluster.peers) - 1
+        return all(
+            peer.core is not None and len(peer.core.live_peers()) == count
+            for peer in self.cluster.peers
+        )
+
+    def run(self, seconds: float) -> None:
+        self.kernel.run_until(self.kernel.now + seconds)
+
+    def step(self) -> None:
+        self.run(STEP_SECONDS)
+        for follower in self.followers:
+            follower.step()
+
+    def publish(self, version: bytes) -> Head:
+        head = checkpoints(self.publisher).publish(
+            "sim",
+            "model",
+            version,
+            self.now,
+            manifest_bytes=1,
+            total_bytes=1,
+            files=1,
+            pieces=1,
+        )
+        self.publisher.settle()
+        return head
+
+    def update(self, head: Head, seconds: float = 60.0) -> Verdict:
+        """As the publisher's peer does it."""
+        known = checkpoints(self.publisher)
+        update = GroupUpdate(short_version(head.version), self.now + seconds)
+        while True:
+            living = {
+                member: FollowerState(
+                    part.version, STAGES.get(part.state, Stage.FETCHING), part.current
+                )
+                for member, part in known.followers(head.digest).items()
+            }
+            gone = known.gone_from(head.digest, update.members)
+            verdict = update.judge(short_version(head.version), living, gone, self.now)
+            if verdict is Verdict.SWITCH:
+                known.switch("sim", "model", head.version, self.now)
+                self.publisher.settle()
+            if verdict is not Verdict.WAIT:
+                return verdict
+            self.step()
+
+    def until_all_use(self, version: bytes, seconds: float) -> float:
+        """How long it takes."""
+        begin = self.now
+        while any(each.follower.current != version for each in self.followers):
+            assert self.now < begin + seconds, [each.follower.current for each in self.followers]
+            self.step()
+        return self.now - begin
+
+
+class Following:
+    """A follower that has each version a second after it began."""
+
+    def __init__(self, world: World, peer: SimulatedPeer) -> None:
+        self.world, self.peer = world, peer
+        self.follower = Follower(b"", ())
+        self.prepares: list[tuple[float, bytes]] = []
+
+    def step(self) -> None:
+        if self.peer.core is None:
+            return
+        known, now = self.peer.core.checkpoints, self.world.now
+        heads = known.heads("sim", "model")
+        if not heads:
+            return
+        head = heads[0]
+        switch = known.switched(head.digest)
+        events: list[Heard | Prepared | Tick] = [
+            Heard(head.version, switch.version if switch is not None else b"")
+        ]
+        events += [Prepared(version) for due, version in self.prepares if due <= now]
+        self.prepares = [(due, version) for due, version in self.prepares if due > now]
+        for event in events:
+            for effect in self.follower.handle(event, now):
+                if isinstance(effect, Prepare):
+                    self.prepares.append((now + 1.0, effect.version))
+                elif isinstance(effect, SwitchTo):
+                    assert switch is not None
+                    assert self.follower.handle(Switched(effect.version), now) == []
+        said = self.follower.said
+        state = TOLD.get(said.stage, TakesPart.FOLLOWING)
+        known.follow(head.digest, said.version, state, said.current, now)
+        self.peer.settle()
+
+
+def checkpoints(peer: SimulatedPeer) -> Checkpoints:
+    assert peer.core is not None
+    return peer.core.checkpoints
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_group_updates_again_and_again(seed: int) -> None:
+    world = World(seed, 10)
+    for version in (V1, V2, V1):
+        before = {each.follower.current for each in world.followers}
+        head = world.publish(version)
+        world.run(1.0)
+        for peer in world.cluster.peers:
+            assert checkpoints(peer).find("sim", "model").version == version, "a second is enough"
+        assert {each.follower.current for each in world.followers} == before
+        assert world.update(head) is Verdict.SWITCH
+        assert world.until_all_use(version, 10.0) < 2.0
+
+
+def test_a_follower_that_is_cut_off_or_dead_and_a_publisher_that_dies() -> None:
+    world = World(99, 6)
+    first = world.publish(V1)
+    assert world.update(first) is Verdict.SWITCH
+    world.until_all_use(V1, 10.0)
+
+    # One is cut off before it has the next version: nobody switches.
+    lost = world.followers[-1]
+    world.network.partition(set(range(5)), {lost.peer.number})
+    second = world.publish(V2)
+    assert world.update(second, 3.0) is Verdict.TOO_LATE
+    assert {each.follower.current for each in world.followers} == {V1}
+
+    # When it counts as dead, an update does without it; the publisher dies in the same moment.
+    for _ in range(600):
+        world.step()
+    assert world.update(second) is Verdict.SWITCH
+    world.step()
+    world.publisher.crash()
+    for _ in range(50):
+        world.step()
+    assert {each.follower.current for each in world.followers[:-1]} == {V2}
+    assert lost.follower.current == V1
+
+    # It is back, and hears it from the others. So does the publisher, whose name it still is.
+    world.network.heal()
+    world.publisher.boot([world.cluster.peers[1].address])
+    world.until_all_use(V2, 120.0)
+    own = checkpoints(world.publisher).own("sim", "model")
+    assert (own.version, own.body.previous) == (V2, V1)
+    assert world.update(world.publish(V1)) is Verdict.SWITCH
+    world.until_all_use(V1, 10.0)
