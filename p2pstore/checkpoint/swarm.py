@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
@@ -65,6 +65,8 @@ from p2pstore.checkpoint.super_seeding import SuperSeeding
 from p2pstore.checkpoint.upload_slots import USUAL_SLOTS, UploadSlots, slots_for
 from p2pstore.errors import ProtocolError
 
+MAX_UNTOLD: Final = 2
+"""So many new pieces that a neighbour has as well are told together: for it, that is no more than how rare they are."""
 LATE: Final = 1.5
 """In the end, a piece is late after so many times what is usual for its sender."""
 
@@ -98,6 +100,8 @@ class _Neighbour:
     pieces: PieceMap = NO_PIECES
     refused: Refusal | None = Refusal.FULL
     """Why no grant is offered to it until something changes. In the beginning: its map has not come yet."""
+    untold: list[int] = field(default_factory=list)
+    """Pieces that came here and that it has not heard of."""
 
 
 class Swarm:
@@ -613,14 +617,23 @@ class Swarm:
             self._seeding.not_sent(piece)
 
     def _tell_news(self, now: float) -> None:
-        message: SwarmMessage
-        if len(self._fresh) > MAX_NEW_PIECES:
-            message = PieceMapMessage(pack_map(self.have, self._count))
-        else:
-            message = NewPieces(self._fresh)
-        self._tell(tuple(self._neighbours), message)
+        """At once to neighbours that lack something of it; what the others have as well waits for more."""
+        told: dict[tuple[int, ...], list[int]] = {}
+        fresh = map_of(self._fresh)
+        for each in self._neighbours.values():
+            each.untold += self._fresh
+            if fresh & ~each.pieces or len(each.untold) >= MAX_UNTOLD or self.complete:
+                told.setdefault(tuple(each.untold), []).append(each.member)
+                each.untold = []
+        for pieces, members in told.items():
+            self._tell(tuple(members), self._news_of(pieces))
         self._fresh = []
         self._told_at = now
+
+    def _news_of(self, pieces: Sequence[int]) -> SwarmMessage:
+        if len(pieces) > MAX_NEW_PIECES:
+            return PieceMapMessage(pack_map(self.have, self._count))
+        return NewPieces(list(pieces))
 
     def _tell(self, members: tuple[int, ...], message: SwarmMessage) -> None:
         if members:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -116,6 +117,19 @@ def test_a_kv_cache_shared_by_two_processes(machine: Machine) -> None:
     assert "56 of 56 objects were new" in printed
     assert "prefill saved for 224 of 269 tokens (83%)" in printed
     assert "logits identical to those without the cache: True" in printed
+
+
+def test_a_model_is_broadcast(machine: Machine, tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [50_000], "data_offsets": [0, 200_000]}})
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header.encode() + os.urandom(200_000)
+    )
+    (tmp_path / "config.json").write_text("{}")
+    printed = machine.run(str(EXAMPLES / "broadcast_model.py"), str(tmp_path))
+    assert "published model@" in printed
+    assert printed.count("1 tensors, identical: True") == 3
+    assert "all have it after" in printed
 
 
 def test_without_torch_the_example_says_what_to_install(tmp_path: Path) -> None:

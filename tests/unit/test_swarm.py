@@ -120,15 +120,31 @@ def test_a_new_neighbour_hears_what_is_here_and_then_what_is_new() -> None:
 def test_news_that_come_close_together_are_told_together() -> None:
     peer = Peer(config=SwarmConfig(upload_slots=4, news_seconds=0.05))
     peer.neighbour(1, *range(8))
+    peer.neighbour(3)
     for piece in range(3):
         peer.on(Received(1, Grant(piece)))
     for piece in range(3):
         peer.on(PieceArrived(1, piece))
-    assert peer.told(NewPieces) == [((1,), NewPieces([0]))]
+    assert peer.told(NewPieces) == [((3,), NewPieces([0]))]
     peer.neighbour(2)
     assert peer.told(PieceMapMessage) == [((2,), PieceMapMessage(b"\x01"))]
     peer.wait(0.05)
-    assert peer.told(NewPieces) == [((1, 2), NewPieces([1, 2]))]
+    told = peer.told(NewPieces)
+    assert sorted(told) == [((1,), NewPieces([0, 1, 2])), ((3, 2), NewPieces([1, 2]))]
+
+
+def test_who_has_a_new_piece_as_well_hears_of_every_second_one_and_of_the_last() -> None:
+    peer = Peer([0, 1, 2])
+    peer.neighbour(1, *range(8))
+    peer.neighbour(2, *range(6))
+    told = []
+    for piece in range(3, 8):
+        peer.on(Received(1, Grant(piece)))
+        peer.on(PieceArrived(1, piece))
+        peer.wait(0.01)
+        told += peer.told(NewPieces)
+    assert [news.pieces for members, news in told if 1 in members] == [[3, 4], [5, 6], [7]]
+    assert [news.pieces for members, news in told if 2 in members] == [[3, 4], [5, 6], [7]]
 
 
 def test_a_grant_is_used_for_the_rarest_piece() -> None:
