@@ -64,7 +64,7 @@ class EvictionOrder:
         self.is_kept_elsewhere: WhoKeeps = lambda entry, now: False
         """What is goes before others."""
         self._evictable_bytes = [0] * group_count
-        self.cheap_bytes = 0
+        self._cheap_bytes = [0] * group_count
         """Of these, those of the lowest rank."""
         self._groups = [tuple(policy.new_queue() for _ in range(3)) for _ in range(group_count)]
         self._at: dict[int, ObjectEntry] = {}
@@ -77,6 +77,11 @@ class EvictionOrder:
         """Bytes of what may be evicted of these groups, or of all."""
         by_group = self._evictable_bytes
         return sum(by_group) if groups is None else sum([by_group[each] for each in groups])
+
+    @property
+    def cheap_bytes(self) -> int:
+        """Bytes of what may be evicted and is of the lowest rank."""
+        return sum(self._cheap_bytes)
 
     def admit(self, entry: ObjectEntry, now: float, follows: ObjectEntry | None = None) -> None:
         """Take in a new entry, which follows another one of its chain."""
@@ -124,7 +129,7 @@ class EvictionOrder:
     def _count(self, entry: ObjectEntry, more_bytes: int) -> None:
         self._evictable_bytes[entry.group] += more_bytes
         if entry.rank == _CHEAP:
-            self.cheap_bytes += more_bytes
+            self._cheap_bytes[entry.group] += more_bytes
 
     def gone(self, entry: ObjectEntry, *, evicted: bool) -> None:
         """The entry was withdrawn: for others that needed its room (`evicted`), or for another reason."""
@@ -148,20 +153,18 @@ class EvictionOrder:
             self._groups[entry.group][entry.rank].used(entry)
 
     def coldest(self, *, cheap: bool = True) -> Iterator[ObjectEntry]:
-        """What would be evicted first, by rank and policy, the groups in turns; without `cheap` not those of the
-        lowest rank. Nothing may change the order meanwhile."""
-        for rank in range(_CHEAP if cheap else _NORMAL, 3):
-            if len(self._groups) == 1:
-                yield from self._groups[0][rank].coldest()
-    def coldest(self) -> Iterator[ObjectEntry]:
-        """What would be evicted first, by rank and policy; of several groups the same share of each. Nothing may change
-        the order meanwhile."""
+        """What would be evicted first, by rank and policy, or without `cheap` what would be next when the lowest rank
+        has gone; of several groups the same share of each. Nothing may change the order meanwhile."""
+        ranks = range(_CHEAP if cheap else _NORMAL, 3)
         if len(self._groups) == 1:
-            for queue in self._groups[0]:
-                yield from queue.coldest()
+            for rank in ranks:
+                yield from self._groups[0][rank].coldest()
             return
-        shares = [0.0] * len(self._groups)
-        for rank in range(3):
+        gone = [0] * len(self._groups) if cheap else self._cheap_bytes
+        shares = [
+            part / max(1, all_) for part, all_ in zip(gone, self._evictable_bytes, strict=True)
+        ]
+        for rank in ranks:
             yield from self._coldest_of_rank(rank, shares)
 
     def _coldest_of_rank(self, rank: int, shares: list[float]) -> Iterator[ObjectEntry]:
