@@ -315,5 +315,5 @@ class _Counters:
         """By how they came."""
         names = {name for seen in (*self._seen, self._sums) for name in seen}
         by_way = Counter({name[5:]: self._sum(name) for name in names if name.startswith("read ")})
-        by_way["own memory or SSD"] = max(0, self._sum("read") - by_way.total())
+        by_way["own memory"] = self._sum("read")
         return by_way

@@ -34,7 +34,21 @@ def test_real_peers_hit_what_simulated_ones_hit(
     assert results["read by own memory"]["value"] > 0
 
 
-@pytest.mark.parametrize("wrong", [("--ssd", "100blocks"), ("--block-bytes", "5000")])
+def test_peers_are_killed_and_come_back_meanwhile(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--peers", "3", "--memory", "100blocks", "--ssd", "400blocks"]
+    arguments += ["--kill-every", "1", "--down", "0.1", "--json"]
+    assert run(["bench", "trace", trace, *arguments]) == 0
+    results = {
+        each["name"]: each["value"] for each in json.loads(capsys.readouterr().out)["results"]
+    }
+    assert results["peers killed"] >= 1
+    assert results["of these, a living peer had"] == 0
+    assert results["hit rate"] > 0.1
+
+
+@pytest.mark.parametrize("wrong", [("--ssd", "1blocks"), ("--block-bytes", "5000")])
 def test_what_cannot_be_replayed_is_said(
     trace: str, wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

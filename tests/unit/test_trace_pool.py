@@ -10,6 +10,7 @@ import pytest
 
 from p2pstore.trace.block_cache import BlockCache, replay_one_cache
 from p2pstore.trace.cold_blocks import ColdBlocks
+from p2pstore.trace.outages import PeerChange, next_up
 from p2pstore.trace.pool import Pool, PoolOutcome, PoolSettings, Source
 from p2pstore.trace.requests import Request
 from p2pstore.trace.routing import PrefixAffine, RoutingName, make_router
@@ -78,7 +79,7 @@ class CheckedPool(Pool):
             assert len(peer.memory) <= self._settings.memory_blocks
             for block in peer.memory:
                 memory.setdefault(block, []).append(number)
-            for block in peer.ssd or ():
+            for block in (peer.ssd or ()) if peer.up else ():
                 ssd.setdefault(block, []).append(number)
         assert memory == {block: sorted(held) for block, held in self._in_memory.items()}
         assert ssd == {block: sorted(held) for block, held in self._on_ssd.items()}
@@ -198,3 +199,40 @@ def test_the_pool_on_the_published_trace(routing: RoutingName) -> None:
     assert outcome.counts.compute_saved >= 0.33
     cold = replay(conversation_trace(), memory_blocks=5859, ssd_blocks=4 * 5859, routing=routing)
     assert cold.counts.ratio >= 0.364
+
+
+# --- who dies and returns ------------------------------------------------------------------------
+
+
+def kills(requests: int, peers: int, *, every: int = 40, away: int = 15) -> list[PeerChange]:
+    """One peer after the other."""
+    changes = []
+    for number, at in enumerate(range(every, requests - away, every)):
+        changes.append(PeerChange(at, number % peers, up=False))
+        changes.append(PeerChange(at + away, number % peers, up=True))
+    return changes
+
+
+@pytest.mark.parametrize("ssd_blocks", [0, 60])
+def test_what_is_known_of_blocks_is_true_while_peers_die_and_return(ssd_blocks: int) -> None:
+    settings = PoolSettings(peers=4, memory_blocks=30, ssd_blocks=ssd_blocks, keep_after=2)
+    CheckedPool(settings).replay(conversations(400), kills(400, 4))
+
+
+def test_the_dead_lose_their_memory_and_keep_their_ssd() -> None:
+    requests = conversations(1500)
+    changes = kills(1500, 8)
+    rates = {}
+    for ssd_blocks in (0, 4000):
+        settings = PoolSettings(peers=8, memory_blocks=300, ssd_blocks=ssd_blocks, keep_after=0)
+        calm = Pool(settings).replay(requests).counts.ratio
+        rates[ssd_blocks] = Pool(settings).replay(requests, changes).counts.ratio
+        assert rates[ssd_blocks] < calm
+    assert rates[4000] > rates[0]
+
+
+def test_a_request_goes_to_the_next_peer_that_is_up() -> None:
+    assert [next_up(peer, [True, False, False]) for peer in range(3)] == [0, 0, 0]
+    assert next_up(1, [True, True]) == 1
+    with pytest.raises(ValueError, match="no peer"):
+        next_up(0, [False])
