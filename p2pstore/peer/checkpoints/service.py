@@ -206,6 +206,7 @@ class PeerCheckpoints:
             seen = await self._node.checkpoint_news(seen)
             for run in self.swarms.all():
                 run.look_around()
+            await trio.sleep(LOOK_SECONDS)  # in a large cluster there is always something new
 
     # --- publishing --------------------------------------------------------------------------
 
