@@ -21,6 +21,7 @@ from p2pstore.integrations import mooncake
 from p2pstore.integrations.mooncake.own_peer import OwnPeer
 from p2pstore.local import paths
 from tests.contract import mooncake_calls
+from tests.contract.worlds import peer_process
 
 RECORDED = json.loads(Path(__file__).with_name("mooncake_outcomes.json").read_text())
 """What Mooncake 0.3.13.post1 answered: `scripts/compare_with_mooncake --record`."""
@@ -161,6 +162,50 @@ def test_a_setup_that_fails_says_why_within_seconds(
     with pytest.raises(errors.ConfigError, match="global_segment_size"):
         store.setup({"local_hostname": "x", "global_segment_size": "50%"})
     assert store.health_check() == 1
+
+
+def test_a_peer_that_was_restarted_is_used_again(tmp_path: Path) -> None:
+    store = mooncake.MooncakeDistributedStore()
+    with peer_process(tmp_path, "restarted") as running:
+        assert store.setup({"local_hostname": "localhost", "socket": running.socket}) == 0
+        assert store.put("k", b"before") == 0
+        assert store.health_check() == 0
+        running.process.kill()
+        running.process.wait()
+        until(lambda: store.put("k", b"meanwhile") == -900)
+        assert (store.get("k"), store.is_exist("k"), store.health_check()) == (b"", 0, 2)
+    with peer_process(tmp_path, "restarted"):
+        until(lambda: store.put("k", b"after") == 0)
+        assert (store.get("k"), store.health_check()) == (b"after", 0)
+        store.close()
+
+
+def test_a_copy_task_makes_copies_as_far_as_there_are_peers(peer: OwnPeer) -> None:
+    store = mooncake.MooncakeDistributedStore()
+    assert store.setup({"socket": str(peer.socket)}) == 0
+    store.put("copied", b"value" * 100)
+    mounted = store.allocate_and_mount_segment(16 << 20)
+    assert mounted["ret"] == 0
+    (own,) = (each.get_memory_descriptor() for each in store.get_replica_desc("copied"))
+    name = own.buffer_descriptor.transport_endpoint
+    assert name == store.get_hostname()
+    number, code = store.create_copy_task("copied", [name])
+    assert code == 0
+    until(lambda: _status(store, number) == mooncake.TaskStatus.SUCCESS)
+    until(lambda: len(store.get_replica_desc("copied")) == 2)
+    number, code = store.create_copy_task("copied", [name])
+    until(lambda: _status(store, number) == mooncake.TaskStatus.FAILED)
+    task, _ = store.query_task(number)
+    assert task is not None
+    assert "2 copies of 3" in task.message
+    assert store.unmount_and_free_segment(mounted["segment_ids"]) == 0
+    store.close()
+
+
+def _status(store: mooncake.MooncakeDistributedStore, number: tuple[int, int]) -> Any:
+    task, code = store.query_task(number)
+    assert (task is not None, code) == (True, 0)
+    return task.status if task is not None else None
 
 
 def replicated(copies: int) -> mooncake.ReplicateConfig:
