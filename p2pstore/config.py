@@ -122,8 +122,9 @@ class PeerConfig(
     [["mlx5_0"], ["mlx5_1"]]}`: preferred and fallback), where the machine does not tell it right. `data_tls`: `on`
     lets others read this peer over TLS only, and not by RDMA; how this one reads from each of them, they decide.
     `directory`: whether this peer knows where all objects are (`full`), or its part of that, and asks others
-    (`partitioned`); `auto` as `index_memory` and the size of the cluster allow. `metrics`: where `/metrics`, `/livez`
-    and `/readyz` are answered over HTTP, to anybody; unset: nowhere.
+    (`partitioned`); `auto` as `index_memory` and the size of the cluster allow. `checkpoint_memory`: how much
+    checkpoints that clients fetch to memory may take, beside `memory`; unset: half of what is available then.
+    `metrics`: where `/metrics`, `/livez` and `/readyz` are answered over HTTP, to anybody; unset: nowhere.
     """
 
     name: str = ""
@@ -153,6 +154,7 @@ class PeerConfig(
     data_tls: SwitchName = "off"
     directory: DirectoryName = "auto"
     index_memory: str | int = "1GiB"
+    checkpoint_memory: str | int | None = None
     cluster_key_file: str | None = None
     allow_file: str | None = None
     insecure: bool = False
@@ -213,6 +215,8 @@ class PeerConfig(
                 raise ConfigError(f"{says[setting]}: {value!r} must be 0 to 86400 seconds")
         if not parse_bytes(self.index_memory, says["index_memory"]):
             raise ConfigError(f"{says['index_memory']}: must be above 0 bytes")
+        if self.checkpoint_memory is not None:
+            parse_bytes(self.checkpoint_memory, says["checkpoint_memory"])
         self.socket_mode_bits(says["socket_mode"])
         self.max_leased_bytes(memory + sum(each.size for each in pieces), says["max_leased"])
         return msgspec.structs.replace(self, name=name, memory=memory)

@@ -247,6 +247,7 @@ _COMPUTED: Final[Mapping[str, Callable[[PeerConfig], tuple[Any, str]]]] = {
     "ssd_capacity": lambda config: (None, "default: half of what is free there, or a whole device"),
     "ssd_writes_per_day": lambda config: (None, "default: no limit"),
     "numa_node": lambda config: (None, "default: wherever the kernel takes it"),
+    "checkpoint_memory": lambda config: (None, "default: half of what is available at the time"),
     "max_objects": lambda config: (None, "default: one per 16 KiB of memory, at least 1,024"),
     "listen": _listen,
     "data_listen": lambda config: (None, "default: any free port where control listens"),

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from p2pstore.client.checkpoint_groups import (
     UPDATE_SECONDS,
@@ -43,6 +43,9 @@ from p2pstore.results import (
 )
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, BlockingDriver, run_blocking
 from p2pstore.transfer.trace import FetchTrace, Progress
+
+if TYPE_CHECKING:
+    from p2pstore.client.tensors import CheckpointTensors
 
 T = TypeVar("T")
 
@@ -190,6 +193,27 @@ class BlockingCheckpoints:
 
     def remove(self, name: str) -> str:
         return run_blocking(self._checkpoints.remove(name))
+
+    def fetch_tensors(
+        self,
+        name: str,
+        names: Sequence[str] = (),
+        *,
+        version: str = "",
+        publisher: str | None = None,
+        wait: float = 0.0,
+        progress: CheckpointWatch | None = None,
+    ) -> CheckpointTensors:
+        return run_blocking(
+            self._checkpoints.fetch_tensors(
+                name,
+                names,
+                version=version,
+                publisher=publisher,
+                wait=wait,
+                progress=progress,
+            )
+        )
 
 
 class BlockingClient:

@@ -253,8 +253,10 @@ class CheckpointGroups:
             connection.close()
         return [_info(item) for item in reply.items]
 
-    async def _open(self, directory: str | os.PathLike[str] | None = None) -> LocalConnection:
-        """A connection of its own, with a directory that the peer is to work in."""
+    async def _open(
+        self, directory: str | os.PathLike[str] | None = None, *, checkpoint: bytes = b""
+    ) -> LocalConnection:
+        """A connection of its own, with a directory that the peer is to work in, or to a version in its memory."""
         descriptor = -1
         if directory is not None:
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -266,6 +268,7 @@ class CheckpointGroups:
                 access=Access.WRITE,
                 timeout_seconds=self._timeout,
                 directory=descriptor,
+                checkpoint=checkpoint,
             )
         finally:
             if descriptor >= 0:

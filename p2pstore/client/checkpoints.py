@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from p2pstore.allowlist import parse_peer_id
 from p2pstore.client import arguments
@@ -22,6 +22,9 @@ from p2pstore.local.connection import LocalConnection
 from p2pstore.local.messages import LocalKind
 from p2pstore.results import CheckpointProgress, FetchedCheckpoint, PublishedCheckpoint
 from p2pstore.wire import Message
+
+if TYPE_CHECKING:
+    from p2pstore.client.tensors import CheckpointTensors
 
 M = TypeVar("M", bound=Message)
 CheckpointWatch = Callable[[CheckpointProgress], None]
@@ -122,6 +125,50 @@ class Checkpoints(CheckpointGroups):
             done.version.hex(), os.fspath(place), done.total_bytes, done.fetched_bytes
         )
 
+    async def fetch_tensors(
+        self,
+        name: str,
+        names: Sequence[str] = (),
+        *,
+        version: str = "",
+        publisher: str | None = None,
+        wait: float = 0.0,
+        progress: CheckpointWatch | None = None,
+    ) -> CheckpointTensors:
+        """Fetch a version to the local peer's memory and map it: its tensors by name, as views without a copy; of them
+        those that match one of the patterns `names`, when there are any. Clients of one peer share the memory. It is
+        given back when the last of them closes what this returns; the peer passes the version on until then.
+
+        Raises as `fetch`; `CapacityExceeded` for more than the peer's `--checkpoint-memory`, `CheckpointRefused` for
+        files that are called .safetensors and are none.
+        """
+        if version and not _VERSION.fullmatch(arguments.text("version", version)):
+            raise ValueError(f"version must be 4 to 32 hexadecimal digits, not {version!r}")
+        patterns = tuple(arguments.key_list(names))
+        request = local.Fetch(
+            self._namespace,
+            arguments.text("name", name),
+            version.lower(),
+            b"" if publisher is None else parse_peer_id(publisher, "publisher"),
+            wait_ms=round(1000 * arguments.seconds("wait", wait)),
+            memory=True,
+        )
+        bringing = await self._open()
+        try:
+            done = await self._ask(
+                bringing, LocalKind.CHECKPOINT_FETCH, request, local.Fetched, progress, wait
+            )
+            mapped = await self._open(checkpoint=done.version)
+        finally:
+            bringing.close()  # from here on the other connection holds it
+        try:
+            from p2pstore.client.tensors import CheckpointTensors
+
+            return await self._driver.run_in_thread(lambda: CheckpointTensors(mapped, patterns))
+        except BaseException:
+            mapped.close()
+            raise
+
     async def _do(
         self,
         kind: LocalKind,
@@ -133,13 +180,24 @@ class Checkpoints(CheckpointGroups):
     ) -> M:
         connection = await self._open(directory)
         try:
-            ahead = await connection.request_ahead(
-                kind, request, reply_type, progress_seconds=self._timeout
-            )
-            await self._watch(connection, progress, max(self._timeout, STALLED_SECONDS) + patience)
-            return await ahead.receive()
+            return await self._ask(connection, kind, request, reply_type, progress, patience)
         finally:
             connection.close()
+
+    async def _ask(
+        self,
+        connection: LocalConnection,
+        kind: LocalKind,
+        request: Message,
+        reply_type: type[M],
+        progress: CheckpointWatch | None,
+        patience: float,
+    ) -> M:
+        ahead = await connection.request_ahead(
+            kind, request, reply_type, progress_seconds=self._timeout
+        )
+        await self._watch(connection, progress, max(self._timeout, STALLED_SECONDS) + patience)
+        return await ahead.receive()
 
     async def _watch(
         self, connection: LocalConnection, progress: CheckpointWatch | None, patience: float

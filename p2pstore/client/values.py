@@ -91,7 +91,7 @@ def empty_tensor(
     """
     wants_torch = framework == "torch" if framework else dtype.startswith(TORCH_PREFIX)
     name = dtype.removeprefix(TORCH_PREFIX)
-    kind = _torch_dtype(dtype, name) if wants_torch else _numpy_dtype(name)
+    kind = _torch_dtype(dtype, name) if wants_torch else numpy_dtype(name)
     if min(shape, default=0) < 0 or math.prod(shape) * kind.itemsize != length:
         raise P2PStoreError(
             f"a tensor of {dtype} and shape {shape} does not have the {length:,} bytes that were "
@@ -118,7 +118,7 @@ def _torch_dtype(dtype: str, name: str) -> Any:
     return kind
 
 
-def _numpy_dtype(name: str) -> np.dtype[Any]:
+def numpy_dtype(name: str) -> np.dtype[Any]:
     """numpy's dtype of that name, or that of ml_dtypes (bfloat16, float8...). Never one whose elements
     are Python objects: what was stored is not trusted so far."""
     try:

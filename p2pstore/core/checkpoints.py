@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 
 TELL_SECONDS: Final = 1.0
 """Between two records of this peer that differ in its checkpoints. Each costs all others a signature."""
-PROGRESS_SECONDS: Final = 5.0
-"""Between two that differ in how far it is alone: every second, they took a third of what fetching takes."""
 FAILED_SECONDS: Final = 600.0
 """For so long others are told that something failed here."""
+PROGRESS_SECONDS: Final = 5.0
+"""Between two that differ in how far it is alone, or twice that, and so on, in a large cluster."""
 PERCENT: Final = 10
 """Permille by which a fetch must have gone on to be told."""
 MAX_PINS: Final = 1024
@@ -406,17 +406,21 @@ class Checkpoints:
     # --- inside ------------------------------------------------------------------------------
 
     def _set_alarm(self, now: float) -> None:
-        """Progress is told less often the more members there are: a record of each is a signature for each."""
+        """Progress is told less often the more members there are, as a record of each is a signature for each; and by
+        all at the same moments of the wall clock: as long as any two differ in anything, all compare all they know."""
         difference = _difference(self._told, self.parts)
         if difference is None:
             self._tell_at = math.inf
             return
-        wait = TELL_SECONDS
-        if not difference:
-            gossip = self._core.gossip
-            members = len(gossip.membership.live())
-            wait = max(PROGRESS_SECONDS, gossip.config.head_interval_seconds(members))
-        self._tell_at = max(now, self._told_at + wait)
+        if difference:
+            self._tell_at = max(now, self._told_at + TELL_SECONDS)
+            return
+        gossip = self._core.gossip
+        wait = PROGRESS_SECONDS
+        while wait < gossip.config.head_interval_seconds(len(gossip.membership.live())):
+            wait *= 2
+        if self._tell_at == math.inf:
+            self._tell_at = now + wait - self._core.unix(now) % wait
 
     def _write(
         self, kind: ClusterRecordKind, digest: bytes, body: Message, now: float

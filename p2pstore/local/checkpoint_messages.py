@@ -56,6 +56,9 @@ class Fetch(Message, frozen=True):
     verify: bool = False
     wait_ms: int = 0
     path: str = ""
+    memory: bool = False
+    """To memory instead, for this client: who says HELLO with the version then, while this connection is open, has it
+    passed."""
 
 
 class Fetched(Message, frozen=True):

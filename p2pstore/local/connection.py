@@ -85,6 +85,7 @@ class LocalConnection:
         self.hello: HelloReply
         self.segments: list[memoryview] = []
         self.location_table: mmap.mmap | None = None
+        self.checkpoint: memoryview | None = None
         self.collect_one_way: Callable[[], Sequence[bytes]] = tuple
         self._driver = driver
         self._stream = stream
@@ -114,9 +115,11 @@ class LocalConnection:
         location_table: bool = False,
         trusted_users: Collection[int] | None = None,
         directory: int = -1,
+        checkpoint: bytes = b"",
     ) -> LocalConnection:
         """Connect and say hello; with `location_table`, map the peer's table of locations, too. `directory` is the
-        descriptor of a directory that the peer is given, for what is asked on this connection. Raises
+        descriptor of a directory that the peer is given, for what is asked on this connection; `checkpoint` the
+        version of one in the peer's memory, to be mapped as `self.checkpoint`. Raises
         `NoLocalPeer` when nobody listens at `path`, or a user who is none of `trusted_users`, and
         `DeadlineExceeded` when the peer takes longer than `timeout_seconds` over either."""
         try:
@@ -137,7 +140,7 @@ class LocalConnection:
         try:
             if trusted_users is not None and connection.peer_user not in trusted_users:
                 raise NoLocalPeer(f"the socket {path} belongs to another user's process")
-            await connection._greet(namespace, access, location_table, directory)
+            await connection._greet(namespace, access, location_table, directory, checkpoint)
         except ConnectionError as error:
             connection.close()
             raise StoreClosed(f"the peer at {path} closed the connection at once") from error
@@ -151,12 +154,18 @@ class LocalConnection:
         return connection
 
     async def _greet(
-        self, namespace: str, access: Access, location_table: bool, directory: int
+        self,
+        namespace: str,
+        access: Access,
+        location_table: bool,
+        directory: int,
+        checkpoint: bytes,
     ) -> None:
         hello = Hello(
             *(MIN_PROTOCOL_VERSION, MAX_PROTOCOL_VERSION, namespace, access, os.getpid()),
             location_table=location_table,
             directory=directory >= 0,
+            checkpoint=checkpoint,
         )
         begin = PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, hello)
         with contextlib.suppress(BrokenPipeError):  # refused: the reason can still be received
@@ -179,7 +188,9 @@ class LocalConnection:
             negotiate_version(self.hello.version, self.hello.version)
             table_bytes = self.hello.location_table_bytes
             counts = [max(1, len(segment.pieces)) for segment in self.hello.segments]
-            if len(descriptors) != sum(counts) + bool(table_bytes):
+            checkpoint_bytes = self.hello.checkpoint_bytes
+            expected = sum(counts) + bool(table_bytes) + bool(checkpoint_bytes)
+            if len(descriptors) != expected:
                 raise ProtocolError("the peer did not pass a descriptor for each of its memories")
             writable, left = access == Access.WRITE, iter(descriptors)
             self.segments = [
@@ -188,7 +199,9 @@ class LocalConnection:
             ]
             if table_bytes:
                 with contextlib.suppress(OSError):  # no room to map it: the peer can be asked
-                    self.location_table = map_table(descriptors[-1], table_bytes)
+                    self.location_table = map_table(descriptors[sum(counts)], table_bytes)
+            if checkpoint_bytes:
+                self.checkpoint = map_read_only(descriptors[-1], checkpoint_bytes)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

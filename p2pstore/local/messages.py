@@ -66,6 +66,8 @@ class Hello(Message, frozen=True):
     """Whether the client can look keys up in the peer's table of locations."""
     directory: bool = False
     """Whether the descriptor of a directory comes along, for what is asked on this connection."""
+    checkpoint: bytes = b""
+    """The version of a checkpoint in the peer's memory that the client wants to map; nothing for none."""
 
 
 class SegmentInfo(Message, frozen=True):
@@ -87,6 +89,10 @@ class HelloReply(Message, frozen=True):
     software: str = ""
     location_table_bytes: int = 0
     """Of the table, whose read-only descriptor follows those of the segments; 0 when there is none."""
+    checkpoint_bytes: int = 0
+    """Of the version that the client wanted, whose read-only descriptor comes last: files as
+    `checkpoint.memory_layout` has them, and from `checkpoint_manifest` on the manifest."""
+    checkpoint_manifest: int = 0
 
 
 class ItemError(Message, frozen=True):

@@ -422,7 +422,16 @@ class _Assembly:
         nursery = await self.stack.enter_async_context(open_background_nursery())
         await nursery.start(node.run)
         max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
-        checkpoints = PeerCheckpoints(node, self.identity, self.verifier, self.rng)
+        checkpoints = PeerCheckpoints(
+            node,
+            self.identity,
+            self.verifier,
+            self.rng,
+            None
+            if config.checkpoint_memory is None
+            else parse_bytes(config.checkpoint_memory, "checkpoint_memory"),
+        )
+        self.stack.callback(checkpoints.close)
         groups = LocalGroups(node, checkpoints)
         nursery.start_soon(checkpoints.watch)
         nursery.start_soon(groups.watch)

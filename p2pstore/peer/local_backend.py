@@ -149,11 +149,18 @@ class PeerLocalBackend:
             self._max_leased_bytes,
             p2pstore.__version__,
         )
-        table = self._location_table
-        if table is None or not client.reads_locations:
-            return reply, list(descriptors)
-        with_table = msgspec.structs.replace(reply, location_table_bytes=table.length)
-        return with_table, [*descriptors, self._table_descriptor]
+        table, passed = self._location_table, list(descriptors)
+        if table is not None and client.reads_locations:
+            reply = msgspec.structs.replace(reply, location_table_bytes=table.length)
+            passed.append(self._table_descriptor)
+        if client.checkpoint:
+            target = self._checkpoints.use_memory(client)
+            layout = target.layout
+            reply = msgspec.structs.replace(
+                reply, checkpoint_bytes=layout.total_bytes, checkpoint_manifest=layout.manifest
+            )
+            passed.append(target.descriptor)
+        return reply, passed
 
     def handle(self, client: LocalClient, kind: LocalKind, message: Message) -> Answer:
         """The answer, or something to await that gives it."""

@@ -1,14 +1,17 @@
-"""What is answered to clients about checkpoints: publishing and fetching the directory of their connection."""
+"""What is answered to clients about checkpoints: publishing and fetching the directory of their connection, or to
+memory."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
 from p2pstore.checkpoint.manifest import format_version
+from p2pstore.errors import NoSuchKey
 from p2pstore.local import checkpoint_messages as local
 from p2pstore.local.server import LocalClient
 from p2pstore.peer.checkpoints.held_directory import HeldDirectory
 from p2pstore.peer.checkpoints.job import Job
+from p2pstore.peer.checkpoints.memory_target import MemoryTarget
 from p2pstore.peer.checkpoints.service import (
     FetchOrder,
     PeerCheckpoints,
@@ -27,8 +30,16 @@ class LocalCheckpoints:
         """Of each client."""
 
     def client_gone(self, client: LocalClient) -> None:
-        """What it had begun was cancelled."""
+        """What it had begun was cancelled; memory that it looked at is given back."""
         self._jobs.pop(client.holder, None)
+        self._checkpoints.memory_left(client.holder)
+
+    def use_memory(self, client: LocalClient) -> MemoryTarget:
+        """The version in memory that a client's hello asks for. Raises `NoSuchKey`."""
+        target = self._checkpoints.memories.use(client.checkpoint, client.holder)
+        if target is None:
+            raise NoSuchKey("this version is in this peer's memory no more")
+        return target
 
     def publish(self, client: LocalClient, message: local.Publish) -> Awaitable[Message]:
         """Publish its directory."""
@@ -69,7 +80,27 @@ class LocalCheckpoints:
             where = "" if order.flat else format_version(done.version)
             return local.Fetched(done.version, where, done.total_bytes, done.fetched_bytes)
 
+        if message.memory:
+            return self._fetch_to_memory(client, order)
         return self._do(client, message.path, fetch)
+
+    def _fetch_to_memory(self, client: LocalClient, order: FetchOrder) -> Awaitable[Message]:
+        job = self._begin_job(client)
+
+        async def run() -> Message:
+            try:
+                done = await self._checkpoints.fetch_to_memory(order, job, client.holder)
+            finally:
+                job.end()
+            return local.Fetched(done.version, "", done.total_bytes, done.fetched_bytes)
+
+        return run()
+
+    def _begin_job(self, client: LocalClient) -> Job:
+        if client.holder in self._jobs:
+            raise ValueError("this connection has something to do already")
+        job = self._jobs[client.holder] = Job()
+        return job
 
     async def progress(self, client: LocalClient, message: local.Progress) -> local.ProgressReply:
         """How far what its connection asked for is."""
@@ -93,10 +124,12 @@ class LocalCheckpoints:
         shown: str,
         work: Callable[[HeldDirectory, Job], Awaitable[Message]],
     ) -> Awaitable[Message]:
-        if client.holder in self._jobs:
-            raise ValueError("this connection has something to do already")
         directory = HeldDirectory(client.directory, shown)
-        job = self._jobs[client.holder] = Job()
+        try:
+            job = self._begin_job(client)
+        except ValueError:
+            directory.close()
+            raise
 
         async def run() -> Message:
             try:

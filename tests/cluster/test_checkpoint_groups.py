@@ -12,6 +12,7 @@ import trio
 
 from p2pstore import errors
 from p2pstore.peer import Peer
+from p2pstore.peer.checkpoints import updating
 from p2pstore.results import FollowedCheckpoint
 from tests.cluster.test_open_peer import cluster
 from tests.contract.swarm_world import make_files, same_files
@@ -89,7 +90,9 @@ async def until_members(peer: Peer, wanted: list[tuple[Peer, str, str]]) -> None
             await trio.sleep(0.05)
 
 
-async def test_followers_prepare_and_switch_together(tmp_path: Path) -> None:
+async def test_followers_prepare_and_switch_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with cluster(tmp_path, 3) as (a, b, c):
         make_files(tmp_path / "v1", {"weights": 300_000, "config.json": 100})
         make_files(tmp_path / "v2", {"weights": 300_001, "config.json": 101})
@@ -112,6 +115,13 @@ async def test_followers_prepare_and_switch_together(tmp_path: Path) -> None:
             (info,) = await c.checkpoints.status("model")
             assert (info.version, info.previous, info.switched) == (second, first, first)
             assert info.trusted
+            # A publisher that was just started may not know all followers yet, and takes its time.
+            monkeypatch.setattr(updating, "ACQUAINTED_SECONDS", 3600.0)
+            with trio.move_on_after(1.0) as given_up:
+                await a.checkpoints.update("model", timeout=DEADLINE)
+            assert given_up.cancelled_caught
+            assert (await c.checkpoints.status("model"))[0].switched == first
+            monkeypatch.setattr(updating, "ACQUAINTED_SECONDS", 0.0)
             assert (await a.checkpoints.update("model", timeout=DEADLINE)).using == 2
             assert {one.current, two.current} == {second}
             assert await a.checkpoints.remove("model") == second

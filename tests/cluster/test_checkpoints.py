@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trio
 
@@ -143,3 +145,84 @@ async def test_a_fetch_that_is_cancelled_goes_on_where_it_was(tmp_path: Path) ->
         assert 0 < rest.fetched_bytes < rest.total_bytes == published.total_bytes
         assert trio.current_time() - began > rest.fetched_bytes / (2 * MIB) - 0.5
         assert same_files(source, tmp_path / "b" / "current")
+
+
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """As the format has it: the length of a JSON header, the header, the data."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, array in tensors.items():
+        begin = len(data)
+        data += array.tobytes()
+        kind = {"float32": "F32", "int64": "I64"}[array.dtype.name]
+        header[name] = {
+            "dtype": kind,
+            "shape": list(array.shape),
+            "data_offsets": [begin, len(data)],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+async def test_tensors_in_memory_are_views_that_clients_share(tmp_path: Path) -> None:
+    source = tmp_path / "from"
+    source.mkdir()
+    rng = np.random.default_rng(1)
+    weights: dict[str, np.ndarray] = {
+        "layer.0.weight": rng.random((300, 500), np.float32),
+        "layer.1.weight": rng.random((100, 500), np.float32),
+        "steps": np.arange(5),
+    }
+    write_safetensors(source / "model.safetensors", weights)
+    (source / "config.json").write_bytes(b'{"layers": 2}')
+    async with cluster(tmp_path, 2, checkpoint_memory="2MiB") as (a, b):
+        await a.checkpoints.publish("model", source, piece_bytes=PIECE)
+        tensors = await b.checkpoints.fetch_tensors("model", wait=20)
+        assert dict.fromkeys(tensors) == dict.fromkeys(weights)
+        for name, array in weights.items():
+            assert np.array_equal(tensors[name], array)
+            assert not tensors[name].flags.writeable
+        assert bytes(tensors.file("config.json")) == b'{"layers": 2}'
+
+        def in_plain_code() -> np.ndarray:
+            with (
+                p2pstore.blocking.connect(b.socket) as client,
+                client.checkpoints.fetch_tensors("model", ["layer.*"]) as some,
+            ):
+                assert sorted(some) == ["layer.0.weight", "layer.1.weight"]
+                kept: np.ndarray = some["layer.1.weight"]
+                return kept
+
+        kept = await trio.to_thread.run_sync(in_plain_code)
+        assert np.array_equal(kept, weights["layer.1.weight"]), "a view outlives its client"
+
+        # From memory to a directory of this peer.
+        got = await b.checkpoints.fetch("model", tmp_path / "b")
+        assert got.fetched_bytes == 0
+        assert same_files(source, tmp_path / "b" / "current")
+
+        # There is room for one or the other.
+        make_files(source, {"more.bin": MIB})
+        larger = await a.checkpoints.publish("model", source, piece_bytes=PIECE)
+        await until(
+            lambda: b.node.core.checkpoints.find("default", "model").version.hex() == larger.version
+        )
+        with pytest.raises(errors.CapacityExceeded, match=r"\(--checkpoint-memory\)"):
+            await b.checkpoints.fetch_tensors("model")
+        assert np.array_equal(tensors["steps"], weights["steps"])
+        tensors.close()
+        with trio.fail_after(60):
+            while True:  # the peer notices that a client is gone a moment later
+                try:
+                    tensors = await b.checkpoints.fetch_tensors("model")
+                    break
+                except errors.CapacityExceeded:
+                    await trio.sleep(0.01)
+        assert tensors.file("more.bin") == (source / "more.bin").read_bytes()
+        tensors.close()
+
+        (source / "model.safetensors").write_bytes(b"none of these")
+        await a.checkpoints.publish("broken", source, piece_bytes=PIECE)
+        with pytest.raises(errors.CheckpointRefused, match=r"model.safetensors is not in the"):
+            await b.checkpoints.fetch_tensors("broken", wait=20)

@@ -90,6 +90,15 @@ def test_a_peer_in_a_trio_program(machine: Machine) -> None:
     assert "list_keys: 10 keys" in printed
 
 
+def test_new_weights_for_a_group(machine: Machine) -> None:
+    printed = machine.run(str(EXAMPLES / "new_weights.py"))
+    for step in (100, 200):
+        assert f"step {step}: 2 of 2 engines switched" in printed
+        assert {f"engine-{number} uses step {step}" for number in (1, 2)} <= set(
+            printed.splitlines()
+        )
+
+
 def test_a_scheduler_in_front_of_engines(machine: Machine) -> None:
     printed = machine.run(str(EXAMPLES / "prefix_scheduler.py"))
     found = re.search(

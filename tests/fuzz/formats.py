@@ -16,12 +16,14 @@ import xxhash
 from p2pstore.allowlist import parse_peer_ids
 from p2pstore.config import split_address
 from p2pstore.errors import AuthenticationFailed, ConfigError, ProtocolError
+from p2pstore.gossip.checkpoints import HeadBody, SwitchBody, checkpoint_digest
 from p2pstore.gossip.exchange.digests import (
     check_runs,
     read_runs,
     unpack_digest,
     unpack_positions,
 )
+from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.records import (
     ClusterRecord,
@@ -52,6 +54,7 @@ from p2pstore.transfer.messages import Ticket
 from p2pstore.transfer.reader import SegmentReader
 from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.tickets import Scope, issue_ticket, open_ticket
+from p2pstore.wire import encode_body
 from tests.fuzz.mutation import HEADER, Mutator
 from tests.fuzz.victim import Problem
 from tests.unit.digest_rows import digest_from
@@ -212,6 +215,22 @@ def cluster_records(rng: Random, sent: list[bytes]) -> None:
             raise Problem("a changed cluster record was taken for true")
 
 
+def checkpoint_records(rng: Random, sent: list[bytes]) -> None:
+    """Heads and switches whose signatures are right, whatever they say: taken or left, and nothing worse."""
+    digest = checkpoint_digest("space", "name", IDENTITY.peer_id)
+    head = encode_body(HeadBody("space", "name", bytes(16), 1, 2, 3, 4))
+    switch = encode_body(SwitchBody("space", "name", bytes(16)))
+    kind, body = rng.choice(((2, head), (3, switch)))
+    body = _mutated_body(rng, sent, body)
+    record = ClusterRecord(1, kind, digest, 7, 8, IDENTITY.peer_id, rng.randrange(2), body)
+    records = ClusterRecords()
+    taken = records.offer(record, SignedRecord(encode_body(record), b""))
+    if not taken:
+        return
+    if record.scope or (kind == 2) != bool(records.heads_of("space", "name")):
+        raise Problem("a record was taken for another name's")
+
+
 def tickets(rng: Random, sent: list[bytes]) -> None:
     ticket = _records()[2]
     with suppress(AuthenticationFailed):
@@ -289,6 +308,7 @@ PARSERS: Final[tuple[tuple[Callable[[Random, list[bytes]], None], int], ...]] = 
     (segment_header, 10),
     (peer_records, 10),
     (cluster_records, 10),
+    (checkpoint_records, 10),
     (tickets, 10),
     (packed_lists, 10),
     (texts, 20),

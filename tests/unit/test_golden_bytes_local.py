@@ -28,15 +28,15 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         LocalKind.HELLO,
         0,
         local.Hello(1, 1, "default", 1, 4242, "test", True),
-        "01000000040302011600000000000000980101a764656661756c7401cd1092a474657374c3c2",
+        "01000000040302011800000000000000990101a764656661756c7401cd1092a474657374c3c2c400",
     ),
     "hello reply": (
         LocalKind.HELLO,
         REPLY,
         local.HelloReply(1, b"\x01", "n", 5, [local.SegmentInfo(DIGEST, 4096)], 6, "v", 4096),
         (
-            "010001000403020126000000000000009801c40101a16e059193c410000102030405060708090a0b"
-            "0c0d0e0fcd10009006a176cd1000"
+            "010001000403020128000000000000009a01c40101a16e059193c410000102030405060708090a0b"
+            "0c0d0e0fcd10009006a176cd10000000"
         ),
     ),
     "reserve": (
@@ -107,7 +107,7 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         LocalKind.CHECKPOINT_FETCH,
         0,
         checkpoints.Fetch("n", "m", "ab", b"p", True, 2, 7, True, 9, "/d"),
-        ("310000000403020113000000000000009aa16ea16da26162c40170c30207c309a22f64"),
+        ("310000000403020114000000000000009ba16ea16da26162c40170c30207c309a22f64c2"),
     ),
     "checkpoint fetched": (
         LocalKind.CHECKPOINT_FETCH,
@@ -341,6 +341,7 @@ def test_older_hellos_are_understood() -> None:
     hello = decode_body(local.Hello, bytes.fromhex(HELLO_BEFORE_DIRECTORIES))
     assert hello.location_table
     assert not hello.directory
+    assert not hello.checkpoint
     reply = decode_body(local.HelloReply, bytes.fromhex(REPLY_BEFORE_TABLES))
     assert (reply.software, reply.location_table_bytes) == ("v", 0)
 

@@ -185,6 +185,10 @@ def join(
         str | None,
         _option("SIZE", "What the full directory may take before auto lets go [default: 1GiB]."),
     ] = None,
+    checkpoint_memory: Annotated[
+        str | None,
+        _option("SIZE", "For checkpoints in memory [default: half of what is available]."),
+    ] = None,
     cluster_key_file: Annotated[
         str | None, _option("FILE", "The cluster's key, see keygen. Without one: loopback only.")
     ] = None,

@@ -25,6 +25,7 @@ from p2pstore.checkpoint.manifest import (
     Verifier,
     format_version,
     open_manifest,
+    read_manifest,
     sign_manifest,
     version_of,
 )
@@ -51,8 +52,10 @@ from p2pstore.nursery import open_background_nursery
 from p2pstore.peer.checkpoints.held_directory import HeldDirectory
 from p2pstore.peer.checkpoints.job import Job, JobPhase
 from p2pstore.peer.checkpoints.manifests import ask_for_manifest
+from p2pstore.peer.checkpoints.memories import Memories
+from p2pstore.peer.checkpoints.memory_target import MemoryTarget
 from p2pstore.peer.checkpoints.running import RunningSwarms
-from p2pstore.peer.checkpoints.stores import PieceStore, PublishedPieces
+from p2pstore.peer.checkpoints.stores import PieceStore, PublishedPieces, Target
 from p2pstore.peer.checkpoints.swarm_run import SwarmRun
 from p2pstore.peer.node import Node
 from p2pstore.transfer.data_pool import DataPool
@@ -119,11 +122,12 @@ class _Bringing:
 
     order: FetchOrder
     signed: SignedManifest
-    target: TargetDirectory
-    directory: HeldDirectory
+    target: Target
+    store: PieceStore
+    """The target, with what it needs to stay open."""
     job: Job
-    use: bool
-    """Whether `current` is to name it."""
+    finish: Callable[[], None]
+    """Puts it in its place; in a thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +146,16 @@ class _Part:
 class PeerCheckpoints:
     """Satisfies `Surroundings` for its swarms."""
 
-    def __init__(self, node: Node, signer: Signer, verifier: Verifier, rng: Random) -> None:
+    def __init__(
+        self,
+        node: Node,
+        signer: Signer,
+        verifier: Verifier,
+        rng: Random,
+        memory_limit_bytes: int | None = None,
+    ) -> None:
+        """`memory_limit_bytes`: see `Memories`."""
+        self.memories = Memories(memory_limit_bytes)
         self.swarms = RunningSwarms()
         self.threads = trio.CapacityLimiter(THREADS)
         self._node = node
@@ -193,6 +206,7 @@ class PeerCheckpoints:
             seen = await self._node.checkpoint_news(seen)
             for run in self.swarms.all():
                 run.look_around()
+            await trio.sleep(LOOK_SECONDS)  # in a large cluster there is always something new
 
     # --- publishing --------------------------------------------------------------------------
 
@@ -279,19 +293,71 @@ class PeerCheckpoints:
         job.begin(JobPhase.CHECKING)
         signed = await self._manifest(version, publisher)
         target = await self._open_target(order, signed, directory, job)
+
+        def finish() -> None:
+            if use:
+                target.commit(order.keep)
+            else:
+                target.place(order.keep)
+            target.close()
+
+        store = _Holding(target, directory)
+        fetched = await self._fill(_Bringing(order, signed, target, store, job, finish))
+        if not order.flat:
+            await self._stop_forgotten(directory)
+        if self.swarms.get(version) is None or not self._is_store_of(store, version):
+            store.close()
+        return fetched
+
+    def _is_store_of(self, store: PieceStore, version: bytes) -> bool:
+        run = self.swarms.get(version)
+        return run is not None and run.store is store
+
+    async def fetch_to_memory(self, order: FetchOrder, job: Job, user: int) -> Fetched:
+        """Bring a version to memory that clients may map, for the client `user`: it stays as long as one of them is
+        there. Raises like `fetch`; `CapacityExceeded` when it is more than `--checkpoint-memory`."""
+        head, version = await self._find(order, job)
+        job.version = version
+        job.begin(JobPhase.CHECKING)
+        async with self.memories.turn(version):
+            there = self.memories.use(version, user)
+            if there is not None:
+                return Fetched(version, there.manifest.layout.total_bytes, 0)
+            signed = await self._manifest(version, head.publisher)
+            size = read_manifest(signed.body).layout.total_bytes
+            with self.memories.room_for(version, size):
+                target = await trio.to_thread.run_sync(MemoryTarget, signed)
+                bringing = _Bringing(order, signed, target, target, job, lambda: None)
+                fetched = await self._fill(bringing)
+            self.memories.add(target, user)
+            return fetched
+
+    def memory_left(self, user: int) -> None:
+        """A client is gone: give back the memory of versions that nobody looks at any more."""
+        for target in self.memories.left(user):
+            part = self._parts.get(target.version)
+            if part is not None and part.run.store is target:
+                part.scope.cancel()  # it closes its store when no thread is at work there
+            else:
+                target.close()
+
+    def close(self) -> None:
+        """The peer ends: give back all memory. No swarm runs any more."""
+        self.memories.close()
+
+    async def _fill(self, bringing: _Bringing) -> Fetched:
+        """Bring all pieces: from another place of this host, or else by the swarm. Closes the store when that fails."""
+        order, target = bringing.order, bringing.target
+        version = version_of(bringing.signed.body)
         try:
-            bringing = _Bringing(order, signed, target, directory, job, use)
             while version in self._parts:
-                part = self._parts[version]
-                if await self._copy(part, bringing):
-                    target.close()
-                    directory.close()
+                if await self._copy(self._parts[version], bringing):
                     return Fetched(version, target.manifest.layout.total_bytes, 0)
             part = await self._begin(
-                order.namespace, signed, _Holding(target, directory), rate=order.bytes_per_second
+                order.namespace, bringing.signed, bringing.store, rate=order.bytes_per_second
             )
         except BaseException:
-            target.close()
+            bringing.store.close()
             raise
         try:
             with self._wanted(part):
@@ -466,16 +532,7 @@ class PeerCheckpoints:
         size = target.manifest.layout.total_bytes
         job.begin(JobPhase.FINISHING, size, size)
 
-        def finish() -> None:
-            if bringing.use:
-                target.commit(bringing.order.keep)
-            else:
-                target.place(bringing.order.keep)
-            target.close()
-
-        await trio.to_thread.run_sync(finish)
-        if not bringing.order.flat:
-            await self._stop_forgotten(bringing.directory)
+        await trio.to_thread.run_sync(bringing.finish)
 
     async def _stop_forgotten(self, directory: HeldDirectory) -> None:
         """Pass on no more what was removed from a directory because newer versions came."""
@@ -607,7 +664,7 @@ class _Holding:
         self._directory.close()
 
 
-def _copy_piece(source: PieceStore, target: TargetDirectory, piece: int) -> Exception | None:
+def _copy_piece(source: PieceStore, target: Target, piece: int) -> Exception | None:
     """From one directory of this host to another; what is wrong with the first one, if something is."""
     try:
         data = source.read(piece)

@@ -29,6 +29,15 @@ class PieceStore(Protocol):
         ...
 
 
+class Target(PieceStore, Protocol):
+    """A place that pieces of one version come to: `TargetDirectory`, `MemoryTarget`."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    def write(self, piece: int, data: bytes | bytearray | memoryview) -> bool: ...
+
+
 class PublishedSource(Protocol):
     """What was published: `SourceDirectory`, `SourceTensors`."""
 

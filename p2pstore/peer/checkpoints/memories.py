@@ -1,0 +1,89 @@
+"""Versions that are in memory here, and who looks at them: what nobody looks at any more is given back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import trio
+
+from p2pstore.errors import CapacityExceeded
+from p2pstore.objects import format_bytes
+from p2pstore.peer.checkpoints.memory_target import MemoryTarget
+from p2pstore.transfer.memory import available_memory
+
+
+class Memories:
+    """At most `limit_bytes` in all; None: as much as half of what is available at the time."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._targets: dict[bytes, MemoryTarget] = {}
+        self._users: dict[bytes, set[int]] = {}
+        """Clients, by version."""
+        self._coming: dict[bytes, int] = {}
+        self._turns: dict[bytes, trio.Lock] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all versions together, those that are on their way as well."""
+        there = sum(target.layout.total_bytes for target in self._targets.values())
+        return there + sum(self._coming.values())
+
+    @contextmanager
+    def room_for(self, version: bytes, length_bytes: int) -> Iterator[None]:
+        """For a version that is brought in this block. Raises `CapacityExceeded` when there is none."""
+        if self._limit_bytes is None:
+            room = available_memory()[0] // 2 - sum(self._coming.values())
+        else:
+            room = self._limit_bytes - self.used_bytes
+        if length_bytes > room:
+            raise CapacityExceeded(
+                f"a checkpoint of {format_bytes(length_bytes)} has no room in memory: {format_bytes(max(0, room))} "
+                "may be used (--checkpoint-memory)"
+            )
+        self._coming[version] = length_bytes
+        try:
+            yield
+        finally:
+            del self._coming[version]
+
+    @asynccontextmanager
+    async def turn(self, version: bytes) -> AsyncIterator[None]:
+        """Of those who want one version, one brings it, and the others share what it brought."""
+        lock = self._turns.setdefault(version, trio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked() and not lock.statistics().tasks_waiting:
+                self._turns.pop(version, None)
+
+    def add(self, target: MemoryTarget, user: int) -> None:
+        """It is complete, and this client looks at it."""
+        self._targets[target.version] = target
+        self._users[target.version] = {user}
+
+    def use(self, version: bytes, user: int) -> MemoryTarget | None:
+        """The version, which this client looks at from now on; None when it is not here."""
+        target = self._targets.get(version)
+        if target is not None:
+            self._users[version].add(user)
+        return target
+
+    def left(self, user: int) -> list[MemoryTarget]:
+        """A client is gone; what nobody looks at any more, to be closed."""
+        unused = []
+        for version, users in list(self._users.items()):
+            users.discard(user)
+            if not users:
+                del self._users[version]
+                unused.append(self._targets.pop(version))
+        return unused
+
+    def close(self) -> None:
+        """Give everything back."""
+        for target in self._targets.values():
+            target.close()
+        self._targets.clear()
+        self._users.clear()

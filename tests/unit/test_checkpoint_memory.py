@@ -1,0 +1,145 @@
+"""A version in memory: where it lies, what is written to it and what is not; tensors in files that are none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import trio
+import trio.testing
+
+from p2pstore.checkpoint.memory_layout import ALIGNMENT, plan_memory
+from p2pstore.checkpoint.piece_map import full_map
+from p2pstore.client.tensors import _in_safetensors
+from p2pstore.errors import CapacityExceeded, StoreClosed
+from p2pstore.objects import MIB
+from p2pstore.peer.checkpoints.memories import Memories
+from p2pstore.peer.checkpoints.memory_target import MemoryTarget
+from p2pstore.transfer.memory import map_read_only
+from tests.unit.test_target_directory import BASE, piece_of, signed
+
+
+def filled() -> MemoryTarget:
+    target = MemoryTarget(signed(BASE))
+    for piece in range(target.manifest.layout.count):
+        assert target.write(piece, piece_of(target.manifest, BASE, piece))
+    return target
+
+
+def test_files_lie_one_behind_the_other_aligned_and_the_manifest_behind_them() -> None:
+    layout = plan_memory([1, 0, ALIGNMENT, ALIGNMENT + 1], 10)
+    assert layout.files == (0, 64, 64, 128)
+    assert (layout.manifest, layout.total_bytes) == (256, 266)
+
+
+def test_what_is_written_is_what_clients_map() -> None:
+    target = filled()
+    assert target.have == full_map(target.manifest.layout.count)
+    layout = target.layout
+    view = map_read_only(target.descriptor, layout.total_bytes)
+    for begin, file in zip(layout.files, target.manifest.files, strict=True):
+        assert view[begin : begin + file.size] == BASE[file.path]
+    assert view[layout.manifest :] == signed(BASE).body
+    for piece in range(target.manifest.layout.count):
+        assert target.read(piece) == piece_of(target.manifest, BASE, piece)
+    target.close()
+    target.close()
+    assert bytes(view[: len(BASE["b.safetensors"])]) == BASE["b.safetensors"], "it stays mapped"
+    with pytest.raises(StoreClosed):
+        target.read(0)
+    view.release()
+
+
+def test_other_bytes_are_no_piece_and_change_nothing() -> None:
+    target = filled()
+    good = target.read(0)
+    assert not target.write(0, bytes(len(good)))
+    assert target.read(0) == good
+    target.close()
+
+
+def test_memory_is_held_as_long_as_somebody_looks_and_no_more_than_allowed() -> None:
+    memories = Memories(MIB)
+    target = filled()
+    memories.add(target, 1)
+    assert memories.use(target.version, 2) is target
+    assert memories.use(bytes(16), 2) is None
+    rest = MIB - target.layout.total_bytes
+    with memories.room_for(b"other", rest - 10):
+        with (
+            pytest.raises(CapacityExceeded, match="--checkpoint-memory"),
+            memories.room_for(b"", 11),
+        ):
+            raise AssertionError("there is no room for both")
+        with memories.room_for(b"third", 10):
+            assert memories.used_bytes == MIB
+    with memories.room_for(b"", rest):
+        pass
+    assert memories.left(1) == []
+    assert memories.left(2) == [target]
+    assert memories.used_bytes == 0
+    assert memories.use(target.version, 3) is None
+    target.close()
+
+
+def file_with(header: object, data: int = 16) -> memoryview:
+    text = json.dumps(header).encode()
+    return memoryview(len(text).to_bytes(8, "little") + text + bytes(data))
+
+
+def entry(**changes: object) -> dict[str, object]:
+    return {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16], **changes}
+
+
+def test_tensors_lie_behind_the_header() -> None:
+    view = file_with({"__metadata__": {}, "w": entry(), "e": entry(shape=[0], data_offsets=[3, 3])})
+    found = dict(_in_safetensors(view, 1000))
+    assert found["w"].end == 1000 + len(view)
+    assert (found["w"].dtype, found["w"].shape) == ("float32", (2, 2))
+    assert found["e"].begin == found["e"].end
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        memoryview(b"short"),
+        memoryview((1 << 60).to_bytes(8, "little") + bytes(100)),
+        memoryview((4).to_bytes(8, "little") + b"nope"),
+        file_with([]),
+        file_with({"w": 1}),
+        file_with({"w": entry(dtype="F99")}),
+        file_with({"w": entry(data_offsets=[0, 17])}),
+        file_with({"w": entry(data_offsets=[-16, 0])}),
+        file_with({"w": entry(data_offsets=[16, 0])}),
+        file_with({"w": entry(shape=[4, 2])}),
+        file_with({"w": entry(shape=[-2, -2])}),
+        file_with({"w": entry(shape=["x"])}),
+        file_with({"w": entry(data_offsets=["a", "b"])}),
+    ],
+)
+def test_what_is_no_such_file_is_refused(view: memoryview) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
+        list(_in_safetensors(view, 0))
+
+
+async def test_of_two_who_want_one_version_one_brings_it() -> None:
+    memories = Memories(None)
+    order: list[str] = []
+    may_end = trio.Event()
+
+    async def bring(name: str, version: bytes) -> None:
+        async with memories.turn(version):
+            order.append(name)
+            if name == "first":
+                await may_end.wait()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bring, "first", b"v")
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(bring, "second", b"v")
+        nursery.start_soon(bring, "another version", b"w")
+        await trio.testing.wait_all_tasks_blocked()
+        assert order == ["first", "another version"]
+        may_end.set()
+    assert order[-1] == "second"
+    assert memories._turns == {}
