@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import trio
 
 import p2pstore
 from p2pstore import errors
+from p2pstore.checkpoint.target_directory import TargetDirectory
 from p2pstore.peer import Peer
 from p2pstore.results import CheckpointProgress
 from tests.cluster.test_open_peer import MIB, cluster, until
@@ -94,6 +96,30 @@ async def test_a_fetch_again_or_to_another_directory_moves_nothing_over_the_netw
         older = await b.checkpoints.fetch("model", tmp_path / "one", version=published.version[:8])
         assert older.fetched_bytes == 0
         assert not same_files(source, tmp_path / "one" / "current")
+
+
+async def test_what_is_there_is_verified_piece_by_piece_each_once_and_several_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "from"
+    make_files(source, FILES)
+    read = TargetDirectory.read
+    together = threading.Barrier(2)
+    pieces: list[int] = []
+
+    def reading(self: TargetDirectory, piece: int) -> bytearray:
+        pieces.append(piece)
+        if len(pieces) <= 2:
+            together.wait(20)  # breaks, where there is nobody else
+        return read(self, piece)
+
+    async with cluster(tmp_path, 2) as (a, b):
+        published = await a.checkpoints.publish("model", source, piece_bytes=PIECE)
+        await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
+        monkeypatch.setattr(TargetDirectory, "read", reading)
+        again = await b.checkpoints.fetch("model", tmp_path / "b", verify=True)
+    assert again.fetched_bytes == 0
+    assert sorted(pieces) == list(range(published.pieces))
 
 
 async def test_what_cannot_be_done_is_said_in_the_words_of_who_asked(tmp_path: Path) -> None:

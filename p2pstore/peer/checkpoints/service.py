@@ -500,12 +500,24 @@ class PeerCheckpoints:
         """Read again what is there. Raises `ConfigError` when it is not what it should be."""
         layout = target.manifest.layout
         job.begin(JobPhase.CHECKING, layout.total_bytes)
-        for piece in pieces_in(target.have):
-            data = await trio.to_thread.run_sync(target.read, piece)
-            if not await trio.to_thread.run_sync(target.manifest.is_piece, piece, data):
-                file = target.manifest.files[layout.extents(piece)[0].file].path
-                raise ConfigError(f"{target.directory}: {file} was changed; remove it to fetch it")
-            job.advance(len(data))
+        pieces = iter(pieces_in(target.have))
+        failures: list[Exception] = []
+
+        async def verify() -> None:
+            try:
+                for piece in pieces:
+                    check = partial(_check_piece, target, piece)
+                    await trio.to_thread.run_sync(check, limiter=self.threads)
+                    job.advance(layout.size(piece))
+            except (ConfigError, OSError) as error:
+                failures.append(error)
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(THREADS):
+                nursery.start_soon(verify)
+        if failures:
+            raise failures[0]
 
     async def _bring(self, part: _Part, bringing: _Bringing) -> None:
         """By the swarm; then it is put in its place."""
@@ -662,6 +674,12 @@ class _Holding:
         """Let go of both."""
         self._store.close()
         self._directory.close()
+
+
+def _check_piece(target: TargetDirectory, piece: int) -> None:
+    if not target.manifest.is_piece(piece, target.read(piece)):
+        file = target.manifest.files[target.manifest.layout.extents(piece)[0].file].path
+        raise ConfigError(f"{target.directory}: {file} was changed; remove it to fetch it")
 
 
 def _copy_piece(source: PieceStore, target: Target, piece: int) -> Exception | None:
