@@ -18,8 +18,8 @@ from typing import Final
 
 USUAL_SLOTS: Final = 2
 MOST_SLOTS: Final = 8
-SLOTS_PER_ROUND_TRIP: Final = 16
-"""For each piece time that a round trip takes."""
+SLOTS_PER_ROUND_TRIP: Final = 24
+"""For each piece time that the shortest round trip takes: most take longer."""
 MAX_WAITING: Final = 64
 FORGETTING: Final = 1.001
 """So the shortest round trip is forgotten, by each answer."""
