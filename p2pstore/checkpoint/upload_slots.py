@@ -19,7 +19,8 @@ from typing import Final
 USUAL_SLOTS: Final = 2
 MOST_SLOTS: Final = 8
 SLOTS_PER_ROUND_TRIP: Final = 24
-"""For each piece time that the shortest round trip takes: most take longer."""
+"""For each piece time that the shortest round trip takes: most take longer. (By simulation, pieces of half a
+millisecond and messages of 0.3 take 1.06 of the shortest time, with 16 slots 1.07.)"""
 MAX_WAITING: Final = 64
 FORGETTING: Final = 1.001
 """So the shortest round trip is forgotten, by each answer."""
