@@ -75,6 +75,8 @@ class RealOutcome:
     seconds: float = 0.0
     served_at: list[float] = field(default_factory=list)
     """Seconds since the beginning, of each request."""
+    ratios: list[float] = field(default_factory=list)
+    """The hit rate so far, before each of them."""
     changes: list[PeerChange] = field(default_factory=list)
     """Who was killed and came back."""
     unreadable: int = 0
@@ -166,6 +168,7 @@ class _Replay:
             self._outages.between(number)
             self._look()
             self.outcome.served_at.append(time.monotonic() - begin)
+            self.outcome.ratios.append(self.outcome.counts.ratio)
             self._serve(request)
             advanced(number + 1)
         self.outcome.seconds = time.monotonic() - begin
@@ -299,6 +302,7 @@ class _Counters:
         now["life"] = statistics["incarnation"]
         now["dropped"] = counted.get("last_copies_dropped", 0)
         now["read"] = counted.get("client_read_bytes", 0)
+        now["ssd"] = statistics.get("ssd", {}).get("bytes_read", 0)
         if now["life"] != self._seen[peer]["life"]:
             self._sums += self._seen[peer]
         self._seen[peer] = now
@@ -316,4 +320,5 @@ class _Counters:
         names = {name for seen in (*self._seen, self._sums) for name in seen}
         by_way = Counter({name[5:]: self._sum(name) for name in names if name.startswith("read ")})
         by_way["own memory"] = self._sum("read")
+        by_way["SSD to memory"] = self._sum("ssd")
         return by_way

@@ -35,10 +35,12 @@ def test_real_peers_hit_what_simulated_ones_hit(
 
 
 def test_peers_are_killed_and_come_back_meanwhile(
-    trace: str, capsys: pytest.CaptureFixture[str]
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "growth.png"
     arguments = ["--peers", "3", "--memory", "100blocks", "--ssd", "400blocks"]
-    arguments += ["--kill-every", "1", "--down", "0.1", "--json"]
+    arguments += ["--kill-every", "1", "--down", "0.1", "--json", "--plot", str(picture)]
     assert run(["bench", "trace", trace, *arguments]) == 0
     results = {
         each["name"]: each["value"] for each in json.loads(capsys.readouterr().out)["results"]
@@ -46,6 +48,8 @@ def test_peers_are_killed_and_come_back_meanwhile(
     assert results["peers killed"] >= 1
     assert results["of these, a living peer had"] == 0
     assert results["hit rate"] > 0.1
+    assert "read by SSD to memory" in results
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("wrong", [("--ssd", "1blocks"), ("--block-bytes", "5000")])

@@ -105,7 +105,7 @@ def test_nonsense_is_a_protocol_error_or_a_message(
 
 def test_every_kind_has_request_and_reply() -> None:
     assert set(REQUESTS) == set(DataKind)
-    assert set(REPLIES) == set(DataKind) - {DataKind.PROOF}
+    assert set(REPLIES) == set(DataKind) - {DataKind.PROOF, DataKind.PIECE_TAKEN}
     assert DataKind.GET in READ_KINDS
     assert {DataKind.PUSH, DataKind.REPLICATE, DataKind.SNAPSHOT}.isdisjoint(READ_KINDS)
 

@@ -42,6 +42,9 @@ from p2pstore.transfer.messages import (
     Pushed,
     RdmaConnect,
     RdmaConnected,
+    ReadCount,
+    Reads,
+    ReadsTaken,
     Replicate,
     SetPins,
     Store,
@@ -126,6 +129,8 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     "pong": (DataKind.PING, 5, Pong(7, 42), REPLY, 0),
     "measure": (DataKind.MEASURE, 8, Measure(1 << 20), 0, 3),
     "measured": (DataKind.MEASURE, 8, Measured(3, 1_800_000_000_000), REPLY, 1 << 20),
+    "reads": (DataKind.READS, 13, Reads([ReadCount(DIGEST, 3)]), 0, 0),
+    "reads taken": (DataKind.READS, 13, ReadsTaken(), REPLY, 0),
     "set pins": (DataKind.SET_PINS, 10, SetPins([PinItem(DIGEST, 5, 6)], 1, 1000), 0, 0),
     "pins set": (DataKind.SET_PINS, 10, PinsSet(b"\1\0"), REPLY, 0),
     "store": (
@@ -193,6 +198,8 @@ GOLDEN: dict[str, str] = {
     "store: unchanged": "1900010006000000120000000000000092c2980102030506072ac4067265636f7264",
     "store part": "1a0004000700000002000000000000019100",
     "stored": "1a000100070000001000000000000000980102030506072ac4067265636f7264",
+    "reads": "1c0000000d0000001600000000000000919192c410dccec363d9fb256bb2d52a0704475a0003",
+    "reads taken": "1c0001000d000000010000000000000090",
     "set pins": (
         "1b0000000a0000001b00000000000000939193c410dccec363d9fb256bb2d52a0704475a00050601cd03e8"
     ),

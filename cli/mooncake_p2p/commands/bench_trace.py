@@ -88,7 +88,11 @@ def bench_trace(
     ] = 5.0,
     plot: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Picture: hit rate by memory.", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="Picture: hit rate by memory; of real peers, as it grows.",
+            show_default=False,
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -113,7 +117,7 @@ def bench_trace(
     if not simulate:
         scale = _scale(block_bytes, settings)
         outages = OutagePlan(kill_every, down)
-        _replay_for_real(requests, settings, model, scale, outages, json)
+        _replay_for_real(requests, settings, model, scale, outages, json, plot)
         return
     if kill_every:
         raise ValueError("--kill-every: real peers only, without --simulate")
@@ -213,6 +217,7 @@ def _replay_for_real(
     scale: Scale,
     outages: OutagePlan,
     as_json: bool,
+    plot: str | None,
 ) -> None:
     from mooncake_p2p import trace_replay
     from mooncake_p2p.interrupts import Interrupts
@@ -234,7 +239,9 @@ def _replay_for_real(
                 )
         finally:
             cluster.close()
-    simulated = _simulated(requests, settings, model, real)
+    simulated, simulated_ratios = _simulated(requests, settings, model, real)
+    if plot is not None:
+        _draw_growth(real, simulated_ratios, settings, plot)
     compression = requests[-1].seconds / real.seconds if real.seconds else 0.0
     if as_json:
         print_json(
@@ -252,19 +259,22 @@ def _replay_for_real(
 
 def _simulated(
     requests: Sequence[Request], settings: PoolSettings, model: Model, real: RealOutcome
-) -> float:
-    """The hit rate of the same pool when the requests come as they came, and the same peers die. Small blocks are not
-    copied because they are hot."""
+) -> tuple[float, list[float]]:
+    """The hit rate of the same pool when the requests come as they came, and the same peers die; and what it was before
+    each request. Small blocks are not copied because they are hot."""
     import msgspec
 
     from p2pstore.trace.pool import Pool
 
     pool = Pool(replace(settings, keep_after=0), model)
-    as_served = [
-        msgspec.structs.replace(request, timestamp=round(seconds * 1000))
-        for request, seconds in zip(requests, real.served_at, strict=True)
-    ]
-    return pool.replay(as_served, real.changes).counts.ratio
+    ratios: list[float] = []
+
+    def as_served() -> Iterator[Request]:
+        for request, seconds in zip(requests, real.served_at, strict=True):
+            ratios.append(pool.outcome.counts.ratio)
+            yield msgspec.structs.replace(request, timestamp=round(seconds * 1000))
+
+    return pool.replay(as_served(), real.changes).counts.ratio, ratios
 
 
 def _real_results(real: RealOutcome, simulated: float, compression: float) -> Iterator[Result]:
@@ -356,6 +366,30 @@ def _draw(requests: Sequence[Request], settings: PoolSettings, model: Model, pat
         xlabel="memory of each peer, GiB",
         ylabel="hit rate",
         xscale="log",
+    )
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _draw_growth(
+    real: RealOutcome, simulated: Sequence[float], settings: PoolSettings, path: str
+) -> None:
+    """The hit rate so far, over time, and when peers were killed."""
+    pyplot = _pyplot()
+    figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    axis.plot(real.served_at, real.ratios, label="real peers")
+    axis.plot(real.served_at, simulated, label="simulated", linestyle="--")
+    killed = [change.request for change in real.changes if not change.up]
+    for number, request in enumerate(killed):
+        label = "a peer is killed" if number == 0 else None
+        axis.axvline(real.served_at[request], color="gray", linewidth=0.5, label=label)
+    axis.set(
+        title=f"{settings.peers} peers, {settings.policy}, {settings.routing}",
+        xlabel="seconds",
+        ylabel="hit rate so far",
     )
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
