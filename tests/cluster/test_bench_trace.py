@@ -40,7 +40,7 @@ def test_peers_are_killed_and_come_back_meanwhile(
     pytest.importorskip("matplotlib")
     picture = tmp_path / "growth.png"
     arguments = ["--peers", "3", "--memory", "100blocks", "--ssd", "400blocks"]
-    arguments += ["--kill-every", "1", "--down", "0.1", "--json", "--plot", str(picture)]
+    arguments += ["--kill-every", "0.2", "--down", "0.1", "--json", "--plot", str(picture)]
     assert run(["bench", "trace", trace, *arguments]) == 0
     results = {
         each["name"]: each["value"] for each in json.loads(capsys.readouterr().out)["results"]
