@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import select
 import shutil
 import signal
@@ -27,6 +28,7 @@ END_SECONDS: Final = 15.0
 POLL_SECONDS: Final = 0.02
 FIRST_PORT: Final = 18_000
 CLIENT_SECONDS: Final = 20.0
+_PORTS: Final = iter(random.sample(range(20_000, 32_000), 12_000))
 """Timeout of the clients by which the tests look at peers."""
 
 
@@ -297,10 +299,13 @@ def until(
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody has, and no other peer here was given. It is not of the range from which the kernel takes
+    ports for connections: one of these would be taken before the peer listens, now and then."""
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise RuntimeError(f"no port of {host} is free")
 
 
 @contextlib.contextmanager
