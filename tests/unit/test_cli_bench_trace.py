@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from mooncake_p2p.commands import bench_trace
 from mooncake_p2p.errors import ExitCode
 from mooncake_p2p.main import run
 from p2pstore.trace.comparison import cases
@@ -105,3 +107,17 @@ def test_only_what_was_asked_for_has_ssds() -> None:
     assert found["one cache of all memory"].memory_blocks == 100
     assert found["one cache without end"].memory_blocks == 77
     assert "pool with SSDs" not in {each.name for each in cases(PoolSettings(memory_blocks=10), 77)}
+
+
+@pytest.mark.parametrize("simulate", [True, False])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_replayed(
+    simulate: bool,
+    trace: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(bench_trace, "_read", lambda file: pytest.fail("the trace was read"))
+    options = ["--simulate"] if simulate else []
+    assert run(["bench", "trace", trace, *options, "--plot", "p.png"]) == ExitCode.FAILED
+    assert "pip install matplotlib" in capsys.readouterr().err

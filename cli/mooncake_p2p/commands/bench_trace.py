@@ -113,6 +113,8 @@ def bench_trace(
 
     model = Model(kv_bytes_per_token=_at_least_one(parse_bytes(token_bytes, "--token-bytes")))
     settings = _settings(*(peers, memory, ssd, model, policy, routing, load_bound, keep_after))
+    if plot is not None:
+        _pyplot()  # that it is missing is said now, not after minutes
     requests = _read(file)
     if not simulate:
         scale = _scale(block_bytes, settings)
