@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from p2pstore.local.messages import PullCount, SlowRead, TransportFallback, UnseenRead
+from p2pstore.transfer.data_connection import TRANSPORT_NAME
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.shm import ShmTransport
 from p2pstore.transfer.transport import PullReport
@@ -57,6 +58,19 @@ class PullLedger:
             return
         if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
             self._slow.append(SlowRead(digest, member, transport, seconds, code, key))
+
+    def pulled_chunk(
+        self, key: str, digest: bytes, member: int, length_bytes: int, seconds: float
+    ) -> None:
+        """`pulled`, for an object that came over TCP from its only holder at once."""
+        counted = self._counts.get((member, TRANSPORT_NAME))
+        if counted is None:
+            self.count(member, TRANSPORT_NAME, objects=1, length_bytes=length_bytes)
+        else:
+            counted[0] += 1
+            counted[1] += length_bytes
+        if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
+            self._slow.append(SlowRead(digest, member, TRANSPORT_NAME, seconds, 0, key))
 
     def _unseen_by(self, member: int, digest: bytes) -> None:
         """Nobody but this client knows that the holder was read; its eviction is to know as well."""

@@ -53,6 +53,7 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.local.messages import HolderFailure
 from p2pstore.objects import HybridClock, Version, namespace_digest
+from p2pstore.transfer.entries import QuickCopy
 from p2pstore.transfer.layout import (
     Pin,
     TrailerBody,
@@ -466,6 +467,12 @@ class PeerCore:
         if entry is not None and self.floors.sweep.forbids(entry):
             return None
         return entry
+
+    def copy_quickly(self, digest: bytes, max_bytes: int, now: float) -> QuickCopy | None:
+        """A copy of a small object that may be served, for any thread. None when this takes more than a look."""
+        if self.floors.sweep.pending:
+            return None
+        return self.segment.copy_quickly(digest, max_bytes, self.unix(now))
 
     def own_location(self, digest: bytes, now: float) -> LocationRecord | None:
         """What this peer says of an object that it serves, from memory or from its SSD."""

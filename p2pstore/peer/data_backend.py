@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -21,6 +22,7 @@ from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import peer_document
 from p2pstore.streams import BytesLike
 from p2pstore.transfer.data_server import OpenedObject
+from p2pstore.transfer.entries import QuickCopy
 from p2pstore.transfer.layout import Slot, SlotState, encode_slot
 from p2pstore.transfer.messages import (
     DataKind,
@@ -139,6 +141,17 @@ class PeerDataBackend:
         """The object was sent, or will not be."""
         entry: ObjectEntry = opened.handle
         self._segment.let_go(entry)
+
+    def copy_quickly(self, digest: bytes, max_bytes: int) -> QuickCopy | None:
+        """A small object, for threads."""
+        return self._core.copy_quickly(digest, max_bytes, self._node.now)
+
+    def note_reads(self, digests: Sequence[bytes]) -> None:
+        """Threads have served these."""
+        unix = self._core.unix(self._node.now)
+        for digest, count in Counter(digests).items():
+            self._segment.touch(digest, count, unix)
+        self._core.counters["reads_served"] += len(digests)
 
     async def handle(
         self, kind: DataKind, message: Message, claims: TicketClaims

@@ -17,7 +17,7 @@ from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.objects import Version, format_bytes
 from p2pstore.transfer.allocator import Window, choose_windows
 from p2pstore.transfer.areas import Areas, Place, Places, QuotaUse
-from p2pstore.transfer.entries import ObjectEntry, Reservation
+from p2pstore.transfer.entries import ObjectEntry, QuickCopy, Reservation
 from p2pstore.transfer.eviction import EvictionOrder, WhoKeeps, rank_of
 from p2pstore.transfer.eviction_policies import make_policy
 from p2pstore.transfer.expiry import ExpiryTimers
@@ -340,6 +340,18 @@ class Segment:
     def slot_bytes(self, entry: ObjectEntry) -> bytes:
         """A copy of the entry's 64-byte slot."""
         return self._table.slot_bytes(entry)
+
+    def copy_quickly(self, digest: bytes, max_bytes: int, now: float) -> QuickCopy | None:
+        """A copy of the live entry under `digest`, when it has up to so many bytes. The one method for any thread of
+        the process: bytes are used anew only after the entry's state was changed, and that shows here, as both hold
+        the interpreter's lock."""
+        entry = self._entries.get(digest)
+        if entry is None or entry.length > max_bytes or entry.expired(now):
+            return None
+        start, length = entry.offset, entry.length
+        payload = bytes(self._buffer[start : start + length])
+        copied = QuickCopy(self.slot_bytes(entry), self.trailer_bytes(entry), payload)
+        return copied if entry.state is SlotState.LIVE else None
 
     def digests(self) -> Set[bytes]:
         """A live view of the digests of all objects."""

@@ -55,6 +55,7 @@ from p2pstore.transfer.data_server import (
     listener_address,
     open_data_listeners,
 )
+from p2pstore.transfer.entries import QuickCopy
 from p2pstore.transfer.layout import (
     Slot,
     SlotState,
@@ -218,6 +219,7 @@ class Backend:
         self.waiting = 0
         self.most_waiting = 0
         self.pushes: list[tuple[bytes, Push]] = []
+        self.read_in_threads: list[bytes] = []
 
     def must_bring(self, items: Sequence[GetItem]) -> bool:
         return False  # all of it is in memory
@@ -242,6 +244,12 @@ class Backend:
 
     def let_go(self, opened: OpenedObject) -> None:
         self._segment.let_go(opened.handle)
+
+    def copy_quickly(self, digest: bytes, max_bytes: int) -> QuickCopy | None:
+        return self._segment.copy_quickly(digest, max_bytes, time.time())
+
+    def note_reads(self, digests: Sequence[bytes]) -> None:
+        self.read_in_threads += digests
 
     async def handle(
         self, kind: DataKind, message: Message, claims: TicketClaims
