@@ -468,11 +468,11 @@ class PeerCore:
             return None
         return entry
 
-    def copy_quickly(self, digest: bytes, max_bytes: int, now: float) -> QuickCopy | None:
+    def copy_quickly(self, digest: bytes, into: memoryview, now: float) -> QuickCopy | None:
         """A copy of a small object that may be served, for any thread. None when this takes more than a look."""
         if self.floors.sweep.pending:
             return None
-        return self.segment.copy_quickly(digest, max_bytes, self.unix(now))
+        return self.segment.copy_quickly(digest, into, self.unix(now))
 
     def own_location(self, digest: bytes, now: float) -> LocationRecord | None:
         """What this peer says of an object that it serves, from memory or from its SSD."""

@@ -142,9 +142,9 @@ class PeerDataBackend:
         entry: ObjectEntry = opened.handle
         self._segment.let_go(entry)
 
-    def copy_quickly(self, digest: bytes, max_bytes: int) -> QuickCopy | None:
+    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
         """A small object, for threads."""
-        return self._core.copy_quickly(digest, max_bytes, self._node.now)
+        return self._core.copy_quickly(digest, into, self._node.now)
 
     def note_reads(self, digests: Sequence[bytes]) -> None:
         """Threads have served these."""

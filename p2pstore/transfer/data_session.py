@@ -138,7 +138,7 @@ class DataBackend(Protocol):
         """The end of `open_objects`."""
         ...
 
-    def copy_quickly(self, digest: bytes, max_bytes: int) -> QuickCopy | None:
+    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
         """See `QuickSource`."""
         ...
 

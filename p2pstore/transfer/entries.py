@@ -69,11 +69,12 @@ class ObjectEntry:
 
 
 class QuickCopy(NamedTuple):
-    """A small object as it was in memory a moment ago: slot and trailer as they are there, and its bytes."""
+    """A small object as it was in memory a moment ago: slot and trailer as they are there, and how many bytes of it
+    were copied."""
 
     slot: bytes
     trailer: bytes
-    payload: bytes
+    length: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from typing import Final, Protocol
 
 import msgspec
 
-from p2pstore.objects import KIB
-from p2pstore.streams import MAX_GATHER, stalled
+from p2pstore.objects import KIB, MIB
+from p2pstore.streams import stalled
 from p2pstore.transfer.entries import QuickCopy
 from p2pstore.transfer.messages import DataKind, Get, GetItem, ObjectReply, Objects, ObjectStatus
 from p2pstore.wire import DATA_REQUEST_LIMITS, HEADER, HEADER_BYTES, REPLY
@@ -34,7 +34,7 @@ MAX_READ_THREADS: Final = 16
 """Of a peer. What does not get one is answered by the event loop."""
 QUICK_BYTES: Final = 64 * KIB
 """Values up to this are copied before they are sent, so that nobody needs to keep them in place."""
-MAX_QUICK_REPLY_BYTES: Final = 2 * KIB * KIB
+VALUES_BYTES: Final = 2 * MIB
 """Of values in one answer."""
 MAX_TALLY: Final = 65_536
 REQUEST_BYTES: Final = 64 * KIB
@@ -49,9 +49,9 @@ _decode_get: Final = msgspec.msgpack.Decoder(Get).decode
 class QuickSource(Protocol):
     """Objects that any thread may look at."""
 
-    def copy_quickly(self, digest: bytes, max_bytes: int) -> QuickCopy | None:
-        """A copy of an object in memory of up to so many bytes, which may be read now. None when there is none, or
-        it takes the event loop to say."""
+    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
+        """Copy an object in memory, which may be read now, to the beginning of `into`. None when there is none, it
+        does not fit, or it takes the event loop to say."""
         ...
 
 
@@ -93,6 +93,9 @@ class ReadThread:
         self._wanted = wanted
         self._progress_seconds = progress_seconds
         self._request = memoryview(bytearray(REQUEST_BYTES))
+        self._values = memoryview(bytearray(VALUES_BYTES))
+        """Those of the answer that is made."""
+        self._taken_bytes = 0
 
     def serve(self, sock: socket.socket) -> bytes:
         """Answer requests until one comes that is not for here, or none for a while: the bytes received that were not
@@ -136,37 +139,35 @@ class ReadThread:
             items = _decode_get(data[HEADER_BYTES:end]).items
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             return 0
-        if not (copies := self._copies(items)):
+        if not (replies := self._take(items)):
             return 0
-        replies = [ObjectReply(_OK, each[0], each[1], len(each[2])) for each in copies]
+        size = self._taken_bytes
         body = _encode_body(Objects(replies))
-        payloads = [each[2] for each in copies]
-        size = sum(map(len, payloads))
         header = HEADER.pack(_GET, REPLY, request_id, len(body), size)
-        self._send(sock, [header + body, *payloads])
+        self._send(sock, header + body, self._values[:size])
         self._tally.add([each.digest for each in items], HEADER_BYTES + len(body) + size)
         return end
 
-    def _copies(self, items: Sequence[GetItem]) -> list[QuickCopy]:
-        """All of them, or nothing."""
-        copies: list[QuickCopy] = []
-        left_bytes = MAX_QUICK_REPLY_BYTES
+    def _take(self, items: Sequence[GetItem]) -> list[ObjectReply]:
+        """Copy the values of all of them, one after the other, or nothing."""
+        replies: list[ObjectReply] = []
+        taken = 0
         for item in items:
-            if item.first_chunk or left_bytes < QUICK_BYTES:
+            into = self._values[taken : taken + QUICK_BYTES]
+            if item.first_chunk or (copy := self._source.copy_quickly(item.digest, into)) is None:
                 return []
-            copy = self._source.copy_quickly(item.digest, QUICK_BYTES)
-            if copy is None:
-                return []
-            left_bytes -= len(copy.payload)
-            copies.append(copy)
-        return copies
+            slot, trailer, length = copy
+            replies.append(ObjectReply(_OK, slot, trailer, length))
+            taken += length
+        self._taken_bytes = taken
+        return replies
 
-    def _send(self, sock: socket.socket, parts: list[bytes]) -> None:
-        size = sum(map(len, parts))
+    def _send(self, sock: socket.socket, head: bytes, values: memoryview) -> None:
+        size = len(head) + len(values)
         try:
-            sent = sock.sendmsg(parts if len(parts) <= MAX_GATHER else [b"".join(parts)])
+            sent = sock.sendmsg((head, values))
             if sent < size:
-                sock.sendall(b"".join(parts)[sent:])
+                sock.sendall((head + values)[sent:])
         except BlockingIOError:
             raise stalled(self._progress_seconds) from None
 

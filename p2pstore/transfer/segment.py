@@ -341,16 +341,16 @@ class Segment:
         """A copy of the entry's 64-byte slot."""
         return self._table.slot_bytes(entry)
 
-    def copy_quickly(self, digest: bytes, max_bytes: int, now: float) -> QuickCopy | None:
-        """A copy of the live entry under `digest`, when it has up to so many bytes. The one method for any thread of
+    def copy_quickly(self, digest: bytes, into: memoryview, now: float) -> QuickCopy | None:
+        """Copy the live entry under `digest` to the beginning of `into`, when it fits. The one method for any thread of
         the process: bytes are used anew only after the entry's state was changed, and that shows here, as both hold
         the interpreter's lock."""
         entry = self._entries.get(digest)
-        if entry is None or entry.length > max_bytes or entry.expired(now):
+        if entry is None or entry.length > len(into) or entry.expired(now):
             return None
         start, length = entry.offset, entry.length
-        payload = bytes(self._buffer[start : start + length])
-        copied = QuickCopy(self.slot_bytes(entry), self.trailer_bytes(entry), payload)
+        into[:length] = self._buffer[start : start + length]
+        copied = QuickCopy(self.slot_bytes(entry), self.trailer_bytes(entry), length)
         return copied if entry.state is SlotState.LIVE else None
 
     def digests(self) -> Set[bytes]:

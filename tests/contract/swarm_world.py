@@ -62,7 +62,7 @@ class _Backend:
     def let_go(self, opened: OpenedObject) -> None:
         raise AssertionError("there are no objects")
 
-    def copy_quickly(self, digest: bytes, max_bytes: int) -> QuickCopy | None:
+    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
         raise AssertionError("there are no objects")
 
     def note_reads(self, digests: Sequence[bytes]) -> None:

@@ -245,8 +245,8 @@ class Backend:
     def let_go(self, opened: OpenedObject) -> None:
         self._segment.let_go(opened.handle)
 
-    def copy_quickly(self, digest: bytes, max_bytes: int) -> QuickCopy | None:
-        return self._segment.copy_quickly(digest, max_bytes, time.time())
+    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
+        return self._segment.copy_quickly(digest, into, time.time())
 
     def note_reads(self, digests: Sequence[bytes]) -> None:
         self.read_in_threads += digests
