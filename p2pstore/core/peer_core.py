@@ -58,6 +58,7 @@ from p2pstore.transfer.layout import (
     Pin,
     TrailerBody,
 )
+from p2pstore.transfer.loans import Loan
 from p2pstore.transfer.messages import (
     DataKind,
     Locations,
@@ -473,6 +474,12 @@ class PeerCore:
         if self.floors.sweep.pending:
             return None
         return self.segment.copy_quickly(digest, into, self.unix(now))
+
+    def lend(self, digest: bytes, now: float) -> tuple[Loan, ObjectEntry] | None:
+        """`Segment.lend` of an object that may be served, for any thread. None when this takes more than a look."""
+        if self.floors.sweep.pending:
+            return None
+        return self.segment.lend(digest, self.unix(now))
 
     def own_location(self, digest: bytes, now: float) -> LocationRecord | None:
         """What this peer says of an object that it serves, from memory or from its SSD."""

@@ -52,8 +52,10 @@ from p2pstore.transfer.messages import (
 )
 from p2pstore.transfer.rdma_serving import RdmaBackend, ReadableEnd
 from p2pstore.transfer.read_thread import (
+    LENT_BYTES,
     MAX_READ_THREADS,
     Briskness,
+    LentObject,
     ReadTally,
     ReadThread,
 )
@@ -139,6 +141,14 @@ class DataBackend(Protocol):
         ...
 
     def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
+        """See `QuickSource`."""
+        ...
+
+    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
+        """See `QuickSource`."""
+        ...
+
+    def end_loan(self, lent: LentObject) -> None:
         """See `QuickSource`."""
         ...
 
@@ -346,6 +356,7 @@ class DataSession:
         traffic = self._traffic
         thread = ReadThread(
             self._backend,
+            self._claims.issuer,
             traffic.tally,
             lambda: not self._retiring,
             self._limits.progress_seconds,
@@ -374,6 +385,7 @@ class DataSession:
         digests, length_bytes = self._traffic.tally.take(TAKE_IN_READS)
         self._traffic.objects += len(digests)
         self._traffic.bytes += length_bytes
+        self._traffic.ended_upload_seconds += self._traffic.tally.take_upload_seconds()
         if digests:
             self._backend.note_reads(digests)
         return len(digests) == TAKE_IN_READS
@@ -524,7 +536,7 @@ class DataSession:
         now = time.monotonic()
         if payloads and not self._uploads:
             self._traffic.small_read_at = now
-        self._briskness.answered(now, quick=bool(payloads) and bulk_bytes <= SMALL_READ_BYTES)
+        self._briskness.answered(now, quick=bool(payloads) and bulk_bytes <= LENT_BYTES)
 
     def _take_upload(self, may_refuse: bool) -> bool:
         """Whether a large answer may be sent now; if so, this connection has one on its way until the next flush

@@ -14,7 +14,8 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -34,6 +35,8 @@ MAX_READ_THREADS: Final = 16
 """Of a peer. What does not get one is answered by the event loop."""
 QUICK_BYTES: Final = 64 * KIB
 """Values up to this are copied before they are sent, so that nobody needs to keep them in place."""
+LENT_BYTES: Final = 1 * MIB
+"""Values up to this are sent in threads. Larger ones take so long that a turn of the event loop hardly counts."""
 VALUES_BYTES: Final = 2 * MIB
 """Of values in one answer."""
 MAX_TALLY: Final = 65_536
@@ -46,12 +49,32 @@ _encode_body: Final = msgspec.msgpack.Encoder().encode
 _decode_get: Final = msgspec.msgpack.Decoder(Get).decode
 
 
+@dataclass(frozen=True, slots=True)
+class LentObject:
+    """An object that stays where it is until `end_loan`, with slot and trailer as they are there. `handle` is its
+    source's own."""
+
+    slot: bytes
+    trailer: bytes
+    payload: memoryview
+    handle: Any
+
+
 class QuickSource(Protocol):
     """Objects that any thread may look at."""
 
     def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
         """Copy an object in memory, which may be read now, to the beginning of `into`. None when there is none, it
         does not fit, or it takes the event loop to say."""
+        ...
+
+    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
+        """An object in memory, which stays there until `end_loan`, to be sent to the peer `reader`, or a client of it.
+        None when there is none, or it takes the event loop to say."""
+        ...
+
+    def end_loan(self, lent: LentObject) -> None:
+        """The end of `lend`, in the same thread."""
         ...
 
 
@@ -62,6 +85,7 @@ class ReadTally:
     def __init__(self) -> None:
         self._digests: deque[bytes] = deque(maxlen=MAX_TALLY)
         self._bytes: deque[int] = deque(maxlen=MAX_TALLY)
+        self._upload_seconds: deque[float] = deque(maxlen=MAX_TALLY)
         self.added_at = -math.inf
         """When an answer was sent last, in monotonic seconds."""
 
@@ -70,6 +94,15 @@ class ReadTally:
         self._digests.extend(digests)
         self._bytes.append(length_bytes)
         self.added_at = time.monotonic()
+
+    def add_upload(self, seconds: float) -> None:
+        """It took so long to send an object that was lent."""
+        self._upload_seconds.append(seconds)
+
+    def take_upload_seconds(self) -> float:
+        """What `add_upload` was told since the last call."""
+        some = self._upload_seconds
+        return math.fsum(some.popleft() for _ in range(len(some)))
 
     def take(self, limit: int) -> tuple[list[bytes], int]:
         """Up to `limit` reads that nobody took yet, and the bytes sent since the last call. Not for several threads."""
@@ -84,18 +117,20 @@ class ReadThread:
     def __init__(
         self,
         source: QuickSource,
+        reader: bytes,
         tally: ReadTally,
         wanted: Callable[[], bool],
         progress_seconds: float,
     ) -> None:
         self._source = source
+        self._reader = reader
         self._tally = tally
         self._wanted = wanted
         self._progress_seconds = progress_seconds
         self._request = memoryview(bytearray(REQUEST_BYTES))
         self._values = memoryview(bytearray(VALUES_BYTES))
         """Those of the answer that is made."""
-        self._taken_bytes = 0
+        self._taken_bytes = self._sent_bytes = 0
 
     def serve(self, sock: socket.socket) -> bytes:
         """Answer requests until one comes that is not for here, or none for a while: the bytes received that were not
@@ -136,17 +171,34 @@ class ReadThread:
         if body_length > DATA_REQUEST_LIMITS.body_bytes:
             return 0
         try:
-            items = _decode_get(data[HEADER_BYTES:end]).items
+            get = _decode_get(data[HEADER_BYTES:end])
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             return 0
-        if not (replies := self._take(items)):
+        items = get.items
+        if replies := self._take(items):
+            self._reply(sock, request_id, replies, self._values[: self._taken_bytes])
+        elif len(items) > 1 or not self._reply_lent(sock, request_id, get):
             return 0
-        size = self._taken_bytes
-        body = _encode_body(Objects(replies))
-        header = HEADER.pack(_GET, REPLY, request_id, len(body), size)
-        self._send(sock, header + body, self._values[:size])
-        self._tally.add([each.digest for each in items], HEADER_BYTES + len(body) + size)
+        self._tally.add([each.digest for each in items], self._sent_bytes)
         return end
+
+    def _reply_lent(self, sock: socket.socket, request_id: int, get: Get) -> bool:
+        """Answer with one larger object, out of its place; whether that could be done here."""
+        (item,) = get.items
+        if item.first_chunk:
+            return False
+        began = time.monotonic()
+        lent = self._source.lend(item, self._reader, get.keeps)
+        if lent is None:
+            return False
+        try:
+            payload = lent.payload
+            reply = ObjectReply(_OK, lent.slot, lent.trailer, len(payload))
+            self._reply(sock, request_id, [reply], payload)
+        finally:
+            self._source.end_loan(lent)
+            self._tally.add_upload(time.monotonic() - began)
+        return True
 
     def _take(self, items: Sequence[GetItem]) -> list[ObjectReply]:
         """Copy the values of all of them, one after the other, or nothing."""
@@ -162,12 +214,22 @@ class ReadThread:
         self._taken_bytes = taken
         return replies
 
-    def _send(self, sock: socket.socket, head: bytes, values: memoryview) -> None:
-        size = len(head) + len(values)
+    def _reply(
+        self,
+        sock: socket.socket,
+        request_id: int,
+        replies: list[ObjectReply],
+        values: memoryview,
+    ) -> None:
+        body = _encode_body(Objects(replies))
+        head = HEADER.pack(_GET, REPLY, request_id, len(body), len(values)) + body
+        self._sent_bytes = len(head) + len(values)
         try:
             sent = sock.sendmsg((head, values))
-            if sent < size:
-                sock.sendall((head + values)[sent:])
+            while sent < len(head):  # seldom: the socket's buffer was nearly full
+                sent += sock.sendmsg((head[sent:], values))
+            while sent < self._sent_bytes:
+                sent += sock.send(values[sent - len(head) :])
         except BlockingIOError:
             raise stalled(self._progress_seconds) from None
 

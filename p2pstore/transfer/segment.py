@@ -37,6 +37,7 @@ from p2pstore.transfer.layout import (
     round_up,
     trailer_matches,
 )
+from p2pstore.transfer.loans import Loan, Loans
 from p2pstore.transfer.object_table import ObjectTable, slot_of
 from p2pstore.transfer.policies.interface import EvictionPolicy
 
@@ -53,6 +54,9 @@ MAX_RESERVATIONS_PER_HOLDER: Final = 4096
 MOST_WINDOWS: Final = 8
 AHEAD_SHARE: Final = 4096
 """So many windows are evicted at once, as long as those ahead of need are less than this part of the segment."""
+
+MOST_TRIES: Final = 4
+"""To make room, while threads begin to send from what was chosen to go."""
 
 NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
 
@@ -86,6 +90,7 @@ class Segment:
         self._listing = KeyListing()
         self._reservations = Reservations()
         self._leases = Leases()
+        self._loans = Loans()
         self._entries: dict[bytes, ObjectEntry] = {}
         self._held: dict[int, ObjectEntry | Reservation] = {}  # slot number -> what is in it
         self._referenced_bytes = 0
@@ -353,6 +358,17 @@ class Segment:
         copied = QuickCopy(self.slot_bytes(entry), self.trailer_bytes(entry), length)
         return copied if entry.state is SlotState.LIVE else None
 
+    def lend(self, digest: bytes, now: float) -> tuple[Loan, ObjectEntry] | None:
+        """The live entry under `digest`, whose bytes stay until `end_loan`. For any thread of the process."""
+        entry = self._entries.get(digest)
+        if entry is None or entry.expired(now) or (loan := self._loans.begin(entry)) is None:
+            return None
+        return loan, entry
+
+    def end_loan(self, loan: Loan) -> None:
+        """The end of `lend`, by the same thread."""
+        self._loans.end(loan)
+
     def digests(self) -> Set[bytes]:
         """A live view of the digests of all objects."""
         return self._entries.keys()
@@ -422,6 +438,7 @@ class Segment:
     def expire(self, now: float) -> list[ObjectEntry]:
         """Withdraw what is past its time to live and return it (`take_withdrawn` has it, too); end
         the pins that have run out."""
+        self._settle_loans()
         gone: list[ObjectEntry] = []
         for entry in self._timers.due(now):
             if entry.state is not SlotState.LIVE:
@@ -470,8 +487,10 @@ class Segment:
             area = self._areas.at(extent)
             kept = area.owned if area.owner == namespace else None
             others = tuple(group for group in groups if group != kept)
-            if self._evict_one(others, now) or self._evict_one(groups, now):
-                slot = self._table.take_slot()
+            self._settle_loans()
+            for _ in range(MOST_TRIES):  # as for room
+                if slot is None and (self._evict_one(others, now) or self._evict_one(groups, now)):
+                    slot = self._table.take_slot()
         if slot is None:
             what = f"none of the {self.geometry.slots:,} object slots is free"
             raise self._no_room(what, namespace)
@@ -493,14 +512,27 @@ class Segment:
             if extent is None and self.expire(now):
                 extent = self._areas.take(size, places)
             last = places is searches[-1]
-            if extent is None and self._make_room(size, places, now, thoroughly=last):
-                extent = self._areas.take(size, places)
-                assert extent is not None, (
-                    "a window was evicted and did not make the room it was chosen for"
-                )
+            if extent is None:
+                extent = self._take_made_room(size, places, now, thoroughly=last)
             if extent is not None:
                 return extent
         raise self._no_room(f"{format_bytes(size)} do not fit", namespace)
+
+    def _take_made_room(
+        self, size: int, places: Places, now: float, *, thoroughly: bool
+    ) -> int | None:
+        """Room that is made by evicting. A thread may begin to send from what is chosen, just then: others go too."""
+        for _ in range(MOST_TRIES):
+            self._settle_loans()
+            if not self._make_room(size, places, now, thoroughly=thoroughly):
+                return None
+            extent = self._areas.take(size, places)
+            if extent is not None:
+                return extent
+            assert self._loans.any_known, (
+                "a window was evicted and did not make the room it was chosen for"
+            )
+        return None
 
     def _make_room(self, size: int, places: Places, now: float, *, thoroughly: bool) -> bool:
         """Evict the cheapest window of `size` bytes in any of these places; whether there was one, as far as candidates
@@ -590,10 +622,26 @@ class Segment:
         self._order.gone(entry, evicted=evicted)
         self._areas.count(entry, -1)
         entry.state = SlotState.DOOMED
+        if self._loans.has(entry):
+            self._settle_loans()
+        if entry.state is SlotState.FREE:  # the last one ended in this moment
+            return
         if entry.references:
             self._table.write_slot(entry)
         else:
             self._free(entry)
+
+    def _settle_loans(self) -> None:
+        """Count a reference for each loan that began, and one less for each that is over."""
+        if not self._loans.any_known:
+            return
+        for entry in self._loans.begun():
+            if not entry.references:
+                self._order.discard(entry)
+                self._referenced_bytes += entry.extent_bytes
+            entry.references += 1
+        for entry in self._loans.ended():
+            self.let_go(entry)
 
     def _free(self, held: ObjectEntry | Reservation) -> None:
         if isinstance(held, ObjectEntry):

@@ -86,6 +86,7 @@ from p2pstore.transfer.messages import (
     Snapshot,
     SnapshotReply,
 )
+from p2pstore.transfer.read_thread import LentObject
 from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.store_intake import StoreBackend
 from p2pstore.transfer.tickets import (
@@ -247,6 +248,18 @@ class Backend:
 
     def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
         return self._segment.copy_quickly(digest, into, time.time())
+
+    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
+        lent = self._segment.lend(item.digest, time.time())
+        if lent is None:
+            return None
+        loan, entry = lent
+        segment = self._segment
+        slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
+        return LentObject(slot, trailer, segment.payload(entry), loan)
+
+    def end_loan(self, lent: LentObject) -> None:
+        self._segment.end_loan(lent.handle)
 
     def note_reads(self, digests: Sequence[bytes]) -> None:
         self.read_in_threads += digests
