@@ -151,7 +151,11 @@ class TrioStream:
 
     async def send_in_thread(self, *parts: BytesLike) -> None:
         """`send` of much, where it does not hold the event loop up. A cancellation ends the connection."""
-        await self.lend(lambda sock: send_all(sock, parts, self.progress_seconds))
+
+        def send_all_parts(sock: socket.socket) -> None:
+            send_all(sock, parts, self.progress_seconds)
+
+        await self.lend(send_all_parts)
 
     @property
     def can_lend(self) -> bool:

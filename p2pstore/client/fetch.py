@@ -178,7 +178,7 @@ class Fetcher:
             return None
         began = time.monotonic()
         try:
-            length = await self._pool.pull_chunk(copy, digest, view, slot_hint)
+            length = await self._pool.pull_chunk(copy, digest, view, slot_hint, expected_bytes)
         except PullFailed as failure:
             report = failed_report(copy, self._transports, failure)
             self._note_pull(key, digest, report, time.monotonic() - began, own=True)

@@ -374,11 +374,19 @@ class DataConnection:
             await self._wait_for_answer(answer_seconds)
             return await self._pull(expected, destination)
 
-    async def pull_chunk(self, digest: bytes, view: memoryview, slot_hint: int, keeps: int) -> int:
+    async def pull_chunk(
+        self,
+        digest: bytes,
+        view: memoryview,
+        slot_hint: int = 0,
+        expected_bytes: int = 0,
+        keeps: Keeps = Keeps.NO,
+    ) -> int:
         """Read an object of at most one chunk into the beginning of `view`, in as few steps as possible: its length.
         -1 when it is longer, or longer than `view`, or empty: then `pull` has to do it. Raises as `pull`."""
         if self.closed:
             raise ConnectionResetError("the connection is closed")
+        self._inbox.expect(expected_bytes)
         try:
             length = await self._pull_chunk(digest, view, slot_hint, keeps)
         except PullFailed as failure:
@@ -392,9 +400,11 @@ class DataConnection:
             self.close()
         return length
 
-    async def _pull_chunk(self, digest: bytes, view: memoryview, slot_hint: int, keeps: int) -> int:
+    async def _pull_chunk(
+        self, digest: bytes, view: memoryview, slot_hint: int, keeps: Keeps
+    ) -> int:
         items = [GetItem(digest, 0, 1, slot_hint)]
-        number, frame = self._frame(DataKind.GET, Get(items, False, keeps))
+        number, frame = self._frame(DataKind.GET, Get(items, False, int(keeps)))
         await self.stream.send(frame)
         reply = await self._receive_only(number, items)
         size = self._bulk_left

@@ -223,7 +223,12 @@ class DataPool:
             raise failure_of(error) from error
 
     async def pull_chunk(
-        self, peer: RemotePeer, digest: bytes, view: memoryview, slot_hint: int = 0
+        self,
+        peer: RemotePeer,
+        digest: bytes,
+        view: memoryview,
+        slot_hint: int = 0,
+        expected_bytes: int = 0,
     ) -> int:
         """Read an object of at most one chunk into the beginning of `view`, over a connection that is there and idle.
         Its length, or -1 when `pull` has to do it. Raises `PullFailed`."""
@@ -235,7 +240,7 @@ class DataPool:
         try:
             connection.stream.progress_seconds = self._progress_seconds
             connection.start_watching()
-            return await connection.pull_chunk(digest, view, slot_hint, peer.keeps)
+            return await connection.pull_chunk(digest, view, slot_hint, expected_bytes, peer.keeps)
         except PullFailed:
             raise
         except Exception as error:

@@ -177,7 +177,7 @@ class ReadThread:
         items = get.items
         if replies := self._take(items):
             self._reply(sock, request_id, replies, self._values[: self._taken_bytes])
-        elif len(items) > 1 or not self._reply_lent(sock, request_id, get):
+        elif len(items) != 1 or not self._reply_lent(sock, request_id, get):
             return 0
         self._tally.add([each.digest for each in items], self._sent_bytes)
         return end

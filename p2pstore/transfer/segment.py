@@ -369,6 +369,11 @@ class Segment:
         """The end of `lend`, by the same thread."""
         self._loans.end(loan)
 
+    @property
+    def has_loans(self) -> bool:
+        """Whether some bytes are lent, or were and that is not taken in yet."""
+        return self._loans.any_known
+
     def digests(self) -> Set[bytes]:
         """A live view of the digests of all objects."""
         return self._entries.keys()
