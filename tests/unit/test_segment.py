@@ -320,7 +320,8 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
             return
         assert copied is not None
         value = self.model[key].value
-        assert (into[: copied.length], copied.length) == (value, len(value))
+        assert bytes(into[: copied.length]) == value
+        assert copied.length == len(value)
         assert copied.slot == self.segment.slot_bytes(found)
         assert copied.trailer == self.segment.trailer_bytes(found)
 
