@@ -415,15 +415,19 @@ class Fetcher:
         """Many objects from one holder, over one connection; per item what came, or why not. `others`:
         other peers hold them as well."""
         outcomes = await self._pool.pull_many(hurried(copy) if others else copy, items)
-        pulled = [each for each in outcomes if isinstance(each, Pulled)]
+        lengths = [
+            each if isinstance(each, int) else each.length
+            for each in outcomes
+            if isinstance(each, (int, Pulled))
+        ]
         failures = sum(isinstance(each, PullFailed) for each in outcomes)
         if failures:
             self._known.forget([copy.member])
         self._link.note_pulls(
             copy.member,
             TcpTransport.name,
-            objects=len(pulled),
-            length_bytes=sum(each.length for each in pulled),
+            objects=len(lengths),
+            length_bytes=sum(lengths),
             failures=failures,
         )
         return outcomes

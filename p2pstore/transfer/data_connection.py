@@ -67,6 +67,7 @@ from p2pstore.transfer.messages import (
 from p2pstore.transfer.tickets import NONCE_BYTES, GrantedTicket, check_proof, prove
 from p2pstore.transfer.trace import Progress, ReadWatch
 from p2pstore.transfer.transport import (
+    BufferDestination,
     Destination,
     Pulled,
     PullFailed,
@@ -99,8 +100,9 @@ from p2pstore.wire import (
 )
 
 R = TypeVar("R", bound=Message)
-ItemOutcome = Pulled | P2PStoreError | ValueError
-"""One item of a batch: pulled, or why not."""
+ItemOutcome = Pulled | int | P2PStoreError | ValueError
+"""One item of a batch: pulled, just the length of what was (an object of one chunk that went into a plain buffer), or
+why not."""
 
 _GET: Final = int(DataKind.GET)
 MAX_HELD_BODY_BYTES: Final = 64 * KIB
@@ -655,6 +657,13 @@ class DataConnection:
         self, reply: ObjectReply, asked: GetItem, destination: Destination, payload: memoryview
     ) -> ItemOutcome:
         """An item of a batch whose payload is here."""
+        if (
+            type(destination) is BufferDestination
+            and not reply.status
+            and is_only_chunk(reply.slot, asked.digest, payload)
+            and destination.take_in(payload)
+        ):
+            return len(payload)
         try:
             slot, trailer = self._check_reply(reply, asked)
             view = checked_view(destination, slot, trailer)

@@ -353,8 +353,8 @@ class Segment:
         entry = self._entries.get(digest)
         if entry is None or entry.length > len(into) or entry.expired(now):
             return None
-        start, length = entry.offset, entry.length
-        into[:length] = self._buffer[start : start + length]
+        start, length, buffer = entry.offset, entry.length, self._buffer
+        into[:length] = buffer[start : start + length]
         copied = QuickCopy(self.slot_bytes(entry), self.trailer_bytes(entry), length)
         return copied if entry.state is SlotState.LIVE else None
 
