@@ -19,7 +19,7 @@ from p2pstore import open_peer
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB
-from p2pstore.peer.metrics_server import MAX_CONNECTIONS
+from p2pstore.peer.metrics_server import MAX_HOST_CONNECTIONS
 from tests.cluster.processes import PeerProcess, new_cluster
 
 SECONDS = 10.0
@@ -107,7 +107,7 @@ def test_probes(peer: PeerProcess) -> None:
 
 def test_garbage_and_silence_keep_nobody_from_it(peer: PeerProcess) -> None:
     host, _, port = address_of(peer).rpartition(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(MAX_CONNECTIONS // 2)]
+    silent = [socket.create_connection((host, int(port))) for _ in range(MAX_HOST_CONNECTIONS // 2)]
     try:
         for garbage in (b"\0" * 100, os.urandom(5000), b"GET /metrics\r\n", b"x" * 20_000):
             with socket.create_connection((host, int(port)), timeout=SECONDS) as stranger:
