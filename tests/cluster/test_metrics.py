@@ -57,7 +57,7 @@ def metrics(address: str) -> dict[str, float]:
     samples: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation, family.name
-        assert family.name.startswith("p2pstore_")
+        assert family.name.startswith(("p2pstore_", "process_"))
         for sample in family.samples:
             labels = json.dumps(sample.labels) if sample.labels else ""
             samples[sample.name + labels] = sample.value
