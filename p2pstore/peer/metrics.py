@@ -104,8 +104,7 @@ class _Collected(Collector):
         yield from _gossip(peer, measures)
         yield from _others(self._cluster)
         yield from _checkpoints(peer["checkpoints"])
-        if "rdma" in peer:
-            yield from _rdma(peer["rdma"])
+        yield from _rdma(peer.get("rdma", {}))
         if "ssd" in peer:
             yield from ssd_families(peer["ssd"])
 
@@ -183,7 +182,10 @@ def _latencies(measures: Measures) -> Iterator[Metric]:
         "peer_request_failures",
         "Requests to other peers that were refused, or not answered in time.",
         ["request"],
-        [((what,), count) for what, count in sorted(measures.asked_in_vain.items())],
+        [
+            ((what,), measures.asked_in_vain[what])
+            for what in sorted({*measures.asked, *measures.asked_in_vain})
+        ],
     )
     yield histogram(
         "event_loop_lag_seconds",
@@ -284,7 +286,10 @@ def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
         "gossip_message_failures",
         "Requests of gossip that were not answered in time, or refused.",
         ["kind"],
-        [((kind,), count) for kind, count in sorted(measures.message_failures.items())],
+        [
+            ((kind,), measures.message_failures[kind])
+            for kind in sorted({kind for kind, _ in measures.messages})
+        ],
     )
     yield counters(
         "gossip_bytes",
@@ -359,6 +364,9 @@ def _checkpoints(checkpoints: list[Document]) -> Iterator[Metric]:
 
 
 def _rdma(rdma: Document) -> Iterator[Metric]:
-    yield gauge("rdma_devices", "RDMA devices that know this peer's memory.", rdma["devices"])
-    yield gauge("rdma_lost_devices", "Of these, what failed since the start.", rdma["lost_devices"])
-    yield gauge("rdma_readers", "Queue pairs by which others read this peer.", rdma["readers"])
+    for field, text in (
+        ("devices", "RDMA devices that know this peer's memory."),
+        ("lost_devices", "Of these, what failed since the start."),
+        ("readers", "Queue pairs by which others read this peer."),
+    ):
+        yield gauge(f"rdma_{field}", text, rdma.get(field, 0))

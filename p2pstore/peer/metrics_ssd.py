@@ -7,7 +7,17 @@ from typing import Any, Final
 
 from prometheus_client.core import Metric
 
-from p2pstore.peer.metric_families import counter, counters, gauge, gauges
+from p2pstore.histograms import Histogram
+from p2pstore.peer.metric_families import (
+    FINE_SECONDS,
+    MICROSECONDS,
+    counter,
+    counters,
+    gauge,
+    gauges,
+    histograms,
+)
+from p2pstore.ssd_tier.admission import Refusal
 
 _GAUGES: Final = (
     ("capacity_bytes", "What its segments hold."),
@@ -34,7 +44,6 @@ _COUNTERS: Final = (
     ("syncs", "Syncs of the device."),
 )
 STATES: Final = ("ok", "read_only", "off")
-_QUANTILES: Final = (("0.5", "p50_ms"), ("0.9", "p90_ms"), ("0.99", "p99_ms"))
 _NAMES: Final = {"bytes_read": "read_bytes", "bytes_written": "written_bytes"}
 """Where the document has them otherwise than Prometheus' conventions, the unit at the end."""
 
@@ -67,15 +76,16 @@ def ssd_families(ssd: Mapping[str, Any]) -> Iterator[Metric]:
         "ssd_refused",
         "Objects not written.",
         ["reason"],
-        [((reason,), count) for reason, count in ssd["refused"].items()],
+        [((reason.value,), ssd["refused"].get(reason.value, 0)) for reason in Refusal],
     )
-    yield gauges(
-        "ssd_latency_seconds",
-        "Of the objects read and written since the start.",
-        ["operation", "quantile"],
-        [
-            ((operation, quantile), ssd[f"{operation}_latency"][field] / 1e3)
-            for operation in ("read", "write")
-            for quantile, field in _QUANTILES
-        ],
+    durations = {
+        operation: Histogram(**ssd[f"{operation}_durations"]) for operation in ("read", "write")
+    }
+    yield histograms(
+        "ssd_operation_seconds",
+        "How long it took to read and to write objects.",
+        "operation",
+        durations,
+        buckets=FINE_SECONDS,
+        unit=MICROSECONDS,
     )
