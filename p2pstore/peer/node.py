@@ -71,6 +71,7 @@ from p2pstore.transfer.data_session import ServerLimits, Traffic
 from p2pstore.transfer.failover import HolderReport, order_copies
 from p2pstore.transfer.messages import DataKind, Keeps, Snapshot, SnapshotReply
 from p2pstore.transfer.rdma_rules import NAME as RDMA
+from p2pstore.transfer.trace import ReadWatch
 from p2pstore.transfer.transport import (
     PullReport,
     RemoteCopy,
@@ -487,6 +488,7 @@ class Node:
             destination = self.core.copy_destination(effect.operation, self.now)
         except NoSuchKey:
             return  # whoever wanted it has gone
+        destination.watch = ReadWatch(time.monotonic)
         failures: tuple[HolderReport, ...] = ()
         report: PullReport | None = None
         error: Exception | None = None
@@ -507,7 +509,8 @@ class Node:
             error = problem
         finally:
             destination.abort()
-        self.watch.pulled(effect, report, error, self.now - begin)
+        trace = destination.watch.trace
+        self.watch.pulled(effect, report, error, self.now - begin, trace)
         self.core.counters[f"pulls_{'delivered' if delivered else 'failed'}"] += 1
         delivered_by = (0, "")
         if (

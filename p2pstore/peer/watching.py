@@ -31,6 +31,7 @@ from p2pstore.peer.slow_operations import (
 )
 from p2pstore.peer.traffic import Traffic
 from p2pstore.transfer.messages import DataKind, Get, Lookup, Replicate, SetPins
+from p2pstore.transfer.trace import FetchTrace
 from p2pstore.transfer.transport import PullReport
 from p2pstore.wire import Code, Failure, Message
 
@@ -260,8 +261,9 @@ class PeerWatch:
         report: PullReport | None,
         error: Exception | None,
         seconds: float,
+        trace: FetchTrace | None = None,
     ) -> None:
-        """A pull into this peer's memory ended."""
+        """A pull into this peer's memory ended; `trace` says where its time went."""
         stage = Stage("pull", seconds, outcome=str(error)[:MAX_OUTCOME_LETTERS])
         if report is not None:
             for fallback in report.fallbacks:
@@ -280,7 +282,10 @@ class PeerWatch:
                 self.measures.pulled(transport, seconds, report.pulled.length)
                 outcome = f"ok after {text}" if text else "ok"
                 name = self._core.name_of(report.copy.peer_id)
-                stage = Stage("pull", seconds, name, transport, outcome[:MAX_OUTCOME_LETTERS])
+                stage = Stage(
+                    *("pull", seconds, name, transport, outcome[:MAX_OUTCOME_LETTERS]),
+                    parts=_parts(trace),
+                )
             else:
                 stage = Stage("pull", seconds, outcome=text[:MAX_OUTCOME_LETTERS])
         self.slow.stage([effect.digest], stage, time.monotonic())
@@ -338,6 +343,18 @@ class PeerWatch:
     def _name_of_member(self, member: Member) -> str:
         state = self._core.gossip.membership.resolve(member)
         return self._core.name_of(state.peer_id) if state is not None else f"{member:016x}"
+
+
+def _parts(trace: FetchTrace | None) -> tuple[tuple[str, float], ...]:
+    """Where the time of a read that delivered went, once a connection was there."""
+    if trace is None:
+        return ()
+    verify = trace.verify_seconds
+    return (
+        ("queue", trace.queue_seconds),
+        ("transfer", trace.transfer_seconds),
+        *(() if verify is None else (("verify", verify),)),
+    )
 
 
 _ASKED_FOR: Final = {
