@@ -19,7 +19,7 @@ from p2pstore import open_peer
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB
-from p2pstore.peer.metrics_server import MAX_CONNECTIONS
+from p2pstore.peer.metrics_server import MAX_HOST_CONNECTIONS
 from tests.cluster.processes import PeerProcess, new_cluster
 
 SECONDS = 10.0
@@ -57,7 +57,7 @@ def metrics(address: str) -> dict[str, float]:
     samples: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation, family.name
-        assert family.name.startswith("p2pstore_")
+        assert family.name.startswith(("p2pstore_", "process_"))
         for sample in family.samples:
             labels = json.dumps(sample.labels) if sample.labels else ""
             samples[sample.name + labels] = sample.value
@@ -84,7 +84,12 @@ def test_what_a_peer_did_is_counted(peer: PeerProcess) -> None:
     assert after["p2pstore_memory_capacity_bytes"] >= 60 * MIB
     assert after['p2pstore_members{"status": "alive"}'] == 1
     assert after['p2pstore_ssd_state{"state": "ok"}'] == 1
-    assert after['p2pstore_ssd_latency_seconds{"operation": "write", "quantile": "0.99"}'] > 0
+    assert grew('p2pstore_ssd_operation_seconds_count{"operation": "write"}') == 1
+    assert grew("p2pstore_put_size_bytes_count") == 1
+    assert grew('p2pstore_put_size_bytes_bucket{"le": "1048576"}') == 1
+    assert after['p2pstore_namespace_puts_total{"namespace": "default"}'] >= 1
+    assert after["p2pstore_event_loop_lag_seconds_count"] > 0
+    assert after["process_resident_memory_bytes"] > MIB
 
 
 def test_names_follow_the_conventions(peer: PeerProcess) -> None:
@@ -107,7 +112,7 @@ def test_probes(peer: PeerProcess) -> None:
 
 def test_garbage_and_silence_keep_nobody_from_it(peer: PeerProcess) -> None:
     host, _, port = address_of(peer).rpartition(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(MAX_CONNECTIONS // 2)]
+    silent = [socket.create_connection((host, int(port))) for _ in range(MAX_HOST_CONNECTIONS // 2)]
     try:
         for garbage in (b"\0" * 100, os.urandom(5000), b"GET /metrics\r\n", b"x" * 20_000):
             with socket.create_connection((host, int(port)), timeout=SECONDS) as stranger:
