@@ -101,7 +101,7 @@ def test_probes(peer: PeerProcess) -> None:
     assert page(address_of(peer), "/livez") == (200, "alive\n")
     assert page(address_of(peer), "/readyz") == (200, "ready\n")
     assert page(address_of(peer), "/readyz", "HEAD") == (200, "")
-    assert page(address_of(peer), "/")[0] == HTTPStatus.NOT_FOUND
+    assert page(address_of(peer), "/nothing")[0] == HTTPStatus.NOT_FOUND
     assert page(address_of(peer), "/metrics", "DELETE")[0] == HTTPStatus.METHOD_NOT_ALLOWED
 
 
