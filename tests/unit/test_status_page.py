@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from p2pstore.peer.status.members import (
 )
 from p2pstore.peer.status.page import page_bytes, page_headers
 from p2pstore.peer.status.recent import RecentCounts
+from p2pstore.peer.status.source import StatusSource
 from p2pstore.peer.status.text import MAX_NAME_LETTERS, shown
 from tests.unit.gossip_network import FakeSigner, peer_id_of, peer_record
 
@@ -144,6 +146,25 @@ def test_the_page_is_one_file_and_may_run_nothing_but_its_own() -> None:
     assert "unsafe" not in policy
     assert "*" not in policy
     assert len(page) < 64_000
+
+
+class Counted(StatusSource):
+    """Counts how often its document is made."""
+
+    made = 0
+
+    def document(self) -> dict[str, Any]:
+        self.made += 1
+        return {"made": self.made}
+
+
+def test_the_document_is_made_once_a_second_for_all_who_look() -> None:
+    node: Any = SimpleNamespace(now=100.0)
+    source = Counted(node, with_keys=False)
+    for tick in range(300):  # ten viewers that each ask every two seconds, for a minute
+        node.now = 100.0 + tick / 5
+        assert json.loads(source.document_bytes())["made"] == source.made
+    assert source.made == 60
 
 
 @pytest.mark.parametrize("text", ["", "plain", "\u00fc\u4e2d"])

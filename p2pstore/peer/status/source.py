@@ -158,7 +158,7 @@ class StatusSource:
             seconds=seconds,
             leaving=self._state() == "leaving",
             bootstrap_count=len(node.config.bootstrap),
-            joined=node.contacted.is_set(),
+            joined=node.contacted.is_set() or node.uptime_seconds < node.config.join_timeout,
             live=members.live,
             dead=[name_of(member) for member in dead],
             dead_count=members.counts["dead"] - replaced,
