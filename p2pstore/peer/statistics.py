@@ -13,6 +13,7 @@ from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.homes.directory_mode import kept_name
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import TakesPart, format_peer_id
+from p2pstore.peer.status.hottest import hottest
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -82,6 +83,7 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         document["control"] = list(record.control) if record is not None else []
         document["data"] = list(record.data) if record is not None else []
         document["slow"] = node.watch.slow.document()
+        document["hottest"] = hottest(core, node.now, with_keys=True)
     return document
 
 
