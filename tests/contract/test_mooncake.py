@@ -110,7 +110,7 @@ def test_programs_that_name_one_address_find_each_other_and_leave_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first peer takes the address where a master would be; the second joins it. When their programs end, by
-    `close` or by kill -9, so do the peers."""
+    `close` or by kill -9, so do the peers. A peer that is killed under its program is started again."""
     monkeypatch.setattr(paths, "live_sockets", lambda: [])
     monkeypatch.delenv("MOONCAKE_P2P_SOCKET", raising=False)
     with mooncake_calls.free_port() as port:
@@ -138,6 +138,10 @@ def test_programs_that_name_one_address_find_each_other_and_leave_no_process(
         child.send_signal(signal.SIGKILL)
         until(lambda: not is_running(int(peer_id)))
         assert store.get("with a copy") == b"value"
+        os.kill(store._own_peer.process_id, signal.SIGKILL)
+        until(lambda: store.put("with another peer", b"value") == 0)
+        assert (store.get("with another peer"), store.health_check()) == (b"value", 0)
+        assert store._own_peer.ready["control"] == address
         own = store._own_peer.process_id
         store.close()
         assert not is_running(own)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from p2pstore.errors import ConfigError
+from p2pstore.integrations.mooncake import base
 from p2pstore.integrations.mooncake.memory import Registrations, handle_of, view_at
 from p2pstore.integrations.mooncake.settings import (
     from_arguments,
@@ -128,6 +129,30 @@ def test_views_and_handles_are_of_the_memory_itself() -> None:
     for address, size in ((0, 5), (2**60, 5)):
         with pytest.raises(ValueError, match="no memory"):
             view_at(address, size)
+    assert bytes(view_at(np.int64(memory.ctypes.data), np.int32(2))) == b"\0\1"
+    for address, size in ((4096.5, 5), (4096, 2.5), ("4096", 5), (-1, 5), (4096, -5)):
+        with pytest.raises(TypeError):
+            view_at(address, size)
+
+
+def test_a_store_that_found_nobody_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Alone:
+        ready: ClassVar = {"joined": False}
+
+        def __init__(self, options: list[str]) -> None:
+            pass
+
+    monkeypatch.setattr(base, "OwnPeer", Alone)
+    base._start_peer(from_arguments({"metadata_server": "P2PHANDSHAKE"}, {}))
+    assert not caplog.records
+    base._start_peer(from_arguments({"master_server_addr": "nobody.invalid:50051"}, {}))
+    (record,) = caplog.records
+    assert "nobody.invalid:50051" in record.getMessage()
+    Alone.ready = {"joined": True}
+    base._start_peer(from_arguments({"master_server_addr": "nobody.invalid:50051"}, {}))
+    assert len(caplog.records) == 1
 
 
 def test_tensor_headers_come_back() -> None:
