@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from p2pstore import errors
+from p2pstore.client.gathered import Gathered
 from p2pstore.integrations import mooncake
 from p2pstore.integrations.mooncake.own_peer import OwnPeer
 from p2pstore.local import paths
@@ -80,6 +81,25 @@ def test_before_setup_and_after_close_nothing_is_there_and_nothing_crashes() -> 
     assert store.register_buffer(address, 10) == -600
     assert (store.remove_all(), store.remove_by_regex("k")) == (-600, -600)
     assert (store.health_check(), store.close()) == (1, 0)
+
+
+def test_what_lies_in_several_places_is_put_from_there(
+    calls: mooncake_calls.Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte moves once: nothing is joined first."""
+    monkeypatch.delattr(Gathered, "joined")
+    monkeypatch.setattr(calls.store, "_scratch", None)
+    place, array = calls.memory(bytes(range(256)) * 20_000)
+    halves = [[place + 2_560_000, place], [place, place + 10]]
+    sizes = [[2_560_000, 2_560_000], [10, 5]]
+    keys = ["several places 1", "several places 2"]
+    assert calls.store.batch_put_from_multi_buffers(keys, halves, sizes) == [0, 0]
+    assert calls.store.get(keys[0]) == array[2_560_000:].tobytes() + array[:2_560_000].tobytes()
+    assert calls.store.get(keys[1]) == bytes(range(15))
+    assert calls.store.put_parts("several places 3", b"ab", array, b"c") == 0
+    assert calls.store.get("several places 3") == b"ab" + array.tobytes() + b"c"
+    code = calls.store.put_from_with_metadata("several places 4", place, place + 1, 9, 3)
+    assert (code, calls.store.get("several places 4")) == (0, bytes([1, 2, 3, *range(9)]))
 
 
 def test_remove_all_stays_in_the_namespace_of_the_tenant(

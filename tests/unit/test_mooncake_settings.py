@@ -17,10 +17,11 @@ from p2pstore.integrations.mooncake.settings import (
     takes_over,
 )
 from p2pstore.integrations.mooncake.tensor_format import (
-    Shard,
+    LayoutAxis,
     TensorHeader,
     decode_header,
     encode_header,
+    tp_shard,
 )
 
 
@@ -129,10 +130,12 @@ def test_views_and_handles_are_of_the_memory_itself() -> None:
     for address, size in ((0, 5), (2**60, 5)):
         with pytest.raises(ValueError, match="no memory"):
             view_at(address, size)
-    assert bytes(view_at(np.int64(memory.ctypes.data), np.int32(2))) == b"\0\1"
-    for address, size in ((4096.5, 5), (4096, 2.5), ("4096", 5), (-1, 5), (4096, -5)):
+    numbers: Any = np.array([memory.ctypes.data, 2])
+    assert bytes(view_at(*numbers)) == b"\0\1"
+    wrong: list[Any] = [(4096.5, 5), (4096, 2.5), ("4096", 5), (-1, 5), (4096, -5)]
+    for pair in wrong:
         with pytest.raises(TypeError):
-            view_at(address, size)
+            view_at(*pair)
 
 
 def test_a_store_that_found_nobody_says_so(
@@ -159,7 +162,11 @@ def test_tensor_headers_come_back() -> None:
     for header in (
         TensorHeader("bfloat16", (3, 2), 12, (3, 2)),
         TensorHeader("float32", (), 4, ()),
-        TensorHeader("int8", (4, 2), 8, (8, 2), Shard(1, 2, 0)),
+        TensorHeader("int8", (4, 2), 8, (8, 2), tp_shard(1, 2, 0)),
+        TensorHeader(
+            *("int8", (4, 2), 8, (8, 2)),
+            (LayoutAxis(0, 1, 2), LayoutAxis(3, 0, 2, None, 7), LayoutAxis(1, 1, 2, 0)),
+        ),
     ):
         assert decode_header(encode_header(header)) == header
     with pytest.raises(ValueError, match="at most 8"):

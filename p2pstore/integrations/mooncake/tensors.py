@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from p2pstore.client.gathered import Gathered
 from p2pstore.client.values import source_view
 from p2pstore.errors import NoSuchKey
 from p2pstore.integrations.mooncake.addresses import AddressCalls
@@ -13,16 +14,15 @@ from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
 from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
 from p2pstore.integrations.mooncake.safetensors_file import read_one, write_one
-from p2pstore.integrations.mooncake.scratch import gather
 from p2pstore.integrations.mooncake.tensor_format import (
     HEADER_BYTES,
-    Shard,
     TensorHeader,
     cut,
     decode_header,
     describe,
     encode_header,
     tensor_in,
+    tp_shard,
 )
 
 Tensor = Any
@@ -334,10 +334,8 @@ class TensorCalls(AddressCalls):
     ) -> int:
         try:
             packed = encode_header(describe(tensor) if header is None else header)
-            parts = [memoryview(packed), source_view(tensor.detach().cpu().contiguous())]
-            with self._scratch.room(sum(map(len, parts))) as room:
-                gather(room, parts)
-                return self._store(key, room, config, overwrite=overwrite)
+            value = Gathered([packed, tensor.detach().cpu().contiguous()])
+            return self._store(key, value, config, overwrite=overwrite)
         except FAILURES as error:
             return self._code(error)
 
@@ -364,7 +362,7 @@ class TensorCalls(AddressCalls):
             if count == 1:
                 return self._put_tensor(key, tensor, config)
             for rank, part in enumerate(cut(tensor, count, dimension)):
-                header = describe(part, whole, Shard(rank, count, dimension))
+                header = describe(part, whole, tp_shard(rank, count, dimension))
                 code = self._put_tensor(f"{key}_tp_{rank}", part, config, header=header)
                 if code:
                     return code
