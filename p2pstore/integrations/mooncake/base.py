@@ -48,6 +48,8 @@ class StoreBase:
         self._retry_at = 0.0
         self._said: dict[str, float] = {}
         self._buffers = Registrations()
+        self._pooled: dict[int, object] = {}
+        """Memory of buffer pools, by its address: it must be there as long as it is registered."""
         self._at_close: list[Callable[[], None]] = []
 
     def setup(
@@ -76,7 +78,8 @@ class StoreBase:
         Where this differs from Mooncake: there is no master and no metadata server. Their addresses are optional, and
         taken as those of peers to join. When nobody is at one that belongs to this machine, the peer that is started
         listens there itself, so that programs given the same address find each other; an address that no peer can
-        have (etcd, http, P2PHANDSHAKE) is ignored. `local_buffer_size` and `engine` are not needed. `tenant_id` (or
+        have (etcd, http, P2PHANDSHAKE) is ignored. `engine` is not needed, `local_buffer_size` is what a
+        `BufferPool` may have. `tenant_id` (or
         `namespace` in a dict, or `MOONCAKE_P2P_NAMESPACE`) is the namespace of all keys. A failure is raised, within
         seconds: `P2PStoreError` or one of its kinds.
 
@@ -101,11 +104,13 @@ class StoreBase:
         such as the address of a Mooncake client, means the only one that there is. Returns 0, and raises as `setup`.
         """
         named = {"socket": server_address} if "/" in server_address else {}
-        settings = from_arguments({"global_segment_size": mem_pool_size, **named}, os.environ)
+        sizes = {"global_segment_size": mem_pool_size, "local_buffer_size": local_buffer_size}
+        settings = from_arguments({**sizes, **named}, os.environ)
         with self._lock:
             if self._client is not None:
                 return int(ErrorCode.INVALID_PARAMS)
             self._client = blocking.connect(settings.socket, namespace=settings.namespace)
+            self._settings = settings
         return 0
 
     def _connect(self, settings: SetupSettings) -> None:
@@ -134,6 +139,7 @@ class StoreBase:
         while self._at_close:
             self._at_close.pop()()
         self._buffers.clear()
+        self._pooled.clear()
         if client is not None:
             client.close()
         if peer is not None:

@@ -87,12 +87,14 @@ def _axis(said: Any) -> LayoutAxis:
     kind = str(getattr(said, "kind", "")).lower()
     if kind not in KINDS:
         raise ValueError(f"a parallel axis is of kind {', '.join(KINDS)}, not {kind!r}")
+    if not hasattr(said, "rank") or not hasattr(said, "size"):
+        raise ValueError("a ParallelAxis has kind, rank and size")
     rank, size = operator.index(said.rank), operator.index(said.size)
     if not 0 <= rank < size <= MAX_SHARDS:
         raise ValueError(f"axis {kind}: there is no rank {rank} of {size}")
     split, expert, stage = (
-        None if value is None else operator.index(value)
-        for value in (said.split_dim, said.expert_id, said.stage_id)
+        None if (value := getattr(said, name, None)) is None else operator.index(value)
+        for name in ("split_dim", "expert_id", "stage_id")
     )
     if (split is None) == (kind == "tp") or (split is not None and split < 0):
         raise ValueError(f"axis {kind}: split_dim is for tp, which needs one, not {split}")

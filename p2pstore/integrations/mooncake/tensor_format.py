@@ -167,13 +167,26 @@ def tensor_in(header: TensorHeader, memory: memoryview) -> Any:
 
 def cut(tensor: Any, count: int, dimension: int) -> list[Any]:
     """A tensor in `count` equal shards. Raises `ValueError` when that cannot be."""
-    if not 1 <= count <= MAX_SHARDS or not 0 <= dimension < tensor.dim():
+    if not 1 <= count <= MAX_SHARDS:
+        raise ValueError(f"a tensor is not cut in {count} shards")
+    return [part_of(tensor, rank, count, dimension) for rank in range(count)]
+
+
+def part_of(tensor: Any, rank: int, count: int, dimension: int) -> Any:
+    """Shard `rank` of `count` equal ones, in place. Raises `ValueError` when that cannot be."""
+    if not 0 <= dimension < tensor.dim():
         raise ValueError(f"no {count} shards along dimension {dimension} of {tensor.dim()}")
-    if tensor.shape[dimension] % count:
-        raise ValueError(
-            f"{tensor.shape[dimension]} cannot be divided by {count}: shards are equal"
-        )
-    return list(tensor.chunk(count, dimension))
+    length = tensor.shape[dimension]
+    if length % count:
+        raise ValueError(f"{length} cannot be divided by {count}: shards are equal")
+    return tensor.narrow(dimension, length // count * rank, length // count)
+
+
+def item_bytes(dtype: str) -> int:
+    """The size of one element, by torch's name of its dtype."""
+    import torch
+
+    return int(getattr(torch, dtype).itemsize)
 
 
 def _padded(shape: tuple[int, ...]) -> list[int]:
