@@ -85,6 +85,8 @@ class SegmentCalls(ObjectCalls):
                 uuid.UUID(each)
             except ValueError:
                 return FAILED
+            except AttributeError:
+                raise TypeError(f"a segment's id is a str, not {each!r}") from None
         peers = [self._segments.pop(each, None) for each in segment_ids]
         for peer in peers:
             if peer is not None:
