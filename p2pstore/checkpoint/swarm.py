@@ -199,6 +199,12 @@ class Swarm:
         return found
 
     @property
+    def has_source(self) -> bool:
+        """Whether a neighbour has anything that is missing here."""
+        missing = self._selection.missing
+        return any(each.pieces & missing for each in self._neighbours.values())
+
+    @property
     def wake_at(self) -> float:
         """When a `Tick` is due, at the latest."""
         soonest = min(self._links.next_tick(), self._check_at, self._hurry_at)
