@@ -91,12 +91,12 @@ class PullLedger:
         self, key: str, digest: bytes, member: int, length_bytes: int, seconds: float
     ) -> None:
         """`pulled`, for an object that came over TCP from its only holder at once."""
-        counted = self._counts.get((member, TRANSPORT_NAME))
-        if counted is None:
-            self.count(member, TRANSPORT_NAME, objects=1, length_bytes=length_bytes)
-        else:
-            counted[0] += 1
-            counted[1] += length_bytes
+        counted = self._counted(member, TRANSPORT_NAME)
+        if counted is not None:
+            counted.objects += 1
+            counted.bytes += length_bytes
+            counted.durations.add_seconds(seconds)
+            counted.lengths.add(length_bytes)
         if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
             self._slow.append(SlowRead(digest, member, TRANSPORT_NAME, seconds, 0, key))
 

@@ -164,13 +164,17 @@ class PeerDataBackend:
         if lent is None:
             return None
         loan, entry = lent
-        if entry.length > LENT_BYTES or (
-            entry.length >= HOT_BYTES and self._sent_on(entry, reader, Keeps(keeps), self._node.now)
-        ):
+        if entry.length > LENT_BYTES or self._is_sent_on(entry, reader, keeps):
             self._segment.end_loan(loan)
             return None
         slot, trailer = self._segment.slot_bytes(entry), self._segment.trailer_bytes(entry)
         return LentObject(slot, trailer, self._segment.payload(entry), loan)
+
+    def _is_sent_on(self, entry: ObjectEntry, reader: bytes, keeps: int) -> bool:
+        """Whether the object is hot, so that the event loop is to say who else has it."""
+        if entry.length < HOT_BYTES:
+            return False
+        return self._hot_answer(entry, reader, _keeps(keeps), self._node.now) is not None
 
     def end_loan(self, lent: LentObject) -> None:
         """It was sent, or will not be."""
