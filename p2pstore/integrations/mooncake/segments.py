@@ -83,8 +83,8 @@ class SegmentCalls(ObjectCalls):
         return {"ret": 0, "segment_ids": [number]}
 
     def _await_peer(self, peer: OwnPeer) -> None:
-        """Until the store's peer knows of it, it is of no use to the store. Ends it and raises `P2PStoreError` when that
-        takes too long."""
+        """Until the store's peer knows of it, it is of no use to the store. Ends it and raises `P2PStoreError` when
+        that takes too long."""
         deadline = time.monotonic() + KNOWN_SECONDS
         while all(each.peer_id != peer.ready["peer_id"] for each in self._live.peers()):
             if time.monotonic() > deadline:
