@@ -42,6 +42,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "stats": ("cluster", "Show this peer and the cluster."),
     "peers": ("cluster", "List the members of the cluster."),
     "doctor": ("doctor", "Check this machine, or the way to a peer, and say cause and cure."),
+    "support-bundle": ("support", "Gather what somebody who is to help would ask for."),
     "leave": ("cluster", "Make the local peer leave the cluster and end."),
     "invite": ("invite", "Print one line to paste on the next machine."),
     "config": ("config_show", "Show every setting of a peer with its origin."),
@@ -122,7 +123,7 @@ class LazyCommands(Mapping[str, Any]):
         )
         names_of_help = {"help_option_names": ["-h", "--help"]}
         app.command(name, cls=ManualCommand, context_settings=names_of_help)(
-            getattr(module, name.replace(" ", "_"))
+            getattr(module, re.sub("[ -]", "_", name))
         )
         return typer.main.get_command(app)
 
