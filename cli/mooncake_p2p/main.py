@@ -67,6 +67,11 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 command of its own."""
 
 
+def function_name(command: str) -> str:
+    """The name of a command's function in its module."""
+    return re.sub("[ -]", "_", command)
+
+
 PLAINER: Final = (
     ("Value error, ", ""),
     ("Input should be a valid integer, unable to parse string as an integer", "must be a number"),
@@ -123,7 +128,7 @@ class LazyCommands(Mapping[str, Any]):
         )
         names_of_help = {"help_option_names": ["-h", "--help"]}
         app.command(name, cls=ManualCommand, context_settings=names_of_help)(
-            getattr(module, re.sub("[ -]", "_", name))
+            getattr(module, function_name(name))
         )
         return typer.main.get_command(app)
 
