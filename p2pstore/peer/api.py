@@ -63,6 +63,7 @@ from p2pstore.peer.prefaulting import provide_pages
 from p2pstore.peer.rdma import PeerRdma, open_rdma
 from p2pstore.peer.segment_memory import SegmentMemory, create_segment_memory
 from p2pstore.peer.ssd import open_ssd
+from p2pstore.peer.status.source import StatusSource
 from p2pstore.peer.store_backend import PeerStoreBackend
 from p2pstore.peer.tickets import TicketOffice
 from p2pstore.places import MAX_LOCAL_PEERS
@@ -478,7 +479,9 @@ class _Assembly:
         if config.metrics is not None:
             metrics_listeners = await open_metrics_listeners(config.metrics)
             self.metrics = address_of(metrics_listeners)
-            nursery.start_soon(serve_metrics, metrics_listeners, metrics_pages(node))
+            status = StatusSource(node, with_keys=config.metrics_keys)
+            nursery.start_soon(status.watch)
+            nursery.start_soon(serve_metrics, metrics_listeners, metrics_pages(node, status))
         await nursery.start(local_server)
         if self.rdma is None:  # it has all pages provided
             nursery.start_soon(provide_pages, self.memory)

@@ -15,6 +15,7 @@ from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.homes.directory_mode import kept_name
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import TakesPart, format_peer_id
+from p2pstore.peer.status.hottest import hottest
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -86,6 +87,7 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         document["slow"] = node.watch.slow.document()
         document["latencies"] = node.watch.measures.document()
         document["settings"] = msgspec.to_builtins(node.config)
+        document["hottest"] = hottest(core, node.now, with_keys=True)
     return document
 
 

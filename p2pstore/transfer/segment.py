@@ -37,6 +37,7 @@ from p2pstore.transfer.layout import (
     round_up,
     trailer_matches,
 )
+from p2pstore.transfer.most_read import MostRead
 from p2pstore.transfer.object_table import ObjectTable, slot_of
 from p2pstore.transfer.policies.interface import EvictionPolicy
 
@@ -84,6 +85,8 @@ class Segment:
         self._areas = Areas(geometry.data_bytes, GRANULE_BYTES, quotas)
         self._order = EvictionOrder(policy or make_policy(), self._areas.group_count)
         self._listing = KeyListing()
+        self.most_read = MostRead()
+        """By whomever, in whatever way the owner hears of it."""
         self._reservations = Reservations()
         self._leases = Leases()
         self._entries: dict[bytes, ObjectEntry] = {}
@@ -274,7 +277,7 @@ class Segment:
         """Keep the entry's bytes in place until `release` of this number, or `drop_holder`."""
         self._check_open()
         self.acquire(entry)
-        self._order.read(entry, 1, now)
+        self.used(entry, 1, now)
         return self._leases.add(entry, holder)
 
     def release(self, lease: int, *, holder: Hashable) -> None:
@@ -323,6 +326,8 @@ class Segment:
     def used(self, entry: ObjectEntry, count: int, now: float) -> None:
         """`touch` for an entry at hand."""
         self._order.read(entry, count, now)
+        if count:  # a read that goes on, or is to be refused, is none
+            self.most_read.read(entry.digest, count, now)
 
     def payload(self, entry: ObjectEntry) -> memoryview:
         """The value in place, read-only. Stable between `acquire` (or `lease`) and its end."""

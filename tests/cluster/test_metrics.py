@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -106,8 +108,40 @@ def test_probes(peer: PeerProcess) -> None:
     assert page(address_of(peer), "/livez") == (200, "alive\n")
     assert page(address_of(peer), "/readyz") == (200, "ready\n")
     assert page(address_of(peer), "/readyz", "HEAD") == (200, "")
-    assert page(address_of(peer), "/")[0] == HTTPStatus.NOT_FOUND
+    assert page(address_of(peer), "/nothing")[0] == HTTPStatus.NOT_FOUND
     assert page(address_of(peer), "/metrics", "DELETE")[0] == HTTPStatus.METHOD_NOT_ALLOWED
+
+
+def test_the_status_page_and_its_json(peer: PeerProcess) -> None:
+    """What a browser makes of it: `test_status_page`."""
+    with urllib.request.urlopen(f"http://{address_of(peer)}/", timeout=SECONDS) as answer:
+        assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+        assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+        assert b"status.json" in answer.read()
+    peer.client.put("a secret key", b"x")
+    for _ in range(3):
+        peer.client.get("a secret key")
+
+    def document() -> dict[str, Any]:
+        status, text = page(address_of(peer), "/status.json")
+        assert status == HTTPStatus.OK
+        assert "secret" not in text
+        answer: dict[str, Any] = json.loads(text)
+        return answer
+
+    def keys() -> list[str]:
+        return [each["key"] for each in peer.client.statistics()["peer"]["hottest"]]
+
+    # Clients tell of their reads now and then, and the document may be a second old.
+    deadline = time.monotonic() + SECONDS
+    while "a secret key" not in keys() or len(document()["hottest"]) < len(keys()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    said = document()
+    assert {each["namespace"] for each in said["hottest"]} == {"default"}
+    assert [each["name"] for each in said["members"]] == ["p0"]
+    assert said["problems"] == []
+    assert said["ssd"]["state"] == "ok"
 
 
 def test_garbage_and_silence_keep_nobody_from_it(peer: PeerProcess) -> None:

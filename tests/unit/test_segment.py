@@ -735,3 +735,15 @@ def test_the_checker_notices_damage() -> None:
     buffer[segment.geometry.slots_offset + entry.slot * 64 + 20] ^= 1
     with pytest.raises(AssertionError):
         segment.check()
+
+
+def test_leases_and_reads_that_others_tell_of_are_counted() -> None:
+    segment, _ = new_segment(16)
+    leased = put(segment, "leased", b"x" * 100)
+    put(segment, "told", b"y" * 100)
+    put(segment, "never", b"z" * 100)
+    segment.lease(leased, holder=ME, now=101)
+    segment.touch(key_digest("told", NAMESPACE), 5, 101)
+    segment.touch(key_digest("never", NAMESPACE), 0, 101)
+    found = [digest for digest, _ in segment.most_read.most(9, 101)]
+    assert found == [key_digest("told", NAMESPACE), key_digest("leased", NAMESPACE)]

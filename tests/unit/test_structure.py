@@ -70,7 +70,15 @@ PURE = (
             *("allocator", "arriving", "entries", "entry_list", "eviction", "eviction_policies"),
             *("expiry", "failover", "holdings"),
             *("incoming_value", "key_index"),
-            *("key_listing", "layout", "messages", "object_table", "segment", "tickets"),
+            *(
+                "key_listing",
+                "layout",
+                "messages",
+                "most_read",
+                "object_table",
+                "segment",
+                "tickets",
+            ),
             *("rdma_rules", "slicing", "trace"),
         )
     ),
