@@ -88,7 +88,8 @@ class Browser:
         """Be a screen of this size, with this preference."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
-            **{"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500},
+            **{"width": width, "height": height, "screenWidth": width, "screenHeight": height},
+            **{"deviceScaleFactor": 1, "mobile": width < 500},
         )
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[feature])

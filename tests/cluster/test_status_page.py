@@ -87,7 +87,7 @@ def looks_well(browser: Browser) -> None:
     grounds = set()
     for name, (width, height, dark) in LOOKS.items():
         browser.look(width, height, dark=dark)
-        browser.wait_for(f"innerWidth === {width}")
+        browser.wait_for(f"screen.width === {width}")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width, name
         grounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
         if folder := os.environ.get("P2PSTORE_SCREENSHOTS"):

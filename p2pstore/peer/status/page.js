@@ -4,6 +4,7 @@
 
 const POLL_MS = 2000;
 const PATIENCE_MS = 5000;
+const FEW_MEMBERS = 12; // shown before somebody asks for more
 const STATES = {
   alive: ["ok", "alive"], suspect: ["warning", "silent"], leaving: ["warning", "leaving"], dead: ["broken", "dead"],
 };
@@ -21,6 +22,7 @@ let heardAt = null; // the same, but for what came before somebody looked again
 let silentSince = null;
 let asking = false;
 let timer = 0;
+let showsAllMembers = false;
 
 const place = (id) => document.getElementById(id);
 
@@ -52,9 +54,10 @@ function become(old, fresh) {
     if (old.data !== fresh.data) old.data = fresh.data;
     return;
   }
-  for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name)) old.removeAttribute(name);
+  const theirs = old.nodeName === "DETAILS" ? "open" : ""; // whoever looks opened it, or closed it
+  for (const { name } of [...old.attributes]) if (name !== theirs && !fresh.hasAttribute(name)) old.removeAttribute(name);
   for (const { name, value } of fresh.attributes) {
-    if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+    if (name !== theirs && old.getAttribute(name) !== value) old.setAttribute(name, value);
   }
   fill(old, [...fresh.childNodes]);
 }
@@ -147,12 +150,18 @@ function showState(status) {
 // Commands stand between backticks.
 const prose = (text) => text.split("`").map((part, index) => (index % 2 ? make("code", null, part) : part));
 
+function problemCard(problem, index, alone) {
+  const why = make("p", null, "Why: ", prose(problem.cause), ".");
+  const cure = make("p", null, "What to do: ", prose(problem.cure), ".");
+  if (alone) return make("article", { class: `problem ${problem.status}` }, why, cure); // the headline says what
+  const open = index === 0 || innerWidth >= 700 ? "" : null;
+  return make("details", { class: `problem ${problem.status}`, open }, make("summary", null, problem.what), why, cure);
+}
+
 function showProblems(status) {
-  const alone = status.problems.length === 1 && !status.problems_left_out; // the headline says it
-  const cards = status.problems.map((each) =>
-    make("article", { class: `problem ${each.status}` }, alone ? null : make("b", null, each.what),
-      make("p", null, "Why: ", prose(each.cause), "."), make("p", null, "What to do: ", prose(each.cure), ".")));
-  if (status.problems_left_out) cards.push(make("p", { class: "note" }, `and ${count(status.problems_left_out)} more`));
+  const { problems, problems_left_out: left } = status;
+  const cards = problems.map((each, index) => problemCard(each, index, problems.length === 1 && !left));
+  if (left) cards.push(make("p", { class: "note" }, `and ${count(left)} more`));
   fill(place("problems"), cards);
 }
 
@@ -198,7 +207,7 @@ function memberRow(member) {
   const nothing = () => make("span", { class: "muted" }, "\u2013");
   return make("tr", null,
     cell("", named(member.name), " ", member.me ? make("span", { class: "me" }, "this peer") : null),
-    cell("narrow", make("span", { class: `status ${level}` }, make("span", { class: `dot ${level}` }), word + since)),
+    cell("narrow", make("span", { class: `status ${level === "ok" ? "" : level}` }, make("span", { class: `dot ${level}` }), word + since)),
     gone ? cell("", nothing()) : shareCell(member.memory_used_bytes, member.memory_capacity_bytes, ""),
     gone ? cell("wide", nothing()) : shareCell(member.ssd_used_bytes, member.ssd_capacity_bytes, "wide"),
     cell("number wide", gone ? nothing() : count(member.objects)),
@@ -207,14 +216,25 @@ function memberRow(member) {
 }
 
 function showMembers(status) {
+  const wrong = status.members.filter((member) => member.state !== "alive").length;
+  const few = Math.max(FEW_MEMBERS, Math.min(wrong, 2 * FEW_MEMBERS));
+  const members = showsAllMembers || status.members.length <= few + 4 ? status.members : status.members.slice(0, few);
+  const folded = status.members.length - members.length;
   const left = status.cluster.members_left_out;
+  const notes = [];
+  if (folded) {
+    notes.push(make("button", { type: "button", id: "more-members" }, `show ${count(folded)} more`));
+    if (left) notes.push(` of ${count(folded + left)}`);
+  } else if (left) {
+    notes.push(`and ${count(left)} more that are not shown`);
+  }
   fill(place("members"), [
     make("h2", null, "Members"),
     make("table", null,
       make("thead", null, make("tr", null, heading("", "Name"), heading("narrow", "State"), heading("", "Memory"), heading("wide", "SSD"),
         heading("number wide", "Objects"), heading("number wide", "Load"), heading("number wide", "Ping"))),
-      make("tbody", null, status.members.map(memberRow))),
-    left ? make("p", { class: "note" }, `and ${count(left)} more that are not shown`) : null,
+      make("tbody", null, members.map(memberRow))),
+    notes.length ? make("p", { class: "note" }, notes) : null,
   ]);
 }
 
@@ -401,6 +421,11 @@ document.addEventListener("visibilitychange", () => {
   if (document.hidden) return;
   heardAt = silentSince = null; // nobody asked in between
   poll();
+});
+place("members").addEventListener("click", (event) => {
+  if (event.target.id !== "more-members") return;
+  showsAllMembers = true;
+  showMembers(current);
 });
 setInterval(() => silentSince !== null && showWhetherItAnswers(), 1000);
 poll();

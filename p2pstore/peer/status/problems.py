@@ -179,7 +179,7 @@ def _ssd(facts: Facts) -> Iterator[Finding]:
         return
     finding = judge_ssd("this peer", facts.ssd)
     if finding.status is not Status.OK:
-        what = f"The SSD of this peer {finding.value}"
+        what = f"The SSD of this peer {finding.value.partition(':')[0]}"
         if finding.status is Status.WARNING:
             what = f"{_count(facts.ssd.damaged, 'object', 'objects')} on the SSD of this peer were damaged"
         yield Finding("ssd", finding.status, what, finding.cause, finding.cure)
