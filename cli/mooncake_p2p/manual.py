@@ -158,6 +158,7 @@ PAGES: Final[dict[str, Page]] = {
     "peers": _page(
         ("mooncake-p2p peers", "Who is in the cluster now."),
         ("mooncake-p2p peers --all --json", "Also who is dead or has left, for programs."),
+        ("mooncake-p2p peers --reads", "From whom reads come, by which transport, how fast."),
         also=(4, 5),
     ),
     "leave": _page(

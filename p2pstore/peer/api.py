@@ -386,6 +386,7 @@ class _Assembly:
         self.rdma = await self.stack.enter_async_context(
             open_rdma(self.config, self.memory, node.pool)
         )
+        node.rdma = self.rdma
         if self.rdma is not None:
             transports.append(self.rdma.transport)
             # The next record tells the others to read by other ways.
@@ -405,6 +406,7 @@ class _Assembly:
                 cluster=config.cluster,
                 handler=node.serve_control,
                 on_lost=node.control_lost,
+                on_refused=node.stranger_refused,
                 software=p2pstore.__version__,
             )
         )

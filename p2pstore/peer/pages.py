@@ -17,6 +17,10 @@ DATA_HEADERS: Final = (("Cross-Origin-Resource-Policy", "same-origin"),)
 def metrics_pages(node: Node, status: StatusSource) -> Pages:
     """The pages of one peer, by their paths."""
     # What most peers do without is not imported for them.
+    from prometheus_client.exposition import generate_latest
+    from prometheus_client.process_collector import ProcessCollector
+    from prometheus_client.registry import CollectorRegistry
+
     from p2pstore.peer.metrics import CONTENT_TYPE, exposition
     from p2pstore.peer.status.page import page_bytes, page_headers
 
@@ -28,10 +32,14 @@ def metrics_pages(node: Node, status: StatusSource) -> Pages:
     def document() -> Answer:
         return Answer(HTTPStatus.OK, "application/json", status.document_bytes(), DATA_HEADERS)
 
+    process = CollectorRegistry()
+    ProcessCollector(registry=process)  # CPU time, memory and descriptors, by Prometheus' own names
+
     def metrics() -> Answer:
         peer = peer_document(node, private=False)
         cluster = cluster_document(node.core, node.now)
-        return Answer(HTTPStatus.OK, CONTENT_TYPE, exposition(peer, cluster))
+        body = exposition(peer, cluster, node.watch.measures) + generate_latest(process)
+        return Answer(HTTPStatus.OK, CONTENT_TYPE, body)
 
     def alive() -> Answer:
         return text_answer(HTTPStatus.OK, "alive")

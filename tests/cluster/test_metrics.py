@@ -59,7 +59,7 @@ def metrics(address: str) -> dict[str, float]:
     samples: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation, family.name
-        assert family.name.startswith("p2pstore_")
+        assert family.name.startswith(("p2pstore_", "process_"))
         for sample in family.samples:
             labels = json.dumps(sample.labels) if sample.labels else ""
             samples[sample.name + labels] = sample.value
@@ -86,7 +86,12 @@ def test_what_a_peer_did_is_counted(peer: PeerProcess) -> None:
     assert after["p2pstore_memory_capacity_bytes"] >= 60 * MIB
     assert after['p2pstore_members{"status": "alive"}'] == 1
     assert after['p2pstore_ssd_state{"state": "ok"}'] == 1
-    assert after['p2pstore_ssd_latency_seconds{"operation": "write", "quantile": "0.99"}'] > 0
+    assert grew('p2pstore_ssd_operation_seconds_count{"operation": "write"}') == 1
+    assert grew("p2pstore_put_size_bytes_count") == 1
+    assert grew('p2pstore_put_size_bytes_bucket{"le": "1048576"}') == 1
+    assert after['p2pstore_namespace_puts_total{"namespace": "default"}'] >= 1
+    assert after["p2pstore_event_loop_lag_seconds_count"] > 0
+    assert after["process_resident_memory_bytes"] > MIB
 
 
 def test_names_follow_the_conventions(peer: PeerProcess) -> None:

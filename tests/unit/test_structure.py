@@ -105,11 +105,18 @@ PURE = (
         f"p2pstore/doctor/{name}.py"
         for name in ("finding", "machine_rules", "network_rules", "way_rules")
     ),
-    *(f"p2pstore/peer/{name}.py" for name in ("load", "metrics", "slow_operations", "traffic")),
+    *(
+        f"p2pstore/peer/{name}.py"
+        for name in (
+            *("load", "slow_operations", "traffic", "measures"),
+            *("metrics", "metrics_ssd", "metric_families"),
+        )
+    ),
     *(f"p2pstore/peer/checkpoints/{name}.py" for name in ("introductions", "token_bucket")),
     *(f"p2pstore/topology/{name}.py" for name in ("machine", "matrix")),
     *(f"p2pstore/integrations/mooncake/{name}.py" for name in ("codes", "placement")),
     "p2pstore/objects.py",
+    "p2pstore/histograms.py",
     "p2pstore/location_table.py",
     "p2pstore/wire.py",
     "p2pstore/allowlist.py",
