@@ -38,7 +38,13 @@ _SHOWN_COUNTERS: Final = (
     *("client_reads_elsewhere", "client_reads_from_ssd", "client_misses", "last_copies_dropped"),
     *("transport_fallbacks", "objects_spoilt", "repairs", "repaired_bytes"),
 )
-_RECENT: Final = (*("gets", "misses", "puts", "in_bytes", "out_bytes"), *_SHOWN_COUNTERS)
+_ADDED_UP: Final = (
+    *("gets", "misses", "puts", "in_bytes", "in_objects", "in_failures", "out_bytes"),
+    *("stalls", "looks", "refused_by_members"),
+)
+_CURVES: Final = ("gets", "misses", "puts", "in_bytes", "out_bytes")
+_STALL_BUCKET: Final = 18
+"""From here on the event loop was late by more than 131 ms (`histograms`)."""
 
 
 class StatusSource:
@@ -47,7 +53,7 @@ class StatusSource:
     def __init__(self, node: Node, *, with_keys: bool) -> None:
         self._node = node
         self._with_keys = with_keys
-        self._recent = RecentCounts(_RECENT)
+        self._recent = RecentCounts((*_ADDED_UP, *_SHOWN_COUNTERS))
         self._made_at = -math.inf
         self._made = b""
         self._checkpoints_version: tuple[int, int, int] | None = None
@@ -103,7 +109,7 @@ class StatusSource:
             "repair": peer["repair"],
             "totals": self._totals(),
             "lately": {"seconds": round(seconds, 1), **lately},
-            "recent": self._recent.document(),
+            "recent": self._recent.document(_CURVES),
             "received": peer["received"],
             "served": peer["served"],
             "checkpoints": [self._checkpoint(each) for each in checkpoints[:MAX_CHECKPOINTS]],
@@ -133,12 +139,19 @@ class StatusSource:
         counters: Mapping[str, int] = node.core.counters
         totals = {name: counters.get(name, 0) for name in _SHOWN_COUNTERS}
         gets = ("client_reads", "client_leases", "client_reads_elsewhere")
+        came = node.watch.traffic.totals.values()
+        measures = node.watch.measures
         return {
             "gets": sum(totals[name] for name in gets),
             "misses": totals["client_misses"],
             "puts": totals["client_puts"],
-            "in_bytes": sum(use.bytes for use in node.watch.traffic.totals.values()),
+            "in_bytes": sum(use.bytes for use in came),
+            "in_objects": sum(use.objects for use in came),
+            "in_failures": sum(use.failures for use in came),
             "out_bytes": node.served.bytes,
+            "stalls": sum(measures.loop_lag.counts[_STALL_BUCKET:]),
+            "looks": measures.loop_lag.count,
+            "refused_by_members": measures.refused_by_members,
             **totals,
         }
 
@@ -166,7 +179,11 @@ class StatusSource:
             suspect_count=members.counts["suspect"],
             versions=versions_of([member for _, member in members.shown if member.alive]),
             load_permille=node.load.told_permille,
+            local_health=peer["gossip"]["local_health"],
+            clock_ahead_seconds=peer["clock_ahead_seconds"],
             members_refused=peer["members_refused"],
+            memory_share=_share(peer["memory_used_bytes"], peer["memory_capacity_bytes"]),
+            lost_rdma_devices=peer.get("rdma", {}).get("lost_devices", 0),
             lacking=peer["repair"]["lacking"],
             ssd=_ssd_reading(peer.get("ssd")),
             lately=lately,
@@ -191,6 +208,10 @@ def _without_replaced(members: Survey, live: Sequence[MemberState]) -> list[Memb
         return []
     names = {name_of(member) for member in islice(live, MAX_NAMES_LOOKED_AT)}
     return [member for member in dead if name_of(member) not in names]
+
+
+def _share(used: int, capacity: int) -> float:
+    return used / capacity if capacity else 0.0
 
 
 def _cluster(name: str, members: Survey) -> dict[str, Any]:
