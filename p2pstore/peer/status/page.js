@@ -406,7 +406,7 @@ async function poll() {
     } else {
       answeredAt = heardAt = new Date();
       silentSince = null;
-      before = current;
+      if (current && current.unix !== status.unix) before = current; // else it is the same document once more
       current = status;
       show(status);
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +29,8 @@ FORMAT: Final = 1
 """Of the document. It only grows."""
 KEPT_SECONDS: Final = 1.0
 """How long a document is good enough for who asks next."""
+MOST_OF_A_CORE: Final = 0.01
+"""That making documents may take: longer ones, of very large clusters, are kept for longer."""
 MAX_NAMES_LOOKED_AT: Final = 1000
 """Of living members, for whether one that is dead was replaced by another of its name."""
 MAX_NAMESPACES: Final = 32
@@ -50,11 +52,14 @@ _STALL_BUCKET: Final = 18
 class StatusSource:
     """Of one peer. `with_keys`: the texts of keys are shown, to anybody who asks."""
 
-    def __init__(self, node: Node, *, with_keys: bool) -> None:
+    def __init__(
+        self, node: Node, *, with_keys: bool, cpu_seconds: Callable[[], float] = time.thread_time
+    ) -> None:
         self._node = node
+        self._cpu_seconds = cpu_seconds
         self._with_keys = with_keys
         self._recent = RecentCounts((*_ADDED_UP, *_SHOWN_COUNTERS))
-        self._made_at = -math.inf
+        self._keep_until = -math.inf
         self._made = b""
         self._checkpoints_version: tuple[int, int, int] | None = None
         self._checkpoints: list[Progress] = []
@@ -66,11 +71,13 @@ class StatusSource:
             await trio.sleep(INTERVAL_SECONDS)
 
     def document_bytes(self) -> bytes:
-        """The document, not older than `KEPT_SECONDS`."""
+        """The document, mostly not older than `KEPT_SECONDS`."""
         now = self._node.now
-        if now >= self._made_at + KEPT_SECONDS:
+        if now >= self._keep_until:
+            began = self._cpu_seconds()
             self._made = json.dumps(self.document(), separators=(",", ":")).encode()
-            self._made_at = now
+            took = self._cpu_seconds() - began
+            self._keep_until = now + max(KEPT_SECONDS, took / MOST_OF_A_CORE)
         return self._made
 
     def document(self) -> dict[str, Any]:
