@@ -45,11 +45,21 @@ def test_nothing_is_wrong() -> None:
         ({"suspect": ["x"], "suspect_count": 1}, "warning", "1 member does not answer: x"),
         ({"members_refused": 3}, "broken", "3 members were left out"),
         ({"versions": ["0.1", "0.2"]}, "warning", "different versions: 0.1, 0.2"),
-        ({"lately": {"last_copies_dropped": 1200}}, "warning", "1,200 objects that nobody else"),
+        (
+            {"lately": {"last_copies_dropped": 1300}, "memory_share": 0.95},
+            *("warning", "1,300 objects that nobody else"),
+        ),
+        ({"lately": {"refused_by_members": 1}}, "broken", "do not let this peer in"),
+        ({"clock_ahead_seconds": 1.25}, "warning", "clock is 1.2 s ahead of the others"),
+        ({"clock_ahead_seconds": -11.0}, "broken", "clock is 11.0 s behind the others"),
+        ({"lately": {"stalls": 250, "looks": 24_000}}, "warning", "stood still 250 times"),
+        ({"local_health": 5}, "warning", "does not trust its own view"),
+        ({"lately": {"in_failures": 150, "in_objects": 999}}, "warning", "150 of 1,149 reads"),
+        ({"lost_rdma_devices": 1}, "warning", "1 RDMA device of this peer failed"),
         ({"lacking": 1}, "warning", "1 object here has fewer copies than wanted"),
         ({"lately": {"client_puts_failed": 2}}, "warning", "2 puts failed in the last 20 minutes"),
         ({"lately": {"objects_spoilt": 1}}, "broken", "1 object was spoilt"),
-        ({"lately": {"transport_fallbacks": 1}}, "warning", "gave way to a worse one 1 time"),
+        ({"lately": {"transport_fallbacks": 12}}, "warning", "gave way to a worse one 12 times"),
         ({"ssd": ssd("off", "it is gone")}, "broken", "The SSD of this peer is not used any more"),
         ({"ssd": ssd("read_only", "worn out")}, "broken", "The SSD of this peer is only read"),
         ({"ssd": ssd(damaged=2)}, "warning", "2 objects on the SSD of this peer were damaged"),
@@ -59,6 +69,25 @@ def test_each_problem_has_its_words(facts: dict[str, Any], status: str, words: s
     finding = only(**facts)
     assert finding.status == status
     assert words in finding.value
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"lately": {"last_copies_dropped": 1300}},  # there is room: they expired, or were moved
+        {"lately": {"last_copies_dropped": 1100}, "memory_share": 1.0},
+        {"lately": {"in_failures": 150, "in_objects": 9_999}},
+        {"lately": {"in_failures": 100}},
+        {"lately": {"stalls": 99, "looks": 2_000}},
+        {"lately": {"stalls": 200, "looks": 24_000}},
+        {"lately": {"transport_fallbacks": 9}},
+        {"clock_ahead_seconds": -0.9},
+        {"local_health": 3},
+        {"load_permille": 999},
+    ],
+)
+def test_what_happens_in_any_cluster_is_no_problem(facts: dict[str, Any]) -> None:
+    assert problems(Facts(**{"seconds": 1200.0, **facts})) == []
 
 
 def test_of_many_names_some_are_named() -> None:

@@ -183,7 +183,7 @@ function showVitals(status) {
   fill(place("vitals"), [
     tile("Members", count(cluster.live), worse ? STATES[worse][0] : "", who || (cluster.live === 1 ? "alone in the cluster" : "all alive")),
     tile("Memory of all", percent(full), "", `of ${bytes(cluster.memory_capacity_bytes)}, ${several(cluster.copies, "copy", "copies")}`, meter(full)),
-    tile("Last copies lost", count(lately.last_copies_dropped), lately.last_copies_dropped ? "warning" : "",
+    tile("Last copies lost", count(lately.last_copies_dropped), status.problems.some((each) => each.name === "data lost") ? "warning" : "",
       `here, in the last ${time}; ${count(totals.last_copies_dropped)} since the start`),
     tile("Hit rate", asked ? percent(lately.gets / asked, lately.misses ? 1 : 0) : "\u2013", "",
       asked ? `of ${several(asked, "get", "gets")} in the last ${time}` : `no gets in the last ${time}`,
@@ -406,7 +406,7 @@ async function poll() {
     } else {
       answeredAt = heardAt = new Date();
       silentSince = null;
-      before = current;
+      if (current && current.unix !== status.unix) before = current; // else it is the same document once more
       current = status;
       show(status);
     }

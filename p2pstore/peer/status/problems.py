@@ -17,6 +17,20 @@ MAX_PROBLEMS: Final = 20
 MAX_NAMES: Final = 5
 """Named in one sentence."""
 OVERLOADED_PERMILLE: Final = 1000
+WRONG_CLOCK_SECONDS: Final = 1.0
+REFUSED_CLOCK_SECONDS: Final = 10.0
+UNWELL: Final = 4
+"""Of 8 (`local_health`)."""
+# A cache drops things, readers go on at the next holder, and now and then somebody waits: from here on it is told.
+DROPPED_PER_SECOND: Final = 1.0
+FULL: Final = 0.9
+FAILED_READS_PER_SECOND: Final = 0.1
+FAILED_READS: Final = 0.05
+"""Of all."""
+STALLED: Final = 0.01
+"""Of all looks at how late the event loop is; and no fewer than:"""
+STALLS: Final = 100
+FALLBACKS: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +58,12 @@ class Facts:
     suspect_count: int = 0
     versions: Sequence[str] = ()
     load_permille: int = 0
+    local_health: int = 0
+    clock_ahead_seconds: float | None = None
     members_refused: int = 0
+    memory_share: float = 0.0
+    """Of this peer's memory that is used."""
+    lost_rdma_devices: int = 0
     lacking: int = 0
     ssd: SsdReading | None = None
     lately: Mapping[str, int] = field(default_factory=dict)
@@ -79,6 +98,47 @@ def _this_peer(facts: Facts) -> Iterator[Finding]:
             "This peer is alone",
             f"it has not heard from {peers} since it started, and serves a cluster of its own",
             "on its machine, `mooncake-p2p doctor --peer HOST:PORT` with a bootstrap address says why",
+        )
+    if facts.lately.get("refused_by_members", 0):
+        yield broken(
+            "refused",
+            f"Other members do not let this peer in{_lately(facts)}",
+            "it has another cluster key, cluster name or version than they, or is not on their allow list",
+            "the log has their words (`refused: ...`); bring it their key file and send it SIGHUP",
+        )
+    yield from _clock(facts)
+    yield from _slow_process(facts)
+
+
+def _clock(facts: Facts) -> Iterator[Finding]:
+    ahead = facts.clock_ahead_seconds
+    if ahead is None or abs(ahead) < WRONG_CLOCK_SECONDS:
+        return
+    text = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the others"
+    judge = broken if abs(ahead) >= REFUSED_CLOCK_SECONDS else warning
+    yield judge(
+        "clock",
+        f"This machine's clock is {text}",
+        "it is not kept in step with theirs; from 10 s on, what this peer writes is refused",
+        "look at chrony, ntpd or systemd-timesyncd (`timedatectl`, `chronyc tracking`)",
+    )
+
+
+def _slow_process(facts: Facts) -> Iterator[Finding]:
+    stalls, looks = facts.lately.get("stalls", 0), facts.lately.get("looks", 0)
+    if stalls >= max(STALLS, STALLED * looks):
+        yield warning(
+            "stalls",
+            f"This peer stood still {_count(stalls, 'time', 'times')} for over 0.1 s{_lately(facts)}",
+            "it gets too little CPU, its memory is swapped, or something in it takes too long; all who ask it wait",
+            "look at the machine's load and the cgroup's CPU limit; else report it with `mooncake-p2p support-bundle`",
+        )
+    if facts.local_health >= UNWELL:
+        yield warning(
+            "gossip",
+            "This peer does not trust its own view of the others",
+            "its probes fail, or others accuse it: it gets too little CPU, or its network loses packets",
+            "look at the machine's load, and for dropped packets (`ip -s link`)",
         )
     if facts.load_permille >= OVERLOADED_PERMILLE:
         yield warning(
@@ -131,7 +191,7 @@ def _members(facts: Facts) -> Iterator[Finding]:
 
 def _copies(facts: Facts) -> Iterator[Finding]:
     dropped = facts.lately.get("last_copies_dropped", 0)
-    if dropped:
+    if dropped > DROPPED_PER_SECOND * facts.seconds and facts.memory_share >= FULL:
         yield warning(
             "data lost",
             f"{_count(dropped, 'object', 'objects')} that nobody else held had to go{_lately(facts)}",
@@ -165,12 +225,27 @@ def _copies(facts: Facts) -> Iterator[Finding]:
 
 def _transports(facts: Facts) -> Iterator[Finding]:
     fallbacks = facts.lately.get("transport_fallbacks", 0)
-    if fallbacks:
+    if fallbacks >= FALLBACKS:
         yield warning(
             "transports",
             f"A better transport gave way to a worse one {_count(fallbacks, 'time', 'times')}{_lately(facts)}",
             "RDMA or shared memory to some peer does not work; reads go on by TCP, slower",
             "the log says which and why; `mooncake-p2p doctor --peer HOST:PORT` checks the way",
+        )
+    failed, came = facts.lately.get("in_failures", 0), facts.lately.get("in_objects", 0)
+    if failed > FAILED_READS_PER_SECOND * facts.seconds and failed > FAILED_READS * (failed + came):
+        yield warning(
+            "reads",
+            f"{failed:,} of {failed + came:,} reads from other peers failed{_lately(facts)}",
+            "a holder is slow or gone, or the way to it loses packets; readers go on at the next one, later",
+            "`mooncake-p2p peers --reads` says with whom and by which transport; restart one that fails all",
+        )
+    if facts.lost_rdma_devices:
+        yield warning(
+            "rdma",
+            f"{_count(facts.lost_rdma_devices, 'RDMA device', 'RDMA devices')} of this peer failed",
+            "reads go by its other devices, or by TCP",
+            "`dmesg` and `rdma link` show what became of it; the peer uses it again after a restart",
         )
 
 

@@ -34,18 +34,16 @@ class RecentCounts:
         grown = map(int.__sub__, self._values(totals), first.totals)
         return now - first.at, dict(zip(self._names, grown, strict=True))
 
-    def document(self) -> dict[str, Any]:
-        """How much each grew in each interval, the oldest first, and how many seconds each interval took."""
-        steps = [
-            (later.at - sooner.at, tuple(map(int.__sub__, later.totals, sooner.totals)))
-            for sooner, later in pairwise(self._samples)
-        ]
-        grown = (
-            zip(*(step for _, step in steps), strict=True) if steps else ((),) * len(self._names)
-        )
+    def document(self, names: Sequence[str]) -> dict[str, Any]:
+        """How much these grew in each interval, the oldest first, and how many seconds each interval took."""
+        steps = list(pairwise(self._samples))
+        places = [self._names.index(name) for name in names]
         return {
-            "seconds": [round(seconds, 1) for seconds, _ in steps],
-            "grown": {name: list(each) for name, each in zip(self._names, grown, strict=True)},
+            "seconds": [round(later.at - sooner.at, 1) for sooner, later in steps],
+            "grown": {
+                name: [later.totals[place] - sooner.totals[place] for sooner, later in steps]
+                for name, place in zip(names, places, strict=True)
+            },
         }
 
     def _values(self, totals: Mapping[str, int]) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +29,8 @@ FORMAT: Final = 1
 """Of the document. It only grows."""
 KEPT_SECONDS: Final = 1.0
 """How long a document is good enough for who asks next."""
+MOST_OF_A_CORE: Final = 0.01
+"""That making documents may take: longer ones, of very large clusters, are kept for longer."""
 MAX_NAMES_LOOKED_AT: Final = 1000
 """Of living members, for whether one that is dead was replaced by another of its name."""
 MAX_NAMESPACES: Final = 32
@@ -38,17 +40,26 @@ _SHOWN_COUNTERS: Final = (
     *("client_reads_elsewhere", "client_reads_from_ssd", "client_misses", "last_copies_dropped"),
     *("transport_fallbacks", "objects_spoilt", "repairs", "repaired_bytes"),
 )
-_RECENT: Final = (*("gets", "misses", "puts", "in_bytes", "out_bytes"), *_SHOWN_COUNTERS)
+_ADDED_UP: Final = (
+    *("gets", "misses", "puts", "in_bytes", "in_objects", "in_failures", "out_bytes"),
+    *("stalls", "looks", "refused_by_members"),
+)
+_CURVES: Final = ("gets", "misses", "puts", "in_bytes", "out_bytes")
+_STALL_BUCKET: Final = 18
+"""From here on the event loop was late by more than 131 ms (`histograms`)."""
 
 
 class StatusSource:
     """Of one peer. `with_keys`: the texts of keys are shown, to anybody who asks."""
 
-    def __init__(self, node: Node, *, with_keys: bool) -> None:
+    def __init__(
+        self, node: Node, *, with_keys: bool, cpu_seconds: Callable[[], float] = time.thread_time
+    ) -> None:
         self._node = node
+        self._cpu_seconds = cpu_seconds
         self._with_keys = with_keys
-        self._recent = RecentCounts(_RECENT)
-        self._made_at = -math.inf
+        self._recent = RecentCounts((*_ADDED_UP, *_SHOWN_COUNTERS))
+        self._keep_until = -math.inf
         self._made = b""
         self._checkpoints_version: tuple[int, int, int] | None = None
         self._checkpoints: list[Progress] = []
@@ -60,11 +71,13 @@ class StatusSource:
             await trio.sleep(INTERVAL_SECONDS)
 
     def document_bytes(self) -> bytes:
-        """The document, not older than `KEPT_SECONDS`."""
+        """The document, mostly not older than `KEPT_SECONDS`."""
         now = self._node.now
-        if now >= self._made_at + KEPT_SECONDS:
+        if now >= self._keep_until:
+            began = self._cpu_seconds()
             self._made = json.dumps(self.document(), separators=(",", ":")).encode()
-            self._made_at = now
+            took = self._cpu_seconds() - began
+            self._keep_until = now + max(KEPT_SECONDS, took / MOST_OF_A_CORE)
         return self._made
 
     def document(self) -> dict[str, Any]:
@@ -103,7 +116,7 @@ class StatusSource:
             "repair": peer["repair"],
             "totals": self._totals(),
             "lately": {"seconds": round(seconds, 1), **lately},
-            "recent": self._recent.document(),
+            "recent": self._recent.document(_CURVES),
             "received": peer["received"],
             "served": peer["served"],
             "checkpoints": [self._checkpoint(each) for each in checkpoints[:MAX_CHECKPOINTS]],
@@ -133,12 +146,19 @@ class StatusSource:
         counters: Mapping[str, int] = node.core.counters
         totals = {name: counters.get(name, 0) for name in _SHOWN_COUNTERS}
         gets = ("client_reads", "client_leases", "client_reads_elsewhere")
+        came = node.watch.traffic.totals.values()
+        measures = node.watch.measures
         return {
             "gets": sum(totals[name] for name in gets),
             "misses": totals["client_misses"],
             "puts": totals["client_puts"],
-            "in_bytes": sum(use.bytes for use in node.watch.traffic.totals.values()),
+            "in_bytes": sum(use.bytes for use in came),
+            "in_objects": sum(use.objects for use in came),
+            "in_failures": sum(use.failures for use in came),
             "out_bytes": node.served.bytes,
+            "stalls": sum(measures.loop_lag.counts[_STALL_BUCKET:]),
+            "looks": measures.loop_lag.count,
+            "refused_by_members": measures.refused_by_members,
             **totals,
         }
 
@@ -166,7 +186,11 @@ class StatusSource:
             suspect_count=members.counts["suspect"],
             versions=versions_of([member for _, member in members.shown if member.alive]),
             load_permille=node.load.told_permille,
+            local_health=peer["gossip"]["local_health"],
+            clock_ahead_seconds=peer["clock_ahead_seconds"],
             members_refused=peer["members_refused"],
+            memory_share=_share(peer["memory_used_bytes"], peer["memory_capacity_bytes"]),
+            lost_rdma_devices=peer.get("rdma", {}).get("lost_devices", 0),
             lacking=peer["repair"]["lacking"],
             ssd=_ssd_reading(peer.get("ssd")),
             lately=lately,
@@ -191,6 +215,10 @@ def _without_replaced(members: Survey, live: Sequence[MemberState]) -> list[Memb
         return []
     names = {name_of(member) for member in islice(live, MAX_NAMES_LOOKED_AT)}
     return [member for member in dead if name_of(member) not in names]
+
+
+def _share(used: int, capacity: int) -> float:
+    return used / capacity if capacity else 0.0
 
 
 def _cluster(name: str, members: Survey) -> dict[str, Any]:
