@@ -86,6 +86,8 @@ class Checkpoints(CheckpointGroups):
         publisher: str | None = None,
         flat: bool = False,
         keep: int = 2,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
         limit_rate: int = 0,
         verify: bool = False,
         wait: float = 0.0,
@@ -95,6 +97,10 @@ class Checkpoints(CheckpointGroups):
         `directory/VERSION`, and have `directory/current` name it; with `flat`, to the directory itself. The directory
         is made if it is not there. What is there already and has the right hash is not fetched, an interrupted fetch
         goes on where it was, and of older versions `keep` stay.
+
+        `include` and `exclude` are patterns for whole relative paths (`*` matches `/` too): only those files are
+        brought, which takes the pieces that they are in. Files of the version that are there already stay, and when all
+        are wanted later, only the others are fetched. Raises `ValueError` when no file matches.
 
         `publisher` is a peer id: nobody else's checkpoint of that name is taken; by default the one who published it
         when this peer first saw the name. `limit_rate` bounds what is fetched, in bytes a second. `verify` reads again
@@ -119,6 +125,8 @@ class Checkpoints(CheckpointGroups):
             arguments.flag("verify", verify),
             round(1000 * arguments.seconds("wait", wait)),
             os.fspath(directory),
+            include=arguments.key_list(list(include)),
+            exclude=arguments.key_list(list(exclude)),
         )
         make_directory(directory)
         done = await self._do(
@@ -126,7 +134,7 @@ class Checkpoints(CheckpointGroups):
         )
         place = os.path.join(os.fspath(directory), done.directory) if done.directory else directory
         return FetchedCheckpoint(
-            done.version.hex(), os.fspath(place), done.total_bytes, done.fetched_bytes
+            done.version.hex(), os.fspath(place), done.total_bytes, done.fetched_bytes, done.whole
         )
 
     async def fetch_tensors(

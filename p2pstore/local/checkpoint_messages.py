@@ -14,7 +14,19 @@ from msgspec import Meta
 from p2pstore.wire import Message
 
 MAX_PATTERNS: Final = 256
+MAX_RANGES: Final = 262_144
 Patterns = Annotated[list[str], Meta(max_length=MAX_PATTERNS)]
+
+
+class Range(Message, frozen=True):
+    """Some bytes of a file, which is given by its number in the manifest."""
+
+    file: int
+    offset: int
+    length: int
+
+
+Ranges = Annotated[list[Range], Meta(max_length=MAX_RANGES)]
 
 
 class Publish(Message, frozen=True):
@@ -59,16 +71,21 @@ class Fetch(Message, frozen=True):
     memory: bool = False
     """To memory instead, for this client: who says HELLO with the version then, while this connection is open, has it
     passed."""
+    include: Patterns = []  # noqa: RUF012  # msgspec copies it
+    exclude: Patterns = []  # noqa: RUF012  # msgspec copies it
+    ranges: Ranges | None = None
+    """To memory: no more than is needed for these; None for everything."""
 
 
 class Fetched(Message, frozen=True):
     """It is there. `directory` is where, from the connection's directory on; of `total_bytes` so many came over the
-    network, the others were there."""
+    network, the others were there. `whole`: all its files are there."""
 
     version: bytes
     directory: str
     total_bytes: int
     fetched_bytes: int
+    whole: bool = True
 
 
 class Progress(Message, frozen=True):

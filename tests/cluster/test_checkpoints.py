@@ -201,6 +201,44 @@ async def test_a_fetch_that_is_cancelled_goes_on_where_it_was(tmp_path: Path) ->
         assert same_files(source, tmp_path / "b" / "current")
 
 
+async def test_some_files_are_brought_passed_on_and_completed_later(tmp_path: Path) -> None:
+    source = tmp_path / "from"
+    make_files(source, {**FILES, "other.safetensors": MIB})
+    async with cluster(tmp_path, 3) as (a, b, c):
+        published = await a.checkpoints.publish("model", source, piece_bytes=PIECE)
+        version = published.version
+        with pytest.raises(ValueError, match=r"no file of checkpoint 'model' matches; it has '"):
+            await b.checkpoints.fetch("model", tmp_path / "b", include=["none*"], wait=20)
+        some = await b.checkpoints.fetch("model", tmp_path / "b", include=["other*", "c*.json"])
+        assert not some.whole
+        assert MIB < some.fetched_bytes == some.total_bytes < MIB + 2 * PIECE
+        there = {path.name for path in (tmp_path / "b" / "current").rglob("*") if path.is_file()}
+        assert there == {"other.safetensors", "config.json"}
+
+        def is_told() -> bool:
+            parts = c.node.core.checkpoints.parts_of(
+                c.node.core.checkpoints.find("default", "model").digest
+            )
+            return sorted(part.needs_permille for each in parts.values() for part in each) == [
+                1000 * some.total_bytes // published.total_bytes,
+                1000,
+            ]
+
+        await until(is_told)
+
+        # Elsewhere on that peer: the same is there; more is fetched, and what is there is not.
+        again = await b.checkpoints.fetch("model", tmp_path / "again", include=["other*"])
+        assert again.fetched_bytes == 0
+        more = await b.checkpoints.fetch("model", tmp_path / "again")
+        assert more.whole
+        assert 0 < more.fetched_bytes <= published.total_bytes - MIB
+        assert same_files(source, tmp_path / "again" / "current")
+        whole = await b.checkpoints.fetch("model", tmp_path / "b")
+        assert whole.whole
+        assert whole.fetched_bytes == 0
+        assert same_files(source, tmp_path / "b" / version)
+
+
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """As the format has it: the length of a JSON header, the header, the data."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
