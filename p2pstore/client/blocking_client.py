@@ -46,7 +46,7 @@ from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, BlockingDriver, run_block
 from p2pstore.transfer.trace import FetchTrace, Progress
 
 if TYPE_CHECKING:
-    from p2pstore.client.tensors import CheckpointTensors
+    from p2pstore.client.tensors import CheckpointTensors, Rows
 
 T = TypeVar("T")
 
@@ -204,6 +204,8 @@ class BlockingCheckpoints:
         name: str,
         names: Sequence[str] = (),
         *,
+        files: Sequence[str] = (),
+        rows: Rows | None = None,
         version: str = "",
         publisher: str | None = None,
         wait: float = 0.0,
@@ -213,6 +215,8 @@ class BlockingCheckpoints:
             self._checkpoints.fetch_tensors(
                 name,
                 names,
+                files=files,
+                rows=rows,
                 version=version,
                 publisher=publisher,
                 wait=wait,

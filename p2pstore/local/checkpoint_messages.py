@@ -11,22 +11,11 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
+from p2pstore.checkpoint.pieces import MAX_PIECES
 from p2pstore.wire import Message
 
 MAX_PATTERNS: Final = 256
-MAX_RANGES: Final = 262_144
 Patterns = Annotated[list[str], Meta(max_length=MAX_PATTERNS)]
-
-
-class Range(Message, frozen=True):
-    """Some bytes of a file, which is given by its number in the manifest."""
-
-    file: int
-    offset: int
-    length: int
-
-
-Ranges = Annotated[list[Range], Meta(max_length=MAX_RANGES)]
 
 
 class Publish(Message, frozen=True):
@@ -73,8 +62,8 @@ class Fetch(Message, frozen=True):
     passed."""
     include: Patterns = []  # noqa: RUF012  # msgspec copies it
     exclude: Patterns = []  # noqa: RUF012  # msgspec copies it
-    ranges: Ranges | None = None
-    """To memory: no more than is needed for these; None for everything."""
+    pieces: Annotated[bytes, Meta(max_length=MAX_PIECES // 8)] | None = None
+    """To memory: only these, as packed by `pack_map`; empty for none yet, None for all."""
 
 
 class Fetched(Message, frozen=True):

@@ -75,9 +75,7 @@ class LocalCheckpoints:
             message.wait_ms / 1000,
             message.include,
             message.exclude,
-            None
-            if message.ranges is None
-            else [(each.file, each.offset, each.length) for each in message.ranges],
+            message.pieces,
         )
 
         async def fetch(directory: HeldDirectory, job: Job) -> Message:

@@ -120,10 +120,10 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
             False,
             ["i"],
             ["e"],
-            [checkpoints.Range(1, 2, 3)],
+            b"\x05",
         ),
         (
-            "31000000040302011f000000000000009ea16ea16da26162c40170c30207c309a22f64c291a16991a1659193010203"
+            "31000000040302011d000000000000009ea16ea16da26162c40170c30207c309a22f64c291a16991a165c40105"
         ),
     ),
     "checkpoint fetched": (

@@ -19,6 +19,7 @@ class MemoryTarget:
         """`signed` must have been verified. `needed`: the pieces that are wanted; None: all. Raises `ConfigError` where
         there can be no such memory."""
         self.manifest = read_manifest(signed.body)
+        self.signed = signed
         self.version = version_of(signed.body)
         sizes = [file.size for file in self.manifest.files]
         self.layout = plan_memory(sizes, len(signed.body))

@@ -32,7 +32,7 @@ from p2pstore.checkpoint.manifest import (
     version_of,
 )
 from p2pstore.checkpoint.paths import check_checkpoint_name
-from p2pstore.checkpoint.piece_map import full_map, pieces_in
+from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map, pieces_in, unpack_map
 from p2pstore.checkpoint.source_directory import SourceDirectory
 from p2pstore.checkpoint.target_directory import (
     DirectoryInUse,
@@ -44,6 +44,7 @@ from p2pstore.errors import (
     ConfigError,
     NoSuchKey,
     P2PStoreError,
+    ProtocolError,
     Unavailable,
 )
 from p2pstore.gossip.checkpoints import Head, checkpoint_digest, short_version
@@ -109,8 +110,8 @@ class FetchOrder:
     wait_seconds: float = 0.0
     include: list[str] = field(default_factory=list)
     exclude: list[str] = field(default_factory=list)
-    ranges: list[tuple[int, int, int]] | None = None
-    """To memory: (file, offset, length) of what is wanted; None for everything."""
+    pieces: bytes | None = None
+    """To memory: what is wanted, as packed by `pack_map`, empty for nothing yet; None for everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,17 +329,43 @@ class PeerCheckpoints:
         job.version = version
         job.begin(JobPhase.CHECKING)
         async with self.memories.turn(version):
-            there = self.memories.use(version, user)
-            if there is not None:
-                return Fetched(version, there.manifest.layout.total_bytes, 0)
-            signed = await self._manifest(version, head.publisher)
-            size = read_manifest(signed.body).layout.total_bytes
-            with self.memories.room_for(version, size):
-                target = await trio.to_thread.run_sync(MemoryTarget, signed)
-                bringing = _Bringing(order, signed, target, target, job, lambda: None)
-                fetched = await self._fill(bringing)
-            self.memories.add(target, user)
-            return fetched
+            target = self.memories.use(version, user)
+            if target is None:
+                signed = await self._manifest(version, head.publisher)
+                manifest = read_manifest(signed.body)
+                needed = _pieces_ordered(order, manifest)
+                sizes = (manifest.layout.size(piece) for piece in pieces_in(needed))
+                with self.memories.room_for(version, sum(sizes)):
+                    target = await trio.to_thread.run_sync(MemoryTarget, signed, needed)
+                    bringing = _Bringing(order, signed, target, target, job, lambda: None)
+                    fetched = await self._fill(bringing)
+                self.memories.add(target, user)
+                return fetched
+            needed = _pieces_ordered(order, target.manifest)
+            with self.memories.room_for(version, target.bytes_more(needed)):
+                target.needed |= needed
+        return await self._bring_more(order, target, needed, job)
+
+    async def _bring_more(
+        self, order: FetchOrder, target: MemoryTarget, needed: PieceMap, job: Job
+    ) -> Fetched:
+        """More pieces of a version that is in memory; others may look at it, and want more of it, at the same time."""
+        size = sum(target.manifest.layout.size(piece) for piece in pieces_in(needed))
+        missing = needed & ~target.have
+        part = self._parts.get(target.version)
+        if not missing:
+            return Fetched(target.version, size, 0)
+        if part is None or part.run.store is not target:
+            bringing = _Bringing(order, target.signed, target, target, job, lambda: None)
+            return await self._fill(bringing)
+        run = part.run
+        before = run.fetched_bytes
+        with self._wanted(part):
+            run.need(missing)
+            await self._until(part, job, lambda: not missing & ~run.machine.have)
+        if run.complete:
+            part.tell(TakesPart.SEEDING, 1000, "")
+        return Fetched(target.version, size, min(size, run.fetched_bytes - before))
 
     def memory_left(self, user: int) -> None:
         """A client is gone: give back the memory of versions that nobody looks at any more."""
@@ -561,15 +588,20 @@ class PeerCheckpoints:
 
     async def _bring(self, part: _Part, bringing: _Bringing) -> None:
         """By the swarm; then it is put in its place."""
-        run, job = part.run, bringing.job
+        run = part.run
+        await self._until(part, bringing.job, lambda: run.complete)
+        await run.written()
+        await self._finish(bringing)
+
+    async def _until(self, part: _Part, job: Job, condition: Callable[[], bool]) -> None:
+        """Until the swarm has brought something; others hear how far it is."""
+        run = part.run
         job.begin(JobPhase.FETCHING, run.total_bytes, run.done_bytes)
         part.tell(TakesPart.FETCHING, _permille(run), "")
         async with open_background_nursery() as nursery:
             nursery.start_soon(self._tell_progress, part, job)
             nursery.start_soon(self._give_up_without_publisher, run)
-            await run.until(lambda: run.complete)
-        await run.written()
-        await self._finish(bringing)
+            await run.until(condition)
 
     async def _tell_progress(self, part: _Part, job: Job) -> None:
         run = part.run
@@ -756,6 +788,17 @@ def _copy_piece(source: PieceStore, target: Target, piece: int) -> Exception | N
     except (CheckpointChanged, OSError, EOFError) as error:
         return error
     return None if target.write(piece, data) else CheckpointChanged("a file was changed")
+
+
+def _pieces_ordered(order: FetchOrder, manifest: Manifest) -> PieceMap:
+    """Raises `ValueError` for pieces that do not exist."""
+    count = manifest.layout.count
+    if order.pieces is None:
+        return full_map(count)
+    try:
+        return unpack_map(order.pieces, count) if order.pieces else NO_PIECES
+    except ProtocolError as error:
+        raise ValueError(f"pieces of checkpoint {manifest.name!r}: {error}") from error
 
 
 def _needed_bytes(target: Target) -> int:
