@@ -299,6 +299,8 @@ def has_version(member: CheckpointMember, version: str) -> bool:
     short = version[:16]
     if member.follows and member.current == short:
         return True
+    if member.needs < 1:
+        return False
     return member.version == short and member.state in ("verified", "seeding", "publishing")
 
 
@@ -386,6 +388,7 @@ def _info(item: local.CheckpointEntry) -> CheckpointInfo:
                 each.why,
                 each.bytes_per_second,
                 each.me,
+                each.needs_permille / 1000,
             )
             for each in item.members
         ),

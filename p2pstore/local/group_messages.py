@@ -120,6 +120,7 @@ class MemberEntry(Message, frozen=True):
     why: str = ""
     bytes_per_second: int = 0
     me: bool = False
+    needs_permille: int = 1000
 
 
 class CheckpointEntry(Message, frozen=True):

@@ -73,12 +73,17 @@ class LocalCheckpoints:
             message.limit_bytes_per_second,
             message.verify,
             message.wait_ms / 1000,
+            message.include,
+            message.exclude,
+            message.pieces,
         )
 
         async def fetch(directory: HeldDirectory, job: Job) -> Message:
             done = await self._checkpoints.fetch(order, directory, job)
             where = "" if order.flat else format_version(done.version)
-            return local.Fetched(done.version, where, done.total_bytes, done.fetched_bytes)
+            return local.Fetched(
+                done.version, where, done.total_bytes, done.fetched_bytes, done.whole
+            )
 
         if message.memory:
             return self._fetch_to_memory(client, order)

@@ -252,8 +252,9 @@ class LocalGroups:
             part.follows,
             part.current,
             part.why,
-            int(pace * total / 1000),
+            int(pace * total * part.needs_permille / 1_000_000),
             member == self._node.core.member,
+            part.needs_permille,
         )
 
     def _who(self, member: int) -> tuple[PeerId, str]:

@@ -27,7 +27,7 @@ class Memories:
     @property
     def used_bytes(self) -> int:
         """Of all versions together, those that are on their way as well."""
-        there = sum(target.layout.total_bytes for target in self._targets.values())
+        there = sum(target.used_bytes for target in self._targets.values())
         return there + sum(self._coming.values())
 
     @contextmanager
@@ -67,6 +67,9 @@ class Memories:
     def use(self, version: bytes, user: int) -> MemoryTarget | None:
         """The version, which this client looks at from now on; None when it is not here."""
         target = self._targets.get(version)
+        if target is not None and target.closed:  # this peer takes no part in it any more
+            del self._targets[version], self._users[version]
+            return None
         if target is not None:
             self._users[version].add(user)
         return target

@@ -16,6 +16,11 @@ class PieceStore(Protocol):
         """The pieces that are here and verified."""
         ...
 
+    @property
+    def needed(self) -> PieceMap:
+        """The pieces that are to be here in the end."""
+        ...
+
     def read(self, piece: int) -> bytearray:
         """A piece that is here. Raises `OSError`, and `CheckpointChanged` when it is not what it was."""
         ...
@@ -54,6 +59,10 @@ class PublishedPieces:
     @property
     def have(self) -> PieceMap:
         return full_map(self._manifest.layout.count)
+
+    @property
+    def needed(self) -> PieceMap:
+        return self.have
 
     def read(self, piece: int) -> bytearray:
         return self._source.read_piece(self._manifest, piece)
