@@ -44,6 +44,8 @@ class Refusal(IntEnum):
     """No slot is free; a grant will come."""
     LACKS = 4
     """The piece is not there."""
+    LATER = 5
+    """Enough is on its way; the receiver says when there is `room`. Older peers take it for FULL."""
 
 
 class PieceMapMessage(Message, frozen=True):
@@ -51,12 +53,14 @@ class PieceMapMessage(Message, frozen=True):
     much to tell."""
 
     pieces: Annotated[bytes, msgspec.Meta(max_length=MAX_PIECES // 8)]
+    room: bool = False
 
 
 class NewPieces(Message, frozen=True):
-    """Pieces that the sender has got since its last message of this kind."""
+    """Pieces that the sender has got since its last message of this kind. `room`: and it would take what it refused."""
 
     pieces: Annotated[list[int], msgspec.Meta(max_length=MAX_NEW_PIECES)]
+    room: bool = False
 
 
 class Grant(Message, frozen=True):
