@@ -9,6 +9,7 @@
   it refused, when there is room. The publisher names the piece instead, until it has sent each once (`super_seeding`).
 - What fails is asked for at once elsewhere, without a grant; who has no free slot then says BUSY, and grants the next.
 - In the end, when all that is missing is on its way, a piece that is late is asked for a second time elsewhere.
+- Who needs some pieces only says which (`Needs`), is offered no others, and passes on what it has.
 - Peers of one host share the pieces among them (`HostShare`), so that each crosses the network once.
 
 Invariants: a piece is passed on only after it arrived, verified; a piece is on its way from one neighbour at most, or
@@ -36,6 +37,7 @@ from p2pstore.checkpoint.effects import (
     Failure,
     Fetch,
     Linked,
+    Needed,
     Participants,
     PieceArrived,
     PieceFailed,
@@ -51,6 +53,8 @@ from p2pstore.checkpoint.messages import (
     ANY_PIECE,
     MAX_NEW_PIECES,
     Grant,
+    Invite,
+    Needs,
     NewPieces,
     PieceMapMessage,
     Refusal,
@@ -59,7 +63,7 @@ from p2pstore.checkpoint.messages import (
     map_in,
 )
 from p2pstore.checkpoint.neighbours import Neighbours
-from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, pack_map
+from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map, pack_map
 from p2pstore.checkpoint.selection import HostShare, Selection
 from p2pstore.checkpoint.super_seeding import SuperSeeding
 from p2pstore.checkpoint.upload_slots import USUAL_SLOTS, UploadSlots, slots_for
@@ -103,11 +107,17 @@ class _Neighbour:
     member: int
     same_host: bool
     heard_at: float
+    needs: PieceMap
+    """What it is to have in the end."""
     pieces: PieceMap = NO_PIECES
     refused: Refusal | None = Refusal.FULL
     """Why no grant is offered to it until something changes. In the beginning: its map has not come yet."""
     untold: list[int] = field(default_factory=list)
     """Pieces that came here and that it has not heard of."""
+
+    def lacks(self, offered: PieceMap) -> PieceMap:
+        """What it needs of these pieces."""
+        return offered & self.needs & ~self.pieces
 
 
 class Swarm:
@@ -123,9 +133,10 @@ class Swarm:
         *,
         publishes: bool = False,
         config: SwarmConfig | None = None,
+        needed: PieceMap | None = None,
     ) -> None:
         """`have`: verified pieces that are here already. `publishes`: this peer brings the checkpoint into the
-        swarm, and sends each piece once before others choose."""
+        swarm, and sends each piece once before others choose. `needed`: the pieces to bring here; None: all."""
         self.config = config or SwarmConfig()
         self.slots = UploadSlots(self.config.upload_slots or USUAL_SLOTS, self.config.grant_seconds)
         self.senders = Senders(
@@ -140,7 +151,7 @@ class Swarm:
         self._count = len(piece_sizes)
         self._usual_size = max(piece_sizes, default=1)
         self._rng = rng
-        self._selection = Selection(self._count, have, rng)
+        self._selection = Selection(self._count, have, rng, needed)
         self._host = HostShare(self._count, own)
         self._seeding = SuperSeeding(self._count, rng) if publishes else None
         self._links = Neighbours(own, rng, now)
@@ -169,6 +180,7 @@ class Swarm:
             Served: self._served,
             PieceArrived: self._arrived,
             PieceFailed: self._failed,
+            Needed: self._needed,
             Tick: self._tick,
         }
 
@@ -191,8 +203,13 @@ class Swarm:
 
     @property
     def complete(self) -> bool:
-        """Whether all are."""
+        """Whether all are that are needed."""
         return self._selection.complete
+
+    @property
+    def needed(self) -> PieceMap:
+        """The pieces that are to be here."""
+        return self._selection.needed
 
     @property
     def dispensable(self) -> bool:
@@ -206,6 +223,12 @@ class Swarm:
         for each in self._neighbours.values():
             found |= each.pieces
         return found
+
+    @property
+    def has_source(self) -> bool:
+        """Whether a neighbour has anything that is missing here."""
+        missing = self._selection.missing
+        return any(each.pieces & missing for each in self._neighbours.values())
 
     @property
     def wake_at(self) -> float:
@@ -230,12 +253,14 @@ class Swarm:
             return
         if member in self._neighbours:
             return
-        neighbour = _Neighbour(member, event.same_host, now)
+        neighbour = _Neighbour(member, event.same_host, now, full_map(self._count))
         self._neighbours[member] = neighbour
         if event.same_host:
             self._share_host(now)
         else:
             self._order.append(neighbour)
+        if self.needed != full_map(self._count):
+            self._tell((member,), Needs(pack_map(self.needed, self._count)))
         self._tell((member,), PieceMapMessage(pack_map(self.have, self._count)))
         evicted = self._links.linked(member, event.same_host, now, self._worth)
         if evicted is not None:
@@ -286,7 +311,8 @@ class Swarm:
         neighbour = self._neighbours.get(member)
         if neighbour is None:
             return 0
-        if not self._selection.missing and neighbour.pieces == self.have:
+        missing, lacked = self._selection.missing, neighbour.lacks(self.have | self.needed)
+        if not lacked and not (neighbour.pieces | neighbour.needs) & missing:
             return -1
         return int(bool(self._flights.pieces_from(member) or self.slots.used_by(member)))
 
@@ -297,7 +323,8 @@ class Swarm:
             each.member
             for each in self._neighbours.values()
             if each.same_host
-            and (now < each.heard_at + patience or each.pieces.bit_count() == self._count)
+            and not self.needed & ~(each.needs | each.pieces)
+            and (now < each.heard_at + patience or not self.needed & ~each.pieces)
             and not self.senders.is_ignored(each.member, now)
         }
         self._host.siblings(active)
@@ -322,8 +349,30 @@ class Swarm:
                 self._drop(neighbour.member, now, banned=True)
                 return
             self._has(neighbour, pieces, now)
-            if message.room or neighbour.refused is Refusal.FULL:
+            if neighbour.refused is Refusal.FULL:
                 neighbour.refused = None
+        elif isinstance(message, Invite):
+            neighbour.refused = None
+        elif isinstance(message, Needs):
+            try:
+                neighbour.needs = map_in(message, self._count)
+            except ProtocolError:
+                self._drop(neighbour.member, now, banned=True)
+                return
+            if neighbour.refused is Refusal.NOTHING:
+                neighbour.refused = None
+            if neighbour.same_host:
+                self._share_host(now)
+
+    def _needed(self, event: Needed, now: float) -> None:
+        """More is to be brought here than was said before."""
+        if not self._selection.need(event.pieces):
+            return
+        self._tell(tuple(self._neighbours), Needs(pack_map(self.needed, self._count)))
+        self._said_complete = self.complete
+        self._retry_at = now
+        self._share_host(now)
+        self._change_links(now)
 
     def _has(self, neighbour: _Neighbour, pieces: PieceMap, now: float) -> None:
         new = pieces & ~neighbour.pieces
@@ -356,7 +405,9 @@ class Swarm:
         elif (piece := self._choose(neighbour, named, now)) is not None:
             self._fetch(neighbour, piece, now)
             return
-        if refusal is not Refusal.FULL:  # a publisher's link is what all wait for: it asks again soon
+        if named != ANY_PIECE:  # its link is what all wait for
+            self._offers = {neighbour.member: None} | self._offers
+        else:
             self._offers[neighbour.member] = None
         self._tell((neighbour.member,), Refuse(refusal))
 
@@ -370,7 +421,8 @@ class Swarm:
             neighbour = self._neighbours[member]
             if neighbour.pieces & wanted:
                 del self._offers[member]
-                self._tell_untold(neighbour, room=True)
+                self._tell_untold(neighbour)
+                self._tell((member,), Invite())
                 invited += 1
                 if invited == INVITED:
                     return
@@ -442,7 +494,7 @@ class Swarm:
         self._add_news(piece, now)
         bit = 1 << piece
         for each in self._order:
-            if each.refused is Refusal.NOTHING and not each.pieces & bit:
+            if each.refused is Refusal.NOTHING and each.lacks(bit):
                 each.refused = None
         if neighbour is not None and neighbour.same_host:
             self._fetch_here(neighbour, now)
@@ -565,8 +617,9 @@ class Swarm:
                 return
             piece = None
             if self._seeding is not None and not self._seeding.over:
-                lacked = self.have & ~receiver.pieces
-                piece = self._seeding.choose(lacked, self._selection.availability)
+                piece = self._seeding.choose(
+                    receiver.lacks(self.have), self._selection.availability
+                )
                 self._seeding.sending(piece)
             self.slots.grant(receiver.member, piece, now)
             self._check_at = min(self._check_at, now + self.config.grant_seconds)
@@ -577,14 +630,14 @@ class Swarm:
         """Who waited for a slot, else any neighbour that lacks something, first those that have no slot yet."""
         while (member := self.slots.next_waiting()) is not None:
             waiting = self._neighbours.get(member)
-            if waiting is not None and self.have & ~waiting.pieces:
+            if waiting is not None and waiting.lacks(self.have):
                 return waiting
         order = self._order
         start = int(self._rng.random() * len(order))
         second: _Neighbour | None = None
         for at in range(start - len(order), start):
             each = order[at]
-            if each.refused is not None or not self.have & ~each.pieces:
+            if each.refused is not None or not each.lacks(self.have):
                 continue
             used = self.slots.used_by(each.member)
             if not used:
@@ -678,15 +731,15 @@ class Swarm:
         seconds = len(self._neighbours) / NEWS_A_PIECE * piece_seconds
         return min(max(self.config.news_seconds, seconds), LONGEST_NEWS_SECONDS)
 
-    def _tell_untold(self, neighbour: _Neighbour, room: bool = False) -> None:
-        if neighbour.untold or room:
-            self._tell((neighbour.member,), self._news_of(neighbour.untold, room))
+    def _tell_untold(self, neighbour: _Neighbour) -> None:
+        if neighbour.untold:
+            self._tell((neighbour.member,), self._news_of(neighbour.untold))
             neighbour.untold = []
 
-    def _news_of(self, pieces: Sequence[int], room: bool = False) -> SwarmMessage:
+    def _news_of(self, pieces: Sequence[int]) -> SwarmMessage:
         if len(pieces) > MAX_NEW_PIECES:
-            return PieceMapMessage(pack_map(self.have, self._count), room)
-        return NewPieces(list(pieces), room)
+            return PieceMapMessage(pack_map(self.have, self._count))
+        return NewPieces(list(pieces))
 
     def _tell(self, members: tuple[int, ...], message: SwarmMessage) -> None:
         if members:

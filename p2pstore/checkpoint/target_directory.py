@@ -29,6 +29,7 @@ from typing import Final
 
 from blake3 import blake3
 
+from p2pstore.checkpoint.local_disks import is_local_directory
 from p2pstore.checkpoint.manifest import (
     Manifest,
     SignedManifest,
@@ -37,6 +38,7 @@ from p2pstore.checkpoint.manifest import (
     unchanged_pieces,
     version_of,
 )
+from p2pstore.checkpoint.paths import CURRENT
 from p2pstore.checkpoint.piece_map import PieceMap, full_map, map_of, pieces_in
 from p2pstore.checkpoint.piece_record import PieceRecord, boot_id
 from p2pstore.checkpoint.pieces import Extent
@@ -44,7 +46,6 @@ from p2pstore.errors import CapacityExceeded, CheckpointRefused, ConfigError, Pr
 from p2pstore.wire import decode_body, encode_body
 
 STATE: Final = ".p2pstore"
-CURRENT: Final = "current"
 DEFAULT_KEEP: Final = 2
 BLOCK_BYTES: Final = 4 * 1024 * 1024
 _VERSION_DIGITS: Final = 32
@@ -77,6 +78,8 @@ class TargetDirectory:
         self._record: PieceRecord | None = None
         try:
             self._state.mkdir(parents=True, exist_ok=True)
+            self.is_local = is_local_directory(self._state)
+            """Whether it is on a disk or in memory of this machine."""
             self._lock = os.open(self._state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise ConfigError(f"{directory}: cannot be written to: {error.strerror}") from error
@@ -198,7 +201,9 @@ class TargetDirectory:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise DirectoryInUse(f"{self.directory}: another fetch goes to it now") from error
+            raise DirectoryInUse(
+                f"{self.directory}: another fetch goes to it now: wait for it, or choose another directory"
+            ) from error
         current = self.directory / CURRENT
         if not self._flat and current.exists() and not current.is_symlink():
             raise ConfigError(f"{current} is not a link: choose another directory, or --flat")

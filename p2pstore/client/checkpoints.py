@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from p2pstore.allowlist import parse_peer_id
+from p2pstore.checkpoint.pieces import check_piece_bytes
 from p2pstore.client import arguments
-from p2pstore.client.checkpoint_groups import CheckpointGroups
-from p2pstore.errors import DeadlineExceeded
+from p2pstore.client.checkpoint_groups import CheckpointGroups, checkpoint_name, make_directory
+from p2pstore.errors import CheckpointRefused, DeadlineExceeded
 from p2pstore.local import checkpoint_messages as local
 from p2pstore.local.connection import LocalConnection
 from p2pstore.local.messages import LocalKind
@@ -33,6 +34,7 @@ LOOK_SECONDS: Final = 0.25
 """Between two looks at how far it is."""
 STALLED_SECONDS: Final = 60.0
 """Without any progress, until a fetch or a publish is given up; or the client's timeout, where that is longer."""
+MOST_BYTES_PER_SECOND: Final = 2**63 - 1
 _VERSION: Final = re.compile(r"[0-9a-fA-F]{4,32}")
 
 
@@ -61,10 +63,10 @@ class Checkpoints(CheckpointGroups):
         """
         request = local.Publish(
             self._namespace,
-            arguments.text("name", name),
+            checkpoint_name(name),
             arguments.key_list(list(include)),
             arguments.key_list(list(exclude)),
-            arguments.whole_number("piece_bytes", piece_bytes, minimum=0),
+            _piece_bytes(piece_bytes),
             arguments.flag("wait_seeded", wait_seeded),
             os.fspath(directory),
         )
@@ -106,17 +108,19 @@ class Checkpoints(CheckpointGroups):
             raise ValueError(f"version must be 4 to 32 hexadecimal digits, not {version!r}")
         request = local.Fetch(
             self._namespace,
-            arguments.text("name", name),
+            checkpoint_name(name),
             version.lower(),
             b"" if publisher is None else parse_peer_id(publisher, "publisher"),
             arguments.flag("flat", flat),
             arguments.whole_number("keep", keep),
-            arguments.whole_number("limit_rate", limit_rate, minimum=0),
+            arguments.whole_number(
+                "limit_rate", limit_rate, minimum=0, maximum=MOST_BYTES_PER_SECOND
+            ),
             arguments.flag("verify", verify),
             round(1000 * arguments.seconds("wait", wait)),
             os.fspath(directory),
         )
-        os.makedirs(directory, exist_ok=True)
+        make_directory(directory)
         done = await self._do(
             LocalKind.CHECKPOINT_FETCH, request, local.Fetched, directory, progress, wait
         )
@@ -147,7 +151,7 @@ class Checkpoints(CheckpointGroups):
         patterns = tuple(arguments.key_list(names))
         request = local.Fetch(
             self._namespace,
-            arguments.text("name", name),
+            checkpoint_name(name),
             version.lower(),
             b"" if publisher is None else parse_peer_id(publisher, "publisher"),
             wait_ms=round(1000 * arguments.seconds("wait", wait)),
@@ -228,3 +232,14 @@ class Checkpoints(CheckpointGroups):
                     f"nothing moved for {patience:g} s ({reply.phase}): nobody who has it can be reached, or the "
                     "disk does not answer"
                 )
+
+
+def _piece_bytes(piece_bytes: int) -> int:
+    """A length that pieces may have, or 0 for the usual. Raises `TypeError` and `ValueError`."""
+    number = arguments.whole_number("piece_bytes", piece_bytes, minimum=0)
+    if number:
+        try:
+            check_piece_bytes(number)
+        except CheckpointRefused as error:
+            raise ValueError(str(error)) from None
+    return number

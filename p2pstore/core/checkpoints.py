@@ -211,7 +211,9 @@ class Checkpoints:
                 f"checkpoint {name!r} has {len(known)} publishers: {listed}; choose one (--publisher)"
             )
         elif not known:
-            raise NoSuchKey(f"no checkpoint {name!r} is known in namespace {namespace!r}")
+            raise NoSuchKey(
+                f"no checkpoint {name!r} is known in namespace {namespace!r} (to wait for one: --wait)"
+            )
         else:
             found = known
         self.pin(namespace, name, found[0].publisher)
@@ -304,6 +306,18 @@ class Checkpoints:
             for part in state.checkpoints
             if part.version == short and part.state in MOVES_PIECES
         }
+
+    def why_not_offered(self, version: bytes, publisher: PeerId) -> str:
+        """Why a version's publisher does not pass it on, in a sentence; empty when it does."""
+        who = f"{self._name(publisher)}, which published it,"
+        state = self._core.gossip.membership.get(publisher)
+        if state is None or not state.live:
+            return f"{who} is not there"
+        short = short_version(version)
+        part = next((part for part in state.checkpoints if part.version == short), None)
+        if part is None:
+            return f"{who} does not offer it any more: publish it there again"
+        return f"{who} gave it up: {part.why}" if part.state == TakesPart.FAILED else ""
 
     def parts_of(self, digest: bytes) -> dict[Member, list[Participation]]:
         """What the living members have of a publisher's name, or want of it."""

@@ -16,6 +16,7 @@ import p2pstore
 from p2pstore import errors
 from p2pstore.checkpoint.target_directory import TargetDirectory
 from p2pstore.peer import Peer
+from p2pstore.peer.checkpoints import service
 from p2pstore.results import CheckpointProgress
 from tests.cluster.test_open_peer import MIB, cluster, until
 from tests.contract.swarm_world import make_files, same_files
@@ -143,6 +144,33 @@ async def test_what_cannot_be_done_is_said_in_the_words_of_who_asked(tmp_path: P
             await b.checkpoints.fetch("model", tmp_path / "c", publisher=b.peer_id)
         with pytest.raises(NotADirectoryError):
             await b.checkpoints.fetch("model", source / "config.json" / "x")
+        with pytest.raises(NotADirectoryError, match=r"Not a directory: '.*config.json'"):
+            await b.checkpoints.fetch("model", source / "config.json")
+        with pytest.raises(ValueError, match="printable, without spaces and @: 'mo del'"):
+            await b.checkpoints.fetch("mo del", tmp_path / "c")
+        with pytest.raises(ValueError, match="a power of two long, from 16,384 to"):
+            await a.checkpoints.publish("model", source, piece_bytes=100_000)
+        fast = await b.checkpoints.fetch("model", tmp_path / "fast", limit_rate=1 << 40)
+        assert fast.fetched_bytes == fast.total_bytes
+
+
+async def test_a_version_that_its_publisher_gave_up_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MANIFEST_SECONDS", 1.0)
+    monkeypatch.setattr(service, "HOPE_SECONDS", 1.0)
+    source = tmp_path / "from"
+    make_files(source, FILES)
+    async with cluster(tmp_path, 2) as (a, b):
+        await a.checkpoints.publish("model", source, piece_bytes=PIECE)
+        (source / "model.safetensors").write_bytes(b"other")
+        with pytest.raises(
+            errors.Unavailable,
+            match=r"p0, which published it, gave it up: model.safetensors: changed",
+        ):
+            await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
+        with pytest.raises(errors.Unavailable, match=r"can be reached: p0, which .*: changed"):
+            await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
 
 
 async def test_a_fetch_that_is_cancelled_goes_on_where_it_was(tmp_path: Path) -> None:

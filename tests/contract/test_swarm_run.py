@@ -118,6 +118,7 @@ class _Lying:
 
     def __init__(self, count: int) -> None:
         self.have = (1 << count) - 1
+        self.is_local = False
         self.reads = 0
 
     def read(self, piece: int) -> bytearray:

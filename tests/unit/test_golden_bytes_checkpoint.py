@@ -17,6 +17,7 @@ from p2pstore.checkpoint.manifest import (
 from p2pstore.checkpoint.messages import (
     Grant,
     Members,
+    Needs,
     NewPieces,
     PieceMapMessage,
     Refuse,
@@ -62,6 +63,7 @@ MESSAGES: list[tuple[SwarmMessage, int, str]] = [
     (Grant(7), 3, "9107"),
     (Refuse(2), 4, "9102"),
     (Members([7, 1 << 63]), 5, "919207cf8000000000000000"),
+    (Needs(b"\x05"), 6, "91c40105"),
 ]
 
 

@@ -20,6 +20,7 @@ from p2pstore.checkpoint.effects import (
     Failure,
     Fetch,
     Linked,
+    Needed,
     Participants,
     PieceArrived,
     PieceFailed,
@@ -33,6 +34,7 @@ from p2pstore.checkpoint.effects import (
 from p2pstore.checkpoint.messages import (
     ANY_PIECE,
     Grant,
+    Needs,
     NewPieces,
     PieceMapMessage,
     Refusal,
@@ -56,13 +58,21 @@ class Peer:
         pieces: int = PIECES,
         config: SwarmConfig | None = None,
         seed: int = 1,
+        needed: list[int] | None = None,
     ) -> None:
         mine = full_map(pieces) if publishes else map_of(have or [])
         self.now = 0.0
         self.ticks = 0
         self.count = pieces
         self.machine = Swarm(
-            OWN, [100] * pieces, mine, Random(seed), 0.0, publishes=publishes, config=config
+            OWN,
+            [100] * pieces,
+            mine,
+            Random(seed),
+            0.0,
+            publishes=publishes,
+            config=config,
+            needed=None if needed is None else map_of(needed),
         )
         self._effects: list[Effect] = []
 
@@ -734,3 +744,114 @@ def test_what_a_late_joiner_takes_the_place_of_is_of_no_use() -> None:
     assert peer.asked(Disconnect) == [Disconnect(17)]
     peer.on(Linked(17))  # it may come again
     assert 17 in peer.machine._neighbours
+
+
+# --- some pieces only ------------------------------------------------------------------------
+
+
+def needs(member: int, *pieces: int) -> Received:
+    return Received(member, Needs(pack_map(map_of(pieces), PIECES)))
+
+
+def test_who_needs_some_pieces_says_so_and_is_complete_when_it_has_them() -> None:
+    peer = Peer([0], needed=[1, 2])
+    peer.on(Linked(1))
+    told = [effect.message for effect in peer.asked(Tell)]
+    assert told == [Needs(b"\x06"), PieceMapMessage(b"\x01")]
+    peer.on(Received(1, PieceMapMessage(b"\xff")))
+    peer.on(Received(1, Grant(5)))
+    (fetch,) = peer.asked(Fetch)
+    assert fetch.piece in (1, 2)
+    peer.on(Received(1, Grant(3 - fetch.piece)))
+    assert peer.asked(Fetch) == [Fetch(1, 3 - fetch.piece)]
+    peer.on(Received(1, Grant(5)))
+    assert peer.told(Refuse) == [((1,), Refuse(Refusal.FULL))]
+    peer.on(PieceArrived(1, 1))
+    assert not peer.machine.complete
+    peer.on(PieceArrived(1, 2))
+    assert peer.asked(Complete) == [Complete()]
+    peer.on(Received(1, Grant(5)))
+    assert peer.told(Refuse) == [((1,), Refuse(Refusal.NOTHING))]
+
+
+def test_nobody_is_offered_what_it_does_not_need() -> None:
+    peer = Peer([0, 1])
+    peer.on(Linked(1))
+    peer.on(needs(1, 1, 2))
+    peer.on(Received(1, PieceMapMessage(b"\x02")))
+    assert peer.granted() == []
+    peer.neighbour(2, *range(8))
+    peer.on(Received(2, Grant(3)))
+    peer.on(PieceArrived(2, 3))
+    assert peer.granted() == []
+    peer.on(Received(2, Grant(2)))
+    peer.on(PieceArrived(2, 2))
+    granted = peer.granted()
+    assert set(granted) == {1}
+    for _ in granted:
+        peer.on(Received(1, Refuse(Refusal.NOTHING)))
+    assert peer.granted() == []
+    peer.on(needs(1, 0, 1, 2, 3))
+    assert set(peer.granted()) == {1}, "it needs more now"
+
+
+def test_a_publisher_names_only_pieces_that_are_needed() -> None:
+    peer = Peer(publishes=True)
+    peer.on(Linked(1))
+    peer.on(needs(1, 2, 5))
+    peer.on(Received(1, PieceMapMessage(b"\x00")))
+    assert sorted(message.piece for _, message in peer.told(Grant)) == [2, 5]
+    assert not peer.machine.dispensable
+
+
+def test_more_may_be_needed_later() -> None:
+    peer = Peer([1], needed=[1])
+    assert peer.machine.complete
+    peer.neighbour(1, *range(8))
+    peer.asked(Tell)
+    peer.on(Needed(map_of([1, 4])))
+    assert peer.told(Needs) == [((1,), Needs(b"\x12"))]
+    assert not peer.machine.complete
+    peer.wait(1.0)
+    assert peer.asked(Fetch) == [Fetch(1, 4)], "it asks, though nobody grants"
+    peer.on(PieceArrived(1, 4))
+    assert peer.asked(Complete) == [Complete()]
+    peer.on(Needed(map_of([4])))
+    assert peer.asked(Tell) == []
+    assert peer.machine.complete
+
+
+def test_a_peer_of_this_host_shares_the_work_only_for_what_it_needs_itself() -> None:
+    def fetched(*sibling_needs: int) -> int:
+        peer = Peer(config=SwarmConfig(upload_slots=8))
+        peer.on(Linked(1, same_host=True))
+        peer.on(needs(1, *sibling_needs))
+        peer.on(Received(1, PieceMapMessage(b"\x00")))
+        peer.neighbour(2, *range(8))
+        for _ in range(8):
+            peer.on(Received(2, Grant()))
+        return len(peer.asked(Fetch))
+
+    assert fetched(*range(8)) == 4
+    assert fetched(1, 2, 3) == 8
+
+
+def test_a_neighbour_that_has_and_needs_nothing_of_use_makes_room() -> None:
+    peer = Peer(needed=[1])
+    members = range(1, 40)
+    peer.on(Participants(frozenset(members)))
+    for member in members[:20]:
+        peer.on(Linked(member))
+        peer.on(needs(member, *([1] if member in (3, 4) else [6])))
+        peer.on(Received(member, PieceMapMessage(b"\x00")))
+    peer.asked(Disconnect)
+    peer.wait(6.0)
+    gone = {effect.member for effect in peer.asked(Disconnect)}
+    assert gone == set(members[:20]) - {3, 4}
+
+
+def test_who_says_that_it_needs_pieces_that_do_not_exist_is_banned() -> None:
+    peer = Peer()
+    peer.neighbour(1)
+    peer.on(Received(1, Needs(b"\xff\xff")))
+    assert peer.asked(Disconnect) == [Disconnect(1, banned=True)]

@@ -137,7 +137,7 @@ def checkpoint_publish(
     print(f"{name}@{done.version}")
     remark(
         f"published {printable(name)}: {_files(done.files)}, {format_transfer(done.total_bytes, seconds)}, "
-        f"{done.pieces:,} pieces of {format_bytes(done.piece_bytes)}"
+        f"{done.pieces:,} piece{'' if done.pieces == 1 else 's'} of {format_bytes(done.piece_bytes)}"
     )
 
 

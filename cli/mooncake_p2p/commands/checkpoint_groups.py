@@ -275,9 +275,9 @@ def status_lines(info: CheckpointInfo) -> list[str]:
         f"{printable(info.name)}@{info.version}: {format_bytes(info.total_bytes)}, {info.files:,} files, "
         f"published {_ago(info.published)} by {printable(info.publisher_name)} ({info.publisher}){trusted}"
     ]
-    figures = [f"{have} have it"]
+    figures = [f"{have} {'has' if have == 1 else 'have'} it"]
     if fetching:
-        figures.append(f"{len(fetching)} fetch it")
+        figures.append(f"{len(fetching)} {'fetches' if len(fetching) == 1 else 'fetch'} it")
         seconds = [left for each in fetching if (left := _seconds_left(info, each)) is not None]
         if len(seconds) == len(fetching):
             figures[-1] += f", {_duration(max(seconds))} left"

@@ -70,6 +70,8 @@ MANIFEST_SECONDS: Final = 10.0
 """Until somebody must have given a manifest."""
 ASK_AGAIN_SECONDS: Final = 0.5
 """Between two rounds of asking for a manifest."""
+HOPE_SECONDS: Final = 10.0
+"""Until a fetch ends whose publisher says that it has given the version up."""
 IN_USE_SECONDS: Final = 3.0
 LOOK_SECONDS: Final = 0.05
 REPORT_SECONDS: Final = 0.25
@@ -457,9 +459,9 @@ class PeerCheckpoints:
                 if found is not None:
                     return found
                 await trio.sleep(ASK_AGAIN_SECONDS)
-        raise Unavailable(
-            f"nobody who has version {format_version(version)} can be reached: {len(ways)} were asked"
-        )
+        asked = f"{len(ways)} {'was' if len(ways) == 1 else 'were'} asked"
+        why = self._core.checkpoints.why_not_offered(version, publisher) or asked
+        raise Unavailable(f"nobody who has version {format_version(version)} can be reached: {why}")
 
     def _who_may_have(self, version: bytes, publisher: PeerId) -> list[RemotePeer]:
         members = {*self.participants(version), member_of(publisher)} - {self.own}
@@ -526,7 +528,8 @@ class PeerCheckpoints:
         part.tell(TakesPart.FETCHING, _permille(run), "")
         async with open_background_nursery() as nursery:
             nursery.start_soon(self._tell_progress, part, job)
-            await run.until(lambda: run.complete)
+            nursery.start_soon(self._give_up_without_publisher, run)
+            await run.until_complete()
         await run.written()
         await self._finish(bringing)
 
@@ -537,6 +540,19 @@ class PeerCheckpoints:
             part.tell(TakesPart.FETCHING, _permille(run), "")
             job.at(run.done_bytes, len(run.links.members))
             await trio.sleep(REPORT_SECONDS)
+
+    async def _give_up_without_publisher(self, run: SwarmRun) -> None:
+        """End what cannot go on: its publisher is there and passes it on no more, and no neighbour has anything that is
+        missing. A publisher that is away may come back."""
+        checkpoints, publisher = self._core.checkpoints, run.signed.signer
+        since = trio.current_time()
+        while True:
+            await trio.sleep(HOPE_SECONDS / 10)
+            why = checkpoints.why_not_offered(run.version, publisher)
+            if not why or self.is_gone(member_of(publisher)) or run.machine.has_source:
+                since = trio.current_time()
+            elif trio.current_time() - since > HOPE_SECONDS:
+                run.fail(Unavailable(f"nobody has the pieces that are missing: {why}"))
 
     async def _finish(self, bringing: _Bringing) -> None:
         """Everything is there: put it in its place, and let others fetch to the directory."""
@@ -658,6 +674,7 @@ class _Holding:
     def __init__(self, store: PieceStore, directory: HeldDirectory) -> None:
         self._store = store
         self._directory = directory
+        self.is_local = store.is_local
         self.read = store.read
         self.write = store.write
 

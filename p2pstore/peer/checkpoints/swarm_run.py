@@ -1,16 +1,18 @@
 """One swarm on real connections: the shell around `p2pstore.checkpoint.swarm`.
 
 Links bring its messages (`links`); pieces come by requests on pooled data connections, straight into a buffer, and are
-verified and written in one step in a worker thread. All tasks are in one nursery, and end with it.
+verified and written in one step, in a worker thread unless that would cost more (`at_once`). All tasks are in one nursery, and end with it.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from random import Random
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import trio
 
@@ -40,6 +42,7 @@ from p2pstore.checkpoint.messages import Refusal
 from p2pstore.checkpoint.piece_map import pieces_in
 from p2pstore.checkpoint.swarm import Swarm, SwarmConfig
 from p2pstore.errors import CheckpointChanged, P2PStoreError, StoreClosed, Unavailable
+from p2pstore.peer.checkpoints.at_once import AtOnce
 from p2pstore.peer.checkpoints.introductions import GATHER_SECONDS, Introductions
 from p2pstore.peer.checkpoints.links import Member, OfferedSwarmLink, SwarmLinks
 from p2pstore.peer.checkpoints.stores import PieceStore
@@ -50,6 +53,8 @@ from p2pstore.transfer.swarm_serving import OpenedPiece
 from p2pstore.transfer.transport import RemotePeer
 
 logger = logging.getLogger("p2pstore.peer")
+
+T = TypeVar("T")
 
 PIECE_SECONDS: Final = 15.0
 """Without any progress, until a request for a piece fails; the machine gives it up earlier."""
@@ -145,6 +150,7 @@ class SwarmRun:
         self.failure: Exception | None = None
         """Why it ended by itself."""
         self.ended = trio.Event()
+        self._completed = trio.Event()
         self._bucket = TokenBucket(rate, trio.current_time()) if rate else None
         self._news = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -153,6 +159,7 @@ class SwarmRun:
         self._wake = trio.Event()
         self._planned = 0.0
         self._fetching: dict[tuple[Member, int], trio.CancelScope] = {}
+        self._at_once = AtOnce(store.is_local)
         self._buffers: list[bytearray] = []
         self._writing = 0
         self._written = trio.Event()
@@ -198,6 +205,7 @@ class SwarmRun:
                 await self.written()
                 await trio.to_thread.run_sync(self.store.close)
             self.ended.set()
+            self._completed.set()
             self._tell_news()
 
     async def changed(self) -> None:
@@ -210,6 +218,14 @@ class SwarmRun:
         while not condition():
             self.check_running()
             await self.changed()
+
+    async def until_complete(self) -> None:
+        """`until` it is complete, without a look after each piece."""
+        while not self.complete:
+            self.check_running()
+            if self._completed.is_set():
+                self._completed = trio.Event()
+            await self._completed.wait()
 
     async def until_dispensable(self, report: Callable[[int, int], None]) -> None:
         """Wait until the others have every piece among them; `report` is told bytes that they have, and how many they
@@ -257,6 +273,7 @@ class SwarmRun:
             if self._introductions.due:
                 for members, message in self._introductions.take():
                     self.links.say(members, message)
+                self.links.send_said()
 
     def _link_changed(self, event: Event) -> None:
         if isinstance(event, Linked):
@@ -291,6 +308,10 @@ class SwarmRun:
                     self._carry_out(effect)
         finally:
             self._handling = False
+        self._handled()
+
+    def _handled(self) -> None:
+        self.links.send_said()
         if self.machine.wake_at < self._planned:
             self._wake.set()
 
@@ -312,6 +333,7 @@ class SwarmRun:
             case Disconnect(member, banned):
                 self._disconnect(member, banned)
             case Complete():
+                self._completed.set()
                 self._tell_news()
             case Serve() | Decline():
                 raise AssertionError("pieces are answered where they are asked for")
@@ -399,12 +421,10 @@ class SwarmRun:
         return FAILURE_OF.get(reply.status, Failure.LOST)
 
     async def _keep(self, piece: int, view: memoryview) -> Failure | None:
-        """Verify the piece and write it, in one thread's step."""
+        """Verify the piece and write it, in one step."""
         self._writing += 1
         try:
-            good = await trio.to_thread.run_sync(
-                self.store.write, piece, view, limiter=self._surroundings.threads
-            )
+            good = await self._step(partial(self.store.write, piece, view), len(view))
         except OSError as error:
             self.fail(error)
             return Failure.LOST
@@ -413,6 +433,17 @@ class SwarmRun:
             if not self._writing:
                 self._written.set()
         return None if good else Failure.BAD
+
+    async def _step(self, step: Callable[[], T], length_bytes: int) -> T:
+        """Read or write a piece: at once, or in a thread."""
+        if not self._at_once.may(length_bytes):
+            in_thread: T = await trio.to_thread.run_sync(step, limiter=self._surroundings.threads)
+            return in_thread
+        began = time.perf_counter()
+        try:
+            return step()
+        finally:
+            self._at_once.took(time.perf_counter() - began)
 
     async def written(self) -> None:
         """Wait until no thread writes a piece."""
@@ -434,9 +465,7 @@ class SwarmRun:
         if isinstance(answer, Decline):
             return PieceReply(STATUS_OF[answer.why], answer.waiting)
         try:
-            data = await trio.to_thread.run_sync(
-                self.store.read, piece, limiter=self._surroundings.threads
-            )
+            data = await self._step(partial(self.store.read, piece), self._sizes[piece])
         except (OSError, EOFError, CheckpointChanged) as error:
             self.fail(error)
             raise Unavailable(f"the piece cannot be read any more: {error}") from error
@@ -459,6 +488,5 @@ class SwarmRun:
                 answer = effect
             else:
                 self._carry_out(effect)
-        if self.machine.wake_at < self._planned:
-            self._wake.set()
+        self._handled()
         return answer
