@@ -5,8 +5,8 @@
 - **Neighbours** (`neighbours`) tell each other what they have: the whole map first, then what is new, gathered for a
   piece time or two; who is granted a slot is told before.
 - A peer with a free upload slot (`upload_slots`) **grants** it to a neighbour that lacks something. The neighbour
-  chooses the rarest piece that it misses (`selection`) and fetches it, or refuses, and says later, to two of those whom
-  it refused, when there is room. The publisher names the piece instead, until it has sent each once (`super_seeding`).
+  chooses the rarest piece that it misses (`selection`) and fetches it, or refuses; of those whom it refused it
+  **invites** some when there is room. The publisher names the piece, until it has sent each once (`super_seeding`).
 - What fails is asked for at once elsewhere, without a grant; who has no free slot then says BUSY, and grants the next.
 - In the end, when all that is missing is on its way, a piece that is late is asked for a second time elsewhere.
 - Who needs some pieces only says which (`Needs`), is offered no others, and passes on what it has.
@@ -69,14 +69,17 @@ from p2pstore.checkpoint.super_seeding import SuperSeeding
 from p2pstore.checkpoint.upload_slots import USUAL_SLOTS, UploadSlots, slots_for
 from p2pstore.errors import ProtocolError
 
-NEWS_A_PIECE: Final = 10
-"""A peer tells what is new to so many neighbours in the time of a piece: each message costs both sides more than its
-piece's hash. (By simulation, 8, 15 and 64 receivers: with as many as there are neighbours nobody is faster, with five
-they take 1 to 2 % longer.)"""
+FEW_NEIGHBOURS: Final = 4
+NEIGHBOURS_A_PIECE: Final = 3.5
+MOST_PIECES_UNTOLD: Final = 3.0
+"""What is new is told to few neighbours at once, and to each one beyond `FEW_NEIGHBOURS` later, by a piece time for
+each `NEIGHBOURS_A_PIECE`, up to `MOST_PIECES_UNTOLD`: a message costs both sides more than the hash of a small piece.
+(By simulation of 8 and 15 receivers nobody is later for it, of 64 by 1 %.)"""
 LONGEST_NEWS_SECONDS: Final = 0.25
-INVITED: Final = 2
-"""Who has room again says so to so many of those whom it refused: with all of them most would be refused again, and
-with one its place stands empty now and then (1.06 of the time with two, 1.12 with one)."""
+INVITED: Final = 3
+"""Who has room again says so to so many of those whom it refused. If all of them heard, most would be refused again; if
+too few do, none of them may have a slot free by then (64 receivers take 1.05 of the shortest time with three, 1.07 with
+two, 1.12 with one)."""
 LATE: Final = 1.5
 """In the end, a piece is late after so many times what is usual for its sender."""
 
@@ -233,9 +236,12 @@ class Swarm:
     @property
     def wake_at(self) -> float:
         """When a `Tick` is due, at the latest."""
+        return min(self.judges_at, self._tell_at) if self._has_news else self.judges_at
+
+    @property
+    def judges_at(self) -> float:
+        """When something may be too late: what has arrived by then should be known before a `Tick`."""
         soonest = min(self._links.next_tick(), self._check_at, self._hurry_at)
-        if self._has_news:
-            soonest = min(soonest, self._tell_at)
         if self._selection.missing:
             soonest = min(soonest, self._retry_at)
         return soonest
@@ -721,14 +727,14 @@ class Swarm:
             self._tell(tuple(members), self._news_of(pieces))
         self._has_news = False
         self._tell_at = now + self._news_seconds()
-        self._invite()
 
     def _news_seconds(self) -> float:
         """Until news are told again."""
         piece_seconds = self._downloads.quickest_seconds(self._usual_size)
         if piece_seconds == math.inf:
             return self.config.news_seconds
-        seconds = len(self._neighbours) / NEWS_A_PIECE * piece_seconds
+        pieces = (len(self._neighbours) - FEW_NEIGHBOURS) / NEIGHBOURS_A_PIECE
+        seconds = min(pieces, MOST_PIECES_UNTOLD) * piece_seconds
         return min(max(self.config.news_seconds, seconds), LONGEST_NEWS_SECONDS)
 
     def _tell_untold(self, neighbour: _Neighbour) -> None:

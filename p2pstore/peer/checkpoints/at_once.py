@@ -37,8 +37,8 @@ class AtOnce:
             return False
         return True
 
-    def took(self, seconds: float) -> None:
-        """A step was done at once, in so many seconds."""
-        if seconds > SLOW_SECONDS:
+    def took(self, seconds: float, waited: bool) -> None:
+        """A step was done at once, in so many seconds; `waited`: for something, not only for a core that others had."""
+        if waited and seconds > SLOW_SECONDS:
             self._in_threads = self._after_slow
             self._after_slow = min(2 * self._after_slow, MOST_IN_THREADS)

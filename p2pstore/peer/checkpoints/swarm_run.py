@@ -1,12 +1,14 @@
 """One swarm on real connections: the shell around `p2pstore.checkpoint.swarm`.
 
 Links bring its messages (`links`); pieces come by requests on pooled data connections, straight into a buffer, and are
-verified and written in one step, in a worker thread unless that would cost more (`at_once`). All tasks are in one nursery, and end with it.
+verified and written in one step, by a worker thread unless that costs more (`at_once`). All tasks are in one nursery,
+and end with it.
 """
 
 from __future__ import annotations
 
 import logging
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -156,8 +158,8 @@ class SwarmRun:
         self._nursery: trio.Nursery | None = None
         self._events: deque[Event] = deque()
         self._handling = False
-        self._wake = trio.Event()
-        self._planned = 0.0
+        self._nap = trio.CancelScope()
+        """Until the next tick."""
         self._fetching: dict[tuple[Member, int], trio.CancelScope] = {}
         self._at_once = AtOnce(store.is_local)
         self._buffers: list[bytearray] = []
@@ -285,13 +287,14 @@ class SwarmRun:
 
     async def _tick_forever(self) -> None:
         while True:
-            self._planned = self.machine.wake_at
-            self._wake = trio.Event()
-            with trio.move_on_at(self._planned):
-                await self._wake.wait()
-            if trio.current_time() >= self.machine.wake_at:
+            self._nap = trio.CancelScope(deadline=self.machine.wake_at)
+            with self._nap:
+                await trio.sleep_forever()
+            now = trio.current_time()
+            if now >= self.machine.judges_at:
                 for _ in range(DRAIN_CHECKPOINTS):
                     await trio.lowlevel.checkpoint()
+            if now >= self.machine.wake_at:
                 self._happens(Tick())
 
     def _happens(self, event: Event) -> None:
@@ -312,8 +315,9 @@ class SwarmRun:
 
     def _handled(self) -> None:
         self.links.send_said()
-        if self.machine.wake_at < self._planned:
-            self._wake.set()
+        wake_at = self.machine.wake_at
+        if wake_at < self._nap.deadline:  # to move a deadline wakes nobody
+            self._nap.deadline = wake_at
 
     def _carry_out(self, effect: Effect) -> None:
         assert self._nursery is not None
@@ -439,11 +443,11 @@ class SwarmRun:
         if not self._at_once.may(length_bytes):
             in_thread: T = await trio.to_thread.run_sync(step, limiter=self._surroundings.threads)
             return in_thread
-        began = time.perf_counter()
+        began, waits = time.perf_counter(), _waits()
         try:
             return step()
         finally:
-            self._at_once.took(time.perf_counter() - began)
+            self._at_once.took(time.perf_counter() - began, _waits() > waits)
 
     async def written(self) -> None:
         """Wait until no thread writes a piece."""
@@ -490,3 +494,8 @@ class SwarmRun:
                 self._carry_out(effect)
         self._handled()
         return answer
+
+
+def _waits() -> int:
+    """How often this thread waited for something so far."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
