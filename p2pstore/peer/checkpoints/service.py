@@ -753,6 +753,7 @@ class _Holding:
     def __init__(self, store: PieceStore, directory: HeldDirectory) -> None:
         self._store = store
         self._directory = directory
+        self.is_local = store.is_local
         self.read = store.read
         self.write = store.write
 
