@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -97,7 +97,7 @@ class BlockingCheckpoints:
     def publish(
         self,
         name: str,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | Mapping[str, Any],
         *,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),

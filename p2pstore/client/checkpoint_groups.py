@@ -254,10 +254,15 @@ class CheckpointGroups:
         return [_info(item) for item in reply.items]
 
     async def _open(
-        self, directory: str | os.PathLike[str] | None = None, *, checkpoint: bytes = b""
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        checkpoint: bytes = b"",
+        descriptor: int = -1,
     ) -> LocalConnection:
-        """A connection of its own, with a directory that the peer is to work in, or to a version in its memory."""
-        descriptor = -1
+        """A connection of its own, with a directory that the peer is to work in, or memory (`descriptor`, which stays
+        the caller's), or to a version in its memory."""
+        passed = descriptor
         if directory is not None:
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -271,7 +276,7 @@ class CheckpointGroups:
                 checkpoint=checkpoint,
             )
         finally:
-            if descriptor >= 0:
+            if descriptor != passed:
                 os.close(descriptor)
 
 
