@@ -199,6 +199,9 @@ class BlockingCheckpoints:
     def remove(self, name: str) -> str:
         return run_blocking(self._checkpoints.remove(name))
 
+    def forget(self, name: str, publisher: str) -> str:
+        return run_blocking(self._checkpoints.forget(name, publisher))
+
     def fetch_tensors(
         self,
         name: str,

@@ -228,11 +228,20 @@ class CheckpointGroups:
     async def remove(self, name: str) -> str:
         """Remove a name that this peer publishes, and give its versions away no more; what others have stays theirs.
         The last version. Raises `NoSuchKey` when this peer does not publish the name."""
+        return await self._remove(name, b"")
+
+    async def forget(self, name: str, publisher: str) -> str:
+        """Do not list or trust a publisher's name any more, on this peer alone, and pass its versions on no more: for a
+        publisher that is gone for good. It counts again when it publishes a newer version. The last version. Raises
+        `NoSuchKey` when it publishes no such name, `ValueError` for the peer's own."""
+        return await self._remove(name, parse_peer_id(publisher, "publisher"))
+
+    async def _remove(self, name: str, publisher: bytes) -> str:
         connection = await self._open()
         try:
             reply = await connection.request(
                 LocalKind.CHECKPOINT_REMOVE,
-                local.RemoveCheckpoint(self._namespace, checkpoint_name(name)),
+                local.RemoveCheckpoint(self._namespace, checkpoint_name(name), publisher),
                 local.CheckpointRemoved,
                 progress_seconds=self._timeout,
             )

@@ -219,8 +219,8 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "checkpoint remove": (
         LocalKind.CHECKPOINT_REMOVE,
         0,
-        groups.RemoveCheckpoint("n", "m"),
-        ("3d00000004030201050000000000000092a16ea16d"),
+        groups.RemoveCheckpoint("n", "m", b"p"),
+        ("3d00000004030201080000000000000093a16ea16dc40170"),
     ),
     "checkpoint removed": (
         LocalKind.CHECKPOINT_REMOVE,
