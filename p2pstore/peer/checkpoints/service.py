@@ -34,6 +34,7 @@ from p2pstore.checkpoint.manifest import (
 from p2pstore.checkpoint.paths import check_checkpoint_name
 from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map, pieces_in, unpack_map
 from p2pstore.checkpoint.source_directory import SourceDirectory
+from p2pstore.checkpoint.source_memory import SourceMemory
 from p2pstore.checkpoint.target_directory import (
     DirectoryInUse,
     TargetDirectory,
@@ -230,6 +231,48 @@ class PeerCheckpoints:
         source = await trio.to_thread.run_sync(
             SourceDirectory, directory.path, order.include, order.exclude
         )
+
+        def store(manifest: Manifest, _: bytes) -> PieceStore:
+            return _Holding(PublishedPieces(source, manifest), directory.hand_over())
+
+        return await self._publish(order, source, store, job)
+
+    async def publish_memory(
+        self, order: PublishOrder, source: SourceMemory, job: Job
+    ) -> tuple[bytes, Manifest]:
+        """As `publish`, a file in memory, which is closed when this peer has no part in it any more. An older version
+        of the name from memory is given away no more, unless followers use it. Raises `CapacityExceeded` as well."""
+        before = set(self.memories.published)
+        held = False
+        try:
+            check_checkpoint_name(order.name)
+            self.memories.check_published(source.total_bytes)
+
+            def store(manifest: Manifest, version: bytes) -> PieceStore:
+                nonlocal held
+                held = True
+                return _PublishedMemory(source, manifest, version, self.memories)
+
+            version, manifest = await self._publish(order, source, store, job)
+        except BaseException:
+            if not held:
+                source.close()
+            raise
+        digest = checkpoint_digest(order.namespace, order.name, self._core.peer_id)
+        switched = self._core.checkpoints.switched(digest)
+        for old in before - {version, b"" if switched is None else switched.version}:
+            part = self._parts.get(old)
+            if part is not None and part.digest == digest and not part.jobs:
+                await self.stop(old)
+        return version, manifest
+
+    async def _publish(
+        self,
+        order: PublishOrder,
+        source: SourceDirectory | SourceMemory,
+        make_store: Callable[[Manifest, bytes], PieceStore],
+        job: Job,
+    ) -> tuple[bytes, Manifest]:
         job.begin(JobPhase.HASHING, source.total_bytes)
         manifest = await hash_source(
             source,
@@ -241,8 +284,9 @@ class PeerCheckpoints:
         signed = sign_manifest(manifest, self._signer)
         version = job.version = version_of(signed.body)
         await self.stop(version)
-        store = _Holding(PublishedPieces(source, manifest), directory)
-        part = await self._begin(order.namespace, signed, store, publishes=True)
+        part = await self._begin(
+            order.namespace, signed, make_store(manifest, version), publishes=True
+        )
         with self._wanted(part):
             self._core.checkpoints.publish(
                 order.namespace,
@@ -774,6 +818,21 @@ class _Holding:
         """Let go of both."""
         self._store.close()
         self._directory.close()
+
+
+class _PublishedMemory(PublishedPieces):
+    """What is published from memory, which counts as long as it is there."""
+
+    def __init__(
+        self, source: SourceMemory, manifest: Manifest, version: bytes, memories: Memories
+    ) -> None:
+        super().__init__(source, manifest)
+        self._memory, self._version, self._memories = source, version, memories
+        memories.published[version] = source.total_bytes
+
+    def close(self) -> None:
+        self._memories.published.pop(self._version, None)
+        self._memory.close()
 
 
 def _check_piece(target: TargetDirectory, piece: int) -> None:
