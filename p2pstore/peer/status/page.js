@@ -310,7 +310,7 @@ function showCheckpoints(status) {
       make("p", null, make("b", null, named(each.name)), " ", make("code", { class: "muted" }, each.version),
         make("span", { class: "muted" }, ` ${bytes(each.total_bytes)}, by `, named(each.publisher), `, ${duration(status.unix - each.published_unix)} ago`)),
       meter(done, each.failed ? "broken" : ""),
-      make("p", { class: "muted" }, parts.join("; "), each.failed ? make("b", { class: "broken" }, `; failed on ${count(each.failed)}`) : null));
+      make("p", { class: "muted" }, parts.join("; "), each.failed ? ["; ", make("b", { class: "broken" }, `failed on ${count(each.failed)}`)] : null));
   });
   const left = status.checkpoints_left_out;
   fill(place("checkpoints"), [make("h2", null, "Checkpoints"), shown, left ? make("p", { class: "note" }, `and ${count(left)} more`) : null].flat());
