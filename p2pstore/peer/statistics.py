@@ -8,6 +8,8 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 import p2pstore
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.homes.directory_mode import kept_name
@@ -83,6 +85,8 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         document["control"] = list(record.control) if record is not None else []
         document["data"] = list(record.data) if record is not None else []
         document["slow"] = node.watch.slow.document()
+        document["latencies"] = node.watch.measures.document()
+        document["settings"] = msgspec.to_builtins(node.config)
         document["hottest"] = hottest(core, node.now, with_keys=True)
     return document
 

@@ -103,7 +103,7 @@ PURE = (
     ),
     *(
         f"p2pstore/doctor/{name}.py"
-        for name in ("finding", "machine_rules", "network_rules", "way_rules")
+        for name in ("finding", "machine_rules", "network_rules", "way_rules", "redaction")
     ),
     *(
         f"p2pstore/peer/{name}.py"
