@@ -63,6 +63,8 @@ MACHINE: list[tuple[Callable[..., Finding], tuple[Any, ...], dict[str, Any], Sta
     (machine.judge_numa, ({}, ""), {}, OK),
     (machine.judge_numa, ({0: GIB, 1: GIB}, ""), {}, OK),
     (machine.judge_numa, ({0: GIB, 1: GIB}, "not permitted"), {}, WARNING),
+    (machine.judge_huge_pages, (0, 0, 2 * MIB, "never"), {"rdma": True}, WARNING),
+    (machine.judge_huge_pages, (0, 0, 2 * MIB, "advise"), {"rdma": True}, OK),
     (machine.judge_huge_pages, (512, 100, 2 * MIB, "advise"), {}, OK),
     (machine.judge_memfd, ("",), {}, OK),
     (machine.judge_memfd, ("memfd_create: Operation not permitted",), {}, BROKEN),
