@@ -103,6 +103,8 @@ FORGET_SECONDS: Final = 2.0
 LOOP_LAG_SECONDS: Final = 0.05
 """How often it is looked how late the event loop is. Often enough to see what holds it up for long, by far too seldom
 to take a thousandth of a core."""
+STALL_SECONDS: Final = 1.0
+"""A stall that is told in the log: others begin to doubt a peer that is silent for so long."""
 MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
 
 
@@ -224,7 +226,14 @@ class Node:
         while True:
             due = trio.current_time() + LOOP_LAG_SECONDS
             await trio.sleep_until(due)
-            self.watch.measures.loop_lag.add_seconds(trio.current_time() - due)
+            late = trio.current_time() - due
+            self.watch.measures.loop_lag.add_seconds(late)
+            if late >= STALL_SECONDS:
+                logger.info(
+                    "this process stood still for %.1f s: it was stopped, got no CPU, or did something for too long",
+                    late,
+                    extra={"event": "stalled", "seconds": round(late, 3)},
+                )
 
     def _keep_neighbours(self) -> None:
         """Let the host keep the connections that gossip uses all the time, and close others."""
