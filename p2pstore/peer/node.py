@@ -55,7 +55,7 @@ from p2pstore.gossip.machine import (
     SnapshotHead,
 )
 from p2pstore.gossip.machine import Effect as GossipEffect
-from p2pstore.gossip.members.membership import MemberChange
+from p2pstore.gossip.members.membership import STALL_SECONDS, MemberChange
 from p2pstore.gossip.messages import Ack, ControlKind, Status
 from p2pstore.gossip.records import Member, PeerId, PeerRecord, Tier, format_peer_id
 from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, format_bytes, root_checksum
@@ -103,8 +103,6 @@ FORGET_SECONDS: Final = 2.0
 LOOP_LAG_SECONDS: Final = 0.05
 """How often it is looked how late the event loop is. Often enough to see what holds it up for long, by far too seldom
 to take a thousandth of a core."""
-STALL_SECONDS: Final = 1.0
-"""A stall that is told in the log: others begin to doubt a peer that is silent for so long."""
 MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
 
 
