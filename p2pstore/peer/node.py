@@ -57,7 +57,7 @@ from p2pstore.gossip.machine import (
     SnapshotHead,
 )
 from p2pstore.gossip.machine import Effect as GossipEffect
-from p2pstore.gossip.members.membership import MemberChange
+from p2pstore.gossip.members.membership import STALL_SECONDS, MemberChange
 from p2pstore.gossip.messages import Ack, ControlKind, Status
 from p2pstore.gossip.records import Member, PeerId, PeerRecord, Tier, format_peer_id
 from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, format_bytes, root_checksum
@@ -230,7 +230,14 @@ class Node:
         while True:
             due = trio.current_time() + LOOP_LAG_SECONDS
             await trio.sleep_until(due)
-            self.watch.measures.loop_lag.add_seconds(trio.current_time() - due)
+            late = trio.current_time() - due
+            self.watch.measures.loop_lag.add_seconds(late)
+            if late >= STALL_SECONDS:
+                logger.info(
+                    "this process stood still for %.1f s: it was stopped, got no CPU, or did something for too long",
+                    late,
+                    extra={"event": "stalled", "seconds": round(late, 3)},
+                )
 
     def _keep_neighbours(self) -> None:
         """Let the host keep the connections that gossip uses all the time, and close others."""

@@ -103,7 +103,14 @@ PURE = (
     ),
     *(
         f"p2pstore/doctor/{name}.py"
-        for name in ("finding", "machine_rules", "network_rules", "way_rules", "redaction")
+        for name in (
+            "finding",
+            "machine_rules",
+            "network_rules",
+            "way_rules",
+            "redaction",
+            "peer_rules",
+        )
     ),
     *(
         f"p2pstore/peer/{name}.py"
