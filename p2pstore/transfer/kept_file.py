@@ -50,7 +50,8 @@ _LIVES_BEGIN: Final = 1 << 60
 
 
 class KeptMemory(SharedMemory):
-    """Shared memory in a file that is there for the next life of its peer, unless `is_kept` is false at the end.
+    """Shared memory in a file that is there for the next life of its peer, if `is_kept` at the end: as it was before,
+    or as the peer says.
 
     `kept` is what this life begins with, `marks` the bytes behind the segment for `Segment`.
     """
@@ -59,7 +60,7 @@ class KeptMemory(SharedMemory):
         self, path: Path, lock: int, file: tuple[int, mmap.mmap], expected: Expected, kept: Kept
     ) -> None:
         self.kept = kept
-        self.is_kept = True
+        self.is_kept = kept.lives > 0  # of a peer that never ran, nothing stays
         self._path = path
         self._lock = lock
         self._life = kept.lives + 1
