@@ -77,6 +77,7 @@ class Peer:
         self.log = log
         self.volume = folder / f"{self.name}.volume"
         self.place = folder / f"{self.name}.place"
+        self.follows = self.volume / "follows"
         self.socket = self.place / "socket"
         self.memory_file = self.place / "memory"
         self.exit_status: int | None = None
@@ -201,7 +202,7 @@ class Peer:
         """What is there of a peer that ended and should not be: sockets, memory files, whatever lies in its place."""
         left = [str(path) for path in self.place.rglob("*") if not path.is_dir()]
         ssd = self.volume / "ssd"
-        known = {self.volume / "state", ssd, self.volume / BALLAST, self.volume / "follows"}
+        known = {self.volume / "state", ssd, self.volume / BALLAST, self.follows}
         left += [str(path) for path in self.volume.iterdir() if path not in known]
         return left
 
