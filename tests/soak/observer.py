@@ -44,6 +44,11 @@ class Observer:
         self._thread = threading.Thread(target=self._run, name=f"observer {peer.name}", daemon=True)
         self._thread.start()
 
+    @property
+    def works(self) -> bool:
+        """Whether it looks on; else no silence of its peer means anything."""
+        return self._thread.is_alive()
+
     def end(self, seconds: float) -> None:
         """Have it end, and wait for it."""
         self._ending.set()

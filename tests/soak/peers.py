@@ -178,11 +178,13 @@ class Peer:
     # --- what it costs, what it leaves -----------------------------------------------------------
 
     def resources(self) -> dict[str, float]:
-        """What its process takes, as the kernel counts it. Raises `OSError` when it is gone."""
+        """What its process takes, as the kernel counts it. Raises `OSError` when it is gone, or about to be."""
         base = Path(f"/proc/{self.pid}")
         status = dict(
             line.split(":", 1) for line in (base / "status").read_text().splitlines() if ":" in line
         )
+        if "RssAnon" not in status:
+            raise ProcessLookupError(f"{self.name} has no memory any more")
         descriptors = list((base / "fd").iterdir())
         memfds = 0
         for each in descriptors:

@@ -225,6 +225,8 @@ class Soak:
         time.sleep(TICK_SECONDS)
 
     def _take_samples(self) -> None:
+        if not all(observer.works for observer in self._observers):
+            raise SoakFailed("an observer ended by itself: stderr says why")
         while True:
             try:
                 sample = self._queue.get_nowait()
@@ -400,6 +402,7 @@ class Soak:
         outcome.figures |= look.figures
         for observer in self._observers:
             observer.end(OBSERVER_SECONDS)
+        self._observers.clear()
         self._take_samples()
         self._end_peers()
         self._look_at_logs()
