@@ -13,6 +13,7 @@ from queue import Empty, Queue
 from typing import Final
 
 from p2pstore.errors import P2PStoreError
+from tests.soak.checkpoints import version_in_use
 from tests.soak.events import Events, Traffic
 from tests.soak.faults import CLEAN, DRAIN_SECONDS, LEAVES, LIVES, SERVES, Faults, Processes
 from tests.soak.faults import INVARIANTS as OF_PROCESSES
@@ -23,7 +24,7 @@ from tests.soak.last_look import INVARIANTS as OF_THE_END
 from tests.soak.last_look import LastLook
 from tests.soak.ledger import INVARIANTS as OF_CLIENTS
 from tests.soak.ledger import SPREAD_SECONDS, Complaint, Ledger, Limits
-from tests.soak.observer import KEPT_LIMIT, Observer, Sample
+from tests.soak.observer import KEPT_LIMIT, Observer, Sample, pinned_in
 from tests.soak.peers import ROLES, Peer, error_lines, left_over, listening
 from tests.soak.plan import Fault, FaultPlan, plan_faults
 from tests.soak.stage import Stage, wait_for
@@ -38,6 +39,8 @@ END_SECONDS: Final = 15.0
 """(scaled)"""
 QUIET_LOAD_SECONDS: Final = 20.0
 """After the last fault the load goes on for so long, undisturbed; in short runs for a sixth of them."""
+UPDATE_SECONDS: Final = 60.0
+"""Until an update that begins then is in use everywhere; one begins every half minute (scaled)."""
 OBSERVER_SECONDS: Final = 20.0
 
 SETTLES: Final = "all see all"
@@ -45,7 +48,18 @@ LOGS: Final = "no error is logged"
 CLIENTS: Final = "no client ends by itself"
 FLAT: Final = "nothing grows"
 HANDED: Final = "who leaves hands over"
-INVARIANTS: Final = (*OF_CLIENTS, *OF_PROCESSES, HANDED, SETTLES, LOGS, CLIENTS, *OF_THE_END, FLAT)
+FOLLOWS: Final = "updates reach followers"
+INVARIANTS: Final = (
+    *OF_CLIENTS,
+    *OF_PROCESSES,
+    HANDED,
+    FOLLOWS,
+    SETTLES,
+    LOGS,
+    CLIENTS,
+    *OF_THE_END,
+    FLAT,
+)
 
 GROWTH_LIMITS: Final = {
     "resident_bytes": GrowthLimit(6e6, 0.06),
@@ -211,6 +225,8 @@ class Soak:
         time.sleep(TICK_SECONDS)
 
     def _take_samples(self) -> None:
+        if not all(observer.works for observer in self._observers):
+            raise SoakFailed("an observer ended by itself: stderr says why")
         while True:
             try:
                 sample = self._queue.get_nowait()
@@ -293,7 +309,7 @@ class Soak:
                 page = client.list_keys(local=True, pinned=True, limit=KEPT_LIMIT)
         except P2PStoreError:
             return lambda: None  # it is complained of if it does not end
-        pinned = {each.key for each in page.keys if each.pin == "hard"}
+        pinned = set(pinned_in(page))
 
         def has_left() -> None:
             quiet = self._timeline.quiet(began - SPREAD_SECONDS, time.monotonic(), but=peer.number)
@@ -304,7 +320,7 @@ class Soak:
                 if self._processes.serves(other):
                     with other.connect() as client:
                         page = client.list_keys(local=True, pinned=True, limit=KEPT_LIMIT)
-                    there |= {each.key for each in page.keys}
+                    there |= set(pinned_in(page))
             self._events.take(time.monotonic())
             self.outcome.checked[HANDED] += len(pinned)
             for key in sorted(pinned - there):
@@ -324,6 +340,33 @@ class Soak:
         deadline = time.monotonic() + min(QUIET_LOAD_SECONDS, self._setting.seconds / 6)
         while time.monotonic() < deadline:
             self._turn()
+        self._follow_to_the_end()
+
+    def _follow_to_the_end(self) -> None:
+        """An update of the checkpoint that begins when nothing is disturbed comes into use at all who follow."""
+        began = time.monotonic()
+        deadline = began + UPDATE_SECONDS * self._setting.patience
+        while time.monotonic() < deadline:
+            self._turn()
+            version = self._events.last_version
+            if self._events.last_update_at > self._quiet_since and all(
+                version_in_use(peer.follows) == version
+                for peer in self._stage.peers
+                if peer.role.follows
+            ):
+                self.outcome.checked[FOLLOWS] += sum(role.follows for role in ROLES)
+                self._tell(
+                    f"all followers use a new version after {time.monotonic() - began:.1f} s"
+                )
+                return
+        used = {
+            peer.name: version_in_use(peer.follows)
+            for peer in self._stage.peers
+            if peer.role.follows
+        }
+        self._complain(
+            FOLLOWS, f"the newest version is {self._events.last_version}, used are {used}"
+        )
 
     def _end_clients(self) -> None:
         self.outcome.ended = time.monotonic()
@@ -335,6 +378,7 @@ class Soak:
         for number, (process, client) in clients:
             if process.exit_status is None:
                 process.signal(signal.SIGUSR1)
+                time.sleep(1.0)  # it writes down where it is
                 self._complain(CLIENTS, f"the client of peer{number} has not ended in {limit:g} s")
             elif process.exit_status:
                 self._complain(
@@ -351,12 +395,14 @@ class Soak:
             self._stage.peers, self._ledger, self._complain, outcome.checked, self._tell,
             patience=self._setting.patience, seed=self._setting.seed,
         )  # fmt: skip
+        look.repair()
         look.agree()
         look.read_all()
         look.empty()
         outcome.figures |= look.figures
         for observer in self._observers:
             observer.end(OBSERVER_SECONDS)
+        self._observers.clear()
         self._take_samples()
         self._end_peers()
         self._look_at_logs()
