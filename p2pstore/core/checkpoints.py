@@ -54,8 +54,9 @@ TELL_SECONDS: Final = 1.0
 """Between two records of this peer that differ in its checkpoints. Each costs all others a signature."""
 FAILED_SECONDS: Final = 600.0
 """For so long others are told that something failed here."""
-PROGRESS_SECONDS: Final = 5.0
-"""Between two that differ in how far it is alone, or twice that, and so on, in a large cluster."""
+PROGRESS_SECONDS: Final = 10.0
+"""Between two that differ in how far it is alone, or twice that, and so on, in a large cluster. (A moment in which 16
+peers tell theirs costs each of them as much as ten pieces of a broadcast do.)"""
 PERCENT: Final = 10
 """Permille by which a fetch must have gone on to be told."""
 MAX_PINS: Final = 1024
