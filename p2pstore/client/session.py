@@ -255,7 +255,10 @@ class ClientSession:
         copied = await fetcher.read_here_into(digest, view)
         if copied is not None:
             return copied.length
-        return (await fetcher.fetch(key, digest, BufferDestination(view), wait)).length
+        pulled = await fetcher.pull_chunk_into(key, digest, view)
+        if isinstance(pulled, int):
+            return pulled
+        return (await fetcher.fetch(key, digest, BufferDestination(view), wait, pulled)).length
 
     async def get_tensor(
         self, key: str, *, wait: float = 0.0, framework: Framework | None = None
