@@ -467,6 +467,13 @@ class PeerCore:
             return None
         return entry
 
+    def held_back(self, digest: bytes) -> Version | None:
+        """The version of an object of an earlier life that nobody is shown yet, as it is not known to be good."""
+        entry = self.segment.find_returned(digest)
+        cold = None if self.cold.store is None else self.cold.store.find(digest)
+        versions = [each.version for each in (entry, cold) if each is not None]
+        return max(versions, default=None)
+
     def own_location(self, digest: bytes, now: float) -> LocationRecord | None:
         """What this peer says of an object that it serves, from memory or from its SSD."""
         entry = self.find(digest, now)

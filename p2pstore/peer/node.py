@@ -18,6 +18,7 @@ from p2pstore.config import PeerConfig
 from p2pstore.core.cold_return import ColdSorted
 from p2pstore.core.effects import (
     AskPeer,
+    CheckReturned,
     KnownCopy,
     LoadObject,
     OperationFinished,
@@ -84,6 +85,7 @@ from p2pstore.wire import Code, Failure, Message, code_of, error_of
 if TYPE_CHECKING:
     from p2pstore.peer.rdma import PeerRdma
     from p2pstore.peer.ssd import PeerSsd
+    from p2pstore.transfer.kept_file import KeptMemory
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -152,6 +154,8 @@ class Node:
         self.rdma: PeerRdma | None = None
         self.local_clients = 0
         """Those that are connected, this process's own included."""
+        self.kept_memory: KeptMemory | None = None
+        """Memory that is there for the next life of this peer."""
         self._nursery: trio.Nursery
         self._later_replies = LaterReplies()
         self._limiter = trio.CapacityLimiter(MAX_EFFECTS_UNDER_WAY)
@@ -331,6 +335,8 @@ class Node:
         elif isinstance(effect, LoadObject | WriteObject | ColdSorted):
             assert self.ssd is not None, "the core knows of no SSD, so it asks for nothing there"
             self._nursery.start_soon(self._carry_out, self.ssd.carry_out, effect)
+        elif isinstance(effect, CheckReturned):
+            self._nursery.start_soon(self._check_returned, effect)
         elif isinstance(effect, SaveClusterRecord):
             if self.saver is not None:
                 self.saver.add(effect.signed)
@@ -413,6 +419,16 @@ class Node:
             finally:
                 segment.let_go(entry)
         self._doubted.discard(digest)
+        self.process()
+
+    async def _check_returned(self, effect: CheckReturned) -> None:
+        payloads = [self.core.segment.payload(entry) for entry in effect.entries]
+        roots = await trio.to_thread.run_sync(_roots_of, payloads)
+        del payloads
+        whole = [
+            root == entry.version.root for root, entry in zip(roots, effect.entries, strict=True)
+        ]
+        self.core.floors.returned_checked(effect.entries, whole, self.now)
         self.process()
 
     # --- other peers -------------------------------------------------------------------------
@@ -648,21 +664,35 @@ class Node:
 
     async def leave(self) -> None:
         """Take no new work, finish what is under way, hand over to others what this peer alone holds and write to the
-        SSD what memory has (at most `drain_seconds` for all of it), tell the others, keep what must survive."""
+        SSD what memory has (at most `drain_seconds` for all of it), tell the others, keep what must survive.
+
+        A peer whose memory is kept comes back with all of it: it hands nothing over and writes nothing to the SSD,
+        unless it was asked to leave, which is for good. Then nothing is kept."""
+        stays = self.kept_memory is not None and not self.leave_requested.is_set()
+        if self.kept_memory is not None and not stays:
+            self.kept_memory.is_kept = False
         self.core.closing = True
         self._hand_over = HandOverOperation(self.core)
         self.process()
         with trio.move_on_after(self.drain_seconds):
             async with trio.open_nursery() as nursery:
-                if self._running and self.failure is None and self.drain_seconds > 0:
+                if self._running and self.failure is None and self.drain_seconds > 0 and not stays:
                     nursery.start_soon(self.settle, self.core.start(self._hand_over, self.now))
-                if self.ssd is not None:
+                if self.ssd is not None and not stays:
                     nursery.start_soon(self.ssd.keep_memory)
                 if self.core.operations_under_way:
                     await self._drained.wait()
-            if self.ssd is not None:  # what was put by operations that were under way
+            if self.ssd is not None and not stays:  # what operations put that were under way
                 await self.ssd.keep_memory()
         self._log_handed_over()
+        if stays and self.kept_memory is not None:
+            logger.info(
+                "%s objects (%s) stay in %s for the next start",
+                f"{self.core.segment.object_count:,}",
+                format_bytes(self.core.segment.used_bytes),
+                self.kept_memory.path,
+                extra={"event": "memory_kept", "path": str(self.kept_memory.path)},
+            )
         await self._say_goodbye()
 
     def _log_handed_over(self) -> None:
@@ -716,6 +746,10 @@ def duplicate_identity(where: str) -> DuplicateIdentity:
         f"another live peer{where} uses this peer's identity: its state directory was copied. Give this "
         "peer a --state-dir (state_dir) of its own"
     )
+
+
+def _roots_of(payloads: Sequence[memoryview]) -> list[int]:
+    return [root_checksum(len(each), chunk_sums(each)) for each in payloads]
 
 
 _LINK_ERRORS: Final = (OSError, DeadlineExceeded, ProtocolError, AuthenticationFailed, Unavailable)

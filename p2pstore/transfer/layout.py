@@ -128,6 +128,14 @@ def _header_checksum(packed: bytes) -> int:
     return xxhash.xxh3_64_intdigest(stateless)
 
 
+def segment_format_of(data: bytes | memoryview) -> int | None:
+    """Which format a segment says it has, whole or not; None for what is no segment."""
+    packed = bytes(data[: len(SEGMENT_MAGIC) + 4])
+    if len(packed) < len(SEGMENT_MAGIC) + 4 or not packed.startswith(SEGMENT_MAGIC):
+        return None
+    return int.from_bytes(packed[len(SEGMENT_MAGIC) :], "little")
+
+
 def decode_segment_header(data: bytes | memoryview) -> SegmentHeader:
     """Parse and check a header. Raises `ProtocolError` on anything that is not one."""
     if len(data) < _HEADER.size:
@@ -184,6 +192,8 @@ class SlotState(IntEnum):
     FILLING = 1
     LIVE = 2
     DOOMED = 3
+    RETURNED = 4
+    """From an earlier life of its owner, and not known to be good yet: readers take it for absent."""
 
 
 _SLOT_STATES: Final = tuple(SlotState)
