@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,6 +19,7 @@ from p2pstore.config import PeerConfig
 from p2pstore.core.cold_return import ColdSorted
 from p2pstore.core.effects import (
     AskPeer,
+    CheckReturned,
     KnownCopy,
     LoadObject,
     OperationFinished,
@@ -55,7 +57,7 @@ from p2pstore.gossip.machine import (
     SnapshotHead,
 )
 from p2pstore.gossip.machine import Effect as GossipEffect
-from p2pstore.gossip.members.membership import MemberChange
+from p2pstore.gossip.members.membership import STALL_SECONDS, MemberChange
 from p2pstore.gossip.messages import Ack, ControlKind, Status
 from p2pstore.gossip.records import Member, PeerId, PeerRecord, Tier, format_peer_id
 from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, format_bytes, root_checksum
@@ -84,6 +86,7 @@ from p2pstore.wire import Code, Failure, Message, code_of, error_of
 if TYPE_CHECKING:
     from p2pstore.peer.rdma import PeerRdma
     from p2pstore.peer.ssd import PeerSsd
+    from p2pstore.transfer.kept_file import KeptMemory
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -103,8 +106,6 @@ FORGET_SECONDS: Final = 2.0
 LOOP_LAG_SECONDS: Final = 0.05
 """How often it is looked how late the event loop is. Often enough to see what holds it up for long, by far too seldom
 to take a thousandth of a core."""
-STALL_SECONDS: Final = 1.0
-"""A stall that is told in the log: others begin to doubt a peer that is silent for so long."""
 MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
 
 
@@ -154,11 +155,14 @@ class Node:
         self.rdma: PeerRdma | None = None
         self.local_clients = 0
         """Those that are connected, this process's own included."""
+        self.kept_memory: KeptMemory | None = None
+        """Memory that is there for the next life of this peer."""
         self._nursery: trio.Nursery
         self._later_replies = LaterReplies()
         self._limiter = trio.CapacityLimiter(MAX_EFFECTS_UNDER_WAY)
         self._waiting: dict[int, trio.Event] = {}
-        self._wake = trio.Event()
+        self._nap = trio.CancelScope()
+        """Until the next tick."""
         self._tick_due = float("inf")
         self._refused_by: set[PeerId] = set()
         self._doubted: set[bytes] = set()
@@ -203,10 +207,10 @@ class Node:
 
     async def _tick_forever(self) -> None:
         while True:
-            self._wake = trio.Event()
-            self._tick_due = self.core.next_tick(self.now)
-            with trio.move_on_after(max(0.0, self._tick_due - self.now)):
-                await self._wake.wait()
+            self._nap = trio.CancelScope()
+            self._tick_at(self.core.next_tick(self.now))
+            with self._nap:
+                await trio.sleep_forever()
             now = self.now
             if now < self.core.next_tick(now):
                 continue  # woken early: something made an earlier tick due
@@ -259,8 +263,14 @@ class Node:
         self._follow_checkpoints()
         for effect in self.core.take_effects():
             self._execute(effect)
-        if self.core.next_tick(self.now) < self._tick_due:
-            self._wake.set()
+        tick_due = self.core.next_tick(self.now)
+        if tick_due < self._tick_due:
+            self._tick_at(tick_due)
+
+    def _tick_at(self, due: float) -> None:
+        """Have the next tick then; to move a deadline wakes nobody."""
+        self._tick_due = due
+        self._nap.deadline = trio.current_time() + (due - self.now)
         if self.core.closing and not self.core.operations_under_way:
             self._drained.set()
 
@@ -287,7 +297,7 @@ class Node:
 
     def stir(self) -> None:
         """Have it looked at soon what the core has to do: for who may be called in the middle of one of its steps."""
-        self._wake.set()
+        self._nap.deadline = -math.inf
 
     def _member_changed(self, change: MemberChange) -> None:
         self.watch.measures.member_changes[change.new.name.lower()] += 1
@@ -333,6 +343,8 @@ class Node:
         elif isinstance(effect, LoadObject | WriteObject | ColdSorted):
             assert self.ssd is not None, "the core knows of no SSD, so it asks for nothing there"
             self._nursery.start_soon(self._carry_out, self.ssd.carry_out, effect)
+        elif isinstance(effect, CheckReturned):
+            self._nursery.start_soon(self._check_returned, effect)
         elif isinstance(effect, SaveClusterRecord):
             if self.saver is not None:
                 self.saver.add(effect.signed)
@@ -415,6 +427,16 @@ class Node:
             finally:
                 segment.let_go(entry)
         self._doubted.discard(digest)
+        self.process()
+
+    async def _check_returned(self, effect: CheckReturned) -> None:
+        payloads = [self.core.segment.payload(entry) for entry in effect.entries]
+        roots = await trio.to_thread.run_sync(_roots_of, payloads)
+        del payloads
+        whole = [
+            root == entry.version.root for root, entry in zip(roots, effect.entries, strict=True)
+        ]
+        self.core.floors.returned_checked(effect.entries, whole, self.now)
         self.process()
 
     # --- other peers -------------------------------------------------------------------------
@@ -650,21 +672,35 @@ class Node:
 
     async def leave(self) -> None:
         """Take no new work, finish what is under way, hand over to others what this peer alone holds and write to the
-        SSD what memory has (at most `drain_seconds` for all of it), tell the others, keep what must survive."""
+        SSD what memory has (at most `drain_seconds` for all of it), tell the others, keep what must survive.
+
+        A peer whose memory is kept comes back with all of it: it hands nothing over and writes nothing to the SSD,
+        unless it was asked to leave, which is for good. Then nothing is kept."""
+        stays = self.kept_memory is not None and not self.leave_requested.is_set()
+        if self.kept_memory is not None and not stays:
+            self.kept_memory.is_kept = False
         self.core.closing = True
         self._hand_over = HandOverOperation(self.core)
         self.process()
         with trio.move_on_after(self.drain_seconds):
             async with trio.open_nursery() as nursery:
-                if self._running and self.failure is None and self.drain_seconds > 0:
+                if self._running and self.failure is None and self.drain_seconds > 0 and not stays:
                     nursery.start_soon(self.settle, self.core.start(self._hand_over, self.now))
-                if self.ssd is not None:
+                if self.ssd is not None and not stays:
                     nursery.start_soon(self.ssd.keep_memory)
                 if self.core.operations_under_way:
                     await self._drained.wait()
-            if self.ssd is not None:  # what was put by operations that were under way
+            if self.ssd is not None and not stays:  # what operations put that were under way
                 await self.ssd.keep_memory()
         self._log_handed_over()
+        if stays and self.kept_memory is not None:
+            logger.info(
+                "%s objects (%s) stay in %s for the next start",
+                f"{self.core.segment.object_count:,}",
+                format_bytes(self.core.segment.used_bytes),
+                self.kept_memory.path,
+                extra={"event": "memory_kept", "path": str(self.kept_memory.path)},
+            )
         await self._say_goodbye()
 
     def _log_handed_over(self) -> None:
@@ -718,6 +754,10 @@ def duplicate_identity(where: str) -> DuplicateIdentity:
         f"another live peer{where} uses this peer's identity: its state directory was copied. Give this "
         "peer a --state-dir (state_dir) of its own"
     )
+
+
+def _roots_of(payloads: Sequence[memoryview]) -> list[int]:
+    return [root_checksum(len(each), chunk_sums(each)) for each in payloads]
 
 
 _LINK_ERRORS: Final = (OSError, DeadlineExceeded, ProtocolError, AuthenticationFailed, Unavailable)

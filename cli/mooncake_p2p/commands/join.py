@@ -118,6 +118,14 @@ def join(
         str | None,
         _option("FILE", "File to have that memory in, removed at the end [default: none]."),
     ] = None,
+    keep_memory: Annotated[
+        bool | None,
+        typer.Option(
+            "--keep-memory",
+            help="Keep that file, and begin with it the next time.",
+            show_default=False,
+        ),
+    ] = None,
     more_memory: Annotated[
         list[str] | None,
         _option("SIZE@WHERE", "More of it, from node:N or in a FILE; may be repeated."),
