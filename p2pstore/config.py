@@ -126,7 +126,8 @@ class PeerConfig(
     `directory`: whether this peer knows where all objects are (`full`), or its part of that, and asks others
     (`partitioned`); `auto` as `index_memory` and the size of the cluster allow. `checkpoint_memory`: how much
     checkpoints that clients fetch to memory may take, beside `memory`; unset: half of what is available then.
-    `metrics`: where `/metrics`, `/livez` and `/readyz` are answered over HTTP, to anybody; unset: nowhere.
+    `metrics`: where the status page, `/metrics`, `/livez` and `/readyz` are answered over HTTP, to anybody; unset:
+    nowhere. `metrics_keys`: the page shows the keys of the objects that are read most, not just their namespaces.
     """
 
     name: str = ""
@@ -168,6 +169,7 @@ class PeerConfig(
     max_leased: str | int = "50%"
     drain_timeout: float = 10.0
     metrics: str | None = None
+    metrics_keys: bool = False
     slow_operation: float = 0.1
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"

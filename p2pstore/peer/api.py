@@ -64,6 +64,7 @@ from p2pstore.peer.prefaulting import provide_pages
 from p2pstore.peer.rdma import PeerRdma, open_rdma
 from p2pstore.peer.segment_memory import SegmentMemory, create_segment_memory
 from p2pstore.peer.ssd import open_ssd
+from p2pstore.peer.status.source import StatusSource
 from p2pstore.peer.store_backend import PeerStoreBackend
 from p2pstore.peer.tickets import TicketOffice
 from p2pstore.places import MAX_LOCAL_PEERS
@@ -238,6 +239,7 @@ class _Assembly:
         if self.state is not None:
             self._restore(core.gossip, self.state)
             core.checkpoints.load_pins(self.state.load_publishers())
+            core.checkpoints.load_forgotten(self.state.load_forgotten())
         node = Node(
             config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng
         )
@@ -407,6 +409,7 @@ class _Assembly:
         self.rdma = await self.stack.enter_async_context(
             open_rdma(self.config, self.memory, node.pool)
         )
+        node.rdma = self.rdma
         if self.rdma is not None:
             transports.append(self.rdma.transport)
             # The next record tells the others to read by other ways.
@@ -426,6 +429,7 @@ class _Assembly:
                 cluster=config.cluster,
                 handler=node.serve_control,
                 on_lost=node.control_lost,
+                on_refused=node.stranger_refused,
                 software=p2pstore.__version__,
             )
         )
@@ -498,7 +502,9 @@ class _Assembly:
         if config.metrics is not None:
             metrics_listeners = await open_metrics_listeners(config.metrics)
             self.metrics = address_of(metrics_listeners)
-            nursery.start_soon(serve_metrics, metrics_listeners, metrics_pages(node))
+            status = StatusSource(node, with_keys=config.metrics_keys)
+            nursery.start_soon(status.watch)
+            nursery.start_soon(serve_metrics, metrics_listeners, metrics_pages(node, status))
         await nursery.start(local_server)
         if isinstance(self.memory, KeptMemory):
             nursery.start_soon(watch_earlier_clients, node.core.segment, self.memory)

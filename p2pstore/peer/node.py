@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -56,8 +57,8 @@ from p2pstore.gossip.machine import (
     SnapshotHead,
 )
 from p2pstore.gossip.machine import Effect as GossipEffect
-from p2pstore.gossip.members.membership import MemberChange
-from p2pstore.gossip.messages import ControlKind, Status
+from p2pstore.gossip.members.membership import STALL_SECONDS, MemberChange
+from p2pstore.gossip.messages import Ack, ControlKind, Status
 from p2pstore.gossip.records import Member, PeerId, PeerRecord, Tier, format_peer_id
 from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, format_bytes, root_checksum
 from p2pstore.peer.credentials import Credentials
@@ -72,6 +73,7 @@ from p2pstore.transfer.data_session import ServerLimits, Traffic
 from p2pstore.transfer.failover import HolderReport, order_copies
 from p2pstore.transfer.messages import DataKind, Keeps, Snapshot, SnapshotReply
 from p2pstore.transfer.rdma_rules import NAME as RDMA
+from p2pstore.transfer.trace import ReadWatch
 from p2pstore.transfer.transport import (
     PullReport,
     RemoteCopy,
@@ -82,6 +84,7 @@ from p2pstore.transfer.transport import (
 from p2pstore.wire import Code, Failure, Message, code_of, error_of
 
 if TYPE_CHECKING:
+    from p2pstore.peer.rdma import PeerRdma
     from p2pstore.peer.ssd import PeerSsd
     from p2pstore.transfer.kept_file import KeptMemory
 
@@ -100,6 +103,9 @@ FAREWELL_SECONDS: Final = 1.0
 TELL_SECONDS: Final = 0.5
 """How long a peer that was asked to leave waits for somebody to ask how that went."""
 FORGET_SECONDS: Final = 2.0
+LOOP_LAG_SECONDS: Final = 0.05
+"""How often it is looked how late the event loop is. Often enough to see what holds it up for long, by far too seldom
+to take a thousandth of a core."""
 MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
 
 
@@ -146,13 +152,17 @@ class Node:
         self.credentials: Credentials
         self.transports: Sequence[Transport] = ()
         self.ssd: PeerSsd | None = None
+        self.rdma: PeerRdma | None = None
+        self.local_clients = 0
+        """Those that are connected, this process's own included."""
         self.kept_memory: KeptMemory | None = None
         """Memory that is there for the next life of this peer."""
         self._nursery: trio.Nursery
         self._later_replies = LaterReplies()
         self._limiter = trio.CapacityLimiter(MAX_EFFECTS_UNDER_WAY)
         self._waiting: dict[int, trio.Event] = {}
-        self._wake = trio.Event()
+        self._nap = trio.CancelScope()
+        """Until the next tick."""
         self._tick_due = float("inf")
         self._refused_by: set[PeerId] = set()
         self._doubted: set[bytes] = set()
@@ -185,6 +195,7 @@ class Node:
             if self.saver is not None:
                 nursery.start_soon(self.saver.run)
             nursery.start_soon(self.joining.watch_names, self.host)
+            nursery.start_soon(self._watch_event_loop)
             task_status.started()
             self.process()
             try:
@@ -196,10 +207,10 @@ class Node:
 
     async def _tick_forever(self) -> None:
         while True:
-            self._wake = trio.Event()
-            self._tick_due = self.core.next_tick(self.now)
-            with trio.move_on_after(max(0.0, self._tick_due - self.now)):
-                await self._wake.wait()
+            self._nap = trio.CancelScope()
+            self._tick_at(self.core.next_tick(self.now))
+            with self._nap:
+                await trio.sleep_forever()
             now = self.now
             if now < self.core.next_tick(now):
                 continue  # woken early: something made an earlier tick due
@@ -213,6 +224,20 @@ class Node:
                 self.now, time.process_time(), self.served.upload_seconds(self.now)
             ):
                 self.core.gossip.own_record.changed()
+
+    async def _watch_event_loop(self) -> None:
+        """Measure how late a task wakes up. What holds the event loop up delays everybody, failure detection too."""
+        while True:
+            due = trio.current_time() + LOOP_LAG_SECONDS
+            await trio.sleep_until(due)
+            late = trio.current_time() - due
+            self.watch.measures.loop_lag.add_seconds(late)
+            if late >= STALL_SECONDS:
+                logger.info(
+                    "this process stood still for %.1f s: it was stopped, got no CPU, or did something for too long",
+                    late,
+                    extra={"event": "stalled", "seconds": round(late, 3)},
+                )
 
     def _keep_neighbours(self) -> None:
         """Let the host keep the connections that gossip uses all the time, and close others."""
@@ -238,8 +263,14 @@ class Node:
         self._follow_checkpoints()
         for effect in self.core.take_effects():
             self._execute(effect)
-        if self.core.next_tick(self.now) < self._tick_due:
-            self._wake.set()
+        tick_due = self.core.next_tick(self.now)
+        if tick_due < self._tick_due:
+            self._tick_at(tick_due)
+
+    def _tick_at(self, due: float) -> None:
+        """Have the next tick then; to move a deadline wakes nobody."""
+        self._tick_due = due
+        self._nap.deadline = trio.current_time() + (due - self.now)
         if self.core.closing and not self.core.operations_under_way:
             self._drained.set()
 
@@ -266,9 +297,10 @@ class Node:
 
     def stir(self) -> None:
         """Have it looked at soon what the core has to do: for who may be called in the middle of one of its steps."""
-        self._wake.set()
+        self._nap.deadline = -math.inf
 
     def _member_changed(self, change: MemberChange) -> None:
+        self.watch.measures.member_changes[change.new.name.lower()] += 1
         logger.info(
             "peer %s is %s",
             self.core.name_of(change.peer_id),
@@ -329,6 +361,10 @@ class Node:
             logger.exception("%s failed by an internal error", type(effect).__name__)
             self.core.abandon(getattr(effect, "operation", 0), self.now)
             self.process()
+
+    def stranger_refused(self, address: str, reason: str) -> None:
+        """Somebody was not let in."""
+        self.watch.measures.strangers_refused += 1
 
     def _met_twin(self, address: str) -> None:
         """Whoever is only about to join is the newer of two processes with one identity, and goes."""
@@ -483,6 +519,7 @@ class Node:
             destination = self.core.copy_destination(effect.operation, self.now)
         except NoSuchKey:
             return  # whoever wanted it has gone
+        destination.watch = ReadWatch(time.monotonic)
         failures: tuple[HolderReport, ...] = ()
         report: PullReport | None = None
         error: Exception | None = None
@@ -503,7 +540,8 @@ class Node:
             error = problem
         finally:
             destination.abort()
-        self.watch.pulled(effect, report, error, self.now - begin)
+        trace = destination.watch.trace
+        self.watch.pulled(effect, report, error, self.now - begin, trace)
         self.core.counters[f"pulls_{'delivered' if delivered else 'failed'}"] += 1
         delivered_by = (0, "")
         if (
@@ -523,11 +561,13 @@ class Node:
         reply: Message | None = None
         addresses = self.core.gossip.addresses_of(effect.peer_id)
         begin = self.now
+        self.watch.measures.messages[_kind_name(effect.kind), "sent"] += 1
         try:
             reply = await self.host.ask(
                 effect.peer_id, addresses, effect.kind, effect.request, effect.timeout_seconds
             )
         except LinkError as error:
+            self.watch.measures.message_failures[_kind_name(effect.kind)] += 1
             if error.code in ADMISSION_CODES:
                 self._refused(effect.peer_id, error)
             elif (
@@ -544,8 +584,8 @@ class Node:
                 )
                 self.contacted.set()
                 self.settled.set()
-            if effect.kind == ControlKind.PING:
-                self.watch.pinged(effect.peer_id, self.now - begin)
+            if effect.kind == ControlKind.PING and isinstance(reply, Ack):
+                self.watch.pinged(effect.peer_id, reply, self.now - begin)
         self._take(lambda: self.core.gossip.answered(effect.token, reply, self.now))
 
     def _take(self, step: Callable[[], Sequence[GossipEffect]]) -> None:
@@ -561,6 +601,7 @@ class Node:
         """The control host's handler. Raises `StoreClosed` when this peer does not run any more."""
         if self._ended:
             raise StoreClosed("this peer has left")
+        self.watch.measures.messages[_kind_name(kind), "received"] += 1
         reply, effects = self.core.gossip.serve(sender, ControlKind(kind), request, self.now)
         for effect in effects:
             self.core.emit(effect)
@@ -605,6 +646,7 @@ class Node:
     def _refused(self, peer_id: PeerId, error: LinkError) -> None:
         """A peer does not admit this one. When that is the first answer of all, this peer ends rather
         than serve a cluster of its own unnoticed."""
+        self.watch.measures.refused_by_members += 1
         if not self.contacted.is_set():
             refused = error.code is not Code.PROTOCOL_MISMATCH
             self.fail((AuthenticationFailed if refused else ProtocolMismatch)(str(error)))
@@ -690,6 +732,13 @@ class Node:
         """Raise `StoreClosed` when this peer is leaving."""
         if self.core.closing:
             raise StoreClosed("this peer is leaving")
+
+
+_KIND_NAMES: Final = {int(kind): kind.name.lower() for kind in ControlKind}
+
+
+def _kind_name(kind: int) -> str:
+    return _KIND_NAMES.get(kind, "unknown")
 
 
 def _event(change: MemberChange) -> str:

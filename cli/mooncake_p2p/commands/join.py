@@ -222,7 +222,18 @@ def join(
     ] = None,
     metrics: Annotated[
         str | None,
-        _option("HOST:PORT", "Answer /metrics, /livez and /readyz there, to anybody."),
+        _option(
+            "HOST:PORT",
+            "A status page for browsers, /metrics, /livez and /readyz, to anybody who can reach it.",
+        ),
+    ] = None,
+    metrics_keys: Annotated[
+        bool | None,
+        typer.Option(
+            "--metrics-keys",
+            help="Show keys on the status page, not just namespaces.",
+            show_default=False,
+        ),
     ] = None,
     slow_operation: Annotated[
         str | None,
