@@ -119,6 +119,16 @@ def open_kept_memory(path: Path, expected: Expected) -> KeptMemory:
     Raises `ConfigError` as `create_file_memory` does, and when the file is kept for a peer of another cluster, or by a
     newer version.
     """
+    try:
+        return _open(path, expected)
+    except OSError as error:
+        raise ConfigError(
+            f"memory_path: {path} cannot be locked for who has it mapped ({error.strerror}): keep memory on a file "
+            "system of this machine"
+        ) from error
+
+
+def _open(path: Path, expected: Expected) -> KeptMemory:
     left = _take_left(path, expected)
     if left is not None:
         try:
@@ -132,7 +142,10 @@ def open_kept_memory(path: Path, expected: Expected) -> KeptMemory:
         stack.callback(remove, path, lock)
         size = _file_bytes(expected.geometry, lock)
         allocate(path, lock, size)
-        memory = KeptMemory(path, lock, map_file(path, lock, size), expected, Kept())
+        descriptor, mapping = map_file(path, lock, size)
+        stack.callback(os.close, descriptor)
+        stack.callback(mapping.close)
+        memory = KeptMemory(path, lock, (descriptor, mapping), expected, Kept())
         stack.pop_all()
         return memory
 

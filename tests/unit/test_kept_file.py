@@ -3,6 +3,8 @@ what somebody still uses."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import subprocess
@@ -217,3 +219,19 @@ def test_without_clients_nothing_is_kept_in_place(path: Path) -> None:
     segment.check()
     segment.detach()
     memory.close()
+
+
+def test_a_file_system_without_such_locks_is_told(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fcntl.fcntl
+
+    def refuse(descriptor: int, command: int, argument: bytes | int = 0) -> bytes | int:
+        if command == fcntl.F_OFD_SETLK:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(descriptor, command, argument)
+
+    monkeypatch.setattr("p2pstore.transfer.kept_file.fcntl.fcntl", refuse)
+    with pytest.raises(ConfigError, match=r"memory_path: .* cannot be locked .*Invalid argument"):
+        open_kept_memory(path, expected())
+    assert not path.exists()
