@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
@@ -149,6 +150,7 @@ class Soak:
             self._processes, self._timeline, hosts, self._disturbed, self._leaves, self._tell
         )
         self._queue: Queue[Sample] = Queue()
+        self._coming: list[Sample] = []
         self._latest: dict[int, Sample] = {}
         self._observers: list[Observer] = []
         self._log_bytes: dict[Path, int] = defaultdict(int)
@@ -199,39 +201,42 @@ class Soak:
         return all(self._processes.serves(peer) for peer in peers)
 
     def _sees_all_by_now(self) -> bool:
-        self._take_samples()
+        self._take_samples(time.monotonic())
         return self._all_see_all()
 
     # --- turns -----------------------------------------------------------------------------------
 
     def _turn(self) -> None:
+        now = time.monotonic()  # of what came before, all standstills are known below
         for began, ended in self._heartbeat.gaps():
             self._timeline.stood_still(began, ended)
             self.outcome.standstills.append((began, ended))
             self._faults.put_off(ended - began)
             self._processes.put_off(ended - began)
             self._tell(f"the machine stood still for {ended - began:.1f} s")
-        now = time.monotonic()
         self._faults.turn()
         self._processes.look()
-        self._take_samples()
-        self._events.take(now)
+        self._take_samples(now)
         self._see_whether_calm()
         self._turns += 1
         if self._turns % 20 == 0:
             self._look_at_logs()
-            self._look_at_clients()
+            self._look_at_clients(now)
         self._pass_complaints()
         time.sleep(TICK_SECONDS)
 
-    def _take_samples(self) -> None:
+    def _take_samples(self, now: float) -> None:
+        """Those that were answered before `now`, and what clients had written by then."""
         if not all(observer.works for observer in self._observers):
             raise SoakFailed("an observer ended by itself: stderr says why")
-        while True:
-            try:
-                sample = self._queue.get_nowait()
-            except Empty:
-                return
+        with suppress(Empty):
+            while True:
+                self._coming.append(self._queue.get_nowait())
+        # First: what is missing in a sample was removed before it was taken, and that is known then.
+        self._events.take(now)
+        ready = [sample for sample in self._coming if sample.at <= now]
+        self._coming = [sample for sample in self._coming if sample.at > now]
+        for sample in ready:
             self._latest[sample.peer] = sample
             self.outcome.samples[sample.peer, sample.pid].append(sample)
             self._ledger.listed(sample.peer, sample.pinned, sample.asked, sample.answered)
@@ -290,8 +295,8 @@ class Soak:
                 else:
                     self.outcome.known_lines[why] += 1
 
-    def _look_at_clients(self) -> None:
-        for hanging in self._events.look_for_hangs(time.monotonic()):
+    def _look_at_clients(self, now: float) -> None:
+        for hanging in self._events.look_for_hangs(now):
             if hanging.number in self._processes.clients:
                 self._processes.clients[hanging.number][0].signal(signal.SIGUSR1)
         for text in self._processes.look_at_clients():
@@ -403,7 +408,7 @@ class Soak:
         for observer in self._observers:
             observer.end(OBSERVER_SECONDS)
         self._observers.clear()
-        self._take_samples()
+        self._take_samples(time.monotonic())
         self._end_peers()
         self._look_at_logs()
         self._judge_growth()
