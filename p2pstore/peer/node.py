@@ -103,7 +103,7 @@ FAREWELL_SECONDS: Final = 1.0
 TELL_SECONDS: Final = 0.5
 """How long a peer that was asked to leave waits for somebody to ask how that went."""
 FORGET_SECONDS: Final = 2.0
-LOOP_LAG_SECONDS: Final = 0.05
+LOOP_LAG_SECONDS: Final = 0.2
 """How often it is looked how late the event loop is. Often enough to see what holds it up for long, by far too seldom
 to take a thousandth of a core."""
 MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
