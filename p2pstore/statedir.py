@@ -2,8 +2,8 @@
 
     lock            taken by the running peer; holds its process id
     identity.key    "p2pstore identity 1" and the 32-byte ed25519 seed in hexadecimal; mode 0600
-    state.json      {"format": 1, "incarnation": ..., "clock": ..., "floors_seen": {...}, "floors_horizon": {...}}:
-                    the last two by writer (`gossip.floor_stamps`)
+    state.json      {"format": 1, "incarnation": ..., "clock": ..., "floors_seen": {...}, "floors_horizon": {...},
+                    "memory": ...}: floors by writer (`gossip.floor_stamps`); the id of the last segment in hexadecimal
     addresses.json  {"format": 1, "addresses": [...]}: where other peers were last seen
     publishers.json {"format": 1, "publishers": [[namespace, name, peer id]], "forgotten": [[namespace, name, peer id,
                     clock]]}: whom this peer trusts for the names of checkpoints, those used last coming last; which
@@ -67,6 +67,7 @@ class _State(msgspec.Struct):
     clock: Annotated[int, msgspec.Meta(ge=0, le=_MAX_CLOCK)]
     floors_seen: dict[str, int] = {}
     floors_horizon: dict[str, int] = {}
+    memory: str = ""
 
 
 class _Addresses(msgspec.Struct):
@@ -163,10 +164,21 @@ class StateDirectory:
         """The hybrid clock's last saved reading."""
         return self._state.clock
 
-    def next_incarnation(self, now_unix_ms: int) -> int:
-        """An incarnation above all earlier ones, saved before it is returned."""
-        self._save_incarnation(incarnation=max(self._state.incarnation + 1, now_unix_ms))
+    def next_incarnation(self, now_unix_ms: int, segment_id: bytes = b"") -> int:
+        """An incarnation above all earlier ones, saved before it is returned, with the id of its memory segment."""
+        incarnation = max(self._state.incarnation + 1, now_unix_ms)
+        self._write_state(
+            msgspec.structs.replace(self._state, incarnation=incarnation, memory=segment_id.hex())
+        )
         return self._state.incarnation
+
+    @property
+    def last_segment_id(self) -> bytes:
+        """What the last incarnation had as its memory segment; empty when it is not known."""
+        try:
+            return bytes.fromhex(self._state.memory)
+        except ValueError:
+            return b""
 
     def save_incarnation(self, incarnation: int) -> None:
         """Keep an incarnation that was raised while running, to refute a suspicion."""

@@ -294,17 +294,17 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         local.Report(
             [local.AccessCount(DIGEST, 2, 8192)],
             [local.HolderFailure(DIGEST, 1, 7, 2, 3)],
-            [local.PullCount(1, "tcp", 2, 300, 1)],
+            [local.PullCount(1, "tcp", 2, 300, 1, [0, 2], 3, [0, 0, 1])],
             [local.SlowRead(DIGEST, 1, "tcp", 0.5, 7, "k")],
             [local.TransportFallback(1, "shm", 2, "no")],
             3,
             [local.UnseenRead(DIGEST, 1, 2)],
         ),
         (
-            "16000400040302018400000000000000979193c410000102030405060708090a0b0c0d0e0f02cd20"
-            "009195c410000102030405060708090a0b0c0d0e0f01070203919501a374637002cd012c019196c4"
-            "10000102030405060708090a0b0c0d0e0f01a3746370cb3fe000000000000007a16b919401a37368"
-            "6d02a26e6f039193c410000102030405060708090a0b0c0d0e0f0102"
+            "16000400040302018c00000000000000979193c410000102030405060708090a0b0c0d0e0f02cd20"
+            "009195c410000102030405060708090a0b0c0d0e0f01070203919801a374637002cd012c01920002"
+            "03930000019196c410000102030405060708090a0b0c0d0e0f01a3746370cb3fe000000000000007"
+            "a16b919401a373686d02a26e6f039193c410000102030405060708090a0b0c0d0e0f0102"
         ),
     ),
     "peers": (
@@ -314,7 +314,7 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
             [
                 local.PeerEntry(
                     *(b"\x01", "n", "alive", 5, ["h:1"], ["h:2"], 6, 7, 8, False, "v", 0.5, 0.25),
-                    [local.TransportUse("tcp", 1, 2, 3)],
+                    [local.TransportUse("tcp", 1, 2, 3, 4, 5)],
                     "full",
                     900,
                     True,
@@ -322,9 +322,9 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
             ]
         ),
         (
-            "1b0001000403020145000000000000009191dc0011c40101a16ea5616c6976650591a3683a3191a3"
-            "683a32060708c2a176cb3fe0000000000000cb3fd00000000000009194a3746370010203a466756c"
-            "6ccd0384c3"
+            "1b0001000403020147000000000000009191dc0011c40101a16ea5616c6976650591a3683a3191a3"
+            "683a32060708c2a176cb3fe0000000000000cb3fd00000000000009196a37463700102030405a466"
+            "756c6ccd0384c3"
         ),
     ),
 }
@@ -383,6 +383,7 @@ def test_an_older_answer_about_peers_says_nothing_of_their_load() -> None:
     )
     (entry,) = decode_body(local.PeersReply, bytes.fromhex(older)).items
     assert (entry.directory, entry.load_permille, entry.leaving) == ("full", 0, False)
+    assert entry.transports == [local.TransportUse("tcp", 1, 2, 3)]
 
 
 def test_an_older_commit_is_understood() -> None:
@@ -402,6 +403,7 @@ def test_an_older_report_is_understood() -> None:
     report = decode_body(local.Report, bytes.fromhex(REPORT_BEFORE_MISSES))
     assert report.fallbacks == [local.TransportFallback(1, "shm", 2, "no")]
     assert report.misses == 0
+    assert report.pulls == [local.PullCount(1, "tcp", 2, 300, 1)]
 
 
 def test_older_plans_are_understood() -> None:
