@@ -11,9 +11,9 @@ import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
+from p2pstore.checkpoint.choosing import is_chosen
 from p2pstore.checkpoint.manifest import Manifest
 from p2pstore.checkpoint.paths import CURRENT, RESERVED_PREFIX, check_path
 from p2pstore.checkpoint.pieces import Extent
@@ -93,14 +93,9 @@ class SourceDirectory:
                 path = prefix + entry.name
                 if entry.is_dir(follow_symlinks=False):
                     found += self._find(folder / entry.name, path + "/")
-                elif self._is_wanted(path):
+                elif is_chosen(path, self._include, self._exclude):
                     found.append(_source_file(folder / entry.name, path))
         return found
-
-    def _is_wanted(self, path: str) -> bool:
-        if any(fnmatchcase(path, pattern) for pattern in self._exclude):
-            return False
-        return not self._include or any(fnmatchcase(path, pattern) for pattern in self._include)
 
     def _open(self, file: SourceFile) -> _Descriptor:
         try:

@@ -142,7 +142,7 @@ class _Lying:
     """A store whose bytes are never what they should be."""
 
     def __init__(self, count: int) -> None:
-        self.have = (1 << count) - 1
+        self.have = self.needed = (1 << count) - 1
         self.is_local = False
         self.reads = 0
 

@@ -17,6 +17,11 @@ class PieceStore(Protocol):
         ...
 
     @property
+    def needed(self) -> PieceMap:
+        """The pieces that are to be here in the end."""
+        ...
+
+    @property
     def is_local(self) -> bool:
         """Whether they are in memory or on a disk of this machine, as far as is known."""
         ...
@@ -60,6 +65,10 @@ class PublishedPieces:
     @property
     def have(self) -> PieceMap:
         return full_map(self._manifest.layout.count)
+
+    @property
+    def needed(self) -> PieceMap:
+        return self.have
 
     def read(self, piece: int) -> bytearray:
         return self._source.read_piece(self._manifest, piece)

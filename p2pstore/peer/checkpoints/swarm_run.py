@@ -30,6 +30,7 @@ from p2pstore.checkpoint.effects import (
     Failure,
     Fetch,
     Linked,
+    Needed,
     Participants,
     PieceArrived,
     PieceFailed,
@@ -41,7 +42,7 @@ from p2pstore.checkpoint.effects import (
 )
 from p2pstore.checkpoint.manifest import Manifest, SignedManifest, read_manifest, version_of
 from p2pstore.checkpoint.messages import Refusal
-from p2pstore.checkpoint.piece_map import pieces_in
+from p2pstore.checkpoint.piece_map import PieceMap, pieces_in
 from p2pstore.checkpoint.swarm import Swarm, SwarmConfig
 from p2pstore.errors import CheckpointChanged, P2PStoreError, StoreClosed, Unavailable
 from p2pstore.peer.checkpoints.at_once import AtOnce
@@ -136,6 +137,7 @@ class SwarmRun:
             trio.current_time(),
             publishes=publishes,
             config=config,
+            needed=store.needed,
         )
         self.links = SwarmLinks(
             self.version,
@@ -146,7 +148,9 @@ class SwarmRun:
             self._link_changed,
             self._introduced,
         )
-        self.done_bytes = sum(self._sizes[piece] for piece in pieces_in(store.have))
+        self.total_bytes = self._bytes_of(store.needed)
+        """Of all pieces that are needed."""
+        self.done_bytes = self._bytes_of(store.have & store.needed)
         self.fetched_bytes = 0
         """Over the network, since this began."""
         self.failure: Exception | None = None
@@ -168,13 +172,27 @@ class SwarmRun:
 
     @property
     def complete(self) -> bool:
-        """Whether all pieces are here."""
+        """Whether all pieces that are needed are here."""
         return self.machine.complete
 
     @property
-    def total_bytes(self) -> int:
-        """Of all pieces."""
-        return self.manifest.layout.total_bytes
+    def needs_permille(self) -> int:
+        """How much of the version is needed here."""
+        whole = self.manifest.layout.total_bytes
+        return 1000 * self.total_bytes // whole if whole else 1000
+
+    def need(self, pieces: PieceMap) -> None:
+        """Bring these as well."""
+        new = pieces & ~self.machine.needed
+        self.total_bytes += self._bytes_of(new)
+        self.done_bytes += self._bytes_of(new & self.machine.have)
+        if self._nursery is None:  # nobody is linked yet, so there is nobody to tell
+            self.machine.handle(Needed(pieces), trio.current_time())
+        else:
+            self._happens(Needed(pieces))
+
+    def _bytes_of(self, pieces: PieceMap) -> int:
+        return sum(self._sizes[piece] for piece in pieces_in(pieces))
 
     @property
     def done_pieces(self) -> int:
