@@ -66,7 +66,7 @@ from p2pstore.checkpoint.neighbours import Neighbours
 from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map, pack_map
 from p2pstore.checkpoint.selection import HostShare, Selection
 from p2pstore.checkpoint.super_seeding import SuperSeeding
-from p2pstore.checkpoint.upload_slots import USUAL_SLOTS, UploadSlots, slots_for
+from p2pstore.checkpoint.upload_slots import USUAL_SLOTS, UploadSlots, places_for, slots_for
 from p2pstore.errors import ProtocolError
 
 FEW_NEIGHBOURS: Final = 4
@@ -436,7 +436,7 @@ class Swarm:
     @property
     def _room(self) -> bool:
         """Whether another piece may be fetched over the network."""
-        return self._flights.has_room(self.slots.slots)
+        return self._flights.has_room(places_for(self.slots.slots))
 
     # --- fetching ----------------------------------------------------------------------------
 
@@ -690,7 +690,9 @@ class Swarm:
         slots = self.config.upload_slots
         if slots is None:
             piece_seconds = self._uploads.quickest_seconds(self._usual_size)
-            slots = slots_for(piece_seconds, self.slots.round_trip_seconds)
+            slots = slots_for(
+                piece_seconds, self.slots.round_trip_seconds, self.slots.usual_round_trip_seconds
+            )
         self.slots.slots = max(1, -(-slots // self._sharing))
 
     def _served(self, event: Served, now: float) -> None:
