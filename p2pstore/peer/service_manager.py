@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import MutableMapping
 from typing import Final
 
@@ -19,6 +20,9 @@ logger = logging.getLogger("p2pstore.peer")
 
 SIGNS_PER_PERIOD: Final = 3
 """How often a sign of life is given within the time after which the manager misses it."""
+RETRY_SECONDS: Final = 1.0
+MOST_WAITING: Final = 8
+"""Messages that the manager had no room for; of more, the newest count."""
 _VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
@@ -28,6 +32,7 @@ class ServiceManager:
     def __init__(self, address: str | None = None, watchdog_seconds: float | None = None) -> None:
         self.watchdog_seconds = watchdog_seconds
         """Whoever gives no sign of life for so long is ended and started again; None: nobody waits for one."""
+        self._waiting: deque[str] = deque(maxlen=MOST_WAITING)
         self._address = None if address is None else address.replace("@", "\0", 1)
         if address is not None and address[:1] not in ("/", "@"):
             logger.warning("NOTIFY_SOCKET: %r is neither a path nor begins with @", address)
@@ -56,18 +61,36 @@ class ServiceManager:
         self._tell("STOPPING=1", "STATUS=leaving", f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     async def give_signs(self) -> None:
-        """Give signs of life until cancelled: from the event loop, so that one that hangs gives none."""
-        if self.watchdog_seconds is None:
-            return
-        while True:
-            self._tell("WATCHDOG=1")
-            await trio.sleep(self.watchdog_seconds / SIGNS_PER_PERIOD)
-
-    def _tell(self, *lines: str) -> None:
+        """Give signs of life until cancelled: from the event loop, so that one that hangs gives none. What the manager
+        had no room for is told again."""
         if self._address is None:
             return
+        while True:
+            self._tell_what_waits()
+            if self.watchdog_seconds is None:
+                await trio.sleep(RETRY_SECONDS)
+            else:
+                self._send("WATCHDOG=1")
+                await trio.sleep(self.watchdog_seconds / SIGNS_PER_PERIOD)
+
+    def _tell(self, *lines: str) -> None:
+        self._waiting.append("\n".join(lines))
+        self._tell_what_waits()
+
+    def _tell_what_waits(self) -> None:
+        while self._waiting and self._send(self._waiting[0]):
+            self._waiting.popleft()
+
+    def _send(self, text: str) -> bool:
+        """Whether that is done with: not when the manager's queue is full."""
+        if self._address is None:
+            return True
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as speaker:
-                speaker.sendto("\n".join(lines).encode(), self._address)
+                speaker.sendto(text.encode(), self._address)
+        except BlockingIOError:
+            return False
         except OSError as error:
-            logger.warning("the service manager was not told %s: %s", lines[0], error.strerror)
+            what = text.partition("\n")[0]
+            logger.warning("the service manager was not told %s: %s", what, error.strerror)
+        return True

@@ -65,6 +65,28 @@ async def test_signs_of_life_come_from_the_event_loop(
         listener.recv(1)
 
 
+@pytest.mark.parametrize("watchdog", [{}, {"WATCHDOG_USEC": "3000000"}])
+async def test_what_the_manager_had_no_room_for_is_told_again(
+    listener: socket.socket, watchdog: dict[str, str], autojump_clock: trio.testing.MockClock
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            while True:
+                other.sendto(b"OTHER=1", listener.getsockname())
+    manager = ServiceManager.of_environment(environment_of(listener, **watchdog))
+    manager.ready("serving")
+    with trio.move_on_after(0.5):
+        await manager.give_signs()
+    listener.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            assert heard(listener) == {"OTHER": "1"}
+    with trio.move_on_after(2.5):
+        await manager.give_signs()
+    assert heard(listener)["READY"] == "1"
+
+
 @pytest.mark.parametrize("variables", [{}, {"WATCHDOG_USEC": "x"}, {"WATCHDOG_USEC": "0"}])
 async def test_nobody_waits_for_signs(variables: dict[str, str]) -> None:
     manager = ServiceManager.of_environment(variables)
