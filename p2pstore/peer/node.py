@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -160,7 +161,8 @@ class Node:
         self._later_replies = LaterReplies()
         self._limiter = trio.CapacityLimiter(MAX_EFFECTS_UNDER_WAY)
         self._waiting: dict[int, trio.Event] = {}
-        self._wake = trio.Event()
+        self._nap = trio.CancelScope()
+        """Until the next tick."""
         self._tick_due = float("inf")
         self._refused_by: set[PeerId] = set()
         self._doubted: set[bytes] = set()
@@ -205,10 +207,10 @@ class Node:
 
     async def _tick_forever(self) -> None:
         while True:
-            self._wake = trio.Event()
-            self._tick_due = self.core.next_tick(self.now)
-            with trio.move_on_after(max(0.0, self._tick_due - self.now)):
-                await self._wake.wait()
+            self._nap = trio.CancelScope()
+            self._tick_at(self.core.next_tick(self.now))
+            with self._nap:
+                await trio.sleep_forever()
             now = self.now
             if now < self.core.next_tick(now):
                 continue  # woken early: something made an earlier tick due
@@ -261,8 +263,14 @@ class Node:
         self._follow_checkpoints()
         for effect in self.core.take_effects():
             self._execute(effect)
-        if self.core.next_tick(self.now) < self._tick_due:
-            self._wake.set()
+        tick_due = self.core.next_tick(self.now)
+        if tick_due < self._tick_due:
+            self._tick_at(tick_due)
+
+    def _tick_at(self, due: float) -> None:
+        """Have the next tick then; to move a deadline wakes nobody."""
+        self._tick_due = due
+        self._nap.deadline = trio.current_time() + (due - self.now)
         if self.core.closing and not self.core.operations_under_way:
             self._drained.set()
 
@@ -289,7 +297,7 @@ class Node:
 
     def stir(self) -> None:
         """Have it looked at soon what the core has to do: for who may be called in the middle of one of its steps."""
-        self._wake.set()
+        self._nap.deadline = -math.inf
 
     def _member_changed(self, change: MemberChange) -> None:
         self.watch.measures.member_changes[change.new.name.lower()] += 1

@@ -21,7 +21,7 @@ import msgspec
 import xxhash
 
 from p2pstore.errors import ProtocolError
-from p2pstore.objects import MIB, Version, chunk_count, root_checksum
+from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_count, root_checksum
 from p2pstore.wire import Message, decode_body
 
 SEGMENT_MAGIC: Final = b"P2PSSEG\0"
@@ -197,6 +197,8 @@ class SlotState(IntEnum):
 
 
 _SLOT_STATES: Final = tuple(SlotState)
+_LIVE: Final = int(SlotState.LIVE)
+_LENGTH_AND_SUM: Final = struct.Struct("<QQ")
 SLOT_FLAG_SOFT: Final = 1
 """A soft replica: kept because it was hot, evicted first."""
 SLOT_FLAG_TENSOR: Final = 2
@@ -255,6 +257,21 @@ def decode_slot(packed: bytes) -> Slot | None:
         trailer_length,
         flags,
     )
+
+
+def is_only_chunk(packed: bytes, digest: bytes, payload: bytes | memoryview) -> bool:
+    """Whether a slot, in a private copy, is that of the live object under `digest` whose bytes are `payload`, at most
+    one chunk. Its root is made of the length and the only sum, so that the trailer has nothing to add."""
+    if len(packed) != SLOT_BYTES:
+        return False
+    fmt, state, _, _, _, found, _, _, length, root, checksum = _SLOT.unpack(packed)
+    if fmt != SLOT_FORMAT or state != _LIVE or found != digest or length != len(payload):
+        return False
+    if checksum != xxhash.xxh3_64_intdigest(packed[:-8]):
+        return False
+    sums = _LENGTH_AND_SUM.pack(length, xxhash.xxh3_64_intdigest(payload))
+    expected: int = xxhash.xxh3_64_intdigest(sums)
+    return bool(0 < length <= CHUNK_BYTES and root == expected)
 
 
 FREE_SLOT: Final = bytes(SLOT_BYTES)

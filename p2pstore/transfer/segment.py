@@ -19,7 +19,7 @@ from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.objects import Version, format_bytes
 from p2pstore.transfer.allocator import Window, choose_windows
 from p2pstore.transfer.areas import Areas, Place, Places, QuotaUse
-from p2pstore.transfer.entries import ObjectEntry, Reservation
+from p2pstore.transfer.entries import ObjectEntry, QuickCopy, Reservation
 from p2pstore.transfer.eviction import EvictionOrder, WhoKeeps, rank_of
 from p2pstore.transfer.eviction_policies import make_policy
 from p2pstore.transfer.expiry import ExpiryTimers
@@ -41,6 +41,7 @@ from p2pstore.transfer.layout import (
     round_up,
     trailer_matches,
 )
+from p2pstore.transfer.loans import Loan, Loans
 from p2pstore.transfer.most_read import MostRead
 from p2pstore.transfer.object_table import ObjectTable, slot_of
 from p2pstore.transfer.policies.interface import EvictionPolicy
@@ -58,6 +59,9 @@ MAX_RESERVATIONS_PER_HOLDER: Final = 4096
 MOST_WINDOWS: Final = 8
 AHEAD_SHARE: Final = 4096
 """So many windows are evicted at once, as long as those ahead of need are less than this part of the segment."""
+
+MOST_TRIES: Final = 4
+"""To make room, while threads begin to send from what was chosen to go."""
 
 NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
 
@@ -105,6 +109,7 @@ class Segment:
         """By whomever, in whatever way the owner hears of it."""
         self._reservations = Reservations()
         self._leases = Leases()
+        self._loans = Loans()
         self._entries: dict[bytes, ObjectEntry] = {}
         self._held: dict[int, ObjectEntry | Reservation] = {}  # slot number -> what is in it
         self._referenced_bytes = 0
@@ -372,6 +377,34 @@ class Segment:
         """A copy of the entry's 64-byte slot."""
         return self._table.slot_bytes(entry)
 
+    def copy_quickly(self, digest: bytes, into: memoryview, now: float) -> QuickCopy | None:
+        """Copy the live entry under `digest` to the beginning of `into`, when it fits. The one method for any thread of
+        the process: bytes are used anew only after the entry's state was changed, and that shows here, as both hold
+        the interpreter's lock."""
+        entry = self._entries.get(digest)
+        if entry is None or entry.length > len(into) or entry.expired(now):
+            return None
+        start, length, buffer = entry.offset, entry.length, self._buffer
+        into[:length] = buffer[start : start + length]
+        copied = QuickCopy(self.slot_bytes(entry), self.trailer_bytes(entry), length)
+        return copied if entry.state is SlotState.LIVE else None
+
+    def lend(self, digest: bytes, now: float) -> tuple[Loan, ObjectEntry] | None:
+        """The live entry under `digest`, whose bytes stay until `end_loan`. For any thread of the process."""
+        entry = self._entries.get(digest)
+        if entry is None or entry.expired(now) or (loan := self._loans.begin(entry)) is None:
+            return None
+        return loan, entry
+
+    def end_loan(self, loan: Loan) -> None:
+        """The end of `lend`, by the same thread."""
+        self._loans.end(loan)
+
+    @property
+    def has_loans(self) -> bool:
+        """Whether some bytes are lent, or were and that is not taken in yet."""
+        return self._loans.any_known
+
     def digests(self) -> Set[bytes]:
         """A live view of the digests of all objects."""
         return self._entries.keys()
@@ -444,6 +477,7 @@ class Segment:
     def expire(self, now: float) -> list[ObjectEntry]:
         """Withdraw what is past its time to live and return it (`take_withdrawn` has it, too); end
         the pins that have run out."""
+        self._settle_loans()
         gone: list[ObjectEntry] = []
         for entry in self._timers.due(now):
             if entry.state is not SlotState.LIVE:
@@ -600,8 +634,10 @@ class Segment:
             area = self._areas.at(extent)
             kept = area.owned if area.owner == namespace else None
             others = tuple(group for group in groups if group != kept)
-            if self._evict_one(others, now) or self._evict_one(groups, now):
-                slot = self._table.take_slot()
+            self._settle_loans()
+            for _ in range(MOST_TRIES):  # as for room
+                if slot is None and (self._evict_one(others, now) or self._evict_one(groups, now)):
+                    slot = self._table.take_slot()
         if slot is None:
             what = f"none of the {self.geometry.slots:,} object slots is free"
             raise self._no_room(what, namespace)
@@ -623,14 +659,27 @@ class Segment:
             if extent is None and self.expire(now):
                 extent = self._areas.take(size, places)
             last = places is searches[-1]
-            if extent is None and self._make_room(size, places, now, thoroughly=last):
-                extent = self._areas.take(size, places)
-                assert extent is not None, (
-                    "a window was evicted and did not make the room it was chosen for"
-                )
+            if extent is None:
+                extent = self._take_made_room(size, places, now, thoroughly=last)
             if extent is not None:
                 return extent
         raise self._no_room(f"{format_bytes(size)} do not fit", namespace)
+
+    def _take_made_room(
+        self, size: int, places: Places, now: float, *, thoroughly: bool
+    ) -> int | None:
+        """Room that is made by evicting. A thread may begin to send from what is chosen, just then: others go too."""
+        for _ in range(MOST_TRIES):
+            self._settle_loans()
+            if not self._make_room(size, places, now, thoroughly=thoroughly):
+                return None
+            extent = self._areas.take(size, places)
+            if extent is not None:
+                return extent
+            assert self._loans.any_known, (
+                "a window was evicted and did not make the room it was chosen for"
+            )
+        return None
 
     def _make_room(self, size: int, places: Places, now: float, *, thoroughly: bool) -> bool:
         """Evict the cheapest window of `size` bytes in any of these places; whether there was one, as far as candidates
@@ -730,10 +779,26 @@ class Segment:
         self._order.gone(entry, evicted=evicted)
         self._areas.count(entry, -1)
         entry.state = SlotState.DOOMED
+        if self._loans.has(entry):
+            self._settle_loans()
+        if entry.state is SlotState.FREE:  # the last one ended in this moment
+            return
         if entry.references:
             self._table.write_slot(entry)
         else:
             self._free(entry)
+
+    def _settle_loans(self) -> None:
+        """Count a reference for each loan that began, and one less for each that is over."""
+        if not self._loans.any_known:
+            return
+        for entry in self._loans.begun():
+            if not entry.references:
+                self._order.discard(entry)
+                self._referenced_bytes += entry.extent_bytes
+            entry.references += 1
+        for entry in self._loans.ended():
+            self.let_go(entry)
 
     def _free(self, held: ObjectEntry | Reservation) -> None:
         if isinstance(held, ObjectEntry):

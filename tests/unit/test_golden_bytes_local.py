@@ -94,8 +94,8 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "checkpoint publish": (
         LocalKind.CHECKPOINT_PUBLISH,
         0,
-        checkpoints.Publish("n", "m", ["a*"], ["b"], 65_536, True, "/d"),
-        ("3000000004030201150000000000000097a16ea16d91a2612a91a162ce00010000c3a22f64"),
+        checkpoints.Publish("n", "m", ["a*"], ["b"], 65_536, True, "/d", "f"),
+        ("3000000004030201170000000000000098a16ea16d91a2612a91a162ce00010000c3a22f64a166"),
     ),
     "checkpoint published": (
         LocalKind.CHECKPOINT_PUBLISH,
@@ -106,14 +106,31 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "checkpoint fetch": (
         LocalKind.CHECKPOINT_FETCH,
         0,
-        checkpoints.Fetch("n", "m", "ab", b"p", True, 2, 7, True, 9, "/d"),
-        ("310000000403020114000000000000009ba16ea16da26162c40170c30207c309a22f64c2"),
+        checkpoints.Fetch(
+            "n",
+            "m",
+            "ab",
+            b"p",
+            True,
+            2,
+            7,
+            True,
+            9,
+            "/d",
+            False,
+            ["i"],
+            ["e"],
+            b"\x05",
+        ),
+        (
+            "31000000040302011d000000000000009ea16ea16da26162c40170c30207c309a22f64c291a16991a165c40105"
+        ),
     ),
     "checkpoint fetched": (
         LocalKind.CHECKPOINT_FETCH,
         REPLY,
-        checkpoints.Fetched(b"v" * 2, "d", 2, 1),
-        ("3100010004030201090000000000000094c4027676a1640201"),
+        checkpoints.Fetched(b"v" * 2, "d", 2, 1, False),
+        ("31000100040302010a0000000000000095c4027676a1640201c2"),
     ),
     "checkpoint progress": (
         LocalKind.CHECKPOINT_PROGRESS,
@@ -186,20 +203,24 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
             [
                 groups.CheckpointEntry(
                     *("n", "m", b"p", "pn", b"v", 1, 2, 3, 4, 5, b"o", b"s", True, True, True),
-                    [groups.MemberEntry(b"p", "pn", b"v", "seeding", 6, True, b"c", "w", 7, True)],
+                    [
+                        groups.MemberEntry(
+                            b"p", "pn", b"v", "seeding", 6, True, b"c", "w", 7, True, 500
+                        )
+                    ],
                 )
             ]
         ),
         (
-            "3c000100040302013c000000000000009191dc0010a16ea16dc40170a2706ec401760102030405c4016fc40173"
-            "c3c3c3919ac40170a2706ec40176a773656564696e6706c3c40163a17707c3"
+            "3c000100040302013f000000000000009191dc0010a16ea16dc40170a2706ec401760102030405c4016fc40173"
+            "c3c3c3919bc40170a2706ec40176a773656564696e6706c3c40163a17707c3cd01f4"
         ),
     ),
     "checkpoint remove": (
         LocalKind.CHECKPOINT_REMOVE,
         0,
-        groups.RemoveCheckpoint("n", "m"),
-        ("3d00000004030201050000000000000092a16ea16d"),
+        groups.RemoveCheckpoint("n", "m", b"p"),
+        ("3d00000004030201080000000000000093a16ea16dc40170"),
     ),
     "checkpoint removed": (
         LocalKind.CHECKPOINT_REMOVE,

@@ -194,6 +194,7 @@ class StatusSource:
             clock_ahead_seconds=peer["clock_ahead_seconds"],
             members_refused=peer["members_refused"],
             memory_share=_share(peer["memory_used_bytes"], peer["memory_capacity_bytes"]),
+            leased_share=_share(peer["leased_bytes"], peer["memory_capacity_bytes"]),
             lost_rdma_devices=peer.get("rdma", {}).get("lost_devices", 0),
             lacking=peer["repair"]["lacking"],
             ssd=_ssd_reading(peer.get("ssd")),

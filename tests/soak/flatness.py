@@ -1,0 +1,50 @@
+"""Whether something grows: a line through the second half of what was measured, which outliers do not turn. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+LEAST_SAMPLES: Final = 10
+MOST_SAMPLES: Final = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Of the second half of a series: what is usual in it, and by how much the line through it rises from its begin to
+    its end (negative: it falls)."""
+
+    median: float
+    rise: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthLimit:
+    """A rise is too much above both: so much, and such a share of the median."""
+
+    absolute: float
+    share: float
+
+    def allows(self, growth: Growth) -> bool:
+        return growth.rise <= max(self.absolute, self.share * growth.median)
+
+
+def growth_of(samples: Sequence[tuple[float, float]]) -> Growth | None:
+    """`samples` are (time in seconds, value), in order. None for too few: nothing can be said of them. The slope is the
+    median of the slopes between all pairs (Theil and Sen)."""
+    if not samples:
+        return None
+    middle = (samples[0][0] + samples[-1][0]) / 2
+    later = np.array([each for each in samples if each[0] >= middle], dtype=np.float64)
+    if len(later) < LEAST_SAMPLES:
+        return None
+    later = later[:: -(-len(later) // MOST_SAMPLES)]
+    first, second = np.triu_indices(len(later), 1)
+    times = later[second, 0] - later[first, 0]
+    slopes = (later[second, 1] - later[first, 1])[times > 0] / times[times > 0]
+    seconds = float(later[-1, 0] - later[0, 0])
+    return Growth(float(np.median(later[:, 1])), float(np.median(slopes)) * seconds, seconds)

@@ -1,0 +1,16 @@
+"""Errors that peers log because of what is done to them; each with the reason for which it is no complaint."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+KNOWN: Final[tuple[tuple[str, str], ...]] = (
+    (r"^Killed$|^Terminated$", "a shell says what was done to the process"),
+)
+"""(pattern, why)."""
+
+
+def why_known(line: str) -> str | None:
+    """The reason, or None for a line that is a complaint."""
+    return next((why for pattern, why in KNOWN if re.search(pattern, line)), None)

@@ -1,0 +1,210 @@
+"""When nothing is disturbed and nobody writes: all peers agree on what is where, and deliver it; then all of it is
+removed, and nothing may be left."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from random import Random
+from typing import Final
+
+from p2pstore import blocking
+from p2pstore.blocking import BlockingClient
+from p2pstore.errors import NoSuchKey, P2PStoreError
+from tests.soak.ledger import Ledger
+from tests.soak.peers import CLIENT_SECONDS, Peer
+from tests.soak.stage import wait_for
+from tests.soak.values import number_in
+
+AGREE_SECONDS: Final = 40.0
+"""Until all know the same locations, after all see all (scaled)."""
+EMPTY_SECONDS: Final = 40.0
+"""After everything was removed, until all memory is free (scaled)."""
+MOST_KEYS: Final = 150
+"""So many are asked about at each peer; the others are only counted."""
+PAGE: Final = 2000
+PAUSE_SECONDS: Final = 1.0
+
+AGREES: Final = "locations agree"
+DELIVERS: Final = "what is somewhere is read everywhere"
+BALANCES: Final = "memory is free in the end"
+INVARIANTS: Final = (AGREES, DELIVERS, BALANCES)
+
+Complain = Callable[[str, str], None]
+
+
+class LastLook:
+    """At peers that nobody disturbs any more."""
+
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        ledger: Ledger,
+        complain: Complain,
+        checked: Counter[str],
+        tell: Callable[[str], None],
+        *,
+        patience: float,
+        seed: int,
+    ) -> None:
+        self.figures: dict[str, float] = {}
+        self._peers = peers
+        self._ledger = ledger
+        self._complain = complain
+        self._checked = checked
+        self._tell = tell
+        self._patience = patience
+        self._rng = Random(f"last look {seed}")
+        self._namespaces = ["soak", *(f"flushed-{peer.number}" for peer in peers)]
+
+    def agree(self) -> None:
+        """All peers name the same holders of each key, and these are those that have it."""
+        began = time.monotonic()
+        with ExitStack() as stack:
+            clients = self._connect(stack)
+            self._differ = sorted(self._truth(clients))
+            self._rng.shuffle(self._differ)
+            self._differ = self._differ[:MOST_KEYS]
+            self._checked[AGREES] += len(self._differ) * len(self._peers)
+            if not wait_for(
+                lambda: self._same_by_now(clients), AGREE_SECONDS * self._patience, PAUSE_SECONDS
+            ):
+                for namespace, key in self._differ[:5]:
+                    self._complain(AGREES, self._describe(clients, namespace, key))
+        self.figures["seconds until locations agree"] = time.monotonic() - began
+        self._tell(f"locations agree after {time.monotonic() - began:.1f} s")
+
+    def read_all(self) -> None:
+        """What somebody has, everybody reads."""
+        with ExitStack() as stack:
+            clients = self._connect(stack)
+            everything = sorted(self._truth(clients))
+            chosen = self._rng.sample(everything, min(MOST_KEYS, len(everything)))
+            self.figures["keys in the end"] = len(everything)
+            for peer in self._peers:
+                with peer.host.inside():
+                    for namespace, key in chosen:
+                        self._read(peer, clients[peer.number, namespace], key)
+        self._tell(f"read {len(chosen)} of {len(everything)} keys at every peer")
+
+    def empty(self) -> None:
+        """Remove everything, by its writers' peers; then no byte is used, leased, or written on an SSD."""
+        with ExitStack() as stack:
+            clients = self._connect(stack)
+            everything = sorted(self._truth(clients))
+            self._ledger.removal_begins([key for _, key in everything], time.monotonic())
+            for namespace, key in everything:
+                if namespace == "soak":
+                    self._remove(clients, key)
+            for namespace in self._namespaces:
+                clients[0, namespace].flush()
+            began = time.monotonic()
+            self._checked[BALANCES] += len(self._peers)
+            limit = EMPTY_SECONDS * self._patience
+            for peer in self._peers:
+                client = clients[peer.number, "soak"]
+                left = max(1.0, began + limit - time.monotonic())
+                if not wait_for(lambda: not any(held_by(client).values()), left):  # noqa: B023 - it is called here
+                    directory = client.statistics(cluster=False)["peer"]["directory"]
+                    self._complain(
+                        BALANCES, f"{peer.name} still has {held_by(client)}; directory: {directory}"
+                    )
+        self._tell(
+            f"everything was removed, and given back within {time.monotonic() - began:.1f} s"
+        )
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def _connect(self, stack: ExitStack) -> dict[tuple[int, str], BlockingClient]:
+        return {
+            (peer.number, namespace): stack.enter_context(
+                blocking.connect(str(peer.socket), namespace=namespace, timeout=CLIENT_SECONDS)
+            )
+            for peer in self._peers
+            for namespace in self._namespaces
+        }
+
+    def _truth(
+        self, clients: dict[tuple[int, str], BlockingClient]
+    ) -> dict[tuple[str, str], set[str]]:
+        """Who has which key, by what each says of itself. Not those that end by themselves: some would meanwhile."""
+        held: dict[tuple[str, str], set[str]] = {}
+        for peer in self._peers:
+            for namespace in self._namespaces:
+                page = clients[peer.number, namespace].list_keys(local=True, limit=PAGE)
+                for each in page.keys:
+                    if each.expires_unix is not None:
+                        continue
+                    held.setdefault((namespace, each.key), set()).add(peer.name)
+        return held
+
+    def _same_by_now(self, clients: dict[tuple[int, str], BlockingClient]) -> bool:
+        held = self._truth(clients)
+        self._differ = [
+            (namespace, key)
+            for namespace, key in self._differ
+            if not all(
+                self._is_right(
+                    peer,
+                    self._named(clients[peer.number, namespace], key),
+                    held.get((namespace, key), set()),
+                )
+                for peer in self._peers
+            )
+        ]
+        return not self._differ
+
+    def _is_right(self, peer: Peer, named: set[str], held: set[str]) -> bool:
+        """A peer that keeps a part of the directory asks for more than its own copy only when it has none."""
+        if peer.role.partitioned:
+            return named <= held and bool(named) == bool(held)
+        return named == held
+
+    def _named(self, client: BlockingClient, key: str) -> set[str]:
+        return {each.peer for each in client.locate(key) if each.reachable}
+
+    def _describe(
+        self, clients: dict[tuple[int, str], BlockingClient], namespace: str, key: str
+    ) -> str:
+        held = self._truth(clients).get((namespace, key), set())
+        named = {
+            peer.name: sorted(self._named(clients[peer.number, namespace], key))
+            for peer in self._peers
+        }
+        return f"{key!r} is held by {sorted(held)}, and is said to be held by {named}"
+
+    def _read(self, peer: Peer, client: BlockingClient, key: str) -> None:
+        begun = time.monotonic()
+        try:
+            value = client.get(key)
+        except NoSuchKey:
+            self._complain(DELIVERS, f"{peer.name} does not find {key!r}")
+            return
+        except P2PStoreError as error:
+            self._complain(DELIVERS, f"{peer.name} cannot read {key!r}: {error!r}")
+            return
+        self._checked[DELIVERS] += 1
+        number = number_in(key, value)
+        now = time.monotonic()
+        if number is None:
+            self._ledger.wrong(peer.number, key, f"{len(value):,} bytes", now)
+        else:
+            self._ledger.read(peer.number, key, number, begun, now)
+
+    def _remove(self, clients: dict[tuple[int, str], BlockingClient], key: str) -> None:
+        clients[int(key.split()[1]), "soak"].remove(key)
+
+
+def held_by(client: BlockingClient) -> dict[str, int]:
+    """What a peer says that it has, and should not."""
+    document = client.statistics(cluster=False)["peer"]
+    counts = ("memory_used_bytes", "leased_bytes", "objects", "operations", "known_locations")
+    held = {name: int(document[name]) for name in counts}
+    # What was merely heard of is forgotten with time, whatever becomes of it.
+    held["known_locations"] -= int(document["directory"]["cached_locations"])
+    if "ssd" in document:
+        held["ssd_live_bytes"] = int(document["ssd"]["live_bytes"])
+        held["ssd_objects"] = int(document["ssd"]["objects"])
+    return held
