@@ -21,6 +21,7 @@ from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_stamps import hash_stamps, pack_stamps
 from p2pstore.gossip.homes.placement import weight
 from p2pstore.gossip.messages import (
+    Ack,
     Claim,
     Delta,
     Exchange,
@@ -142,6 +143,15 @@ def test_claim() -> None:
         "1fcf0000018bcfe568000107"
     )
     assert decode_body(Claim, encode_body(claim)) == claim
+
+
+def test_ack() -> None:
+    ack = Ack(7, [Claim(b"p" * 4, 1, 2, 3)], 1_795_399_088_000)
+    golden = "93079194c40470707070010203cf000001a2061ff780"
+    assert encode_body(ack).hex() == golden
+    assert decode_body(Ack, bytes.fromhex(golden)) == ack
+    older = bytes.fromhex("92079194c40470707070010203")
+    assert decode_body(Ack, older) == replace(ack, unix_ms=0)
 
 
 def test_peer_record() -> None:
