@@ -79,7 +79,7 @@ class PeerProcess:
         self.name = f"p{number}"
         self.half = 0
         """Of the two halves that `split` makes."""
-        self.control = f"{address}:{_free_port(address) if host is None else FIRST_PORT + number}"
+        self.control = f"{address}:{free_port(address) if host is None else FIRST_PORT + number}"
         self.ready: dict[str, Any] = {}
         self.log = cluster.folder / f"{self.name}.log"
         self.state = cluster.folder / f"{self.name}.state"
@@ -298,7 +298,7 @@ def until(
     return time.monotonic() - begin
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
     """A port that nobody has, and no other peer here was given. It is not of the range from which the kernel takes
     ports for connections: one of these would be taken before the peer listens, now and then."""
     for port in _PORTS:
