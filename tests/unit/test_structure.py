@@ -98,7 +98,7 @@ PURE = (
         for name in (
             *("manifest", "paths", "pieces", "piece_map", "selection", "super_seeding"),
             *("group", "upload_slots", "deadlines", "neighbours", "messages", "effects", "swarm"),
-            *("flights", "source_tensors", "memory_layout", "choosing"),
+            *("flights", "memory_layout", "choosing"),
         )
     ),
     *(

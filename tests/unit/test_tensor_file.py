@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from p2pstore.checkpoint.pieces import Extent
 from p2pstore.checkpoint.source_memory import SourceMemory
 from p2pstore.client import tensor_file
 from p2pstore.client.tensor_file import FILE_NAME, plan_image, write_image
-from p2pstore.client.tensors import _in_safetensors
+from p2pstore.client.tensors import CheckpointTensors, _in_safetensors
 from p2pstore.client.values import numpy_dtype
 from p2pstore.errors import CapacityExceeded, CheckpointRefused
+from tests.optional import require_torch
 
 TENSORS: dict[str, np.ndarray] = {
     "norm": np.arange(3, dtype=np.int8),
@@ -102,3 +104,36 @@ def test_memory_that_may_change_and_what_is_no_memory_is_refused() -> None:
         SourceMemory(open_memory, "/etc/passwd")
     os.close(open_memory)
     os.close(folder)
+
+
+class _InMemory:
+    """A version of one file, without a peer."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = memoryview(content)
+
+    def bytes_of(self, file: int, begin: int = 0, end: int | None = None) -> memoryview:
+        return self._content[begin:end]
+
+
+def test_torch_sees_the_same_memory_whatever_numpy_lacks() -> None:
+    torch = require_torch()
+    tensors = {
+        "half": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+        "none": torch.zeros((0, 3)),
+        "one": torch.tensor(5),
+    }
+    descriptor = write_image(plan_image(tensors))
+    content = content_of(descriptor)
+    os.close(descriptor)
+    places = dict(_in_safetensors(memoryview(content), 0))
+    version: Any = _InMemory(content)
+    found = CheckpointTensors(version, places, ())
+    for name, tensor in tensors.items():
+        assert found.torch(name).dtype == tensor.dtype
+        assert torch.equal(found.torch(name), tensor)
+    place = places["half"]
+    at = np.frombuffer(content, np.uint8).ctypes.data + place.begin
+    assert found.torch("half").data_ptr() == at, "no copy"
+    with pytest.raises(KeyError):
+        found.torch("other")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -406,7 +406,9 @@ class PeerCheckpoints:
         before = run.fetched_bytes
         with self._wanted(part):
             run.need(missing)
-            await self._until(part, job, lambda: not missing & ~run.machine.have)
+            await self._until(
+                part, job, partial(run.until, lambda: not missing & ~run.machine.have)
+            )
         if run.complete:
             part.tell(TakesPart.SEEDING, 1000, "")
         return Fetched(target.version, size, min(size, run.fetched_bytes - before))
@@ -633,11 +635,11 @@ class PeerCheckpoints:
     async def _bring(self, part: _Part, bringing: _Bringing) -> None:
         """By the swarm; then it is put in its place."""
         run = part.run
-        await self._until(part, bringing.job, lambda: run.complete)
+        await self._until(part, bringing.job, run.until_complete)
         await run.written()
         await self._finish(bringing)
 
-    async def _until(self, part: _Part, job: Job, condition: Callable[[], bool]) -> None:
+    async def _until(self, part: _Part, job: Job, until: Callable[[], Awaitable[None]]) -> None:
         """Until the swarm has brought something; others hear how far it is."""
         run = part.run
         job.begin(JobPhase.FETCHING, run.total_bytes, run.done_bytes)
@@ -645,7 +647,7 @@ class PeerCheckpoints:
         async with open_background_nursery() as nursery:
             nursery.start_soon(self._tell_progress, part, job)
             nursery.start_soon(self._give_up_without_publisher, run)
-            await run.until(condition)
+            await until()
 
     async def _tell_progress(self, part: _Part, job: Job) -> None:
         run = part.run
@@ -828,6 +830,7 @@ class _PublishedMemory(PublishedPieces):
     ) -> None:
         super().__init__(source, manifest)
         self._memory, self._version, self._memories = source, version, memories
+        self.is_local = True
         memories.published[version] = source.total_bytes
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class Target(PieceStore, Protocol):
 
 
 class PublishedSource(Protocol):
-    """What was published: `SourceDirectory`, `SourceTensors`."""
+    """What was published: `SourceDirectory`, `SourceMemory`."""
 
     def read_piece(self, manifest: Manifest, piece: int) -> bytearray: ...
 
