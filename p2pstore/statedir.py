@@ -5,8 +5,9 @@
     state.json      {"format": 1, "incarnation": ..., "clock": ..., "floors_seen": {...}, "floors_horizon": {...},
                     "memory": ...}: floors by writer (`gossip.floor_stamps`); the id of the last segment in hexadecimal
     addresses.json  {"format": 1, "addresses": [...]}: where other peers were last seen
-    publishers.json {"format": 1, "publishers": [[namespace, name, peer id]]}: whom this peer trusts for the names of
-                    checkpoints, those used last coming last
+    publishers.json {"format": 1, "publishers": [[namespace, name, peer id]], "forgotten": [[namespace, name, peer id,
+                    clock]]}: whom this peer trusts for the names of checkpoints, those used last coming last; which
+                    ones it does not show, up to which clock
     floors.bin      signed floor records, appended, one checksum each
     invite          the invite that the peer joined by, without keys; mode 0600
     cluster.key     the keys of that invite, as a key file; mode 0600
@@ -77,6 +78,7 @@ class _Addresses(msgspec.Struct):
 class _Publishers(msgspec.Struct):
     format: int
     publishers: list[tuple[str, str, str]]
+    forgotten: list[tuple[str, str, str, int]] = []
 
 
 class _FormatOnly(msgspec.Struct):
@@ -252,11 +254,27 @@ class StateDirectory:
             for namespace, name, peer_id in book.publishers
         ]
 
-    def save_publishers(self, publishers: Sequence[tuple[str, str, PeerId]]) -> None:
+    def load_forgotten(self) -> list[tuple[str, str, PeerId, int]]:
+        """Namespace, name, publisher and clock of checkpoints that are not shown."""
+        path = self.path / "publishers.json"
+        book = _load_json(path, _Publishers)
+        if book is None:
+            return []
+        return [
+            (namespace, name, parse_peer_id(peer_id, str(path)), clock)
+            for namespace, name, peer_id, clock in book.forgotten
+        ]
+
+    def save_publishers(
+        self,
+        publishers: Sequence[tuple[str, str, PeerId]],
+        forgotten: Sequence[tuple[str, str, PeerId, int]] = (),
+    ) -> None:
         """Keep these instead."""
         book = _Publishers(
             FORMAT,
             [(namespace, name, format_peer_id(each)) for namespace, name, each in publishers],
+            [(space, name, format_peer_id(each), clock) for space, name, each, clock in forgotten],
         )
         _replace(self.path / "publishers.json", msgspec.json.encode(book) + b"\n")
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 import array
 import contextlib
 import os
-import select
 import socket
 import struct
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, Protocol, TypeVar
 
@@ -190,17 +189,30 @@ def send_all(sock: socket.socket, parts: Sequence[BytesLike], progress_seconds: 
     moves for `progress_seconds`, and `OSError` when the connection breaks, or somebody shuts it down."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]
     first = 0
-    writable = select.poll()
-    writable.register(sock, select.POLLOUT)
-    while first < len(views):
-        try:
-            # As much as the kernel takes: between two calls the thread needs the interpreter's lock.
+    with waiting_in_kernel(sock, send_seconds=progress_seconds):
+        while first < len(views):
+            # All that is left: between two calls the thread needs the interpreter's lock, and whoever else wants that
+            # waits for it when the kernel lets another thread run then.
             sent = sock.sendmsg(views[first : first + MAX_GATHER])
-        except BlockingIOError:
-            if not writable.poll(progress_seconds * 1000):
-                raise stalled(progress_seconds) from None
-        else:
             first = advance(views, first, sent)
+
+
+@contextlib.contextmanager
+def waiting_in_kernel(
+    sock: socket.socket, *, send_seconds: float, receive_seconds: float | None = None
+) -> Iterator[None]:
+    """A non-blocking socket for a thread that may wait, which has it for itself: it waits in the kernel. Sending raises
+    `DeadlineExceeded` when nothing moves for so long, receiving `BlockingIOError`."""
+    sock.setblocking(True)
+    try:
+        _set_kernel_timeout(sock, socket.SO_SNDTIMEO, send_seconds)
+        if receive_seconds is not None:
+            _set_kernel_timeout(sock, socket.SO_RCVTIMEO, receive_seconds)
+        yield
+    except BlockingIOError:
+        raise stalled(send_seconds) from None
+    finally:
+        sock.setblocking(False)
 
 
 def advance(views: list[memoryview], first: int, sent: int) -> int:

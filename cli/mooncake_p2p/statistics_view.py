@@ -162,11 +162,17 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
             f"{peer['objects']:,} here ({format_bytes(leased) if leased else 'nothing'} leased), "
             f"{_copies(peer['known_locations'])} known elsewhere",
         ),
+        *_returning_lines(peer.get("objects_returning", 0)),
         *_quota_lines(peer, blocks),
         *_ssd_lines(peer.get("ssd"), blocks),
         *_directory_lines(peer.get("directory", {})),
         *_repair_lines(peer.get("repair", {})),
     ]
+
+
+def _returning_lines(count: int) -> list[str]:
+    """What kept memory had, and nobody is shown yet."""
+    return [_fact("", f"{count:,} more of before the start, not checked yet")] if count else []
 
 
 def _quota_lines(peer: Document, blocks: bool) -> list[str]:

@@ -44,7 +44,7 @@ class SourceEntry(Protocol):
 
 
 class Source(Protocol):
-    """What is published: `SourceDirectory` or `SourceTensors`."""
+    """What is published: `SourceDirectory` or `SourceMemory`."""
 
     @property
     def files(self) -> Sequence[SourceEntry]: ...

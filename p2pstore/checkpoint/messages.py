@@ -32,6 +32,7 @@ class Kind(IntEnum):
     REFUSE = 4
     MEMBERS = 5
     NEEDS = 6
+    INVITE = 7
 
 
 class Refusal(IntEnum):
@@ -45,6 +46,8 @@ class Refusal(IntEnum):
     """No slot is free; a grant will come."""
     LACKS = 4
     """The piece is not there."""
+    LATER = 5
+    """Enough is on its way; an `Invite` follows some time. Older peers take it for FULL."""
 
 
 class PieceMapMessage(Message, frozen=True):
@@ -85,7 +88,11 @@ class Needs(Message, frozen=True):
     pieces: Annotated[bytes, msgspec.Meta(max_length=MAX_PIECES // 8)]
 
 
-SwarmMessage = PieceMapMessage | NewPieces | Grant | Refuse | Members | Needs
+class Invite(Message, frozen=True):
+    """There is room again: the sender refused a grant, and would take one now."""
+
+
+SwarmMessage = PieceMapMessage | NewPieces | Grant | Refuse | Members | Needs | Invite
 
 _TYPES: Final[dict[int, type[SwarmMessage]]] = {
     Kind.PIECE_MAP: PieceMapMessage,
@@ -94,6 +101,7 @@ _TYPES: Final[dict[int, type[SwarmMessage]]] = {
     Kind.REFUSE: Refuse,
     Kind.MEMBERS: Members,
     Kind.NEEDS: Needs,
+    Kind.INVITE: Invite,
 }
 _KINDS: Final = {message: kind for kind, message in _TYPES.items()}
 

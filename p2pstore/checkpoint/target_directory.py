@@ -42,6 +42,7 @@ from p2pstore.checkpoint.directory_versions import (
     versions_in,
     write_part,
 )
+from p2pstore.checkpoint.local_disks import is_local_directory
 from p2pstore.checkpoint.manifest import (
     Manifest,
     SignedManifest,
@@ -101,6 +102,8 @@ class TargetDirectory:
         self._find_needed()
         try:
             self._state.mkdir(parents=True, exist_ok=True)
+            self.is_local = is_local_directory(self._state)
+            """Whether it is on a disk or in memory of this machine."""
             self._lock = os.open(self._state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise ConfigError(f"{directory}: cannot be written to: {error.strerror}") from error

@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -97,7 +97,7 @@ class BlockingCheckpoints:
     def publish(
         self,
         name: str,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | Mapping[str, Any],
         *,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
@@ -198,6 +198,9 @@ class BlockingCheckpoints:
 
     def remove(self, name: str) -> str:
         return run_blocking(self._checkpoints.remove(name))
+
+    def forget(self, name: str, publisher: str) -> str:
+        return run_blocking(self._checkpoints.forget(name, publisher))
 
     def fetch_tensors(
         self,

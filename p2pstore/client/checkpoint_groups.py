@@ -228,11 +228,20 @@ class CheckpointGroups:
     async def remove(self, name: str) -> str:
         """Remove a name that this peer publishes, and give its versions away no more; what others have stays theirs.
         The last version. Raises `NoSuchKey` when this peer does not publish the name."""
+        return await self._remove(name, b"")
+
+    async def forget(self, name: str, publisher: str) -> str:
+        """Do not list or trust a publisher's name any more, on this peer alone, and pass its versions on no more: for a
+        publisher that is gone for good. It counts again when it publishes a newer version. The last version. Raises
+        `NoSuchKey` when it publishes no such name, `ValueError` for the peer's own."""
+        return await self._remove(name, parse_peer_id(publisher, "publisher"))
+
+    async def _remove(self, name: str, publisher: bytes) -> str:
         connection = await self._open()
         try:
             reply = await connection.request(
                 LocalKind.CHECKPOINT_REMOVE,
-                local.RemoveCheckpoint(self._namespace, checkpoint_name(name)),
+                local.RemoveCheckpoint(self._namespace, checkpoint_name(name), publisher),
                 local.CheckpointRemoved,
                 progress_seconds=self._timeout,
             )
@@ -254,10 +263,15 @@ class CheckpointGroups:
         return [_info(item) for item in reply.items]
 
     async def _open(
-        self, directory: str | os.PathLike[str] | None = None, *, checkpoint: bytes = b""
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        checkpoint: bytes = b"",
+        descriptor: int = -1,
     ) -> LocalConnection:
-        """A connection of its own, with a directory that the peer is to work in, or to a version in its memory."""
-        descriptor = -1
+        """A connection of its own, with a directory that the peer is to work in, or memory (`descriptor`, which stays
+        the caller's), or to a version in its memory."""
+        passed = descriptor
         if directory is not None:
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -271,7 +285,7 @@ class CheckpointGroups:
                 checkpoint=checkpoint,
             )
         finally:
-            if descriptor >= 0:
+            if descriptor != passed:
                 os.close(descriptor)
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec import structs
 
@@ -48,7 +48,7 @@ class Checkpoints(CheckpointGroups):
     async def publish(
         self,
         name: str,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | Mapping[str, Any],
         *,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
@@ -62,8 +62,12 @@ class Checkpoints(CheckpointGroups):
         `include` and `exclude` are patterns for whole relative paths (`*` matches `/` too). `piece_bytes` is a power of
         two, 0 for the usual. The local peer reads the files from where they are for as long as it runs.
 
-        Raises `CheckpointRefused` for what cannot be published, `CheckpointChanged` when a file changes meanwhile, and
-        `DeadlineExceeded` when nothing moves any more.
+        In place of a directory, tensors by name: numpy arrays and CPU torch tensors. They are copied once, to memory
+        that the local peer serves them from until it has a newer version that was published so, and fetched as a
+        directory with `model.safetensors`, or by `fetch_tensors`. They may be changed when this returns.
+
+        Raises `CheckpointRefused` for what cannot be published, `CapacityExceeded` for tensors that have no room,
+        `CheckpointChanged` when a file changes meanwhile, and `DeadlineExceeded` when nothing moves any more.
         """
         request = local.Publish(
             self._namespace,
@@ -72,14 +76,43 @@ class Checkpoints(CheckpointGroups):
             arguments.key_list(list(exclude)),
             _piece_bytes(piece_bytes),
             arguments.flag("wait_seeded", wait_seeded),
-            os.fspath(directory),
+            "" if isinstance(directory, Mapping) else os.fspath(directory),
         )
-        done = await self._do(
-            LocalKind.CHECKPOINT_PUBLISH, request, local.Published, directory, progress
-        )
+        if isinstance(directory, Mapping):
+            done = await self._publish_tensors(request, directory, progress)
+        else:
+            done = await self._do(
+                LocalKind.CHECKPOINT_PUBLISH, request, local.Published, directory, progress
+            )
         return PublishedCheckpoint(
             done.version.hex(), done.files, done.total_bytes, done.pieces, done.piece_bytes
         )
+
+    async def _publish_tensors(
+        self, request: local.Publish, tensors: Mapping[str, Any], progress: CheckpointWatch | None
+    ) -> local.Published:
+        if request.include or request.exclude:
+            raise ValueError("include and exclude are for files: pass the tensors that are meant")
+        from p2pstore.client.tensor_file import FILE_NAME, plan_image, write_image
+
+        image = plan_image(tensors)
+        memory = await self._driver.run_in_thread(partial(write_image, image))
+        try:
+            request = structs.replace(request, file=FILE_NAME)
+            connection = await self._open(descriptor=memory)
+        finally:
+            os.close(memory)
+        try:
+            return await self._ask(
+                connection,
+                LocalKind.CHECKPOINT_PUBLISH,
+                request,
+                local.Published,
+                progress,
+                0.0,
+            )
+        finally:
+            connection.close()
 
     async def fetch(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple
@@ -18,7 +19,7 @@ from p2pstore.checkpoint.choosing import is_chosen
 from p2pstore.checkpoint.manifest import Manifest, read_manifest
 from p2pstore.checkpoint.memory_layout import plan_memory
 from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, map_of
-from p2pstore.client.values import numpy_dtype
+from p2pstore.client.values import numpy_dtype, torch_dtype
 from p2pstore.errors import CheckpointRefused, ProtocolError
 from p2pstore.local.connection import LocalConnection
 
@@ -29,6 +30,11 @@ DTYPES: Final[Mapping[str, str]] = {
     **{"U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool"},
 }
 """What safetensors calls them, and numpy or ml_dtypes."""
+ITEM_BYTES: Final = {
+    name: 1 if name == "BOOL" else int(name.removeprefix("B").lstrip("FIU").partition("_")[0]) // 8
+    for name in DTYPES
+}
+"""numpy need not know a dtype to find a tensor: torch may."""
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 MAX_HEADER_BYTES: Final = 100_000_000
 """As the format has it."""
@@ -69,8 +75,8 @@ class MappedVersion:
 
 
 class CheckpointTensors(Mapping[str, Any]):
-    """The tensors of one version, by name: read-only numpy arrays. Close it, or use it as a context manager: then the
-    peer may use the memory for something else; arrays that are still there stay what they are."""
+    """The tensors of one version, by name: read-only numpy arrays, or `torch` views. Close it, or use it as a context
+    manager: then the peer may use the memory for something else; arrays that are still there stay what they are."""
 
     def __init__(
         self, version: MappedVersion, places: Mapping[str, Place], files: Collection[int]
@@ -85,6 +91,21 @@ class CheckpointTensors(Mapping[str, Any]):
         view = self._version.bytes_of(place.file, place.begin, place.end)
         flat = np.frombuffer(view, numpy_dtype(place.dtype))
         return flat.reshape(place.shape)
+
+    def torch(self, name: str) -> Any:
+        """The tensor as torch has it, also of dtypes that numpy lacks (bfloat16): a view without a copy. The memory is
+        read-only, which torch does not know: to write to it in place ends the process. Raises `KeyError`, and
+        `P2PStoreError` where torch is not installed."""
+        place = self._places[name]
+        kind = torch_dtype(place.dtype, place.dtype)
+        import torch
+
+        view = self._version.bytes_of(place.file, place.begin, place.end)
+        if not view.nbytes:
+            return torch.empty(place.shape, dtype=kind)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+            return torch.frombuffer(view, dtype=kind).reshape(place.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -254,6 +275,6 @@ def _in_safetensors(view: memoryview, file: int) -> Iterator[tuple[str, Place]]:
         shape, dtype = tuple(told["shape"]), DTYPES[told["dtype"]]
         if not 0 <= first <= last <= len(view) - data or min(shape, default=0) < 0:
             raise ValueError(f"{name} lies outside of it")
-        if math.prod(shape) * numpy_dtype(dtype).itemsize != last - first:
+        if math.prod(shape) * ITEM_BYTES[told["dtype"]] != last - first:
             raise ValueError(f"{name} has not the length of its shape")
         yield name, Place(dtype, shape, file, data + first, data + last)

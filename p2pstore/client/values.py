@@ -91,7 +91,7 @@ def empty_tensor(
     """
     wants_torch = framework == "torch" if framework else dtype.startswith(TORCH_PREFIX)
     name = dtype.removeprefix(TORCH_PREFIX)
-    kind = _torch_dtype(dtype, name) if wants_torch else numpy_dtype(name)
+    kind = torch_dtype(dtype, name) if wants_torch else numpy_dtype(name)
     if min(shape, default=0) < 0 or math.prod(shape) * kind.itemsize != length:
         raise P2PStoreError(
             f"a tensor of {dtype} and shape {shape} does not have the {length:,} bytes that were "
@@ -104,7 +104,8 @@ def empty_tensor(
     return torch.empty(shape, dtype=kind)
 
 
-def _torch_dtype(dtype: str, name: str) -> Any:
+def torch_dtype(dtype: str, name: str) -> Any:
+    """torch's dtype `name`, for a value of `dtype`. Raises `P2PStoreError` where there is none, or no torch."""
     try:
         import torch
     except ImportError as error:

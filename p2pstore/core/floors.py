@@ -51,6 +51,7 @@ class Floors:
         self._memory: MemoryReturn | None = None
         self._unsettled = 0
         self._seen_before_cold: Stamps | None = None
+        self._seen_before_sweep: Stamps | None = None
 
     # --- floors ------------------------------------------------------------------------------
 
@@ -167,10 +168,13 @@ class Floors:
 
     @property
     def seen_to_save(self) -> Stamps:
-        """Up to where floors were seen, for the state directory. While objects are held back it stays as
-        it was: a crash must not make them look checked."""
-        held = self._seen_before_cold
-        return dict(self._sync.seen if held is None else held)
+        """Up to where floors were seen, for the state directory. While objects are held back, or are still to be
+        withdrawn, it stays as it was: a crash must not make those that come back look checked."""
+        if self._seen_before_cold is not None:
+            return dict(self._seen_before_cold)
+        if not self.sweep.pending or self._seen_before_sweep is None:
+            self._seen_before_sweep = dict(self._sync.seen)
+        return dict(self._seen_before_sweep)
 
     def cold_settled(self) -> None:
         """What `ColdSorted` said was discarded is gone for good."""

@@ -30,6 +30,8 @@ class Publish(Message, frozen=True):
     wait_seeded: bool = False
     path: str = ""
     """How the client calls the directory: for people."""
+    file: str = ""
+    """What came along is no directory but sealed memory, with this one file in it."""
 
 
 class Published(Message, frozen=True):

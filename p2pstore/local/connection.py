@@ -193,8 +193,11 @@ class LocalConnection:
             if len(descriptors) != expected:
                 raise ProtocolError("the peer did not pass a descriptor for each of its memories")
             writable, left = access == Access.WRITE, iter(descriptors)
+            user = (
+                self.peer_user
+            )  # could show anything anyway: a file of its memory is taken from it
             self.segments = [
-                _map_segment(segment, list(islice(left, count)), writable=writable)
+                _map_segment(segment, list(islice(left, count)), user, writable=writable)
                 for segment, count in zip(self.hello.segments, counts, strict=True)
             ]
             if table_bytes:
@@ -541,10 +544,13 @@ class LocalConnection:
             os.close(nowhere)
 
 
-def _map_segment(segment: SegmentInfo, descriptors: list[int], *, writable: bool) -> memoryview:
+def _map_segment(
+    segment: SegmentInfo, descriptors: list[int], user: int, *, writable: bool
+) -> memoryview:
+    length = segment.total_bytes
     if segment.pieces:
-        return map_joined(descriptors, segment.pieces, segment.total_bytes, writable=writable)
-    return (map_writable if writable else map_read_only)(descriptors[0], segment.total_bytes)
+        return map_joined(descriptors, segment.pieces, length, writable=writable, trusted_user=user)
+    return (map_writable if writable else map_read_only)(descriptors[0], length, trusted_user=user)
 
 
 def _hangs(path: str) -> DeadlineExceeded:

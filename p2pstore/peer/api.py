@@ -239,6 +239,7 @@ class _Assembly:
         if self.state is not None:
             self._restore(core.gossip, self.state)
             core.checkpoints.load_pins(self.state.load_publishers())
+            core.checkpoints.load_forgotten(self.state.load_forgotten())
         node = Node(
             config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng
         )

@@ -22,6 +22,7 @@ LOOK_SECONDS: Final = 1.0
 def begin_with_kept(node: Node, memory: KeptMemory) -> None:
     """Have the core look at what an earlier life left. Call it before the node runs."""
     node.kept_memory = memory
+    memory.is_kept = True
     memory.kept = Kept()  # the segment has it all by now
     segment = node.core.segment
     if segment.returned_count:

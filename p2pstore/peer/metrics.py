@@ -72,15 +72,15 @@ ANSWERS: Final = {
 """Who has what clients get, and the counters that say so."""
 
 
-def exposition(peer: Document, cluster: Document, measures: Measures) -> bytes:
-    """All metrics in Prometheus' text format."""
+def exposition(peer: Document, cluster: str, measures: Measures) -> bytes:
+    """All metrics in Prometheus' text format; `cluster` is its name."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collected(peer, cluster, measures))
     return generate_latest(registry)
 
 
 class _Collected(Collector):
-    def __init__(self, peer: Document, cluster: Document, measures: Measures) -> None:
+    def __init__(self, peer: Document, cluster: str, measures: Measures) -> None:
         self._peer = peer
         self._cluster = cluster
         self._measures = measures
@@ -91,7 +91,7 @@ class _Collected(Collector):
             "build_info",
             "This peer.",
             ["name", "cluster", "software"],
-            [((peer["name"], self._cluster["name"], peer["software"]), 1)],
+            [((peer["name"], self._cluster, peer["software"]), 1)],
         )
         for field, text in _GAUGES:
             yield gauge(field, text, peer[field])
@@ -102,7 +102,6 @@ class _Collected(Collector):
         yield from _transfers(peer)
         yield from _repair(peer)
         yield from _gossip(peer, measures)
-        yield from _others(self._cluster)
         yield from _checkpoints(peer["checkpoints"])
         yield from _rdma(peer.get("rdma", {}))
         if "ssd" in peer:
@@ -323,24 +322,6 @@ def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
             "How far this machine's clock is ahead of the other members', by their median.",
             peer["clock_ahead_seconds"],
         )
-
-
-def _others(cluster: Document) -> Iterator[Metric]:
-    """What this peer believes of the whole cluster."""
-    for field, text in (
-        ("memory_capacity_bytes", "Memory of all live members together."),
-        ("memory_used_bytes", "Of that, what is occupied."),
-        ("ssd_capacity_bytes", "Room on the SSDs of all live members."),
-        ("ssd_used_bytes", "Of that, what is occupied."),
-        ("copies", "Copies of objects that live members hold."),
-    ):
-        yield gauge(f"cluster_{field}", text, cluster[field])
-    versions: dict[str, int] = {}
-    for member in cluster["members"]:
-        versions[member["software"]] = versions.get(member["software"], 0) + 1
-    yield gauge(
-        "cluster_versions", "Different versions of p2pstore among live members.", len(versions)
-    )
 
 
 def _checkpoints(checkpoints: list[Document]) -> Iterator[Metric]:

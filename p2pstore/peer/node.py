@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -56,7 +57,7 @@ from p2pstore.gossip.machine import (
     SnapshotHead,
 )
 from p2pstore.gossip.machine import Effect as GossipEffect
-from p2pstore.gossip.members.membership import MemberChange
+from p2pstore.gossip.members.membership import STALL_SECONDS, MemberChange
 from p2pstore.gossip.messages import Ack, ControlKind, Status
 from p2pstore.gossip.records import Member, PeerId, PeerRecord, Tier, format_peer_id
 from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, format_bytes, root_checksum
@@ -102,7 +103,7 @@ FAREWELL_SECONDS: Final = 1.0
 TELL_SECONDS: Final = 0.5
 """How long a peer that was asked to leave waits for somebody to ask how that went."""
 FORGET_SECONDS: Final = 2.0
-LOOP_LAG_SECONDS: Final = 0.05
+LOOP_LAG_SECONDS: Final = 0.2
 """How often it is looked how late the event loop is. Often enough to see what holds it up for long, by far too seldom
 to take a thousandth of a core."""
 MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
@@ -160,7 +161,8 @@ class Node:
         self._later_replies = LaterReplies()
         self._limiter = trio.CapacityLimiter(MAX_EFFECTS_UNDER_WAY)
         self._waiting: dict[int, trio.Event] = {}
-        self._wake = trio.Event()
+        self._nap = trio.CancelScope()
+        """Until the next tick."""
         self._tick_due = float("inf")
         self._refused_by: set[PeerId] = set()
         self._doubted: set[bytes] = set()
@@ -205,10 +207,10 @@ class Node:
 
     async def _tick_forever(self) -> None:
         while True:
-            self._wake = trio.Event()
-            self._tick_due = self.core.next_tick(self.now)
-            with trio.move_on_after(max(0.0, self._tick_due - self.now)):
-                await self._wake.wait()
+            self._nap = trio.CancelScope()
+            self._tick_at(self.core.next_tick(self.now))
+            with self._nap:
+                await trio.sleep_forever()
             now = self.now
             if now < self.core.next_tick(now):
                 continue  # woken early: something made an earlier tick due
@@ -228,7 +230,14 @@ class Node:
         while True:
             due = trio.current_time() + LOOP_LAG_SECONDS
             await trio.sleep_until(due)
-            self.watch.measures.loop_lag.add_seconds(trio.current_time() - due)
+            late = trio.current_time() - due
+            self.watch.measures.loop_lag.add_seconds(late)
+            if late >= STALL_SECONDS:
+                logger.info(
+                    "this process stood still for %.1f s: it was stopped, got no CPU, or did something for too long",
+                    late,
+                    extra={"event": "stalled", "seconds": round(late, 3)},
+                )
 
     def _keep_neighbours(self) -> None:
         """Let the host keep the connections that gossip uses all the time, and close others."""
@@ -254,8 +263,14 @@ class Node:
         self._follow_checkpoints()
         for effect in self.core.take_effects():
             self._execute(effect)
-        if self.core.next_tick(self.now) < self._tick_due:
-            self._wake.set()
+        tick_due = self.core.next_tick(self.now)
+        if tick_due < self._tick_due:
+            self._tick_at(tick_due)
+
+    def _tick_at(self, due: float) -> None:
+        """Have the next tick then; to move a deadline wakes nobody."""
+        self._tick_due = due
+        self._nap.deadline = trio.current_time() + (due - self.now)
         if self.core.closing and not self.core.operations_under_way:
             self._drained.set()
 
@@ -282,7 +297,7 @@ class Node:
 
     def stir(self) -> None:
         """Have it looked at soon what the core has to do: for who may be called in the middle of one of its steps."""
-        self._wake.set()
+        self._nap.deadline = -math.inf
 
     def _member_changed(self, change: MemberChange) -> None:
         self.watch.measures.member_changes[change.new.name.lower()] += 1

@@ -7,7 +7,7 @@ from typing import Final
 
 from p2pstore.peer.metrics_server import Answer, Pages, text_answer
 from p2pstore.peer.node import Node
-from p2pstore.peer.statistics import cluster_document, peer_document
+from p2pstore.peer.statistics import peer_document
 from p2pstore.peer.status.source import StatusSource
 
 DATA_HEADERS: Final = (("Cross-Origin-Resource-Policy", "same-origin"),)
@@ -37,8 +37,8 @@ def metrics_pages(node: Node, status: StatusSource) -> Pages:
 
     def metrics() -> Answer:
         peer = peer_document(node, private=False)
-        cluster = cluster_document(node.core, node.now)
-        body = exposition(peer, cluster, node.watch.measures) + generate_latest(process)
+        body = exposition(peer, node.config.cluster, node.watch.measures)
+        body += generate_latest(process)
         return Answer(HTTPStatus.OK, CONTENT_TYPE, body)
 
     def alive() -> Answer:

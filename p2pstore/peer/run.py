@@ -173,6 +173,8 @@ def _say_started(peer: Peer) -> None:
         peer.socket,
         extra={"event": "listening", "peer_id": peer.peer_id},
     )
+    if peer.metrics is not None:
+        logger.info("status page: http://%s/", peer.metrics, extra={"event": "status_page"})
     if config.socket_mode_bits() & 0o077:
         closed = unreachable_by_others(Path(peer.socket))
         if closed is not None:

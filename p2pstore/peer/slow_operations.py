@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 RING_ENTRIES: Final = 128
@@ -167,6 +168,10 @@ class SlowOperations:
         self._log_at = now
         unlogged, self._unlogged = self._unlogged, 0
         return unlogged
+
+    def latest(self, number: int) -> list[SlowOperation]:
+        """So many of those that are kept; the last one comes first."""
+        return list(islice(reversed(self._ring), number))
 
     def document(self) -> dict[str, Any]:
         """For the statistics document; the latest comes first."""

@@ -118,7 +118,7 @@ BATCHES_AHEAD: Final = 2
 """So many are asked for at once: the other side works on one while this side takes in the other."""
 DISCARD_BYTES: Final = MIB
 """Bytes nobody wants that are read to keep a connection; for more, a new connection is cheaper."""
-WAKE_BYTES: Final = 128 * KIB
+WAKE_BYTES: Final = 512 * KIB
 """Of a piece of a checkpoint that are waited for at once."""
 STORE_PART_BYTES: Final = DATA_REQUEST_LIMITS.bulk_bytes
 TRANSPORT_NAME: Final = "tcp"

@@ -64,17 +64,22 @@ class JoinedMemory:
 
 
 def map_joined(
-    descriptors: Sequence[int], pieces: Sequence[int], length: int, *, writable: bool
+    descriptors: Sequence[int],
+    pieces: Sequence[int],
+    length: int,
+    *,
+    writable: bool,
+    trusted_user: int | None = None,
 ) -> memoryview:
     """The first `length` bytes of several memories side by side, `pieces` bytes of each; the mapping lives as long as
     views of it.
 
     The caller keeps its descriptors and may close them. Raises `ConfigError` for memories that are too short for that,
-    or that somebody could shrink, and when there are no addresses for them.
+    or that somebody could shrink (other than `trusted_user`), and when there are no addresses for them.
     """
     _check_pieces(pieces, length)
     for descriptor, size in zip(descriptors, pieces, strict=True):
-        check_descriptor(descriptor, size)
+        check_descriptor(descriptor, size, trusted_user)
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     total = sum(pieces)
     try:

@@ -50,7 +50,8 @@ _LIVES_BEGIN: Final = 1 << 60
 
 
 class KeptMemory(SharedMemory):
-    """Shared memory in a file that is there for the next life of its peer, unless `is_kept` is false at the end.
+    """Shared memory in a file that is there for the next life of its peer, if `is_kept` at the end: as it was before,
+    or as the peer says.
 
     `kept` is what this life begins with, `marks` the bytes behind the segment for `Segment`.
     """
@@ -59,7 +60,7 @@ class KeptMemory(SharedMemory):
         self, path: Path, lock: int, file: tuple[int, mmap.mmap], expected: Expected, kept: Kept
     ) -> None:
         self.kept = kept
-        self.is_kept = True
+        self.is_kept = kept.lives > 0  # of a peer that never ran, nothing stays
         self._path = path
         self._lock = lock
         self._life = kept.lives + 1
@@ -118,6 +119,16 @@ def open_kept_memory(path: Path, expected: Expected) -> KeptMemory:
     Raises `ConfigError` as `create_file_memory` does, and when the file is kept for a peer of another cluster, or by a
     newer version.
     """
+    try:
+        return _open(path, expected)
+    except OSError as error:
+        raise ConfigError(
+            f"memory_path: {path} cannot be locked for who has it mapped ({error.strerror}): keep memory on a file "
+            "system of this machine"
+        ) from error
+
+
+def _open(path: Path, expected: Expected) -> KeptMemory:
     left = _take_left(path, expected)
     if left is not None:
         try:
@@ -131,7 +142,10 @@ def open_kept_memory(path: Path, expected: Expected) -> KeptMemory:
         stack.callback(remove, path, lock)
         size = _file_bytes(expected.geometry, lock)
         allocate(path, lock, size)
-        memory = KeptMemory(path, lock, map_file(path, lock, size), expected, Kept())
+        descriptor, mapping = map_file(path, lock, size)
+        stack.callback(os.close, descriptor)
+        stack.callback(mapping.close)
+        memory = KeptMemory(path, lock, (descriptor, mapping), expected, Kept())
         stack.pop_all()
         return memory
 

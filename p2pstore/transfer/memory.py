@@ -220,18 +220,20 @@ def _create(
         raise
 
 
-def map_read_only(descriptor: int, length: int) -> memoryview:
+def map_read_only(descriptor: int, length: int, *, trusted_user: int | None = None) -> memoryview:
     """A read-only view of the first `length` bytes; the mapping lives as long as views of it.
 
     The caller keeps its descriptor and may close it. Raises `ConfigError` for memory that is too
-    short, or that somebody could shrink: touching a page that is gone would end this process.
+    short, or that somebody could shrink who is neither this user, root nor `trusted_user`: touching a page that is
+    gone would end this process.
     """
-    return memoryview(_map(descriptor, length, mmap.PROT_READ))[:length]
+    return memoryview(_map(descriptor, length, mmap.PROT_READ, trusted_user))[:length]
 
 
-def map_writable(descriptor: int, length: int) -> memoryview:
+def map_writable(descriptor: int, length: int, *, trusted_user: int | None = None) -> memoryview:
     """Like `map_read_only`, for writing."""
-    return memoryview(_map(descriptor, length, mmap.PROT_READ | mmap.PROT_WRITE))[:length]
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    return memoryview(_map(descriptor, length, protection, trusted_user))[:length]
 
 
 def map_table(descriptor: int, length: int) -> mmap.mmap:
@@ -239,15 +241,17 @@ def map_table(descriptor: int, length: int) -> mmap.mmap:
     return _map(descriptor, length, mmap.PROT_READ)
 
 
-def _map(descriptor: int, length: int, protection: int) -> mmap.mmap:
-    check_descriptor(descriptor, length)
+def _map(
+    descriptor: int, length: int, protection: int, trusted_user: int | None = None
+) -> mmap.mmap:
+    check_descriptor(descriptor, length, trusted_user)
     return mmap.mmap(descriptor, 0, prot=protection)
 
 
-def check_descriptor(descriptor: int, length: int) -> None:
-    """Raise `ConfigError` unless so many bytes of it can be mapped, and stay."""
+def check_descriptor(descriptor: int, length: int, trusted_user: int | None = None) -> None:
+    """Raise `ConfigError` unless so many bytes of it can be mapped, and stay, as far as that user goes."""
     actual = os.fstat(descriptor).st_size
-    problem = _why_it_may_shrink(descriptor)
+    problem = _why_it_may_shrink(descriptor, trusted_user)
     if not 0 < length <= actual or problem:
         raise ConfigError(
             f"the peer's shared memory has {actual:,} bytes ({problem or 'sealed'}), {length:,} were announced: "
@@ -255,9 +259,9 @@ def check_descriptor(descriptor: int, length: int) -> None:
         )
 
 
-def _why_it_may_shrink(descriptor: int) -> str:
-    """Nothing for sealed memory, and for a file that only this user or root can change: they can end this process
-    anyway."""
+def _why_it_may_shrink(descriptor: int, trusted_user: int | None) -> str:
+    """Nothing for sealed memory, and for a file that only the trusted user, this one or root can change: the last two
+    can end this process anyway."""
     try:
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             return ""
@@ -266,7 +270,7 @@ def _why_it_may_shrink(descriptor: int) -> str:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         return "not sealed, and no file"
-    if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+    if status.st_uid not in (0, os.geteuid(), trusted_user) or status.st_mode & 0o022:
         return "not sealed, and a file that another user can shrink"
     return ""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from p2pstore.objects import KIB, MIB
-from p2pstore.streams import stalled
+from p2pstore.streams import waiting_in_kernel
 from p2pstore.transfer.entries import QuickCopy
 from p2pstore.transfer.messages import DataKind, Get, GetItem, ObjectReply, Objects, ObjectStatus
 from p2pstore.wire import DATA_REQUEST_LIMITS, HEADER, HEADER_BYTES, REPLY
@@ -44,7 +43,6 @@ REQUEST_BYTES: Final = 64 * KIB
 """Requests received at once."""
 
 _GET, _OK = int(DataKind.GET), int(ObjectStatus.OK)
-_TIMEVAL: Final = struct.Struct("@ll")
 _encode_body: Final = msgspec.msgpack.Encoder().encode
 _decode_get: Final = msgspec.msgpack.Decoder(Get).decode
 
@@ -138,13 +136,9 @@ class ReadThread:
 
         Raises `DeadlineExceeded` when what is sent makes no progress, and `OSError` when the connection breaks.
         """
-        sock.setblocking(True)
-        try:
-            _set_timeout(sock, socket.SO_RCVTIMEO, PAUSE_SECONDS)
-            _set_timeout(sock, socket.SO_SNDTIMEO, self._progress_seconds)
+        limits = {"send_seconds": self._progress_seconds, "receive_seconds": PAUSE_SECONDS}
+        with waiting_in_kernel(sock, **limits):
             return self._serve(sock)
-        finally:
-            sock.setblocking(False)
 
     def _serve(self, sock: socket.socket) -> bytes:
         request = self._request
@@ -224,18 +218,11 @@ class ReadThread:
         body = _encode_body(Objects(replies))
         head = HEADER.pack(_GET, REPLY, request_id, len(body), len(values)) + body
         self._sent_bytes = len(head) + len(values)
-        try:
-            sent = sock.sendmsg((head, values))
-            while sent < len(head):  # seldom: the socket's buffer was nearly full
-                sent += sock.sendmsg((head[sent:], values))
-            while sent < self._sent_bytes:
-                sent += sock.send(values[sent - len(head) :])
-        except BlockingIOError:
-            raise stalled(self._progress_seconds) from None
-
-
-def _set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6)))
+        sent = sock.sendmsg((head, values))
+        while sent < len(head):  # seldom: the socket's buffer was nearly full
+            sent += sock.sendmsg((head[sent:], values))
+        while sent < self._sent_bytes:
+            sent += sock.send(values[sent - len(head) :])
 
 
 class Briskness:

@@ -403,3 +403,66 @@ async def test_of_some_tensors_and_rows_only_the_pieces_they_are_in_are_fetched(
         assert np.array_equal(more["layer.2.mlp"], shards["model-2.safetensors"]["layer.2.mlp"])
         some.close()
         more.close()
+
+
+async def test_tensors_are_published_from_memory(tmp_path: Path) -> None:
+    weights: dict[str, np.ndarray] = {
+        "layer.0.weight": np.arange(150_000, dtype=np.float32).reshape(300, 500),
+        "layer.1.weight": np.ones((100, 500), np.float32),
+    }
+    async with cluster(tmp_path, 2, checkpoint_memory="2MiB") as (a, b):
+        first = await a.checkpoints.publish("model", weights, piece_bytes=PIECE)
+        before = {name: array.copy() for name, array in weights.items()}
+        weights["layer.1.weight"][:] = 2
+        got = await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
+        assert got.version == first.version
+        assert [path.name for path in (tmp_path / "b" / "current").iterdir()] == [
+            "model.safetensors"
+        ]
+        with await b.checkpoints.fetch_tensors("model") as tensors:
+            for name, array in before.items():
+                assert np.array_equal(tensors[name], array)
+
+        def in_plain_code() -> p2pstore.results.PublishedCheckpoint:
+            with p2pstore.blocking.connect(a.socket) as client:
+                return client.checkpoints.publish("model", weights, piece_bytes=PIECE)
+
+        second = await trio.to_thread.run_sync(in_plain_code)
+        changed = await b.checkpoints.fetch(
+            "model", tmp_path / "b", version=second.version, publisher=a.peer_id
+        )
+        assert 0 < changed.fetched_bytes < 100 * 500 * 4 + 2 * PIECE, "only what is another"
+        assert len(a.node.core.checkpoints.parts) == 1, "the older version's memory is free again"
+        with pytest.raises(errors.CapacityExceeded, match=r"\(--checkpoint-memory\); publish them"):
+            await a.checkpoints.publish("other", {"x": np.zeros(2 * MIB, np.uint8)})
+        with pytest.raises(ValueError, match="include and exclude are for files"):
+            await a.checkpoints.publish("other", weights, include=["layer.0*"])
+        await a.checkpoints.remove("model")
+        await a.checkpoints.publish("other", {"x": np.zeros(MIB, np.uint8)})
+
+
+async def test_who_does_not_wait_for_the_others_any_more_has_published(tmp_path: Path) -> None:
+    source = tmp_path / "from"
+    make_files(source, FILES)
+    async with cluster(tmp_path, 2) as (a, b):
+        for what in (source, {"x": np.zeros(MIB, np.uint8)}):
+            async with trio.open_nursery() as nursery:
+
+                def seeding(report: CheckpointProgress, scope: trio.CancelScope) -> None:
+                    if report.phase == "seeding":
+                        scope.cancel()
+
+                nursery.start_soon(
+                    partial(
+                        a.checkpoints.publish,
+                        "model",
+                        what,
+                        wait_seeded=True,
+                        progress=partial(seeding, scope=nursery.cancel_scope),
+                    )
+                )
+            version = a.node.core.checkpoints.find("default", "model").version.hex()
+            got = await b.checkpoints.fetch(
+                "model", tmp_path / "b", version=version, publisher=a.peer_id, wait=20
+            )
+            assert got.fetched_bytes == got.total_bytes

@@ -114,7 +114,8 @@ def test_probes(peer: PeerProcess) -> None:
 
 def test_the_status_page_and_its_json(peer: PeerProcess) -> None:
     """What a browser makes of it: `test_status_page`."""
-    with urllib.request.urlopen(f"http://{address_of(peer)}/", timeout=SECONDS) as answer:
+    (line,) = peer.logged("status page: ")
+    with urllib.request.urlopen(line.partition("status page: ")[2], timeout=SECONDS) as answer:
         assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
         assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
         assert b"status.json" in answer.read()

@@ -221,7 +221,7 @@ def running_prometheus(folder: Path, peers: list[PeerProcess]) -> Iterator[Prome
     program = require_prometheus("prometheus")
     config = (ALERTS.parent / "prometheus.yml").read_text().replace("15s", "1s")
     targets = ", ".join(f'"{peer.ready["metrics"]}"' for peer in peers)
-    config = config.replace("alerts.yml", str(ALERTS)).replace('"127.0.0.1:9100"', targets)
+    config = config.replace("alerts.yml", str(ALERTS)).replace('"127.0.0.1:9946"', targets)
     (folder / "prometheus.yml").write_text(config)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import why_not
+from tests.long_runs import only_in_long_runs
 from tests.soak.ledger import KEPT, OWN_CHANGES, RIGHT_BYTES
 from tests.soak.stage import PREFIX, remove_left_overs
 
@@ -35,6 +36,7 @@ def left_overs() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
 
 
+@only_in_long_runs
 def test_a_minute_of_it(tmp_path: Path) -> None:
     before = left_overs()
     done = subprocess.run(

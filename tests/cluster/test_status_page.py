@@ -118,7 +118,7 @@ def test_the_page_of_a_peer(cluster: ProcessCluster, tmp_path: Path) -> None:
         assert "1.0\u00a0MiB" in hottest
         # Six of seven gets found something. Clients tell of their reads now and then.
         browser.wait_for("document.querySelector('#vitals').innerText.includes('85.7\u00a0%')")
-        assert "shm" in text_of(browser, "#transfers")
+        assert "shm\t1.0\u00a0MiB\t0\t" in text_of(browser, "#transfers")
         for fact in ("quota", "SSD", "as many as wanted"):
             assert fact in text_of(browser, "#peer")
         looks_well(browser)

@@ -5,19 +5,28 @@ from __future__ import annotations
 import base64
 import json
 import signal
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.test_cli import Peer, done, new_machine
+from tests.cluster.test_cli import COMMAND, Peer, done, new_machine
 
+SECONDS = 120.0
+"""A bundle about a peer that hangs waits for it a few times."""
 ENCODED = "a ticket's secret in base64: "
 TICKET = bytes(range(7, 250, 5))
 
 
 def gathered(peer: Peer, path: Path, *options: str) -> tuple[dict[str, Any], dict[str, str]]:
     """What the command said, and the files in the bundle."""
-    result = done(peer.run("support-bundle", "-o", str(path), "--json", *options))
+    result = subprocess.run(
+        [*COMMAND, "support-bundle", "-o", str(path), "--json", *options],
+        env={**peer.machine.environment, "MOONCAKE_P2P_SOCKET": peer.ready["socket"]},
+        capture_output=True,
+        timeout=SECONDS,
+    )
+    done(result)
     assert path.stat().st_mode & 0o077 == 0
     files = {}
     with tarfile.open(path) as archive:

@@ -271,6 +271,41 @@ def test_sglang_side_pools_of_hybrid_models(
     assert asked(writer, "mamba") == (0, {}, [])
 
 
+def test_sglang_makes_the_backend_itself(
+    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own factory, with its own configuration: only where it is installed (`scripts/engine_environment`)."""
+    factory = pytest.importorskip("sglang.srt.mem_cache.storage.backend_factory")
+    storage = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
+    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", peer.socket)
+    config = storage.HiCacheStorageConfig(
+        **{"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0},
+        **{"attn_cp_size": 1, "is_mla_model": False, "enable_storage_metrics": False},
+        **{"is_page_first_layout": True, "model_name": "org/model"},
+        extra_config={
+            **{"backend_name": "p2pstore", "module_path": "p2pstore.integrations.sglang"},
+            **{"class_name": "P2PHiCache", "interface_v1": 1, "weight_version": "factory@v1"},
+        },
+    )
+    pool, side = HostPool(5, 1), HostPool(5, 2)
+    store = factory.StorageBackendFactory.create_backend("dynamic", config, pool)
+    assert isinstance(store, storage.HiCacheStorage)
+    store.register_mem_pool_host(pool)
+    store.register_mem_host_pool_v2(side, storage.PoolName.INDEXER)
+    store.on_host_pools_registered()
+    indices = require_torch().arange(2 * PAGE_SIZE)
+    transfer = storage.PoolTransfer(storage.PoolName.INDEXER, indices, keys=["a", "b"])
+    assert store.batch_set_v1(["a", "b"], indices) == [True, True]
+    assert storage.count_pool_hits(store.batch_set_v2([transfer])) == {"indexer": 2}
+    found = store.batch_exists_v2(["a", "b", "c"], [transfer])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (2, [1, 2])
+    wanted = side.memory[:, :2].copy()
+    side.memory[:] = 0
+    assert store.batch_get_v2([transfer]) == {storage.PoolName.INDEXER: [True, True]}
+    assert (side.memory[:, :2] == wanted).all()
+    store.close()
+
+
 def test_sglang_ranks_that_do_not_write_say_that_all_is_well(
     peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,6 +432,27 @@ def test_vllm_blocks_come_back_in_another_engine(
     for tier in (writer, reader, wider):
         tier.shutdown()
     assert writer.lookup(keys[0], None) == miss
+
+
+def test_vllm_makes_the_tier_itself(peer: PeerProcess) -> None:
+    """By its own factory: only where it is installed (`scripts/engine_environment`)."""
+    made = pytest.importorskip("vllm.v1.kv_offload.tiering.factory").SecondaryTierFactory
+    base = importlib.import_module("vllm.v1.kv_offload.tiering.base")
+    named = {"type": "P2PTier", "module_path": "p2pstore.integrations.vllm"}
+    memory = np.random.default_rng(0).integers(0, 256, (4, 5000), np.uint8)
+    tier = made.create_secondary_tier(
+        {**named, "weight_version": "factory@v1", "socket": peer.socket},
+        memory.data,
+        vllm_spec(),
+    )
+    assert isinstance(tier, base.SecondaryTierManager)
+    keys = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(2)]
+    tier.submit_store(base.TransferJob(1, keys, np.array([0, 1]), False, None))
+    assert finished(tier).success
+    tier.submit_load(base.TransferJob(2, keys, np.array([2, 3]), True, None))
+    assert finished(tier).success
+    assert (memory[2:] == memory[:2]).all()
+    tier.shutdown()
 
 
 # --- LMCache --------------------------------------------------------------------------------------

@@ -95,10 +95,10 @@ class Attack:
         ssd.mkdir()
         self._options = [
             ("--ssd", str(ssd), "--ssd-capacity", "256MiB"),
-            ("--memory-path", str(cluster.folder / "memory")),
+            ("--memory-path", str(cluster.folder / "memory"), "--keep-memory"),
         ]
-        """Of the peers with memory: the first one comes back with what is on its SSD; the second one has its memory in
-        a file, which it makes anew."""
+        """Of the peers with memory: the first one comes back with what is on its SSD; the second one with its memory,
+        which the readers of before have mapped."""
         self._outcome = Outcome()
 
     def run(

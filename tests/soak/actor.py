@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import numpy as np
@@ -146,6 +147,9 @@ class Actor:
         self.settings = settings
         self.journal = journal
         self.ending = threading.Event()
+        """For threads beside this one."""
+        self.told_to_end = False
+        """By a signal, whose handler must not touch locks that this thread may have."""
         self._count = 0
         self._clients: dict[str, BlockingClient] = {}
         self._views: deque[tuple[str, int, memoryview]] = deque()
@@ -161,13 +165,15 @@ class Actor:
             settings.seed, settings.number, settings.epoch, settings.writers, settings.rate
         )
         for operation in plan:
-            if self.ending.wait(operation.pause_seconds):
+            time.sleep(operation.pause_seconds)
+            if self.told_to_end:
                 break
             try:
                 self._do(operation)
             except (NoLocalPeer, StoreClosed):
                 self._hang_up()
-                self.ending.wait(AWAY_SECONDS)
+                time.sleep(AWAY_SECONDS)
+        self.ending.set()
         self._hang_up()
 
     # --- clients ---------------------------------------------------------------------------------
@@ -301,14 +307,15 @@ class Actor:
         name = self.settings.epoch * EPOCH_KEYS + self._kept_count
         key, number = key_name(self.settings.number, family, name), self._number()
         with self.journal.operation(family, {key: number}) as notes:
+            replicas = 1 + choice % 3
             done = client.put(
                 key,
                 value_of(key, number),
-                replicas=1 + choice % 3,
+                replicas=replicas,
                 pin="hard",
                 durable=family == "durable",
             )
-            notes.results.append((key, done.status, number, None))
+            notes.results.append((key, done.status, number, None, replicas))
             self._kept[family].append(key)
             self._publish_kept()
         if len(self._kept[family]) > KEPT_AT_ONCE:
@@ -440,7 +447,11 @@ def main() -> None:
     settings = Settings(**json.loads(settings_text))
     journal = Journal(settings.events)
     actor = Actor(settings, journal)
-    signal.signal(signal.SIGTERM, lambda number, frame: actor.ending.set())
+
+    def end(number: int, frame: FrameType | None) -> None:
+        actor.told_to_end = True
+
+    signal.signal(signal.SIGTERM, end)
     threads = []
     if settings.publishes:
         threads.append(threading.Thread(target=publish, args=(settings, journal, actor.ending)))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NAME: Final = "soak"
 FILES: Final = 4
-EVERY_SECONDS: Final = 45.0
+EVERY_SECONDS: Final = 25.0
 UPDATE_SECONDS: Final = 40.0
 AWAY_SECONDS: Final = 1.0
 CLIENT_SECONDS: Final = 15.0
@@ -95,6 +95,15 @@ def _look(directory: Path, notes: Notes) -> None:
         notes.results.append((f"checkpoint {version}", "wrong", f"files of versions {seen}"))
     else:
         notes.results.append((str(seen.pop()), "in use"))
+
+
+def version_in_use(directory: Path) -> int | None:
+    """By the first file of what a follower's directory names as current; None for none."""
+    try:
+        value = (directory / "current" / _file_name(0)).read_bytes()
+    except FileNotFoundError:
+        return None
+    return number_in(_file_name(0), value)
 
 
 def _file_name(number: int) -> str:

@@ -45,7 +45,8 @@ class Events:
         self.traffic = Traffic()
         self.clients: list[Client] = []
         self.last_update_at = -math.inf
-        """When an update of the checkpoint was acknowledged last."""
+        """When the update of the checkpoint began that was acknowledged last, and to which version."""
+        self.last_version = 0
         self._ledger = ledger
         self._timeline = timeline
         self._waiting: list[tuple[float, int, Client, dict[str, Any]]] = []
@@ -136,7 +137,7 @@ class Events:
         ledger = self._ledger
         match outcome:
             case "created" | "unchanged":
-                value, expires = rest
+                value, expires, *replicas = rest
                 ledger.stored(
                     key,
                     value,
@@ -145,7 +146,7 @@ class Events:
                     expires=math.inf if expires is None else expires,
                 )
                 if what in ("kept", "durable"):
-                    ledger.kept(key, value, at, durable=what == "durable")
+                    ledger.kept(key, value, at, wanted=replicas[0], durable=what == "durable")
             case "kept_existing":
                 ledger.refused(key, rest[0])
             case "removed":
@@ -162,4 +163,4 @@ class Events:
             case "wrong":
                 ledger.wrong(number, key, rest[0], at)
             case "switched":
-                self.last_update_at = at
+                self.last_update_at, self.last_version = since, int(key)

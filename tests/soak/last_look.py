@@ -14,12 +14,15 @@ from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from tests.soak.ledger import Ledger
+from tests.soak.observer import pinned_in
 from tests.soak.peers import CLIENT_SECONDS, Peer
 from tests.soak.stage import wait_for
 from tests.soak.values import number_in
 
 AGREE_SECONDS: Final = 40.0
 """Until all know the same locations, after all see all (scaled)."""
+REPAIR_SECONDS: Final = 60.0
+"""Until what is kept has as many copies as wanted: half a minute after a loss it begins (scaled)."""
 EMPTY_SECONDS: Final = 40.0
 """After everything was removed, until all memory is free (scaled)."""
 MOST_KEYS: Final = 150
@@ -30,7 +33,8 @@ PAUSE_SECONDS: Final = 1.0
 AGREES: Final = "locations agree"
 DELIVERS: Final = "what is somewhere is read everywhere"
 BALANCES: Final = "memory is free in the end"
-INVARIANTS: Final = (AGREES, DELIVERS, BALANCES)
+REPAIRED: Final = "lost copies are made again"
+INVARIANTS: Final = (REPAIRED, AGREES, DELIVERS, BALANCES)
 
 Complain = Callable[[str, str], None]
 
@@ -58,6 +62,24 @@ class LastLook:
         self._patience = patience
         self._rng = Random(f"last look {seed}")
         self._namespaces = ["soak", *(f"flushed-{peer.number}" for peer in peers)]
+
+    def repair(self) -> None:
+        """What is kept has as many copies as its writer wanted, unless all of them were lost."""
+        began = time.monotonic()
+        with ExitStack() as stack:
+            clients = [stack.enter_context(peer.connect()) for peer in self._peers]
+            copies = _pinned_copies(clients)
+            self._checked[REPAIRED] += sum(map(self._ledger.is_kept, copies))
+
+            def is_repaired() -> bool:
+                return not self._ledger.lacking(_pinned_copies(clients))
+
+            if not wait_for(is_repaired, REPAIR_SECONDS * self._patience, PAUSE_SECONDS):
+                copies = _pinned_copies(clients)
+                for key in self._ledger.lacking(copies)[:5]:
+                    self._complain(REPAIRED, f"{key!r} has {copies[key]} copies")
+        self.figures["seconds until lost copies are made again"] = time.monotonic() - began
+        self._tell(f"lost copies are made again after {time.monotonic() - began:.1f} s")
 
     def agree(self) -> None:
         """All peers name the same holders of each key, and these are those that have it."""
@@ -195,6 +217,15 @@ class LastLook:
 
     def _remove(self, clients: dict[tuple[int, str], BlockingClient], key: str) -> None:
         clients[int(key.split()[1]), "soak"].remove(key)
+
+
+def _pinned_copies(clients: Sequence[BlockingClient]) -> dict[str, int]:
+    """How many peers say that they hold it pinned hard, by key."""
+    copies: Counter[str] = Counter()
+    for client in clients:
+        page = client.list_keys(local=True, pinned=True, limit=PAGE)
+        copies.update(pinned_in(page))
+    return dict(copies)
 
 
 def held_by(client: BlockingClient) -> dict[str, int]:

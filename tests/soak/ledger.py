@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -90,6 +90,7 @@ class _Key:
     """When a removal, or another put, of what is kept began."""
     kept: int = 0
     """The number that is pinned hard, or durable."""
+    wanted: int = 1
     durable_at: float = math.inf
     holders: dict[int, tuple[Life, float]] = field(default_factory=dict)
     """Of what is kept: who was seen to hold it, in which life, and when first."""
@@ -153,10 +154,13 @@ class Ledger:
             if record is not None and record.issued:
                 record.floors.append(_Floor(max(record.issued) + 1, at, how))
 
-    def kept(self, key: str, number: int, at: float, *, durable: bool = False) -> None:
-        """The put of a hard pinned value was acknowledged: the writer's own peer has it."""
+    def kept(
+        self, key: str, number: int, at: float, *, wanted: int = 1, durable: bool = False
+    ) -> None:
+        """The put of a hard pinned value was acknowledged: the writer's own peer has it, and there are to be so many
+        copies."""
         record = self._keys[key]
-        record.kept = number
+        record.kept, record.wanted = number, wanted
         self._saw_holder(record, record.writer, at)
         if durable:
             record.durable_at = at
@@ -217,6 +221,14 @@ class Ledger:
         """Whether somebody must have the key: it is pinned hard, and its removal has not begun."""
         record = self._keys.get(key)
         return record is not None and record.kept > 0 and record.ends == math.inf
+
+    def lacking(self, copies: Mapping[str, int]) -> list[str]:
+        """Of what is kept, and still somewhere (`copies` pinned hard, by key), what has fewer copies than wanted."""
+        return [
+            key
+            for key, count in copies.items()
+            if self.is_kept(key) and count < self._keys[key].wanted
+        ]
 
     # --- operations ------------------------------------------------------------------------------
 

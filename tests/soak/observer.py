@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import P2PStoreError
+from p2pstore.results import KeyPage
 from tests.soak.peers import Peer
 
 EVERY_SECONDS: Final = 5.0
@@ -43,6 +44,11 @@ class Observer:
         self._thread = threading.Thread(target=self._run, name=f"observer {peer.name}", daemon=True)
         self._thread.start()
 
+    @property
+    def works(self) -> bool:
+        """Whether it looks on; else no silence of its peer means anything."""
+        return self._thread.is_alive()
+
     def end(self, seconds: float) -> None:
         """Have it end, and wait for it."""
         self._ending.set()
@@ -64,6 +70,11 @@ class Observer:
             client.close()
 
 
+def pinned_in(page: KeyPage) -> list[str]:
+    """Of what a peer holds, what it may not evict. Soft copies, which readers brought, it may, pinned or not."""
+    return [each.key for each in page.keys if each.pin == "hard" and not each.soft]
+
+
 def look_at(peer: Peer, client: BlockingClient) -> Sample:
     """Take one sample. Raises `P2PStoreError` or `OSError` when the peer is not there."""
     pid = peer.pid
@@ -73,7 +84,7 @@ def look_at(peer: Peer, client: BlockingClient) -> Sample:
     asked = time.monotonic()
     page = client.list_keys(local=True, pinned=True, limit=KEPT_LIMIT)
     answered = time.monotonic()
-    pinned = tuple(each.key for each in page.keys if each.pin == "hard")
+    pinned = tuple(pinned_in(page))
     if page.more or peer.pid != pid:
         raise OSError("it was started anew meanwhile")
     return Sample(

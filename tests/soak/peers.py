@@ -77,6 +77,7 @@ class Peer:
         self.log = log
         self.volume = folder / f"{self.name}.volume"
         self.place = folder / f"{self.name}.place"
+        self.follows = self.volume / "follows"
         self.socket = self.place / "socket"
         self.memory_file = self.place / "memory"
         self.exit_status: int | None = None
@@ -177,11 +178,13 @@ class Peer:
     # --- what it costs, what it leaves -----------------------------------------------------------
 
     def resources(self) -> dict[str, float]:
-        """What its process takes, as the kernel counts it. Raises `OSError` when it is gone."""
+        """What its process takes, as the kernel counts it. Raises `OSError` when it is gone, or about to be."""
         base = Path(f"/proc/{self.pid}")
         status = dict(
             line.split(":", 1) for line in (base / "status").read_text().splitlines() if ":" in line
         )
+        if "RssAnon" not in status:
+            raise ProcessLookupError(f"{self.name} has no memory any more")
         descriptors = list((base / "fd").iterdir())
         memfds = 0
         for each in descriptors:
@@ -201,7 +204,7 @@ class Peer:
         """What is there of a peer that ended and should not be: sockets, memory files, whatever lies in its place."""
         left = [str(path) for path in self.place.rglob("*") if not path.is_dir()]
         ssd = self.volume / "ssd"
-        known = {self.volume / "state", ssd, self.volume / BALLAST, self.volume / "follows"}
+        known = {self.volume / "state", ssd, self.volume / BALLAST, self.follows}
         left += [str(path) for path in self.volume.iterdir() if path not in known]
         return left
 

@@ -7,12 +7,14 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Final
 
 from p2pstore.errors import P2PStoreError
+from tests.soak.checkpoints import version_in_use
 from tests.soak.events import Events, Traffic
 from tests.soak.faults import CLEAN, DRAIN_SECONDS, LEAVES, LIVES, SERVES, Faults, Processes
 from tests.soak.faults import INVARIANTS as OF_PROCESSES
@@ -23,7 +25,7 @@ from tests.soak.last_look import INVARIANTS as OF_THE_END
 from tests.soak.last_look import LastLook
 from tests.soak.ledger import INVARIANTS as OF_CLIENTS
 from tests.soak.ledger import SPREAD_SECONDS, Complaint, Ledger, Limits
-from tests.soak.observer import KEPT_LIMIT, Observer, Sample
+from tests.soak.observer import KEPT_LIMIT, Observer, Sample, pinned_in
 from tests.soak.peers import ROLES, Peer, error_lines, left_over, listening
 from tests.soak.plan import Fault, FaultPlan, plan_faults
 from tests.soak.stage import Stage, wait_for
@@ -38,6 +40,8 @@ END_SECONDS: Final = 15.0
 """(scaled)"""
 QUIET_LOAD_SECONDS: Final = 20.0
 """After the last fault the load goes on for so long, undisturbed; in short runs for a sixth of them."""
+UPDATE_SECONDS: Final = 60.0
+"""Until an update that begins then is in use everywhere; one begins every half minute (scaled)."""
 OBSERVER_SECONDS: Final = 20.0
 
 SETTLES: Final = "all see all"
@@ -45,7 +49,18 @@ LOGS: Final = "no error is logged"
 CLIENTS: Final = "no client ends by itself"
 FLAT: Final = "nothing grows"
 HANDED: Final = "who leaves hands over"
-INVARIANTS: Final = (*OF_CLIENTS, *OF_PROCESSES, HANDED, SETTLES, LOGS, CLIENTS, *OF_THE_END, FLAT)
+FOLLOWS: Final = "updates reach followers"
+INVARIANTS: Final = (
+    *OF_CLIENTS,
+    *OF_PROCESSES,
+    HANDED,
+    FOLLOWS,
+    SETTLES,
+    LOGS,
+    CLIENTS,
+    *OF_THE_END,
+    FLAT,
+)
 
 GROWTH_LIMITS: Final = {
     "resident_bytes": GrowthLimit(6e6, 0.06),
@@ -135,6 +150,7 @@ class Soak:
             self._processes, self._timeline, hosts, self._disturbed, self._leaves, self._tell
         )
         self._queue: Queue[Sample] = Queue()
+        self._coming: list[Sample] = []
         self._latest: dict[int, Sample] = {}
         self._observers: list[Observer] = []
         self._log_bytes: dict[Path, int] = defaultdict(int)
@@ -185,37 +201,42 @@ class Soak:
         return all(self._processes.serves(peer) for peer in peers)
 
     def _sees_all_by_now(self) -> bool:
-        self._take_samples()
+        self._take_samples(time.monotonic())
         return self._all_see_all()
 
     # --- turns -----------------------------------------------------------------------------------
 
     def _turn(self) -> None:
+        now = time.monotonic()  # of what came before, all standstills are known below
         for began, ended in self._heartbeat.gaps():
             self._timeline.stood_still(began, ended)
             self.outcome.standstills.append((began, ended))
             self._faults.put_off(ended - began)
             self._processes.put_off(ended - began)
             self._tell(f"the machine stood still for {ended - began:.1f} s")
-        now = time.monotonic()
         self._faults.turn()
         self._processes.look()
-        self._take_samples()
-        self._events.take(now)
+        self._take_samples(now)
         self._see_whether_calm()
         self._turns += 1
         if self._turns % 20 == 0:
             self._look_at_logs()
-            self._look_at_clients()
+            self._look_at_clients(now)
         self._pass_complaints()
         time.sleep(TICK_SECONDS)
 
-    def _take_samples(self) -> None:
-        while True:
-            try:
-                sample = self._queue.get_nowait()
-            except Empty:
-                return
+    def _take_samples(self, now: float) -> None:
+        """Those that were answered before `now`, and what clients had written by then."""
+        if not all(observer.works for observer in self._observers):
+            raise SoakFailed("an observer ended by itself: stderr says why")
+        with suppress(Empty):
+            while True:
+                self._coming.append(self._queue.get_nowait())
+        # First: what is missing in a sample was removed before it was taken, and that is known then.
+        self._events.take(now)
+        ready = [sample for sample in self._coming if sample.at <= now]
+        self._coming = [sample for sample in self._coming if sample.at > now]
+        for sample in ready:
             self._latest[sample.peer] = sample
             self.outcome.samples[sample.peer, sample.pid].append(sample)
             self._ledger.listed(sample.peer, sample.pinned, sample.asked, sample.answered)
@@ -274,8 +295,8 @@ class Soak:
                 else:
                     self.outcome.known_lines[why] += 1
 
-    def _look_at_clients(self) -> None:
-        for hanging in self._events.look_for_hangs(time.monotonic()):
+    def _look_at_clients(self, now: float) -> None:
+        for hanging in self._events.look_for_hangs(now):
             if hanging.number in self._processes.clients:
                 self._processes.clients[hanging.number][0].signal(signal.SIGUSR1)
         for text in self._processes.look_at_clients():
@@ -293,7 +314,7 @@ class Soak:
                 page = client.list_keys(local=True, pinned=True, limit=KEPT_LIMIT)
         except P2PStoreError:
             return lambda: None  # it is complained of if it does not end
-        pinned = {each.key for each in page.keys if each.pin == "hard"}
+        pinned = set(pinned_in(page))
 
         def has_left() -> None:
             quiet = self._timeline.quiet(began - SPREAD_SECONDS, time.monotonic(), but=peer.number)
@@ -304,7 +325,7 @@ class Soak:
                 if self._processes.serves(other):
                     with other.connect() as client:
                         page = client.list_keys(local=True, pinned=True, limit=KEPT_LIMIT)
-                    there |= {each.key for each in page.keys}
+                    there |= set(pinned_in(page))
             self._events.take(time.monotonic())
             self.outcome.checked[HANDED] += len(pinned)
             for key in sorted(pinned - there):
@@ -324,6 +345,33 @@ class Soak:
         deadline = time.monotonic() + min(QUIET_LOAD_SECONDS, self._setting.seconds / 6)
         while time.monotonic() < deadline:
             self._turn()
+        self._follow_to_the_end()
+
+    def _follow_to_the_end(self) -> None:
+        """An update of the checkpoint that begins when nothing is disturbed comes into use at all who follow."""
+        began = time.monotonic()
+        deadline = began + UPDATE_SECONDS * self._setting.patience
+        while time.monotonic() < deadline:
+            self._turn()
+            version = self._events.last_version
+            if self._events.last_update_at > self._quiet_since and all(
+                version_in_use(peer.follows) == version
+                for peer in self._stage.peers
+                if peer.role.follows
+            ):
+                self.outcome.checked[FOLLOWS] += sum(role.follows for role in ROLES)
+                self._tell(
+                    f"all followers use a new version after {time.monotonic() - began:.1f} s"
+                )
+                return
+        used = {
+            peer.name: version_in_use(peer.follows)
+            for peer in self._stage.peers
+            if peer.role.follows
+        }
+        self._complain(
+            FOLLOWS, f"the newest version is {self._events.last_version}, used are {used}"
+        )
 
     def _end_clients(self) -> None:
         self.outcome.ended = time.monotonic()
@@ -335,6 +383,7 @@ class Soak:
         for number, (process, client) in clients:
             if process.exit_status is None:
                 process.signal(signal.SIGUSR1)
+                time.sleep(1.0)  # it writes down where it is
                 self._complain(CLIENTS, f"the client of peer{number} has not ended in {limit:g} s")
             elif process.exit_status:
                 self._complain(
@@ -351,13 +400,15 @@ class Soak:
             self._stage.peers, self._ledger, self._complain, outcome.checked, self._tell,
             patience=self._setting.patience, seed=self._setting.seed,
         )  # fmt: skip
+        look.repair()
         look.agree()
         look.read_all()
         look.empty()
         outcome.figures |= look.figures
         for observer in self._observers:
             observer.end(OBSERVER_SECONDS)
-        self._take_samples()
+        self._observers.clear()
+        self._take_samples(time.monotonic())
         self._end_peers()
         self._look_at_logs()
         self._judge_growth()

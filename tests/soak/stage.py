@@ -153,7 +153,7 @@ class Stage:
             events=str(self.logs / f"{name}.{epoch}.events"),
             kept=str(self.kept),
             ssd=role.ssd,
-            follows=str(peer.volume / "follows") if role.follows else "",
+            follows=str(peer.follows) if role.follows else "",
             publishes=str(self.published) if role.publishes else "",
         )
         process = ClientProcess(settings, peer, self.logs / f"{name}.log")

@@ -15,7 +15,8 @@ from p2pstore.checkpoint.hashing import hash_source
 from p2pstore.checkpoint.manifest import Manifest, hash_of
 from p2pstore.checkpoint.pieces import MIN_PIECE_BYTES, SMALLEST_USUAL
 from p2pstore.checkpoint.source_directory import SourceDirectory
-from p2pstore.checkpoint.source_tensors import NamedTensor, SourceTensors
+from p2pstore.checkpoint.source_memory import SourceMemory
+from p2pstore.client.tensor_file import plan_image, write_image
 from p2pstore.errors import CheckpointChanged, CheckpointRefused
 
 PIECE = MIN_PIECE_BYTES
@@ -229,44 +230,19 @@ async def test_hashing_can_be_cancelled_and_leaves_no_thread_behind(tmp_path: Pa
     assert scope.cancelled_caught
 
 
-# --- tensors ---------------------------------------------------------------------------------
+# --- memory ----------------------------------------------------------------------------------
 
 
-async def test_tensors_are_published_with_dtype_and_shape() -> None:
-    weight = np.arange(3 * PIECE, dtype=np.float32).reshape(3, PIECE)
-    norm = bytearray(b"norm")
-    source = SourceTensors(
-        {
-            "model.norm": NamedTensor(norm, "torch.bfloat16", (2,)),
-            "model.layers.0.weight": NamedTensor(weight.data, "float32", weight.shape),
-        }
-    )
+async def test_a_file_in_memory_is_published_piece_by_piece() -> None:
+    image = plan_image({"w": np.arange(3 * PIECE, dtype=np.float32).reshape(3, PIECE)})
+    descriptor = write_image(image)
+    content = image.header + b"".join(image.tensors)
+    source = SourceMemory(descriptor, "model.safetensors")
+    os.close(descriptor)
     manifest = await hash_source(source, "policy", piece_bytes=PIECE)
-    first, second = manifest.files
-    assert (first.path, first.dtype, first.shape) == (
-        "model.layers.0.weight",
-        "float32",
-        [3, PIECE],
-    )
-    assert (second.path, second.dtype, second.shape) == ("model.norm", "torch.bfloat16", [2])
-    assert first.hash == hash_of(weight.tobytes())
-    data = b"".join(source.read_piece(manifest, piece) for piece in range(12))
-    assert data == weight.tobytes()
-    assert source.read_piece(manifest, 12) == b"norm"
-    norm[:] = b"next"
-    with pytest.raises(CheckpointChanged, match=r"model\.norm"):
-        source.read_piece(manifest, 12)
-
-
-def test_tensors_that_cannot_be_published_are_refused() -> None:
-    with pytest.raises(CheckpointRefused, match="no tensor"):
-        SourceTensors({})
-    strided = np.zeros((4, 4), np.uint8)[:, ::2]
-    with pytest.raises(ValueError, match="x: its memory is not contiguous"):
-        SourceTensors({"x": NamedTensor(strided.data, "uint8", (4, 2))})
-
-
-async def test_a_tensor_whose_name_is_no_path_is_refused() -> None:
-    source = SourceTensors({"../x": NamedTensor(b"1", "uint8", (1,))})
-    with pytest.raises(CheckpointRefused):
-        await hash_source(source, "m")
+    (file,) = manifest.files
+    assert (file.path, file.size, file.mode) == ("model.safetensors", len(content), 0o644)
+    assert file.hash == hash_of(content)
+    pieces = [source.read_piece(manifest, piece) for piece in range(manifest.layout.count)]
+    assert b"".join(pieces) == content
+    source.close()

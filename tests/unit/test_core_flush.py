@@ -254,6 +254,21 @@ def test_copies_that_may_have_been_removed_are_withdrawn() -> None:
     world.check_idle()
 
 
+def test_a_crash_before_all_are_withdrawn_makes_none_look_checked() -> None:
+    """What outlives the process would be taken for good by the next life."""
+    world = Harness(others=1, memory_bytes=2 << 20)
+    for number in range(150):
+        world.stored(f"k{number}", b"value")
+    before = world.core.floors.seen_to_save
+    miss_a_horizon(world, world.core.clock.latest)
+    world.gossip.floors.seen[1] = world.core.clock.latest
+    assert world.segment.object_count, "all were withdrawn in one step: the test has lost its power"
+    assert world.core.floors.seen_to_save == before
+    world.pass_time(0.1)
+    assert world.segment.object_count == 0
+    assert world.core.floors.seen_to_save == world.gossip.floors.seen != before
+
+
 def test_a_fetch_that_was_under_way_is_not_believed() -> None:
     """Its holder may have missed the same floor."""
     world = Harness(others=1)

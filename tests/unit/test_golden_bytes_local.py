@@ -94,8 +94,8 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "checkpoint publish": (
         LocalKind.CHECKPOINT_PUBLISH,
         0,
-        checkpoints.Publish("n", "m", ["a*"], ["b"], 65_536, True, "/d"),
-        ("3000000004030201150000000000000097a16ea16d91a2612a91a162ce00010000c3a22f64"),
+        checkpoints.Publish("n", "m", ["a*"], ["b"], 65_536, True, "/d", "f"),
+        ("3000000004030201170000000000000098a16ea16d91a2612a91a162ce00010000c3a22f64a166"),
     ),
     "checkpoint published": (
         LocalKind.CHECKPOINT_PUBLISH,
@@ -219,8 +219,8 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "checkpoint remove": (
         LocalKind.CHECKPOINT_REMOVE,
         0,
-        groups.RemoveCheckpoint("n", "m"),
-        ("3d00000004030201050000000000000092a16ea16d"),
+        groups.RemoveCheckpoint("n", "m", b"p"),
+        ("3d00000004030201080000000000000093a16ea16dc40170"),
     ),
     "checkpoint removed": (
         LocalKind.CHECKPOINT_REMOVE,

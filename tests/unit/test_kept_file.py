@@ -3,6 +3,8 @@ what somebody still uses."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import subprocess
@@ -57,6 +59,8 @@ def segment_in(memory: KeptMemory, segment_id: bytes) -> Segment:
 def one_life(path: Path, last: bytes, own: bytes, *keys: str) -> list[str]:
     """Begin with what is there, put these keys, and end; the keys that were there."""
     memory = open_kept_memory(path, expected(last))
+    assert memory.is_kept == bool(memory.kept.lives), "of a peer that never ran, nothing stays"
+    memory.is_kept = True
     segment = segment_in(memory, own)
     found = sorted(entry.key for entry in segment.returned())
     for entry in segment.returned():
@@ -143,6 +147,7 @@ def test_what_is_not_this_peers_is_refused_and_left_alone(path: Path) -> None:
 
 def test_a_file_in_use_is_refused_by_both_kinds(path: Path) -> None:
     memory = open_kept_memory(path, expected())
+    memory.is_kept = True
     with pytest.raises(ConfigError, match="is the memory of another peer"):
         open_kept_memory(path, expected())
     with pytest.raises(ConfigError, match="is the memory of another peer"):
@@ -154,6 +159,7 @@ def test_a_file_in_use_is_refused_by_both_kinds(path: Path) -> None:
 
 def test_it_is_known_who_still_has_the_memory_of_earlier_lives(path: Path) -> None:
     first = open_kept_memory(path, expected())
+    first.is_kept = True
     segment = segment_in(first, FIRST)
     assert not first.is_used_by_earlier(), "who uses it now is not of earlier"
     descriptor = first.read_only_descriptor()
@@ -200,6 +206,7 @@ def test_it_is_known_who_still_has_the_memory_of_earlier_lives(path: Path) -> No
 
 def test_without_clients_nothing_is_kept_in_place(path: Path) -> None:
     memory = open_kept_memory(path, expected())
+    memory.is_kept = True
     segment = segment_in(memory, FIRST)
     segment.lease(put(segment, "k", VALUE), holder="client", now=100.0)
     segment.reserve(5_000, 200, holder="client", now=100.0, namespace=NAMESPACE)
@@ -212,3 +219,19 @@ def test_without_clients_nothing_is_kept_in_place(path: Path) -> None:
     segment.check()
     segment.detach()
     memory.close()
+
+
+def test_a_file_system_without_such_locks_is_told(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fcntl.fcntl
+
+    def refuse(descriptor: int, command: int, argument: bytes | int = 0) -> bytes | int:
+        if command == fcntl.F_OFD_SETLK:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(descriptor, command, argument)
+
+    monkeypatch.setattr("p2pstore.transfer.kept_file.fcntl.fcntl", refuse)
+    with pytest.raises(ConfigError, match=r"memory_path: .* cannot be locked .*Invalid argument"):
+        open_kept_memory(path, expected())
+    assert not path.exists()

@@ -127,11 +127,16 @@ def test_a_file_of_another_user_is_not_mapped(
         os.chown(path, 12_345, -1)
     else:
         monkeypatch.setattr("os.geteuid", lambda: 12_345)
-    with (
-        path.open("rb") as file,
-        pytest.raises(ConfigError, match="a file that another user can shrink"),
-    ):
-        map_read_only(file.fileno(), MIB)
+    with path.open("rb") as file:
+        with pytest.raises(ConfigError, match="a file that another user can shrink"):
+            map_read_only(file.fileno(), MIB)
+        with pytest.raises(ConfigError, match="a file that another user can shrink"):
+            map_read_only(file.fileno(), MIB, trusted_user=54_321)
+        owner = path.stat().st_uid
+        assert len(map_read_only(file.fileno(), MIB, trusted_user=owner)) == MIB
+        path.chmod(0o622)
+        with pytest.raises(ConfigError, match="a file that another user can shrink"):
+            map_read_only(file.fileno(), MIB, trusted_user=owner)
 
 
 def test_what_is_no_file_is_not_mapped() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import ExitStack
 from http import HTTPStatus
+from random import Random
 
 import pytest
 import trio
@@ -61,6 +62,31 @@ async def test_an_answer_has_its_own_headers_and_those_of_all() -> None:
 async def test_what_is_no_page_is_refused(request_line: bytes, status: bytes) -> None:
     answer = await answer_to(request_line + b"\r\n\r\n")
     assert answer.split(b" ")[1] == status
+
+
+async def test_garbage_of_all_kinds_is_refused_and_not_an_error_of_ours(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rng = Random(8)
+    whole = b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n"
+    for _ in range(300):
+        request = bytearray(whole)
+        for _ in range(rng.randrange(1, 9)):
+            place = rng.randrange(len(request))
+            request[place : place + rng.randrange(3)] = rng.randbytes(rng.randrange(4))
+        answer = await answer_to(bytes(request))
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 ")
+    assert caplog.text == ""
+
+
+async def test_a_request_may_come_in_pieces(autojump_clock: trio.abc.Clock) -> None:
+    ours, theirs = trio.testing.memory_stream_pair()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve_request, PAGES, theirs)
+        for byte in b"GET /livez HTTP/1.1\r\n\r\n":
+            await ours.send_all(bytes([byte]))
+            await trio.sleep(REQUEST_SECONDS / 50)
+    assert (await ours.receive_some()).endswith(b"alive\n")
 
 
 async def test_an_endless_request_is_not_answered() -> None:

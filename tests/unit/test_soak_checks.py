@@ -313,6 +313,16 @@ def test_what_was_durable_may_be_reclaimed(ledger: Ledger, timeline: Timeline) -
     assert not ledger.complaints
 
 
+def test_copies_that_are_lacking(ledger: Ledger) -> None:
+    put(ledger, 1)
+    ledger.kept(KEY, 1, 5.0, wanted=3)
+    assert ledger.lacking({KEY: 3}) == []
+    assert ledger.lacking({KEY: 2, "of nobody": 0}) == [KEY]
+    assert ledger.lacking({}) == [], "all were lost"
+    ledger.removal_begins([KEY], 6.0)
+    assert ledger.lacking({KEY: 2}) == []
+
+
 # --- operations -----------------------------------------------------------------------------------
 
 

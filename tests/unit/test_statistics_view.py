@@ -67,6 +67,12 @@ def document(**peer: Any) -> dict[str, Any]:
     return {"peer": {**copy.deepcopy(PEER), **peer}, "cluster": copy.deepcopy(CLUSTER)}
 
 
+def test_objects_that_kept_memory_had_are_told_until_they_are_checked() -> None:
+    returning = overview(document(objects_returning=1500), None)
+    assert "1,500 more of before the start, not checked yet" in str(returning)
+    assert "not checked" not in str(overview(document(objects_returning=0), None))
+
+
 def test_totals_tell_hits_from_misses_and_here_from_elsewhere() -> None:
     total = totals(PEER)
     assert (total.puts, total.gets, total.misses) == (100, 90, 30)

@@ -16,6 +16,7 @@ from p2pstore.gossip.members.membership import MemberState
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import Participation, TakesPart, member_of, sign_peer_record
 from p2pstore.objects import GIB
+from p2pstore.peer.slow_operations import SlowOperation, SlowOperations, Stage
 from p2pstore.peer.status.checkpoints import failures, progress, progress_document
 from p2pstore.peer.status.members import (
     MAX_SHOWN,
@@ -27,6 +28,7 @@ from p2pstore.peer.status.members import (
 )
 from p2pstore.peer.status.page import page_bytes, page_headers
 from p2pstore.peer.status.recent import RecentCounts
+from p2pstore.peer.status.slow import slow_document
 from p2pstore.peer.status.source import StatusSource
 from p2pstore.peer.status.text import MAX_NAME_LETTERS, shown
 from tests.unit.gossip_network import FakeSigner, peer_id_of, peer_record
@@ -147,6 +149,26 @@ def test_the_page_is_one_file_and_may_run_nothing_but_its_own() -> None:
     assert "unsafe" not in policy
     assert "*" not in policy
     assert len(page) < 64_000
+
+
+def test_slow_operations_without_their_keys() -> None:
+    slow = SlowOperations(0.1)
+    assert slow_document(slow, with_keys=False) == {"threshold_seconds": 0.1, "latest": []}
+    stages = tuple(Stage(f"pull {n}", n / 10, HOSTILE, "tcp", "a secret key") for n in range(8))
+    for number in range(9):
+        what = f"get {number}"
+        slow.add(SlowOperation(what, "a secret key", 1, "c", 5.0, 1.5, 0.2, stages, "a secret key"))
+    document = slow_document(slow, with_keys=False)
+    assert "secret" not in json.dumps(document)
+    assert [each["what"] for each in document["latest"]] == [f"get {n}" for n in (8, 7, 6, 5, 4)]
+    assert [each["what"] for each in document["latest"][0]["stages"]] == [
+        "pull 7",
+        "pull 6",
+        "pull 5",
+    ]
+    assert document["latest"][0]["failed"]
+    assert "\x1b" not in document["latest"][0]["stages"][0]["peer"]
+    assert slow_document(slow, with_keys=True)["latest"][0]["key"] == "a secret key"
 
 
 class Counted(StatusSource):

@@ -55,6 +55,7 @@ def test_nothing_is_wrong() -> None:
         ({"lately": {"stalls": 250, "looks": 24_000}}, "warning", "stood still 250 times"),
         ({"local_health": 5}, "warning", "does not trust its own view"),
         ({"lately": {"in_failures": 150, "in_objects": 999}}, "warning", "150 of 1,149 reads"),
+        ({"leased_share": 0.95}, "warning", "95 % of this peer's memory are leased"),
         ({"lost_rdma_devices": 1}, "warning", "1 RDMA device of this peer failed"),
         ({"lacking": 1}, "warning", "1 object here has fewer copies than wanted"),
         ({"lately": {"client_puts_failed": 2}}, "warning", "2 puts failed in the last 20 minutes"),

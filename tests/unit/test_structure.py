@@ -98,12 +98,19 @@ PURE = (
         for name in (
             *("manifest", "paths", "pieces", "piece_map", "selection", "super_seeding"),
             *("group", "upload_slots", "deadlines", "neighbours", "messages", "effects", "swarm"),
-            *("flights", "source_tensors", "memory_layout"),
+            *("flights", "memory_layout", "choosing"),
         )
     ),
     *(
         f"p2pstore/doctor/{name}.py"
-        for name in ("finding", "machine_rules", "network_rules", "way_rules", "redaction")
+        for name in (
+            "finding",
+            "machine_rules",
+            "network_rules",
+            "way_rules",
+            "redaction",
+            "peer_rules",
+        )
     ),
     *(
         f"p2pstore/peer/{name}.py"

@@ -48,7 +48,7 @@ from p2pstore.checkpoint.piece_map import (
 )
 from p2pstore.checkpoint.selection import HostShare, Selection, stripe
 from p2pstore.checkpoint.super_seeding import SuperSeeding
-from p2pstore.checkpoint.upload_slots import MAX_WAITING, UploadSlots, slots_for
+from p2pstore.checkpoint.upload_slots import MAX_WAITING, UploadSlots, places_for, slots_for
 from p2pstore.errors import ProtocolError
 from p2pstore.wire import encode_body
 
@@ -268,7 +268,23 @@ def test_what_a_slow_receiver_holds_up_makes_room_for_others_but_not_without_end
 def test_more_slots_where_agreeing_takes_long(
     piece_seconds: float, round_trip_seconds: float, wanted: int
 ) -> None:
-    assert slots_for(piece_seconds, round_trip_seconds) == wanted
+    assert slots_for(piece_seconds, round_trip_seconds, 0.0) == wanted
+
+
+def test_four_slots_where_messages_usually_wait_behind_pieces() -> None:
+    assert slots_for(0.1, 0.001, 0.007) == 2
+    assert slots_for(0.1, 0.001, 0.008) == 4
+    assert slots_for(0.0045, 0.0006, 0.002) == 5  # more are needed anyway
+    slots = UploadSlots(2, grant_seconds=10.0)
+    for round_trip in (0.016, 0.016, 0.032):
+        slots.grant(7, None, 1.0)
+        slots.take_grant(7, 1.0 + round_trip)
+    assert slots.round_trip_seconds == pytest.approx(0.016, rel=0.01)
+    assert slots.usual_round_trip_seconds == pytest.approx(0.017)
+
+
+def test_one_place_more_than_slots_where_there_are_more_than_two() -> None:
+    assert [places_for(slots) for slots in (1, 2, 3, 8)] == [1, 2, 4, 9]
 
 
 # --- trust -----------------------------------------------------------------------------------

@@ -379,6 +379,14 @@ def checkpoint_list(
 
 def checkpoint_rm(
     name: Name,
+    forget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PEER",
+            help="Forget that peer's checkpoint of the name, here alone.",
+            show_default=False,
+        ),
+    ] = None,
     yes: Yes = False,
     socket: Socket = None,
     namespace: Namespace = "default",
@@ -389,11 +397,16 @@ def checkpoint_rm(
 
     It is not listed any more, nobody fetches it from here, and followers wait. What others have on their disks stays
     there.
+
+    --forget is for a publisher that is gone for good: the local peer lists and trusts its checkpoint no more, until
+    that peer publishes a newer version. `checkpoint status` shows peer ids; others have to forget it themselves.
     """
-    confirm(f"Remove checkpoint {printable(name)!r}?", yes=yes)
+    done = "removed" if forget is None else "forgot"
+    confirm(f"{'Remove' if forget is None else 'Forget'} checkpoint {printable(name)!r}?", yes=yes)
     with connected(socket, namespace, timeout) as client:
-        version = client.checkpoints.remove(name)
+        known = client.checkpoints
+        version = known.remove(name) if forget is None else known.forget(name, forget)
     if json:
         print_json({"name": name, "version": version})
     else:
-        remark(f"removed {printable(name)}@{version}")
+        remark(f"{done} {printable(name)}@{version}")

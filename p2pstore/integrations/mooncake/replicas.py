@@ -166,7 +166,10 @@ class ReplicaCalls(RemovingCalls):
 
     def query_task(self, task_id: tuple[int, int]) -> tuple[QueryTaskResponse | None, int]:
         """How a task of this store fares, and 0; or None and -1400."""
-        high, low = task_id
+        try:
+            high, low = task_id
+        except ValueError:
+            raise TypeError(f"a task's id is a pair of numbers, not {task_id!r}") from None
         task = self._tasks.get((high, low))
         return (None, int(ErrorCode.TASK_NOT_FOUND)) if task is None else (task, 0)
 

@@ -25,6 +25,7 @@ class MemoryTarget:
         self.layout = plan_memory(sizes, len(signed.body))
         self._memory = create_table_memory(self.layout.total_bytes, "p2pstore-checkpoint")
         self._memory.view[self.layout.manifest : self.layout.total_bytes] = signed.body
+        self.is_local = True
         self._have = NO_PIECES
         self.needed = full_map(self.manifest.layout.count) if needed is None else needed
         """The pieces that somebody wants; more may be, later."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +34,7 @@ from p2pstore.checkpoint.manifest import (
 from p2pstore.checkpoint.paths import check_checkpoint_name
 from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map, pieces_in, unpack_map
 from p2pstore.checkpoint.source_directory import SourceDirectory
+from p2pstore.checkpoint.source_memory import SourceMemory
 from p2pstore.checkpoint.target_directory import (
     DirectoryInUse,
     TargetDirectory,
@@ -230,6 +231,48 @@ class PeerCheckpoints:
         source = await trio.to_thread.run_sync(
             SourceDirectory, directory.path, order.include, order.exclude
         )
+
+        def store(manifest: Manifest, _: bytes) -> PieceStore:
+            return _Holding(PublishedPieces(source, manifest), directory.hand_over())
+
+        return await self._publish(order, source, store, job)
+
+    async def publish_memory(
+        self, order: PublishOrder, source: SourceMemory, job: Job
+    ) -> tuple[bytes, Manifest]:
+        """As `publish`, a file in memory, which is closed when this peer has no part in it any more. An older version
+        of the name from memory is given away no more, unless followers use it. Raises `CapacityExceeded` as well."""
+        before = set(self.memories.published)
+        held = False
+        try:
+            check_checkpoint_name(order.name)
+            self.memories.check_published(source.total_bytes)
+
+            def store(manifest: Manifest, version: bytes) -> PieceStore:
+                nonlocal held
+                held = True
+                return _PublishedMemory(source, manifest, version, self.memories)
+
+            version, manifest = await self._publish(order, source, store, job)
+        except BaseException:
+            if not held:
+                source.close()
+            raise
+        digest = checkpoint_digest(order.namespace, order.name, self._core.peer_id)
+        switched = self._core.checkpoints.switched(digest)
+        for old in before - {version, b"" if switched is None else switched.version}:
+            part = self._parts.get(old)
+            if part is not None and part.digest == digest and not part.jobs:
+                await self.stop(old)
+        return version, manifest
+
+    async def _publish(
+        self,
+        order: PublishOrder,
+        source: SourceDirectory | SourceMemory,
+        make_store: Callable[[Manifest, bytes], PieceStore],
+        job: Job,
+    ) -> tuple[bytes, Manifest]:
         job.begin(JobPhase.HASHING, source.total_bytes)
         manifest = await hash_source(
             source,
@@ -241,8 +284,9 @@ class PeerCheckpoints:
         signed = sign_manifest(manifest, self._signer)
         version = job.version = version_of(signed.body)
         await self.stop(version)
-        store = _Holding(PublishedPieces(source, manifest), directory)
-        part = await self._begin(order.namespace, signed, store, publishes=True)
+        part = await self._begin(
+            order.namespace, signed, make_store(manifest, version), publishes=True
+        )
         with self._wanted(part):
             self._core.checkpoints.publish(
                 order.namespace,
@@ -362,7 +406,9 @@ class PeerCheckpoints:
         before = run.fetched_bytes
         with self._wanted(part):
             run.need(missing)
-            await self._until(part, job, lambda: not missing & ~run.machine.have)
+            await self._until(
+                part, job, partial(run.until, lambda: not missing & ~run.machine.have)
+            )
         if run.complete:
             part.tell(TakesPart.SEEDING, 1000, "")
         return Fetched(target.version, size, min(size, run.fetched_bytes - before))
@@ -589,11 +635,11 @@ class PeerCheckpoints:
     async def _bring(self, part: _Part, bringing: _Bringing) -> None:
         """By the swarm; then it is put in its place."""
         run = part.run
-        await self._until(part, bringing.job, lambda: run.complete)
+        await self._until(part, bringing.job, run.until_complete)
         await run.written()
         await self._finish(bringing)
 
-    async def _until(self, part: _Part, job: Job, condition: Callable[[], bool]) -> None:
+    async def _until(self, part: _Part, job: Job, until: Callable[[], Awaitable[None]]) -> None:
         """Until the swarm has brought something; others hear how far it is."""
         run = part.run
         job.begin(JobPhase.FETCHING, run.total_bytes, run.done_bytes)
@@ -601,7 +647,7 @@ class PeerCheckpoints:
         async with open_background_nursery() as nursery:
             nursery.start_soon(self._tell_progress, part, job)
             nursery.start_soon(self._give_up_without_publisher, run)
-            await run.until(condition)
+            await until()
 
     async def _tell_progress(self, part: _Part, job: Job) -> None:
         run = part.run
@@ -753,6 +799,7 @@ class _Holding:
     def __init__(self, store: PieceStore, directory: HeldDirectory) -> None:
         self._store = store
         self._directory = directory
+        self.is_local = store.is_local
         self.read = store.read
         self.write = store.write
 
@@ -773,6 +820,22 @@ class _Holding:
         """Let go of both."""
         self._store.close()
         self._directory.close()
+
+
+class _PublishedMemory(PublishedPieces):
+    """What is published from memory, which counts as long as it is there."""
+
+    def __init__(
+        self, source: SourceMemory, manifest: Manifest, version: bytes, memories: Memories
+    ) -> None:
+        super().__init__(source, manifest)
+        self._memory, self._version, self._memories = source, version, memories
+        self.is_local = True
+        memories.published[version] = source.total_bytes
+
+    def close(self) -> None:
+        self._memories.published.pop(self._version, None)
+        self._memory.close()
 
 
 def _check_piece(target: TargetDirectory, piece: int) -> None:

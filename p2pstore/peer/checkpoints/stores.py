@@ -21,6 +21,11 @@ class PieceStore(Protocol):
         """The pieces that are to be here in the end."""
         ...
 
+    @property
+    def is_local(self) -> bool:
+        """Whether they are in memory or on a disk of this machine, as far as is known."""
+        ...
+
     def read(self, piece: int) -> bytearray:
         """A piece that is here. Raises `OSError`, and `CheckpointChanged` when it is not what it was."""
         ...
@@ -44,7 +49,7 @@ class Target(PieceStore, Protocol):
 
 
 class PublishedSource(Protocol):
-    """What was published: `SourceDirectory`, `SourceTensors`."""
+    """What was published: `SourceDirectory`, `SourceMemory`."""
 
     def read_piece(self, manifest: Manifest, piece: int) -> bytearray: ...
 
@@ -53,6 +58,7 @@ class PublishedPieces:
     """The `PieceStore` of who publishes: everything is there."""
 
     def __init__(self, source: PublishedSource, manifest: Manifest) -> None:
+        self.is_local = False  # links may lead anywhere, and files may be cold
         self._source = source
         self._manifest = manifest
 

@@ -118,7 +118,12 @@ function duration(seconds) {
 
 const perSecond = (number) => (number >= 10 || number === 0 ? count(number) : number.toFixed(1));
 const clock = (date) => date.toLocaleTimeString("en-GB");
-const milliseconds = (seconds) => `${(1000 * seconds).toFixed(seconds < 0.01 ? 1 : 0)}\u00a0ms`;
+
+function inUnits(seconds) {
+  if (seconds >= 1) return `${seconds.toFixed(seconds < 10 ? 1 : 0)}\u00a0s`;
+  if (seconds < 0.0001) return `${Math.round(1e6 * seconds)}\u00a0\u00b5s`;
+  return `${(1000 * seconds).toFixed(seconds < 0.01 ? 1 : 0)}\u00a0ms`;
+}
 
 // --- what is shown --------------------------------------------------------------------------------------------
 
@@ -204,15 +209,16 @@ function memberRow(member) {
   const [level, word] = STATES[member.state] || ["warning", "unknown"];
   const gone = member.state === "dead";
   const since = gone && member.state_seconds !== null ? ` for ${duration(member.state_seconds)}` : "";
+  const status = () => make("span", { class: `status ${level === "ok" ? "" : level}` }, make("span", { class: `dot ${level}` }), word + since);
   const nothing = () => make("span", { class: "muted" }, "\u2013");
   return make("tr", null,
-    cell("", named(member.name), " ", member.me ? make("span", { class: "me" }, "this peer") : null),
-    cell("narrow", make("span", { class: `status ${level === "ok" ? "" : level}` }, make("span", { class: `dot ${level}` }), word + since)),
+    cell("", named(member.name), " ", member.me ? make("span", { class: "me" }, "this peer") : null, make("div", { class: "thin" }, status())),
+    cell("narrow wide", status()),
     gone ? cell("", nothing()) : shareCell(member.memory_used_bytes, member.memory_capacity_bytes, ""),
     gone ? cell("wide", nothing()) : shareCell(member.ssd_used_bytes, member.ssd_capacity_bytes, "wide"),
     cell("number wide", gone ? nothing() : count(member.objects)),
     cell("number wide", gone ? nothing() : percent(member.load_permille / 1000)),
-    cell("number wide", gone || !member.round_trip_seconds ? nothing() : milliseconds(member.round_trip_seconds)));
+    cell("number wide", gone || !member.round_trip_seconds ? nothing() : inUnits(member.round_trip_seconds)));
 }
 
 function showMembers(status) {
@@ -231,7 +237,7 @@ function showMembers(status) {
   fill(place("members"), [
     make("h2", null, "Members"),
     make("table", null,
-      make("thead", null, make("tr", null, heading("", "Name"), heading("narrow", "State"), heading("", "Memory"), heading("wide", "SSD"),
+      make("thead", null, make("tr", null, heading("", "Name"), heading("narrow wide", "State"), heading("", "Memory"), heading("wide", "SSD"),
         heading("number wide", "Objects"), heading("number wide", "Load"), heading("number wide", "Ping"))),
       make("tbody", null, members.map(memberRow))),
     notes.length ? make("p", { class: "note" }, notes) : null,
@@ -310,27 +316,58 @@ function showCheckpoints(status) {
       make("p", null, make("b", null, named(each.name)), " ", make("code", { class: "muted" }, each.version),
         make("span", { class: "muted" }, ` ${bytes(each.total_bytes)}, by `, named(each.publisher), `, ${duration(status.unix - each.published_unix)} ago`)),
       meter(done, each.failed ? "broken" : ""),
-      make("p", { class: "muted" }, parts.join("; "), each.failed ? make("b", { class: "broken" }, `; failed on ${count(each.failed)}`) : null));
+      make("p", { class: "muted" }, parts.join("; "), each.failed ? ["; ", make("b", { class: "broken" }, `failed on ${count(each.failed)}`)] : null));
   });
   const left = status.checkpoints_left_out;
   fill(place("checkpoints"), [make("h2", null, "Checkpoints"), shown, left ? make("p", { class: "note" }, `and ${count(left)} more`) : null].flat());
 }
 
 function showTransfers(status) {
-  const names = [...new Set([...Object.keys(status.received), ...Object.keys(status.served)])].sort();
+  const names = [...new Set([status.received, status.served, status.reads].flatMap(Object.keys))].sort();
   const unknown = "\u2013"; // who reads by shared memory or RDMA asks nobody
   const rows = names.map((name) => {
     const came = status.received[name];
     const went = status.served[name];
+    const took = status.reads[name] || { count: 0 };
+    const time = (length_ms) => (took.count ? inUnits(length_ms / 1000) : unknown);
     const failed = came && came.failures ? make("b", { class: "warning" }, count(came.failures)) : "0";
-    return make("tr", null, cell("", name), cell("number", came ? bytes(came.bytes) : unknown), cell("number", came ? failed : unknown),
-      cell("number", went ? bytes(went.bytes) : unknown), cell("number", went ? count(went.busy) : unknown));
+    return make("tr", null, cell("narrow", name), cell("number", came ? bytes(came.bytes) : unknown), cell("number", came ? failed : unknown),
+      cell("number wide", time(took.p50_ms)), cell("number", time(took.p99_ms)), cell("number", went ? bytes(went.bytes) : unknown));
   });
+  const head = [heading("", ""), heading("number", "In"), heading("number", "Failed"), heading("number wide", "Half in"),
+    heading("number", "99\u00a0% in"), heading("number", "Out")];
+  const busy = Object.values(status.served).reduce((sum, each) => sum + each.busy, 0);
   fill(place("transfers"), [
-    make("h2", null, "Transfers by transport"),
-    make("table", null, make("thead", null, make("tr", null, heading("", ""), heading("number", "In"), heading("number", "Failed"), heading("number", "Out"), heading("number", "Sent on"))),
-      make("tbody", null, rows)),
-    make("p", { class: "note" }, `Since the start; ${several(status.totals.transport_fallbacks, "time", "times")} a transport gave way to another.`),
+    make("h2", null, "Reads by transport"),
+    make("table", { class: "dense" }, make("thead", null, make("tr", null, head)), make("tbody", null, rows)),
+    make("p", { class: "note" }, `Since the start. ${several(busy, "reader was", "readers were")} sent on to other holders; `,
+      `${several(status.totals.transport_fallbacks, "time", "times")} a transport gave way to another.`),
+  ]);
+}
+
+function slowRow(operation, now) {
+  const parts = operation.stages.map((stage) => [
+    `${stage.what} ${inUnits(stage.seconds)}`, stage.peer ? [" from ", named(stage.peer)] : "", stage.transport ? ` by ${stage.transport}` : ""]);
+  if (operation.waiting_seconds >= 0.001) parts.push([`waiting ${inUnits(operation.waiting_seconds)}`]);
+  const where = parts.flatMap((part, index) => (index ? [", ", part] : [part]));
+  return make("tr", null,
+    cell("", operation.what, operation.keys > 1 ? ` of ${count(operation.keys)} keys` : "", operation.key ? [" ", make("code", null, named(operation.key))] : "",
+      operation.failed ? make("b", { class: "warning" }, " failed") : "", make("span", { class: "muted" }, ` ${duration(now - operation.unix)} ago`),
+      make("div", { class: "muted" }, where)),
+    cell("number", inUnits(operation.seconds)));
+}
+
+function showSlow(status) {
+  const { latest, threshold_seconds: threshold } = status.slow;
+  if (!latest.length) {
+    fill(place("slow"), []);
+    return;
+  }
+  fill(place("slow"), [
+    make("h2", null, "Slow of late"),
+    make("table", null, make("tbody", null, latest.map((each) => slowRow(each, status.unix)))),
+    make("p", { class: "note" }, `${several(status.lately.slow, "operation", "operations")} of this peer's clients took over ${inUnits(threshold)} `,
+      `in the last ${duration(status.lately.seconds)}. On its machine: `, make("code", null, "mooncake-p2p stats --slow"), "."),
   ]);
 }
 
@@ -357,6 +394,7 @@ function show(status) {
   showPeer(status);
   showCheckpoints(status);
   showTransfers(status);
+  showSlow(status);
   showHottest(status);
   fill(place("footer"), [document.createTextNode(`p2pstore ${status.peer.software} \u00b7 peer ${status.peer.id}`)]);
   document.querySelector("main").hidden = false;

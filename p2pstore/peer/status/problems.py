@@ -11,16 +11,18 @@ from typing import Final
 
 from p2pstore.doctor.finding import Finding, Status, broken, warning
 from p2pstore.doctor.network_rules import SsdReading, judge_ssd
+from p2pstore.doctor.peer_rules import (
+    CLOCK_OFF_SECONDS,
+    CLOCK_REFUSED_SECONDS,
+    DISTRUST,
+    LEASED_SHARE,
+)
 from p2pstore.peer.status.text import MAX_TEXT_LETTERS, shown
 
 MAX_PROBLEMS: Final = 20
 MAX_NAMES: Final = 5
 """Named in one sentence."""
 OVERLOADED_PERMILLE: Final = 1000
-WRONG_CLOCK_SECONDS: Final = 1.0
-REFUSED_CLOCK_SECONDS: Final = 10.0
-UNWELL: Final = 4
-"""Of 8 (`local_health`)."""
 # A cache drops things, readers go on at the next holder, and now and then somebody waits: from here on it is told.
 DROPPED_PER_SECOND: Final = 1.0
 FULL: Final = 0.9
@@ -63,6 +65,7 @@ class Facts:
     members_refused: int = 0
     memory_share: float = 0.0
     """Of this peer's memory that is used."""
+    leased_share: float = 0.0
     lost_rdma_devices: int = 0
     lacking: int = 0
     ssd: SsdReading | None = None
@@ -112,10 +115,10 @@ def _this_peer(facts: Facts) -> Iterator[Finding]:
 
 def _clock(facts: Facts) -> Iterator[Finding]:
     ahead = facts.clock_ahead_seconds
-    if ahead is None or abs(ahead) < WRONG_CLOCK_SECONDS:
+    if ahead is None or abs(ahead) < CLOCK_OFF_SECONDS:
         return
     text = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the others"
-    judge = broken if abs(ahead) >= REFUSED_CLOCK_SECONDS else warning
+    judge = broken if abs(ahead) >= CLOCK_REFUSED_SECONDS else warning
     yield judge(
         "clock",
         f"This machine's clock is {text}",
@@ -133,7 +136,7 @@ def _slow_process(facts: Facts) -> Iterator[Finding]:
             "it gets too little CPU, its memory is swapped, or something in it takes too long; all who ask it wait",
             "look at the machine's load and the cgroup's CPU limit; else report it with `mooncake-p2p support-bundle`",
         )
-    if facts.local_health >= UNWELL:
+    if facts.local_health > DISTRUST:
         yield warning(
             "gossip",
             "This peer does not trust its own view of the others",
@@ -204,6 +207,13 @@ def _copies(facts: Facts) -> Iterator[Finding]:
             f"{_count(facts.lacking, 'object here has', 'objects here have')} fewer copies than wanted",
             "holders were lost; others are asked to make copies, one after the other",
             "wait; if the number stays, there are not enough peers with room",
+        )
+    if facts.leased_share > LEASED_SHARE:
+        yield warning(
+            "leases",
+            f"{100 * facts.leased_share:.0f} % of this peer's memory are leased",
+            "programs hold views of nearly all of it, so that nothing else has room",
+            "let them go of views sooner, or give the peer more `--memory`",
         )
     failed = facts.lately.get("client_puts_failed", 0)
     if failed:

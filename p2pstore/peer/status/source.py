@@ -20,6 +20,7 @@ from p2pstore.peer.status.hottest import hottest
 from p2pstore.peer.status.members import Survey, member_document, name_of, survey, versions_of
 from p2pstore.peer.status.problems import MAX_PROBLEMS, Facts, problem_document, problems
 from p2pstore.peer.status.recent import INTERVAL_SECONDS, RecentCounts
+from p2pstore.peer.status.slow import slow_document
 from p2pstore.peer.status.text import shown
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ _SHOWN_COUNTERS: Final = (
 )
 _ADDED_UP: Final = (
     *("gets", "misses", "puts", "in_bytes", "in_objects", "in_failures", "out_bytes"),
-    *("stalls", "looks", "refused_by_members"),
+    *("stalls", "looks", "refused_by_members", "slow"),
 )
 _CURVES: Final = ("gets", "misses", "puts", "in_bytes", "out_bytes")
 _STALL_BUCKET: Final = 18
@@ -119,6 +120,8 @@ class StatusSource:
             "recent": self._recent.document(_CURVES),
             "received": peer["received"],
             "served": peer["served"],
+            "reads": node.watch.measures.document()["reads"],
+            "slow": slow_document(node.watch.slow, with_keys=self._with_keys),
             "checkpoints": [self._checkpoint(each) for each in checkpoints[:MAX_CHECKPOINTS]],
             "checkpoints_left_out": max(0, len(checkpoints) - MAX_CHECKPOINTS),
             "hottest": hottest(core, now, with_keys=self._with_keys),
@@ -159,6 +162,7 @@ class StatusSource:
             "stalls": sum(measures.loop_lag.counts[_STALL_BUCKET:]),
             "looks": measures.loop_lag.count,
             "refused_by_members": measures.refused_by_members,
+            "slow": node.watch.slow.total,
             **totals,
         }
 
@@ -190,6 +194,7 @@ class StatusSource:
             clock_ahead_seconds=peer["clock_ahead_seconds"],
             members_refused=peer["members_refused"],
             memory_share=_share(peer["memory_used_bytes"], peer["memory_capacity_bytes"]),
+            leased_share=_share(peer["leased_bytes"], peer["memory_capacity_bytes"]),
             lost_rdma_devices=peer.get("rdma", {}).get("lost_devices", 0),
             lacking=peer["repair"]["lacking"],
             ssd=_ssd_reading(peer.get("ssd")),

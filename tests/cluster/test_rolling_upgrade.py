@@ -1,0 +1,190 @@
+"""Peers replaced by a newer version one after the other, while clients of the others read and write."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from p2pstore import blocking
+from p2pstore.blocking import BlockingClient
+from tests.cluster.processes import PeerProcess, Started, new_cluster, start_command, until
+
+pytestmark = pytest.mark.slow
+
+OLD_VERSION = "c6c2e8528784d72a4db829290ffe01f98bdc8509"
+"""A commit: the last before memory could be kept. A release takes its place when there is one."""
+ROOT = Path(__file__).parents[2]
+WAIT_SECONDS = 90.0
+READERS = 2
+KEYS = 24
+MOST_WRITES = 60
+"""All of it, twice, fits into the memory of two peers: what is evicted would be missed."""
+PACE_SECONDS = 0.01
+
+
+@pytest.fixture(scope="module")
+def old_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The older version, out of this repository's history; it runs with the libraries of the newer one."""
+    archive = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", OLD_VERSION, "p2pstore", "cli"],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    if archive.returncode and not os.environ.get("P2PSTORE_REQUIRE_HISTORY"):
+        pytest.skip(f"commit {OLD_VERSION} is not here: {archive.stderr.decode().strip()}")
+    assert not archive.returncode, archive.stderr.decode()
+    folder = tmp_path_factory.mktemp("old")
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, timeout=60, check=True)
+    return folder
+
+
+def value_of(key: str) -> bytes:
+    return random.Random(key).randbytes(200_000)
+
+
+class Load:
+    """Clients of all peers that are not being replaced, which read what has two copies, and write more of it."""
+
+    def __init__(self, peers: Sequence[PeerProcess]) -> None:
+        self.steady = set(peers)
+        self.keys: list[str] = []
+        self.reads = self.writes = 0
+        self.problems: list[str] = []
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,)) for number in range(READERS)
+        ]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(WAIT_SECONDS)
+
+    def _run(self, number: int) -> None:
+        rng = random.Random(number)
+        clients: dict[tuple[PeerProcess, int], BlockingClient] = {}
+        while not self._ended.wait(PACE_SECONDS):
+            with self._lock:
+                peer = rng.choice(sorted(self.steady, key=lambda each: each.name))
+                life = peer.process_id
+            key = rng.choice(self.keys)
+            try:
+                client = clients.get((peer, life))
+                if client is None:
+                    client = blocking.connect(str(peer.socket), timeout=WAIT_SECONDS)
+                    clients[peer, life] = client
+                if rng.random() < 0.1 and self.writes < MOST_WRITES:
+                    self._write(client, f"{number}/{self.writes}")
+                elif client.get(key) != value_of(key):
+                    self.problems.append(f"{peer.name}: other bytes under {key}")
+                self.reads += 1
+            except Exception as error:
+                with self._lock:
+                    if peer in self.steady and peer.process_id == life:
+                        self.problems.append(f"{peer.name}: {key}: {error!r}")
+        for client in clients.values():
+            client.close()
+
+    def _write(self, client: BlockingClient, key: str) -> None:
+        result = client.put(key, value_of(key), replicas=2)
+        if result.copies >= 2:
+            self.keys.append(key)
+            self.writes += 1
+
+    def replacing(self, peer: PeerProcess) -> None:
+        with self._lock:
+            self.steady.discard(peer)
+
+    def replaced(self, peer: PeerProcess) -> None:
+        with self._lock:
+            self.steady.add(peer)
+
+
+def test_an_upgrade_one_after_the_other_fails_no_read(old_package: Path, tmp_path: Path) -> None:
+    old_paths = {"PYTHONPATH": f"{old_package}:{old_package / 'cli'}", "PYTHONSAFEPATH": "1"}
+
+    def start_old(
+        command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]
+    ) -> Started:
+        return start_command(command, log, {**environment, **old_paths})
+
+    def old_command(peer: PeerProcess, *words: str, given: bytes = b"") -> bytes:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "mooncake_p2p",
+                words[0],
+                "--socket",
+                str(peer.socket),
+                *words[1:],
+            ],
+            env={**cluster.environment, **old_paths},
+            input=given,
+            capture_output=True,
+            timeout=WAIT_SECONDS,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        return done.stdout
+
+    with new_cluster(3, memory="64MiB", halves=False) as cluster:
+        first, *others = cluster.peers
+        first.start(by=start_old)
+        first.wait_until_ready()
+        for peer in others:
+            peer.start("--bootstrap", first.control, by=start_old)
+        for peer in others:
+            peer.wait_until_ready()
+        cluster.wait_until_whole()
+        assert "objects_returning" not in first.client.statistics()["peer"], "this is not old"
+
+        load = Load(cluster.peers)
+        for number in range(KEYS):
+            peer = cluster.peers[number % 3]
+            result = peer.client.put(f"k{number}", value_of(f"k{number}"), replicas=2)
+            assert (result.copies, result.wanted) == (2, 2)
+            load.keys.append(f"k{number}")
+        with load:
+            for number, peer in enumerate(cluster.peers):
+                load.replacing(peer)
+                peer.signal(signal.SIGTERM)
+                until(lambda peer=peer: not peer.running, WAIT_SECONDS)  # type: ignore[misc]  # bound now
+                assert peer.exit_status == 0, peer.log.read_text()[-2000:]
+                peer.kill()
+                memory = tmp_path / f"memory-{number}"
+                peer.start(
+                    *("--memory-path", str(memory), "--keep-memory"),
+                    *("--bootstrap", cluster.peers[number - 1].control),
+                )
+                peer.wait_until_ready()
+                cluster.wait_until_whole()
+                assert "objects_returning" in peer.client.statistics()["peer"]
+                load.replaced(peer)
+                before = load.reads
+                until(lambda before=before: load.reads > before + 20, WAIT_SECONDS)  # type: ignore[misc]  # bound now
+                if number == 0:  # versions are mixed; engines of the older one go on with either
+                    old_command(peer, "put", "by an old client", "-", given=b"value")
+                    for each in cluster.peers:
+                        assert old_command(each, "get", "by an old client") == b"value"
+        assert load.problems == [], (len(load.problems), load.reads, load.problems[:20])
+        assert load.writes > 3
+        for peer in cluster.peers:
+            for key in load.keys:
+                assert peer.client.get(key) == value_of(key)
