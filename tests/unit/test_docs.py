@@ -26,7 +26,7 @@ IDENTIFIER: Final = re.compile(r"^::: (\S+)$", re.MULTILINE)
 INLINE_COMMAND: Final = re.compile(r"`(mooncake-p2p [^`]+)`")
 INLINE_OPTION: Final = re.compile(r"(?<![\w-])(--[a-z][a-z-]+)")
 FOREIGN: Final = {
-    *("--network", "--device", "--cap-add", "--ulimit", "--ipc"),  # docker's
+    *("--device", "--cap-add", "--ulimit", "--ipc"),  # docker's
 }
 METRIC: Final = re.compile(r"`(p2pstore_[a-z_]+)`")
 ALERT: Final = re.compile(r"`(P2PStore(?!Error)[A-Z]\w+)`")
