@@ -500,11 +500,11 @@ class _Janitor:
     def _is_stopped_within(self, seconds: float) -> bool:
         stopped = self._running.acquire(timeout=seconds)
         if stopped:
-            self._running.release()  # for whoever else waits
+            self.stop()  # for whoever else waits
         return stopped
 
     def stop(self) -> None:
-        with suppress(RuntimeError):  # it was stopped before
+        with suppress(RuntimeError):  # somebody else did
             self._running.release()
 
 
