@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
@@ -211,11 +212,9 @@ class Soak:
             self._faults.put_off(ended - began)
             self._processes.put_off(ended - began)
             self._tell(f"the machine stood still for {ended - began:.1f} s")
-        now = time.monotonic()
         self._faults.turn()
         self._processes.look()
         self._take_samples()
-        self._events.take(now)
         self._see_whether_calm()
         self._turns += 1
         if self._turns % 20 == 0:
@@ -227,11 +226,13 @@ class Soak:
     def _take_samples(self) -> None:
         if not all(observer.works for observer in self._observers):
             raise SoakFailed("an observer ended by itself: stderr says why")
-        while True:
-            try:
-                sample = self._queue.get_nowait()
-            except Empty:
-                return
+        samples = []
+        with suppress(Empty):
+            while True:
+                samples.append(self._queue.get_nowait())
+        # Only now: what was missing in a sample was removed before it was taken, and that is known then.
+        self._events.take(time.monotonic())
+        for sample in samples:
             self._latest[sample.peer] = sample
             self.outcome.samples[sample.peer, sample.pid].append(sample)
             self._ledger.listed(sample.peer, sample.pinned, sample.asked, sample.answered)
