@@ -150,6 +150,7 @@ class Soak:
             self._processes, self._timeline, hosts, self._disturbed, self._leaves, self._tell
         )
         self._queue: Queue[Sample] = Queue()
+        self._coming: list[Sample] = []
         self._latest: dict[int, Sample] = {}
         self._observers: list[Observer] = []
         self._log_bytes: dict[Path, int] = defaultdict(int)
@@ -200,12 +201,13 @@ class Soak:
         return all(self._processes.serves(peer) for peer in peers)
 
     def _sees_all_by_now(self) -> bool:
-        self._take_samples()
+        self._take_samples(time.monotonic())
         return self._all_see_all()
 
     # --- turns -----------------------------------------------------------------------------------
 
     def _turn(self) -> None:
+        now = time.monotonic()  # of what came before, all standstills are known below
         for began, ended in self._heartbeat.gaps():
             self._timeline.stood_still(began, ended)
             self.outcome.standstills.append((began, ended))
@@ -214,25 +216,27 @@ class Soak:
             self._tell(f"the machine stood still for {ended - began:.1f} s")
         self._faults.turn()
         self._processes.look()
-        self._take_samples()
+        self._take_samples(now)
         self._see_whether_calm()
         self._turns += 1
         if self._turns % 20 == 0:
             self._look_at_logs()
-            self._look_at_clients()
+            self._look_at_clients(now)
         self._pass_complaints()
         time.sleep(TICK_SECONDS)
 
-    def _take_samples(self) -> None:
+    def _take_samples(self, now: float) -> None:
+        """Those that were answered before `now`, and what clients had written by then."""
         if not all(observer.works for observer in self._observers):
             raise SoakFailed("an observer ended by itself: stderr says why")
-        samples = []
         with suppress(Empty):
             while True:
-                samples.append(self._queue.get_nowait())
-        # Only now: what was missing in a sample was removed before it was taken, and that is known then.
-        self._events.take(time.monotonic())
-        for sample in samples:
+                self._coming.append(self._queue.get_nowait())
+        # First: what is missing in a sample was removed before it was taken, and that is known then.
+        self._events.take(now)
+        ready = [sample for sample in self._coming if sample.at <= now]
+        self._coming = [sample for sample in self._coming if sample.at > now]
+        for sample in ready:
             self._latest[sample.peer] = sample
             self.outcome.samples[sample.peer, sample.pid].append(sample)
             self._ledger.listed(sample.peer, sample.pinned, sample.asked, sample.answered)
@@ -291,8 +295,8 @@ class Soak:
                 else:
                     self.outcome.known_lines[why] += 1
 
-    def _look_at_clients(self) -> None:
-        for hanging in self._events.look_for_hangs(time.monotonic()):
+    def _look_at_clients(self, now: float) -> None:
+        for hanging in self._events.look_for_hangs(now):
             if hanging.number in self._processes.clients:
                 self._processes.clients[hanging.number][0].signal(signal.SIGUSR1)
         for text in self._processes.look_at_clients():
@@ -404,7 +408,7 @@ class Soak:
         for observer in self._observers:
             observer.end(OBSERVER_SECONDS)
         self._observers.clear()
-        self._take_samples()
+        self._take_samples(time.monotonic())
         self._end_peers()
         self._look_at_logs()
         self._judge_growth()
