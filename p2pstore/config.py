@@ -106,7 +106,9 @@ class PeerConfig(
     that only lets clients of its host use the others. `huge_pages`: reserved huge pages for it when there are enough,
     else transparent ones (`auto`), neither (`never`), or reserved ones only (`require`). `memory_path`: the file that
     this memory is in, made anew and removed at the end: on tmpfs, hugetlbfs, or a file system of CXL or persistent
-    memory. `numa_node`: the node that it comes from; unset: wherever the kernel takes it. `more_memory`: more of it,
+    memory. `keep_memory`: that file stays, and the peer's next life on the same boot of the machine, with the same
+    state directory, begins with what is in it; `leave` removes it.
+    `numa_node`: the node that it comes from; unset: wherever the kernel takes it. `more_memory`: more of it,
     from elsewhere: `SIZE@node:N`, or `SIZE@FILE` as `memory_path` (a path with a slash); objects go to whichever has
     room. `eviction_policy`: what goes first when it is full: `prefix` is for chains of blocks, which go from their
     tails, and keeps what is read again; `lru` lets go what was not used for longest; `s3-fifo` what is new and was not
@@ -124,7 +126,8 @@ class PeerConfig(
     `directory`: whether this peer knows where all objects are (`full`), or its part of that, and asks others
     (`partitioned`); `auto` as `index_memory` and the size of the cluster allow. `checkpoint_memory`: how much
     checkpoints that clients fetch to memory may take, beside `memory`; unset: half of what is available then.
-    `metrics`: where `/metrics`, `/livez` and `/readyz` are answered over HTTP, to anybody; unset: nowhere.
+    `metrics`: where the status page, `/metrics`, `/livez` and `/readyz` are answered over HTTP, to anybody; unset:
+    nowhere. `metrics_keys`: the page shows the keys of the objects that are read most, not just their namespaces.
     """
 
     name: str = ""
@@ -139,6 +142,7 @@ class PeerConfig(
     network: NetworkName = "lan"
     memory: str | int | None = None
     memory_path: str | None = None
+    keep_memory: bool = False
     more_memory: list[str] = []
     eviction_policy: PolicyName = DEFAULT_POLICY
     quota: list[str] | dict[str, str | int] = []
@@ -165,6 +169,7 @@ class PeerConfig(
     max_leased: str | int = "50%"
     drain_timeout: float = 10.0
     metrics: str | None = None
+    metrics_keys: bool = False
     slow_operation: float = 0.1
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
@@ -269,6 +274,15 @@ class PeerConfig(
             raise ConfigError(
                 f"{says['numa_node']}: {self.numa_node} is no NUMA node; they count from 0"
             )
+        if self.keep_memory:
+            if self.memory_path is None:
+                raise ConfigError(
+                    f"{says['keep_memory']}: only memory in a file can be kept; say where with {says['memory_path']}"
+                )
+            if self.more_memory:
+                raise ConfigError(
+                    f"{says['keep_memory']}: memory can be kept in one file only; leave out {says['more_memory']}"
+                )
         if self.memory_path is None:
             return
         if not memory:

@@ -172,7 +172,9 @@ class PeerInfo:
     round_trip_seconds: float | None = None
     """Of a ping; None where none was answered yet."""
     transports: dict[str, dict[str, int]] = field(default_factory=dict)
-    """What this peer and its clients read from it by which transport: objects, bytes, failures."""
+    """What this peer and its clients read from it by which transport: objects, bytes, failures; and how long those took
+    that were read one by one, half of them at most `median_microseconds`, 99 % at most `p99_microseconds` (powers of
+    two; 0 where there were none)."""
     directory: str = ""
     """How much it knows of where objects are: `full` or `partitioned`."""
     load: float = 0.0
@@ -206,13 +208,14 @@ class PublishedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class FetchedCheckpoint:
-    """A version that is complete in `directory`. Of its `total_bytes`, `fetched_bytes` came over the network; the
-    others were there, or on this host."""
+    """A version that is in `directory`: `whole`, or the files of it that were asked for. Of `total_bytes`,
+    `fetched_bytes` came over the network; the others were there, or on this host."""
 
     version: str
     directory: str
     total_bytes: int
     fetched_bytes: int
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +263,9 @@ class CheckpointUpdate:
 @dataclass(frozen=True, slots=True)
 class CheckpointMember:
     """What a peer has of a name. `state`: following (it waits), fetching, verified, seeding, publishing, failed
-    (`why`). `version` and `current` (what a follower uses) are the first 16 hexadecimal digits, or nothing. `done` is a
-    share of 1; `bytes_per_second` is what it fetched at so far, 0 where that is not known yet."""
+    (`why`). `version` and `current` (what a follower uses) are the first 16 hexadecimal digits, or nothing. It `needs`
+    a share of the version, most often all of it: 1; `done` is a share of that. `bytes_per_second` is what it fetched at
+    so far, 0 where that is not known yet."""
 
     peer_id: str
     name: str
@@ -273,6 +277,7 @@ class CheckpointMember:
     why: str
     bytes_per_second: int
     me: bool
+    needs: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
     lock            taken by the running peer; holds its process id
     identity.key    "p2pstore identity 1" and the 32-byte ed25519 seed in hexadecimal; mode 0600
-    state.json      {"format": 1, "incarnation": ..., "clock": ..., "floors_seen": {...}, "floors_horizon": {...}}:
-                    the last two by writer (`gossip.floor_stamps`)
+    state.json      {"format": 1, "incarnation": ..., "clock": ..., "floors_seen": {...}, "floors_horizon": {...},
+                    "memory": ...}: floors by writer (`gossip.floor_stamps`); the id of the last segment in hexadecimal
     addresses.json  {"format": 1, "addresses": [...]}: where other peers were last seen
-    publishers.json {"format": 1, "publishers": [[namespace, name, peer id]]}: whom this peer trusts for the names of
-                    checkpoints, those used last coming last
+    publishers.json {"format": 1, "publishers": [[namespace, name, peer id]], "forgotten": [[namespace, name, peer id,
+                    clock]]}: whom this peer trusts for the names of checkpoints, those used last coming last; which
+                    ones it does not show, up to which clock
     floors.bin      signed floor records, appended, one checksum each
     invite          the invite that the peer joined by, without keys; mode 0600
     cluster.key     the keys of that invite, as a key file; mode 0600
@@ -66,6 +67,7 @@ class _State(msgspec.Struct):
     clock: Annotated[int, msgspec.Meta(ge=0, le=_MAX_CLOCK)]
     floors_seen: dict[str, int] = {}
     floors_horizon: dict[str, int] = {}
+    memory: str = ""
 
 
 class _Addresses(msgspec.Struct):
@@ -76,6 +78,7 @@ class _Addresses(msgspec.Struct):
 class _Publishers(msgspec.Struct):
     format: int
     publishers: list[tuple[str, str, str]]
+    forgotten: list[tuple[str, str, str, int]] = []
 
 
 class _FormatOnly(msgspec.Struct):
@@ -161,10 +164,21 @@ class StateDirectory:
         """The hybrid clock's last saved reading."""
         return self._state.clock
 
-    def next_incarnation(self, now_unix_ms: int) -> int:
-        """An incarnation above all earlier ones, saved before it is returned."""
-        self._save_incarnation(incarnation=max(self._state.incarnation + 1, now_unix_ms))
+    def next_incarnation(self, now_unix_ms: int, segment_id: bytes = b"") -> int:
+        """An incarnation above all earlier ones, saved before it is returned, with the id of its memory segment."""
+        incarnation = max(self._state.incarnation + 1, now_unix_ms)
+        self._write_state(
+            msgspec.structs.replace(self._state, incarnation=incarnation, memory=segment_id.hex())
+        )
         return self._state.incarnation
+
+    @property
+    def last_segment_id(self) -> bytes:
+        """What the last incarnation had as its memory segment; empty when it is not known."""
+        try:
+            return bytes.fromhex(self._state.memory)
+        except ValueError:
+            return b""
 
     def save_incarnation(self, incarnation: int) -> None:
         """Keep an incarnation that was raised while running, to refute a suspicion."""
@@ -240,11 +254,27 @@ class StateDirectory:
             for namespace, name, peer_id in book.publishers
         ]
 
-    def save_publishers(self, publishers: Sequence[tuple[str, str, PeerId]]) -> None:
+    def load_forgotten(self) -> list[tuple[str, str, PeerId, int]]:
+        """Namespace, name, publisher and clock of checkpoints that are not shown."""
+        path = self.path / "publishers.json"
+        book = _load_json(path, _Publishers)
+        if book is None:
+            return []
+        return [
+            (namespace, name, parse_peer_id(peer_id, str(path)), clock)
+            for namespace, name, peer_id, clock in book.forgotten
+        ]
+
+    def save_publishers(
+        self,
+        publishers: Sequence[tuple[str, str, PeerId]],
+        forgotten: Sequence[tuple[str, str, PeerId, int]] = (),
+    ) -> None:
         """Keep these instead."""
         book = _Publishers(
             FORMAT,
             [(namespace, name, format_peer_id(each)) for namespace, name, each in publishers],
+            [(space, name, format_peer_id(each), clock) for space, name, each, clock in forgotten],
         )
         _replace(self.path / "publishers.json", msgspec.json.encode(book) + b"\n")
 

@@ -86,6 +86,16 @@ class AcceptedStream(ByteStream, Protocol):
         """`send` of much, where it does not hold the event loop up. A cancellation ends the connection."""
         ...
 
+    @property
+    def can_lend(self) -> bool:
+        """Whether `lend` works: the bytes of the socket are those of the stream."""
+        ...
+
+    async def lend(self, work: Callable[[socket.socket], T]) -> T:
+        """Have a thread run `work` on the non-blocking socket, which nobody else uses meanwhile. A cancellation ends
+        the connection. Raises the `OSError` that `work` raises."""
+        ...
+
     def stop_receiving(self) -> None:
         """Whoever waits to receive gets what has arrived, and then 0 as if the other side had closed."""
         ...

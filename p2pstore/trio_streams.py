@@ -51,7 +51,7 @@ class TrioStream:
         self.receive_seconds: float | None = None
         self._unyielded_bytes = 0
         self._in_thread = False
-        """Whether a thread sends."""
+        """Whether a thread has the socket."""
 
     async def _wait_writable(self) -> None:
         await self._wait(trio.lowlevel.wait_writable, self.progress_seconds)
@@ -151,15 +151,31 @@ class TrioStream:
 
     async def send_in_thread(self, *parts: BytesLike) -> None:
         """`send` of much, where it does not hold the event loop up. A cancellation ends the connection."""
+
+        def send_all_parts(sock: socket.socket) -> None:
+            send_all(sock, parts, self.progress_seconds)
+
+        await self.lend(send_all_parts)
+
+    @property
+    def can_lend(self) -> bool:
+        return True
+
+    async def lend(self, work: Callable[[socket.socket], T]) -> T:
+        """Have a thread run `work` on the socket. A cancellation ends the connection."""
         error: OSError | DeadlineExceeded | None = None
         await trio.lowlevel.checkpoint_if_cancelled()
         with self._sock.dup() as sock:  # its number is not given to others while the thread has it
             self._in_thread = True
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._shut_down_when_cancelled)
-                with trio.CancelScope(shield=True):  # the thread reads `parts` until it has ended
+                with trio.CancelScope(
+                    shield=True
+                ):  # the thread uses what is ours until it has ended
                     try:
-                        await trio.to_thread.run_sync(send_all, sock, parts, self.progress_seconds)
+                        # Whoever lends counts the threads.
+                        limiter = trio.CapacityLimiter(1)
+                        result = await trio.to_thread.run_sync(work, sock, limiter=limiter)
                     except (OSError, DeadlineExceeded) as problem:
                         error = problem
                     finally:
@@ -168,6 +184,7 @@ class TrioStream:
         await trio.lowlevel.checkpoint_if_cancelled()
         if error is not None:
             raise error
+        return result
 
     async def _shut_down_when_cancelled(self) -> None:
         try:

@@ -134,6 +134,15 @@ class Workload:
         got = self._store.get_into(f"{prefix}0", self._address, size)
         return bool(got == size and (self._memory[:size] == _content(size)).all())
 
+    def wait_for(self, prefix: str, size: int, seconds: float) -> bool:
+        """`check`, again and again until it is so."""
+        end = time.monotonic() + seconds
+        while not self.check(prefix, size):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.005)
+        return True
+
     def watch(self, prefix: str, count: int, size: int, seconds: float) -> dict[str, float]:
         """Read without a pause: how many gets failed, how long the longest time without one that worked was, and until
         when `is_exist` said of a key that could not be read that it is there."""

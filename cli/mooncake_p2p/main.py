@@ -42,6 +42,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "stats": ("cluster", "Show this peer and the cluster."),
     "peers": ("cluster", "List the members of the cluster."),
     "doctor": ("doctor", "Check this machine, or the way to a peer, and say cause and cure."),
+    "support-bundle": ("support", "Gather what somebody who is to help would ask for."),
     "leave": ("cluster", "Make the local peer leave the cluster and end."),
     "invite": ("invite", "Print one line to paste on the next machine."),
     "config": ("config_show", "Show every setting of a peer with its origin."),
@@ -64,6 +65,11 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 }
 """Command -> (module that holds the function of that name, summary for the list of commands). One of two words is a
 command of its own."""
+
+
+def function_name(command: str) -> str:
+    """The name of a command's function in its module."""
+    return re.sub("[ -]", "_", command)
 
 
 PLAINER: Final = (
@@ -122,7 +128,7 @@ class LazyCommands(Mapping[str, Any]):
         )
         names_of_help = {"help_option_names": ["-h", "--help"]}
         app.command(name, cls=ManualCommand, context_settings=names_of_help)(
-            getattr(module, name.replace(" ", "_"))
+            getattr(module, function_name(name))
         )
         return typer.main.get_command(app)
 

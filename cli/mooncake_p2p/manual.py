@@ -158,7 +158,15 @@ PAGES: Final[dict[str, Page]] = {
     "peers": _page(
         ("mooncake-p2p peers", "Who is in the cluster now."),
         ("mooncake-p2p peers --all --json", "Also who is dead or has left, for programs."),
+        ("mooncake-p2p peers --reads", "From whom reads come, by which transport, how fast."),
         also=(4, 5),
+    ),
+    "support-bundle": _page(
+        ("mooncake-p2p support-bundle", "All peers of this machine; prints the file's name."),
+        (
+            "mooncake-p2p support-bundle -o help.tar.gz --log /var/log/p2pstore.log",
+            "Also that log.",
+        ),
     ),
     "leave": _page(
         ("mooncake-p2p leave", "End the local peer in good order."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -312,32 +313,39 @@ def slow_lines(slow: Document, *, columns: int = 80) -> list[str]:
     noun = "operation" if slow["total"] == 1 else "operations"
     lines = [f"{len(shown):,}{of} {noun} of {threshold:g} s or more, the latest first", ""]
     for each in shown:
-        lines += _slow_operation_lines(each)
+        lines += _slow_operation_lines(each, columns)
     return [clip(line, columns) for line in lines]
 
 
-def _slow_operation_lines(operation: Document) -> list[str]:
+def _slow_operation_lines(operation: Document, columns: int) -> list[str]:
     when = time.strftime("%H:%M:%S", time.localtime(operation["unix"]))
     key = printable(operation["key"]) or "-"
     if operation["keys"] > 1:
         key = f"{clip(key, MAX_KEY_COLUMNS - 12)} +{operation['keys'] - 1:,}"
-    parts = [
-        f"{stage['what']} {seconds(stage['seconds'])}"
-        f"{' from ' + printable(stage['peer']) if stage.get('peer') else ''}"
-        f"{' by ' + printable(stage['transport']) if stage.get('transport') else ''}"
-        for stage in operation["stages"]
-    ]
+    parts = [_stage(stage) for stage in operation["stages"]]
     if operation["waiting_seconds"] >= 0.0005:
         parts.insert(0, f"waiting {seconds(operation['waiting_seconds'])}")
     lines = [
         f"{when}  {operation['what']:<9} {clip(key, MAX_KEY_COLUMNS):<{MAX_KEY_COLUMNS}} "
         f"{seconds(operation['seconds']):>10}"
     ]
-    if parts:
-        lines.append(f"          {', '.join(parts)}")
+    indent = " " * 10
+    lines += textwrap.wrap(
+        ", ".join(parts), columns, initial_indent=indent, subsequent_indent=indent
+    )
     if operation["outcome"] != "ok":
         lines.append(f"          {printable(operation['outcome'])}")
     return lines
+
+
+def _stage(stage: Document) -> str:
+    parts = ", ".join(f"{name} {seconds(took)}" for name, took in stage.get("parts", {}).items())
+    return (
+        f"{stage['what']} {seconds(stage['seconds'])}"
+        f"{f' ({parts})' if parts else ''}"
+        f"{' from ' + printable(stage['peer']) if stage.get('peer') else ''}"
+        f"{' by ' + printable(stage['transport']) if stage.get('transport') else ''}"
+    )
 
 
 # --- small things ----------------------------------------------------------------------------

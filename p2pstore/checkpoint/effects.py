@@ -10,6 +10,7 @@ from enum import Enum
 import msgspec
 
 from p2pstore.checkpoint.messages import Refusal, SwarmMessage
+from p2pstore.checkpoint.piece_map import PieceMap
 
 # --- events ----------------------------------------------------------------------------------
 
@@ -82,12 +83,27 @@ class PieceFailed(msgspec.Struct, frozen=True, gc=False):
     why: Failure
 
 
+class Needed(msgspec.Struct, frozen=True, gc=False):
+    """These pieces are to be brought here, too."""
+
+    pieces: PieceMap
+
+
 class Tick(msgspec.Struct, frozen=True, gc=False):
     """The time that `Swarm.wake_at` named has come."""
 
 
 Event = (
-    Participants | Linked | Unlinked | Received | Asked | Served | PieceArrived | PieceFailed | Tick
+    Participants
+    | Linked
+    | Unlinked
+    | Received
+    | Asked
+    | Served
+    | PieceArrived
+    | PieceFailed
+    | Needed
+    | Tick
 )
 
 # --- effects ---------------------------------------------------------------------------------
@@ -146,7 +162,7 @@ class Decline(msgspec.Struct, frozen=True, gc=False):
 
 
 class Complete(msgspec.Struct, frozen=True, gc=False):
-    """All pieces are here. Comes once."""
+    """All pieces that are needed are here. Comes once, and once more for what `Needed` brings."""
 
 
 Effect = Connect | Disconnect | Tell | Fetch | Abandon | Serve | Decline | Complete

@@ -31,6 +31,8 @@ class Kind(IntEnum):
     GRANT = 3
     REFUSE = 4
     MEMBERS = 5
+    NEEDS = 6
+    INVITE = 7
 
 
 class Refusal(IntEnum):
@@ -44,6 +46,8 @@ class Refusal(IntEnum):
     """No slot is free; a grant will come."""
     LACKS = 4
     """The piece is not there."""
+    LATER = 5
+    """Enough is on its way; an `Invite` follows some time. Older peers take it for FULL."""
 
 
 class PieceMapMessage(Message, frozen=True):
@@ -77,7 +81,18 @@ class Members(Message, frozen=True):
     members: Annotated[list[int], msgspec.Meta(max_length=MAX_INTRODUCED)]
 
 
-SwarmMessage = PieceMapMessage | NewPieces | Grant | Refuse | Members
+class Needs(Message, frozen=True):
+    """All that the sender is to have in the end, as packed by `pack_map`: told by who is not to have everything, ahead
+    of its map, and whenever it changes. Members that do not know this message offer it more, which it refuses."""
+
+    pieces: Annotated[bytes, msgspec.Meta(max_length=MAX_PIECES // 8)]
+
+
+class Invite(Message, frozen=True):
+    """There is room again: the sender refused a grant, and would take one now."""
+
+
+SwarmMessage = PieceMapMessage | NewPieces | Grant | Refuse | Members | Needs | Invite
 
 _TYPES: Final[dict[int, type[SwarmMessage]]] = {
     Kind.PIECE_MAP: PieceMapMessage,
@@ -85,6 +100,8 @@ _TYPES: Final[dict[int, type[SwarmMessage]]] = {
     Kind.GRANT: Grant,
     Kind.REFUSE: Refuse,
     Kind.MEMBERS: Members,
+    Kind.NEEDS: Needs,
+    Kind.INVITE: Invite,
 }
 _KINDS: Final = {message: kind for kind, message in _TYPES.items()}
 
@@ -100,9 +117,9 @@ def decode_message(kind: int, body: bytes) -> SwarmMessage | None:
     return None if message_type is None else decode_body(message_type, body)
 
 
-def map_in(message: PieceMapMessage | NewPieces, count: int) -> PieceMap:
+def map_in(message: PieceMapMessage | NewPieces | Needs, count: int) -> PieceMap:
     """The pieces that a message tells of, all of them below `count`. Raises `ProtocolError`."""
-    if isinstance(message, PieceMapMessage):
+    if isinstance(message, PieceMapMessage | Needs):
         return unpack_map(message.pieces, count)
     if any(not 0 <= piece < count for piece in message.pieces):
         raise ProtocolError(f"a piece beyond the last of {count}")

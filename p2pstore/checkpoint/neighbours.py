@@ -2,9 +2,9 @@
 
 Some 20 of all participants, chosen at random: with 8 a broadcast to 256 takes 1.2 times as long as with 20, with 40 it
 is no faster. A small swarm is connected completely. Whoever comes late is always let in: where all places are taken,
-the oldest connection makes room, first one that is of no use (both sides have everything). Now and then an old
-connection is replaced anyway, so that no group stays among itself. Peers of the same host do not count: they are always
-connected.
+the oldest connection makes room, first one that is of no use (both sides have everything, or need nothing that the
+other will have). Now and then an old connection is replaced anyway, and all that are of no use, so that no group stays
+among itself. Peers of the same host do not count: they are always connected.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ class Neighbours:
             return [], []
         ended: list[int] = []
         if refresh and self.count >= FEWEST and len(self._participants) > MOST:
-            for _ in range(REFRESHED):
+            useless = sum(
+                worth(each) < 0 for each, link in self._links.items() if not link.same_host
+            )
+            for _ in range(max(REFRESHED, useless)):
                 ended.append(self._least(worth))
                 self.unlinked(ended[-1], now)
         return self._dials(now), ended

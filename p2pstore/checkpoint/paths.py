@@ -16,6 +16,8 @@ MAX_PATH_BYTES: Final = 1024
 MAX_NAME_BYTES: Final = 255
 """Of one part of a path, as file systems have it, and of a checkpoint's name."""
 MAX_DEPTH: Final = 32
+CURRENT: Final = "current"
+"""The link to the version that counts, where versions are kept."""
 RESERVED_PREFIX: Final = ".p2pstore"
 """Files of the one who fetches, beside what was published, begin like this."""
 

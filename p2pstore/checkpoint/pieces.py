@@ -46,8 +46,7 @@ class PieceLayout:
 
     def __init__(self, file_sizes: Sequence[int], piece_bytes: int) -> None:
         """Raises `CheckpointRefused` when a size is not allowed, or there would be too many pieces."""
-        if not MIN_PIECE_BYTES <= piece_bytes <= MAX_PIECE_BYTES or piece_bytes.bit_count() != 1:
-            raise CheckpointRefused(f"pieces of {piece_bytes:,} bytes")
+        check_piece_bytes(piece_bytes)
         if any(not 0 <= size <= MAX_FILE_BYTES for size in file_sizes):
             raise CheckpointRefused(
                 f"a file of {max(file_sizes, key=abs):,} bytes; at most {MAX_FILE_BYTES:,} are allowed"
@@ -114,6 +113,15 @@ class PieceLayout:
             self._shared[-1].append(Extent(file, 0, size))
             self._piece_of_small[file] = self._shared_from + len(self._shared) - 1
             used += size
+
+
+def check_piece_bytes(piece_bytes: int) -> None:
+    """Raises `CheckpointRefused` for a length that pieces cannot have."""
+    if not MIN_PIECE_BYTES <= piece_bytes <= MAX_PIECE_BYTES or piece_bytes.bit_count() != 1:
+        raise CheckpointRefused(
+            f"pieces of {piece_bytes:,} bytes: they are a power of two long, from {MIN_PIECE_BYTES:,} "
+            f"to {MAX_PIECE_BYTES:,} bytes"
+        )
 
 
 def choose_piece_bytes(file_sizes: Sequence[int], previous: int = 0) -> int:

@@ -21,11 +21,14 @@ from p2pstore.checkpoint.piece_map import (
 class Selection:
     """What is here, what is on its way, and what to take next."""
 
-    def __init__(self, count: int, have: PieceMap, rng: Random) -> None:
-        """`have`: pieces of `count` that are here and verified."""
+    def __init__(
+        self, count: int, have: PieceMap, rng: Random, needed: PieceMap | None = None
+    ) -> None:
+        """`have`: pieces of `count` that are here and verified. `needed`: those that are to be here; None: all."""
         self.count = count
         self.have = have
-        self.missing = full_map(count) & ~have
+        self.needed = full_map(count) if needed is None else needed
+        self.missing = self.needed & ~have
         self.wanted = self.missing
         """Missing, and not on its way."""
         self.availability = Availability(count)
@@ -34,7 +37,7 @@ class Selection:
 
     @property
     def complete(self) -> bool:
-        """Whether all pieces are here."""
+        """Whether all pieces that are needed are here."""
         return not self.missing
 
     def choose(self, offered: PieceMap) -> int | None:
@@ -43,6 +46,14 @@ class Selection:
         if not candidates:
             return None
         return any_piece(self.availability.with_fewest(candidates), self.count, self._rng)
+
+    def need(self, pieces: PieceMap) -> bool:
+        """These are to be here as well. Whether any of them was not to be."""
+        new = pieces & full_map(self.count) & ~self.needed
+        self.needed |= new
+        self.missing |= new & ~self.have
+        self.wanted |= new & ~self.have
+        return bool(new)
 
     def on_its_way(self, piece: int) -> None:
         """Somebody was asked for the piece."""

@@ -11,11 +11,11 @@ import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
+from p2pstore.checkpoint.choosing import is_chosen
 from p2pstore.checkpoint.manifest import Manifest
-from p2pstore.checkpoint.paths import check_path
+from p2pstore.checkpoint.paths import CURRENT, RESERVED_PREFIX, check_path
 from p2pstore.checkpoint.pieces import Extent
 from p2pstore.errors import CheckpointChanged, CheckpointRefused
 
@@ -48,7 +48,8 @@ class SourceDirectory:
         self._exclude = exclude
         self.files = sorted(self._find(root, ""), key=lambda file: file.path)
         if not self.files:
-            raise CheckpointRefused(f"{root}: there is no file to publish")
+            which = " that matches" if include or exclude else ""
+            raise CheckpointRefused(f"{root}: there is no file{which} to publish")
 
     @property
     def total_bytes(self) -> int:
@@ -92,14 +93,9 @@ class SourceDirectory:
                 path = prefix + entry.name
                 if entry.is_dir(follow_symlinks=False):
                     found += self._find(folder / entry.name, path + "/")
-                elif self._is_wanted(path):
+                elif is_chosen(path, self._include, self._exclude):
                     found.append(_source_file(folder / entry.name, path))
         return found
-
-    def _is_wanted(self, path: str) -> bool:
-        if any(fnmatchcase(path, pattern) for pattern in self._exclude):
-            return False
-        return not self._include or any(fnmatchcase(path, pattern) for pattern in self._include)
 
     def _open(self, file: SourceFile) -> _Descriptor:
         try:
@@ -128,7 +124,10 @@ class _Descriptor:
 
 
 def _source_file(place: Path, path: str) -> SourceFile:
-    check_path(path)
+    try:
+        check_path(path)
+    except CheckpointRefused as error:
+        raise CheckpointRefused(f"{error}; {_way_out(path)}") from None
     try:
         found = place.stat()
     except FileNotFoundError as error:
@@ -138,6 +137,16 @@ def _source_file(place: Path, path: str) -> SourceFile:
         raise CheckpointRefused(f"{path}: {what}; --exclude it")
     mode = stat.S_IMODE(found.st_mode) & 0o777
     return SourceFile(path, found.st_size, mode, _stamp(found))
+
+
+def _way_out(path: str) -> str:
+    """What to do about a path that cannot be published."""
+    if path.startswith(RESERVED_PREFIX):
+        return (
+            f"they belong to whoever fetched to this directory: publish its `{CURRENT}`, or --exclude "
+            f"'{RESERVED_PREFIX}*'"
+        )
+    return "rename or --exclude it"
 
 
 def _stamp(found: os.stat_result) -> tuple[int, int, int]:

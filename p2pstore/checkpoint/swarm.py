@@ -2,13 +2,14 @@
 
 `handle(event, now)` takes what happened and returns what to do; `wake_at` says when a `Tick` is due. How pieces move:
 
-- **Neighbours** (`neighbours`) tell each other what they have: the whole map first, then what is new, some milliseconds
-  together; of what a neighbour has as well, two pieces at a time, which are a third fewer messages.
+- **Neighbours** (`neighbours`) tell each other what they have: the whole map first, then what is new, gathered for a
+  piece time or two; who is granted a slot is told before.
 - A peer with a free upload slot (`upload_slots`) **grants** it to a neighbour that lacks something. The neighbour
-  chooses the rarest piece that it misses (`selection`) and fetches it, or refuses. The publisher names the piece
-  instead, until it has sent each once (`super_seeding`).
+  chooses the rarest piece that it misses (`selection`) and fetches it, or refuses; of those whom it refused it
+  **invites** some when there is room. The publisher names the piece, until it has sent each once (`super_seeding`).
 - What fails is asked for at once elsewhere, without a grant; who has no free slot then says BUSY, and grants the next.
 - In the end, when all that is missing is on its way, a piece that is late is asked for a second time elsewhere.
+- Who needs some pieces only says which (`Needs`), is offered no others, and passes on what it has.
 - Peers of one host share the pieces among them (`HostShare`), so that each crosses the network once.
 
 Invariants: a piece is passed on only after it arrived, verified; a piece is on its way from one neighbour at most, or
@@ -36,6 +37,7 @@ from p2pstore.checkpoint.effects import (
     Failure,
     Fetch,
     Linked,
+    Needed,
     Participants,
     PieceArrived,
     PieceFailed,
@@ -51,6 +53,8 @@ from p2pstore.checkpoint.messages import (
     ANY_PIECE,
     MAX_NEW_PIECES,
     Grant,
+    Invite,
+    Needs,
     NewPieces,
     PieceMapMessage,
     Refusal,
@@ -59,15 +63,23 @@ from p2pstore.checkpoint.messages import (
     map_in,
 )
 from p2pstore.checkpoint.neighbours import Neighbours
-from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, map_of, pack_map
+from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map, pack_map
 from p2pstore.checkpoint.selection import HostShare, Selection
 from p2pstore.checkpoint.super_seeding import SuperSeeding
 from p2pstore.checkpoint.upload_slots import USUAL_SLOTS, UploadSlots, slots_for
 from p2pstore.errors import ProtocolError
 
-MAX_UNTOLD: Final = 2
-"""So many new pieces that a neighbour has as well are told together: for it, they are no more than how rare each is and
-what it need not offer. (By simulation: 36 % fewer messages with two and no time lost; with four 2 %, with eight 10.)"""
+FEW_NEIGHBOURS: Final = 4
+NEIGHBOURS_A_PIECE: Final = 3.5
+MOST_PIECES_UNTOLD: Final = 3.0
+"""What is new is told to few neighbours at once, and to each one beyond `FEW_NEIGHBOURS` later, by a piece time for
+each `NEIGHBOURS_A_PIECE`, up to `MOST_PIECES_UNTOLD`: a message costs both sides more than the hash of a small piece.
+(By simulation of 8 and 15 receivers nobody is later for it, of 64 by 1 %.)"""
+LONGEST_NEWS_SECONDS: Final = 0.25
+INVITED: Final = 3
+"""Who has room again says so to so many of those whom it refused. If all of them heard, most would be refused again; if
+too few do, none of them may have a slot free by then (64 receivers take 1.05 of the shortest time with three, 1.07 with
+two, 1.12 with one)."""
 LATE: Final = 1.5
 """In the end, a piece is late after so many times what is usual for its sender."""
 
@@ -81,7 +93,7 @@ class SwarmConfig:
     host_window: int = 8
     """Pieces fetched at once from peers of this host."""
     news_seconds: float = 0.005
-    """New pieces are told together, so often."""
+    """New pieces are told together, so often at most."""
     grant_seconds: float = 2.0
     """A grant that is not answered by then is void."""
     first_deadline_seconds: float = 30.0
@@ -98,11 +110,17 @@ class _Neighbour:
     member: int
     same_host: bool
     heard_at: float
+    needs: PieceMap
+    """What it is to have in the end."""
     pieces: PieceMap = NO_PIECES
     refused: Refusal | None = Refusal.FULL
     """Why no grant is offered to it until something changes. In the beginning: its map has not come yet."""
     untold: list[int] = field(default_factory=list)
     """Pieces that came here and that it has not heard of."""
+
+    def lacks(self, offered: PieceMap) -> PieceMap:
+        """What it needs of these pieces."""
+        return offered & self.needs & ~self.pieces
 
 
 class Swarm:
@@ -118,9 +136,10 @@ class Swarm:
         *,
         publishes: bool = False,
         config: SwarmConfig | None = None,
+        needed: PieceMap | None = None,
     ) -> None:
         """`have`: verified pieces that are here already. `publishes`: this peer brings the checkpoint into the
-        swarm, and sends each piece once before others choose."""
+        swarm, and sends each piece once before others choose. `needed`: the pieces to bring here; None: all."""
         self.config = config or SwarmConfig()
         self.slots = UploadSlots(self.config.upload_slots or USUAL_SLOTS, self.config.grant_seconds)
         self.senders = Senders(
@@ -135,7 +154,7 @@ class Swarm:
         self._count = len(piece_sizes)
         self._usual_size = max(piece_sizes, default=1)
         self._rng = rng
-        self._selection = Selection(self._count, have, rng)
+        self._selection = Selection(self._count, have, rng, needed)
         self._host = HostShare(self._count, own)
         self._seeding = SuperSeeding(self._count, rng) if publishes else None
         self._links = Neighbours(own, rng, now)
@@ -143,8 +162,12 @@ class Swarm:
         self._order: list[_Neighbour] = []
         """Those of other hosts, to whom slots are granted."""
         self._flights = Flights()
-        self._fresh: list[int] = []
-        self._told_at = -math.inf
+        self._has_news = False
+        """Whether anybody has not heard of everything."""
+        self._tell_at = -math.inf
+        """When news are told next."""
+        self._offers: dict[int, None] = {}
+        """Who was refused a grant, and has not been told that there is room; the longest ago first."""
         self._retry_at = now + self.config.retry_seconds
         self._check_at = math.inf
         """No deadline of a piece or a grant is earlier."""
@@ -160,6 +183,7 @@ class Swarm:
             Served: self._served,
             PieceArrived: self._arrived,
             PieceFailed: self._failed,
+            Needed: self._needed,
             Tick: self._tick,
         }
 
@@ -168,7 +192,7 @@ class Swarm:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in what happened; what to do."""
         self._handlers[type(event)](event, now)
-        if self._fresh and now >= self._told_at + self.config.news_seconds:
+        if self._has_news and now >= self._tell_at:
             self._tell_news(now)
         if self._order and self.slots.free > 0:
             self._grant(now)
@@ -182,8 +206,13 @@ class Swarm:
 
     @property
     def complete(self) -> bool:
-        """Whether all are."""
+        """Whether all are that are needed."""
         return self._selection.complete
+
+    @property
+    def needed(self) -> PieceMap:
+        """The pieces that are to be here."""
+        return self._selection.needed
 
     @property
     def dispensable(self) -> bool:
@@ -199,11 +228,20 @@ class Swarm:
         return found
 
     @property
+    def has_source(self) -> bool:
+        """Whether a neighbour has anything that is missing here."""
+        missing = self._selection.missing
+        return any(each.pieces & missing for each in self._neighbours.values())
+
+    @property
     def wake_at(self) -> float:
         """When a `Tick` is due, at the latest."""
+        return min(self.judges_at, self._tell_at) if self._has_news else self.judges_at
+
+    @property
+    def judges_at(self) -> float:
+        """When something may be too late: what has arrived by then should be known before a `Tick`."""
         soonest = min(self._links.next_tick(), self._check_at, self._hurry_at)
-        if self._fresh:
-            soonest = min(soonest, self._told_at + self.config.news_seconds)
         if self._selection.missing:
             soonest = min(soonest, self._retry_at)
         return soonest
@@ -221,15 +259,15 @@ class Swarm:
             return
         if member in self._neighbours:
             return
-        neighbour = _Neighbour(member, event.same_host, now)
+        neighbour = _Neighbour(member, event.same_host, now, full_map(self._count))
         self._neighbours[member] = neighbour
         if event.same_host:
             self._share_host(now)
         else:
             self._order.append(neighbour)
-        self._tell(
-            (member,), PieceMapMessage(pack_map(self.have & ~map_of(self._fresh), self._count))
-        )
+        if self.needed != full_map(self._count):
+            self._tell((member,), Needs(pack_map(self.needed, self._count)))
+        self._tell((member,), PieceMapMessage(pack_map(self.have, self._count)))
         evicted = self._links.linked(member, event.same_host, now, self._worth)
         if evicted is not None:
             self._drop(evicted, now)
@@ -250,6 +288,7 @@ class Swarm:
         neighbour = self._neighbours.pop(member, None)
         if neighbour is None:
             return
+        self._offers.pop(member, None)
         self._uploads.forget(member)
         self._downloads.forget(member)
         self._selection.availability.remove(neighbour.pieces)
@@ -278,7 +317,8 @@ class Swarm:
         neighbour = self._neighbours.get(member)
         if neighbour is None:
             return 0
-        if not self._selection.missing and neighbour.pieces == self.have:
+        missing, lacked = self._selection.missing, neighbour.lacks(self.have | self.needed)
+        if not lacked and not (neighbour.pieces | neighbour.needs) & missing:
             return -1
         return int(bool(self._flights.pieces_from(member) or self.slots.used_by(member)))
 
@@ -289,7 +329,8 @@ class Swarm:
             each.member
             for each in self._neighbours.values()
             if each.same_host
-            and (now < each.heard_at + patience or each.pieces.bit_count() == self._count)
+            and not self.needed & ~(each.needs | each.pieces)
+            and (now < each.heard_at + patience or not self.needed & ~each.pieces)
             and not self.senders.is_ignored(each.member, now)
         }
         self._host.siblings(active)
@@ -314,11 +355,34 @@ class Swarm:
                 self._drop(neighbour.member, now, banned=True)
                 return
             self._has(neighbour, pieces, now)
+            if neighbour.refused is Refusal.FULL:
+                neighbour.refused = None
+        elif isinstance(message, Invite):
+            neighbour.refused = None
+        elif isinstance(message, Needs):
+            try:
+                neighbour.needs = map_in(message, self._count)
+            except ProtocolError:
+                self._drop(neighbour.member, now, banned=True)
+                return
+            if neighbour.refused is Refusal.NOTHING:
+                neighbour.refused = None
+            if neighbour.same_host:
+                self._share_host(now)
+
+    def _needed(self, event: Needed, now: float) -> None:
+        """More is to be brought here than was said before."""
+        if not self._selection.need(event.pieces):
+            return
+        self._tell(tuple(self._neighbours), Needs(pack_map(self.needed, self._count)))
+        self._said_complete = self.complete
+        self._retry_at = now
+        self._share_host(now)
+        self._change_links(now)
 
     def _has(self, neighbour: _Neighbour, pieces: PieceMap, now: float) -> None:
         new = pieces & ~neighbour.pieces
         neighbour.heard_at = now
-        neighbour.refused = None
         if not new:
             return
         neighbour.pieces |= new
@@ -331,7 +395,8 @@ class Swarm:
         granted, piece = self.slots.take_grant(neighbour.member, now)
         if not granted:
             return
-        neighbour.refused = Refusal.NOTHING if reason == Refusal.NOTHING else Refusal.FULL
+        lasting = reason in (Refusal.NOTHING, Refusal.LATER)
+        neighbour.refused = Refusal(reason) if lasting else Refusal.FULL
         if piece is not None:
             self._not_sent(piece)
 
@@ -339,12 +404,34 @@ class Swarm:
         """Use the grant, or say why not."""
         if self.senders.is_ignored(neighbour.member, now):
             self._tell((neighbour.member,), Refuse(Refusal.NOTHING))
-        elif not self._room:
-            self._tell((neighbour.member,), Refuse(Refusal.FULL))
+            return
+        refusal = Refusal.NOTHING
+        if not self._room:
+            refusal = Refusal.LATER if named == ANY_PIECE else Refusal.FULL
         elif (piece := self._choose(neighbour, named, now)) is not None:
             self._fetch(neighbour, piece, now)
+            return
+        if named != ANY_PIECE:  # its link is what all wait for
+            self._offers = {neighbour.member: None} | self._offers
         else:
-            self._tell((neighbour.member,), Refuse(Refusal.NOTHING))
+            self._offers[neighbour.member] = None
+        self._tell((neighbour.member,), Refuse(refusal))
+
+    def _invite(self) -> None:
+        """If there is room, tell some of those who would have sent something, and still have what is wanted."""
+        wanted = self._selection.wanted & self._host.mask
+        if not self._offers or not wanted or not self._room:
+            return
+        invited = 0
+        for member in list(self._offers):
+            neighbour = self._neighbours[member]
+            if neighbour.pieces & wanted:
+                del self._offers[member]
+                self._tell_untold(neighbour)
+                self._tell((member,), Invite())
+                invited += 1
+                if invited == INVITED:
+                    return
 
     @property
     def _room(self) -> bool:
@@ -410,13 +497,14 @@ class Swarm:
             self._effects.append(Abandon(other.member, piece))
         if not self._selection.arrived(piece):
             return
-        self._fresh.append(piece)
+        self._add_news(piece, now)
         bit = 1 << piece
         for each in self._order:
-            if each.refused is Refusal.NOTHING and not each.pieces & bit:
+            if each.refused is Refusal.NOTHING and each.lacks(bit):
                 each.refused = None
         if neighbour is not None and neighbour.same_host:
             self._fetch_here(neighbour, now)
+        self._invite()
         if self.complete and not self._said_complete:
             self._said_complete = True
             self._hurry_at = math.inf
@@ -535,25 +623,27 @@ class Swarm:
                 return
             piece = None
             if self._seeding is not None and not self._seeding.over:
-                lacked = self.have & ~receiver.pieces
-                piece = self._seeding.choose(lacked, self._selection.availability)
+                piece = self._seeding.choose(
+                    receiver.lacks(self.have), self._selection.availability
+                )
                 self._seeding.sending(piece)
             self.slots.grant(receiver.member, piece, now)
             self._check_at = min(self._check_at, now + self.config.grant_seconds)
+            self._tell_untold(receiver)
             self._tell((receiver.member,), Grant(ANY_PIECE if piece is None else piece))
 
     def _next_receiver(self) -> _Neighbour | None:
         """Who waited for a slot, else any neighbour that lacks something, first those that have no slot yet."""
         while (member := self.slots.next_waiting()) is not None:
             waiting = self._neighbours.get(member)
-            if waiting is not None and self.have & ~waiting.pieces:
+            if waiting is not None and waiting.lacks(self.have):
                 return waiting
         order = self._order
         start = int(self._rng.random() * len(order))
         second: _Neighbour | None = None
         for at in range(start - len(order), start):
             each = order[at]
-            if each.refused is not None or not self.have & ~each.pieces:
+            if each.refused is not None or not each.lacks(self.have):
                 continue
             used = self.slots.used_by(each.member)
             if not used:
@@ -617,19 +707,40 @@ class Swarm:
         if self._seeding is not None:
             self._seeding.not_sent(piece)
 
-    def _tell_news(self, now: float) -> None:
-        """At once to neighbours that lack something of it; what the others have as well waits for more."""
-        told: dict[tuple[int, ...], list[int]] = {}
-        fresh = map_of(self._fresh)
+    def _add_news(self, piece: int, now: float) -> None:
+        """A piece came: peers of this host, which need no grant, hear of it at once, the others soon."""
+        self._tell_at = now if self.complete else max(self._tell_at, now)
+        self._has_news = True
         for each in self._neighbours.values():
-            each.untold += self._fresh
-            if fresh & ~each.pieces or len(each.untold) >= MAX_UNTOLD or self.complete:
+            each.untold.append(piece)
+            if each.same_host:
+                self._tell_untold(each)
+
+    def _tell_news(self, now: float) -> None:
+        """Tell all neighbours what they have not heard of."""
+        told: dict[tuple[int, ...], list[int]] = {}
+        for each in self._neighbours.values():
+            if each.untold:
                 told.setdefault(tuple(each.untold), []).append(each.member)
                 each.untold = []
         for pieces, members in told.items():
             self._tell(tuple(members), self._news_of(pieces))
-        self._fresh = []
-        self._told_at = now
+        self._has_news = False
+        self._tell_at = now + self._news_seconds()
+
+    def _news_seconds(self) -> float:
+        """Until news are told again."""
+        piece_seconds = self._downloads.quickest_seconds(self._usual_size)
+        if piece_seconds == math.inf:
+            return self.config.news_seconds
+        pieces = (len(self._neighbours) - FEW_NEIGHBOURS) / NEIGHBOURS_A_PIECE
+        seconds = min(pieces, MOST_PIECES_UNTOLD) * piece_seconds
+        return min(max(self.config.news_seconds, seconds), LONGEST_NEWS_SECONDS)
+
+    def _tell_untold(self, neighbour: _Neighbour) -> None:
+        if neighbour.untold:
+            self._tell((neighbour.member,), self._news_of(neighbour.untold))
+            neighbour.untold = []
 
     def _news_of(self, pieces: Sequence[int]) -> SwarmMessage:
         if len(pieces) > MAX_NEW_PIECES:
@@ -668,8 +779,8 @@ class Swarm:
         self.slots.mark_held_up(now)
         before = self._room
         self._flights.mark_held_up(now)
-        if self._room and not before and self._selection.wanted:
-            self._tell(tuple(self._neighbours), NewPieces([]))
+        if not before:
+            self._invite()
 
     def _end_overdue(self, now: float) -> None:
         overdue = self._flights.overdue(now)

@@ -1,6 +1,7 @@
 """Where a version is put when it is fetched. Shell; blocking, for worker threads.
 
     DIR/VERSION/...           a complete version; VERSION is 32 hexadecimal digits
+                              or some files of it: then DIR/.p2pstore/VERSION.part says which
     DIR/current               a link to the one that counts, switched at once when another is complete
     DIR/.p2pstore/            manifests, what is fetched, which pieces of it are there, a lock
 
@@ -8,6 +9,10 @@ What is fetched grows in `.p2pstore/VERSION.partial` and is called DIR/VERSION w
 no directory of a version is ever half. With `flat` the files go to DIR itself in the end, each at once, and there are
 no versions. Before the first piece comes, everything that could fail is done: directories, permissions, room on the
 disk.
+
+Files that were not asked for and share a piece with those that were lie in `.p2pstore/VERSION.rest`: a piece that is
+here is here whole, and can be verified again and passed on. When more files of a version are fetched later, they join
+those that are there, each at once; then the record of them changes.
 
 What is there already is not fetched: pieces of the same version from an earlier, interrupted time; files and pieces
 that an older version in DIR has as well, or, with `flat`, DIR itself. All of that is verified by hash before it counts,
@@ -19,16 +24,25 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from blake3 import blake3
 
+from p2pstore.checkpoint.directory_versions import (
+    STATE,
+    forget_versions,
+    part_of,
+    switch_current,
+    sync,
+    versions_in,
+    write_part,
+)
+from p2pstore.checkpoint.local_disks import is_local_directory
 from p2pstore.checkpoint.manifest import (
     Manifest,
     SignedManifest,
@@ -37,17 +51,15 @@ from p2pstore.checkpoint.manifest import (
     unchanged_pieces,
     version_of,
 )
+from p2pstore.checkpoint.paths import CURRENT
 from p2pstore.checkpoint.piece_map import PieceMap, full_map, map_of, pieces_in
 from p2pstore.checkpoint.piece_record import PieceRecord, boot_id
 from p2pstore.checkpoint.pieces import Extent
 from p2pstore.errors import CapacityExceeded, CheckpointRefused, ConfigError, ProtocolError
 from p2pstore.wire import decode_body, encode_body
 
-STATE: Final = ".p2pstore"
-CURRENT: Final = "current"
 DEFAULT_KEEP: Final = 2
 BLOCK_BYTES: Final = 4 * 1024 * 1024
-_VERSION_DIGITS: Final = 32
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_ALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
@@ -60,9 +72,16 @@ class TargetDirectory:
     """One version on its way into a directory. Use: `for _ in target.prepare(): ...`, then `write` pieces, then
     `commit`; `close` in any case. `write` and `read` may be called from several threads."""
 
-    def __init__(self, directory: Path, signed: SignedManifest, *, flat: bool = False) -> None:
-        """`signed` must have been verified. Raises `ConfigError` when the directory cannot be used: it says why
-        (`DirectoryInUse`: at present)."""
+    def __init__(
+        self,
+        directory: Path,
+        signed: SignedManifest,
+        *,
+        flat: bool = False,
+        chosen: Collection[int] | None = None,
+    ) -> None:
+        """`signed` must have been verified. `chosen`: the files that are wanted, by number; None: all. Raises
+        `ConfigError` when the directory cannot be used: it says why (`DirectoryInUse`: at present)."""
         self.manifest = read_manifest(signed.body)
         self.version = version_of(signed.body)
         self.directory = directory
@@ -71,12 +90,20 @@ class TargetDirectory:
         self._name = format_version(self.version)
         self._state = directory / STATE
         self._partial = self._state / f"{self._name}.partial"
+        self._rest = self._state / f"{self._name}.rest"
         self._complete = directory if flat else directory / self._name
         self._root = self._partial
         self._switch = threading.Lock()
         self._record: PieceRecord | None = None
+        self._all = frozenset(range(len(self.manifest.files)))
+        self._chosen = self._all if chosen is None else frozenset(chosen)
+        self._there: frozenset[int] = frozenset()
+        """Files of the version that were in their place before."""
+        self._find_needed()
         try:
             self._state.mkdir(parents=True, exist_ok=True)
+            self.is_local = is_local_directory(self._state)
+            """Whether it is on a disk or in memory of this machine."""
             self._lock = os.open(self._state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise ConfigError(f"{directory}: cannot be written to: {error.strerror}") from error
@@ -89,9 +116,12 @@ class TargetDirectory:
     @property
     def have(self) -> PieceMap:
         """The pieces that are here and verified."""
-        if self._record is None:
-            return full_map(self.manifest.layout.count)
-        return self._record.have
+        return self.needed if self._record is None else self._record.have
+
+    @property
+    def whole(self) -> bool:
+        """Whether all files are wanted, or were there before."""
+        return self._chosen == self._all
 
     @property
     def committed(self) -> bool:
@@ -125,7 +155,8 @@ class TargetDirectory:
             return False
         view = memoryview(data)
         for extent in self.manifest.layout.extents(piece):
-            _write_fully(self._place(extent.file), view[: extent.length], extent.offset)
+            if extent.file not in self._there:
+                _write_fully(self._place(extent.file), view[: extent.length], extent.offset)
             view = view[extent.length :]
         record.add(piece)
         return True
@@ -136,12 +167,12 @@ class TargetDirectory:
         with self._switch:
             root = self._root
         try:
-            return self._read(root, self.manifest, extents)
+            return self._read_own(root, extents)
         except FileNotFoundError:
             with self._switch:
                 if self._root == root:
                     raise
-            return self._read(self._root, self.manifest, extents)
+            return self._read_own(self._root, extents)
 
     def commit(self, keep: int = DEFAULT_KEEP) -> None:
         """Everything is here: make it durable, put it in its place, and have `current` name it. Of complete versions
@@ -150,7 +181,7 @@ class TargetDirectory:
         self._finish(keep)
         if not self._flat:
             switch_current(self.directory, self.version)
-            _forget_versions(self.directory, keep)
+            forget_versions(self.directory, keep)
         self._let_go()
 
     def place(self, keep: int = DEFAULT_KEEP) -> None:
@@ -162,23 +193,31 @@ class TargetDirectory:
     def _finish(self, keep: int) -> None:
         if not self.committed:
             record = self._require_record()
-            if record.have != full_map(self.manifest.layout.count):
+            if self.needed & ~record.have:
                 raise ValueError("pieces are missing")
             self._make_durable()
             with self._switch:
-                if self._flat:
+                if self._flat or self._there:
                     self._move_files()
                 else:
+                    self._say_which()
                     self._partial.rename(self._complete)
                 self._root = self._complete
-            _sync(self.directory)
+            if self._there:
+                self._say_which()
+            sync(self.directory)
             record.close()
             self._record = None
             self._state_file("pieces").unlink()
         os.utime(self._state_file("manifest"))  # the newest
         if not self._flat:
-            _forget_versions(self.directory, keep, self._name)
+            forget_versions(self.directory, keep, self._name)
         self._forget_partials()
+
+    def _say_which(self) -> None:
+        """Which files are in their place, unless all of them are."""
+        part = None if self._chosen == self._all else self._chosen
+        write_part(self.directory, self.version, part, len(self._all))
 
     def close(self) -> None:
         """Let go of the directory; what is there stays, and the next one goes on with it."""
@@ -198,16 +237,23 @@ class TargetDirectory:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise DirectoryInUse(f"{self.directory}: another fetch goes to it now") from error
+            raise DirectoryInUse(
+                f"{self.directory}: another fetch goes to it now: wait for it, or choose another directory"
+            ) from error
         current = self.directory / CURRENT
         if not self._flat and current.exists() and not current.is_symlink():
             raise ConfigError(f"{current} is not a link: choose another directory, or --flat")
         if not self._flat and self._complete.is_dir():
-            self._root = self._complete
-            if not all(map(self._is_whole, range(len(self.manifest.files)))):
+            part = part_of(self.directory, self.version, len(self._all))
+            self._there = self._all if part is None else part
+            self._chosen |= self._there
+            self._find_needed()
+            if not all(map(self._is_whole, self._there)):
                 raise ConfigError(f"{self._complete}: was changed; remove it to fetch it again")
-            _replace_file(self._state_file("manifest"), encode_body(self._signed))
-            return
+            if self._chosen == self._there:
+                self._root = self._complete
+                _replace_file(self._state_file("manifest"), encode_body(self._signed))
+                return
         try:
             self._partial.mkdir(exist_ok=True)
             _replace_file(self._state_file("manifest"), encode_body(self._signed))
@@ -219,9 +265,23 @@ class TargetDirectory:
                 f"{self.directory}: cannot be written to: {error.strerror}"
             ) from error
 
+    def _find_needed(self) -> None:
+        """The pieces of the files that are wanted, and all files that are in them."""
+        layout = self.manifest.layout
+        if self._chosen == self._all:
+            self.needed, self._held = full_map(layout.count), self._all
+            return
+        pieces = {piece for number in self._chosen for piece in layout.pieces_of(number)}
+        self.needed = map_of(pieces)
+        self._held = self._chosen | {
+            extent.file for piece in pieces for extent in layout.extents(piece)
+        }
+
     def _prepare(self) -> Iterator[None]:
         record = self._require_record()
+        self._drop_what_is_not_needed(record)
         self._drop_what_is_gone(record)
+        self._add_what_is_there(record)
         if not record.is_certain:
             for piece in pieces_in(record.have):
                 if not self.manifest.is_piece(piece, self.read(piece)):
@@ -236,10 +296,34 @@ class TargetDirectory:
         for root, manifest in older:
             yield from self._copy_pieces(root, manifest)
 
+    def _drop_what_is_not_needed(self, record: PieceRecord) -> None:
+        """Of an earlier fetch of other files, which was interrupted."""
+        if record.have & ~self.needed:
+            record.remove(record.have & ~self.needed)
+        kept = {self._place(number) for number in self._chosen}
+        for folder, _, names in os.walk(self._partial):
+            for found in (Path(folder, name) for name in names):
+                if found not in kept:
+                    found.unlink()
+
+    def _add_what_is_there(self, record: PieceRecord) -> None:
+        """Pieces of the files that are in their place, and of those beside them."""
+        if not self._there:
+            return
+        for number in self._chosen - self._there:
+            rest, place = self._rest / self.manifest.files[number].path, self._place(number)
+            if rest.is_file() and not place.exists():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.link(rest, place)
+        layout = self.manifest.layout
+        for piece in {each for number in self._there for each in layout.pieces_of(number)}:
+            if all(self._is_whole(extent.file) for extent in layout.extents(piece)):
+                record.add(piece)
+
     def _drop_what_is_gone(self, record: PieceRecord) -> None:
         """A file that was removed or cut takes its pieces with it."""
         gone = 0
-        for number in range(len(self.manifest.files)):
+        for number in self._held - self._there:
             pieces = map_of(self.manifest.layout.pieces_of(number))
             place = self._place(number)
             if not self._is_whole(number):
@@ -252,7 +336,7 @@ class TargetDirectory:
 
     def _older_versions(self) -> Iterator[tuple[Path, Manifest]]:
         """Complete versions in the directory whose manifests are there, the newest first."""
-        for name in reversed(_versions(self.directory)):
+        for name in reversed(versions_in(self.directory)):
             try:
                 signed = decode_body(
                     SignedManifest, self._state_file("manifest", name).read_bytes()
@@ -268,6 +352,8 @@ class TargetDirectory:
         for number, file in enumerate(self.manifest.files):
             pieces = map_of(self.manifest.layout.pieces_of(number))
             other = known.get((file.hash, file.size))
+            if number not in self._held - self._there:
+                continue
             if other is None or record.have & pieces or file.size < self.manifest.piece_bytes:
                 continue
             if manifest.files[other].mode != file.mode:
@@ -293,9 +379,11 @@ class TargetDirectory:
 
     def _allocate(self) -> None:
         """Room for all files, in directories of their own."""
-        places = [self._place(number) for number in range(len(self.manifest.files))]
+        coming = sorted(self._held - self._there)
+        files = [self.manifest.files[number] for number in coming]
+        places = [self._place(number) for number in coming]
         needed = 0
-        for file, place in zip(self.manifest.files, places, strict=True):
+        for file, place in zip(files, places, strict=True):
             with suppress(FileNotFoundError):
                 needed -= min(file.size, 512 * place.stat().st_blocks)
             needed += file.size
@@ -304,46 +392,55 @@ class TargetDirectory:
             raise CapacityExceeded(
                 f"{self.directory}: {needed:,} bytes are needed, and {room.f_bavail * room.f_frsize:,} are free"
             )
-        for file, place in zip(self.manifest.files, places, strict=True):
+        for file, place in zip(files, places, strict=True):
             place.parent.mkdir(parents=True, exist_ok=True)
             _allocate_file(place, file.size)
 
     def _copy_pieces(self, root: Path, manifest: Manifest) -> Iterator[None]:
         """Pieces that are the same elsewhere."""
         for piece, other in unchanged_pieces(manifest, self.manifest).items():
-            if self.have >> piece & 1:
+            if not self.needed & ~self.have & 1 << piece:
                 continue
             with suppress(FileNotFoundError, EOFError):
-                self.write(piece, self._read(root, manifest, manifest.layout.extents(other)))
+                extents = manifest.layout.extents(other)
+                files = [(root / manifest.files[each.file].path, each) for each in extents]
+                self.write(piece, _read_extents(files))
             yield
 
     # --- the end -----------------------------------------------------------------------------
 
     def _make_durable(self) -> None:
         folders = {self._partial}
-        for number, file in enumerate(self.manifest.files):
+        for number in self._held - self._there:
             place = self._place(number)
-            place.chmod(file.mode | 0o400)
-            _sync(place)
-            folders |= {each for each in place.parents if each.is_relative_to(self._partial)}
+            place.chmod(self.manifest.files[number].mode | 0o400)
+            sync(place)
+            folders |= {each for each in place.parents if each.is_relative_to(self._state)}
         for folder in folders:
-            _sync(folder)
+            sync(folder)
 
     def _move_files(self) -> None:
-        for number, file in enumerate(self.manifest.files):
-            place = self.directory / file.path
+        for number in sorted(self._chosen - self._there):
+            place = self._complete / self.manifest.files[number].path
             place.parent.mkdir(parents=True, exist_ok=True)
             self._place(number).replace(place)
-            _sync(place.parent)
+            sync(place.parent)
 
     def _forget_partials(self) -> None:
         """What was begun of other versions, or is left of one that was being removed."""
         for left in [*self._state.glob("*.partial"), *self._state.glob("*.going")]:
             shutil.rmtree(left)
+        rests = set() if self._flat else {f"{name}.rest" for name in versions_in(self.directory)}
+        rests.add(self._rest.name)
+        if self._chosen == self._all:
+            rests.remove(self._rest.name)
+        for left in self._state.glob("*.rest"):
+            if left.name not in rests:
+                shutil.rmtree(left)
         for left in [*self._state.glob("*.pieces"), *self._state.glob(f"{CURRENT}.*.new")]:
             left.unlink()
         if not self._flat:
-            complete = {self._name, *_versions(self.directory)}
+            complete = {self._name, *versions_in(self.directory)}
             for left in self._state.glob("*.manifest"):
                 if left.name.removesuffix(".manifest") not in complete:
                     left.unlink()
@@ -353,8 +450,16 @@ class TargetDirectory:
     def _state_file(self, kind: str, name: str | None = None) -> Path:
         return self._state / f"{name or self._name}.{kind}"
 
-    def _place(self, number: int) -> Path:
-        return self._root / self.manifest.files[number].path
+    def _place(self, number: int, root: Path | None = None) -> Path:
+        path = self.manifest.files[number].path
+        if number in self._there:
+            return self._complete / path
+        if number not in self._chosen:
+            return self._rest / path
+        return (root or self._root) / path
+
+    def _read_own(self, root: Path, extents: list[Extent]) -> bytearray:
+        return _read_extents([(self._place(each.file, root), each) for each in extents])
 
     def _is_whole(self, number: int) -> bool:
         """Whether the file is one, and as long as it should be."""
@@ -368,93 +473,15 @@ class TargetDirectory:
             raise ValueError("the version is complete, or the directory was closed")
         return self._record
 
-    @staticmethod
-    def _read(root: Path, manifest: Manifest, extents: list[Extent]) -> bytearray:
-        data = bytearray(sum(extent.length for extent in extents))
-        view = memoryview(data)
-        for extent in extents:
-            _read_fully(
-                root / manifest.files[extent.file].path, view[: extent.length], extent.offset
-            )
-            view = view[extent.length :]
-        return data
 
-
-# --- versions in a directory -------------------------------------------------------------------
-
-
-def current_version(directory: Path) -> bytes:
-    """The version that `current` names; empty when there is none. Raises `ConfigError` when it is no link, and
-    `OSError`."""
-    current = directory / CURRENT
-    if current.exists() and not current.is_symlink():
-        raise ConfigError(f"{current} is not a link: choose another directory")
-    try:
-        name = os.readlink(current)
-    except FileNotFoundError:
-        return b""
-    return bytes.fromhex(name) if _is_version(name) and (directory / name).is_dir() else b""
-
-
-def complete_versions(directory: Path) -> list[bytes]:
-    """The versions that are there, complete. Raises `OSError`."""
-    return [bytes.fromhex(name) for name in _versions(directory)]
-
-
-def kept_manifest(directory: Path, version: bytes) -> SignedManifest | None:
-    """The manifest of a version that is there, as its publisher signed it; None where there is none. Whoever may write
-    to the directory may have changed it: check it. Raises `OSError`."""
-    name = format_version(version)
-    try:
-        return decode_body(SignedManifest, (directory / STATE / f"{name}.manifest").read_bytes())
-    except (FileNotFoundError, ProtocolError):
-        return None
-
-
-def switch_current(directory: Path, version: bytes) -> None:
-    """Have `current` name a version that is there: at once, and for good when this returns. May be called while another
-    version is fetched to the directory. Raises `FileNotFoundError` when the version is not there, and `OSError`."""
-    name = format_version(version)
-    if not (directory / name).is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory / name))
-    link = directory / STATE / f"{CURRENT}.{secrets.token_hex(8)}.new"
-    link.symlink_to(name)
-    try:
-        link.replace(directory / CURRENT)
-    except OSError:
-        link.unlink()
-        raise
-    _sync(directory)
-    with suppress(FileNotFoundError):
-        os.utime(directory / STATE / f"{name}.manifest")  # the newest
-
-
-def _is_version(name: str) -> bool:
-    return len(name) == _VERSION_DIGITS and set(name) <= set("0123456789abcdef")
-
-
-def _versions(directory: Path) -> list[str]:
-    """Complete versions, those that were begun or used first before others."""
-    found = []
-    for manifest in (directory / STATE).glob("*.manifest"):
-        name = manifest.name.removesuffix(".manifest")
-        if _is_version(name) and (directory / name).is_dir():
-            with suppress(FileNotFoundError):
-                found.append((manifest.stat().st_mtime_ns, name))
-    return [name for _, name in sorted(found)]
-
-
-def _forget_versions(directory: Path, keep: int, placed: str = "") -> None:
-    """Remove complete versions until `keep` are left; never what `current` names, nor the one just placed."""
-    current = format_version(current_version(directory))
-    staying = {current, placed} - {""}
-    others = [name for name in _versions(directory) if name not in staying]
-    for name in others[: max(0, len(others) + len(staying) - max(1, keep))]:
-        state = directory / STATE
-        (state / f"{name}.manifest").unlink()
-        going = state / f"{name}.going"
-        (directory / name).rename(going)  # nobody finds half of it
-        shutil.rmtree(going)
+def _read_extents(places: Sequence[tuple[Path, Extent]]) -> bytearray:
+    """The bytes of ranges of files, one behind the other."""
+    data = bytearray(sum(extent.length for _, extent in places))
+    view = memoryview(data)
+    for place, extent in places:
+        _read_fully(place, view[: extent.length], extent.offset)
+        view = view[extent.length :]
+    return data
 
 
 def _read_fully(path: Path, view: memoryview, offset: int) -> None:
@@ -512,11 +539,3 @@ def _replace_file(path: Path, content: bytes) -> None:
     new = path.with_name(path.name + ".new")
     new.write_bytes(content)
     new.replace(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

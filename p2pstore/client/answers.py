@@ -171,7 +171,13 @@ def peer_infos(reply: PeersReply) -> list[PeerInfo]:
                 entry.round_trip_seconds if entry.round_trip_seconds >= 0 else None
             ),
             transports={
-                use.name: {"objects": use.objects, "bytes": use.bytes, "failures": use.failures}
+                use.name: {
+                    "objects": use.objects,
+                    "bytes": use.bytes,
+                    "failures": use.failures,
+                    "median_microseconds": use.median_microseconds,
+                    "p99_microseconds": use.p99_microseconds,
+                }
                 for use in entry.transports
             },
             directory=entry.directory,

@@ -20,7 +20,7 @@ MAX_SECONDS: Final = 1e9
 """31 years: what is longer is a mistake, such as milliseconds, or infinity."""
 
 
-def whole_number(name: str, value: Any, *, minimum: int = 1) -> int:
+def whole_number(name: str, value: Any, *, minimum: int = 1, maximum: int = MAX_COUNT) -> int:
     """A count of at least `minimum`; numpy's whole numbers too."""
     try:
         if isinstance(value, bool):
@@ -28,8 +28,8 @@ def whole_number(name: str, value: Any, *, minimum: int = 1) -> int:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be a whole number, not {_shown(value)}") from None
-    if not minimum <= number <= MAX_COUNT:
-        raise ValueError(f"{name} must be at least {minimum} and below 2**31, not {number}")
+    if not minimum <= number <= maximum:
+        raise ValueError(f"{name} must be {minimum:,} to {maximum:,}, not {number:,}")
     return number
 
 

@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -46,7 +46,7 @@ from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, BlockingDriver, run_block
 from p2pstore.transfer.trace import FetchTrace, Progress
 
 if TYPE_CHECKING:
-    from p2pstore.client.tensors import CheckpointTensors
+    from p2pstore.client.tensors import CheckpointTensors, Rows
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class BlockingCheckpoints:
     def publish(
         self,
         name: str,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | Mapping[str, Any],
         *,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
@@ -126,6 +126,8 @@ class BlockingCheckpoints:
         publisher: str | None = None,
         flat: bool = False,
         keep: int = 2,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
         limit_rate: int = 0,
         verify: bool = False,
         wait: float = 0.0,
@@ -139,6 +141,8 @@ class BlockingCheckpoints:
                 publisher=publisher,
                 flat=flat,
                 keep=keep,
+                include=include,
+                exclude=exclude,
                 limit_rate=limit_rate,
                 verify=verify,
                 wait=wait,
@@ -195,11 +199,16 @@ class BlockingCheckpoints:
     def remove(self, name: str) -> str:
         return run_blocking(self._checkpoints.remove(name))
 
+    def forget(self, name: str, publisher: str) -> str:
+        return run_blocking(self._checkpoints.forget(name, publisher))
+
     def fetch_tensors(
         self,
         name: str,
         names: Sequence[str] = (),
         *,
+        files: Sequence[str] = (),
+        rows: Rows | None = None,
         version: str = "",
         publisher: str | None = None,
         wait: float = 0.0,
@@ -209,6 +218,8 @@ class BlockingCheckpoints:
             self._checkpoints.fetch_tensors(
                 name,
                 names,
+                files=files,
+                rows=rows,
                 version=version,
                 publisher=publisher,
                 wait=wait,

@@ -6,14 +6,16 @@ A follow and an update have a connection of their own and end with it, as publis
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
 from typing import Final
 
 from p2pstore.allowlist import parse_peer_id
+from p2pstore.checkpoint.paths import check_checkpoint_name
 from p2pstore.client import arguments
-from p2pstore.errors import FollowersLag, P2PStoreError
+from p2pstore.errors import CheckpointRefused, FollowersLag, P2PStoreError
 from p2pstore.local import group_messages as local
 from p2pstore.local.connection import LocalConnection
 from p2pstore.local.messages import Access, LocalKind
@@ -73,12 +75,12 @@ class CheckpointGroups:
         """
         request = local.Follow(
             self._namespace,
-            arguments.text("name", name),
+            checkpoint_name(name),
             b"" if publisher is None else parse_peer_id(publisher, "publisher"),
             arguments.whole_number("keep", keep),
             os.fspath(directory),
         )
-        os.makedirs(directory, exist_ok=True)
+        make_directory(directory)
         connection = await self._open(directory)
         try:
             ahead = await connection.request_ahead(
@@ -136,7 +138,7 @@ class CheckpointGroups:
         """
         request = local.Update(
             self._namespace,
-            arguments.text("name", name),
+            checkpoint_name(name),
             round(1000 * arguments.seconds("timeout", timeout)),
             -1 if quorum is None else arguments.whole_number("quorum", quorum, minimum=0),
         )
@@ -187,9 +189,7 @@ class CheckpointGroups:
     async def status(self, name: str) -> list[CheckpointInfo]:
         """What is known of a name, and what members have of it; one item for each of its publishers, that one first
         that this peer trusts. Raises `NoSuchKey` when nobody publishes it."""
-        found = await self._known(
-            local.ListCheckpoints(self._namespace, arguments.text("name", name))
-        )
+        found = await self._known(local.ListCheckpoints(self._namespace, checkpoint_name(name)))
         return sorted(found, key=lambda each: not each.trusted)
 
     async def wait_followers(
@@ -228,11 +228,20 @@ class CheckpointGroups:
     async def remove(self, name: str) -> str:
         """Remove a name that this peer publishes, and give its versions away no more; what others have stays theirs.
         The last version. Raises `NoSuchKey` when this peer does not publish the name."""
+        return await self._remove(name, b"")
+
+    async def forget(self, name: str, publisher: str) -> str:
+        """Do not list or trust a publisher's name any more, on this peer alone, and pass its versions on no more: for a
+        publisher that is gone for good. It counts again when it publishes a newer version. The last version. Raises
+        `NoSuchKey` when it publishes no such name, `ValueError` for the peer's own."""
+        return await self._remove(name, parse_peer_id(publisher, "publisher"))
+
+    async def _remove(self, name: str, publisher: bytes) -> str:
         connection = await self._open()
         try:
             reply = await connection.request(
                 LocalKind.CHECKPOINT_REMOVE,
-                local.RemoveCheckpoint(self._namespace, arguments.text("name", name)),
+                local.RemoveCheckpoint(self._namespace, checkpoint_name(name), publisher),
                 local.CheckpointRemoved,
                 progress_seconds=self._timeout,
             )
@@ -254,10 +263,15 @@ class CheckpointGroups:
         return [_info(item) for item in reply.items]
 
     async def _open(
-        self, directory: str | os.PathLike[str] | None = None, *, checkpoint: bytes = b""
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        checkpoint: bytes = b"",
+        descriptor: int = -1,
     ) -> LocalConnection:
-        """A connection of its own, with a directory that the peer is to work in, or to a version in its memory."""
-        descriptor = -1
+        """A connection of its own, with a directory that the peer is to work in, or memory (`descriptor`, which stays
+        the caller's), or to a version in its memory."""
+        passed = descriptor
         if directory is not None:
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -271,8 +285,27 @@ class CheckpointGroups:
                 checkpoint=checkpoint,
             )
         finally:
-            if descriptor >= 0:
+            if descriptor != passed:
                 os.close(descriptor)
+
+
+def checkpoint_name(name: str) -> str:
+    """A name that a checkpoint can have. Raises `TypeError` and `ValueError`."""
+    try:
+        check_checkpoint_name(arguments.text("name", name))
+    except CheckpointRefused as error:
+        raise ValueError(str(error)) from None
+    return name
+
+
+def make_directory(directory: str | os.PathLike[str]) -> None:
+    """Have it there. Raises `OSError`, which says so when a file is in its place."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(
+            errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(directory)
+        ) from error
 
 
 def has_version(member: CheckpointMember, version: str) -> bool:
@@ -280,6 +313,8 @@ def has_version(member: CheckpointMember, version: str) -> bool:
     short = version[:16]
     if member.follows and member.current == short:
         return True
+    if member.needs < 1:
+        return False
     return member.version == short and member.state in ("verified", "seeding", "publishing")
 
 
@@ -367,6 +402,7 @@ def _info(item: local.CheckpointEntry) -> CheckpointInfo:
                 each.why,
                 each.bytes_per_second,
                 each.me,
+                each.needs_permille / 1000,
             )
             for each in item.members
         ),

@@ -10,13 +10,18 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from msgspec import structs
 
 from p2pstore.allowlist import parse_peer_id
+from p2pstore.checkpoint.piece_map import pack_map
+from p2pstore.checkpoint.pieces import check_piece_bytes
 from p2pstore.client import arguments
-from p2pstore.client.checkpoint_groups import CheckpointGroups
-from p2pstore.errors import DeadlineExceeded
+from p2pstore.client.checkpoint_groups import CheckpointGroups, checkpoint_name, make_directory
+from p2pstore.errors import CheckpointRefused, DeadlineExceeded
 from p2pstore.local import checkpoint_messages as local
 from p2pstore.local.connection import LocalConnection
 from p2pstore.local.messages import LocalKind
@@ -24,7 +29,7 @@ from p2pstore.results import CheckpointProgress, FetchedCheckpoint, PublishedChe
 from p2pstore.wire import Message
 
 if TYPE_CHECKING:
-    from p2pstore.client.tensors import CheckpointTensors
+    from p2pstore.client.tensors import CheckpointTensors, MappedVersion, Rows
 
 M = TypeVar("M", bound=Message)
 CheckpointWatch = Callable[[CheckpointProgress], None]
@@ -33,6 +38,7 @@ LOOK_SECONDS: Final = 0.25
 """Between two looks at how far it is."""
 STALLED_SECONDS: Final = 60.0
 """Without any progress, until a fetch or a publish is given up; or the client's timeout, where that is longer."""
+MOST_BYTES_PER_SECOND: Final = 2**63 - 1
 _VERSION: Final = re.compile(r"[0-9a-fA-F]{4,32}")
 
 
@@ -42,7 +48,7 @@ class Checkpoints(CheckpointGroups):
     async def publish(
         self,
         name: str,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | Mapping[str, Any],
         *,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
@@ -56,24 +62,57 @@ class Checkpoints(CheckpointGroups):
         `include` and `exclude` are patterns for whole relative paths (`*` matches `/` too). `piece_bytes` is a power of
         two, 0 for the usual. The local peer reads the files from where they are for as long as it runs.
 
-        Raises `CheckpointRefused` for what cannot be published, `CheckpointChanged` when a file changes meanwhile, and
-        `DeadlineExceeded` when nothing moves any more.
+        In place of a directory, tensors by name: numpy arrays and CPU torch tensors. They are copied once, to memory
+        that the local peer serves them from until it has a newer version that was published so, and fetched as a
+        directory with `model.safetensors`, or by `fetch_tensors`. They may be changed when this returns.
+
+        Raises `CheckpointRefused` for what cannot be published, `CapacityExceeded` for tensors that have no room,
+        `CheckpointChanged` when a file changes meanwhile, and `DeadlineExceeded` when nothing moves any more.
         """
         request = local.Publish(
             self._namespace,
-            arguments.text("name", name),
+            checkpoint_name(name),
             arguments.key_list(list(include)),
             arguments.key_list(list(exclude)),
-            arguments.whole_number("piece_bytes", piece_bytes, minimum=0),
+            _piece_bytes(piece_bytes),
             arguments.flag("wait_seeded", wait_seeded),
-            os.fspath(directory),
+            "" if isinstance(directory, Mapping) else os.fspath(directory),
         )
-        done = await self._do(
-            LocalKind.CHECKPOINT_PUBLISH, request, local.Published, directory, progress
-        )
+        if isinstance(directory, Mapping):
+            done = await self._publish_tensors(request, directory, progress)
+        else:
+            done = await self._do(
+                LocalKind.CHECKPOINT_PUBLISH, request, local.Published, directory, progress
+            )
         return PublishedCheckpoint(
             done.version.hex(), done.files, done.total_bytes, done.pieces, done.piece_bytes
         )
+
+    async def _publish_tensors(
+        self, request: local.Publish, tensors: Mapping[str, Any], progress: CheckpointWatch | None
+    ) -> local.Published:
+        if request.include or request.exclude:
+            raise ValueError("include and exclude are for files: pass the tensors that are meant")
+        from p2pstore.client.tensor_file import FILE_NAME, plan_image, write_image
+
+        image = plan_image(tensors)
+        memory = await self._driver.run_in_thread(partial(write_image, image))
+        try:
+            request = structs.replace(request, file=FILE_NAME)
+            connection = await self._open(descriptor=memory)
+        finally:
+            os.close(memory)
+        try:
+            return await self._ask(
+                connection,
+                LocalKind.CHECKPOINT_PUBLISH,
+                request,
+                local.Published,
+                progress,
+                0.0,
+            )
+        finally:
+            connection.close()
 
     async def fetch(
         self,
@@ -84,6 +123,8 @@ class Checkpoints(CheckpointGroups):
         publisher: str | None = None,
         flat: bool = False,
         keep: int = 2,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
         limit_rate: int = 0,
         verify: bool = False,
         wait: float = 0.0,
@@ -93,6 +134,10 @@ class Checkpoints(CheckpointGroups):
         `directory/VERSION`, and have `directory/current` name it; with `flat`, to the directory itself. The directory
         is made if it is not there. What is there already and has the right hash is not fetched, an interrupted fetch
         goes on where it was, and of older versions `keep` stay.
+
+        `include` and `exclude` are patterns for whole relative paths (`*` matches `/` too): only those files are
+        brought, which takes the pieces that they are in. Files of the version that are there already stay, and when all
+        are wanted later, only the others are fetched. Raises `ValueError` when no file matches.
 
         `publisher` is a peer id: nobody else's checkpoint of that name is taken; by default the one who published it
         when this peer first saw the name. `limit_rate` bounds what is fetched, in bytes a second. `verify` reads again
@@ -106,23 +151,27 @@ class Checkpoints(CheckpointGroups):
             raise ValueError(f"version must be 4 to 32 hexadecimal digits, not {version!r}")
         request = local.Fetch(
             self._namespace,
-            arguments.text("name", name),
+            checkpoint_name(name),
             version.lower(),
             b"" if publisher is None else parse_peer_id(publisher, "publisher"),
             arguments.flag("flat", flat),
             arguments.whole_number("keep", keep),
-            arguments.whole_number("limit_rate", limit_rate, minimum=0),
+            arguments.whole_number(
+                "limit_rate", limit_rate, minimum=0, maximum=MOST_BYTES_PER_SECOND
+            ),
             arguments.flag("verify", verify),
             round(1000 * arguments.seconds("wait", wait)),
             os.fspath(directory),
+            include=arguments.key_list(list(include)),
+            exclude=arguments.key_list(list(exclude)),
         )
-        os.makedirs(directory, exist_ok=True)
+        make_directory(directory)
         done = await self._do(
             LocalKind.CHECKPOINT_FETCH, request, local.Fetched, directory, progress, wait
         )
         place = os.path.join(os.fspath(directory), done.directory) if done.directory else directory
         return FetchedCheckpoint(
-            done.version.hex(), os.fspath(place), done.total_bytes, done.fetched_bytes
+            done.version.hex(), os.fspath(place), done.total_bytes, done.fetched_bytes, done.whole
         )
 
     async def fetch_tensors(
@@ -130,29 +179,62 @@ class Checkpoints(CheckpointGroups):
         name: str,
         names: Sequence[str] = (),
         *,
+        files: Sequence[str] = (),
+        rows: Rows | None = None,
         version: str = "",
         publisher: str | None = None,
         wait: float = 0.0,
         progress: CheckpointWatch | None = None,
     ) -> CheckpointTensors:
-        """Fetch a version to the local peer's memory and map it: its tensors by name, as views without a copy; of them
-        those that match one of the patterns `names`, when there are any. Clients of one peer share the memory. It is
-        given back when the last of them closes what this returns; the peer passes the version on until then.
+        """Fetch a version to the local peer's memory and map it: its tensors by name, as views without a copy. Clients
+        of one peer share the memory. It is given back when the last of them closes what this returns; the peer passes
+        the version on until then.
+
+        With `names` (patterns), only the tensors that match are fetched, as far as pieces allow, and only they are
+        there; `files` are patterns of other files that are wanted, such as `*.json`. `rows(name, shape)` says which
+        rows of a tensor are wanted, as a slice of its first dimension, None for all of them: what one rank of several
+        needs.
 
         Raises as `fetch`; `CapacityExceeded` for more than the peer's `--checkpoint-memory`, `CheckpointRefused` for
         files that are called .safetensors and are none.
         """
         if version and not _VERSION.fullmatch(arguments.text("version", version)):
             raise ValueError(f"version must be 4 to 32 hexadecimal digits, not {version!r}")
-        patterns = tuple(arguments.key_list(names))
+        patterns, other_files = arguments.key_list(names), arguments.key_list(files)
+        some = bool(patterns or other_files or rows is not None)
         request = local.Fetch(
             self._namespace,
-            arguments.text("name", name),
+            checkpoint_name(name),
             version.lower(),
             b"" if publisher is None else parse_peer_id(publisher, "publisher"),
             wait_ms=round(1000 * arguments.seconds("wait", wait)),
             memory=True,
+            pieces=b"" if some else None,
         )
+        from p2pstore.client.tensors import CheckpointTensors, TensorsWanted
+
+        wanted = TensorsWanted(patterns, other_files, rows)
+        mapped = await self._fetch_and_map(request, progress, wait)
+        try:
+            if not some:
+                await self._driver.run_in_thread(partial(wanted.take_all, mapped))
+            while some and await self._driver.run_in_thread(partial(wanted.look, mapped)):
+                before, count = mapped, mapped.manifest.layout.count
+                request = structs.replace(
+                    request,
+                    version=mapped.version.hex(),
+                    pieces=pack_map(wanted.pieces, count),
+                )
+                mapped = await self._fetch_and_map(request, progress, wait)
+                before.close()
+            return CheckpointTensors(mapped, wanted.places, wanted.files)
+        except BaseException:
+            mapped.close()
+            raise
+
+    async def _fetch_and_map(
+        self, request: local.Fetch, progress: CheckpointWatch | None, wait: float
+    ) -> MappedVersion:
         bringing = await self._open()
         try:
             done = await self._ask(
@@ -162,9 +244,9 @@ class Checkpoints(CheckpointGroups):
         finally:
             bringing.close()  # from here on the other connection holds it
         try:
-            from p2pstore.client.tensors import CheckpointTensors
+            from p2pstore.client.tensors import MappedVersion
 
-            return await self._driver.run_in_thread(lambda: CheckpointTensors(mapped, patterns))
+            return await self._driver.run_in_thread(lambda: MappedVersion(mapped, done.version))
         except BaseException:
             mapped.close()
             raise
@@ -228,3 +310,14 @@ class Checkpoints(CheckpointGroups):
                     f"nothing moved for {patience:g} s ({reply.phase}): nobody who has it can be reached, or the "
                     "disk does not answer"
                 )
+
+
+def _piece_bytes(piece_bytes: int) -> int:
+    """A length that pieces may have, or 0 for the usual. Raises `TypeError` and `ValueError`."""
+    number = arguments.whole_number("piece_bytes", piece_bytes, minimum=0)
+    if number:
+        try:
+            check_piece_bytes(number)
+        except CheckpointRefused as error:
+            raise ValueError(str(error)) from None
+    return number

@@ -34,7 +34,7 @@ from p2pstore.local.messages import (
     Planned,
     Prefetch,
 )
-from p2pstore.objects import namespace_digest
+from p2pstore.objects import CHUNK_BYTES, namespace_digest
 from p2pstore.transfer.data_connection import ItemOutcome
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.failover import HolderReport, SilentHolders
@@ -89,15 +89,22 @@ class Fetcher:
         self._pool.close()
 
     async def fetch(
-        self, key: str, digest: bytes, destination: Destination, wait_seconds: float = 0.0
+        self,
+        key: str,
+        digest: bytes,
+        destination: Destination,
+        wait_seconds: float = 0.0,
+        before: PullReport | None = None,
     ) -> Copied | Pulled:
-        """Bring the object to the destination. Raises, when it is still so after `wait_seconds`,
-        `NoSuchKey` or `Unavailable`; at once what the destination raises, `DeadlineExceeded`,
-        `StoreClosed`."""
+        """Bring the object to the destination. `before`: how it failed a moment ago to read it from its only holder.
+        Raises, when it is still so after `wait_seconds`, `NoSuchKey` or `Unavailable`; at once what the destination
+        raises, `DeadlineExceeded`, `StoreClosed`."""
         destination = resumable(destination)
-        before = await self._pull_from_only_holder(key, digest, destination)
-        if isinstance(before, Pulled):
-            return before
+        if before is None:
+            first = await self._pull_from_only_holder(key, digest, destination)
+            if isinstance(first, Pulled):
+                return first
+            before = first
         wait_until = time.monotonic() + wait_seconds
         pause_seconds = FIRST_PAUSE_SECONDS
         while True:
@@ -157,6 +164,30 @@ class Fetcher:
         report = PullReport(pulled, copy, ())
         self._link.note_pull(key, digest, report, time.monotonic() - began)
         return pulled
+
+    async def pull_chunk_into(
+        self, key: str, digest: bytes, view: memoryview
+    ) -> int | PullReport | None:
+        """What one other host is known to hold, if it is of one chunk, over a connection that is there: its length.
+        Otherwise how that failed, or None when there is no such short way."""
+        only = self._known.only(digest)
+        if only is None:
+            return None
+        copy, slot_hint, expected_bytes = only
+        if expected_bytes > CHUNK_BYTES:
+            return None
+        began = time.monotonic()
+        try:
+            length = await self._pool.pull_chunk(copy, digest, view, slot_hint, expected_bytes)
+        except PullFailed as failure:
+            report = failed_report(copy, self._transports, failure)
+            self._note_pull(key, digest, report, time.monotonic() - began, own=True)
+            return report
+        if length < 0:
+            return None
+        seconds = time.monotonic() - began
+        self._link.note_chunk(key, digest, copy.member, length, seconds)
+        return length
 
     def _own_plan(self, digest: bytes, destination: Destination) -> OwnPlan | None:
         """A plan without asking the peer. Not for who wants to see how a read goes, nor for what is here and only
@@ -384,15 +415,19 @@ class Fetcher:
         """Many objects from one holder, over one connection; per item what came, or why not. `others`:
         other peers hold them as well."""
         outcomes = await self._pool.pull_many(hurried(copy) if others else copy, items)
-        pulled = [each for each in outcomes if isinstance(each, Pulled)]
+        lengths = [
+            each if isinstance(each, int) else each.length
+            for each in outcomes
+            if isinstance(each, (int, Pulled))
+        ]
         failures = sum(isinstance(each, PullFailed) for each in outcomes)
         if failures:
             self._known.forget([copy.member])
         self._link.note_pulls(
             copy.member,
             TcpTransport.name,
-            objects=len(pulled),
-            length_bytes=sum(each.length for each in pulled),
+            objects=len(lengths),
+            length_bytes=sum(lengths),
             failures=failures,
         )
         return outcomes

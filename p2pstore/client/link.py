@@ -208,6 +208,13 @@ class PeerLink:
         self._pulls.pulled(key, digest, report, seconds)
         self.stir()
 
+    def note_chunk(
+        self, key: str, digest: bytes, member: int, length_bytes: int, seconds: float
+    ) -> None:
+        """An object was read over TCP from its only holder."""
+        self._pulls.pulled_chunk(key, digest, member, length_bytes, seconds)
+        self.stir()
+
     def note_miss(self) -> None:
         """A read ended without the value: nobody has it, or nobody who has it could be reached."""
         self._pulls.missed()

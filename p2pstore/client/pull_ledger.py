@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from p2pstore.histograms import Histogram
 from p2pstore.local.messages import PullCount, SlowRead, TransportFallback, UnseenRead
+from p2pstore.transfer.data_connection import TRANSPORT_NAME
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.shm import ShmTransport
 from p2pstore.transfer.transport import PullReport
@@ -19,11 +21,37 @@ MAX_REASON_LETTERS: Final = 200
 MAX_UNSEEN: Final = 4096
 
 
+class _Pulls:
+    """What came from one holder by one transport."""
+
+    __slots__ = ("bytes", "durations", "failures", "lengths", "objects")
+
+    def __init__(self) -> None:
+        self.objects = 0
+        self.bytes = 0
+        self.failures = 0
+        self.durations = Histogram()
+        self.lengths = Histogram()
+
+    def message(self, member: int, transport: str) -> PullCount:
+        """For the peer."""
+        return PullCount(
+            member,
+            transport,
+            self.objects,
+            self.bytes,
+            self.failures,
+            self.durations.trimmed(),
+            self.durations.total,
+            self.lengths.trimmed(),
+        )
+
+
 class PullLedger:
     """Counts until `take`."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[int, str], list[int]] = {}
+        self._counts: dict[tuple[int, str], _Pulls] = {}
         self._slow: list[SlowRead] = []
         self._fallbacks: dict[tuple[int, str], TransportFallback] = {}
         self._misses = 0
@@ -39,7 +67,7 @@ class PullLedger:
     def pulled(self, key: str, digest: bytes, report: PullReport, seconds: float) -> None:
         """One object was read, or was not."""
         for failure in report.failures:
-            self.count(failure.member, failure.transport, failures=1)
+            self._add(failure.member, failure.transport, failures=1)
         for fallback in report.fallbacks:
             self._fell_back(fallback)
         if report.pulled is not None and report.copy is not None:
@@ -48,7 +76,8 @@ class PullLedger:
                 self._unseen_by(member, digest)
             for share in report.brought():
                 whole = int(share.member == member)
-                self.count(share.member, transport, objects=whole, length_bytes=share.length_bytes)
+                self._add(share.member, transport, objects=whole, length_bytes=share.length_bytes)
+            self._took(member, transport, seconds, report.pulled.length)
             code = 0
         elif report.failures:
             last = report.failures[-1]
@@ -57,6 +86,19 @@ class PullLedger:
             return
         if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
             self._slow.append(SlowRead(digest, member, transport, seconds, code, key))
+
+    def pulled_chunk(
+        self, key: str, digest: bytes, member: int, length_bytes: int, seconds: float
+    ) -> None:
+        """`pulled`, for an object that came over TCP from its only holder at once."""
+        counted = self._counted(member, TRANSPORT_NAME)
+        if counted is not None:
+            counted.objects += 1
+            counted.bytes += length_bytes
+            counted.durations.add_seconds(seconds)
+            counted.lengths.add(length_bytes)
+        if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
+            self._slow.append(SlowRead(digest, member, TRANSPORT_NAME, seconds, 0, key))
 
     def _unseen_by(self, member: int, digest: bytes) -> None:
         """Nobody but this client knows that the holder was read; its eviction is to know as well."""
@@ -80,13 +122,42 @@ class PullLedger:
         length_bytes: int = 0,
         failures: int = 0,
     ) -> None:
-        """Add to what came from one holder."""
-        if (member, transport) not in self._counts and len(self._counts) >= MAX_HOLDERS:
-            return
-        counted = self._counts.setdefault((member, transport), [0, 0, 0])
-        counted[0] += objects
-        counted[1] += length_bytes
-        counted[2] += failures
+        """Objects came together from one holder: how long each of them is counts as their mean."""
+        counted = self._add(
+            member, transport, objects=objects, length_bytes=length_bytes, failures=failures
+        )
+        if counted is not None and objects:
+            counted.lengths.add(length_bytes // objects, objects)
+
+    def _add(
+        self,
+        member: int,
+        transport: str,
+        *,
+        objects: int = 0,
+        length_bytes: int = 0,
+        failures: int = 0,
+    ) -> _Pulls | None:
+        counted = self._counted(member, transport)
+        if counted is not None:
+            counted.objects += objects
+            counted.bytes += length_bytes
+            counted.failures += failures
+        return counted
+
+    def _took(self, member: int, transport: str, seconds: float, length: int) -> None:
+        """One object was read in so much time."""
+        counted = self._counted(member, transport)
+        if counted is not None:
+            counted.durations.add_seconds(seconds)
+            counted.lengths.add(length)
+
+    def _counted(self, member: int, transport: str) -> _Pulls | None:
+        """None where there are too many holders to keep apart."""
+        counted = self._counts.get((member, transport))
+        if counted is None and len(self._counts) < MAX_HOLDERS:
+            counted = self._counts[member, transport] = _Pulls()
+        return counted
 
     def take(
         self,
@@ -97,6 +168,6 @@ class PullLedger:
         fallbacks, self._fallbacks = self._fallbacks, {}
         misses, self._misses = self._misses, 0
         unseen, self._unseen = self._unseen, {}
-        pulls = [PullCount(*where, *numbers) for where, numbers in list(counts.items())]
+        pulls = [counted.message(*where) for where, counted in list(counts.items())]
         reads = [UnseenRead(*which, count) for which, count in list(unseen.items())]
         return pulls, slow, list(fallbacks.values()), misses, reads

@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from p2pstore.client.gathered import Gathered, Source
 from p2pstore.local.messages import Reservation, ReserveItem
 from p2pstore.objects import MIB, chunk_bounds, chunk_count, chunk_sum
 from p2pstore.streams import Driver
@@ -59,10 +60,30 @@ def copy_and_sum(target: memoryview, source: memoryview) -> bytes:
     return np.array(sums, "<u8").tobytes()
 
 
+def gather_and_sum(target: memoryview, source: Gathered, start: int) -> bytes:
+    """`copy_and_sum` of the bytes of `source` from `start` on, as many as `target` has."""
+    sums = []
+    for at, end in chunk_bounds(len(target)):
+        place = at
+        for piece in source.between(start + at, start + end):
+            copy_bytes(target[place : place + len(piece)], piece)
+            place += len(piece)
+        sums.append(chunk_sum(target[at:end]))
+    return np.array(sums, "<u8").tobytes()
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy as many bytes as `target` has; large ones without the interpreter's lock."""
+    if len(source) <= SMALL_COPY_BYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
 async def fill(
     driver: Driver,
     target: memoryview,
-    source: memoryview,
+    source: Source,
     check: Callable[[], None],
     progress: Progress | None = None,
 ) -> bytes:
@@ -70,16 +91,22 @@ async def fill(
     between them: after that nothing writes to `target` any more. `check` is called before each piece, and
     raises once `target` is not ours any more; `progress` hears of each piece."""
     if len(source) <= PIECE_BYTES:
-        return copy_and_sum(target, source)
+        return _copy_part(target, source, 0)
     sums = []
     for start in range(0, len(source), PIECE_BYTES):
         check()
         end = min(start + PIECE_BYTES, len(source))
-        copy = partial(copy_and_sum, target[start:end], source[start:end])
+        copy = partial(_copy_part, target[start:end], source, start)
         sums.append(await driver.run_in_thread(copy))
         if progress is not None:
             progress(end, len(source))
     return b"".join(sums)
+
+
+def _copy_part(target: memoryview, source: Source, start: int) -> bytes:
+    if isinstance(source, Gathered):
+        return gather_and_sum(target, source, start)
+    return copy_and_sum(target, source[start : start + len(target)])
 
 
 def groups(sizes: Sequence[int]) -> list[range]:

@@ -16,6 +16,7 @@ from p2pstore.client.batches import fetch_many
 from p2pstore.client.checkpoints import Checkpoints
 from p2pstore.client.destinations import BytesDestination, TensorDestination
 from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
+from p2pstore.client.gathered import value_of
 from p2pstore.client.leasing import Leaser
 from p2pstore.client.link import PeerLink
 from p2pstore.client.neighbours import Neighbours
@@ -186,7 +187,7 @@ class ClientSession:
         `progress` is called with the bytes copied so far and the bytes in all; the replicas are made
         after that."""
         options = put_options(replicas, pin, ttl, overwrite, durable)
-        return await self._live.writer.put(key, source_view(value), options, progress)
+        return await self._live.writer.put(key, value_of(value), options, progress)
 
     async def put_tensor(
         self,
@@ -254,7 +255,10 @@ class ClientSession:
         copied = await fetcher.read_here_into(digest, view)
         if copied is not None:
             return copied.length
-        return (await fetcher.fetch(key, digest, BufferDestination(view), wait)).length
+        pulled = await fetcher.pull_chunk_into(key, digest, view)
+        if isinstance(pulled, int):
+            return pulled
+        return (await fetcher.fetch(key, digest, BufferDestination(view), wait, pulled)).length
 
     async def get_tensor(
         self, key: str, *, wait: float = 0.0, framework: Framework | None = None

@@ -8,10 +8,10 @@ from typing import Any, Final
 from p2pstore.client import answers, arguments
 from p2pstore.client.elsewhere import ElsewhereWriter
 from p2pstore.client.fetch import deadline_ms
+from p2pstore.client.gathered import Gathered, Source, value_of
 from p2pstore.client.link import PeerLink
 from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.client.puts import fill, groups, trailer_bound
-from p2pstore.client.values import source_view
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, P2PStoreError
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
@@ -68,7 +68,7 @@ class Writer:
     async def put(
         self,
         key: str,
-        source: memoryview,
+        source: Source,
         options: PutOptions,
         progress: Progress | None = None,
         follows: bytes | None = None,
@@ -82,7 +82,8 @@ class Writer:
             reservation = await self._room_for(key, item)
         except (CapacityExceeded, ObjectTooLarge) as refusal:
             seconds = _replication_seconds(len(source), options["replicas"])
-            return await self._elsewhere.put(key, source, options, refusal, seconds, progress)
+            whole = source.joined() if isinstance(source, Gathered) else source
+            return await self._elsewhere.put(key, whole, options, refusal, seconds, progress)
         try:
             if follows is None:
                 follows = self._chains.before(key_digest(key, self._namespace))
@@ -115,11 +116,11 @@ class Writer:
         """Store many values; one result per item. Each follows the one before it, as far as eviction is concerned:
         a batch is a chain of prefix blocks, or it does not matter which of it goes first."""
         results: list[ItemResult] = [ItemResult(key) for key, _ in items]
-        sources: dict[int, memoryview] = {}
+        sources: dict[int, Source] = {}
         for index, (key, value) in enumerate(items):
             try:
                 encode_key(key)
-                source = source_view(value)
+                source = value_of(value)
                 check_object_length(len(source))
             except (P2PStoreError, ValueError, TypeError) as error:
                 results[index] = ItemResult(key, error=answers.plain_error(error))
@@ -140,7 +141,7 @@ class Writer:
 
     async def _put_group(
         self,
-        sources: dict[int, memoryview],
+        sources: dict[int, Source],
         follows: dict[int, bytes],
         options: PutOptions,
         results: list[ItemResult],
@@ -175,7 +176,7 @@ class Writer:
 
     async def _put_reserved(
         self,
-        sources: dict[int, memoryview],
+        sources: dict[int, Source],
         follows: dict[int, bytes],
         reservations: dict[int, local.Reservation],
         options: PutOptions,
@@ -201,7 +202,7 @@ class Writer:
             else:
                 results[index] = ItemResult(keys[index], result)
 
-    def _reserve_item(self, key: str, source: memoryview, options: PutOptions) -> local.ReserveItem:
+    def _reserve_item(self, key: str, source: Source, options: PutOptions) -> local.ReserveItem:
         check_object_length(len(source))
         return local.ReserveItem(
             len(source),
@@ -230,7 +231,7 @@ class Writer:
     async def _fill(
         self,
         key: str,
-        source: memoryview,
+        source: Source,
         reservation: local.Reservation,
         options: PutOptions,
         follows: bytes,

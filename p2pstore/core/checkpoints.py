@@ -54,8 +54,9 @@ TELL_SECONDS: Final = 1.0
 """Between two records of this peer that differ in its checkpoints. Each costs all others a signature."""
 FAILED_SECONDS: Final = 600.0
 """For so long others are told that something failed here."""
-PROGRESS_SECONDS: Final = 5.0
-"""Between two that differ in how far it is alone, or twice that, and so on, in a large cluster."""
+PROGRESS_SECONDS: Final = 10.0
+"""Between two that differ in how far it is alone, or twice that, and so on, in a large cluster. (A moment in which 16
+peers tell theirs costs each of them as much as ten pieces of a broadcast do.)"""
 PERCENT: Final = 10
 """Permille by which a fetch must have gone on to be told."""
 MAX_PINS: Final = 1024
@@ -85,7 +86,9 @@ class Checkpoints:
         self._pins: OrderedDict[Name, PeerId] = OrderedDict()
         """The name used last is the last."""
         self.pins_version = 0
-        """Grows whenever `pins` would say something else."""
+        """Grows whenever `pins` or `forgotten` would say something else."""
+        self._forgotten: OrderedDict[tuple[Name, PeerId], int] = OrderedDict()
+        """Publishers of names that are not to be shown, and what they say up to which clock."""
         self._ignored: dict[tuple[Name, PeerId], None] = {}
         self._notes: list[str] = []
 
@@ -158,9 +161,19 @@ class Checkpoints:
         head = self.head(checkpoint_digest(namespace, name, self._core.peer_id))
         if head is not None and not head.gone:
             return head
-        others = [self._name(each.publisher) for each in self.heads(namespace, name)]
-        says = f"; {', '.join(others)} does: ask there" if others else ""
+        others = self.heads(namespace, name)
+        says = (
+            f"; {', '.join(self._name(each.publisher) for each in others)} does: ask there"
+            if others
+            else ""
+        )
+        if others and not any(map(self._is_there, others)):
+            says += ", or forget it, if that peer is gone for good (`checkpoint rm --forget`)"
         raise NoSuchKey(f"this peer publishes no checkpoint {name!r}{says}")
+
+    def _is_there(self, head: Head) -> bool:
+        state = self._core.gossip.membership.get(head.publisher)
+        return state is not None and state.live
 
     def heads(self, namespace: str | None = None, name: str | None = None) -> list[Head]:
         """All that are published, by whomever: of a namespace, of a name in it. In their order, removed ones left
@@ -174,6 +187,7 @@ class Checkpoints:
             for record in records
             if (head := read_head(record)) is not None
             and not head.gone
+            and not self._is_forgotten(head)
             and namespace in (None, head.namespace)
             and name in (None, head.name)
         ]
@@ -211,7 +225,9 @@ class Checkpoints:
                 f"checkpoint {name!r} has {len(known)} publishers: {listed}; choose one (--publisher)"
             )
         elif not known:
-            raise NoSuchKey(f"no checkpoint {name!r} is known in namespace {namespace!r}")
+            raise NoSuchKey(
+                f"no checkpoint {name!r} is known in namespace {namespace!r} (to wait for one: --wait)"
+            )
         else:
             found = known
         self.pin(namespace, name, found[0].publisher)
@@ -226,6 +242,41 @@ class Checkpoints:
             others = ", ".join(format_peer_id(head.publisher) for head in known)
             says += f"; to trust another one, name it (--publisher): {others}"
         return says
+
+    def forget(self, namespace: str, name: str, publisher: PeerId) -> Head:
+        """Show and trust a publisher's name no more, on this peer alone, until the publisher says something new of it:
+        for one that is gone for good. Raises `NoSuchKey` when none is known, and `ValueError` for this peer's own."""
+        if publisher == self._core.peer_id:
+            raise ValueError(f"checkpoint {name!r} is this peer's own: remove it")
+        found = [each for each in self.heads(namespace, name) if each.publisher == publisher]
+        if not found:
+            raise NoSuchKey(
+                f"{self._name(publisher)} ({format_peer_id(publisher)}) publishes no checkpoint {name!r}"
+            )
+        key = ((namespace, name), publisher)
+        self._forgotten[key] = found[0].clock
+        self._forgotten.move_to_end(key)
+        while len(self._forgotten) > MAX_PINS:
+            self._forgotten.popitem(last=False)
+        if self._pins.get((namespace, name)) == publisher:
+            del self._pins[namespace, name]
+        self.pins_version += 1
+        self._heard += 1
+        return found[0]
+
+    def _is_forgotten(self, head: Head) -> bool:
+        until = self._forgotten.get(((head.namespace, head.name), head.publisher))
+        return until is not None and head.clock <= until
+
+    @property
+    def forgotten(self) -> list[tuple[str, str, PeerId, int]]:
+        """Namespace, name, publisher and clock of what is not to be shown, for the state directory."""
+        return [(*name, publisher, clock) for (name, publisher), clock in self._forgotten.items()]
+
+    def load_forgotten(self, forgotten: Iterable[tuple[str, str, PeerId, int]]) -> None:
+        """What was not to be shown in an earlier life."""
+        for namespace, name, publisher, clock in forgotten:
+            self._forgotten[(namespace, name), publisher] = clock
 
     # --- whom to trust -----------------------------------------------------------------------
 
@@ -304,6 +355,18 @@ class Checkpoints:
             for part in state.checkpoints
             if part.version == short and part.state in MOVES_PIECES
         }
+
+    def why_not_offered(self, version: bytes, publisher: PeerId) -> str:
+        """Why a version's publisher does not pass it on, in a sentence; empty when it does."""
+        who = f"{self._name(publisher)}, which published it,"
+        state = self._core.gossip.membership.get(publisher)
+        if state is None or not state.live:
+            return f"{who} is not there"
+        short = short_version(version)
+        part = next((part for part in state.checkpoints if part.version == short), None)
+        if part is None:
+            return f"{who} does not offer it any more: publish it there again"
+        return f"{who} gave it up: {part.why}" if part.state == TakesPart.FAILED else ""
 
     def parts_of(self, digest: bytes) -> dict[Member, list[Participation]]:
         """What the living members have of a publisher's name, or want of it."""

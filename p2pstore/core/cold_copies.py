@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -25,6 +26,20 @@ if TYPE_CHECKING:
 MAX_VERSION: Final = Version((1 << 64) - 1, 0xFFFF)
 FORGOTTEN_PER_STEP: Final = 64
 """Withdrawing a location costs some 25 us."""
+
+
+class Gone(StrEnum):
+    """Why a peer gave an object up, and what that costs."""
+
+    EXPIRED = "expired"
+    """Its time to live was over."""
+    REPLACED = "replaced"
+    """By a newer version here."""
+    SOFT_COPY = "soft_copy"
+    """A copy that was kept for speed alone."""
+    COPY_ELSEWHERE = "copy_elsewhere"
+    LAST_COPY = "last_copy"
+    """Nobody is known to have it any more."""
 
 
 class ColdStore(Protocol):
@@ -155,16 +170,24 @@ class ColdCopies:
         else:
             core.gossip.release(entry.digest, entry.version, now)
             core.counters["objects_withdrawn"] += 1
-            core.counters["last_copies_dropped"] += self._was_last_copy(entry, now)
+            self._count_gone(entry, now)
 
-    def _was_last_copy(self, gone: ObjectEntry | ColdEntry, now: float) -> bool:
-        """Whether nobody is known to have what this peer just gave up. What expired, or was replaced, nobody should
-        have."""
+    def _count_gone(self, gone: ObjectEntry | ColdEntry, now: float) -> None:
+        """Count what this peer just gave up by what that costs."""
+        why = self._why_gone(gone, now)
+        self._core.counters[f"gone_{why}"] += 1
+        self._core.counters["last_copies_dropped"] += why is Gone.LAST_COPY
+
+    def _why_gone(self, gone: ObjectEntry | ColdEntry, now: float) -> Gone:
         core = self._core
-        over = 0 < gone.expires_unix_ms <= core.unix(now) * 1000
-        if gone.soft or over or gone.digest in core.segment.digests():
-            return False
-        return all(each.hidden for each in core.gossip.holders(gone.digest, now))
+        if 0 < gone.expires_unix_ms <= core.unix(now) * 1000:
+            return Gone.EXPIRED
+        if gone.digest in core.segment.digests():
+            return Gone.REPLACED
+        if gone.soft:
+            return Gone.SOFT_COPY
+        last = all(each.hidden for each in core.gossip.holders(gone.digest, now))
+        return Gone.LAST_COPY if last else Gone.COPY_ELSEWHERE
 
     def set_pin(self, cold: ColdEntry, pin: int, now: float) -> None:
         """Pin or unpin an object that is on the SSD alone: for when it comes back to memory."""
@@ -220,7 +243,7 @@ class ColdCopies:
             entry = core.segment.find(cold.digest, core.unix(now))
             if entry is None:
                 core.gossip.release(cold.digest, cold.version, now)
-                core.counters["last_copies_dropped"] += self._was_last_copy(cold, now)
+                self._count_gone(cold, now)
             elif entry.version == cold.version:
                 core.segment.set_on_ssd(entry, False)
 

@@ -13,6 +13,7 @@ from p2pstore.transfer.layout import (
     encode_trailer,
 )
 from p2pstore.transfer.segment import ObjectEntry
+from p2pstore.transfer.trace import ReadWatch
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -34,6 +35,8 @@ class CopyDestination:
         self._slot: Slot | None = None
         self._trailer: TrailerBody | None = None
         self._trailer_length = 0
+        self.watch: ReadWatch | None = None
+        """Is told where the time of a read goes."""
 
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
         """Room for the payload. Raises `CapacityExceeded`, or `NoSuchKey` for a version that is too old."""

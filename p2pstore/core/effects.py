@@ -68,6 +68,14 @@ class WriteObject:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckReturned:
+    """Compare the bytes of objects in memory, which an earlier life put there, with their sums;
+    `core.floors.returned_checked` brings the outcome. They may go meanwhile; what is read then means nothing."""
+
+    entries: tuple[ObjectEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SaveClusterRecord:
     """Keep this record in the state directory."""
 
@@ -113,6 +121,7 @@ Effect = (
     | PullObject
     | LoadObject
     | WriteObject
+    | CheckReturned
     | SaveClusterRecord
     | ColdSorted
     | OperationFinished

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.cold_return import ColdObject, ColdReturn
 from p2pstore.core.effects import AskPeer, SaveClusterRecord
+from p2pstore.core.memory_return import MemoryReturn
 from p2pstore.core.sweeping import Sweep
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.floors.floor_stamps import Stamps
@@ -29,6 +30,7 @@ from p2pstore.wire import encode_body
 if TYPE_CHECKING:
     from p2pstore.core.operation import Operation
     from p2pstore.core.peer_core import PeerCore
+    from p2pstore.transfer.segment import ObjectEntry
 
 COLD_PER_STEP: Final = 2_000
 
@@ -46,6 +48,8 @@ class Floors:
         self._trusted_operation = 0
         """Operations with lower numbers began before the last time that older copies were distrusted."""
         self._cold: ColdReturn | None = None
+        self._memory: MemoryReturn | None = None
+        self._unsettled = 0
         self._seen_before_cold: Stamps | None = None
 
     # --- floors ------------------------------------------------------------------------------
@@ -123,10 +127,13 @@ class Floors:
             self.sweep.step(now)
         if self._cold_may_be_sorted:
             self._sort_cold(now)
+        if self._memory_may_be_looked_at:
+            self._look_at_memory(now)
 
     def next_tick(self, now: float) -> float:
         """When `tick` has something to do."""
-        return now if self.sweep.pending or self._cold_may_be_sorted else math.inf
+        busy = self.sweep.pending or self._cold_may_be_sorted or self._memory_may_be_looked_at
+        return now if busy else math.inf
 
     # --- a peer that was away ----------------------------------------------------------------
 
@@ -140,8 +147,21 @@ class Floors:
         life must have been discarded then, durably: that floor may be gone as well.
         """
         self._cold = ColdReturn(objects, newest_clock)
-        self._seen_before_cold = dict(self._sync.seen)
-        last_alive = max(self._clock_at_start, self._cold.newest_clock)
+        self._hold_back(newest_clock, now)
+
+    def return_with_memory(self, now: float) -> None:
+        """As `return_with`, for what the segment has of an earlier life. It is taken care of here: what turns out good
+        is asked to be checked (`CheckReturned`), then published and announced."""
+        returned = self._core.segment.returned()
+        self._memory = MemoryReturn(self._core, returned)
+        newest_clock = max((entry.version.clock for entry in returned), default=0)
+        self._hold_back(newest_clock, now)
+
+    def _hold_back(self, newest_clock: int, now: float) -> None:
+        self._unsettled += 1
+        if self._seen_before_cold is None:
+            self._seen_before_cold = dict(self._sync.seen)
+        last_alive = max(self._clock_at_start, newest_clock)
         if self._sync.was_away_too_long(last_alive, now):
             self._distrusted_before = self._core.clock.tick(self._core.unix(now))
 
@@ -154,11 +174,13 @@ class Floors:
 
     def cold_settled(self) -> None:
         """What `ColdSorted` said was discarded is gone for good."""
-        self._seen_before_cold = None
+        self._unsettled -= 1
+        if not self._unsettled:
+            self._seen_before_cold = None
 
     def holds_back(self, digest: bytes, namespace: bytes, version: Version) -> bool:
         """Whether an object on the SSD may not be shown yet, as it may be of an earlier life."""
-        if self._cold is None:
+        if self._cold is None and self._memory is None:
             return False
         return not (
             self._sync.synchronised and self._is_good(ColdObject(digest, namespace, version))
@@ -190,6 +212,9 @@ class Floors:
         entry = core.segment.find(record.name, core.unix(now))
         if entry is not None and record.version.covers(entry.version):
             core.withdraw(entry, now)
+        returned = core.segment.find_returned(record.name)
+        if returned is not None and record.version.covers(returned.version):
+            core.segment.drop_returned(returned)
         core.cold.discard(record.name, record.version, now)
 
     def _distrust(self, clock: int, now: float) -> None:
@@ -211,6 +236,34 @@ class Floors:
         if sorted_ones.last:
             self._cold = None
             self._core.repair.look_later(now)  # holders of other copies may be gone for good
+
+    @property
+    def _memory_may_be_looked_at(self) -> bool:
+        memory = self._memory
+        return memory is not None and memory.wants_a_step and self._sync.synchronised
+
+    def _look_at_memory(self, now: float) -> None:
+        assert self._memory is not None
+        self._memory.step(self._is_good_in_memory)
+        self._memory_looked_at(now)
+
+    def returned_checked(
+        self, entries: Sequence[ObjectEntry], whole: Sequence[bool], now: float
+    ) -> None:
+        """The outcome of a `CheckReturned`: whether the bytes of each object are what they were put as."""
+        assert self._memory is not None
+        self._memory.checked(entries, whole, self._is_good_in_memory, now)
+        self._memory_looked_at(now)
+
+    def _memory_looked_at(self, now: float) -> None:
+        if self._memory is not None and self._memory.is_over:
+            self._memory = None
+            self.cold_settled()
+            self._core.repair.look_later(now)
+
+    def _is_good_in_memory(self, entry: ObjectEntry) -> bool:
+        namespace = self._core.namespace_digest(entry.namespace)
+        return self._is_good(ColdObject(entry.digest, namespace, entry.version))
 
     def _is_good(self, cold: ColdObject) -> bool:
         return cold.version.clock > self._distrusted_before and not self._records.forbids(

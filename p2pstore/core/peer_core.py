@@ -53,10 +53,12 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.local.messages import HolderFailure
 from p2pstore.objects import HybridClock, Version, namespace_digest
+from p2pstore.transfer.entries import QuickCopy
 from p2pstore.transfer.layout import (
     Pin,
     TrailerBody,
 )
+from p2pstore.transfer.loans import Loan
 from p2pstore.transfer.messages import (
     DataKind,
     Locations,
@@ -466,6 +468,25 @@ class PeerCore:
         if entry is not None and self.floors.sweep.forbids(entry):
             return None
         return entry
+
+    def copy_quickly(self, digest: bytes, into: memoryview, now: float) -> QuickCopy | None:
+        """A copy of a small object that may be served, for any thread. None when this takes more than a look."""
+        if self.floors.sweep.pending:
+            return None
+        return self.segment.copy_quickly(digest, into, self.unix(now))
+
+    def lend(self, digest: bytes, now: float) -> tuple[Loan, ObjectEntry] | None:
+        """`Segment.lend` of an object that may be served, for any thread. None when this takes more than a look."""
+        if self.floors.sweep.pending:
+            return None
+        return self.segment.lend(digest, self.unix(now))
+
+    def held_back(self, digest: bytes) -> Version | None:
+        """The version of an object of an earlier life that nobody is shown yet, as it is not known to be good."""
+        entry = self.segment.find_returned(digest)
+        cold = None if self.cold.store is None else self.cold.store.find(digest)
+        versions = [each.version for each in (entry, cold) if each is not None]
+        return max(versions, default=None)
 
     def own_location(self, digest: bytes, now: float) -> LocationRecord | None:
         """What this peer says of an object that it serves, from memory or from its SSD."""

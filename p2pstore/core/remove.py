@@ -11,7 +11,7 @@ from p2pstore.core.effects import KnownCopy, Reply
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.gossip.records import PeerId, SignedRecord
-from p2pstore.objects import key_digest, namespace_digest
+from p2pstore.objects import Version, key_digest, namespace_digest
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -36,7 +36,7 @@ class RemoveOperation(Operation):
         self._namespace = namespace_digest(namespace)
         self._lookup: LookupOperation | None = None
         self._existed: list[bool] = []
-        self._to_remove: deque[tuple[bytes, list[KnownCopy]]] = deque()
+        self._to_remove: deque[tuple[bytes, Version, list[KnownCopy]]] = deque()
         self._to_tell: dict[PeerId, list[SignedRecord]] = {}
         self._pending: set[int] = set()
         self._next_tag = 0
@@ -57,9 +57,14 @@ class RemoveOperation(Operation):
         if isinstance(result, Exception):
             self.finish(result, now)
             return
-        self._existed = [bool(copies) for copies in result]
-        found = zip(self._digests, result, strict=True)
-        self._to_remove.extend((digest, copies) for digest, copies in found if copies)
+        for digest, copies in zip(self._digests, result, strict=True):
+            versions = [copy.record.version for copy in copies]
+            held_back = self.core.held_back(digest)
+            if held_back is not None:
+                versions.append(held_back)
+            self._existed.append(bool(versions))
+            if versions:
+                self._to_remove.append((digest, max(versions), copies))
         self._remove_on(now)
 
     def wake(self, now: float) -> None:
@@ -78,8 +83,7 @@ class RemoveOperation(Operation):
             self.core.set_alarm(self)
         self._settle(now)
 
-    def _remove(self, digest: bytes, copies: list[KnownCopy], now: float) -> None:
-        newest = max(copy.record.version for copy in copies)
+    def _remove(self, digest: bytes, newest: Version, copies: list[KnownCopy], now: float) -> None:
         version = self.core.version_above(newest, now)
         signed = self.core.floors.write(digest, version, now, namespace=self._namespace)
         concerned = {copy.peer_id for copy in copies if copy.reachable}

@@ -18,6 +18,7 @@ from p2pstore.doctor.network_rules import (
     judge_local_peer,
     silent_local_peer,
 )
+from p2pstore.doctor.peer_rules import judge_vitals, vitals_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.local.paths import find_socket, live_sockets
 from p2pstore.results import PeerInfo
@@ -51,7 +52,8 @@ class LocalPeers:
         peer = document["peer"]
         for address in (*peer.get("control", ()), *peer.get("data", ())):
             self.ports[split_address(address, "address")[1]] = peer["name"]
-        return judge_local_peer(_reading(path, document, members), p2pstore.__version__)
+        findings = judge_local_peer(_reading(path, document, members), p2pstore.__version__)
+        return [*findings, *judge_vitals(f"peer {peer['name']}", vitals_of(peer))]
 
 
 def _reading(path: Path, document: dict[str, Any], members: Sequence[PeerInfo]) -> LocalPeerReading:

@@ -81,9 +81,13 @@ def _memory_checks() -> list[Check]:
         rdma = bool(readings.read_rdma_ports())
         return [machine_rules.judge_memlock(soft, unlimited=unlimited, rdma=rdma)]
 
+    def huge_pages() -> list[Finding]:
+        rdma = bool(readings.read_rdma_ports())
+        return [machine_rules.judge_huge_pages(*readings.read_huge_pages(), rdma=rdma)]
+
     return [
         Check("memory", lambda: [machine_rules.judge_memory(readings.read_memory())]),
-        Check("huge pages", lambda: [machine_rules.judge_huge_pages(*readings.read_huge_pages())]),
+        Check("huge pages", huge_pages),
         Check("numa", lambda: [machine_rules.judge_numa(*readings.read_numa())]),
         Check("shared memory", lambda: [machine_rules.judge_memfd(readings.try_memfd())]),
         Check(

@@ -127,17 +127,26 @@ def _count(limit: int | None) -> str:
     return "unlimited" if limit is None else f"{limit:,}"
 
 
-def judge_huge_pages(total: int, free: int, page_bytes: int, shmem: str) -> Finding:
-    """`shmem`: the bracketed word of shmem_enabled."""
+def judge_huge_pages(
+    total: int, free: int, page_bytes: int, shmem: str, *, rdma: bool = False
+) -> Finding:
+    """`shmem`: the bracketed word of shmem_enabled. With an RDMA device, every page of a segment has to be pinned and
+    known to it."""
     if total:
         size = format_bytes(page_bytes)
         return fine("huge pages", f"{free:,} of {total:,} of {size} free; shared memory: {shmem}")
     text = f"none reserved; transparent ones for shared memory: {shmem or '?'}"
-    if shmem in ("never", "deny"):
-        text += (
-            " (`advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled lets peers use them)"
+    if shmem not in ("never", "deny"):
+        return fine("huge pages", text)
+    advise = "`advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled lets peers use them"
+    if rdma:
+        return warning(
+            "huge pages",
+            text,
+            "an RDMA device keeps an entry for each page: of 4 KiB they are many, and its cache is small",
+            f"{advise}; or reserve some: `sysctl vm.nr_hugepages`",
         )
-    return fine("huge pages", text)
+    return fine("huge pages", f"{text} ({advise})")
 
 
 def judge_numa(available_bytes: Mapping[int, int], problem: str) -> Finding:

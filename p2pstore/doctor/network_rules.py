@@ -282,15 +282,8 @@ def judge_local_peer(reading: LocalPeerReading, own_version: str) -> list[Findin
         f"{'member' if members == 1 else 'members'}"
     )
     findings = [fine(name, text)]
-    if reading.bootstrap and not reading.joined and members == 1:
-        findings = [
-            broken(
-                name,
-                text,
-                f"it serves alone: none of {', '.join(reading.bootstrap)} has answered it",
-                f"`mooncake-p2p doctor --peer {reading.bootstrap[0]}` says why",
-            )
-        ]
+    if reading.bootstrap and members == 1:
+        findings = [_judge_alone(name, text, reading)]
     if reading.ssd is not None:
         findings.append(judge_ssd(name, reading.ssd))
     if reading.dead or reading.suspect:
@@ -314,6 +307,17 @@ def judge_local_peer(reading: LocalPeerReading, own_version: str) -> list[Findin
             )
         )
     return findings
+
+
+def _judge_alone(name: str, text: str, reading: LocalPeerReading) -> Finding:
+    """It was to find others. That it never did is worse than that they have gone."""
+    judge, how = (warning, "answers it any more") if reading.joined else (broken, "has answered it")
+    return judge(
+        name,
+        text,
+        f"it serves alone: none of {', '.join(reading.bootstrap)} {how}",
+        f"`mooncake-p2p doctor --peer {reading.bootstrap[0]}` says why",
+    )
 
 
 def silent_local_peer(socket: str, reason: str) -> Finding:

@@ -542,14 +542,18 @@ class Gossip:
             claims.append(Claim(self.peer_id, ping.incarnation, int(Status.SUSPECT), self.member))
         self._heard(sender, now)
         self.membership.observe_claims(claims, now, sender)
-        return Ack(self.membership.own.incarnation, self._claims_for(sender))
+        return self._ack(sender, now)
+
+    def _ack(self, sender: PeerId, now: float) -> Ack:
+        unix_ms = round(1000 * unix_seconds_from_clock(self._wall_clock(now)))
+        return Ack(self.membership.own.incarnation, self._claims_for(sender), unix_ms)
 
     def _serve_ping_request(
         self, sender: PeerId, request: PingRequest, now: float
     ) -> tuple[Message | Later, list[Effect]]:
         self._heard(sender, now)
         if request.peer_id == self.peer_id:
-            return Ack(self.membership.own.incarnation, self._claims_for(sender)), []
+            return self._ack(sender, now), []
         reply, asks = self._probing.relay(sender, request, now)
         return reply, [*asks]
 

@@ -98,8 +98,11 @@ class Ping(Message, frozen=True):
 
 
 class Ack(Message, frozen=True):
+    """`unix_ms` is the sender's wall clock when it answered; 0 comes from an older one."""
+
     incarnation: int
     claims: Claims
+    unix_ms: int = 0
 
 
 class PingRequest(Message, frozen=True):

@@ -218,7 +218,8 @@ class Participation(Message, frozen=True):
     """A peer's part in one checkpoint. `name` is `checkpoint_digest` of what it is called and who publishes it, or
     empty; `version` the first 8 bytes of a version, empty for a follower that knows of none yet. `state` is a
     `TakesPart`; one that is not known means that it takes no part in moving pieces. `current` are the first 8 bytes of
-    the version that a follower has switched to. `why` says why it failed."""
+    the version that a follower has switched to. `why` says why it failed. `needs_permille`: how much of the version it
+    has, or wants to have, in the end; what is done is of that."""
 
     name: bytes
     version: bytes
@@ -227,6 +228,7 @@ class Participation(Message, frozen=True):
     follows: bool = False
     current: bytes = b""
     why: str = ""
+    needs_permille: int = 1000
 
 
 MAX_PARTICIPATIONS: Final = 16

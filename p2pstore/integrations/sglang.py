@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,14 +24,48 @@ from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.results import ItemResult
 
 NAME_BYTES = 12
+KV_POOL = "kv"
+MAMBA_POOL = "mamba"
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """Pages of one kind in the host's memory: what their keys begin with, and of how many pieces each consists."""
+
+    host: Any
+    prefix: str
+    pieces: int
+
+    def objects(self, keys: Sequence[str]) -> list[str]:
+        """The objects of these pages, page by page."""
+        if self.pieces == 1:
+            return [self.prefix + key for key in keys]
+        return [f"{self.prefix}{key}/{piece}" for key in keys for piece in range(self.pieces)]
+
+    def items(
+        self, keys: Sequence[str], host_indices: torch.Tensor
+    ) -> list[tuple[str, memoryview]]:
+        """The same with the memory of each. Raises `ValueError` when indices and pages are not as many."""
+        pointers, sizes = self.host.get_page_buffer_meta(host_indices)
+        views = [
+            view_at(int(pointer), int(size)) for pointer, size in zip(pointers, sizes, strict=True)
+        ]
+        return list(zip(self.objects(keys), views, strict=True))
+
+    def by_page(self, pieces: Sequence[bool], pages: int) -> list[bool]:
+        """Whether all pieces of each page are so."""
+        if not pieces:
+            return [False] * pages
+        step = self.pieces
+        return [all(pieces[at : at + step]) for at in range(0, pages * step, step)]
 
 
 class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
     """Pages of the host pool, put from it and read into it in place. Calls may be made from several threads at once.
 
     A page is an object for each piece of memory that it consists of (K and V; one with MLA). Its key says how the page
-    lies in memory and which rank's it is, so that only engines with the same layout share it. Hybrid models' side pools
-    (`batch_*_v2`) are not kept.
+    lies in memory and which rank's it is, so that only engines with the same layout share it. So it is with the side
+    pools of hybrid models (Mamba states, sliding windows, indexers, drafts), by the calls `batch_*_v2`.
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
@@ -39,42 +74,51 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
             raise ValueError("p2pstore shares pages among engines of one tensor-parallel size only")
         self._config = storage_config
         self._client = LastingClient(extra.get("weight_version", ""), extra.get("socket"))
-        self._pieces = 1
-        self._prefix = self._named({})
+        self._pages = _Pool(None, self._named({}), 1)
+        self._side_pools: dict[str, _Pool] = {}
+        self._only_side_pools = False
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Learn how pages lie in the host's memory."""
         super().register_mem_pool_host(mem_pool_host)
-        first = torch.arange(mem_pool_host.page_size)
-        pointers, sizes = mem_pool_host.get_page_buffer_meta(first)
-        self._pieces = len(pointers)
-        layout = {
-            "layout": str(getattr(mem_pool_host, "layout", "")),
-            "page_size": int(mem_pool_host.page_size),
-            "dtype": str(getattr(mem_pool_host, "dtype", "")),
+        self._only_side_pools = getattr(mem_pool_host, "kv_buffer", mem_pool_host) is None
+        if not self._only_side_pools:
+            self._pages = self._pool(mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Learn how the pages of a side pool lie in the host's memory."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        name = _text(host_pool_name)
+        if name != KV_POOL:
+            self._side_pools[name] = self._pool(host_pool, name)
+
+    def _pool(self, host: Any, name: str = "") -> _Pool:
+        page_size = int(getattr(host, "page_size", 1) or 1)
+        pointers, sizes = host.get_page_buffer_meta(torch.arange(page_size))
+        layout: dict[str, Any] = {
+            "layout": str(getattr(host, "layout", "")),
+            "page_size": page_size,
+            "dtype": str(getattr(host, "dtype", "")),
             "bytes": [int(size) for size in sizes],
         }
-        self._prefix = self._named(layout)
+        if name:
+            layout["pool"] = name
+        # With MLA all ranks have the same, but for what keeps heads or states of its own.
+        own = bool(name) and (name == MAMBA_POOL or hasattr(host, "v_buffer"))
+        return _Pool(host, self._named(layout, own_rank=own), len(pointers))
 
     # --- pages ---------------------------------------------------------------------------------
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many pages, from the first on, are there."""
-        there = self._client.call(lambda client: client.match_prefix(self._objects(keys)), 0)
-        return there // self._pieces
+        there = self._client.call(lambda client: client.match_prefix(self._pages.objects(keys)), 0)
+        return there // self._pages.pieces
 
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Read pages into the host's memory; for each whether all of it came."""
-        items = self._items(keys, host_indices)
-        missing: list[ItemResult[int]] = []
-        results = self._client.call(lambda client: client.get_many_into(items), missing)
-        came = [
-            each.error is None and each.value == len(view)
-            for each, (_, view) in zip(results, items, strict=False)
-        ]
-        return self._by_page(came, len(keys))
+        return self._pages.by_page(self._read(self._pages.items(keys, host_indices)), len(keys))
 
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
@@ -82,13 +126,83 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         """Put pages from the host's memory, but for those that are there already; for each whether it is there now."""
         if not self._config.is_storage_writer:
             return [True] * len(keys)
-        items = self._items(keys, host_indices)
-        nothing = [False] * len(items)
-        there = list(
-            self._client.call(
-                lambda client: client.contains_many([key for key, _ in items]), nothing
-            )
-        )
+        return self._pages.by_page(self._write(self._pages.items(keys, host_indices)), len(keys))
+
+    # --- pages of several pools ------------------------------------------------------------------
+
+    def batch_exists_v2(
+        self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> Any:
+        """How many pages, from the first on, are there, and can be used with what the side pools have of them."""
+        from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
+
+        pages = len(keys) if self._only_side_pools else self.batch_exists(keys, extra_info)
+        hits = {KV_POOL: pages} if pages else {}
+        usable = list(range(1, pages + 1))
+        for transfer in pool_transfers or []:
+            if not usable:
+                break
+            pool, name = self._side_pool(transfer), _text(transfer.name)
+            there = self._are_there(pool.objects(keys[:pages]))
+            ends = _usable_ends(pool.by_page(there, pages), transfer)
+            if ends:
+                hits[name] = ends[-1]
+            usable = [end for end in usable if end in set(ends)]
+        return PoolTransferResult(usable[-1] if usable else 0, hits, usable)
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, Any]:
+        """Read pages of several pools, in few requests; for each pool and page whether all of it came."""
+        return self._move(transfers, self._read)
+
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, Any]:
+        """Put pages of several pools, but for those that are there already."""
+        return self._move(transfers, self._write)
+
+    def _move(
+        self,
+        transfers: Sequence[Any],
+        move: Callable[[list[tuple[str, memoryview]]], list[bool]],
+    ) -> dict[Any, Any]:
+        items: list[tuple[str, memoryview]] = []
+        parts = []
+        for transfer in transfers:
+            some = self._side_pool(transfer).items(transfer.keys, transfer.host_indices)
+            parts.append((transfer, slice(len(items), len(items) + len(some))))
+            items += some
+        moved = move(items)
+        return {
+            transfer.name: self._side_pool(transfer).by_page(moved[part], len(transfer.keys))
+            for transfer, part in parts
+        }
+
+    def _side_pool(self, transfer: Any) -> _Pool:
+        name = _text(transfer.name)
+        if name == KV_POOL:
+            return self._pages
+        try:
+            return self._side_pools[name]
+        except KeyError:
+            raise ValueError(f"no pool {name!r} was registered") from None
+
+    # --- moving ----------------------------------------------------------------------------------
+
+    def _are_there(self, objects: Sequence[str]) -> list[bool]:
+        """Which of these objects somebody has."""
+        nothing = [False] * len(objects)
+        return list(self._client.call(lambda client: client.contains_many(objects), nothing))
+
+    def _read(self, items: list[tuple[str, memoryview]]) -> list[bool]:
+        """Read objects; for each whether all of it came."""
+        missing: list[ItemResult[int]] = []
+        results = self._client.call(lambda client: client.get_many_into(items), missing)
+        return [
+            each.error is None and each.value == len(view)
+            for each, (_, view) in zip(results, items, strict=False)
+        ]
+
+    def _write(self, items: list[tuple[str, memoryview]]) -> list[bool]:
+        """Put objects, but for those that are there; for each whether it is there now."""
+        there = self._are_there([key for key, _ in items])
         new = [number for number, is_there in enumerate(there) if not is_there]
         failed: list[ItemResult[Any]] = []
         results = self._client.call(
@@ -96,7 +210,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         )
         for number, result in zip(new, results, strict=False):
             there[number] = result.error is None
-        return self._by_page(there, len(keys))
+        return there
 
     # --- single values, which older code asks for --------------------------------------------------
 
@@ -110,7 +224,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         if target_location is None:
             return None
         view = destination_view(target_location)
-        name = self._prefix + key
+        name = self._pages.prefix + key
         length = self._client.call(
             lambda client: client.get_many_into([(name, view)])[0].value, None
         )
@@ -131,7 +245,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         source = value if value is not None else target_location
         if source is None:
             return False
-        name, view = self._prefix + key, source_view(source.detach().cpu().contiguous())
+        name, view = self._pages.prefix + key, source_view(source.detach().cpu().contiguous())
         return self._client.call(lambda client: client.put(name, view), None) is not None
 
     def batch_set(
@@ -154,12 +268,13 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         """Disconnect."""
         self._client.close()
 
-    def _named(self, layout: dict[str, Any]) -> str:
-        """What all keys of this rank begin with."""
+    def _named(self, layout: dict[str, Any], *, own_rank: bool = False) -> str:
+        """What all keys of this rank begin with. `own_rank`: each rank has its own, also with MLA."""
         config = self._config
+        by_rank = own_rank or not config.is_mla_model
         fields = {
             **layout,
-            "tp_size": 1 if config.is_mla_model else config.tp_size,
+            "tp_size": config.tp_size if by_rank else 1,
             "pp_size": config.pp_size,
             "attn_cp_size": config.attn_cp_size,
             "dcp_size": config.dcp_size,
@@ -168,26 +283,24 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
             json.dumps(fields, sort_keys=True).encode(), digest_size=NAME_BYTES
         )
         ranks = [config.pp_rank, config.attn_cp_rank, config.dcp_rank]
-        if not config.is_mla_model:
+        if by_rank:
             ranks.append(config.tp_rank)
         return f"sglang/{config.model_name}/{digest.hexdigest()}/{'.'.join(map(str, ranks))}/"
 
-    def _objects(self, keys: Sequence[str]) -> list[str]:
-        if self._pieces == 1:
-            return [self._prefix + key for key in keys]
-        return [f"{self._prefix}{key}/{piece}" for key in keys for piece in range(self._pieces)]
 
-    def _items(
-        self, keys: Sequence[str], host_indices: torch.Tensor
-    ) -> list[tuple[str, memoryview]]:
-        pointers, sizes = self.mem_pool_host.get_page_buffer_meta(host_indices)
-        views = [
-            view_at(int(pointer), int(size)) for pointer, size in zip(pointers, sizes, strict=True)
-        ]
-        return list(zip(self._objects(keys), views, strict=True))
+def _text(name: Any) -> str:
+    """The name of a pool, which is an enumeration's member."""
+    return str(getattr(name, "value", name))
 
-    def _by_page(self, pieces: Sequence[bool], pages: int) -> list[bool]:
-        if not pieces:
-            return [False] * pages
-        step = self._pieces
-        return [all(pieces[at : at + step]) for at in range(0, pages * step, step)]
+
+def _usable_ends(there: Sequence[bool], transfer: Any) -> list[int]:
+    """After how many pages a prefix may end, as far as a side pool is concerned: it needs all pages of the prefix, or
+    its last ones."""
+    policy = _text(transfer.hit_policy)
+    if policy == "all_pages":
+        window = len(there)
+    elif policy == "trailing_pages":
+        window = max(1, len(transfer.keys or ()))
+    else:
+        raise ValueError(f"pages that are found by {policy} cannot be kept")
+    return [end for end in range(1, len(there) + 1) if all(there[max(0, end - window) : end])]

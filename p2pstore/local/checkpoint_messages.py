@@ -11,6 +11,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
+from p2pstore.checkpoint.pieces import MAX_PIECES
 from p2pstore.wire import Message
 
 MAX_PATTERNS: Final = 256
@@ -29,6 +30,8 @@ class Publish(Message, frozen=True):
     wait_seeded: bool = False
     path: str = ""
     """How the client calls the directory: for people."""
+    file: str = ""
+    """What came along is no directory but sealed memory, with this one file in it."""
 
 
 class Published(Message, frozen=True):
@@ -59,16 +62,21 @@ class Fetch(Message, frozen=True):
     memory: bool = False
     """To memory instead, for this client: who says HELLO with the version then, while this connection is open, has it
     passed."""
+    include: Patterns = []  # noqa: RUF012  # msgspec copies it
+    exclude: Patterns = []  # noqa: RUF012  # msgspec copies it
+    pieces: Annotated[bytes, Meta(max_length=MAX_PIECES // 8)] | None = None
+    """To memory: only these, as packed by `pack_map`; empty for none yet, None for all."""
 
 
 class Fetched(Message, frozen=True):
     """It is there. `directory` is where, from the connection's directory on; of `total_bytes` so many came over the
-    network, the others were there."""
+    network, the others were there. `whole`: all its files are there."""
 
     version: bytes
     directory: str
     total_bytes: int
     fetched_bytes: int
+    whole: bool = True
 
 
 class Progress(Message, frozen=True):

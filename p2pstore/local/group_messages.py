@@ -120,6 +120,7 @@ class MemberEntry(Message, frozen=True):
     why: str = ""
     bytes_per_second: int = 0
     me: bool = False
+    needs_permille: int = 1000
 
 
 class CheckpointEntry(Message, frozen=True):
@@ -149,10 +150,12 @@ class Checkpoints(Message, frozen=True):
 
 
 class RemoveCheckpoint(Message, frozen=True):
-    """Say that a name of this peer's is gone, and give its versions away no more."""
+    """Say that a name of this peer's is gone, and give its versions away no more. With a publisher: do not show and
+    trust that one's name any more on this peer, until it says something new of it."""
 
     namespace: str
     name: str
+    publisher: bytes = b""
 
 
 class CheckpointRemoved(Message, frozen=True):

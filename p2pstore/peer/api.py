@@ -53,6 +53,7 @@ from p2pstore.peer.addresses import (
 from p2pstore.peer.checkpoints.service import PeerCheckpoints
 from p2pstore.peer.credentials import Credentials, log_expelled, refuse_open_door
 from p2pstore.peer.data_backend import PeerDataBackend
+from p2pstore.peer.kept_memory import begin_with_kept, watch_earlier_clients
 from p2pstore.peer.local_answers import known_copy
 from p2pstore.peer.local_backend import PeerLocalBackend
 from p2pstore.peer.local_groups import LocalGroups
@@ -63,6 +64,7 @@ from p2pstore.peer.prefaulting import provide_pages
 from p2pstore.peer.rdma import PeerRdma, open_rdma
 from p2pstore.peer.segment_memory import SegmentMemory, create_segment_memory
 from p2pstore.peer.ssd import open_ssd
+from p2pstore.peer.status.source import StatusSource
 from p2pstore.peer.store_backend import PeerStoreBackend
 from p2pstore.peer.tickets import TicketOffice
 from p2pstore.places import MAX_LOCAL_PEERS
@@ -72,7 +74,8 @@ from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.eviction_policies import make_policy
-from p2pstore.transfer.layout import plan_geometry
+from p2pstore.transfer.kept_file import KeptMemory
+from p2pstore.transfer.layout import SEGMENT_ID_BYTES, plan_geometry
 from p2pstore.transfer.memory import SharedMemory, create_table_memory
 from p2pstore.transfer.messages import MAX_DATA_VERSION, MIN_DATA_VERSION
 from p2pstore.transfer.rdma_rules import NAME as RDMA
@@ -167,7 +170,7 @@ async def open_peer(
             if checked.state_dir
             else None
         )
-        memory = create_segment_memory(checked)
+        memory = await _open_memory(checked, state)
         stack.callback(memory.close)
         peer = await _Assembly(stack, checked, state, memory).start(namespace)
         try:
@@ -181,6 +184,18 @@ async def open_peer(
                 await peer.node.leave()
     if peer.node.failure is not None:
         raise peer.node.failure
+
+
+async def _open_memory(config: PeerConfig, state: StateDirectory | None) -> SegmentMemory:
+    if not config.keep_memory:
+        return create_segment_memory(config)
+    if state is None:
+        raise ConfigError(
+            "keep_memory: without a state directory (state_dir) the next life of this peer does not know what was "
+            "removed, and what is its own"
+        )
+    # All objects that are kept are looked at.
+    return await trio.to_thread.run_sync(create_segment_memory, config, state.last_segment_id)
 
 
 class _Assembly:
@@ -202,7 +217,10 @@ class _Assembly:
         self.verifier = Ed25519Verifier()
         self.rng = Random(os.urandom(16))
         unix_ms = int(time.time() * 1000)
-        self.incarnation = state.next_incarnation(unix_ms) if state is not None else unix_ms
+        self.segment_id = os.urandom(SEGMENT_ID_BYTES)
+        self.incarnation = (
+            state.next_incarnation(unix_ms, self.segment_id) if state is not None else unix_ms
+        )
         self.socket_path = local_socket_path(config)
         self.control: list[str] = []
         self.metrics: str | None = None
@@ -217,10 +235,11 @@ class _Assembly:
         listen = control_listen_address(config)
         listeners = await self._listen_for_data(listen[0])
         repair = self._repair_timing(listeners[0].getsockname()[0])
-        core = self._make_core(self._make_segment(), repair)
+        core = self._make_core(await trio.to_thread.run_sync(self._make_segment), repair)
         if self.state is not None:
             self._restore(core.gossip, self.state)
             core.checkpoints.load_pins(self.state.load_publishers())
+            core.checkpoints.load_forgotten(self.state.load_forgotten())
         node = Node(
             config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng
         )
@@ -230,6 +249,8 @@ class _Assembly:
         await self._open_control(node, listen)
         core.gossip.add_bootstrap(config.bootstrap)
         await self.stack.enter_async_context(open_ssd(config, node))
+        if isinstance(self.memory, KeptMemory):
+            begin_with_kept(node, self.memory)
         self.node = node
         await self._serve(node, office, listeners)
         if node.ssd is not None:  # the first thing of all when this peer ends
@@ -262,11 +283,14 @@ class _Assembly:
     def _make_segment(self) -> Segment:
         segment = Segment(
             self.memory.view,
-            segment_id=os.urandom(16),
+            segment_id=self.segment_id,
             incarnation=self.incarnation,
             geometry=plan_geometry(self.config.memory_bytes, self.config.max_objects),
             policy=make_policy(self.config.eviction_policy),
             quotas=self.config.quotas,
+            marks=self.memory.marks if isinstance(self.memory, KeptMemory) else None,
+            kept=self.memory.kept if isinstance(self.memory, KeptMemory) else None,
+            now=time.time(),
         )
         self.stack.callback(segment.detach)
         self.stack.callback(segment.close)
@@ -385,6 +409,7 @@ class _Assembly:
         self.rdma = await self.stack.enter_async_context(
             open_rdma(self.config, self.memory, node.pool)
         )
+        node.rdma = self.rdma
         if self.rdma is not None:
             transports.append(self.rdma.transport)
             # The next record tells the others to read by other ways.
@@ -404,6 +429,7 @@ class _Assembly:
                 cluster=config.cluster,
                 handler=node.serve_control,
                 on_lost=node.control_lost,
+                on_refused=node.stranger_refused,
                 software=p2pstore.__version__,
             )
         )
@@ -476,8 +502,12 @@ class _Assembly:
         if config.metrics is not None:
             metrics_listeners = await open_metrics_listeners(config.metrics)
             self.metrics = address_of(metrics_listeners)
-            nursery.start_soon(serve_metrics, metrics_listeners, metrics_pages(node))
+            status = StatusSource(node, with_keys=config.metrics_keys)
+            nursery.start_soon(status.watch)
+            nursery.start_soon(serve_metrics, metrics_listeners, metrics_pages(node, status))
         await nursery.start(local_server)
+        if isinstance(self.memory, KeptMemory):
+            nursery.start_soon(watch_earlier_clients, node.core.segment, self.memory)
         if self.rdma is None:  # it has all pages provided
             nursery.start_soon(provide_pages, self.memory)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
 import trio
 
-from p2pstore.core.hot_objects import HOT_BYTES
+from p2pstore.core.hot_objects import HOT_BYTES, SentOn
 from p2pstore.core.operation import Operation
 from p2pstore.core.put import SLOT_ONLY
 from p2pstore.core.serving import reply_of
@@ -21,6 +23,8 @@ from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import peer_document
 from p2pstore.streams import BytesLike
 from p2pstore.transfer.data_server import OpenedObject
+from p2pstore.transfer.data_session import KEEPS
+from p2pstore.transfer.entries import QuickCopy
 from p2pstore.transfer.layout import Slot, SlotState, encode_slot
 from p2pstore.transfer.messages import (
     DataKind,
@@ -34,6 +38,7 @@ from p2pstore.transfer.messages import (
     Statistics,
     StatisticsReply,
 )
+from p2pstore.transfer.read_thread import LENT_BYTES, LentObject
 from p2pstore.transfer.segment import ObjectEntry
 from p2pstore.transfer.tickets import TicketClaims
 from p2pstore.wire import Failure, Message, error_of
@@ -52,6 +57,8 @@ class PeerDataBackend:
         self._swarms = swarms
         self._core = node.core
         self._segment = node.core.segment
+        self._hot = threading.Lock()
+        """Who read which object, which the threads that send objects also note."""
 
     def open_objects(
         self, items: Sequence[GetItem], reader: bytes, keeps: Keeps
@@ -124,21 +131,61 @@ class PeerDataBackend:
         self, entry: ObjectEntry, reader: bytes, keeps: Keeps, now: float
     ) -> ObjectReply | None:
         """To those that keep it, when the object is hot."""
-        member = member_of(reader)
-        state = self._core.gossip.membership.resolve(member)
-        memory_bytes = state.memory_capacity if state is not None else 0
-        sent_on = self._core.hot_objects.read(
-            entry.digest, entry.length, member, memory_bytes, keeps, now
-        )
+        sent_on = self._hot_answer(entry, reader, keeps, now)
         if sent_on is None:
             return None
         self._core.counters["reads_sent_on"] += 1
         return ObjectReply(int(ObjectStatus.BUSY), others=sent_on.keepers, keep=True)
 
+    def _hot_answer(
+        self, entry: ObjectEntry, reader: bytes, keeps: Keeps, now: float
+    ) -> SentOn | None:
+        """From any thread."""
+        member = member_of(reader)
+        state = self._core.gossip.membership.resolve(member)
+        memory_bytes = state.memory_capacity if state is not None else 0
+        with self._hot:
+            return self._core.hot_objects.read(
+                entry.digest, entry.length, member, memory_bytes, keeps, now
+            )
+
     def let_go(self, opened: OpenedObject) -> None:
         """The object was sent, or will not be."""
         entry: ObjectEntry = opened.handle
         self._segment.let_go(entry)
+
+    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
+        """A small object, for threads."""
+        return self._core.copy_quickly(digest, into, self._node.now)
+
+    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
+        """An object of a chunk at most, for threads."""
+        lent = self._core.lend(item.digest, self._node.now)
+        if lent is None:
+            return None
+        loan, entry = lent
+        if entry.length > LENT_BYTES or self._is_sent_on(entry, reader, keeps):
+            self._segment.end_loan(loan)
+            return None
+        slot, trailer = self._segment.slot_bytes(entry), self._segment.trailer_bytes(entry)
+        return LentObject(slot, trailer, self._segment.payload(entry), loan)
+
+    def _is_sent_on(self, entry: ObjectEntry, reader: bytes, keeps: int) -> bool:
+        """Whether the object is hot, so that the event loop is to say who else has it."""
+        if entry.length < HOT_BYTES:
+            return False
+        return self._hot_answer(entry, reader, _keeps(keeps), self._node.now) is not None
+
+    def end_loan(self, lent: LentObject) -> None:
+        """It was sent, or will not be."""
+        self._segment.end_loan(lent.handle)
+
+    def note_reads(self, digests: Sequence[bytes]) -> None:
+        """Threads have served these."""
+        unix = self._core.unix(self._node.now)
+        for digest, count in Counter(digests).items():
+            self._segment.touch(digest, count, unix)
+        self._core.counters["reads_served"] += len(digests)
 
     async def handle(
         self, kind: DataKind, message: Message, claims: TicketClaims
@@ -179,3 +226,8 @@ class PeerDataBackend:
         head = copy.head
         reply = SnapshotReply(self._core.member, copy.incarnation, head.sequence, head.set_hash)
         return reply, copy.parts
+
+
+def _keeps(number: int) -> Keeps:
+    """As sent; what a newer version made up counts as not keeping."""
+    return Keeps(number) if number in KEEPS else Keeps.NO

@@ -118,7 +118,11 @@ def peer_entry(
         round(heard_seconds_ago, 3),
         -1.0 if round_trip_seconds is None else round(round_trip_seconds, 6),
         [
-            local.TransportUse(name, use.objects, use.bytes, use.failures)
+            local.TransportUse(
+                *(name, use.objects, use.bytes, use.failures),
+                median_microseconds=use.durations.quantile(0.5),
+                p99_microseconds=use.durations.quantile(0.99),
+            )
             for name, use in sorted(traffic.used(member_of(record.peer_id)).items())
         ],
         kept_name(record.directory),

@@ -160,6 +160,7 @@ class PeerLocalBackend:
                 reply, checkpoint_bytes=layout.total_bytes, checkpoint_manifest=layout.manifest
             )
             passed.append(target.descriptor)
+        self._node.local_clients += 1
         return reply, passed
 
     def handle(self, client: LocalClient, kind: LocalKind, message: Message) -> Answer:
@@ -173,6 +174,7 @@ class PeerLocalBackend:
 
     def client_gone(self, client: LocalClient) -> None:
         """End what the client held."""
+        self._node.local_clients -= 1
         self._checkpoints.client_gone(client)
         self._groups.client_gone(client)
         self._segment.drop_holder(client.holder)

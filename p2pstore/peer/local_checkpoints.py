@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from p2pstore.checkpoint.manifest import format_version
+from p2pstore.checkpoint.manifest import Manifest, format_version
+from p2pstore.checkpoint.source_memory import SourceMemory
 from p2pstore.errors import NoSuchKey
 from p2pstore.local import checkpoint_messages as local
 from p2pstore.local.server import LocalClient
@@ -53,13 +54,25 @@ class LocalCheckpoints:
         )
 
         async def publish(directory: HeldDirectory, job: Job) -> Message:
-            version, manifest = await self._checkpoints.publish(order, directory, job)
-            layout = manifest.layout
-            return local.Published(
-                version, len(manifest.files), layout.total_bytes, layout.count, layout.piece_bytes
-            )
+            return _published(*await self._checkpoints.publish(order, directory, job))
 
+        if message.file:
+            return self._publish_memory(client, order, message.file)
         return self._do(client, message.path, publish)
+
+    def _publish_memory(
+        self, client: LocalClient, order: PublishOrder, file: str
+    ) -> Awaitable[Message]:
+        job = self._begin_job(client)
+
+        async def run() -> Message:
+            try:
+                source = SourceMemory(client.directory, file)
+                return _published(*await self._checkpoints.publish_memory(order, source, job))
+            finally:
+                job.end()
+
+        return run()
 
     def fetch(self, client: LocalClient, message: local.Fetch) -> Awaitable[Message]:
         """Fetch to its directory."""
@@ -73,12 +86,17 @@ class LocalCheckpoints:
             message.limit_bytes_per_second,
             message.verify,
             message.wait_ms / 1000,
+            message.include,
+            message.exclude,
+            message.pieces,
         )
 
         async def fetch(directory: HeldDirectory, job: Job) -> Message:
             done = await self._checkpoints.fetch(order, directory, job)
             where = "" if order.flat else format_version(done.version)
-            return local.Fetched(done.version, where, done.total_bytes, done.fetched_bytes)
+            return local.Fetched(
+                done.version, where, done.total_bytes, done.fetched_bytes, done.whole
+            )
 
         if message.memory:
             return self._fetch_to_memory(client, order)
@@ -142,3 +160,10 @@ class LocalCheckpoints:
                 job.end()
 
         return run()
+
+
+def _published(version: bytes, manifest: Manifest) -> local.Published:
+    layout = manifest.layout
+    return local.Published(
+        version, len(manifest.files), layout.total_bytes, layout.count, layout.piece_bytes
+    )

@@ -252,8 +252,9 @@ class LocalGroups:
             part.follows,
             part.current,
             part.why,
-            int(pace * total / 1000),
+            int(pace * total * part.needs_permille / 1_000_000),
             member == self._node.core.member,
+            part.needs_permille,
         )
 
     def _who(self, member: int) -> tuple[PeerId, str]:
@@ -267,8 +268,11 @@ class LocalGroups:
     async def remove(
         self, client: LocalClient, message: local.RemoveCheckpoint
     ) -> local.CheckpointRemoved:
-        """A name of this peer's is gone."""
-        head = self._known.remove(message.namespace, message.name, self._node.now)
+        """A name of this peer's is gone, or that of another is forgotten here."""
+        if message.publisher:
+            head = self._known.forget(message.namespace, message.name, message.publisher)
+        else:
+            head = self._known.remove(message.namespace, message.name, self._node.now)
         self._node.process()
         await self._service.stop_name(head.digest)
         return local.CheckpointRemoved(head.version)

@@ -1,109 +1,217 @@
-"""The statistics document as metrics, named by Prometheus' conventions. Pure.
+"""What a peer counts, as metrics named by Prometheus' conventions. Pure.
 
-What people read in `stats`, dashboards read here: nothing is counted for this alone. Labels are few and bounded:
-transports, states, reasons, namespaces with a quota; never keys, and no other peers.
+Most of it is the statistics document: what people read in `stats`, dashboards read here. Labels are few and bounded:
+transports, kinds of requests, states, reasons, 32 namespaces, 16 checkpoints; never keys, and no other peers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
+
+from p2pstore.core.cold_copies import Gone
+from p2pstore.peer.measures import MAX_NAMESPACES, OTHERS, Measures
+from p2pstore.peer.metric_families import (
+    COARSE_SECONDS,
+    FINE_SECONDS,
+    MICROSECONDS,
+    SIZES,
+    counter,
+    counters,
+    gauge,
+    gauges,
+    histogram,
+    histograms,
+)
+from p2pstore.peer.metrics_ssd import ssd_families
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 Document = Mapping[str, Any]
 
 _GAUGES: Final = (
-    ("uptime_seconds", "uptime_seconds", "Since the peer started."),
-    ("memory_capacity_bytes", "memory_capacity_bytes", "What objects can occupy."),
-    ("memory_used_bytes", "memory_used_bytes", "Occupied by objects and reservations."),
-    ("leased_bytes", "leased_bytes", "Under leases, or being sent."),
-    ("objects", "objects", "Objects in this peer's memory."),
-    ("operations", "operations", "Operations under way."),
-    ("known_locations", "known_locations", "Copies of others that this peer knows of."),
-    ("floors", "floors", "Removals that are remembered."),
+    ("uptime_seconds", "Since the peer started."),
+    ("memory_capacity_bytes", "What objects can occupy."),
+    ("memory_used_bytes", "Occupied by objects and reservations."),
+    ("leased_bytes", "Under leases, or being sent."),
+    ("objects", "Objects in this peer's memory."),
+    ("operations", "Operations under way."),
+    ("known_locations", "Copies of others that this peer knows of."),
+    ("floors", "Removals that are remembered."),
+    ("local_clients", "Clients on this machine that are connected."),
+    ("cluster_keys", "Keys that this peer accepts: more than one while a key is being replaced."),
+    ("bootstrap_addresses", "Addresses at which this peer is to find others."),
+    ("members_refused", "Members that there was no room for."),
 )
 _CLIENTS: Final = (
-    ("client_puts", "client_puts", "Puts of this machine's clients."),
-    ("client_put_bytes", "client_put_bytes", "Bytes that they put."),
-    ("client_reads", "client_reads", "Gets of this machine's clients that delivered."),
-    ("client_read_bytes", "client_read_bytes", "Bytes that they got."),
-    ("client_misses", "client_misses", "Gets that found nothing."),
+    ("client_puts", "Puts of this machine's clients."),
+    ("client_put_bytes", "Bytes that they put."),
+    ("client_puts_failed", "Puts that failed."),
+    ("client_puts_kept_existing", "Puts that left another value as it was."),
+    ("client_puts_short_of_copies", "Puts that made fewer copies than were asked for."),
+    ("client_reads", "Gets that read in place, in this peer's memory."),
+    ("client_read_bytes", "Bytes that they got."),
+    ("client_leases", "Gets that were given a view of this peer's memory."),
+    ("client_misses", "Gets that found nothing, or nobody who could be reached."),
+    ("transport_fallbacks", "Reads for which a transport gave way to another one."),
+    ("last_copies_dropped", "Objects given up that nobody else is known to have."),
+    ("holder_failures", "Reads at a holder that did not deliver."),
+    ("objects_spoilt", "Objects in this peer's memory whose bytes were found spoilt."),
 )
-_SSD_GAUGES: Final = (
-    ("capacity_bytes", "What its segments hold."),
-    ("live_bytes", "Occupied by objects that can be read."),
-    ("objects", "Objects on the SSD."),
-    ("queued_bytes", "On their way to the SSD."),
-    ("retired_segments", "Given up after an error."),
-    ("write_amplification", "Bytes written for each byte stored."),
-)
-_SSD_COUNTERS: Final = (
-    ("hits", "Objects read."),
-    ("misses", "Objects asked for that were not there, or not readable."),
-    ("damaged", "Objects found damaged."),
-    ("expired", "Objects whose time to live was over when they were asked for."),
-    ("stored_objects", "Objects written."),
-    ("stored_bytes", "Their bytes."),
-    ("compressed_parts", "Parts that were compressed."),
-    ("kept_records", "Records written again when their segment was reclaimed."),
-    ("evicted_objects", "Objects given up for others."),
-    ("reclaimed_segments", "Segments reclaimed."),
-    ("bytes_read", "Bytes read from the device."),
-    ("bytes_written", "Bytes written to the device."),
-    ("syncs", "Syncs of the device."),
-)
-_SSD_STATES: Final = ("ok", "read_only", "off")
+_GONE: Final = "gone_"
+ANSWERS: Final = {
+    "memory": ("client_reads", "client_leases"),
+    "ssd": ("client_reads_from_ssd",),
+    "peers": ("client_reads_elsewhere",),
+    "nobody": ("client_misses",),
+}
+"""Who has what clients get, and the counters that say so."""
 
 
-def exposition(peer: Document, cluster: Document) -> bytes:
-    """Both parts of the statistics in Prometheus' text format."""
+def exposition(peer: Document, cluster: str, measures: Measures) -> bytes:
+    """All metrics in Prometheus' text format; `cluster` is its name."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(peer, cluster))
+    registry.register(_Collected(peer, cluster, measures))
     return generate_latest(registry)
 
 
 class _Collected(Collector):
-    def __init__(self, peer: Document, cluster: Document) -> None:
+    def __init__(self, peer: Document, cluster: str, measures: Measures) -> None:
         self._peer = peer
         self._cluster = cluster
+        self._measures = measures
 
     def collect(self) -> Iterator[Metric]:
-        peer, counters = self._peer, self._peer["counters"]
-        yield _labelled(
-            GaugeMetricFamily("p2pstore_build_info", "This peer.", labels=["name", "software"]),
-            [((peer["name"], peer["software"]), 1)],
+        peer, measures = self._peer, self._measures
+        yield gauges(
+            "build_info",
+            "This peer.",
+            ["name", "cluster", "software"],
+            [((peer["name"], self._cluster, peer["software"]), 1)],
         )
-        for name, field, text in _GAUGES:
-            yield GaugeMetricFamily(f"p2pstore_{name}", text, peer[field])
-        for name, field, text in _CLIENTS:
-            yield CounterMetricFamily(f"p2pstore_{name}", text, counters.get(field, 0))
+        for field, text in _GAUGES:
+            yield gauge(field, text, peer[field])
+        yield from _clients(peer["counters"])
+        yield from _latencies(measures)
+        yield from _namespaces(measures)
         yield from _quotas(peer["quotas"])
         yield from _transfers(peer)
         yield from _repair(peer)
-        yield _members(self._cluster)
-        yield _labelled(
-            CounterMetricFamily("p2pstore_events", "Other counters, by name.", labels=["event"]),
-            [
-                ((name,), count)
-                for name, count in counters.items()
-                if name not in {field for _, field, _ in _CLIENTS}
-            ],
-        )
+        yield from _gossip(peer, measures)
+        yield from _checkpoints(peer["checkpoints"])
+        yield from _rdma(peer.get("rdma", {}))
         if "ssd" in peer:
-            yield from _ssd(peer["ssd"])
+            yield from ssd_families(peer["ssd"])
 
 
-def _labelled(
-    family: GaugeMetricFamily | CounterMetricFamily, values: Sequence[tuple[Sequence[str], float]]
-) -> Metric:
-    for labels, value in values:
-        family.add_metric(list(labels), value)
-    return family
+def _clients(counted: Document) -> Iterator[Metric]:
+    for field, text in _CLIENTS:
+        yield counter(field, text, counted.get(field, 0))
+    yield counters(
+        "client_gets",
+        "Gets of this machine's clients, by where the value was.",
+        ["answer"],
+        [
+            ((answer,), sum(counted.get(field, 0) for field in fields))
+            for answer, fields in ANSWERS.items()
+        ],
+    )
+    yield counters(
+        "objects_gone",
+        "Objects that this peer gave up, by why, and what that costs.",
+        ["reason"],
+        [((why.value,), counted.get(_GONE + why, 0)) for why in Gone],
+    )
+    known = {field for field, _ in _CLIENTS}.union(*ANSWERS.values())
+    yield counters(
+        "events",
+        "Other counters, by name.",
+        ["event"],
+        [
+            ((name,), count)
+            for name, count in counted.items()
+            if name not in known and not name.startswith(_GONE)
+        ],
+    )
+
+
+def _latencies(measures: Measures) -> Iterator[Metric]:
+    yield histograms(
+        "client_request_seconds",
+        "How long requests of this machine's clients took the peer. Reads in place ask nobody.",
+        "request",
+        measures.requests,
+        buckets=COARSE_SECONDS,
+        unit=MICROSECONDS,
+    )
+    yield histograms(
+        "read_seconds",
+        "How long it took to bring an object, by what brought it: by the peer or by a client itself, not in a batch.",
+        "transport",
+        measures.reads,
+        buckets=FINE_SECONDS,
+        unit=MICROSECONDS,
+    )
+    yield histograms(
+        "read_size_bytes",
+        "How long the objects were that were read; those of a batch count as its mean.",
+        "transport",
+        measures.read_bytes,
+        buckets=SIZES,
+    )
+    yield histogram(
+        "put_size_bytes",
+        "How long the objects were that were put.",
+        measures.put_bytes,
+        buckets=SIZES,
+    )
+    yield histograms(
+        "peer_request_seconds",
+        "How long other peers took to answer requests that are no reads.",
+        "request",
+        measures.asked,
+        buckets=COARSE_SECONDS,
+        unit=MICROSECONDS,
+    )
+    yield counters(
+        "peer_request_failures",
+        "Requests to other peers that were refused, or not answered in time.",
+        ["request"],
+        [
+            ((what,), measures.asked_in_vain[what])
+            for what in sorted({*measures.asked, *measures.asked_in_vain})
+        ],
+    )
+    yield histogram(
+        "event_loop_lag_seconds",
+        "How much too late the event loop woke up a task, looked at 20 times a second.",
+        measures.loop_lag,
+        buckets=FINE_SECONDS,
+        unit=MICROSECONDS,
+    )
+
+
+def _namespaces(measures: Measures) -> Iterator[Metric]:
+    """Of all namespaces, those that were used first have labels of their own."""
+    which = f"; the first {MAX_NAMESPACES} namespaces, then {OTHERS!r}."
+    uses = measures.namespaces()
+    for field, text in (
+        ("puts", "Puts of this machine's clients"),
+        ("put_bytes", "Bytes that they put"),
+        ("reads", "Gets that found the value"),
+        ("read_bytes", "Bytes that they got"),
+        ("misses", "Gets that found nothing"),
+    ):
+        yield counters(
+            f"namespace_{field}",
+            text + which,
+            ["namespace"],
+            [((name,), getattr(use, field)) for name, use in uses.items()],
+        )
 
 
 def _quotas(quotas: Mapping[str, Document]) -> Iterator[Metric]:
@@ -113,8 +221,12 @@ def _quotas(quotas: Mapping[str, Document]) -> Iterator[Metric]:
         ("used_bytes", "Memory that it has, within its quota and above."),
         ("kept_bytes", "Of that, what is evicted for no other namespace."),
     ):
-        family = GaugeMetricFamily(f"p2pstore_namespace_{field}", text, labels=["namespace"])
-        yield _labelled(family, [((name,), use[field]) for name, use in quotas.items()])
+        yield gauges(
+            f"namespace_{field}",
+            text,
+            ["namespace"],
+            [((name,), use[field]) for name, use in quotas.items()],
+        )
 
 
 def _transfers(peer: Document) -> Iterator[Metric]:
@@ -128,66 +240,114 @@ def _transfers(peer: Document) -> Iterator[Metric]:
     )
     for way, text, what in ways:
         for each in what:
-            family = CounterMetricFamily(
-                f"p2pstore_{way}_{each}", f"{each.capitalize()} {text}.", labels=["transport"]
-            )
-            yield _labelled(
-                family, [((transport,), use[each]) for transport, use in peer[way].items()]
+            yield counters(
+                f"{way}_{each}",
+                f"{each.capitalize()} {text}.",
+                ["transport"],
+                [((transport,), use[each]) for transport, use in peer[way].items()],
             )
 
 
 def _repair(peer: Document) -> Iterator[Metric]:
     repair = peer["repair"]
-    yield CounterMetricFamily(
-        "p2pstore_repaired_copies", "Copies made again after a loss.", repair["copies"]
+    yield counter("repaired_copies", "Copies made again after a loss.", repair["copies"])
+    yield counter("repaired_bytes", "Their bytes.", repair["bytes"])
+    yield gauge("lacking_objects", "Objects here with fewer copies than wanted.", repair["lacking"])
+
+
+def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
+    gossip = peer["gossip"]
+    yield gauges(
+        "members",
+        "Members of the cluster by state, this peer included. Dead ones are remembered for a day.",
+        ["status"],
+        [((status,), count) for status, count in gossip["members"].items()],
     )
-    yield CounterMetricFamily("p2pstore_repaired_bytes", "Their bytes.", repair["bytes"])
-    yield GaugeMetricFamily(
-        "p2pstore_lacking_objects", "Objects here with fewer copies than wanted.", repair["lacking"]
+    yield counters(
+        "member_changes",
+        "How often a member was found to be in this state.",
+        ["status"],
+        [((status,), measures.member_changes[status]) for status in gossip["members"]],
+    )
+    yield gauge("joined", "1 once another peer has answered.", peer["joined"])
+    yield gauge(
+        "gossip_local_health",
+        "How little this peer trusts its own probes: 0 is best, 8 worst.",
+        gossip["local_health"],
+    )
+    yield counters(
+        "gossip_messages",
+        "Requests of gossip, sent and received; each has an answer.",
+        ["kind", "direction"],
+        sorted(measures.messages.items()),
+    )
+    yield counters(
+        "gossip_message_failures",
+        "Requests of gossip that were not answered in time, or refused.",
+        ["kind"],
+        [
+            ((kind,), measures.message_failures[kind])
+            for kind in sorted({kind for kind, _ in measures.messages})
+        ],
+    )
+    yield counters(
+        "gossip_bytes",
+        "What control connections carried.",
+        ["direction"],
+        [(("sent",), gossip["sent_bytes"]), (("received",), gossip["received_bytes"])],
+    )
+    yield histogram(
+        "gossip_ping_seconds",
+        "How long pings of other members took.",
+        measures.pings,
+        buckets=FINE_SECONDS,
+        unit=MICROSECONDS,
+    )
+    connections = peer["connections"]
+    yield gauge("control_connections", "Control connections that are open.", connections["open"])
+    yield gauge("gossip_neighbours", "Members that gossip talks to now.", connections["neighbours"])
+    yield counter(
+        "strangers_refused",
+        "Control connections dropped for what the other side did: wrong keys, or garbage.",
+        measures.strangers_refused,
+    )
+    yield counter(
+        "refused_by_members",
+        "Answers of members that do not admit this one.",
+        measures.refused_by_members,
+    )
+    if peer["clock_ahead_seconds"] is not None:
+        yield gauge(
+            "clock_ahead_seconds",
+            "How far this machine's clock is ahead of the other members', by their median.",
+            peer["clock_ahead_seconds"],
+        )
+
+
+def _checkpoints(checkpoints: list[Document]) -> Iterator[Metric]:
+    labels = ["namespace", "checkpoint", "version", "state"]
+    found: dict[tuple[str, ...], Document] = {}
+    for each in checkpoints:
+        key = (each["namespace"], each["name"], each["version"], each["state"])
+        found[key] = each
+    yield gauges(
+        "checkpoint_done_ratio",
+        "How much of a version of a checkpoint this peer has, of 1; at most 16 versions.",
+        labels,
+        [(key, each["done"]) for key, each in found.items()],
+    )
+    yield gauges(
+        "checkpoint_size_bytes",
+        "How large it is.",
+        labels,
+        [(key, each["total_bytes"]) for key, each in found.items()],
     )
 
 
-def _members(cluster: Document) -> Metric:
-    counts: dict[str, int] = {}
-    for member in cluster["members"]:
-        counts[member["status"]] = counts.get(member["status"], 0) + 1
-    return _labelled(
-        GaugeMetricFamily(
-            "p2pstore_members", "Members that are believed alive.", labels=["status"]
-        ),
-        [((status,), count) for status, count in sorted(counts.items())],
-    )
-
-
-def _ssd(ssd: Document) -> Iterator[Metric]:
-    yield _labelled(
-        GaugeMetricFamily("p2pstore_ssd_state", "1 for the state it is in.", labels=["state"]),
-        [((state,), ssd["state"] == state) for state in _SSD_STATES],
-    )
-    for field, text in _SSD_GAUGES:
-        yield GaugeMetricFamily(f"p2pstore_ssd_{field}", text, ssd[field])
-    for field, text in _SSD_COUNTERS:
-        yield CounterMetricFamily(f"p2pstore_ssd_{field}", text, ssd[field])
-    yield _labelled(
-        GaugeMetricFamily("p2pstore_ssd_segments", "Segments by state.", labels=["state"]),
-        [((state,), count) for state, count in ssd["segments"].items()],
-    )
-    yield _labelled(
-        CounterMetricFamily("p2pstore_ssd_errors", "Failures of the device.", labels=["operation"]),
-        [((each,), ssd[f"{each}_errors"]) for each in ("read", "write", "sync", "discard")],
-    )
-    yield _labelled(
-        CounterMetricFamily("p2pstore_ssd_refused", "Objects not written.", labels=["reason"]),
-        [((reason,), count) for reason, count in ssd["refused"].items()],
-    )
-    latency = GaugeMetricFamily(
-        "p2pstore_ssd_latency_seconds",
-        "Of the latest objects read and written.",
-        labels=["operation", "quantile"],
-    )
-    values = [
-        ((operation, quantile), ssd[f"{operation}_latency"][field] / 1e3)
-        for operation in ("read", "write")
-        for quantile, field in (("0.5", "p50_ms"), ("0.9", "p90_ms"), ("0.99", "p99_ms"))
-    ]
-    yield _labelled(latency, values)
+def _rdma(rdma: Document) -> Iterator[Metric]:
+    for field, text in (
+        ("devices", "RDMA devices that know this peer's memory."),
+        ("lost_devices", "Of these, what failed since the start."),
+        ("readers", "Queue pairs by which others read this peer."),
+    ):
+        yield gauge(f"rdma_{field}", text, rdma.get(field, 0))

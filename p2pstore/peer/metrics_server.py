@@ -1,6 +1,8 @@
-"""Answers `/metrics`, `/livez` and `/readyz` over HTTP: enough for Prometheus, Kubernetes and curl.
+"""Answers GET requests over HTTP: enough for Prometheus, Kubernetes, browsers and curl.
 
-One short request a connection. Whoever sends garbage, or nothing, costs a connection for some seconds.
+One short request a connection. Whoever sends garbage, or nothing, or does not read what he asked for, costs a
+connection for some seconds. Connections are shared fairly among hosts: one that opens many keeps nobody out but itself.
+What is said is for anybody who can reach the port.
 """
 
 from __future__ import annotations
@@ -15,22 +17,26 @@ import trio
 
 from p2pstore.config import is_wildcard, join_address, split_address
 from p2pstore.errors import ConfigError
+from p2pstore.strangers import Strangers
 
 logger = logging.getLogger("p2pstore.peer")
 
 REQUEST_SECONDS: Final = 5.0
 """For a whole request and its answer."""
 MAX_REQUEST_BYTES: Final = 8192
-MAX_CONNECTIONS: Final = 32
+MAX_CONNECTIONS: Final = 64
+MAX_HOST_CONNECTIONS: Final = 32
+"""Of one host: of these, too, the newest ones are refused."""
 TEXT: Final = "text/plain; charset=utf-8"
 
 
 class Answer(NamedTuple):
-    """What a page says."""
+    """What a page says. `headers` are others than those that every answer has."""
 
     status: HTTPStatus
     content_type: str
     body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 Pages = dict[str, Callable[[], Answer]]
@@ -63,28 +69,40 @@ def address_of(listeners: Sequence[trio.SocketListener]) -> str:
 
 async def serve_metrics(listeners: Sequence[trio.SocketListener], pages: Pages) -> None:
     """Until cancelled."""
-    limit = trio.CapacityLimiter(MAX_CONNECTIONS)
-    await trio.serve_listeners(partial(_serve, pages, limit), list(listeners))
+    guests: Strangers[trio.CancelScope] = Strangers(MAX_CONNECTIONS, MAX_HOST_CONNECTIONS)
+    await trio.serve_listeners(partial(_serve, pages, guests), list(listeners))
 
 
-async def _serve(pages: Pages, limit: trio.CapacityLimiter, stream: trio.SocketStream) -> None:
+async def _serve(
+    pages: Pages, guests: Strangers[trio.CancelScope], stream: trio.SocketStream
+) -> None:
     async with stream:
         try:
-            limit.acquire_nowait()
-        except trio.WouldBlock:
-            return
-        try:
-            with trio.move_on_after(REQUEST_SECONDS):
-                await _answer(pages, stream)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # whoever asked has gone
-        except Exception:
-            logger.exception("a request for metrics failed by an internal error")
-        finally:
-            limit.release()
+            host = str(stream.socket.getpeername()[0])
+        except OSError:
+            return  # whoever asked has gone
+        with trio.CancelScope() as scope:
+            dropped = guests.arrive(host, scope)
+            if dropped is not None:
+                dropped.cancel()
+            try:
+                await serve_request(pages, stream)
+            finally:
+                guests.leave(scope)
 
 
-async def _answer(pages: Pages, stream: trio.SocketStream) -> None:
+async def serve_request(pages: Pages, stream: trio.abc.Stream) -> None:
+    """Read one request and answer it. What takes longer than `REQUEST_SECONDS` is given up."""
+    try:
+        with trio.move_on_after(REQUEST_SECONDS):
+            await _answer(pages, stream)
+    except (trio.BrokenResourceError, trio.ClosedResourceError):
+        pass  # whoever asked has gone
+    except Exception:
+        logger.exception("a request for metrics failed by an internal error")
+
+
+async def _answer(pages: Pages, stream: trio.abc.Stream) -> None:
     head = b""
     while b"\r\n\r\n" not in head:
         received = await stream.receive_some(MAX_REQUEST_BYTES)
@@ -99,12 +117,19 @@ async def _answer(pages: Pages, stream: trio.SocketStream) -> None:
         answer = text_answer(HTTPStatus.NOT_FOUND, "there are " + ", ".join(pages))
     else:
         answer = pages[path]()
+    head_bytes = _head(answer)
+    await stream.send_all(head_bytes if method == "HEAD" else head_bytes + answer.body)
+
+
+def _head(answer: Answer) -> bytes:
     status = answer.status
     lines = [
         f"HTTP/1.1 {status.value} {status.phrase}",
         f"Content-Type: {answer.content_type}",
         f"Content-Length: {len(answer.body)}",
+        "Cache-Control: no-store",
+        "X-Content-Type-Options: nosniff",
+        *(f"{name}: {value}" for name, value in answer.headers),
         "Connection: close",
     ]
-    body = b"" if method == "HEAD" else answer.body
-    await stream.send_all("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")

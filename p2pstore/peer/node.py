@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,6 +19,7 @@ from p2pstore.config import PeerConfig
 from p2pstore.core.cold_return import ColdSorted
 from p2pstore.core.effects import (
     AskPeer,
+    CheckReturned,
     KnownCopy,
     LoadObject,
     OperationFinished,
@@ -55,8 +57,8 @@ from p2pstore.gossip.machine import (
     SnapshotHead,
 )
 from p2pstore.gossip.machine import Effect as GossipEffect
-from p2pstore.gossip.members.membership import MemberChange
-from p2pstore.gossip.messages import ControlKind, Status
+from p2pstore.gossip.members.membership import STALL_SECONDS, MemberChange
+from p2pstore.gossip.messages import Ack, ControlKind, Status
 from p2pstore.gossip.records import Member, PeerId, PeerRecord, Tier, format_peer_id
 from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, format_bytes, root_checksum
 from p2pstore.peer.credentials import Credentials
@@ -71,6 +73,7 @@ from p2pstore.transfer.data_session import ServerLimits, Traffic
 from p2pstore.transfer.failover import HolderReport, order_copies
 from p2pstore.transfer.messages import DataKind, Keeps, Snapshot, SnapshotReply
 from p2pstore.transfer.rdma_rules import NAME as RDMA
+from p2pstore.transfer.trace import ReadWatch
 from p2pstore.transfer.transport import (
     PullReport,
     RemoteCopy,
@@ -81,7 +84,9 @@ from p2pstore.transfer.transport import (
 from p2pstore.wire import Code, Failure, Message, code_of, error_of
 
 if TYPE_CHECKING:
+    from p2pstore.peer.rdma import PeerRdma
     from p2pstore.peer.ssd import PeerSsd
+    from p2pstore.transfer.kept_file import KeptMemory
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -98,6 +103,9 @@ FAREWELL_SECONDS: Final = 1.0
 TELL_SECONDS: Final = 0.5
 """How long a peer that was asked to leave waits for somebody to ask how that went."""
 FORGET_SECONDS: Final = 2.0
+LOOP_LAG_SECONDS: Final = 0.05
+"""How often it is looked how late the event loop is. Often enough to see what holds it up for long, by far too seldom
+to take a thousandth of a core."""
 MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
 
 
@@ -144,11 +152,17 @@ class Node:
         self.credentials: Credentials
         self.transports: Sequence[Transport] = ()
         self.ssd: PeerSsd | None = None
+        self.rdma: PeerRdma | None = None
+        self.local_clients = 0
+        """Those that are connected, this process's own included."""
+        self.kept_memory: KeptMemory | None = None
+        """Memory that is there for the next life of this peer."""
         self._nursery: trio.Nursery
         self._later_replies = LaterReplies()
         self._limiter = trio.CapacityLimiter(MAX_EFFECTS_UNDER_WAY)
         self._waiting: dict[int, trio.Event] = {}
-        self._wake = trio.Event()
+        self._nap = trio.CancelScope()
+        """Until the next tick."""
         self._tick_due = float("inf")
         self._refused_by: set[PeerId] = set()
         self._doubted: set[bytes] = set()
@@ -181,6 +195,7 @@ class Node:
             if self.saver is not None:
                 nursery.start_soon(self.saver.run)
             nursery.start_soon(self.joining.watch_names, self.host)
+            nursery.start_soon(self._watch_event_loop)
             task_status.started()
             self.process()
             try:
@@ -192,10 +207,10 @@ class Node:
 
     async def _tick_forever(self) -> None:
         while True:
-            self._wake = trio.Event()
-            self._tick_due = self.core.next_tick(self.now)
-            with trio.move_on_after(max(0.0, self._tick_due - self.now)):
-                await self._wake.wait()
+            self._nap = trio.CancelScope()
+            self._tick_at(self.core.next_tick(self.now))
+            with self._nap:
+                await trio.sleep_forever()
             now = self.now
             if now < self.core.next_tick(now):
                 continue  # woken early: something made an earlier tick due
@@ -209,6 +224,20 @@ class Node:
                 self.now, time.process_time(), self.served.upload_seconds(self.now)
             ):
                 self.core.gossip.own_record.changed()
+
+    async def _watch_event_loop(self) -> None:
+        """Measure how late a task wakes up. What holds the event loop up delays everybody, failure detection too."""
+        while True:
+            due = trio.current_time() + LOOP_LAG_SECONDS
+            await trio.sleep_until(due)
+            late = trio.current_time() - due
+            self.watch.measures.loop_lag.add_seconds(late)
+            if late >= STALL_SECONDS:
+                logger.info(
+                    "this process stood still for %.1f s: it was stopped, got no CPU, or did something for too long",
+                    late,
+                    extra={"event": "stalled", "seconds": round(late, 3)},
+                )
 
     def _keep_neighbours(self) -> None:
         """Let the host keep the connections that gossip uses all the time, and close others."""
@@ -234,8 +263,14 @@ class Node:
         self._follow_checkpoints()
         for effect in self.core.take_effects():
             self._execute(effect)
-        if self.core.next_tick(self.now) < self._tick_due:
-            self._wake.set()
+        tick_due = self.core.next_tick(self.now)
+        if tick_due < self._tick_due:
+            self._tick_at(tick_due)
+
+    def _tick_at(self, due: float) -> None:
+        """Have the next tick then; to move a deadline wakes nobody."""
+        self._tick_due = due
+        self._nap.deadline = trio.current_time() + (due - self.now)
         if self.core.closing and not self.core.operations_under_way:
             self._drained.set()
 
@@ -262,9 +297,10 @@ class Node:
 
     def stir(self) -> None:
         """Have it looked at soon what the core has to do: for who may be called in the middle of one of its steps."""
-        self._wake.set()
+        self._nap.deadline = -math.inf
 
     def _member_changed(self, change: MemberChange) -> None:
+        self.watch.measures.member_changes[change.new.name.lower()] += 1
         logger.info(
             "peer %s is %s",
             self.core.name_of(change.peer_id),
@@ -307,6 +343,8 @@ class Node:
         elif isinstance(effect, LoadObject | WriteObject | ColdSorted):
             assert self.ssd is not None, "the core knows of no SSD, so it asks for nothing there"
             self._nursery.start_soon(self._carry_out, self.ssd.carry_out, effect)
+        elif isinstance(effect, CheckReturned):
+            self._nursery.start_soon(self._check_returned, effect)
         elif isinstance(effect, SaveClusterRecord):
             if self.saver is not None:
                 self.saver.add(effect.signed)
@@ -323,6 +361,10 @@ class Node:
             logger.exception("%s failed by an internal error", type(effect).__name__)
             self.core.abandon(getattr(effect, "operation", 0), self.now)
             self.process()
+
+    def stranger_refused(self, address: str, reason: str) -> None:
+        """Somebody was not let in."""
+        self.watch.measures.strangers_refused += 1
 
     def _met_twin(self, address: str) -> None:
         """Whoever is only about to join is the newer of two processes with one identity, and goes."""
@@ -385,6 +427,16 @@ class Node:
             finally:
                 segment.let_go(entry)
         self._doubted.discard(digest)
+        self.process()
+
+    async def _check_returned(self, effect: CheckReturned) -> None:
+        payloads = [self.core.segment.payload(entry) for entry in effect.entries]
+        roots = await trio.to_thread.run_sync(_roots_of, payloads)
+        del payloads
+        whole = [
+            root == entry.version.root for root, entry in zip(roots, effect.entries, strict=True)
+        ]
+        self.core.floors.returned_checked(effect.entries, whole, self.now)
         self.process()
 
     # --- other peers -------------------------------------------------------------------------
@@ -467,6 +519,7 @@ class Node:
             destination = self.core.copy_destination(effect.operation, self.now)
         except NoSuchKey:
             return  # whoever wanted it has gone
+        destination.watch = ReadWatch(time.monotonic)
         failures: tuple[HolderReport, ...] = ()
         report: PullReport | None = None
         error: Exception | None = None
@@ -487,7 +540,8 @@ class Node:
             error = problem
         finally:
             destination.abort()
-        self.watch.pulled(effect, report, error, self.now - begin)
+        trace = destination.watch.trace
+        self.watch.pulled(effect, report, error, self.now - begin, trace)
         self.core.counters[f"pulls_{'delivered' if delivered else 'failed'}"] += 1
         delivered_by = (0, "")
         if (
@@ -507,11 +561,13 @@ class Node:
         reply: Message | None = None
         addresses = self.core.gossip.addresses_of(effect.peer_id)
         begin = self.now
+        self.watch.measures.messages[_kind_name(effect.kind), "sent"] += 1
         try:
             reply = await self.host.ask(
                 effect.peer_id, addresses, effect.kind, effect.request, effect.timeout_seconds
             )
         except LinkError as error:
+            self.watch.measures.message_failures[_kind_name(effect.kind)] += 1
             if error.code in ADMISSION_CODES:
                 self._refused(effect.peer_id, error)
             elif (
@@ -528,8 +584,8 @@ class Node:
                 )
                 self.contacted.set()
                 self.settled.set()
-            if effect.kind == ControlKind.PING:
-                self.watch.pinged(effect.peer_id, self.now - begin)
+            if effect.kind == ControlKind.PING and isinstance(reply, Ack):
+                self.watch.pinged(effect.peer_id, reply, self.now - begin)
         self._take(lambda: self.core.gossip.answered(effect.token, reply, self.now))
 
     def _take(self, step: Callable[[], Sequence[GossipEffect]]) -> None:
@@ -545,6 +601,7 @@ class Node:
         """The control host's handler. Raises `StoreClosed` when this peer does not run any more."""
         if self._ended:
             raise StoreClosed("this peer has left")
+        self.watch.measures.messages[_kind_name(kind), "received"] += 1
         reply, effects = self.core.gossip.serve(sender, ControlKind(kind), request, self.now)
         for effect in effects:
             self.core.emit(effect)
@@ -589,6 +646,7 @@ class Node:
     def _refused(self, peer_id: PeerId, error: LinkError) -> None:
         """A peer does not admit this one. When that is the first answer of all, this peer ends rather
         than serve a cluster of its own unnoticed."""
+        self.watch.measures.refused_by_members += 1
         if not self.contacted.is_set():
             refused = error.code is not Code.PROTOCOL_MISMATCH
             self.fail((AuthenticationFailed if refused else ProtocolMismatch)(str(error)))
@@ -614,21 +672,35 @@ class Node:
 
     async def leave(self) -> None:
         """Take no new work, finish what is under way, hand over to others what this peer alone holds and write to the
-        SSD what memory has (at most `drain_seconds` for all of it), tell the others, keep what must survive."""
+        SSD what memory has (at most `drain_seconds` for all of it), tell the others, keep what must survive.
+
+        A peer whose memory is kept comes back with all of it: it hands nothing over and writes nothing to the SSD,
+        unless it was asked to leave, which is for good. Then nothing is kept."""
+        stays = self.kept_memory is not None and not self.leave_requested.is_set()
+        if self.kept_memory is not None and not stays:
+            self.kept_memory.is_kept = False
         self.core.closing = True
         self._hand_over = HandOverOperation(self.core)
         self.process()
         with trio.move_on_after(self.drain_seconds):
             async with trio.open_nursery() as nursery:
-                if self._running and self.failure is None and self.drain_seconds > 0:
+                if self._running and self.failure is None and self.drain_seconds > 0 and not stays:
                     nursery.start_soon(self.settle, self.core.start(self._hand_over, self.now))
-                if self.ssd is not None:
+                if self.ssd is not None and not stays:
                     nursery.start_soon(self.ssd.keep_memory)
                 if self.core.operations_under_way:
                     await self._drained.wait()
-            if self.ssd is not None:  # what was put by operations that were under way
+            if self.ssd is not None and not stays:  # what operations put that were under way
                 await self.ssd.keep_memory()
         self._log_handed_over()
+        if stays and self.kept_memory is not None:
+            logger.info(
+                "%s objects (%s) stay in %s for the next start",
+                f"{self.core.segment.object_count:,}",
+                format_bytes(self.core.segment.used_bytes),
+                self.kept_memory.path,
+                extra={"event": "memory_kept", "path": str(self.kept_memory.path)},
+            )
         await self._say_goodbye()
 
     def _log_handed_over(self) -> None:
@@ -662,6 +734,13 @@ class Node:
             raise StoreClosed("this peer is leaving")
 
 
+_KIND_NAMES: Final = {int(kind): kind.name.lower() for kind in ControlKind}
+
+
+def _kind_name(kind: int) -> str:
+    return _KIND_NAMES.get(kind, "unknown")
+
+
 def _event(change: MemberChange) -> str:
     """What happened to a member, as log lines call it."""
     if change.new is Status.ALIVE:
@@ -675,6 +754,10 @@ def duplicate_identity(where: str) -> DuplicateIdentity:
         f"another live peer{where} uses this peer's identity: its state directory was copied. Give this "
         "peer a --state-dir (state_dir) of its own"
     )
+
+
+def _roots_of(payloads: Sequence[memoryview]) -> list[int]:
+    return [root_checksum(len(each), chunk_sums(each)) for each in payloads]
 
 
 _LINK_ERRORS: Final = (OSError, DeadlineExceeded, ProtocolError, AuthenticationFailed, Unavailable)

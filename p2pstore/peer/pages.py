@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from http import HTTPStatus
+from typing import Final
 
 from p2pstore.peer.metrics_server import Answer, Pages, text_answer
 from p2pstore.peer.node import Node
-from p2pstore.peer.statistics import cluster_document, peer_document
+from p2pstore.peer.statistics import peer_document
+from p2pstore.peer.status.source import StatusSource
+
+DATA_HEADERS: Final = (("Cross-Origin-Resource-Policy", "same-origin"),)
+"""Other sites' pages are not to have it, should they run in the browser of somebody who can reach this peer."""
 
 
-def metrics_pages(node: Node) -> Pages:
+def metrics_pages(node: Node, status: StatusSource) -> Pages:
     """The pages of one peer, by their paths."""
     # What most peers do without is not imported for them.
+    from prometheus_client.exposition import generate_latest
+    from prometheus_client.process_collector import ProcessCollector
+    from prometheus_client.registry import CollectorRegistry
+
     from p2pstore.peer.metrics import CONTENT_TYPE, exposition
+    from p2pstore.peer.status.page import page_bytes, page_headers
+
+    html, headers = page_bytes(), page_headers()
+
+    def page() -> Answer:
+        return Answer(HTTPStatus.OK, "text/html; charset=utf-8", html, headers)
+
+    def document() -> Answer:
+        return Answer(HTTPStatus.OK, "application/json", status.document_bytes(), DATA_HEADERS)
+
+    process = CollectorRegistry()
+    ProcessCollector(registry=process)  # CPU time, memory and descriptors, by Prometheus' own names
 
     def metrics() -> Answer:
         peer = peer_document(node, private=False)
-        cluster = cluster_document(node.core, node.now)
-        return Answer(HTTPStatus.OK, CONTENT_TYPE, exposition(peer, cluster))
+        body = exposition(peer, node.config.cluster, node.watch.measures)
+        body += generate_latest(process)
+        return Answer(HTTPStatus.OK, CONTENT_TYPE, body)
 
     def alive() -> Answer:
         return text_answer(HTTPStatus.OK, "alive")
@@ -29,4 +51,10 @@ def metrics_pages(node: Node) -> Pages:
             return text_answer(HTTPStatus.SERVICE_UNAVAILABLE, "no bootstrap peer has answered yet")
         return text_answer(HTTPStatus.OK, "ready")
 
-    return {"/metrics": metrics, "/livez": alive, "/readyz": ready}
+    return {
+        "/": page,
+        "/status.json": document,
+        "/metrics": metrics,
+        "/livez": alive,
+        "/readyz": ready,
+    }

@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +26,7 @@ from p2pstore.local.paths import unreachable_by_others
 from p2pstore.nursery import open_background_nursery, sole_cause
 from p2pstore.peer.api import Peer, open_peer
 from p2pstore.peer.logs import configure_logs, reopen_logs, send_stderr_to_log
+from p2pstore.peer.service_manager import ServiceManager
 from p2pstore.places import keep
 from p2pstore.terminal import has_terminal
 from p2pstore.topology.matrix import is_matrix
@@ -33,6 +34,8 @@ from p2pstore.topology.matrix import is_matrix
 logger = logging.getLogger("p2pstore.peer")
 
 LOG_NAME: Final = "peer.log"
+ENDING_SECONDS: Final = 15.0
+"""What a peer takes to end at most, besides draining: goodbyes, and an SSD that hangs."""
 _PATHS: Final = (
     *("cluster_key_file", "allow_file", "state_dir", "socket", "log_file", "memory_path", "ssd"),
 )
@@ -45,7 +48,8 @@ def run_peer(config: PeerConfig, invite: Invite | None = None, *, detached: bool
     Prints `ready {...}` on stdout when it can serve. `invite` is kept in the state directory, for the next
     start. `detached` is for a process of its own session: it logs to the state directory unless told
     otherwise, and after `ready` holds on to nothing of who started it. Raises what `open_peer` raises. A
-    second signal ends the process at once.
+    second signal ends the process at once. A service manager that started this process (NOTIFY_SOCKET) is told when
+    it serves, reloads and leaves, and hears from its event loop.
     """
     if not sys.platform.startswith("linux"):
         raise ConfigError("p2pstore runs on Linux only: it needs memfd, SCM_RIGHTS and /proc")
@@ -59,8 +63,9 @@ def run_peer(config: PeerConfig, invite: Invite | None = None, *, detached: bool
         )
     _raise_descriptor_limit()
     configure_logs(settled)
+    manager = ServiceManager.of_environment(os.environ)
     try:
-        trio.run(_run, settled, detached)
+        trio.run(_run, settled, detached, manager)
     except BaseException as error:
         cause = sole_cause(error) if isinstance(error, BaseExceptionGroup) else error
         if settled.log_file is not None and isinstance(cause, P2PStoreError):
@@ -87,16 +92,22 @@ def _with_absolute_paths(config: PeerConfig) -> PeerConfig:
     return msgspec.structs.replace(config, **absolute, more_memory=more)
 
 
-async def _run(config: PeerConfig, detached: bool) -> None:
+async def _run(config: PeerConfig, detached: bool, manager: ServiceManager) -> None:
     # Under nohup a terminal may go without its peer.
     bound_to_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and has_terminal()
     with (
         trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals,
         trio.open_signal_receiver(signal.SIGHUP) as hangups,  # kept until there is a peer to tell
     ):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_stop_on_signal, signals, nursery.cancel_scope)
-            await _serve(config, _Hangups(hangups, bound_to_terminal), detached)
+        async with open_background_nursery() as to_the_end, trio.open_nursery() as nursery:
+            to_the_end.start_soon(manager.give_signs)
+
+            def stop() -> None:
+                manager.stopping(config.drain_timeout + ENDING_SECONDS)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(_stop_on_signal, signals, stop)
+            await _serve(config, _Hangups(hangups, bound_to_terminal), detached, manager)
             nursery.cancel_scope.cancel()
 
 
@@ -108,10 +119,12 @@ class _Hangups:
     bound_to_terminal: bool
 
 
-async def _serve(config: PeerConfig, hangups: _Hangups, detached: bool) -> None:
+async def _serve(
+    config: PeerConfig, hangups: _Hangups, detached: bool, manager: ServiceManager
+) -> None:
     async with open_peer(config) as peer, open_background_nursery() as nursery:
         _spare_the_collector()
-        nursery.start_soon(_watch_hangups, hangups, peer)
+        nursery.start_soon(_watch_hangups, hangups, peer, manager)
         _say_started(peer)
         if config.bootstrap:
             with trio.move_on_after(config.join_timeout):
@@ -124,9 +137,11 @@ async def _serve(config: PeerConfig, hangups: _Hangups, detached: bool) -> None:
                 extra={"event": "join_timed_out"},
             )
         _say_ready(ready)
+        manager.ready(f"serving {peer.socket}")
         if detached:
             _let_go()
         await peer.node.leave_requested.wait()
+        manager.stopping(peer.node.drain_seconds + ENDING_SECONDS)
         logger.info("leaving: asked to", extra={"event": "leaving"})
 
 
@@ -158,6 +173,8 @@ def _say_started(peer: Peer) -> None:
         peer.socket,
         extra={"event": "listening", "peer_id": peer.peer_id},
     )
+    if peer.metrics is not None:
+        logger.info("status page: http://%s/", peer.metrics, extra={"event": "status_page"})
     if config.socket_mode_bits() & 0o077:
         closed = unreachable_by_others(Path(peer.socket))
         if closed is not None:
@@ -167,13 +184,15 @@ def _say_started(peer: Peer) -> None:
             )
 
 
-async def _watch_hangups(hangups: _Hangups, peer: Peer) -> None:
+async def _watch_hangups(hangups: _Hangups, peer: Peer, manager: ServiceManager) -> None:
     async for _ in hangups.signals:
         if hangups.bound_to_terminal and not has_terminal():
             logger.info("leaving: the terminal is gone", extra={"event": "leaving"})
             peer.node.leave_requested.set()
         else:
+            manager.reloading()
             await _on_hangup(peer)
+            manager.ready(f"serving {peer.socket}")
 
 
 async def _on_hangup(peer: Peer) -> None:
@@ -221,7 +240,7 @@ def _send_to_nowhere(descriptor: int) -> None:
     os.close(nowhere)
 
 
-async def _stop_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope) -> None:
+async def _stop_on_signal(signals: AsyncIterator[int], stop: Callable[[], None]) -> None:
     first = True
     async for number in signals:
         if not first:
@@ -229,4 +248,4 @@ async def _stop_on_signal(signals: AsyncIterator[int], scope: trio.CancelScope) 
             os._exit(128 + number)
         first = False
         logger.info("leaving: %s", signal.Signals(number).name, extra={"event": "leaving"})
-        scope.cancel()
+        stop()

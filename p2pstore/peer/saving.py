@@ -77,7 +77,8 @@ class StateSaver:
             # As of now: what is seen is among the floors that are written first.
             stamps = self._core.floors.seen_to_save, dict(kept.horizon)
             checkpoints = self._core.checkpoints
-            version, pins = checkpoints.pins_version, checkpoints.pins
+            version = checkpoints.pins_version
+            pins = (checkpoints.pins, checkpoints.forgotten)
             written = await trio.to_thread.run_sync(
                 self._write, addresses, all_floors, stamps, None if version == self._pins else pins
             )
@@ -91,7 +92,7 @@ class StateSaver:
         addresses: list[str],
         all_floors: list[SignedRecord] | None,
         stamps: tuple[Stamps, Stamps],
-        pins: list[tuple[str, str, PeerId]] | None,
+        pins: tuple[list[tuple[str, str, PeerId]], list[tuple[str, str, PeerId, int]]] | None,
     ) -> bool:
         state, core = self.state, self._core
         try:
@@ -107,7 +108,7 @@ class StateSaver:
                 state.save_clock(core.clock.latest, *stamps)
             state.save_addresses(addresses)
             if pins is not None:
-                state.save_publishers(pins)
+                state.save_publishers(*pins)
         except (OSError, ConfigError) as error:
             logger.warning("the state directory cannot be written: %s", error)
             return False

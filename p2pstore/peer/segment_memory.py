@@ -8,6 +8,8 @@ from pathlib import Path
 from p2pstore.config import MemoryPiece, PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.transfer.joined_memory import PIECE_BYTES, JoinedMemory
+from p2pstore.transfer.kept import Expected, checksum_of, checksum_of_quotas
+from p2pstore.transfer.kept_file import boot_id, open_kept_memory
 from p2pstore.transfer.layout import plan_geometry, round_up
 from p2pstore.transfer.memory import SharedMemory, advise_huge_pages, create_memory
 from p2pstore.transfer.memory_file import create_file_memory
@@ -15,10 +17,21 @@ from p2pstore.transfer.memory_file import create_file_memory
 SegmentMemory = SharedMemory | JoinedMemory
 
 
-def create_segment_memory(config: PeerConfig) -> SegmentMemory:
-    """Memory for the segment of a peer with these settings. Raises `ConfigError` when it cannot be as they say, or
-    there is not enough of it."""
-    total_bytes = plan_geometry(config.memory_bytes, config.max_objects).total_bytes
+def create_segment_memory(config: PeerConfig, last_segment_id: bytes = b"") -> SegmentMemory:
+    """Memory for the segment of a peer with these settings, whose last life had the segment of that id. Raises
+    `ConfigError` when it cannot be as they say, or there is not enough of it."""
+    geometry = plan_geometry(config.memory_bytes, config.max_objects)
+    if config.keep_memory:
+        assert config.memory_path is not None, "checked with the settings"
+        expected = Expected(
+            geometry,
+            last_segment_id,
+            boot_id(),
+            checksum_of(config.cluster),
+            checksum_of_quotas(config.quotas),
+        )
+        return open_kept_memory(Path(config.memory_path), expected)
+    total_bytes = geometry.total_bytes
     pieces = config.memory_pieces
     if not pieces:
         return _first(config, total_bytes)

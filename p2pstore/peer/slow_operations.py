@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 RING_ENTRIES: Final = 128
@@ -23,13 +24,16 @@ LOG_INTERVAL_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One thing done for an operation: `lookup`, `replicate` or `pull`, with which peer, how it ended."""
+    """One thing done for an operation: `lookup`, `replicate`, `pull` (from another peer) or `load` (from the own SSD),
+    with which peer, how it ended. `parts` are seconds of it by what they went to: of a pull the `queue` for a
+    connection, the `transfer`, and `verify` where checking is a pass of its own."""
 
     what: str
     seconds: float
     peer: str = ""
     transport: str = ""
     outcome: str = "ok"
+    parts: tuple[tuple[str, float], ...] = ()
 
     def document(self) -> dict[str, Any]:
         """For JSON; fields that say nothing are left out."""
@@ -39,8 +43,9 @@ class Stage:
             "peer": self.peer,
             "transport": self.transport,
             "outcome": self.outcome,
+            "parts": {name: round(seconds, 6) for name, seconds in self.parts},
         }
-        return {name: value for name, value in whole.items() if value != ""}
+        return {name: value for name, value in whole.items() if value not in ("", {})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +169,10 @@ class SlowOperations:
         unlogged, self._unlogged = self._unlogged, 0
         return unlogged
 
+    def latest(self, number: int) -> list[SlowOperation]:
+        """So many of those that are kept; the last one comes first."""
+        return list(islice(reversed(self._ring), number))
+
     def document(self) -> dict[str, Any]:
         """For the statistics document; the latest comes first."""
         return {
@@ -175,16 +184,21 @@ class SlowOperations:
 
 def describe(operation: SlowOperation) -> str:
     """One line for the log."""
-    stages = "".join(
-        f", {stage.what}{' from ' + stage.peer if stage.peer else ''}"
-        f"{' by ' + stage.transport if stage.transport else ''} {stage.seconds:.3f} s"
-        f"{'' if stage.outcome == 'ok' else ' (' + stage.outcome + ')'}"
-        for stage in operation.stages
-    )
+    stages = "".join(f", {_described(stage)}" for stage in operation.stages)
     many = f" and {operation.keys - 1:,} more" if operation.keys > 1 else ""
     return (
         f"slow {operation.what} of {operation.key or '-'}{many}: {operation.seconds:.3f} s, "
         f"waiting {operation.waiting_seconds:.3f} s{stages}; {operation.outcome}"
+    )
+
+
+def _described(stage: Stage) -> str:
+    parts = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in stage.parts)
+    return (
+        f"{stage.what}{' from ' + stage.peer if stage.peer else ''}"
+        f"{' by ' + stage.transport if stage.transport else ''} {stage.seconds:.3f} s"
+        f"{f' ({parts})' if parts else ''}"
+        f"{'' if stage.outcome == 'ok' else ' (' + stage.outcome + ')'}"
     )
 
 

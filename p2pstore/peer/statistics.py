@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 import p2pstore
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.homes.directory_mode import kept_name
 from p2pstore.gossip.messages import Status
-from p2pstore.gossip.records import format_peer_id
+from p2pstore.gossip.records import TakesPart, format_peer_id
+from p2pstore.peer.status.hottest import hottest
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -33,6 +37,7 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         "leased_bytes": segment.leased_bytes,
         "quotas": {namespace: asdict(use) for namespace, use in segment.quotas.items()},
         "objects": segment.object_count,
+        "objects_returning": segment.returned_count,
         "operations": core.operations_under_way,
         "known_locations": core.gossip.locations.record_count,
         "directory": core.gossip.partitions.document(),
@@ -51,12 +56,24 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         },
         "received": node.watch.traffic.document(),
         "connections": _connections(node),
+        "gossip": _gossip(node),
+        "clock_ahead_seconds": _clock_ahead(node),
+        "local_clients": node.local_clients,
+        "cluster_keys": len(node.credentials.ring.keys),
+        "bootstrap_addresses": len(node.config.bootstrap),
+        "checkpoints": _checkpoints(core),
         "repair": {
             "copies": core.counters["repairs"],
             "bytes": core.counters["repaired_bytes"],
             "lacking": core.repair.lacking,
         },
     }
+    if node.rdma is not None:
+        document["rdma"] = {
+            "devices": len(node.rdma.engines),
+            "lost_devices": sum(bool(engine.lost) for engine in node.rdma.engines),
+            "readers": node.rdma.server.readers,
+        }
     leaving = node.tell_how_it_left() if private else None
     if leaving is not None:
         document["leaving"] = leaving
@@ -69,6 +86,9 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         document["control"] = list(record.control) if record is not None else []
         document["data"] = list(record.data) if record is not None else []
         document["slow"] = node.watch.slow.document()
+        document["latencies"] = node.watch.measures.document()
+        document["settings"] = msgspec.to_builtins(node.config)
+        document["hottest"] = hottest(core, node.now, with_keys=True)
     return document
 
 
@@ -77,6 +97,47 @@ def _ssd_hit_rate(core: PeerCore) -> float | None:
     hits = core.counters["client_reads_from_ssd"]
     others = core.counters["client_reads_elsewhere"] + core.counters["client_misses"]
     return round(hits / (hits + others), 4) if hits + others else None
+
+
+def _gossip(node: Node) -> dict[str, Any]:
+    """Members by state, those included that are gone; what gossip carried; how far this peer trusts its own probes (0
+    is best, 8 worst)."""
+    membership = node.core.gossip.membership
+    states = Counter(Status(state.status).name.lower() for state in membership.states())
+    carried = node.host.carried
+    return {
+        "members": {status.name.lower(): states[status.name.lower()] for status in Status},
+        "local_health": membership.health.score,
+        "sent_bytes": carried.sent,
+        "received_bytes": carried.received,
+    }
+
+
+def _clock_ahead(node: Node) -> float | None:
+    """How far this machine's clock is ahead of those of other members."""
+    ahead = node.watch.traffic.clock_ahead_seconds()
+    return None if ahead is None else round(ahead, 6)
+
+
+def _checkpoints(core: PeerCore) -> list[dict[str, Any]]:
+    """What this peer has of versions of checkpoints; at most 16."""
+    found = []
+    for part in core.checkpoints.parts:
+        head = core.checkpoints.head(part.name)
+        state = next((each for each in TakesPart if each == part.state), None)
+        if head is not None and state is not None:
+            found.append(
+                {
+                    "namespace": head.namespace,
+                    "name": head.name,
+                    "version": part.version.hex(),
+                    "state": state.name.lower(),
+                    "done": part.done_permille / 1000,
+                    "total_bytes": head.body.total_bytes,
+                    "why": part.why,
+                }
+            )
+    return found
 
 
 def _connections(node: Node) -> dict[str, int]:

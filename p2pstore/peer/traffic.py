@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Final
 
 from p2pstore.gossip.records import Member, PeerId
+from p2pstore.histograms import Histogram
 
 MAX_PEERS: Final = 10_000
 """As many as a cluster may have members."""
+CLOCKS: Final = 64
+"""Pings by which the clock is judged: those of the last minute, at one a second."""
 ROUND_TRIPS: Final = 8
 """Round trips remembered per peer; the shortest of them is the way itself, the others met a busy process."""
 
 
 @dataclass(slots=True)
 class Use:
-    """One transport's use: objects and bytes that came, and attempts that failed."""
+    """One transport's use: objects and bytes that came, and attempts that failed; and how many microseconds those took
+    that were read one by one."""
 
     objects: int = 0
     bytes: int = 0
     failures: int = 0
+    durations: Histogram = field(default_factory=Histogram)
 
     def add(self, objects: int, length_bytes: int, failures: int) -> None:
         self.objects += objects
@@ -40,6 +47,8 @@ class Traffic:
         """By transport, over all peers."""
         self._by_member: dict[Member, dict[str, Use]] = {}
         self._round_trips: dict[PeerId, deque[float]] = {}
+        self._clocks: deque[tuple[PeerId, float, float]] = deque(maxlen=CLOCKS)
+        """Of the latest pings: whose, how long it took, how far this clock was ahead of that one."""
 
     def came(
         self,
@@ -49,26 +58,53 @@ class Traffic:
         objects: int = 0,
         length_bytes: int = 0,
         failures: int = 0,
+        durations: Sequence[int] = (),
+        microseconds: int = 0,
     ) -> None:
-        """Objects arrived from a member, or attempts to get them failed."""
+        """Objects arrived from a member, or attempts to get them failed. `durations`: counts of a `Histogram`."""
         if member not in self._by_member and len(self._by_member) >= MAX_PEERS:
             del self._by_member[next(iter(self._by_member))]
         for uses in (self.totals, self._by_member.setdefault(member, {})):
-            uses.setdefault(transport, Use()).add(objects, length_bytes, failures)
+            use = uses.get(transport)
+            if use is None:
+                use = uses[transport] = Use()
+            use.add(objects, length_bytes, failures)
+            if durations:
+                use.durations.merge(durations, microseconds)
+
+    def took(self, member: Member, transport: str, seconds: float) -> None:
+        """One object came from a member in so much time, as `came` was told."""
+        for uses in (self.totals, self._by_member.get(member, {})):
+            if transport in uses:
+                uses[transport].durations.add_seconds(seconds)
 
     def used(self, member: Member) -> dict[str, Use]:
         """What a member was read by, by transport."""
         return self._by_member.get(member, {})
 
-    def pinged(self, peer_id: PeerId, seconds: float) -> None:
-        """A peer answered a ping over a connection that was open before."""
+    def pinged(
+        self, peer_id: PeerId, seconds: float, clock_ahead_seconds: float | None = None
+    ) -> None:
+        """A peer answered a ping over a connection that was open before. `clock_ahead_seconds`: how much later it was
+        by this machine's clock than by the other's, in the middle of that time; None where the other did not say."""
         if peer_id not in self._round_trips and len(self._round_trips) >= MAX_PEERS:
             del self._round_trips[next(iter(self._round_trips))]
         self._round_trips.setdefault(peer_id, deque(maxlen=ROUND_TRIPS)).append(seconds)
+        if clock_ahead_seconds is not None:
+            self._clocks.append((peer_id, seconds, clock_ahead_seconds))
 
     def round_trip_seconds(self, peer_id: PeerId) -> float | None:
         """The shortest of the latest round trips; None when there was none."""
         return min(self._round_trips.get(peer_id, ()), default=None)
+
+    def clock_ahead_seconds(self) -> float | None:
+        """How far this machine's clock is ahead of those of the peers that were pinged last, by their median: so one
+        peer whose clock is wrong makes no other one doubt its own. None where nobody told. Right to within half a
+        round trip."""
+        best: dict[PeerId, tuple[float, float]] = {}
+        for peer_id, seconds, ahead in self._clocks:
+            best[peer_id] = min(best.get(peer_id, (seconds, ahead)), (seconds, ahead))
+        return median(ahead for _, ahead in best.values()) if best else None
 
     def document(self) -> dict[str, Any]:
         """Totals for the statistics document."""

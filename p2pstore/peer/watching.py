@@ -1,4 +1,5 @@
-"""Keeps count of what clients ask for, and of what took long: the source of `stats` and `stats --slow`."""
+"""Keeps count of what clients ask for, of how long all that takes, and of what took long: the source of `stats`,
+`stats --slow` and much of what `/metrics` says."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ from typing import Any, Final, get_args
 from p2pstore.config import TransportName
 from p2pstore.core.effects import AskPeer, LoadObject, PullObject, Reply
 from p2pstore.core.peer_core import PeerCore
+from p2pstore.gossip.messages import Ack
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind, PutStatus
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import DIGEST_BYTES, key_digest
 from p2pstore.peer.fallbacks import Fallbacks
+from p2pstore.peer.local_answers import MAX_BATCH
+from p2pstore.peer.measures import IN_PLACE, ON_SSD, Measures
 from p2pstore.peer.slow_operations import (
     MAX_DIGESTS,
     SlowOperation,
@@ -27,6 +31,7 @@ from p2pstore.peer.slow_operations import (
 )
 from p2pstore.peer.traffic import Traffic
 from p2pstore.transfer.messages import DataKind, Get, Lookup, Replicate, SetPins
+from p2pstore.transfer.trace import FetchTrace
 from p2pstore.transfer.transport import PullReport
 from p2pstore.wire import Code, Failure, Message
 
@@ -39,7 +44,6 @@ MAX_OUTCOME_LETTERS: Final = 120
 MAX_REPORTED: Final = 1024
 """Entries of one client's report that are looked at."""
 
-
 TAKE_THEIR_TIME: Final = frozenset(
     {
         *(LocalKind.CHECKPOINT_PUBLISH, LocalKind.CHECKPOINT_FETCH, LocalKind.CHECKPOINT_PROGRESS),
@@ -50,16 +54,20 @@ TAKE_THEIR_TIME: Final = frozenset(
 """By their nature: these are never slow."""
 
 
+_REQUEST_NAMES: Final = {kind: kind.name.lower() for kind in LocalKind}
+
+
 class PeerWatch:
     """Satisfies `p2pstore.local.server.RequestObserver`; the node tells it what other peers did."""
 
     def __init__(self, core: PeerCore, threshold_seconds: float) -> None:
         self.slow = SlowOperations(threshold_seconds)
         self.traffic = Traffic()
+        self.measures = Measures()
         self._fallbacks = Fallbacks()
         self._core = core
         self._counters = core.counters
-        self._count: dict[LocalKind, Callable[[Any, Any], None]] = {
+        self._count: dict[LocalKind, Callable[[LocalClient, Any, Any], None]] = {
             LocalKind.COMMIT: self._count_puts,
             LocalKind.LEASE: self._count_leases,
         }
@@ -85,10 +93,13 @@ class PeerWatch:
     ) -> None:
         """A request was answered, `seconds` after it came."""
         if not isinstance(answer, Exception) and (count := self._count.get(kind)) is not None:
-            count(message, answer)
+            count(client, message, answer)
         if kind is LocalKind.REPORT:
             self._take_report(client, message)
-        elif isinstance(began, Watched):
+            return
+        if kind not in TAKE_THEIR_TIME and not getattr(message, "wait_ms", 0):
+            self.measures.requested(_REQUEST_NAMES[kind], seconds)
+        if isinstance(began, Watched):
             self._note(
                 self.slow.end(began, time.monotonic(), **self._named(client, kind, message, answer))
             )
@@ -143,7 +154,9 @@ class PeerWatch:
 
     # --- counting ----------------------------------------------------------------------------
 
-    def _count_puts(self, message: local.Commit, answer: local.Committed) -> None:
+    def _count_puts(
+        self, client: LocalClient, message: local.Commit, answer: local.Committed
+    ) -> None:
         for item, outcome in zip(message.items, answer.items, strict=False):
             if outcome.error.code:
                 self._counters["client_puts_failed"] += 1
@@ -152,8 +165,12 @@ class PeerWatch:
             else:
                 self._counters["client_puts"] += 1
                 self._counters["client_put_bytes"] += item.length
+                self._counters["client_puts_short_of_copies"] += outcome.copies < outcome.wanted
+                self.measures.put(message.namespace, item.length)
 
-    def _count_leases(self, message: local.Lease, answer: local.Leased) -> None:
+    def _count_leases(
+        self, client: LocalClient, message: local.Lease, answer: local.Leased
+    ) -> None:
         """With `fetch` is asked for what was not here a moment ago."""
         for item in answer.items:
             if not item.error.code:
@@ -161,26 +178,42 @@ class PeerWatch:
                 elsewhere = message.fetch and not from_ssd
                 self._counters["client_reads_elsewhere" if elsewhere else "client_leases"] += 1
                 self._counters["client_reads_from_ssd"] += from_ssd
+                if elsewhere or from_ssd:  # what it came by counted it
+                    self.measures.read_of(client.namespace, 1, item.length)
+                else:
+                    self.measures.was_read(client.namespace, IN_PLACE, 1, item.length)
             elif message.fetch and item.error.code in (Code.NO_SUCH_KEY, Code.UNAVAILABLE):
                 self._counters["client_misses"] += 1
+                self.measures.missed(client.namespace, 1)
 
     def _take_report(self, client: LocalClient, message: Message) -> None:
         """What the client read from other peers by itself. Reads are counted when they have ended: one may
         ask for several plans, or for none."""
         assert isinstance(message, local.Report)
         self._counters["client_misses"] += max(0, message.misses)
+        self.measures.missed(client.namespace, max(0, message.misses))
+        for access in message.accesses[:MAX_BATCH]:
+            self.measures.was_read(
+                client.namespace, IN_PLACE, access.count, max(0, access.bytes_read)
+            )
         for fallback in message.fallbacks[:MAX_REPORTED]:
             transport, text = _transport(fallback.transport), fallback.text[:MAX_OUTCOME_LETTERS]
             self._fell_back(fallback.member, transport, text, count=max(0, fallback.count))
         for pulls in message.pulls[:MAX_REPORTED]:
-            self._counters["client_reads_elsewhere"] += max(0, pulls.objects)
+            objects, length_bytes = max(0, pulls.objects), max(0, pulls.bytes)
+            transport = _transport(pulls.transport)
+            self._counters["client_reads_elsewhere"] += objects
             self._came(
                 pulls.member,
-                _transport(pulls.transport),
-                objects=max(0, pulls.objects),
-                length_bytes=max(0, pulls.bytes),
+                transport,
+                objects=objects,
+                length_bytes=length_bytes,
                 failures=max(0, pulls.failures),
+                durations=pulls.durations,
+                microseconds=pulls.microseconds,
             )
+            self.measures.client_pulled(transport, pulls)
+            self.measures.read_of(client.namespace, objects, length_bytes)
         for read in message.slow[:MAX_REPORTED]:
             self._take_slow_read(client, read)
 
@@ -207,6 +240,9 @@ class PeerWatch:
 
     def asked(self, effect: AskPeer, reply: Reply, seconds: float) -> None:
         """A request to another peer ended: answered, refused, or (None) not answered in time."""
+        what = _ASKED_FOR.get(effect.kind, "ask")
+        served = reply is not None and not isinstance(reply, Failure)
+        self.measures.answered(what, seconds, served=served)
         subjects = _asked_about(effect.request)
         if not subjects:
             return
@@ -216,7 +252,6 @@ class PeerWatch:
             outcome = reply.text[:MAX_OUTCOME_LETTERS]
         else:
             outcome = "ok"
-        what = _ASKED_FOR.get(effect.kind, "ask")
         stage = Stage(what, seconds, self._core.name_of(effect.peer_id), "tcp", outcome)
         self.slow.stage(subjects, stage, time.monotonic())
 
@@ -226,8 +261,9 @@ class PeerWatch:
         report: PullReport | None,
         error: Exception | None,
         seconds: float,
+        trace: FetchTrace | None = None,
     ) -> None:
-        """A pull into this peer's memory ended."""
+        """A pull into this peer's memory ended; `trace` says where its time went."""
         stage = Stage("pull", seconds, outcome=str(error)[:MAX_OUTCOME_LETTERS])
         if report is not None:
             for fallback in report.fallbacks:
@@ -242,9 +278,14 @@ class PeerWatch:
                     self._came(
                         share.member, transport, objects=whole, length_bytes=share.length_bytes
                     )
+                self.traffic.took(member, transport, seconds)
+                self.measures.pulled(transport, seconds, report.pulled.length)
                 outcome = f"ok after {text}" if text else "ok"
                 name = self._core.name_of(report.copy.peer_id)
-                stage = Stage("pull", seconds, name, transport, outcome[:MAX_OUTCOME_LETTERS])
+                stage = Stage(
+                    *("pull", seconds, name, transport, outcome[:MAX_OUTCOME_LETTERS]),
+                    parts=_parts(trace),
+                )
             else:
                 stage = Stage("pull", seconds, outcome=text[:MAX_OUTCOME_LETTERS])
         self.slow.stage([effect.digest], stage, time.monotonic())
@@ -252,6 +293,8 @@ class PeerWatch:
     def loaded(self, effect: LoadObject, length_bytes: int, seconds: float) -> None:
         """A read of this peer's SSD ended; -1 bytes when it brought nothing."""
         outcome = "ok" if length_bytes >= 0 else "not read"
+        if length_bytes >= 0:
+            self.measures.pulled(ON_SSD, seconds, length_bytes)
         stage = Stage("load", seconds, transport="ssd", outcome=outcome)
         self.slow.stage([effect.digest], stage, time.monotonic())
 
@@ -263,10 +306,18 @@ class PeerWatch:
         objects: int = 0,
         length_bytes: int = 0,
         failures: int = 0,
+        durations: Sequence[int] = (),
+        microseconds: int = 0,
     ) -> None:
         """Objects came from a member, or attempts to get them failed."""
         self.traffic.came(
-            member, transport, objects=objects, length_bytes=length_bytes, failures=failures
+            member,
+            transport,
+            objects=objects,
+            length_bytes=length_bytes,
+            failures=failures,
+            durations=durations,
+            microseconds=microseconds,
         )
         if objects:
             self._fallbacks.worked(member, transport)
@@ -283,13 +334,27 @@ class PeerWatch:
                 extra={"event": "transport_fallback", "transport": transport},
             )
 
-    def pinged(self, peer_id: PeerId, seconds: float) -> None:
+    def pinged(self, peer_id: PeerId, ack: Ack, seconds: float) -> None:
         """A peer answered a ping over an open connection."""
-        self.traffic.pinged(peer_id, seconds)
+        ahead = time.time() - seconds / 2 - ack.unix_ms / 1000 if ack.unix_ms > 0 else None
+        self.traffic.pinged(peer_id, seconds, ahead)
+        self.measures.pings.add_seconds(seconds)
 
     def _name_of_member(self, member: Member) -> str:
         state = self._core.gossip.membership.resolve(member)
         return self._core.name_of(state.peer_id) if state is not None else f"{member:016x}"
+
+
+def _parts(trace: FetchTrace | None) -> tuple[tuple[str, float], ...]:
+    """Where the time of a read that delivered went, once a connection was there."""
+    if trace is None:
+        return ()
+    verify = trace.verify_seconds
+    return (
+        ("queue", trace.queue_seconds),
+        ("transfer", trace.transfer_seconds),
+        *(() if verify is None else (("verify", verify),)),
+    )
 
 
 _ASKED_FOR: Final = {
@@ -297,6 +362,10 @@ _ASKED_FOR: Final = {
     int(DataKind.GET): "compare",
     int(DataKind.REPLICATE): "replicate",
     int(DataKind.SET_PINS): "pin",
+    int(DataKind.PUSH): "push",
+    int(DataKind.CLUSTER_RECORDS): "cluster_records",
+    int(DataKind.LIST): "list",
+    int(DataKind.READS): "report_reads",
 }
 
 

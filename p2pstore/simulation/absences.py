@@ -47,6 +47,8 @@ class AbsenceScenario:
     shutdowns: int = 1
     skew_seconds: float = 8.0
     """Clocks are ahead by up to that much."""
+    keeps_memory: bool = False
+    """Whether it is the memory that outlives a process; otherwise what was there is on an SSD."""
     faults: Faults = field(default_factory=Faults)
 
 
@@ -91,7 +93,8 @@ class Absences:
     def run(self) -> AbsenceOutcome:
         """The whole course: boot, live, come together, settle, check."""
         for peer in self.cluster.peers:
-            peer.keeps_cold = True
+            peer.keeps_cold = not self.scenario.keeps_memory
+            peer.keeps_memory = self.scenario.keeps_memory
             peer.clock_skew_seconds = self.rng.uniform(0.0, self.scenario.skew_seconds)
         self.cluster.boot_all()
         self.kernel.run_until(5.0)
@@ -138,6 +141,7 @@ class Absences:
         if peer.core is None:
             return
         self.outcome.horizons_missed += peer.core.counters["horizons_missed"]
+        self._count_returned(peer)
         if killed:
             self.oracle.wrote(peer, self.kernel.now - WRITE_SECONDS)
             peer.crash()
@@ -308,8 +312,16 @@ class Absences:
             self.outcome.horizons_missed += peer.core.counters["horizons_missed"]
         self.outcome.messages = self.network.messages
         self.outcome.trace_hash = self.kernel.trace_hash
-        self.outcome.cold_discarded = sum(p.disk.discarded for p in self.cluster.peers)
-        self.outcome.cold_returned = sum(p.disk.returned for p in self.cluster.peers)
+        for peer in self.cluster.peers:
+            self._count_returned(peer)
+        self.outcome.cold_discarded += sum(p.disk.discarded for p in self.cluster.peers)
+        self.outcome.cold_returned += sum(p.disk.returned for p in self.cluster.peers)
+
+    def _count_returned(self, peer: SimulatedPeer) -> None:
+        """What came back of a memory that outlived its process, in the life that is over now."""
+        if peer.core is not None:
+            self.outcome.cold_discarded += peer.core.counters["kept_objects_discarded"]
+            self.outcome.cold_returned += peer.core.counters["kept_objects_returned"]
 
 
 def run_absences(seed: int, scenario: AbsenceScenario | None = None) -> AbsenceOutcome:

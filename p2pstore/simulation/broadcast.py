@@ -40,7 +40,7 @@ from p2pstore.checkpoint.effects import (
     Unlinked,
 )
 from p2pstore.checkpoint.messages import Refusal
-from p2pstore.checkpoint.piece_map import NO_PIECES, full_map
+from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map
 from p2pstore.checkpoint.swarm import Swarm, SwarmConfig
 from p2pstore.simulation.kernel import Kernel
 
@@ -75,6 +75,8 @@ class BroadcastScenario:
     joining_over: float = 0.0
     """Receivers join evenly over so many shortest times."""
     receivers_per_host: int = 1
+    parts: int = 1
+    """Each receiver needs one of so many equal parts of the pieces only."""
     source_leaves: bool = False
     """As soon as its neighbours have every piece."""
     give_up_after: float = 20.0
@@ -214,6 +216,7 @@ class Broadcast:
                 0.0,
                 publishes=member == SOURCE,
                 config=scenario.config,
+                needed=None if member == SOURCE else self._part_of(member),
             )
             self.peers[member] = _Peer(member, host, link, machine, 0.0)
         rng.shuffle(receivers)
@@ -228,6 +231,11 @@ class Broadcast:
                 mark(self.peers[member])
             del receivers[:count]
         self._unfinished = sum(self._counts(peer) for peer in self.peers.values())
+
+    def _part_of(self, member: int) -> PieceMap:
+        pieces, parts = self.scenario.pieces, self.scenario.parts
+        number = member % parts
+        return full_map(pieces * (number + 1) // parts) & ~full_map(pieces * number // parts)
 
     def _make_slow(self, peer: _Peer) -> None:
         peer.slow = True

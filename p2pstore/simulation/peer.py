@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from p2pstore.core.cold_return import ColdSorted
 from p2pstore.core.effects import (
     AskPeer,
+    CheckReturned,
     OperationFinished,
     PullObject,
     PullOutcome,
@@ -58,7 +59,17 @@ from p2pstore.simulation.pull import pull_object
 from p2pstore.simulation.signer import SimulatedSigner, SimulatedVerifier
 from p2pstore.simulation.tasks import Task
 from p2pstore.transfer import messages as data
+from p2pstore.transfer.kept import (
+    Expected,
+    Kept,
+    Note,
+    encode_note,
+    read_kept,
+    tail_bytes,
+    tail_offset,
+)
 from p2pstore.transfer.layout import (
+    GRANULE_BYTES,
     TrailerBody,
     encode_trailer,
     plan_geometry,
@@ -72,6 +83,7 @@ if TYPE_CHECKING:
 UNIX_START: Final = 1_800_000_000.0
 NAMESPACE: Final = "sim"
 FLOORS_WRITTEN_SECONDS: Final = 0.05
+CHECK_SECONDS: Final = 0.02
 SAVE_SECONDS: Final = 10.0
 
 
@@ -88,6 +100,9 @@ class SimulatedPeer:
         self.disk = Disk()
         self.keeps_cold = False
         """Whether there is an SSD: what was in memory comes back after a restart."""
+        self.keeps_memory = False
+        """Whether the memory itself outlives the process, however that ends."""
+        self._segment_id = b""
         self.on_floor: Callable[[SignedRecord], None] = lambda signed: None
         """Told of every floor when this peer takes it in."""
         self.on_cold_sorted: Callable[[], None] = lambda: None
@@ -113,14 +128,7 @@ class SimulatedPeer:
         unix_offset = UNIX_START + self.clock_skew_seconds
         state = self.disk.state
         state.incarnation = max(state.incarnation + 1, int((unix_offset + now) * 1000))
-        geometry = plan_geometry(self.memory_bytes)
-        self.memory = memoryview(bytearray(geometry.total_bytes))
-        segment = Segment(
-            self.memory,
-            segment_id=self.number.to_bytes(8, "little") + state.incarnation.to_bytes(8, "little"),
-            incarnation=state.incarnation,
-            geometry=geometry,
-        )
+        segment = self._make_segment(state.incarnation, now + unix_offset)
         rng = Random(cluster.kernel.rng.getrandbits(64))
         verifier, clock = SimulatedVerifier(), HybridClock(state.clock)
         gossip = Gossip(
@@ -153,11 +161,38 @@ class SimulatedPeer:
             cold = self.disk.cold_objects()
             newest = max((each.version.clock for each in cold), default=0)
             self.core.floors.return_with(cold, newest, now)
+        if segment.returned_count:
+            self.core.floors.return_with_memory(now)
         self._waiting.clear()
         self.answered_later.clear()
         self._tick_at = float("inf")
         self._save_later(self.life)
         self.settle()
+
+    def _make_segment(self, incarnation: int, unix: float) -> Segment:
+        geometry = plan_geometry(self.memory_bytes)
+        expected = Expected(geometry, self._segment_id, bytes(16), 0, 0)
+        kept = Kept()
+        if self.keeps_memory and self._segment_id:
+            found = read_kept(self.memory, expected, has_users=False)
+            assert isinstance(found, Kept), found
+            kept = found
+        else:
+            self.memory = memoryview(bytearray(tail_offset(geometry) + tail_bytes(geometry)))
+        note = encode_note(Note(geometry.slots, expected.boot, 0, 0, kept.lives + 1))
+        begin = tail_offset(geometry)
+        self.memory[begin : begin + len(note)] = note
+        self._segment_id = self.number.to_bytes(8, "little") + incarnation.to_bytes(8, "little")
+        marks_begin = begin + GRANULE_BYTES
+        return Segment(
+            self.memory,
+            segment_id=self._segment_id,
+            incarnation=incarnation,
+            geometry=geometry,
+            marks=self.memory[marks_begin : marks_begin + geometry.slots],
+            kept=kept,
+            now=unix,
+        )
 
     def _save_later(self, life: int) -> None:
         def save() -> None:
@@ -265,6 +300,9 @@ class SimulatedPeer:
                 return
             self.disk.bring_back(self.core, effect, self.cluster.kernel.now)
             self.settle()
+        elif isinstance(effect, CheckReturned):
+            life = self.life
+            self.cluster.kernel.after(CHECK_SECONDS, lambda: self._check_returned(life, effect))
         elif isinstance(effect, OperationFinished):
             done = self._waiting.pop(effect.operation, None)
             if done is not None:
@@ -283,6 +321,16 @@ class SimulatedPeer:
 
         task = Task(self.cluster.kernel, lambda: pull_object(self, effect), end)
         self._pulls.append(task)
+
+    def _check_returned(self, life: int, effect: CheckReturned) -> None:
+        if life == self.life and self.core is not None:
+            payload = self.core.segment.payload
+            whole = [
+                root_checksum(entry.length, chunk_sums(payload(entry))) == entry.version.root
+                for entry in effect.entries
+            ]
+            self.core.floors.returned_checked(effect.entries, whole, self.cluster.kernel.now)
+            self.settle()
 
     def _write_floors(self, life: int) -> None:
         if life == self.life:

@@ -18,6 +18,7 @@ class LatencyHistogram:
 
     def __init__(self) -> None:
         self.count = 0
+        self.total_seconds = 0.0
         self._buckets = [0] * _BUCKETS
 
     def add(self, seconds: float) -> None:
@@ -25,6 +26,7 @@ class LatencyHistogram:
         octaves = log2(max(seconds, _SHORTEST_SECONDS) / _SHORTEST_SECONDS)
         self._buckets[min(_BUCKETS - 1, int(octaves * _STEPS_PER_OCTAVE))] += 1
         self.count += 1
+        self.total_seconds += seconds
 
     def percentile(self, share: float) -> float:
         """Seconds that this share of all did not exceed (the upper end of the bucket); 0 when there was none."""
@@ -34,6 +36,15 @@ class LatencyHistogram:
             if count and left <= 0:
                 return float(_SHORTEST_SECONDS * 2 ** ((bucket + 1) / _STEPS_PER_OCTAVE))
         return 0.0
+
+    def octaves(self) -> dict[str, Any]:
+        """For JSON: how many took at most 1 us, at most 2, 4, 8 and so on, each without those before; and all together,
+        in microseconds."""
+        steps = _STEPS_PER_OCTAVE
+        counts = [sum(self._buckets[start : start + steps]) for start in range(0, _BUCKETS, steps)]
+        while counts and not counts[-1]:
+            counts.pop()
+        return {"counts": [0, *counts], "total": round(self.total_seconds * 1e6)}
 
     def document(self) -> dict[str, float]:
         """For JSON, in milliseconds."""
@@ -115,6 +126,8 @@ class Measures:
             "write_amplification": round(self.write_amplification, 4),
             "read_latency": self.read_latency.document(),
             "write_latency": self.write_latency.document(),
+            "read_durations": self.read_latency.octaves(),
+            "write_durations": self.write_latency.octaves(),
             "read_bytes_per_second": round(self.read.bytes_per_second(now)),
             "written_bytes_per_second": round(self.written.bytes_per_second(now)),
         }

@@ -107,6 +107,24 @@ class ExtentAllocator:
         self.used_bytes += size_bytes
         return start
 
+    def take(self, extents: Iterable[tuple[int, int]]) -> None:
+        """Have these (offset, size) taken, of whole granules, in the order of their offsets: for an allocator of which
+        nothing was taken yet."""
+        assert not self._used, "extents can be named in the beginning only"
+        end = self.begin + self.data_bytes
+        self._drop_free(self.begin, self.data_bytes)
+        position = self.begin
+        for start, size in extents:
+            assert position <= start < start + size <= end, "not in order, or outside"
+            if position < start:
+                self._add_free(position, start)
+            position = start + size
+            self._used[start] = position
+            self._used_ending[position] = start
+            self.used_bytes += size
+        if position < end:
+            self._add_free(position, end)
+
     def free(self, offset: int) -> None:
         """Give an extent back. Raises `KeyError` when none begins at `offset`."""
         end = self._used.pop(offset)

@@ -8,7 +8,7 @@ then seen by where it lies. Others use a part as well while its owner leaves it 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -125,6 +125,21 @@ class Areas:
                 self.used_bytes += size_bytes
                 return extent
         return None
+
+    def holds(self, offset: int, size_bytes: int) -> bool:
+        """Whether an extent there would lie in one part."""
+        area = self.at(offset).allocator
+        return area.begin <= offset and offset + size_bytes <= area.begin + area.data_bytes
+
+    def take_at(self, extents: Iterable[tuple[int, int]]) -> None:
+        """Have these (offset, size) taken, in the order of their offsets; each lies in one part. For areas of which
+        nothing was taken yet."""
+        of_areas: dict[int, list[tuple[int, int]]] = {}
+        for offset, size in extents:
+            of_areas.setdefault(self.at(offset).allocator.begin, []).append((offset, size))
+            self.used_bytes += size
+        for begin, some in of_areas.items():
+            self.at(begin).allocator.take(some)
 
     def at(self, offset: int) -> Area:
         """The part in which `offset` lies."""

@@ -63,6 +63,14 @@ class BufferDestination:
             view = view.cast("B") if view.nbytes else memoryview(bytearray())
         self._view = view
 
+    def take_in(self, value: memoryview) -> bool:
+        """Copy a whole value, verified, to the beginning of the buffer; whether it fits, and nobody watches."""
+        length = len(value)
+        if self.watch is not None or length > len(self._view):
+            return False
+        self._view[:length] = value
+        return True
+
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
         if slot.length > len(self._view):
             raise BufferTooSmall(

@@ -36,7 +36,7 @@ from p2pstore.streams import ByteStream
 from p2pstore.transfer.arriving import ONLY_READER, PART_CHUNKS, Arriving
 from p2pstore.transfer.failover import AnotherVersion
 from p2pstore.transfer.inbox import Inbox
-from p2pstore.transfer.layout import Slot, TrailerBody
+from p2pstore.transfer.layout import Slot, TrailerBody, decode_slot, is_only_chunk
 from p2pstore.transfer.messages import (
     MAX_DATA_VERSION,
     MIN_DATA_VERSION,
@@ -67,6 +67,7 @@ from p2pstore.transfer.messages import (
 from p2pstore.transfer.tickets import NONCE_BYTES, GrantedTicket, check_proof, prove
 from p2pstore.transfer.trace import Progress, ReadWatch
 from p2pstore.transfer.transport import (
+    BufferDestination,
     Destination,
     Pulled,
     PullFailed,
@@ -81,6 +82,7 @@ from p2pstore.wire import (
     DATA_REPLY_LIMITS,
     DATA_REQUEST_LIMITS,
     ERROR,
+    HEADER,
     HEADER_BYTES,
     ONE_WAY,
     PREFACE_DATA,
@@ -98,9 +100,13 @@ from p2pstore.wire import (
 )
 
 R = TypeVar("R", bound=Message)
-ItemOutcome = Pulled | P2PStoreError | ValueError
-"""One item of a batch: pulled, or why not."""
+ItemOutcome = Pulled | int | P2PStoreError | ValueError
+"""One item of a batch: pulled, just the length of what was (an object of one chunk that went into a plain buffer), or
+why not."""
 
+_GET: Final = int(DataKind.GET)
+MAX_HELD_BODY_BYTES: Final = 64 * KIB
+"""Of an answer about one object."""
 NO_CHUNK: Final = MAX_OBJECT_BYTES // CHUNK_BYTES
 """Beyond the end of any object: asks for its slot and trailer alone."""
 SMALL_BYTES: Final = 64 * KIB
@@ -112,7 +118,7 @@ BATCHES_AHEAD: Final = 2
 """So many are asked for at once: the other side works on one while this side takes in the other."""
 DISCARD_BYTES: Final = MIB
 """Bytes nobody wants that are read to keep a connection; for more, a new connection is cheaper."""
-WAKE_BYTES: Final = 128 * KIB
+WAKE_BYTES: Final = 512 * KIB
 """Of a piece of a checkpoint that are waited for at once."""
 STORE_PART_BYTES: Final = DATA_REQUEST_LIMITS.bulk_bytes
 TRANSPORT_NAME: Final = "tcp"
@@ -370,6 +376,80 @@ class DataConnection:
             await self._wait_for_answer(answer_seconds)
             return await self._pull(expected, destination)
 
+    async def pull_chunk(
+        self,
+        digest: bytes,
+        view: memoryview,
+        slot_hint: int = 0,
+        expected_bytes: int = 0,
+        keeps: Keeps = Keeps.NO,
+    ) -> int:
+        """Read an object of at most one chunk into the beginning of `view`, in as few steps as possible: its length.
+        -1 when it is longer, or longer than `view`, or empty: then `pull` has to do it. Raises as `pull`."""
+        if self.closed:
+            raise ConnectionResetError("the connection is closed")
+        self._inbox.expect(expected_bytes)
+        try:
+            length = await self._pull_chunk(digest, view, slot_hint, keeps)
+        except PullFailed as failure:
+            if self.in_the_middle or is_damage(failure):
+                self.close()
+            raise
+        except BaseException:
+            self.close()
+            raise
+        if self.in_the_middle or self.abandoned:
+            self.close()
+        return length
+
+    async def _pull_chunk(
+        self, digest: bytes, view: memoryview, slot_hint: int, keeps: Keeps
+    ) -> int:
+        items = [GetItem(digest, 0, 1, slot_hint)]
+        number, frame = self._frame(DataKind.GET, Get(items, False, int(keeps)))
+        await self.stream.send(frame)
+        reply = await self._receive_only(number, items)
+        size = self._bulk_left
+        if reply.status:
+            raise _refusal(reply)
+        if reply.bulk_bytes != size or not 0 < size <= min(len(view), CHUNK_BYTES):
+            await self._discard_small(size)
+            return -1
+        target = view[:size]
+        if size > SMALL_BYTES:
+            await self._inbox.read_into(target)
+            payload = target
+        else:
+            payload = self._inbox.held(size) or await self._inbox.take(size)
+        self._bulk_left = 0
+        if not is_only_chunk(reply.slot, digest, payload):
+            slot = decode_slot(reply.slot)
+            if slot is not None and slot.length > size:
+                return -1
+            raise PullFailed(Code.STALE, "the object arrived damaged; nothing was delivered")
+        if payload is not target:
+            target[:] = payload
+        return size
+
+    async def _receive_only(self, number: int, items: list[GetItem]) -> ObjectReply:
+        """The head of the answer to a GET of one item."""
+        inbox = self._inbox
+        head = inbox.held(HEADER_BYTES) or await inbox.take(HEADER_BYTES)
+        kind, flags, request_id, body_length, bulk_length = HEADER.unpack(head)
+        if (kind, flags, request_id) != (_GET, REPLY, number) or not (
+            body_length <= MAX_HELD_BODY_BYTES and bulk_length <= CHUNK_BYTES
+        ):
+            inbox.put_back(HEADER_BYTES)  # somebody else knows what that means
+            (reply,) = await self._receive_objects(_Expected(number, tuple(items)))
+            return reply
+        body = inbox.held(body_length) or await inbox.take(body_length)
+        self._unanswered -= 1
+        self._bulk_left = bulk_length
+        replies = decode_body(Objects, body).items
+        if len(replies) != 1:
+            raise ProtocolError("the reply to GET has another number of items than the request")
+        return replies[0]
+
     async def look(
         self, digest: bytes, slot_hint: int = 0, answer_seconds: float = math.inf
     ) -> tuple[Slot, TrailerBody]:
@@ -577,6 +657,13 @@ class DataConnection:
         self, reply: ObjectReply, asked: GetItem, destination: Destination, payload: memoryview
     ) -> ItemOutcome:
         """An item of a batch whose payload is here."""
+        if (
+            type(destination) is BufferDestination
+            and not reply.status
+            and is_only_chunk(reply.slot, asked.digest, payload)
+            and destination.take_in(payload)
+        ):
+            return len(payload)
         try:
             slot, trailer = self._check_reply(reply, asked)
             view = checked_view(destination, slot, trailer)

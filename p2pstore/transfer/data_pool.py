@@ -222,6 +222,49 @@ class DataPool:
                 raise
             raise failure_of(error) from error
 
+    async def pull_chunk(
+        self,
+        peer: RemotePeer,
+        digest: bytes,
+        view: memoryview,
+        slot_hint: int = 0,
+        expected_bytes: int = 0,
+    ) -> int:
+        """Read an object of at most one chunk into the beginning of `view`, over a connection that is there and idle.
+        Its length, or -1 when `pull` has to do it. Raises `PullFailed`."""
+        place = self._choose_idle(peer.peer_id)
+        if place is None:
+            return -1
+        connection = place.connection
+        assert connection is not None
+        try:
+            connection.stream.progress_seconds = self._progress_seconds
+            connection.start_watching()
+            return await connection.pull_chunk(digest, view, slot_hint, expected_bytes, peer.keeps)
+        except PullFailed:
+            raise
+        except Exception as error:
+            if isinstance(error, DeadlineExceeded):
+                place.failed_at, place.failure = time.monotonic(), error
+            elif isinstance(error, OSError) and not (
+                connection.received_any or connection.abandoned
+            ):
+                return -1  # it had died while it was idle
+            if not _is_connection_error(error):
+                raise
+            raise failure_of(error) from error
+        finally:
+            self._give_back(peer.peer_id, place)
+
+    def _choose_idle(self, peer_id: bytes) -> _Place | None:
+        """A place whose connection is there, good and idle."""
+        with self._state:
+            for place in reversed(self._peers.get(peer_id, ())):
+                if not place.users and self._take_kept(place) is not None:
+                    place.users, place.briefly = 1, True
+                    return place
+        return None
+
     async def pull_slices(
         self, copy: RemoteCopy, digest: bytes, arriving: Arriving, reader: int, using: Using
     ) -> None:

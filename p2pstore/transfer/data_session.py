@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
 import trio
@@ -21,6 +21,7 @@ import trio
 from p2pstore.errors import P2PStoreError, ProtocolError
 from p2pstore.objects import CHUNK_BYTES, GIB, KIB, MIB, PART_BYTES
 from p2pstore.streams import AcceptedStream, BytesLike, limit_unsent
+from p2pstore.transfer.entries import QuickCopy
 from p2pstore.transfer.frame_link import FrameLink
 from p2pstore.transfer.frame_reading import Refused, skip_bulk
 from p2pstore.transfer.messages import (
@@ -50,6 +51,14 @@ from p2pstore.transfer.messages import (
     SwarmLinked,
 )
 from p2pstore.transfer.rdma_serving import RdmaBackend, ReadableEnd
+from p2pstore.transfer.read_thread import (
+    LENT_BYTES,
+    MAX_READ_THREADS,
+    Briskness,
+    LentObject,
+    ReadTally,
+    ReadThread,
+)
 from p2pstore.transfer.store_intake import StoreBackend, receive_value
 from p2pstore.transfer.swarm_serving import UNSENT_PIECE_BYTES, OpenedPiece, SwarmBackend
 from p2pstore.transfer.tickets import Scope, TicketClaims
@@ -89,6 +98,9 @@ MIXED_SECONDS: Final = 0.1
 one each time, and longer where the kernel lets others run first, as an event loop that works all the time is no
 longer preferred when it wakes up."""
 MAX_SENDING_THREADS: Final = 16
+TAKE_IN_SECONDS: Final = 0.25
+TAKE_IN_READS: Final = 2048
+"""How often reads that threads answered are taken in, and how many at once."""
 RETIRING_IDLE_SECONDS: Final = 0.25
 """A connection that is to end does so when no request came for so long."""
 
@@ -126,6 +138,22 @@ class DataBackend(Protocol):
 
     def let_go(self, opened: OpenedObject) -> None:
         """The end of `open_objects`."""
+        ...
+
+    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
+        """See `QuickSource`."""
+        ...
+
+    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
+        """See `QuickSource`."""
+        ...
+
+    def end_loan(self, lent: LentObject) -> None:
+        """See `QuickSource`."""
+        ...
+
+    def note_reads(self, digests: Sequence[bytes]) -> None:
+        """Threads have served these, some more than once."""
         ...
 
     async def handle(
@@ -174,7 +202,11 @@ class Traffic:
     sending_threads: int = 0
     """Those of them that are sent in threads."""
     small_read_at: float = -math.inf
-    """When the last small read was answered, in monotonic seconds."""
+    """When the event loop answered a small read last, in monotonic seconds."""
+    read_threads: int = 0
+    """Connections whose reads are answered in threads."""
+    tally: ReadTally = field(default_factory=ReadTally)
+    """What these have answered, and nobody took in."""
 
     def upload_seconds(self, now: float) -> float:
         """How long upload slots were taken until now (monotonic seconds), all of them together."""
@@ -195,7 +227,7 @@ class Traffic:
     def wants_thread(self) -> bool:
         """Whether a large answer should leave the event loop to others, who just read small objects."""
         return (
-            time.monotonic() - self.small_read_at < MIXED_SECONDS
+            time.monotonic() - max(self.small_read_at, self.tally.added_at) < MIXED_SECONDS
             and self.sending_threads < MAX_SENDING_THREADS
         )
 
@@ -249,6 +281,7 @@ class DataSession:
         self._nap = trio.CancelScope()
         self._retiring = False
         self._handlers = 0
+        self._briskness = Briskness()
         self._measured_bytes = 0
         self._held: list[OpenedObject] = []
         self._uploads = False
@@ -307,6 +340,55 @@ class DataSession:
             else:
                 self._frames.feed(data)
                 await self._answer_all(nursery)
+            if self._briskness.is_brisk and self._may_lend():
+                await self._answer_in_thread(nursery)
+
+    def _may_lend(self) -> bool:
+        """Whether a thread may have the connection, and nobody else needs it meanwhile."""
+        return (
+            self._stream.can_lend
+            and not (self._handlers or self._retiring or self._frames.pending_bytes)
+            and self._traffic.read_threads < MAX_READ_THREADS
+        )
+
+    async def _answer_in_thread(self, nursery: trio.Nursery) -> None:
+        """Have a thread answer the small reads that come now; what it leaves is answered here."""
+        traffic = self._traffic
+        thread = ReadThread(
+            self._backend,
+            self._claims.issuer,
+            traffic.tally,
+            lambda: not self._retiring,
+            self._limits.progress_seconds,
+        )
+        taking = trio.CancelScope()
+        nursery.start_soon(self._take_in_reads, taking)
+        traffic.read_threads += 1
+        try:
+            self._frames.feed(await self._stream.lend(thread.serve))
+        finally:
+            traffic.read_threads -= 1
+            taking.cancel()
+            self._take_in_some()
+        self._briskness = Briskness()
+        await self._answer_all(nursery)
+
+    async def _take_in_reads(self, scope: trio.CancelScope) -> None:
+        with scope:
+            while True:
+                await trio.sleep(TAKE_IN_SECONDS)
+                while self._take_in_some():
+                    await trio.lowlevel.checkpoint()
+
+    def _take_in_some(self) -> bool:
+        """Tell the backend of some reads that threads answered; whether there may be more."""
+        digests, length_bytes = self._traffic.tally.take(TAKE_IN_READS)
+        self._traffic.objects += len(digests)
+        self._traffic.bytes += length_bytes
+        self._traffic.ended_upload_seconds += self._traffic.tally.take_upload_seconds()
+        if digests:
+            self._backend.note_reads(digests)
+        return len(digests) == TAKE_IN_READS
 
     async def _receive_request(self) -> int:
         """The next bytes; 0 when the other side closed, or was silent for too long between requests."""
@@ -451,8 +533,10 @@ class DataSession:
         self._parts += payloads
         self._gathered_bytes += bulk_bytes
         self._traffic.objects += len(payloads)
+        now = time.monotonic()
         if payloads and not self._uploads:
-            self._traffic.small_read_at = time.monotonic()
+            self._traffic.small_read_at = now
+        self._briskness.answered(now, quick=bool(payloads) and bulk_bytes <= LENT_BYTES)
 
     def _take_upload(self, may_refuse: bool) -> bool:
         """Whether a large answer may be sent now; if so, this connection has one on its way until the next flush

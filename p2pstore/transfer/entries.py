@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from p2pstore.objects import Version
 from p2pstore.transfer.layout import Pin, SlotState
@@ -66,6 +66,15 @@ class ObjectEntry:
     def expired(self, now: float) -> bool:
         """Whether its time to live is over at `now` (Unix seconds)."""
         return self.expires_unix_ms > 0 and self.expires_unix_ms / 1000 <= now
+
+
+class QuickCopy(NamedTuple):
+    """A small object as it was in memory a moment ago: slot and trailer as they are there, and how many bytes of it
+    were copied."""
+
+    slot: bytes
+    trailer: bytes
+    length: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def rank_of(entry: ObjectEntry) -> int | None:
     """Lower ranks are evicted first; None means not at all. Soft replicas go first, also of what is pinned (that is for
     the firm copies), and what the SSD has and was hardly asked for: so a pass over many cold objects does not push out
     what is in use."""
-    if entry.references or entry.state is not SlotState.LIVE:
+    if entry.references or entry.state not in (SlotState.LIVE, SlotState.RETURNED):
         return None
     if entry.soft:
         return _CHEAP

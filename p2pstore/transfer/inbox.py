@@ -39,6 +39,10 @@ class Inbox:
         self._start = end
         return self._buffer[start:end]
 
+    def put_back(self, length: int) -> None:
+        """What `held` or `take` gave in place just now comes again."""
+        self._start -= length
+
     async def take(self, length: int) -> memoryview:
         """The next `length` bytes: in place, until the next call, unless they are too many for that. Raises as
         `read_into`."""

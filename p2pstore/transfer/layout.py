@@ -21,7 +21,7 @@ import msgspec
 import xxhash
 
 from p2pstore.errors import ProtocolError
-from p2pstore.objects import MIB, Version, chunk_count, root_checksum
+from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_count, root_checksum
 from p2pstore.wire import Message, decode_body
 
 SEGMENT_MAGIC: Final = b"P2PSSEG\0"
@@ -128,6 +128,14 @@ def _header_checksum(packed: bytes) -> int:
     return xxhash.xxh3_64_intdigest(stateless)
 
 
+def segment_format_of(data: bytes | memoryview) -> int | None:
+    """Which format a segment says it has, whole or not; None for what is no segment."""
+    packed = bytes(data[: len(SEGMENT_MAGIC) + 4])
+    if len(packed) < len(SEGMENT_MAGIC) + 4 or not packed.startswith(SEGMENT_MAGIC):
+        return None
+    return int.from_bytes(packed[len(SEGMENT_MAGIC) :], "little")
+
+
 def decode_segment_header(data: bytes | memoryview) -> SegmentHeader:
     """Parse and check a header. Raises `ProtocolError` on anything that is not one."""
     if len(data) < _HEADER.size:
@@ -184,9 +192,13 @@ class SlotState(IntEnum):
     FILLING = 1
     LIVE = 2
     DOOMED = 3
+    RETURNED = 4
+    """From an earlier life of its owner, and not known to be good yet: readers take it for absent."""
 
 
 _SLOT_STATES: Final = tuple(SlotState)
+_LIVE: Final = int(SlotState.LIVE)
+_LENGTH_AND_SUM: Final = struct.Struct("<QQ")
 SLOT_FLAG_SOFT: Final = 1
 """A soft replica: kept because it was hot, evicted first."""
 SLOT_FLAG_TENSOR: Final = 2
@@ -245,6 +257,21 @@ def decode_slot(packed: bytes) -> Slot | None:
         trailer_length,
         flags,
     )
+
+
+def is_only_chunk(packed: bytes, digest: bytes, payload: bytes | memoryview) -> bool:
+    """Whether a slot, in a private copy, is that of the live object under `digest` whose bytes are `payload`, at most
+    one chunk. Its root is made of the length and the only sum, so that the trailer has nothing to add."""
+    if len(packed) != SLOT_BYTES:
+        return False
+    fmt, state, _, _, _, found, _, _, length, root, checksum = _SLOT.unpack(packed)
+    if fmt != SLOT_FORMAT or state != _LIVE or found != digest or length != len(payload):
+        return False
+    if checksum != xxhash.xxh3_64_intdigest(packed[:-8]):
+        return False
+    sums = _LENGTH_AND_SUM.pack(length, xxhash.xxh3_64_intdigest(payload))
+    expected: int = xxhash.xxh3_64_intdigest(sums)
+    return bool(0 < length <= CHUNK_BYTES and root == expected)
 
 
 FREE_SLOT: Final = bytes(SLOT_BYTES)

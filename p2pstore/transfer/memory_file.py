@@ -1,9 +1,9 @@
 """A segment's memory in a file: on tmpfs or hugetlbfs, on the file system of CXL or persistent memory (DAX), or on
 a disk. Shell.
 
-Every peer makes a new file, so that who still maps that of a peer which died keeps what it sees. A lock tells a file
-in use from one that was left over; it is on a descriptor that nobody else gets, as a lock lasts as long as anybody has
-its descriptor mapped.
+Every peer makes a new file, so that who still maps that of a peer which died keeps what it sees; unless the file is
+kept for the next life of its peer (`transfer.kept_file`). A lock tells a file in use from one that was left over; it is
+on a descriptor that nobody else gets, as a lock lasts as long as anybody has its descriptor mapped.
 """
 
 from __future__ import annotations
@@ -35,53 +35,53 @@ def create_file_memory(path: Path, total_bytes: int, *, marked_after: bool = Fal
     has no room for all of it or takes no files; on tmpfs also when the host or a cgroup has not as much memory left.
     """
     with ExitStack() as stack:
-        lock = _claim(path)
+        lock = claim_new(path)
         stack.callback(os.close, lock)
-        stack.callback(_remove, path, lock)
-        with suppress(
-            OSError
-        ):  # hugetlbfs has no write(): then the segment's header is the first to say so
-            os.pwrite(lock, SEGMENT_MAGIC, 0)
-        block_bytes = max(mmap.PAGESIZE, os.fstat(lock).st_blksize)
+        stack.callback(remove, path, lock)
+        block_bytes = block_bytes_of(lock)
         size = round_up(total_bytes, block_bytes) + (block_bytes if marked_after else 0)
-        _allocate(path, lock, size)
-        try:  # not by its path, which may mean another file by now
-            descriptor = os.open(f"/proc/self/fd/{lock}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise _unusable(path, error) from error
-        try:
-            mapping = mmap.mmap(descriptor, size)
-        except OSError as error:
-            os.close(descriptor)
-            raise _unusable(path, error) from error
+        allocate(path, lock, size)
+        descriptor, mapping = map_file(path, lock, size)
         if marked_after:
             mark = size - block_bytes
             mapping[mark : mark + len(SEGMENT_MAGIC)] = SEGMENT_MAGIC
         return SharedMemory(descriptor, mapping, total_bytes, stack.pop_all().close)
 
 
-def _claim(path: Path) -> int:
-    """A locked descriptor of a new, empty file at `path`."""
-    for _ in range(ATTEMPTS):
-        try:
-            descriptor = os.open(path, _HOW | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            _remove_left_over(path)
-            continue
-        except OSError as error:
-            raise _unusable(path, error) from error
-        if _locked(descriptor) and _is_at(path, descriptor):
-            return descriptor
-        os.close(descriptor)  # another peer that starts took the empty file for a left-over
-    raise _in_use(path)
+def block_bytes_of(descriptor: int) -> int:
+    """What the sizes of mapped files are whole numbers of, on that file system."""
+    return max(mmap.PAGESIZE, os.fstat(descriptor).st_blksize)
 
 
-def _remove_left_over(path: Path) -> None:
-    """Remove the file if a peer made it that does not live any more."""
+def map_file(path: Path, lock: int, size: int) -> tuple[int, mmap.mmap]:
+    """The locked file mapped, and the descriptor for those who map it as well. Raises `ConfigError`."""
+    try:  # not by its path, which may mean another file by now
+        descriptor = os.open(f"/proc/self/fd/{lock}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unusable(path, error) from error
+    try:
+        return descriptor, mmap.mmap(descriptor, size)
+    except OSError as error:
+        os.close(descriptor)
+        raise _unusable(path, error) from error
+
+
+def claim_new(path: Path) -> int:
+    """A locked descriptor of a new file at `path`, marked as a peer's; what a peer that died left there is removed.
+    Raises `ConfigError` when somebody else's file is there, or none can be."""
+    lock = _claim(path)
+    with suppress(OSError):  # hugetlbfs has no write(): the segment's header is the first to say so
+        os.pwrite(lock, SEGMENT_MAGIC, 0)
+    return lock
+
+
+def claim_left(path: Path) -> int | None:
+    """A locked descriptor of what a peer that does not run any more left at `path`; None when there is nothing. Raises
+    `ConfigError` when somebody uses it, or it is something that no peer put there."""
     try:
         descriptor = os.open(path, _HOW | os.O_NONBLOCK | os.O_NOCTTY)
     except FileNotFoundError:
-        return
+        return None
     except OSError as error:
         raise _unusable(path, error) from error
     try:
@@ -98,9 +98,36 @@ def _remove_left_over(path: Path) -> None:
                 f"memory_path: {path} holds something that no peer put there, and would be lost: name a file that "
                 "does not exist, or remove it"
             )
-        _remove(path, descriptor)
-    finally:
+    except BaseException:
         os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _claim(path: Path) -> int:
+    """A locked descriptor of a new, empty file at `path`."""
+    for _ in range(ATTEMPTS):
+        try:
+            descriptor = os.open(path, _HOW | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            _remove_left_over(path)
+            continue
+        except OSError as error:
+            raise _unusable(path, error) from error
+        if _locked(descriptor) and is_at(path, descriptor):
+            return descriptor
+        os.close(descriptor)  # another peer that starts took the empty file for a left-over
+    raise _in_use(path)
+
+
+def _remove_left_over(path: Path) -> None:
+    """Remove the file if a peer made it that does not live any more."""
+    descriptor = claim_left(path)
+    if descriptor is not None:
+        try:
+            remove(path, descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _is_marked(descriptor: int, status: os.stat_result) -> bool:
@@ -110,14 +137,14 @@ def _is_marked(descriptor: int, status: os.stat_result) -> bool:
     return any(os.pread(descriptor, len(SEGMENT_MAGIC), at) == SEGMENT_MAGIC for at in places)
 
 
-def _remove(path: Path, descriptor: int) -> None:
+def remove(path: Path, descriptor: int) -> None:
     """Remove the name, unless it means another file by now."""
-    if _is_at(path, descriptor):
+    if is_at(path, descriptor):
         with suppress(FileNotFoundError):
             os.unlink(path)
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
+def is_at(path: Path, descriptor: int) -> bool:
     """Whether the path means this file."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
@@ -134,7 +161,7 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
-def _allocate(path: Path, descriptor: int, size: int) -> None:
+def allocate(path: Path, descriptor: int, size: int) -> None:
     """Have the file system set aside every byte: who touches a page for which it has no room, dies."""
     available, source = available_memory()
     if size > available and _is_on_tmpfs(descriptor):  # whose limit says nothing about memory

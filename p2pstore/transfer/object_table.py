@@ -6,10 +6,13 @@ entry, then slot when it goes. Nothing that was written is believed when it is r
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import msgspec
 import numpy as np
 
-from p2pstore.transfer.entries import ObjectEntry
+from p2pstore.objects import Version
+from p2pstore.transfer.entries import ObjectEntry, Reservation
 from p2pstore.transfer.key_index import KeyIndex
 from p2pstore.transfer.layout import (
     FREE_SLOT,
@@ -22,6 +25,7 @@ from p2pstore.transfer.layout import (
     SegmentHeader,
     SegmentState,
     Slot,
+    SlotState,
     decode_index_entry,
     decode_trailer,
     encode_segment_header,
@@ -45,10 +49,16 @@ def slot_of(entry: ObjectEntry) -> Slot:
 
 
 class ObjectTable:
-    """Writes the parts of a segment that describe objects; at first there are none."""
+    """Writes the parts of a segment that describe objects; at first there are none. Slots of the numbers `kept` are
+    taken, and stay as they are."""
 
     def __init__(
-        self, buffer: memoryview, segment_id: bytes, incarnation: int, geometry: Geometry
+        self,
+        buffer: memoryview,
+        segment_id: bytes,
+        incarnation: int,
+        geometry: Geometry,
+        kept: Set[int] = frozenset(),
     ) -> None:
         if len(buffer) < geometry.total_bytes:
             raise ValueError(
@@ -57,8 +67,17 @@ class ObjectTable:
         self.geometry = geometry
         self._buffer = buffer
         self._free_slots: list[int] = []
-        self._unused_slots = iter(range(geometry.slots))
-        np.frombuffer(buffer, np.uint8)[geometry.index_offset : geometry.data_offset].fill(0)
+        self._unused_slots = (each for each in range(geometry.slots) if each not in kept)
+        memory = np.frombuffer(buffer, np.uint8)
+        memory[geometry.index_offset : geometry.slots_offset].fill(0)
+        slots_end = geometry.slots_offset + geometry.slots * SLOT_BYTES
+        if kept:
+            free = np.ones(geometry.slots, np.bool_)
+            free[list(kept)] = False
+            memory[geometry.slots_offset : slots_end].reshape(-1, SLOT_BYTES)[free] = 0
+        else:
+            memory[geometry.slots_offset : slots_end].fill(0)
+        memory[slots_end : geometry.data_offset].fill(0)
         self._index = KeyIndex(buffer[geometry.index_offset :], geometry.index_entries)
         header = SegmentHeader(segment_id, incarnation, geometry, SegmentState.OPEN)
         self._write(0, encode_segment_header(header))
@@ -79,6 +98,18 @@ class ObjectTable:
         self._write(entry.offset + trailer_offset(entry.length), trailer)
         self.write_slot(entry)
         self._index.set(entry.digest, entry.slot)
+
+    def publish_returned(self, entry: ObjectEntry) -> None:
+        """Have readers find an object that lies there, trailer and all, as it was in an earlier life."""
+        self.write_slot(entry)
+        self._index.set(entry.digest, entry.slot)
+
+    def write_reservation(self, reservation: Reservation) -> None:
+        """Say in its slot that somebody may write there."""
+        filling = Slot(
+            SlotState.FILLING, bytes(16), Version(0, 0), reservation.offset, reservation.capacity, 0
+        )
+        self._write(self._slot_offset(reservation.slot), encode_slot(filling))
 
     def withdraw(self, entry: ObjectEntry) -> None:
         """Readers no longer find the object; its slot stays as it is."""

@@ -13,19 +13,23 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Final
 
+import numpy as np
+
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.objects import Version, format_bytes
 from p2pstore.transfer.allocator import Window, choose_windows
 from p2pstore.transfer.areas import Areas, Place, Places, QuotaUse
-from p2pstore.transfer.entries import ObjectEntry, Reservation
+from p2pstore.transfer.entries import ObjectEntry, QuickCopy, Reservation
 from p2pstore.transfer.eviction import EvictionOrder, WhoKeeps, rank_of
 from p2pstore.transfer.eviction_policies import make_policy
 from p2pstore.transfer.expiry import ExpiryTimers
 from p2pstore.transfer.holdings import Leases, Reservations
+from p2pstore.transfer.kept import Kept
 from p2pstore.transfer.key_listing import KeyListing
 from p2pstore.transfer.layout import (
     GRANULE_BYTES,
     MAX_TRAILER_BYTES,
+    SLOT_FLAG_SOFT,
     Geometry,
     Pin,
     SlotState,
@@ -37,6 +41,8 @@ from p2pstore.transfer.layout import (
     round_up,
     trailer_matches,
 )
+from p2pstore.transfer.loans import Loan, Loans
+from p2pstore.transfer.most_read import MostRead
 from p2pstore.transfer.object_table import ObjectTable, slot_of
 from p2pstore.transfer.policies.interface import EvictionPolicy
 
@@ -54,7 +60,13 @@ MOST_WINDOWS: Final = 8
 AHEAD_SHARE: Final = 4096
 """So many windows are evicted at once, as long as those ahead of need are less than this part of the segment."""
 
+MOST_TRIES: Final = 4
+"""To make room, while threads begin to send from what was chosen to go."""
+
 NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
+
+EARLIER_CLIENTS: Final = "clients of earlier lives"
+"""The holder of what they may still look at or write to."""
 
 
 class Segment:
@@ -64,6 +76,10 @@ class Segment:
     ends with `drop_holder`. Writes the header and an empty table into `buffer`, which must have
     `geometry.total_bytes`. `policy` is this segment's own; None for a new one of the default kind. `quotas`: bytes that
     are kept for each of some namespaces (`areas`); more than there is raises `ValueError`.
+
+    With `marks`, a byte a slot that outlives this process as `buffer` does, the next life can begin with what is here;
+    `kept` is what this one begins with (`transfer.kept`). Its objects are `returned`: they have their room, and
+    nobody finds them, until they are published one by one, dropped, or evicted. At `now`.
     """
 
     def __init__(
@@ -75,23 +91,33 @@ class Segment:
         geometry: Geometry,
         policy: EvictionPolicy | None = None,
         quotas: Mapping[str, int] = NO_QUOTAS,
+        marks: memoryview | None = None,
+        kept: Kept | None = None,
+        now: float = 0.0,
     ) -> None:
         self.geometry = geometry
         self.segment_id = segment_id
         self.incarnation = incarnation
         self._buffer = buffer
-        self._table = ObjectTable(buffer, segment_id, incarnation, geometry)
+        self._marks = marks
         self._areas = Areas(geometry.data_bytes, GRANULE_BYTES, quotas)
+        kept = self._that_fits(kept or Kept())
+        self._table = ObjectTable(buffer, segment_id, incarnation, geometry, kept.numbers)
         self._order = EvictionOrder(policy or make_policy(), self._areas.group_count)
         self._listing = KeyListing()
+        self.most_read = MostRead()
+        """By whomever, in whatever way the owner hears of it."""
         self._reservations = Reservations()
         self._leases = Leases()
+        self._loans = Loans()
         self._entries: dict[bytes, ObjectEntry] = {}
         self._held: dict[int, ObjectEntry | Reservation] = {}  # slot number -> what is in it
         self._referenced_bytes = 0
         self._timers = ExpiryTimers(self._entries)
         self._withdrawn: list[ObjectEntry] = []
+        self._returned: dict[bytes, ObjectEntry] = {}
         self._closed = False
+        self._begin_with(kept, now)
 
     # --- figures -----------------------------------------------------------------------------
 
@@ -186,6 +212,8 @@ class Segment:
             holder, offset=offset, length=length, capacity=capacity, slot=slot
         )
         self._held[slot] = reservation
+        if self._marks is not None:
+            self._table.write_reservation(reservation)
         return reservation
 
     def reservation_view(self, number: int, holder: Hashable) -> memoryview:
@@ -224,7 +252,10 @@ class Segment:
         self._check_open()
         reservation = self._reservations.get(number, holder)
         packed = encode_trailer(trailer)
-        entry = _new_entry(reservation, digest, version, trailer, length, len(packed), soft, now)
+        entry = _new_entry(
+            *(reservation.slot, reservation.offset, digest, version, trailer),
+            *(length, len(packed), soft, now),
+        )
         if not 0 <= length <= reservation.length or entry.extent_bytes > reservation.capacity:
             raise ValueError(
                 f"{length:,} bytes and a trailer of {len(packed):,} exceed reservation {number}"
@@ -274,7 +305,7 @@ class Segment:
         """Keep the entry's bytes in place until `release` of this number, or `drop_holder`."""
         self._check_open()
         self.acquire(entry)
-        self._order.read(entry, 1, now)
+        self.used(entry, 1, now)
         return self._leases.add(entry, holder)
 
     def release(self, lease: int, *, holder: Hashable) -> None:
@@ -288,6 +319,7 @@ class Segment:
         if not entry.references:
             self._order.discard(entry)
             self._referenced_bytes += entry.extent_bytes
+            self._mark(entry, 1)
         entry.references += 1
 
     def acquire_unused(self, entry: ObjectEntry) -> None:
@@ -296,6 +328,7 @@ class Segment:
             raise ValueError(f"{entry.key!r} is in use, or is not to be evicted")
         self._order.hold(entry)
         self._referenced_bytes += entry.extent_bytes
+        self._mark(entry, 1)
         entry.references += 1
 
     def let_go(self, entry: ObjectEntry, *, was_used: bool = True) -> None:
@@ -307,6 +340,7 @@ class Segment:
         if entry.references:
             return
         self._referenced_bytes -= entry.extent_bytes
+        self._mark(entry, 0)
         if entry.state is SlotState.DOOMED:
             self._free(entry)
         elif was_used:
@@ -323,6 +357,8 @@ class Segment:
     def used(self, entry: ObjectEntry, count: int, now: float) -> None:
         """`touch` for an entry at hand."""
         self._order.read(entry, count, now)
+        if count:  # a read that goes on, or is to be refused, is none
+            self.most_read.read(entry.digest, count, now)
 
     def payload(self, entry: ObjectEntry) -> memoryview:
         """The value in place, read-only. Stable between `acquire` (or `lease`) and its end."""
@@ -340,6 +376,34 @@ class Segment:
     def slot_bytes(self, entry: ObjectEntry) -> bytes:
         """A copy of the entry's 64-byte slot."""
         return self._table.slot_bytes(entry)
+
+    def copy_quickly(self, digest: bytes, into: memoryview, now: float) -> QuickCopy | None:
+        """Copy the live entry under `digest` to the beginning of `into`, when it fits. The one method for any thread of
+        the process: bytes are used anew only after the entry's state was changed, and that shows here, as both hold
+        the interpreter's lock."""
+        entry = self._entries.get(digest)
+        if entry is None or entry.length > len(into) or entry.expired(now):
+            return None
+        start, length, buffer = entry.offset, entry.length, self._buffer
+        into[:length] = buffer[start : start + length]
+        copied = QuickCopy(self.slot_bytes(entry), self.trailer_bytes(entry), length)
+        return copied if entry.state is SlotState.LIVE else None
+
+    def lend(self, digest: bytes, now: float) -> tuple[Loan, ObjectEntry] | None:
+        """The live entry under `digest`, whose bytes stay until `end_loan`. For any thread of the process."""
+        entry = self._entries.get(digest)
+        if entry is None or entry.expired(now) or (loan := self._loans.begin(entry)) is None:
+            return None
+        return loan, entry
+
+    def end_loan(self, loan: Loan) -> None:
+        """The end of `lend`, by the same thread."""
+        self._loans.end(loan)
+
+    @property
+    def has_loans(self) -> bool:
+        """Whether some bytes are lent, or were and that is not taken in yet."""
+        return self._loans.any_known
 
     def digests(self) -> Set[bytes]:
         """A live view of the digests of all objects."""
@@ -405,11 +469,15 @@ class Segment:
     def coldest(self, *, cheap: bool = True) -> Iterator[ObjectEntry]:
         """What would be evicted first, or next when what is `cheap` has gone. Nothing may be done to the segment until
         the last one was taken."""
-        return self._order.coldest(cheap=cheap)
+        found = self._order.coldest(cheap=cheap)
+        if not self._returned:
+            return found
+        return (entry for entry in found if entry.state is SlotState.LIVE)
 
     def expire(self, now: float) -> list[ObjectEntry]:
         """Withdraw what is past its time to live and return it (`take_withdrawn` has it, too); end
         the pins that have run out."""
+        self._settle_loans()
         gone: list[ObjectEntry] = []
         for entry in self._timers.due(now):
             if entry.state is not SlotState.LIVE:
@@ -444,7 +512,115 @@ class Segment:
         """Let go of the buffer, after which nothing but figures may be asked. What refers to this segment
         then no longer keeps the memory."""
         self._buffer = memoryview(b"")
+        self._marks = None
         self._table.detach()
+
+    # --- what an earlier life left -----------------------------------------------------------
+
+    def returned(self) -> list[ObjectEntry]:
+        """Objects of an earlier life that are neither published nor gone yet, the oldest first."""
+        return sorted(self._returned.values(), key=lambda entry: entry.version)
+
+    @property
+    def returned_count(self) -> int:
+        """How many of them there are."""
+        return len(self._returned)
+
+    def find_returned(self, digest: bytes) -> ObjectEntry | None:
+        """The one of them with that digest."""
+        return self._returned.get(digest)
+
+    def publish_returned(self, entry: ObjectEntry, now: float) -> bool:
+        """Have a returned object be one like all others, found by everybody: it is known to be good. Whether it is one
+        now; not when it is gone meanwhile, its time to live is over, or a version is here that is not older."""
+        if entry.state is not SlotState.RETURNED:
+            return False
+        existing = self._entries.get(entry.digest)
+        if entry.expired(now) or (
+            existing is not None and existing.version >= entry.version and not existing.expired(now)
+        ):
+            self._withdraw(entry)
+            return False
+        del self._returned[entry.digest]
+        entry.state = SlotState.LIVE
+        self._table.publish_returned(entry)
+        self._entries[entry.digest] = entry
+        if existing is not None:
+            self._listing.remove(existing)
+            self._doom(existing)
+            self._withdrawn.append(existing)
+        self._listing.add(entry)
+        self._timers.set(entry)
+        return True
+
+    def drop_returned(self, entry: ObjectEntry) -> None:
+        """Give a returned object up, if it is still one."""
+        if entry.state is SlotState.RETURNED:
+            self._withdraw(entry)
+
+    def release_earlier(self) -> None:
+        """No client of an earlier life has this memory mapped any more."""
+        self.drop_holder(EARLIER_CLIENTS)
+
+    @property
+    def is_used_by_earlier(self) -> bool:
+        """Whether something is kept in place for clients of earlier lives."""
+        return bool(
+            self._leases.of(EARLIER_CLIENTS) or self._reservations.count_of(EARLIER_CLIENTS)
+        )
+
+    def _that_fits(self, kept: Kept) -> Kept:
+        """Without the objects that lie across the bounds of quotas, which have changed."""
+        fitting = [
+            each
+            for each in kept.objects
+            if self._areas.holds(
+                each.slot.offset - self.geometry.data_offset,
+                extent_bytes(each.slot.length, each.slot.trailer_length),
+            )
+        ]
+        return Kept(kept.lives, fitting, kept.rooms)
+
+    def _begin_with(self, kept: Kept, now: float) -> None:
+        base = self.geometry.data_offset
+        if self._marks is not None:
+            viewed = {each.number for each in kept.objects if each.is_viewed}
+            for number in np.flatnonzero(np.frombuffer(self._marks, np.uint8)).tolist():
+                if number not in viewed:
+                    self._marks[number] = 0
+        entries = [
+            _new_entry(
+                *(each.number, each.slot.offset, each.slot.digest, each.slot.version, each.trailer),
+                *(each.slot.length, each.slot.trailer_length),
+                *(bool(each.slot.flags & SLOT_FLAG_SOFT), now),
+            )
+            for each in kept.objects
+        ]
+        extents = [(entry.offset - base, entry.extent_bytes) for entry in entries]
+        extents += [(room.offset - base, room.size_bytes) for room in kept.rooms]
+        self._areas.take_at(sorted(extents))
+        for room in kept.rooms:
+            reservation = self._reservations.add(
+                EARLIER_CLIENTS,
+                offset=room.offset,
+                length=room.size_bytes,
+                capacity=room.size_bytes,
+                slot=room.number,
+            )
+            self._held[room.number] = reservation
+            self._table.write_reservation(reservation)
+        returning = zip(entries, kept.objects, strict=True)
+        for entry, found in sorted(returning, key=lambda pair: pair[0].version):
+            entry.state = SlotState.RETURNED
+            entry.group = self._areas.at(entry.offset - base).group_of(entry.namespace)
+            self._table.write_slot(entry)
+            self._held[entry.slot] = entry
+            self._returned[entry.digest] = entry
+            self._areas.count(entry, 1)
+            self._order.admit(entry, now)
+            if found.is_viewed:
+                self.acquire(entry)
+                self._leases.add(entry, EARLIER_CLIENTS)
 
     # --- making room -------------------------------------------------------------------------
 
@@ -458,8 +634,10 @@ class Segment:
             area = self._areas.at(extent)
             kept = area.owned if area.owner == namespace else None
             others = tuple(group for group in groups if group != kept)
-            if self._evict_one(others, now) or self._evict_one(groups, now):
-                slot = self._table.take_slot()
+            self._settle_loans()
+            for _ in range(MOST_TRIES):  # as for room
+                if slot is None and (self._evict_one(others, now) or self._evict_one(groups, now)):
+                    slot = self._table.take_slot()
         if slot is None:
             what = f"none of the {self.geometry.slots:,} object slots is free"
             raise self._no_room(what, namespace)
@@ -481,14 +659,27 @@ class Segment:
             if extent is None and self.expire(now):
                 extent = self._areas.take(size, places)
             last = places is searches[-1]
-            if extent is None and self._make_room(size, places, now, thoroughly=last):
-                extent = self._areas.take(size, places)
-                assert extent is not None, (
-                    "a window was evicted and did not make the room it was chosen for"
-                )
+            if extent is None:
+                extent = self._take_made_room(size, places, now, thoroughly=last)
             if extent is not None:
                 return extent
         raise self._no_room(f"{format_bytes(size)} do not fit", namespace)
+
+    def _take_made_room(
+        self, size: int, places: Places, now: float, *, thoroughly: bool
+    ) -> int | None:
+        """Room that is made by evicting. A thread may begin to send from what is chosen, just then: others go too."""
+        for _ in range(MOST_TRIES):
+            self._settle_loans()
+            if not self._make_room(size, places, now, thoroughly=thoroughly):
+                return None
+            extent = self._areas.take(size, places)
+            if extent is not None:
+                return extent
+            assert self._loans.any_known, (
+                "a window was evicted and did not make the room it was chosen for"
+            )
+        return None
 
     def _make_room(self, size: int, places: Places, now: float, *, thoroughly: bool) -> bool:
         """Evict the cheapest window of `size` bytes in any of these places; whether there was one, as far as candidates
@@ -540,8 +731,10 @@ class Segment:
     def _evict(self, offsets: Iterable[int]) -> None:
         for offset in offsets:
             entry = self._order.at(offset)
+            was_found = entry.state is SlotState.LIVE
             self._withdraw(entry, evicted=True)
-            self._withdrawn.append(entry)
+            if was_found:
+                self._withdrawn.append(entry)
 
     def _no_room(self, what: str, namespace: str) -> CapacityExceeded:
         leased, reserved = self._referenced_bytes, self._reservations.reserved_bytes
@@ -568,20 +761,44 @@ class Segment:
 
     def _withdraw(self, entry: ObjectEntry, *, evicted: bool = False) -> None:
         """Nobody finds the entry any more."""
-        del self._entries[entry.digest]
-        self._table.withdraw(entry)
-        self._listing.remove(entry)
+        if entry.state is SlotState.RETURNED:
+            del self._returned[entry.digest]
+        else:
+            del self._entries[entry.digest]
+            self._table.withdraw(entry)
+            self._listing.remove(entry)
         self._doom(entry, evicted=evicted)
+
+    def _mark(self, entry: ObjectEntry, in_use: int) -> None:
+        """For the next life of this peer: whether somebody has the entry's bytes in use."""
+        if self._marks is not None:
+            self._marks[entry.slot] = in_use
 
     def _doom(self, entry: ObjectEntry, *, evicted: bool = False) -> None:
         """LIVE -> DOOMED, and on to FREE when nothing refers to it."""
         self._order.gone(entry, evicted=evicted)
         self._areas.count(entry, -1)
         entry.state = SlotState.DOOMED
+        if self._loans.has(entry):
+            self._settle_loans()
+        if entry.state is SlotState.FREE:  # the last one ended in this moment
+            return
         if entry.references:
             self._table.write_slot(entry)
         else:
             self._free(entry)
+
+    def _settle_loans(self) -> None:
+        """Count a reference for each loan that began, and one less for each that is over."""
+        if not self._loans.any_known:
+            return
+        for entry in self._loans.begun():
+            if not entry.references:
+                self._order.discard(entry)
+                self._referenced_bytes += entry.extent_bytes
+            entry.references += 1
+        for entry in self._loans.ended():
+            self.let_go(entry)
 
     def _free(self, held: ObjectEntry | Reservation) -> None:
         if isinstance(held, ObjectEntry):
@@ -603,6 +820,8 @@ class Segment:
                 self._check_entry(held)
         entries = [held for held in self._held.values() if isinstance(held, ObjectEntry)]
         live = {entry.digest: entry.slot for entry in entries if entry.state is SlotState.LIVE}
+        returned = [entry for entry in entries if entry.state is SlotState.RETURNED]
+        assert {entry.digest: entry for entry in returned} == self._returned
         assert live == {digest: entry.slot for digest, entry in self._entries.items()}
         assert live == self._table.published()
 
@@ -628,6 +847,9 @@ class Segment:
         evictable = sum(entry.extent_bytes for entry in entries if entry in self._order)
         queued = sorted(entry.offset for entry in entries if entry.rank is not None)
         assert queued == sorted(entry.offset for entry in self._order.coldest())
+        if self._marks is not None:
+            marked = {number for number, mark in enumerate(self._marks) if mark}
+            assert marked == {entry.slot for entry in entries if entry.references}
         assert reserved == self._reservations.reserved_bytes
         assert referenced == self._referenced_bytes
         assert evictable == self._order.evictable_bytes()
@@ -639,7 +861,7 @@ class Segment:
 
     def _check_entry(self, entry: ObjectEntry) -> None:
         """What is published of an entry says the same as the entry."""
-        assert entry.state is SlotState.LIVE or entry.references
+        assert entry.state in (SlotState.LIVE, SlotState.RETURNED) or entry.references
         assert (entry in self._order) == (rank_of(entry) is not None)
         area = self._areas.at(entry.offset - self.geometry.data_offset)
         assert entry.group == area.group_of(entry.namespace)
@@ -656,7 +878,8 @@ def _groups_of(places: Places) -> tuple[int, ...]:
 
 
 def _new_entry(
-    reservation: Reservation,
+    slot: int,
+    offset: int,
     digest: bytes,
     version: Version,
     trailer: TrailerBody,
@@ -669,8 +892,8 @@ def _new_entry(
     return ObjectEntry(
         digest=digest,
         version=version,
-        slot=reservation.slot,
-        offset=reservation.offset,
+        slot=slot,
+        offset=offset,
         length=length,
         trailer_length=trailer_length,
         extent_bytes=extent_bytes(length, trailer_length),

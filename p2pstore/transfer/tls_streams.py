@@ -8,18 +8,21 @@ what was received, and one of what is sent, in pieces that stay in the cache.
 from __future__ import annotations
 
 import contextlib
+import socket
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.objects import KIB
 from p2pstore.streams import AcceptedStream, BytesLike, ByteStream, flatten_parts
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.tls_certificates import bound_secret, check_certificate
+
+T = TypeVar("T")
 
 RECORD_BYTES: Final = 16 * KIB
 """The most that TLS puts into one record. Smaller parts that are sent together share one."""
@@ -217,6 +220,13 @@ class AcceptedTlsStream(TlsStream):
     async def send_in_thread(self, *parts: BytesLike) -> None:
         """`send`: the cipher works piece by piece anyway, and needs the interpreter's lock for each."""
         await self.send(*parts)
+
+    @property
+    def can_lend(self) -> bool:
+        return False
+
+    async def lend(self, work: Callable[[socket.socket], T]) -> T:
+        raise TypeError("what a TLS stream carries is not on its socket")
 
     def stop_receiving(self) -> None:
         self._accepted.stop_receiving()

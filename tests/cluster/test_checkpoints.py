@@ -16,6 +16,8 @@ import p2pstore
 from p2pstore import errors
 from p2pstore.checkpoint.target_directory import TargetDirectory
 from p2pstore.peer import Peer
+from p2pstore.peer.checkpoints import service
+from p2pstore.peer.checkpoints.swarm_run import SwarmRun
 from p2pstore.results import CheckpointProgress
 from tests.cluster.test_open_peer import MIB, cluster, until
 from tests.contract.swarm_world import make_files, same_files
@@ -143,6 +145,33 @@ async def test_what_cannot_be_done_is_said_in_the_words_of_who_asked(tmp_path: P
             await b.checkpoints.fetch("model", tmp_path / "c", publisher=b.peer_id)
         with pytest.raises(NotADirectoryError):
             await b.checkpoints.fetch("model", source / "config.json" / "x")
+        with pytest.raises(NotADirectoryError, match=r"Not a directory: '.*config.json'"):
+            await b.checkpoints.fetch("model", source / "config.json")
+        with pytest.raises(ValueError, match="printable, without spaces and @: 'mo del'"):
+            await b.checkpoints.fetch("mo del", tmp_path / "c")
+        with pytest.raises(ValueError, match="a power of two long, from 16,384 to"):
+            await a.checkpoints.publish("model", source, piece_bytes=100_000)
+        fast = await b.checkpoints.fetch("model", tmp_path / "fast", limit_rate=1 << 40)
+        assert fast.fetched_bytes == fast.total_bytes
+
+
+async def test_a_version_that_its_publisher_gave_up_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MANIFEST_SECONDS", 1.0)
+    monkeypatch.setattr(service, "HOPE_SECONDS", 1.0)
+    source = tmp_path / "from"
+    make_files(source, FILES)
+    async with cluster(tmp_path, 2) as (a, b):
+        await a.checkpoints.publish("model", source, piece_bytes=PIECE)
+        (source / "model.safetensors").write_bytes(b"other")
+        with pytest.raises(
+            errors.Unavailable,
+            match=r"p0, which published it, gave it up: model.safetensors: changed",
+        ):
+            await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
+        with pytest.raises(errors.Unavailable, match=r"can be reached: p0, which .*: changed"):
+            await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
 
 
 async def test_a_fetch_that_is_cancelled_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -171,6 +200,44 @@ async def test_a_fetch_that_is_cancelled_goes_on_where_it_was(tmp_path: Path) ->
         assert 0 < rest.fetched_bytes < rest.total_bytes == published.total_bytes
         assert trio.current_time() - began > rest.fetched_bytes / (2 * MIB) - 0.5
         assert same_files(source, tmp_path / "b" / "current")
+
+
+async def test_some_files_are_brought_passed_on_and_completed_later(tmp_path: Path) -> None:
+    source = tmp_path / "from"
+    make_files(source, {**FILES, "other.safetensors": MIB})
+    async with cluster(tmp_path, 3) as (a, b, c):
+        published = await a.checkpoints.publish("model", source, piece_bytes=PIECE)
+        version = published.version
+        with pytest.raises(ValueError, match=r"no file of checkpoint 'model' matches; it has '"):
+            await b.checkpoints.fetch("model", tmp_path / "b", include=["none*"], wait=20)
+        some = await b.checkpoints.fetch("model", tmp_path / "b", include=["other*", "c*.json"])
+        assert not some.whole
+        assert MIB < some.fetched_bytes == some.total_bytes < MIB + 2 * PIECE
+        there = {path.name for path in (tmp_path / "b" / "current").rglob("*") if path.is_file()}
+        assert there == {"other.safetensors", "config.json"}
+
+        def is_told() -> bool:
+            parts = c.node.core.checkpoints.parts_of(
+                c.node.core.checkpoints.find("default", "model").digest
+            )
+            return sorted(part.needs_permille for each in parts.values() for part in each) == [
+                1000 * some.total_bytes // published.total_bytes,
+                1000,
+            ]
+
+        await until(is_told)
+
+        # Elsewhere on that peer: the same is there; more is fetched, and what is there is not.
+        again = await b.checkpoints.fetch("model", tmp_path / "again", include=["other*"])
+        assert again.fetched_bytes == 0
+        more = await b.checkpoints.fetch("model", tmp_path / "again")
+        assert more.whole
+        assert 0 < more.fetched_bytes <= published.total_bytes - MIB
+        assert same_files(source, tmp_path / "again" / "current")
+        whole = await b.checkpoints.fetch("model", tmp_path / "b")
+        assert whole.whole
+        assert whole.fetched_bytes == 0
+        assert same_files(source, tmp_path / "b" / version)
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -252,3 +319,150 @@ async def test_tensors_in_memory_are_views_that_clients_share(tmp_path: Path) ->
         await a.checkpoints.publish("broken", source, piece_bytes=PIECE)
         with pytest.raises(errors.CheckpointRefused, match=r"model.safetensors is not in the"):
             await b.checkpoints.fetch_tensors("broken", wait=20)
+
+
+async def test_of_some_tensors_and_rows_only_the_pieces_they_are_in_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[SwarmRun] = []
+    init = SwarmRun.__init__
+
+    def noted(self: SwarmRun, *arguments: object, **more: object) -> None:
+        init(self, *arguments, **more)  # type: ignore[arg-type]  # whatever they are
+        runs.append(self)
+
+    monkeypatch.setattr(SwarmRun, "__init__", noted)
+    source = tmp_path / "from"
+    source.mkdir()
+    rng = np.random.default_rng(2)
+    shards = {
+        f"model-{shard}.safetensors": {
+            f"layer.{shard}.{kind}": rng.random((400, 500), np.float32) for kind in ("q", "mlp")
+        }
+        for shard in range(3)
+    }
+    for name, tensors in shards.items():
+        write_safetensors(source / name, tensors)
+    weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (source / "model.safetensors.index.json").write_text(index)
+    (source / "config.json").write_text("{}")
+    size = 400 * 500 * 4
+    async with cluster(tmp_path, 2, checkpoint_memory="3MiB") as (a, b):
+        published = await a.checkpoints.publish("model", source, piece_bytes=PIECE)
+        assert published.total_bytes > 6 * size > 3 * MIB
+        with pytest.raises(errors.CapacityExceeded, match=r"\(--checkpoint-memory\)"):
+            await b.checkpoints.fetch_tensors("model", wait=20)
+
+        def brought() -> int:
+            return sum(run.fetched_bytes for run in runs)
+
+        def half(rank: int, name: str, shape: tuple[int, ...]) -> slice:
+            rows = shape[0] // 2
+            return slice(rank * rows, (rank + 1) * rows)
+
+        some = await b.checkpoints.fetch_tensors("model", ["layer.1.q"], files=["config.json"])
+        assert list(some) == ["layer.1.q"]
+        assert np.array_equal(some["layer.1.q"], shards["model-1.safetensors"]["layer.1.q"])
+        assert set(some.files) == {"model.safetensors.index.json", "config.json"}
+        assert bytes(some.file("config.json")) == b"{}"
+        with pytest.raises(KeyError):
+            some.file("model-0.safetensors")
+        assert size < brought() < size + 4 * PIECE, "and not the headers of other files"
+        before = brought()
+
+        # Two ranks at once, in memory that all share.
+        ranks: list[dict[str, np.ndarray]] = [{}, {}]
+
+        async def fetch(rank: int) -> None:
+            mine = await b.checkpoints.fetch_tensors("model", ["*.q"], rows=partial(half, rank))
+            ranks[rank] = dict(mine)
+            mine.close()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fetch, 0)
+            nursery.start_soon(fetch, 1)
+        for number, tensors in enumerate(shards.values()):
+            name = f"layer.{number}.q"
+            both = np.concatenate([ranks[0][name], ranks[1][name]])
+            assert ranks[0][name].shape == (200, 500)
+            assert np.array_equal(both, tensors[name])
+        assert 2 * size <= brought() - before < 2 * size + 8 * PIECE
+
+        with pytest.raises(errors.CapacityExceeded, match=r"\(--checkpoint-memory\)"):
+            await b.checkpoints.fetch_tensors("model")
+        with pytest.raises(ValueError, match="rows one behind the other"):
+            await b.checkpoints.fetch_tensors("model", rows=lambda *_: slice(None, None, 2))
+
+        # What is in memory need not come again for a directory, and stays what it is.
+        whole = await b.checkpoints.fetch("model", tmp_path / "b")
+        assert whole.fetched_bytes < published.total_bytes - 3 * size + 8 * PIECE
+        assert same_files(source, tmp_path / "b" / "current")
+        assert np.array_equal(some["layer.1.q"], shards["model-1.safetensors"]["layer.1.q"])
+        more = await b.checkpoints.fetch_tensors("model", ["layer.2.mlp"])
+        assert np.array_equal(more["layer.2.mlp"], shards["model-2.safetensors"]["layer.2.mlp"])
+        some.close()
+        more.close()
+
+
+async def test_tensors_are_published_from_memory(tmp_path: Path) -> None:
+    weights: dict[str, np.ndarray] = {
+        "layer.0.weight": np.arange(150_000, dtype=np.float32).reshape(300, 500),
+        "layer.1.weight": np.ones((100, 500), np.float32),
+    }
+    async with cluster(tmp_path, 2, checkpoint_memory="2MiB") as (a, b):
+        first = await a.checkpoints.publish("model", weights, piece_bytes=PIECE)
+        before = {name: array.copy() for name, array in weights.items()}
+        weights["layer.1.weight"][:] = 2
+        got = await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
+        assert got.version == first.version
+        assert [path.name for path in (tmp_path / "b" / "current").iterdir()] == [
+            "model.safetensors"
+        ]
+        with await b.checkpoints.fetch_tensors("model") as tensors:
+            for name, array in before.items():
+                assert np.array_equal(tensors[name], array)
+
+        def in_plain_code() -> p2pstore.results.PublishedCheckpoint:
+            with p2pstore.blocking.connect(a.socket) as client:
+                return client.checkpoints.publish("model", weights, piece_bytes=PIECE)
+
+        second = await trio.to_thread.run_sync(in_plain_code)
+        changed = await b.checkpoints.fetch(
+            "model", tmp_path / "b", version=second.version, publisher=a.peer_id
+        )
+        assert 0 < changed.fetched_bytes < 100 * 500 * 4 + 2 * PIECE, "only what is another"
+        assert len(a.node.core.checkpoints.parts) == 1, "the older version's memory is free again"
+        with pytest.raises(errors.CapacityExceeded, match=r"\(--checkpoint-memory\); publish them"):
+            await a.checkpoints.publish("other", {"x": np.zeros(2 * MIB, np.uint8)})
+        with pytest.raises(ValueError, match="include and exclude are for files"):
+            await a.checkpoints.publish("other", weights, include=["layer.0*"])
+        await a.checkpoints.remove("model")
+        await a.checkpoints.publish("other", {"x": np.zeros(MIB, np.uint8)})
+
+
+async def test_who_does_not_wait_for_the_others_any_more_has_published(tmp_path: Path) -> None:
+    source = tmp_path / "from"
+    make_files(source, FILES)
+    async with cluster(tmp_path, 2) as (a, b):
+        for what in (source, {"x": np.zeros(MIB, np.uint8)}):
+            async with trio.open_nursery() as nursery:
+
+                def seeding(report: CheckpointProgress, scope: trio.CancelScope) -> None:
+                    if report.phase == "seeding":
+                        scope.cancel()
+
+                nursery.start_soon(
+                    partial(
+                        a.checkpoints.publish,
+                        "model",
+                        what,
+                        wait_seeded=True,
+                        progress=partial(seeding, scope=nursery.cancel_scope),
+                    )
+                )
+            version = a.node.core.checkpoints.find("default", "model").version.hex()
+            got = await b.checkpoints.fetch(
+                "model", tmp_path / "b", version=version, publisher=a.peer_id, wait=20
+            )
+            assert got.fetched_bytes == got.total_bytes

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -19,7 +21,7 @@ from p2pstore import open_peer
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB
-from p2pstore.peer.metrics_server import MAX_CONNECTIONS
+from p2pstore.peer.metrics_server import MAX_HOST_CONNECTIONS
 from tests.cluster.processes import PeerProcess, new_cluster
 
 SECONDS = 10.0
@@ -57,7 +59,7 @@ def metrics(address: str) -> dict[str, float]:
     samples: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation, family.name
-        assert family.name.startswith("p2pstore_")
+        assert family.name.startswith(("p2pstore_", "process_"))
         for sample in family.samples:
             labels = json.dumps(sample.labels) if sample.labels else ""
             samples[sample.name + labels] = sample.value
@@ -84,7 +86,12 @@ def test_what_a_peer_did_is_counted(peer: PeerProcess) -> None:
     assert after["p2pstore_memory_capacity_bytes"] >= 60 * MIB
     assert after['p2pstore_members{"status": "alive"}'] == 1
     assert after['p2pstore_ssd_state{"state": "ok"}'] == 1
-    assert after['p2pstore_ssd_latency_seconds{"operation": "write", "quantile": "0.99"}'] > 0
+    assert grew('p2pstore_ssd_operation_seconds_count{"operation": "write"}') == 1
+    assert grew("p2pstore_put_size_bytes_count") == 1
+    assert grew('p2pstore_put_size_bytes_bucket{"le": "1048576"}') == 1
+    assert after['p2pstore_namespace_puts_total{"namespace": "default"}'] >= 1
+    assert after["p2pstore_event_loop_lag_seconds_count"] > 0
+    assert after["process_resident_memory_bytes"] > MIB
 
 
 def test_names_follow_the_conventions(peer: PeerProcess) -> None:
@@ -101,13 +108,46 @@ def test_probes(peer: PeerProcess) -> None:
     assert page(address_of(peer), "/livez") == (200, "alive\n")
     assert page(address_of(peer), "/readyz") == (200, "ready\n")
     assert page(address_of(peer), "/readyz", "HEAD") == (200, "")
-    assert page(address_of(peer), "/")[0] == HTTPStatus.NOT_FOUND
+    assert page(address_of(peer), "/nothing")[0] == HTTPStatus.NOT_FOUND
     assert page(address_of(peer), "/metrics", "DELETE")[0] == HTTPStatus.METHOD_NOT_ALLOWED
+
+
+def test_the_status_page_and_its_json(peer: PeerProcess) -> None:
+    """What a browser makes of it: `test_status_page`."""
+    (line,) = peer.logged("status page: ")
+    with urllib.request.urlopen(line.partition("status page: ")[2], timeout=SECONDS) as answer:
+        assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+        assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+        assert b"status.json" in answer.read()
+    peer.client.put("a secret key", b"x")
+    for _ in range(3):
+        peer.client.get("a secret key")
+
+    def document() -> dict[str, Any]:
+        status, text = page(address_of(peer), "/status.json")
+        assert status == HTTPStatus.OK
+        assert "secret" not in text
+        answer: dict[str, Any] = json.loads(text)
+        return answer
+
+    def keys() -> list[str]:
+        return [each["key"] for each in peer.client.statistics()["peer"]["hottest"]]
+
+    # Clients tell of their reads now and then, and the document may be a second old.
+    deadline = time.monotonic() + SECONDS
+    while "a secret key" not in keys() or len(document()["hottest"]) < len(keys()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    said = document()
+    assert {each["namespace"] for each in said["hottest"]} == {"default"}
+    assert [each["name"] for each in said["members"]] == ["p0"]
+    assert said["problems"] == []
+    assert said["ssd"]["state"] == "ok"
 
 
 def test_garbage_and_silence_keep_nobody_from_it(peer: PeerProcess) -> None:
     host, _, port = address_of(peer).rpartition(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(MAX_CONNECTIONS // 2)]
+    silent = [socket.create_connection((host, int(port))) for _ in range(MAX_HOST_CONNECTIONS // 2)]
     try:
         for garbage in (b"\0" * 100, os.urandom(5000), b"GET /metrics\r\n", b"x" * 20_000):
             with socket.create_connection((host, int(port)), timeout=SECONDS) as stranger:

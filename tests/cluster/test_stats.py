@@ -166,6 +166,27 @@ def test_slow_operations_are_kept_with_where_the_time_went(pair: tuple[Peer, Pee
     assert re.search(r"slow \w+ of .*: \d+\.\d+ s, waiting \d+\.\d+ s", first.log.read_text())
 
 
+def test_a_slow_pull_is_told_by_what_its_time_went_to(pair: tuple[Peer, Peer]) -> None:
+    first, second = pair
+    first.client.put("slow/lease", os.urandom(32 * MIB))
+    eventually(lambda: second.client.contains("slow/lease"))
+    with second.client.lease("slow/lease", here=True) as view:
+        assert len(view) == 32 * MIB
+    slow = json.loads(done(second.run("stats", "--slow", "--json")).stdout)
+    leases = [each for each in slow["operations"] if each["key"] == "slow/lease"]
+    (pull,) = [stage for each in leases for stage in each["stages"] if stage["what"] == "pull"]
+    assert (pull["peer"], pull["transport"]) == ("first", "tcp")
+    assert pull["parts"].keys() == {"queue", "transfer", "verify"}
+    assert 0 < sum(pull["parts"].values()) <= pull["seconds"]
+    assert "(queue " in done(second.run("stats", "--slow")).stdout.decode()
+    (seen,) = [each for each in second.client.peers() if each.name == "first"]
+    assert seen.transports["tcp"]["p99_microseconds"] >= 1_000
+    header, *rows = done(second.run("peers", "--reads")).stdout.decode().splitlines()
+    assert header.split()[:4] == ["NAME", "TRANSPORT", "OBJECTS", "BYTES"]
+    assert re.match(r"first +tcp +\d+ +[\d.]+ MiB +[\d.]+ m?s +[\d.]+ m?s +0 ", rows[0])
+    assert len(rows) == 1
+
+
 def test_a_slow_read_from_another_peer_is_told_by_the_client(pair: tuple[Peer, Peer]) -> None:
     first, second = pair
     first.client.put("slow/get", bytes(48 * MIB // 4), overwrite=True)
@@ -191,6 +212,7 @@ def test_a_slow_read_from_another_peer_is_told_by_the_client(pair: tuple[Peer, P
             if (each["what"], each["key"]) == ("get", "slow/get")
         ]
 
+    eventually(lambda: "this process stood still for" in first.log.read_text())
     eventually(lambda: bool(told()))
     (stage,) = told()[0]["stages"]
     assert (stage["what"], stage["peer"], stage["transport"]) == ("pull", "first", "tcp")

@@ -41,6 +41,10 @@ DIFFERENT: dict[tuple[str, int], tuple[Any, str]] = {
     ("remove_by_regex", 5): (1, "patterns are Python's"),
     ("replicas", 5): (True, "a segment has one name"),
     ("tensors", 16): ([], "a scalar stays one"),
+    ("tensors_spread", 9): ([None], "Mooncake answers a shard along another dimension"),
+    ("tensors_spread", 10): ([None], "Mooncake answers a shard of another size"),
+    ("tensors_spread", 20): ([[8, 6, 0.0]], "all of its shards are there"),
+    ("tensors_spread_wrongly", 15): (-600, "what is no tensor is a code, as in put_tensor"),
 }
 """Case and number of the result -> what it is here, and why."""
 
@@ -707,6 +711,51 @@ def segments(c: Calls) -> Any:
     ]
 
 
+@case
+def buffer_pools(c: Calls) -> Any:
+    s, module = c.store, c.module
+
+    def refusal(action: Callable[[], Any]) -> Any:
+        try:
+            return plain(action())
+        except RuntimeError as error:
+            return str(error)
+
+    refused = [
+        refusal(lambda: module.BufferPool(None)),
+        refusal(lambda: module.BufferPool(module.MooncakeDistributedStore())),
+        refusal(lambda: module.BufferPool(s, 2**20, alignment=12345)),
+        refusal(lambda: module.BufferPool(s, 2**20, min_size_class=0)),
+    ]
+    pool = module.BufferPool(s, 2**20, min_size_class=4096, alignment=4096, max_regions=1)
+    lease = pool.acquire(1234)
+    view = lease.buffer
+    view[:4] = b"abcd"
+    found = [
+        *(lease.size, len(view), view.format, view.readonly, lease.ptr % 64),
+        s.put_from("buffer_pools", lease.ptr, 4),
+        s.get("buffer_pools"),
+        refusal(lease.release),
+        refusal(lambda: pool.acquire(1, block=False)),
+        refusal(lambda: pool.acquire(1, timeout=0.02)),
+        refusal(lambda: pool.acquire(1, timeout=-1)),
+        refusal(lambda: pool.acquire(2**40)),
+        outcome(lambda: pool.acquire(-1)),
+        refusal(pool.close),
+    ]
+    del view
+    gc.collect()
+    ended = [lease.release(), lease.release(), refusal(lambda: lease.ptr), lease.size]
+    ended.append(outcome(lambda: lease.buffer))
+    with pool.buffer(0) as other:
+        ended += [other.size, len(other.buffer)]
+    lost = pool.acquire(2**20)
+    del lost
+    gc.collect()
+    ended += [pool.close(), pool.close(), refusal(lambda: pool.acquire(1))]
+    return [*refused, *found, *ended]
+
+
 # --- tensors ---------------------------------------------------------------------------------
 
 
@@ -907,6 +956,259 @@ def tensors_in_parallel(c: Calls) -> Any:
         outcome(lambda: s.put_tensor_with_tp(f"{key} many", tensor, 0, 16, 0)),
         outcome(lambda: s.put_tensor_with_tp(f"{key} bad2", tensor, 3, 2, 0)),
         outcome(lambda: s.get_tensor_with_tp(f"{key} whole", 1, 2, 0)),
+    ]
+
+
+def axis(c: Calls, kind: str, rank: int, size: int, split: Any = None, number: Any = None) -> Any:
+    made = c.module.ParallelAxis()
+    made.kind, made.rank, made.size, made.split_dim = kind, rank, size, split
+    if kind == "ep":
+        made.expert_id = number
+    if kind == "pp":
+        made.stage_id = number
+    return made
+
+
+def spread(c: Calls, *axes: Any) -> Any:
+    made = c.module.TensorParallelism()
+    made.axes = list(axes)
+    return made
+
+
+def cut(c: Calls, rank: int, size: int, split: int) -> Any:
+    return spread(c, axis(c, "tp", rank, size, split))
+
+
+def target(c: Calls, mode: str, parallelism: Any = None) -> Any:
+    made = c.module.ReadTarget()
+    made.mode, made.parallelism = mode, parallelism
+    return made
+
+
+class Partition:
+    """What Mooncake takes for a writer's partition: anything with these."""
+
+    def __init__(self, rank: int, size: int, split_dim: int) -> None:
+        self.rank, self.size, self.split_dim = rank, size, split_dim
+
+
+def read(c: Calls, key: str, *wanted: Any) -> Any:
+    """Shape and first element of what is read, for each target."""
+    got = [c.store.get_tensor_with_parallelism(key, each) for each in wanted]
+    return [None if each is None else [*each.shape, each.flatten()[0].item()] for each in got]
+
+
+@case
+def tensors_spread(c: Calls) -> Any:
+    """Shards of one axis: each rank puts its own."""
+    s, torch = c.store, _torch()
+    tensor = torch.arange(48, dtype=torch.float32).reshape(8, 6)
+    rows = torch.chunk(tensor, 2, 0)
+    columns = torch.chunk(tensor, 3, 1)
+    key = "tensors_spread"
+    asked = [(1, 2, 0), (0, 4, 0), (3, 4, 0), (7, 8, 0), (0, 1, 0)]
+    return [
+        s.put_tensor_with_parallelism(f"{key} 1", rows[0], cut(c, 0, 2, 0)),
+        read(c, f"{key} 1", target(c, "shard", cut(c, 0, 2, 0)), target(c, "full"), None),
+        read(c, f"{key} 1", *(target(c, "full", cut(c, *each)) for each in asked[:3])),
+        s.put_tensor_with_parallelism(f"{key} 1", rows[1], cut(c, 1, 2, 0)),
+        [s.get(f"{key} 1{each}") for each in ("_tp_0", "_tp_1", "__parallelism_manifest", "")],
+        read(c, f"{key} 1", *(target(c, "shard", cut(c, *each)) for each in asked)),
+        read(c, f"{key} 1", *(target(c, "full", cut(c, *each)) for each in asked)),
+        read(c, f"{key} 1", target(c, "shard"), target(c, "full"), target(c, "as_stored"), None),
+        read(c, f"{key} 1", target(c, "full", cut(c, 0, 3, 0)), target(c, "full", cut(c, 0, 2, 1))),
+        read(c, f"{key} 1", target(c, "shard", cut(c, 0, 2, 1))),
+        read(c, f"{key} 1", target(c, "shard", cut(c, 0, 3, 0))),
+        s.put_tensor_with_parallelism(f"{key} 1", rows[0] + 1, cut(c, 0, 2, 0)),
+        s.upsert_tensor_with_parallelism(f"{key} 1", rows[1] + 9, cut(c, 1, 2, 0)),
+        read(
+            c, f"{key} 1", target(c, "full", cut(c, 0, 2, 0)), target(c, "shard", cut(c, 1, 2, 0))
+        ),
+        [
+            s.put_tensor_with_parallelism(f"{key} 2", each, cut(c, rank, 3, 1))
+            for rank, each in enumerate(columns)
+        ],
+        same(s.get_tensor_with_parallelism(f"{key} 2", target(c, "full", cut(c, 0, 3, 1))), tensor),
+        same(
+            s.get_tensor_with_parallelism(f"{key} 2", target(c, "shard", cut(c, 1, 2, 1))),
+            tensor[:, 3:],
+        ),
+        s.put_tensor_with_tp(f"{key} 3", tensor, 0, 2, 0),
+        read(c, f"{key} 3", *(target(c, "shard", cut(c, *each)) for each in asked[:4])),
+        read(c, f"{key} 3", target(c, "full", cut(c, 0, 2, 0)), target(c, "full")),
+        read(c, f"{key} 3", target(c, "full", cut(c, 0, 1, 0))),
+        s.put_tensor(f"{key} 4", tensor),
+        read(c, f"{key} 4", None, target(c, "full"), target(c, "Full"), target(c, "shard")),
+        read(c, f"{key} 4", *(target(c, "shard", cut(c, *each)) for each in asked)),
+        read(c, f"{key} 4", *(target(c, "full", cut(c, *each)) for each in asked)),
+        read(c, f"{key} 4", target(c, "as_stored", cut(c, 0, 1, 0)), target(c, "full", spread(c))),
+        outcome(lambda: read(c, f"{key} 4", target(c, "nonsense"))),
+        outcome(lambda: read(c, f"{key} 4", object())),
+        s.put_tensor_with_parallelism(f"{key} 5", tensor),
+        read(c, f"{key} 5", None),
+    ]
+
+
+@case
+def tensors_spread_wrongly(c: Calls) -> Any:
+    s, torch = c.store, _torch()
+    tensor = torch.arange(48, dtype=torch.float32).reshape(8, 6)
+
+    def put(*axes: Any, value: Any = tensor) -> Any:
+        return outcome(
+            lambda: s.put_tensor_with_parallelism("tensors_spread_wrongly", value, spread(c, *axes))
+        )
+
+    pp = axis(c, "pp", 0, 2, None, 7)
+    config = c.config(soft_pin_ttl_ms=5)
+    return [
+        *(put(axis(c, "tp", *each)) for each in [(0, 2), (2, 2, 0), (0, 0, 0), (-1, 2, 0)]),
+        *(put(axis(c, "tp", *each)) for each in [(0, 2, 5), (0, 2, -1)]),
+        *(put(axis(c, "dp", 0, 2, 0)), put(axis(c, "xx", 0, 2)), put(axis(c, "pp", 0, 2))),
+        *(put(axis(c, "ep", 0, 2)), put(axis(c, "ep", 0, 2, 0, 3)), put()),
+        put(axis(c, "tp", 0, 2, 0), axis(c, "tp", 0, 2, 1)),
+        put(axis(c, "tp", 0, 5, 0), pp),
+        put(axis(c, "tp", 0, 1, 0), value=torch.tensor(5.0)),
+        put(axis(c, "tp", 0, 2, 0), value=b"bytes"),
+        s.put_tensor_with_parallelism("tensors_spread_wrongly", tensor, object()),
+        s.put_tensor_with_parallelism("tensors_spread_wrongly", tensor, cut(c, 0, 2, 0), config),
+        s.is_exist("tensors_spread_wrongly_tp_0"),
+    ]
+
+
+@case
+def tensors_spread_along_several_axes(c: Calls) -> Any:
+    s, torch = c.store, _torch()
+    tensor = torch.arange(48, dtype=torch.float32).reshape(8, 6)
+    key = "tensors_spread_along_several_axes"
+
+    def along(rank: int, size: int, copy: int = 1) -> Any:
+        return spread(
+            c,
+            *(axis(c, "pp", 0, 2, None, 7), axis(c, "tp", rank, size, 0), axis(c, "dp", copy, 2)),
+        )
+
+    names = [f"__dp_1of2__tp_{rank}of2_sd0__pp_0of2_sid7" for rank in range(2)]
+    asked = [(1, 2), (1, 4), (0, 1), (1, 2, 0)]
+    return [
+        [s.put_tensor_with_parallelism(key, tensor, along(rank, 2)) for rank in range(2)],
+        [s.get(key + each) for each in (*names, "__parallelism_manifest")],
+        read(c, key, *(target(c, "shard", along(*each)) for each in asked)),
+        read(c, key, *(target(c, "full", along(*each)) for each in asked)),
+        read(c, key, target(c, "shard", cut(c, 1, 2, 0)), target(c, "full", cut(c, 0, 2, 0))),
+        s.put_tensor_with_parallelism(f"{key} d", tensor, spread(c, axis(c, "DP", 0, 2))),
+        s.put_tensor_with_parallelism(f"{key} e", tensor, spread(c, axis(c, "ep", 1, 2, None, 3))),
+        [s.get(f"{key} {each}") for each in ("d__dp_0of2", "e__ep_1of2_eid3")],
+        read(c, f"{key} d", target(c, "shard", spread(c, axis(c, "dp", 0, 2)))),
+        read(c, f"{key} d", target(c, "shard", spread(c, axis(c, "dp", 1, 2)))),
+        read(c, f"{key} d", target(c, "full", spread(c, axis(c, "dp", 0, 2))), target(c, "full")),
+    ]
+
+
+@case
+def tensors_of_writers(c: Calls) -> Any:
+    s, torch = c.store, _torch()
+    tensor = torch.arange(48, dtype=torch.float32).reshape(8, 6)
+    key = "tensors_of_writers"
+
+    def put(rank: int, size: int, split: int, name: str = key) -> Any:
+        return s.put_tensor_with_parallelism(
+            name, tensor, writer_partition=Partition(rank, size, split)
+        )
+
+    names = ["__writer_0of2_sd0", "__writer_1of2_sd0", "__writer_manifest"]
+    return [
+        put(0, 2, 0),
+        read(c, key, target(c, "full")),
+        put(1, 2, 0),
+        [s.get(key + each) for each in names],
+        read(c, key, target(c, "full"), target(c, "shard"), None),
+        read(c, key, *(target(c, "shard", cut(c, *e)) for e in [(1, 2, 0), (1, 4, 0), (0, 1, 0)])),
+        read(c, key, *(target(c, "full", cut(c, *e)) for e in [(1, 2, 0), (1, 4, 0), (0, 1, 0)])),
+        [put(*each, f"{key} wrong") for each in [(2, 2, 0), (0, 2, 7), (0, 3, 0), (0, 0, 0)]],
+        s.put_tensor_with_parallelism(f"{key} wrong", tensor, writer_partition=5),
+        s.put_tensor_with_parallelism(
+            f"{key} wrong", tensor, cut(c, 0, 2, 0), writer_partition=Partition(0, 2, 0)
+        ),
+        s.upsert_tensor_with_parallelism(key, tensor + 5, writer_partition=Partition(0, 2, 0)),
+        read(c, key, target(c, "full")),
+        s.put_tensor(key, tensor + 100),
+        read(c, key, target(c, "full"), None, target(c, "shard", cut(c, 0, 1, 0))),
+    ]
+
+
+@case
+def tensors_spread_in_batches(c: Calls) -> Any:
+    s, torch = c.store, _torch()
+    tensor = torch.arange(48, dtype=torch.float32).reshape(8, 6)
+    key = "tensors_spread_in_batches"
+    keys = [f"{key} {number}" for number in range(4)]
+    both = [Partition(0, 2, 1), Partition(1, 2, 1)]
+    room, memory = c.memory(4096)
+    source, _ = c.memory(4096)
+    put = s.batch_put_tensor_with_parallelism
+    put_from = s.batch_put_tensor_with_parallelism_from
+    s.put_tensor(f"{key} whole", tensor)
+    size = s.get_into(f"{key} whole", source, 4096)
+
+    def shapes(tensors: list[Any]) -> Any:
+        return [shape(each) for each in tensors]
+
+    return [
+        put(keys[:2], [tensor, tensor], [cut(c, 0, 2, 0), spread(c, axis(c, "dp", 0, 2))]),
+        put(keys[2:], [tensor, tensor], [None, cut(c, 0, 3, 0)]),
+        [put(keys[:2], [tensor] * 2, [None]), put(keys[:2], [tensor]), put([], [])],
+        put(keys[:2], [tensor] * 2, [None] * 2, writer_partitions=both),
+        put([f"{key} w"] * 2, [tensor] * 2, writer_partitions=both),
+        put([f"{key} plain"], [tensor]),
+        shapes(
+            s.batch_get_tensor_with_parallelism(
+                [f"{key} w", keys[1], f"{key} plain", "nobody"],
+                [target(c, "full"), target(c, "shard", spread(c, axis(c, "dp", 0, 2))), None, None],
+            )
+        ),
+        shapes(s.batch_get_tensor_with_parallelism([f"{key} plain", "nobody"])),
+        shapes(s.batch_get_tensor_with_parallelism([f"{key} plain", "nobody"], [None])),
+        shapes(s.batch_get_tensor_with_parallelism([])),
+        s.put_tensor_with_parallelism_from(f"{key} f", source, size, cut(c, 0, 2, 1)),
+        [s.get(f"{key} f{each}") for each in ("_tp_0", "_tp_1")],
+        s.is_exist(f"{key} f__parallelism_manifest"),
+        s.put_tensor_with_parallelism_from(f"{key} g", source, size),
+        s.put_tensor_with_parallelism_from(f"{key} g", source, size - 1, cut(c, 0, 2, 1)),
+        s.put_tensor_with_parallelism_from(
+            f"{key} g", source, size, writer_partition=Partition(1, 2, 0)
+        ),
+        s.batch_is_exist([f"{key} g", f"{key} g__writer_1of2_sd0", f"{key} g__writer_manifest"]),
+        put_from(keys[:2], [source] * 2, [size] * 2, [cut(c, 0, 3, 1), None]),
+        s.is_exist(f"{keys[0]}_tp_2"),
+        put_from(keys[:2], [source] * 2, [size]),
+        s.batch_upsert_tensor_with_parallelism_from(keys[:1], [source], [size]),
+        s.upsert_tensor_with_parallelism_from(f"{key} f", source, size, cut(c, 0, 2, 1)),
+        s.batch_upsert_tensor_with_parallelism(keys[:1], [tensor], [cut(c, 1, 2, 0)]),
+        shape(
+            s.get_tensor_with_parallelism_into(
+                f"{key} f", room, 4096, target(c, "full", cut(c, 0, 2, 1))
+            )
+        ),
+        memory[:496].tobytes(),
+        shape(
+            s.get_tensor_with_parallelism_into(
+                f"{key} f", room, 4096, target(c, "shard", cut(c, 1, 3, 1))
+            )
+        ),
+        memory[:368].tobytes(),
+        s.get_tensor_with_parallelism_into(
+            f"{key} f", room, 400, target(c, "full", cut(c, 0, 2, 1))
+        ),
+        shapes(
+            s.batch_get_tensor_with_parallelism_into(
+                [f"{key} plain", "nobody", f"{key} w"],
+                [room, room, room + 1000],
+                [1000, 1000, 1000],
+                [None, None, target(c, "full")],
+            )
+        ),
+        shapes(s.batch_get_tensor_with_parallelism_into([f"{key} plain"], [room], [1000, 10])),
     ]
 
 

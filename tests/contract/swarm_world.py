@@ -31,7 +31,9 @@ from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.data_server import DataServer, listener_address, open_data_listeners
 from p2pstore.transfer.data_session import OpenedObject
+from p2pstore.transfer.entries import QuickCopy
 from p2pstore.transfer.messages import DataKind, GetItem, GetManifest, Keeps, ObjectReply
+from p2pstore.transfer.read_thread import LentObject
 from p2pstore.transfer.tickets import TicketClaims
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.trio_streams import TrioDriver
@@ -59,6 +61,18 @@ class _Backend:
         raise AssertionError("there are no objects")
 
     def let_go(self, opened: OpenedObject) -> None:
+        raise AssertionError("there are no objects")
+
+    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
+        raise AssertionError("there are no objects")
+
+    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
+        raise AssertionError("there are no objects")
+
+    def end_loan(self, lent: LentObject) -> None:
+        raise AssertionError("there are no objects")
+
+    def note_reads(self, digests: Sequence[bytes]) -> None:
         raise AssertionError("there are no objects")
 
     async def handle(

@@ -120,8 +120,23 @@ class HiCacheStorage(abc.ABC):  # noqa: B024 - the part of SGLang's that matters
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         self.mem_pool_host = mem_pool_host
 
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        self.registered_pools = {host_pool_name: host_pool}
 
-SGLANG = {"sglang.srt.mem_cache.hicache_storage": {"HiCacheStorage": HiCacheStorage}}
+
+@dataclass
+class PoolTransferResult:
+    kv_hit_pages: int
+    extra_pool_hit_pages: dict[str, int]
+    restorable_prefix_pages: list[int] | None = None
+
+
+SGLANG = {
+    "sglang.srt.mem_cache.hicache_storage": {
+        "HiCacheStorage": HiCacheStorage,
+        "PoolTransferResult": PoolTransferResult,
+    }
+}
 PAGE_SIZE = 4
 
 
@@ -186,6 +201,74 @@ def test_sglang_pages_come_back_in_another_engine(
         store.close()
     assert reader.batch_exists(keys) == 0
     assert reader.batch_get_v1(keys, indices) == [False] * 4
+
+
+def side_transfer(name: str, pool_keys: list[str], first: int, policy: str = "all_pages") -> Any:
+    torch = require_torch()
+    indices = torch.arange(first * PAGE_SIZE, (first + len(pool_keys)) * PAGE_SIZE)
+    return SimpleNamespace(name=name, keys=pool_keys, host_indices=indices, hit_policy=policy)
+
+
+def test_sglang_side_pools_of_hybrid_models(
+    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefix ends where all pools can go on from; states of ranks are their own, what all ranks have is shared."""
+    torch = require_torch()
+    stand_in(monkeypatch, SGLANG)
+    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", peer.socket)
+    made = plugin(monkeypatch, "sglang").P2PHiCache
+    kinds = {"mamba": "trailing_pages", "indexer": "all_pages"}
+    stores: list[Any] = []
+    pools: list[dict[str, HostPool]] = []
+    for rank in (0, 0, 1):
+        store = made(
+            sglang_config(
+                tp_rank=rank,
+                is_mla_model=True,
+                is_storage_writer=True,
+                extra_config={"weight_version": "hybrid@v1"},
+            ),
+            {},
+        )
+        own = {name: HostPool(6, len(pools) * 10 + number) for number, name in enumerate(kinds)}
+        store.register_mem_pool_host(HostPool(6, 100 + len(pools)))
+        for name, pool in own.items():
+            store.register_mem_host_pool_v2(pool, name)
+        store.register_mem_host_pool_v2(None, "kv")
+        stores.append(store)
+        pools.append(own)
+    writer, reader, other_rank = stores
+    keys = [f"page{number}" for number in range(5)]
+    assert writer.batch_set_v1(keys[:4], torch.arange(4 * PAGE_SIZE)) == [True] * 4
+    put = [side_transfer("mamba", [keys[1], keys[3]], 0), side_transfer("indexer", keys[:3], 0)]
+    assert writer.batch_set_v2(put) == {"mamba": [True] * 2, "indexer": [True] * 3}
+    assert writer.batch_set_v2(put) == {"mamba": [True] * 2, "indexer": [True] * 3}
+
+    def asked(store: Any, *names: str) -> Any:
+        found = store.batch_exists_v2(
+            keys, [side_transfer(name, keys[:1], 0, kinds[name]) for name in names]
+        )
+        return found.kv_hit_pages, found.extra_pool_hit_pages, found.restorable_prefix_pages
+
+    assert asked(reader) == (4, {"kv": 4}, [1, 2, 3, 4])
+    assert asked(reader, "mamba") == (4, {"kv": 4, "mamba": 4}, [2, 4])
+    assert asked(reader, "mamba", "indexer") == (2, {"kv": 4, "mamba": 4, "indexer": 3}, [2])
+    assert asked(other_rank, "indexer") == (3, {"kv": 4, "indexer": 3}, [1, 2, 3])
+    assert asked(other_rank, "mamba") == (0, {"kv": 4}, [])
+    got = reader.batch_get_v2(
+        [side_transfer("mamba", keys[3:], 1), side_transfer("indexer", keys[:2], 4)]
+    )
+    assert got == {"mamba": [True, False], "indexer": [True, True]}
+    assert (pools[1]["mamba"].memory[:, 1] == pools[0]["mamba"].memory[:, 1]).all()
+    assert (pools[1]["indexer"].memory[:, 4:6] == pools[0]["indexer"].memory[:, :2]).all()
+    with pytest.raises(ValueError, match="block_groups"):
+        reader.batch_exists_v2(keys, [side_transfer("mamba", keys[:1], 0, "block_groups")])
+    with pytest.raises(ValueError, match="no pool 'swa'"):
+        reader.batch_get_v2([side_transfer("swa", keys[:1], 0)])
+    for store in stores:
+        store.close()
+    assert writer.batch_set_v2(put) == {"mamba": [False] * 2, "indexer": [False] * 3}
+    assert asked(writer, "mamba") == (0, {}, [])
 
 
 def test_sglang_ranks_that_do_not_write_say_that_all_is_well(

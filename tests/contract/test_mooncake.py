@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from p2pstore import errors
+from p2pstore.client.gathered import Gathered
 from p2pstore.integrations import mooncake
 from p2pstore.integrations.mooncake.own_peer import OwnPeer
 from p2pstore.local import paths
@@ -82,6 +83,25 @@ def test_before_setup_and_after_close_nothing_is_there_and_nothing_crashes() -> 
     assert (store.health_check(), store.close()) == (1, 0)
 
 
+def test_what_lies_in_several_places_is_put_from_there(
+    calls: mooncake_calls.Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte moves once: nothing is joined first."""
+    monkeypatch.delattr(Gathered, "joined")
+    monkeypatch.setattr(calls.store, "_scratch", None)
+    place, array = calls.memory(bytes(range(256)) * 20_000)
+    halves = [[place + 2_560_000, place], [place, place + 10]]
+    sizes = [[2_560_000, 2_560_000], [10, 5]]
+    keys = ["several places 1", "several places 2"]
+    assert calls.store.batch_put_from_multi_buffers(keys, halves, sizes) == [0, 0]
+    assert calls.store.get(keys[0]) == array[2_560_000:].tobytes() + array[:2_560_000].tobytes()
+    assert calls.store.get(keys[1]) == bytes(range(15))
+    assert calls.store.put_parts("several places 3", b"ab", array, b"c") == 0
+    assert calls.store.get("several places 3") == b"ab" + array.tobytes() + b"c"
+    code = calls.store.put_from_with_metadata("several places 4", place, place + 1, 9, 3)
+    assert (code, calls.store.get("several places 4")) == (0, bytes([1, 2, 3, *range(9)]))
+
+
 def test_remove_all_stays_in_the_namespace_of_the_tenant(
     peer: OwnPeer, calls: mooncake_calls.Calls
 ) -> None:
@@ -110,7 +130,7 @@ def test_programs_that_name_one_address_find_each_other_and_leave_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first peer takes the address where a master would be; the second joins it. When their programs end, by
-    `close` or by kill -9, so do the peers."""
+    `close` or by kill -9, so do the peers. A peer that is killed under its program is started again."""
     monkeypatch.setattr(paths, "live_sockets", lambda: [])
     monkeypatch.delenv("MOONCAKE_P2P_SOCKET", raising=False)
     with mooncake_calls.free_port() as port:
@@ -138,6 +158,10 @@ def test_programs_that_name_one_address_find_each_other_and_leave_no_process(
         child.send_signal(signal.SIGKILL)
         until(lambda: not is_running(int(peer_id)))
         assert store.get("with a copy") == b"value"
+        os.kill(store._own_peer.process_id, signal.SIGKILL)
+        until(lambda: store.put("with another peer", b"value") == 0)
+        assert (store.get("with another peer"), store.health_check()) == (b"value", 0)
+        assert store._own_peer.ready["control"] == address
         own = store._own_peer.process_id
         store.close()
         assert not is_running(own)

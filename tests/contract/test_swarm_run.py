@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import trio
 
+from p2pstore.checkpoint import target_directory
 from p2pstore.checkpoint.manifest import SignedManifest, format_version, version_of
 from p2pstore.checkpoint.messages import MAX_NEW_PIECES, NewPieces
 from p2pstore.checkpoint.swarm import SwarmConfig
+from p2pstore.checkpoint.target_directory import TargetDirectory
 from p2pstore.errors import CheckpointChanged, NoSuchKey
 from p2pstore.objects import MIB
 from p2pstore.peer.checkpoints.manifests import ask_for_manifest
@@ -66,6 +69,28 @@ async def test_a_directory_reaches_everybody_once(tmp_path: Path, tls: bool) -> 
         await until(lambda: source.run.machine.dispensable)
 
 
+async def test_the_event_loop_writes_small_pieces_where_that_cannot_hold_it_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, threads = TargetDirectory.write, dict[Path, set[int]]()
+
+    def watched(target: TargetDirectory, piece: int, data: memoryview) -> bool:
+        threads.setdefault(target.directory, set()).add(threading.get_ident())
+        return write(target, piece, data)
+
+    monkeypatch.setattr(TargetDirectory, "write", watched)
+    async with open_world() as world:
+        _, signed = await published(world, tmp_path)
+        fetchers = [await world.add() for _ in range(2)]
+        fetchers[0].fetch(signed, to(tmp_path, fetchers[0]))
+        monkeypatch.setattr(target_directory, "is_local_directory", lambda path: False)
+        fetchers[1].fetch(signed, to(tmp_path, fetchers[1]))
+        await complete(tmp_path, fetchers)
+    here, there = (threads[to(tmp_path, member)] for member in fetchers)
+    assert threading.get_ident() in here
+    assert threading.get_ident() not in there
+
+
 async def test_neighbours_tell_of_each_other_before_gossip_does(tmp_path: Path) -> None:
     """Else all would have pieces of the source alone in the first second."""
     async with open_world() as world:
@@ -117,7 +142,8 @@ class _Lying:
     """A store whose bytes are never what they should be."""
 
     def __init__(self, count: int) -> None:
-        self.have = (1 << count) - 1
+        self.have = self.needed = (1 << count) - 1
+        self.is_local = False
         self.reads = 0
 
     def read(self, piece: int) -> bytearray:

@@ -55,6 +55,7 @@ from p2pstore.transfer.data_server import (
     listener_address,
     open_data_listeners,
 )
+from p2pstore.transfer.entries import QuickCopy
 from p2pstore.transfer.layout import (
     Slot,
     SlotState,
@@ -85,6 +86,7 @@ from p2pstore.transfer.messages import (
     Snapshot,
     SnapshotReply,
 )
+from p2pstore.transfer.read_thread import LentObject
 from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.store_intake import StoreBackend
 from p2pstore.transfer.tickets import (
@@ -218,6 +220,7 @@ class Backend:
         self.waiting = 0
         self.most_waiting = 0
         self.pushes: list[tuple[bytes, Push]] = []
+        self.read_in_threads: list[bytes] = []
 
     def must_bring(self, items: Sequence[GetItem]) -> bool:
         return False  # all of it is in memory
@@ -242,6 +245,24 @@ class Backend:
 
     def let_go(self, opened: OpenedObject) -> None:
         self._segment.let_go(opened.handle)
+
+    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
+        return self._segment.copy_quickly(digest, into, time.time())
+
+    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
+        lent = self._segment.lend(item.digest, time.time())
+        if lent is None:
+            return None
+        loan, entry = lent
+        segment = self._segment
+        slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
+        return LentObject(slot, trailer, segment.payload(entry), loan)
+
+    def end_loan(self, lent: LentObject) -> None:
+        self._segment.end_loan(lent.handle)
+
+    def note_reads(self, digests: Sequence[bytes]) -> None:
+        self.read_in_threads += digests
 
     async def handle(
         self, kind: DataKind, message: Message, claims: TicketClaims
@@ -695,7 +716,9 @@ async def test_many_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
     _buffers[SEGMENT_BYTES][entry.offset] ^= 1
     results = await side.run(lambda: pool.pull_many(tcp.copy(), items))
     failed = {
-        number: result for number, result in enumerate(results) if not isinstance(result, Pulled)
+        number: result
+        for number, result in enumerate(results)
+        if not isinstance(result, Pulled | int)
     }
     assert sorted(failed) == [5, 7, 11]
     assert isinstance(failed[5], PullFailed)
@@ -721,7 +744,7 @@ async def test_a_batch_larger_than_one_reply(side: Side) -> None:
                 [(d, BufferDestination(b)) for d, b in zip(digests, buffers, strict=True)],
             )
         )
-    assert all(isinstance(result, Pulled) for result in results)
+    assert all(isinstance(result, Pulled | int) for result in results)
     assert buffers == values
 
 

@@ -81,6 +81,17 @@ def test_a_host_fetches_each_piece_once_however_many_receivers_it_has() -> None:
     assert outcome.last <= 1.4
 
 
+def test_who_needs_a_part_gets_that_part_from_those_who_have_it_and_nothing_else() -> None:
+    outcome = broadcast(BroadcastScenario(64, parts=4))
+    assert outcome.last <= 1.08
+    assert outcome.source_copies <= 1.1
+    assert outcome.copies_per_host <= 0.255
+    assert outcome.pieces_arrived <= 1.01 * 256 / 4 * 64
+    many = broadcast(BroadcastScenario(100, parts=10))  # most neighbours are of no use
+    assert many.last <= 2.5
+    assert many.copies_per_host <= 0.11
+
+
 def test_everything_at_once() -> None:
     """Nobody healthy is left behind, whatever happens."""
     scenario = BroadcastScenario(

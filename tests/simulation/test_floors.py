@@ -20,9 +20,11 @@ COMPACTED_SECONDS = 420.0
 
 
 class World:
-    """A few peers with an SSD each, whose floors are compacted above twelve."""
+    """A few peers with an SSD each, or with memory that is kept, whose floors are compacted above twelve."""
 
-    def __init__(self, peers: int, skews: Iterable[float] = ()) -> None:
+    def __init__(
+        self, peers: int, skews: Iterable[float] = (), *, keeps_memory: bool = False
+    ) -> None:
         self.kernel = Kernel(7)
         self.network = FaultyNetwork(self.kernel, Faults())
         self.cluster = SimulatedCluster(self.kernel, self.network, peers)
@@ -30,7 +32,8 @@ class World:
             cluster="sim", cluster_record_limit=LIMIT, floor_kept_seconds=30.0
         )
         for peer in self.cluster.peers:
-            peer.keeps_cold = True
+            peer.keeps_cold = not keeps_memory
+            peer.keeps_memory = keeps_memory
         for peer, skew in zip(self.cluster.peers, skews, strict=False):
             peer.clock_skew_seconds = skew
         self.cluster.boot_all()
@@ -122,10 +125,16 @@ class World:
         return core.gossip.cluster_records.floor_for(key_digest(key, NAMESPACE)).clock > 0
 
 
+KEEPING = pytest.mark.parametrize("keeps_memory", [False, True], ids=["ssd", "memory"])
+
+
 @pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
 @pytest.mark.parametrize("compacted", [False, True], ids=["floor kept", "floor gone"])
-def test_what_was_removed_meanwhile_does_not_come_back(killed: bool, compacted: bool) -> None:
-    world = World(4)
+@KEEPING
+def test_what_was_removed_meanwhile_does_not_come_back(
+    killed: bool, compacted: bool, keeps_memory: bool
+) -> None:
+    world = World(4, keeps_memory=keeps_memory)
     world.put(3, "kept", b"kept")
     world.put(3, "k", b"value")
     world.run(70.0)
@@ -140,8 +149,11 @@ def test_what_was_removed_meanwhile_does_not_come_back(killed: bool, compacted: 
     assert world.read(0, "kept") == b"kept" or compacted
 
 
-def test_copies_that_were_not_removed_return_when_floors_were_kept() -> None:
-    world = World(3)
+@KEEPING
+def test_copies_that_were_not_removed_return_when_floors_were_kept(
+    keeps_memory: bool,
+) -> None:
+    world = World(3, keeps_memory=keeps_memory)
     world.put(2, "k", b"value")
     world.run(70.0)
     world.peer(2).crash()
@@ -154,8 +166,11 @@ def test_copies_that_were_not_removed_return_when_floors_were_kept() -> None:
     assert world.distrusted() == 0
 
 
-def test_a_flush_and_an_overwrite_while_a_peer_is_away() -> None:
-    world = World(3)
+@KEEPING
+def test_a_flush_and_an_overwrite_while_a_peer_is_away(
+    keeps_memory: bool,
+) -> None:
+    world = World(3, keeps_memory=keeps_memory)
     world.put(2, "flushed", b"1", namespace="other")
     world.put(2, "k", b"old")
     world.run(5.0)
@@ -249,8 +264,11 @@ def test_a_remove_that_nobody_heard_of_counts_when_its_peer_is_back() -> None:
     world.never_again("k")
 
 
-def test_a_horizon_outlives_all_processes() -> None:
-    world = World(3)
+@KEEPING
+def test_a_horizon_outlives_all_processes(
+    keeps_memory: bool,
+) -> None:
+    world = World(3, keeps_memory=keeps_memory)
     world.put(2, "k", b"value")
     world.run(70.0)
     world.peer(2).crash()
@@ -296,8 +314,11 @@ def test_a_peer_killed_while_its_copies_are_held_back_is_no_wiser_afterwards() -
     world.never_again("k")
 
 
-def test_a_peer_alone_by_configuration_has_its_objects_at_once() -> None:
-    world = World(1)
+@KEEPING
+def test_a_peer_alone_by_configuration_has_its_objects_at_once(
+    keeps_memory: bool,
+) -> None:
+    world = World(1, keeps_memory=keeps_memory)
     world.put(0, "k", b"value")
     world.remove(0, "k")
     world.put(0, "k", b"again")
@@ -308,8 +329,11 @@ def test_a_peer_alone_by_configuration_has_its_objects_at_once() -> None:
     assert world.read(0, "k") == b"again"
 
 
-def test_a_peer_that_knows_of_others_waits_for_one() -> None:
-    world = World(2)
+@KEEPING
+def test_a_peer_that_knows_of_others_waits_for_one(
+    keeps_memory: bool,
+) -> None:
+    world = World(2, keeps_memory=keeps_memory)
     world.put(1, "k", b"value")
     world.run(20.0)
     world.peer(1).crash()
@@ -350,6 +374,14 @@ def test_absences_splits_and_shutdowns(seed: int) -> None:
     outcome = run_absences(seed)
     assert not outcome.problems, f"seed {seed}: {outcome.problems[:5]}"
     assert outcome.delivered > 30, f"seed {seed}: hardly anything was read"
+
+
+@pytest.mark.parametrize("seed", range(460, 463))
+def test_memory_that_outlives_its_peers(seed: int) -> None:
+    scenario = AbsenceScenario(keeps_memory=True, absences=8, shutdowns=2, seconds=600.0)
+    outcome = run_absences(seed, scenario)
+    assert not outcome.problems, f"seed {seed}: {outcome.problems[:5]}"
+    assert outcome.cold_returned > 20, f"seed {seed}: hardly anything came back"
 
 
 @pytest.mark.parametrize("seed", range(420, 421))

@@ -226,8 +226,8 @@ class Faults:
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing left to do."""
-        return not self._due and not self._under_way
+        """Whether there is nothing left to do: what was put off beyond the end is not."""
+        return not self._under_way and all(when > self._end for when, _, _ in self._due)
 
     def begin(self, faults: Sequence[Fault]) -> None:
         """Their time begins now."""

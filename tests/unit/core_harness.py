@@ -43,6 +43,7 @@ from p2pstore.objects import (
     root_checksum,
 )
 from p2pstore.simulation.signer import SimulatedSigner, SimulatedVerifier
+from p2pstore.transfer.kept import Kept
 from p2pstore.transfer.layout import (
     Slot,
     SlotState,
@@ -146,13 +147,20 @@ class Harness:
         directory: DirectorySetting = "auto",
         new_memory: Callable[[int], memoryview] = lambda length: memoryview(bytearray(length)),
         quotas: Mapping[str, int] = NO_QUOTAS,
+        kept: Kept | None = None,
     ) -> None:
         self.now = 100.0
         self.signer = SimulatedSigner(0)
         geometry = plan_geometry(memory_bytes)
         self.memory = new_memory(geometry.total_bytes)
         self.segment = Segment(
-            self.memory, segment_id=bytes(16), incarnation=1, geometry=geometry, quotas=quotas
+            self.memory,
+            segment_id=bytes(16),
+            incarnation=1,
+            geometry=geometry,
+            quotas=quotas,
+            kept=kept,
+            now=UNIX,
         )
         verifier, clock = SimulatedVerifier(), HybridClock()
         self.unix_offset = UNIX - self.now

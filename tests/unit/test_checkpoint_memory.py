@@ -94,7 +94,7 @@ def entry(**changes: object) -> dict[str, object]:
 def test_tensors_lie_behind_the_header() -> None:
     view = file_with({"__metadata__": {}, "w": entry(), "e": entry(shape=[0], data_offsets=[3, 3])})
     found = dict(_in_safetensors(view, 1000))
-    assert found["w"].end == 1000 + len(view)
+    assert found["w"].end == len(view)
     assert (found["w"].dtype, found["w"].shape) == ("float32", (2, 2))
     assert found["e"].begin == found["e"].end
 

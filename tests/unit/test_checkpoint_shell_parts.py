@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.checkpoint.messages import MAX_INTRODUCED, Members
+from p2pstore.checkpoint.messages import MAX_INTRODUCED, Grant, Members, NewPieces, kind_of
 from p2pstore.peer.checkpoints.introductions import BELIEVED_SECONDS, MAX_BELIEVED, Introductions
+from p2pstore.peer.checkpoints.links import SwarmLinks, _Link
 from p2pstore.peer.checkpoints.token_bucket import BURST_SECONDS, TokenBucket
+from p2pstore.transfer.data_pool import DataPool
+from p2pstore.transfer.frame_link import FrameLink
+from p2pstore.trio_streams import TrioDriver
+from p2pstore.wire import ONE_WAY, encode_frame
 
 
 def test_bytes_move_at_the_rate_and_no_faster() -> None:
@@ -60,3 +65,41 @@ def test_what_neighbours_tell_is_believed_for_a_while_and_not_without_end() -> N
     assert meeting.believed == {3}
     meeting.hear(range(10 * MAX_BELIEVED), BELIEVED_SECONDS)
     assert len(meeting.believed) == MAX_BELIEVED
+
+
+class _Frames(FrameLink):
+    """What is said, as it is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def say(self, frame: bytes) -> bool:
+        self.sent.append(frame)
+        return True
+
+    @property
+    def has_unsent(self) -> bool:
+        return False
+
+    def end(self) -> None: ...
+
+
+async def test_what_a_member_is_told_in_one_step_is_sent_together() -> None:
+    pool = DataPool(TrioDriver())
+    links = SwarmLinks(
+        bytes(16), 9, pool, lambda _: None, lambda _: False, lambda _: None, lambda _: None
+    )
+    frames = {member: _Frames() for member in (1, 2, 3)}
+    links._links = {member: _Link(each, True, 0.0) for member, each in frames.items()}
+    news, grant = (
+        encode_frame(kind_of(message), 0, message, flags=ONE_WAY)
+        for message in (NewPieces([7]), Grant())
+    )
+    links.say((1, 2, 3, 4), NewPieces([7]))
+    links.say((1,), Grant())
+    assert not frames[1].sent
+    links.drop(3)
+    links.send_said()
+    assert [each.sent for each in frames.values()] == [[news + grant], [news], []]
+    links.send_said()
+    assert len(frames[1].sent) == 1

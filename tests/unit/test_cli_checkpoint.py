@@ -27,7 +27,14 @@ def test_a_dry_run_says_what_would_be_published(
     document = json.loads(capsys.readouterr().out)
     assert document["files"] == [{"path": "model.safetensors", "bytes": 1_000_000}]
     assert run([*arguments, "--exclude", "*"]) == 1
-    assert "there is no file to publish" in capsys.readouterr().err
+    assert "there is no file that matches to publish" in capsys.readouterr().err
+    (tmp_path / ".p2pstore").mkdir()
+    (tmp_path / ".p2pstore" / "lock").touch()
+    assert run(arguments) == 1
+    assert "publish its `current`, or --exclude '.p2pstore*'" in capsys.readouterr().err
+    (tmp_path / ".p2pstore" / "lock").rename(tmp_path / "new\nline")
+    assert run(arguments) == 1
+    assert "'new\\nline'; rename or --exclude it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

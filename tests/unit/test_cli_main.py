@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mooncake_p2p.errors import EXIT_CODES, CommandFailed, ExitCode, describe, exit_code
-from mooncake_p2p.main import COMMANDS, run
+from mooncake_p2p.main import COMMANDS, function_name, run
 from p2pstore import errors
 from p2pstore.config import PeerConfig
 
@@ -29,9 +29,7 @@ HEAVY = (
 
 
 def function_of(name: str) -> Any:
-    return getattr(
-        import_module(f"mooncake_p2p.commands.{COMMANDS[name][0]}"), name.replace(" ", "_")
-    )
+    return getattr(import_module(f"mooncake_p2p.commands.{COMMANDS[name][0]}"), function_name(name))
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["nonsense"], ["--nonsense"]])

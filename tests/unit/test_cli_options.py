@@ -127,13 +127,14 @@ def test_join_passes_every_option_on(started: list[Any]) -> None:
     }
     line = [part for name, value in arguments.items() for part in (f"--{name}", value)]
     line += [part for name, values in repeated.items() for v in values for part in (f"--{name}", v)]
-    assert run(["join", *line, "--insecure"]) == 0
+    assert run(["join", *line, "--insecure", "--keep-memory"]) == 0
     (config,) = started
     for name, value in {**arguments, **repeated}.items():
         if name not in ("join-timeout", "drain-timeout", "max-objects", "memory", "state-dir"):
             assert getattr(config, name.replace("-", "_")) == value
     assert (config.join_timeout, config.drain_timeout, config.max_objects) == (2.0, 60.0, 100)
     assert config.insecure is True
+    assert config.keep_memory is True
     assert config.memory == 64 * MIB
     assert config.state_dir == os.path.abspath("state")
 

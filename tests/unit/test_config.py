@@ -60,6 +60,14 @@ def test_defaults_serve_this_machine_alone() -> None:
         ({"memory": 1.5}, "memory: 1.5 must be a whole number or text"),
         ({"memory_path": "/f", "memory": 0}, "memory_path: with memory 0 there is nothing"),
         ({"memory_path": "/f", "numa_node": 0}, "numa_node: memory in a file is where"),
+        (
+            {"keep_memory": True},
+            "keep_memory: only memory in a file can be kept; say where with memory_path",
+        ),
+        (
+            {"keep_memory": True, "memory_path": "/f", "more_memory": ["1GiB@/g"]},
+            "keep_memory: memory can be kept in one file only; leave out more_memory",
+        ),
         ({"memory": 0, "more_memory": ["1GiB@node:0"]}, "more_memory: with memory 0"),
         ({"more_memory": ["1GiB"]}, "more_memory: '1GiB' does not say where"),
         ({"more_memory": ["1GiB@node:x"]}, "more_memory: '1GiB@node:x' does not say where"),

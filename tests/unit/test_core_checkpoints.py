@@ -25,7 +25,7 @@ from p2pstore.gossip.records import (
 from p2pstore.wire import Message, encode_body
 from tests.unit.core_harness import NAMESPACE, Harness, Other, clock_at
 
-V1, V2 = b"1" * 16, b"2" * 16
+V1, V2, V3 = b"1" * 16, b"2" * 16, b"3" * 16
 FIGURES = {"manifest_bytes": 100, "total_bytes": 1 << 30, "files": 3, "pieces": 256}
 
 
@@ -198,6 +198,33 @@ def test_who_publishes_a_name_trusts_itself_for_it(world: Harness) -> None:
     world.core.checkpoints.find(NAMESPACE, "model")
     publish(world, V2)
     assert world.core.checkpoints.find(NAMESPACE, "model").version == V2
+
+
+def test_a_publisher_that_is_gone_for_good_may_be_forgotten_here(world: Harness) -> None:
+    one, two, _ = world.others
+    checkpoints = world.core.checkpoints
+    hear(world, one, head())
+    checkpoints.find(NAMESPACE, "model")
+    hear(world, two, head(V2), clock=2)
+    before = checkpoints.version, checkpoints.pins_version
+    assert checkpoints.forget(NAMESPACE, "model", one.peer_id).version == V1
+    assert checkpoints.version != before[0], "who waits for the name looks again"
+    assert checkpoints.pins_version > before[1], "to be saved"
+    assert [each.publisher for each in checkpoints.heads(NAMESPACE)] == [two.peer_id]
+    assert checkpoints.find(NAMESPACE, "model").version == V2
+    with pytest.raises(NoSuchKey, match="publishes no checkpoint 'model'"):
+        checkpoints.forget(NAMESPACE, "model", one.peer_id)
+    with pytest.raises(NoSuchKey, match="publishes no checkpoint 'model'"):
+        checkpoints.find(NAMESPACE, "model", one.peer_id)
+    hear(world, one, head(V3), clock=9)
+    assert checkpoints.find(NAMESPACE, "model", one.peer_id).version == V3, "it is there again"
+    publish(world, V1)
+    with pytest.raises(ValueError, match="this peer's own: remove it"):
+        checkpoints.forget(NAMESPACE, "model", world.core.peer_id)
+
+    again = Harness().core.checkpoints
+    again.load_forgotten(checkpoints.forgotten)
+    assert again.forgotten == checkpoints.forgotten
 
 
 def test_pins_are_bounded_and_survive(world: Harness) -> None:

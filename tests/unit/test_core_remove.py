@@ -371,6 +371,7 @@ def test_an_evicted_object_is_withdrawn_before_its_memory_is_written() -> None:
     world.core.announce_withdrawn(world.now)
     assert world.announced("k") is None
     assert world.core.counters["objects_withdrawn"] == 1
+    assert world.core.counters["gone_last_copy"] == 1
     world.segment.abort(reservation.number, holder="x")
     world.core.announce_withdrawn(world.now)
     assert world.core.counters["objects_withdrawn"] == 1

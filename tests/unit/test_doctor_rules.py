@@ -10,6 +10,7 @@ import pytest
 
 from p2pstore.doctor import machine_rules as machine
 from p2pstore.doctor import network_rules as network
+from p2pstore.doctor import peer_rules as peers
 from p2pstore.doctor import way_rules as way
 from p2pstore.doctor.finding import (
     Failure,
@@ -62,6 +63,8 @@ MACHINE: list[tuple[Callable[..., Finding], tuple[Any, ...], dict[str, Any], Sta
     (machine.judge_numa, ({}, ""), {}, OK),
     (machine.judge_numa, ({0: GIB, 1: GIB}, ""), {}, OK),
     (machine.judge_numa, ({0: GIB, 1: GIB}, "not permitted"), {}, WARNING),
+    (machine.judge_huge_pages, (0, 0, 2 * MIB, "never"), {"rdma": True}, WARNING),
+    (machine.judge_huge_pages, (0, 0, 2 * MIB, "advise"), {"rdma": True}, OK),
     (machine.judge_huge_pages, (512, 100, 2 * MIB, "advise"), {}, OK),
     (machine.judge_memfd, ("",), {}, OK),
     (machine.judge_memfd, ("memfd_create: Operation not permitted",), {}, BROKEN),
@@ -291,6 +294,7 @@ def test_peers_on_this_machine() -> None:
 
     assert judge() == {"peer a": OK}
     assert judge(joined=False, live=("a",)) == {"peer a": BROKEN}
+    assert judge(live=("a",)) == {"peer a": WARNING}  # the others have gone
     assert judge(joined=False, live=("a", "b")) == {"peer a": OK}  # others found it
     assert judge(joined=False, live=("a",), bootstrap=()) == {"peer a": OK}
     assert judge(dead=("b",)) == {"peer a": OK, "peer a: members": WARNING}
@@ -315,6 +319,38 @@ def test_peers_on_this_machine() -> None:
         assert judge(ssd=failed) == {"peer a": OK, "peer a: ssd": BROKEN}
 
 
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, {"peer a: clock": OK}),
+        ({"clock_ahead_seconds": None}, {}),
+        ({"clock_ahead_seconds": -2.0}, {"peer a: clock": WARNING}),
+        ({"clock_ahead_seconds": 11.0}, {"peer a: clock": BROKEN}),
+        ({"clock_ahead_seconds": -11.0}, {"peer a: clock": BROKEN}),
+        ({"late_ms": 131.0}, {"peer a: event loop": WARNING}),
+        ({"local_health": 4}, {"peer a: gossip": WARNING}),
+        ({"leased_bytes": 95}, {"peer a: memory": WARNING}),
+        ({"spoilt": 1}, {"peer a: memory": BROKEN}),
+        ({"puts_failed": 9}, {}),
+        ({"puts_failed": 20}, {"peer a: puts": WARNING}),
+        ({"puts_failed": 20, "puts": 10_000}, {}),
+        ({"received_failed": 20}, {"peer a: reads": WARNING}),
+        ({"fallbacks": 20}, {"peer a: reads": WARNING}),
+    ],
+)
+def test_what_a_running_peer_says_of_itself(
+    changes: dict[str, Any], found: dict[str, Status]
+) -> None:
+    well: dict[str, Any] = {"clock_ahead_seconds": 0.001, "late_ms": 65.0, "local_health": 3}
+    counted = {"memory_bytes": 100, "leased_bytes": 90, "puts": 100, "received": 100}
+    vitals = peers.Vitals(**{**well, **counted, **changes})
+    findings = list(peers.judge_vitals("peer a", vitals))
+    for finding in findings:
+        check_words(finding)
+    expected = found if "clock_ahead_seconds" in changes else {"peer a: clock": OK, **found}
+    assert {finding.name: finding.status for finding in findings} == expected
+
+
 def test_the_first_breakage_decides_and_all_are_counted() -> None:
     late = broken("b", "", "cause", "cure", Failure.DEADLINE)
     findings = [fine("a", "v"), warning("w", "v", "cause", "cure"), late, broken("c", "", "x", "y")]
@@ -335,3 +371,30 @@ def test_the_first_breakage_decides_and_all_are_counted() -> None:
         "failure": "deadline",
     }
     assert fine("m", "v", mtu_bytes=5).document()["measured"] == {"mtu_bytes": 5}
+
+
+def test_an_older_peer_says_less_of_itself() -> None:
+    assert peers.vitals_of({"counters": {"client_puts": 3}}) == peers.Vitals(puts=3)
+    document = {
+        "clock_ahead_seconds": -0.5,
+        "counters": {"transport_fallbacks": 2, "objects_spoilt": 1, "client_puts_failed": 4},
+        "received": {"tcp": {"objects": 5, "failures": 1}, "shm": {"objects": 2, "failures": 0}},
+        "latencies": {"event_loop_lag": {"lag": {"p99_ms": 4.1, "count": 1200}}},
+        "gossip": {"local_health": 2},
+        "memory_capacity_bytes": 100,
+        "leased_bytes": 7,
+    }
+    just_begun = {"latencies": {"event_loop_lag": {"lag": {"p99_ms": 400.0, "count": 100}}}}
+    assert peers.vitals_of(just_begun) == peers.Vitals()
+    assert peers.vitals_of(document) == peers.Vitals(
+        clock_ahead_seconds=-0.5,
+        late_ms=4.1,
+        local_health=2,
+        memory_bytes=100,
+        leased_bytes=7,
+        puts_failed=4,
+        received=7,
+        received_failed=1,
+        fallbacks=2,
+        spoilt=1,
+    )

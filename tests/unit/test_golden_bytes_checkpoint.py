@@ -16,9 +16,12 @@ from p2pstore.checkpoint.manifest import (
 )
 from p2pstore.checkpoint.messages import (
     Grant,
+    Invite,
     Members,
+    Needs,
     NewPieces,
     PieceMapMessage,
+    Refusal,
     Refuse,
     SwarmMessage,
     decode_message,
@@ -62,6 +65,9 @@ MESSAGES: list[tuple[SwarmMessage, int, str]] = [
     (Grant(7), 3, "9107"),
     (Refuse(2), 4, "9102"),
     (Members([7, 1 << 63]), 5, "919207cf8000000000000000"),
+    (Needs(b"\x05"), 6, "91c40105"),
+    (Invite(), 7, "90"),
+    (Refuse(Refusal.LATER), 4, "9105"),
 ]
 
 

@@ -169,7 +169,7 @@ def test_peer_record() -> None:
         topology=b"t",
         floors_horizon=11,
         directory=1,
-        checkpoints=[Participation(b"n", b"v", 1, 500, True, b"c", "w")],
+        checkpoints=[Participation(b"n", b"v", 1, 500, True, b"c", "w", 7)],
     )
     signer = RecordingSigner()
     signed = sign_peer_record(record, signer)
@@ -177,7 +177,7 @@ def test_peer_record() -> None:
         "dc001a01c426002408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
         "1c1d1e1fa764656661756c74a46e6f6465cf0000018bcfe5680002c4016891ae31302e302e302e31"
         "3a313739343691ae31302e302e302e313a3137393437a22f739192a3746370c401709192c4037365"
-        "67cd100003040506079308090ac3a1780101c401740b019197c4016ec4017601cd01f4c3c40163a177"
+        "67cd100003040506079308090ac3a1780101c401740b019198c4016ec4017601cd01f4c3c40163a17707"
     )
     assert signer.message == b"p2pstore peer record 1\0" + signed.body
     assert decode_body(PeerRecord, signed.body) == record

@@ -94,8 +94,8 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "checkpoint publish": (
         LocalKind.CHECKPOINT_PUBLISH,
         0,
-        checkpoints.Publish("n", "m", ["a*"], ["b"], 65_536, True, "/d"),
-        ("3000000004030201150000000000000097a16ea16d91a2612a91a162ce00010000c3a22f64"),
+        checkpoints.Publish("n", "m", ["a*"], ["b"], 65_536, True, "/d", "f"),
+        ("3000000004030201170000000000000098a16ea16d91a2612a91a162ce00010000c3a22f64a166"),
     ),
     "checkpoint published": (
         LocalKind.CHECKPOINT_PUBLISH,
@@ -106,14 +106,31 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "checkpoint fetch": (
         LocalKind.CHECKPOINT_FETCH,
         0,
-        checkpoints.Fetch("n", "m", "ab", b"p", True, 2, 7, True, 9, "/d"),
-        ("310000000403020114000000000000009ba16ea16da26162c40170c30207c309a22f64c2"),
+        checkpoints.Fetch(
+            "n",
+            "m",
+            "ab",
+            b"p",
+            True,
+            2,
+            7,
+            True,
+            9,
+            "/d",
+            False,
+            ["i"],
+            ["e"],
+            b"\x05",
+        ),
+        (
+            "31000000040302011d000000000000009ea16ea16da26162c40170c30207c309a22f64c291a16991a165c40105"
+        ),
     ),
     "checkpoint fetched": (
         LocalKind.CHECKPOINT_FETCH,
         REPLY,
-        checkpoints.Fetched(b"v" * 2, "d", 2, 1),
-        ("3100010004030201090000000000000094c4027676a1640201"),
+        checkpoints.Fetched(b"v" * 2, "d", 2, 1, False),
+        ("31000100040302010a0000000000000095c4027676a1640201c2"),
     ),
     "checkpoint progress": (
         LocalKind.CHECKPOINT_PROGRESS,
@@ -186,20 +203,24 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
             [
                 groups.CheckpointEntry(
                     *("n", "m", b"p", "pn", b"v", 1, 2, 3, 4, 5, b"o", b"s", True, True, True),
-                    [groups.MemberEntry(b"p", "pn", b"v", "seeding", 6, True, b"c", "w", 7, True)],
+                    [
+                        groups.MemberEntry(
+                            b"p", "pn", b"v", "seeding", 6, True, b"c", "w", 7, True, 500
+                        )
+                    ],
                 )
             ]
         ),
         (
-            "3c000100040302013c000000000000009191dc0010a16ea16dc40170a2706ec401760102030405c4016fc40173"
-            "c3c3c3919ac40170a2706ec40176a773656564696e6706c3c40163a17707c3"
+            "3c000100040302013f000000000000009191dc0010a16ea16dc40170a2706ec401760102030405c4016fc40173"
+            "c3c3c3919bc40170a2706ec40176a773656564696e6706c3c40163a17707c3cd01f4"
         ),
     ),
     "checkpoint remove": (
         LocalKind.CHECKPOINT_REMOVE,
         0,
-        groups.RemoveCheckpoint("n", "m"),
-        ("3d00000004030201050000000000000092a16ea16d"),
+        groups.RemoveCheckpoint("n", "m", b"p"),
+        ("3d00000004030201080000000000000093a16ea16dc40170"),
     ),
     "checkpoint removed": (
         LocalKind.CHECKPOINT_REMOVE,
@@ -273,17 +294,17 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         local.Report(
             [local.AccessCount(DIGEST, 2, 8192)],
             [local.HolderFailure(DIGEST, 1, 7, 2, 3)],
-            [local.PullCount(1, "tcp", 2, 300, 1)],
+            [local.PullCount(1, "tcp", 2, 300, 1, [0, 2], 3, [0, 0, 1])],
             [local.SlowRead(DIGEST, 1, "tcp", 0.5, 7, "k")],
             [local.TransportFallback(1, "shm", 2, "no")],
             3,
             [local.UnseenRead(DIGEST, 1, 2)],
         ),
         (
-            "16000400040302018400000000000000979193c410000102030405060708090a0b0c0d0e0f02cd20"
-            "009195c410000102030405060708090a0b0c0d0e0f01070203919501a374637002cd012c019196c4"
-            "10000102030405060708090a0b0c0d0e0f01a3746370cb3fe000000000000007a16b919401a37368"
-            "6d02a26e6f039193c410000102030405060708090a0b0c0d0e0f0102"
+            "16000400040302018c00000000000000979193c410000102030405060708090a0b0c0d0e0f02cd20"
+            "009195c410000102030405060708090a0b0c0d0e0f01070203919801a374637002cd012c01920002"
+            "03930000019196c410000102030405060708090a0b0c0d0e0f01a3746370cb3fe000000000000007"
+            "a16b919401a373686d02a26e6f039193c410000102030405060708090a0b0c0d0e0f0102"
         ),
     ),
     "peers": (
@@ -293,7 +314,7 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
             [
                 local.PeerEntry(
                     *(b"\x01", "n", "alive", 5, ["h:1"], ["h:2"], 6, 7, 8, False, "v", 0.5, 0.25),
-                    [local.TransportUse("tcp", 1, 2, 3)],
+                    [local.TransportUse("tcp", 1, 2, 3, 4, 5)],
                     "full",
                     900,
                     True,
@@ -301,9 +322,9 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
             ]
         ),
         (
-            "1b0001000403020145000000000000009191dc0011c40101a16ea5616c6976650591a3683a3191a3"
-            "683a32060708c2a176cb3fe0000000000000cb3fd00000000000009194a3746370010203a466756c"
-            "6ccd0384c3"
+            "1b0001000403020147000000000000009191dc0011c40101a16ea5616c6976650591a3683a3191a3"
+            "683a32060708c2a176cb3fe0000000000000cb3fd00000000000009196a37463700102030405a466"
+            "756c6ccd0384c3"
         ),
     ),
 }
@@ -362,6 +383,7 @@ def test_an_older_answer_about_peers_says_nothing_of_their_load() -> None:
     )
     (entry,) = decode_body(local.PeersReply, bytes.fromhex(older)).items
     assert (entry.directory, entry.load_permille, entry.leaving) == ("full", 0, False)
+    assert entry.transports == [local.TransportUse("tcp", 1, 2, 3)]
 
 
 def test_an_older_commit_is_understood() -> None:
@@ -381,6 +403,7 @@ def test_an_older_report_is_understood() -> None:
     report = decode_body(local.Report, bytes.fromhex(REPORT_BEFORE_MISSES))
     assert report.fallbacks == [local.TransportFallback(1, "shm", 2, "no")]
     assert report.misses == 0
+    assert report.pulls == [local.PullCount(1, "tcp", 2, 300, 1)]
 
 
 def test_older_plans_are_understood() -> None:

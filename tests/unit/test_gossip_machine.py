@@ -217,6 +217,14 @@ def test_the_wrongly_accused_refutes_without_voiding_its_log() -> None:
     assert net.snapshots == 0
 
 
+def test_an_answer_to_a_ping_says_what_time_it_is() -> None:
+    net, nodes = joined(2)
+    ping = Ping(nodes[0].gossip.incarnation, [])
+    reply, _ = nodes[0].gossip.serve(nodes[1].peer_id, ControlKind.PING, ping, net.now)
+    assert isinstance(reply, Ack)
+    assert reply.unix_ms == pytest.approx(1000 * (UNIX + net.now), abs=1)
+
+
 def test_a_forged_incarnation_is_outbid_when_its_victim_hears_of_it() -> None:
     net, nodes = joined(3)
     in_an_hour = int(1000 * (UNIX + 3600))

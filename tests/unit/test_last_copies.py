@@ -59,6 +59,8 @@ def test_what_another_peer_keeps_goes_before_colder_last_copies() -> None:
     gone = evicted(world, entries)
     assert gone
     assert gone <= kept
+    assert world.core.counters["gone_copy_elsewhere"] == len(gone)
+    assert world.core.counters["gone_last_copy"] == 0
 
 
 def test_one_of_two_holders_keeps_its_copy() -> None:

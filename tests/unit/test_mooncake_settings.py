@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from p2pstore.errors import ConfigError
+from p2pstore.integrations.mooncake import base
 from p2pstore.integrations.mooncake.memory import Registrations, handle_of, view_at
 from p2pstore.integrations.mooncake.settings import (
     from_arguments,
@@ -16,10 +17,11 @@ from p2pstore.integrations.mooncake.settings import (
     takes_over,
 )
 from p2pstore.integrations.mooncake.tensor_format import (
-    Shard,
+    LayoutAxis,
     TensorHeader,
     decode_header,
     encode_header,
+    tp_shard,
 )
 
 
@@ -128,13 +130,43 @@ def test_views_and_handles_are_of_the_memory_itself() -> None:
     for address, size in ((0, 5), (2**60, 5)):
         with pytest.raises(ValueError, match="no memory"):
             view_at(address, size)
+    numbers: Any = np.array([memory.ctypes.data, 2])
+    assert bytes(view_at(*numbers)) == b"\0\1"
+    wrong: list[Any] = [(4096.5, 5), (4096, 2.5), ("4096", 5), (-1, 5), (4096, -5)]
+    for pair in wrong:
+        with pytest.raises(TypeError):
+            view_at(*pair)
+
+
+def test_a_store_that_found_nobody_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Alone:
+        ready: ClassVar = {"joined": False}
+
+        def __init__(self, options: list[str]) -> None:
+            pass
+
+    monkeypatch.setattr(base, "OwnPeer", Alone)
+    base._start_peer(from_arguments({"metadata_server": "P2PHANDSHAKE"}, {}))
+    assert not caplog.records
+    base._start_peer(from_arguments({"master_server_addr": "nobody.invalid:50051"}, {}))
+    (record,) = caplog.records
+    assert "nobody.invalid:50051" in record.getMessage()
+    Alone.ready = {"joined": True}
+    base._start_peer(from_arguments({"master_server_addr": "nobody.invalid:50051"}, {}))
+    assert len(caplog.records) == 1
 
 
 def test_tensor_headers_come_back() -> None:
     for header in (
         TensorHeader("bfloat16", (3, 2), 12, (3, 2)),
         TensorHeader("float32", (), 4, ()),
-        TensorHeader("int8", (4, 2), 8, (8, 2), Shard(1, 2, 0)),
+        TensorHeader("int8", (4, 2), 8, (8, 2), tp_shard(1, 2, 0)),
+        TensorHeader(
+            *("int8", (4, 2), 8, (8, 2)),
+            (LayoutAxis(0, 1, 2), LayoutAxis(3, 0, 2, None, 7), LayoutAxis(1, 1, 2, 0)),
+        ),
     ):
         assert decode_header(encode_header(header)) == header
     with pytest.raises(ValueError, match="at most 8"):

@@ -35,6 +35,7 @@ def test_install_makes_its_names_resolve() -> None:
         assert store.ReplicateConfig is mooncake.ReplicateConfig
         later = importlib.import_module("mooncake.async_store")
         assert later.MooncakeDistributedStoreAsync is mooncake.MooncakeDistributedStoreAsync
+        assert importlib.import_module("mooncake.buffer_pool").BufferPool is mooncake.BufferPool
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("mooncake.engine")
     finally:

@@ -30,6 +30,7 @@ from p2pstore.transfer.layout import (
     plan_geometry,
 )
 from p2pstore.transfer.layout import Pin as PinKind
+from p2pstore.transfer.loans import Loan
 from p2pstore.transfer.reader import SegmentReader
 from p2pstore.transfer.segment import MAX_RESERVATIONS_PER_HOLDER, SOFT_PIN_SECONDS, Segment
 
@@ -127,6 +128,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         self.reservations: dict[int, tuple[str, str, bytes]] = {}
         self.leases: dict[int, tuple[str, ObjectEntry, bytes]] = {}
         self.sending: list[tuple[ObjectEntry, bytes]] = []
+        self.loans: list[tuple[Loan, ObjectEntry, bytes]] = []
         self.now = 1000.0
         self.clocks = itertools.count(10)
         self.seeds = itertools.count()
@@ -294,6 +296,36 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         self.segment.let_go(entry)
 
     @rule(key=st.sampled_from(KEYS))
+    def borrow(self, key: str) -> None:
+        """As another thread does, in between."""
+        lent = self.segment.lend(key_digest(key, NAMESPACE), self.now)
+        found = self.segment.find(key_digest(key, NAMESPACE), self.now)
+        assert (lent[1] if lent else None) is found
+        if lent is not None:
+            self.loans.append((*lent, self.model[key].value))
+
+    @precondition(lambda self: self.loans)
+    @rule(data=st.data())
+    def end_borrowing(self, data: st.DataObject) -> None:
+        loan, _, _ = self.loans.pop(data.draw(st.integers(0, len(self.loans) - 1)))
+        self.segment.end_loan(loan)
+
+    @rule(key=st.sampled_from(KEYS), room=st.integers(0, 3 * GRANULE_BYTES))
+    def copy_quickly(self, key: str, room: int) -> None:
+        into = memoryview(bytearray(room))
+        copied = self.segment.copy_quickly(key_digest(key, NAMESPACE), into, self.now)
+        found = self.segment.find(key_digest(key, NAMESPACE), self.now)
+        if found is None or found.length > room:
+            assert copied is None
+            return
+        assert copied is not None
+        value = self.model[key].value
+        assert bytes(into[: copied.length]) == value
+        assert copied.length == len(value)
+        assert copied.slot == self.segment.slot_bytes(found)
+        assert copied.trailer == self.segment.trailer_bytes(found)
+
+    @rule(key=st.sampled_from(KEYS))
     def remove(self, key: str) -> None:
         removed = self.segment.remove(key_digest(key, NAMESPACE))
         expected = self.model.pop(key, None)
@@ -371,19 +403,63 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
             assert self.segment.payload(entry) == value
         for entry, value in self.sending:
             assert self.segment.payload(entry) == value
+        for _, entry, value in self.loans:
+            assert self.segment.payload(entry) == value
         for number, (holder, _, value) in self.reservations.items():
             assert self.segment.reservation_view(number, holder) == value
         for holder in HOLDERS:
             leased = [entry.length for owner, entry, _ in self.leases.values() if owner == holder]
             assert self.segment.leased_bytes_of(holder) == sum(leased)
         held = {id(entry): entry.extent_bytes for entry in self.referenced()}
-        assert self.segment.leased_bytes == sum(held.values())
+        if not self.segment.has_loans:
+            assert self.segment.leased_bytes == sum(held.values())
 
 
 TestSegmentAgainstDictionary = SegmentAgainstDictionary.TestCase
 TestSegmentAgainstDictionary.settings = settings(
     max_examples=80, stateful_step_count=40, deadline=None
 )
+
+
+# --- what other threads send ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "evicted", "expired"])
+def test_what_is_lent_stays_until_its_end(how: str) -> None:
+    segment, _ = new_segment(4)
+    value = one_granule(1)
+    expires_unix_ms = 150_000 if how == "expired" else 0
+    entry = put(segment, "lent", value, expires_unix_ms=expires_unix_ms, now=100.0)
+    lent = segment.lend(entry.digest, 101.0)
+    assert lent is not None
+    assert lent[1] is entry
+    if how == "removed":
+        segment.remove(entry.digest)
+    elif how == "replaced":
+        put(segment, "lent", one_granule(2), clock=2, now=102.0)
+    elif how == "expired":
+        assert segment.expire(200.0) == [entry]
+    for number in range(8):
+        put(segment, f"other {number}", one_granule(10 + number), now=200.0 + number)
+        assert segment.payload(entry) == value
+        segment.check()
+    segment.end_loan(lent[0])
+    for number in range(3):  # and now its room is used again
+        put(segment, f"kept {number}", one_granule(20 + number), pin=HARD, now=300.0)
+    put(segment, "last", one_granule(30), pin=HARD, now=301.0)
+    assert segment.find(entry.digest, 302.0) is None
+    assert not segment.has_loans
+    segment.check()
+
+
+def test_what_is_given_up_is_not_lent() -> None:
+    segment, _ = new_segment(4)
+    entry = put(segment, "gone", one_granule(1), expires_unix_ms=150_000, now=100.0)
+    assert segment.lend(entry.digest, 200.0) is None
+    segment.remove(entry.digest)
+    assert segment.lend(entry.digest, 101.0) is None
+    assert segment.lend(b"?" * 16, 101.0) is None
+    assert not segment.has_loans
 
 
 # --- what is evicted first -------------------------------------------------------------------
@@ -735,3 +811,15 @@ def test_the_checker_notices_damage() -> None:
     buffer[segment.geometry.slots_offset + entry.slot * 64 + 20] ^= 1
     with pytest.raises(AssertionError):
         segment.check()
+
+
+def test_leases_and_reads_that_others_tell_of_are_counted() -> None:
+    segment, _ = new_segment(16)
+    leased = put(segment, "leased", b"x" * 100)
+    put(segment, "told", b"y" * 100)
+    put(segment, "never", b"z" * 100)
+    segment.lease(leased, holder=ME, now=101)
+    segment.touch(key_digest("told", NAMESPACE), 5, 101)
+    segment.touch(key_digest("never", NAMESPACE), 0, 101)
+    found = [digest for digest, _ in segment.most_read.most(9, 101)]
+    assert found == [key_digest("told", NAMESPACE), key_digest("leased", NAMESPACE)]

@@ -43,6 +43,18 @@ def test_what_takes_the_threshold_is_slow(threshold: float, seconds: float, kept
     assert len(slow.document()["operations"]) == kept
 
 
+def test_a_stage_says_what_its_time_went_to() -> None:
+    stage = Stage("pull", 1.5, "b", "tcp", parts=(("queue", 0.25), ("transfer", 1.25)))
+    assert stage.document()["parts"] == {"queue": 0.25, "transfer": 1.25}
+    assert "parts" not in Stage("lookup", 1.5).document()
+    slow = SlowOperations(0.1)
+    watched = slow.begin([ONE], 0.0)
+    slow.stage([ONE], stage, 1.5)
+    operation = end(slow, watched, 1.5)
+    assert operation is not None
+    assert "pull from b by tcp 1.500 s (queue 0.250 s, transfer 1.250 s); ok" in describe(operation)
+
+
 def test_stages_go_to_those_under_way_for_their_digests() -> None:
     slow = SlowOperations(0.1)
     first, second = slow.begin([ONE], 0.0), slow.begin([ONE, TWO], 0.0)

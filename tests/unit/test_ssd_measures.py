@@ -24,6 +24,17 @@ def test_percentiles_are_right_to_within_a_bucket(durations: list[float], share:
     assert histogram.percentile(share) <= exact * 2**0.25 * (1 + 1e-9)
 
 
+def test_a_histogram_is_told_by_powers_of_two() -> None:
+    histogram = LatencyHistogram()
+    assert histogram.octaves() == {"counts": [0], "total": 0}
+    for microseconds in (1.5, 3.0, 3.9, 5000.0):
+        histogram.add(microseconds / 1e6)
+    told = histogram.octaves()
+    assert told["counts"][:3] == [0, 1, 2]
+    assert told["counts"][13:] == [1]  # at most 8,192 us
+    assert told["total"] == 5008
+
+
 def test_no_durations_no_percentiles() -> None:
     assert LatencyHistogram().percentile(0.5) == 0.0
 

@@ -38,7 +38,10 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         state.save_clock(77)
         state.save_addresses(["10.0.0.1:17946", "[::1]:1"])
         assert state.load_publishers() == []
+        assert state.load_forgotten() == []
         state.save_publishers([("space", "name", peer_id), ("", "other", peer_id)])
+        assert state.load_forgotten() == []
+        state.save_publishers(state.load_publishers(), [("space", "old", peer_id, 7)])
         for record in records(3):
             state.append_floors([record])
     assert mode(path) == 0o700
@@ -51,6 +54,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         assert state.clock == 77
         assert state.load_addresses() == ["10.0.0.1:17946", "[::1]:1"]
         assert state.load_publishers() == [("space", "name", peer_id), ("", "other", peer_id)]
+        assert state.load_forgotten() == [("space", "old", peer_id, 7)]
         assert state.load_floors() == records(3)
         state.replace_floors(records(2))
         assert state.load_floors() == records(2)

@@ -70,7 +70,15 @@ PURE = (
             *("allocator", "arriving", "entries", "entry_list", "eviction", "eviction_policies"),
             *("expiry", "failover", "holdings"),
             *("incoming_value", "key_index"),
-            *("key_listing", "layout", "messages", "object_table", "segment", "tickets"),
+            *(
+                "key_listing",
+                "layout",
+                "messages",
+                "most_read",
+                "object_table",
+                "segment",
+                "tickets",
+            ),
             *("rdma_rules", "slicing", "trace"),
         )
     ),
@@ -90,18 +98,32 @@ PURE = (
         for name in (
             *("manifest", "paths", "pieces", "piece_map", "selection", "super_seeding"),
             *("group", "upload_slots", "deadlines", "neighbours", "messages", "effects", "swarm"),
-            *("flights", "source_tensors", "memory_layout"),
+            *("flights", "source_tensors", "memory_layout", "choosing"),
         )
     ),
     *(
         f"p2pstore/doctor/{name}.py"
-        for name in ("finding", "machine_rules", "network_rules", "way_rules")
+        for name in (
+            "finding",
+            "machine_rules",
+            "network_rules",
+            "way_rules",
+            "redaction",
+            "peer_rules",
+        )
     ),
-    *(f"p2pstore/peer/{name}.py" for name in ("load", "metrics", "slow_operations", "traffic")),
+    *(
+        f"p2pstore/peer/{name}.py"
+        for name in (
+            *("load", "slow_operations", "traffic", "measures"),
+            *("metrics", "metrics_ssd", "metric_families"),
+        )
+    ),
     *(f"p2pstore/peer/checkpoints/{name}.py" for name in ("introductions", "token_bucket")),
     *(f"p2pstore/topology/{name}.py" for name in ("machine", "matrix")),
     *(f"p2pstore/integrations/mooncake/{name}.py" for name in ("codes", "placement")),
     "p2pstore/objects.py",
+    "p2pstore/histograms.py",
     "p2pstore/location_table.py",
     "p2pstore/wire.py",
     "p2pstore/allowlist.py",

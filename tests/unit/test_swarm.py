@@ -20,6 +20,7 @@ from p2pstore.checkpoint.effects import (
     Failure,
     Fetch,
     Linked,
+    Needed,
     Participants,
     PieceArrived,
     PieceFailed,
@@ -33,6 +34,8 @@ from p2pstore.checkpoint.effects import (
 from p2pstore.checkpoint.messages import (
     ANY_PIECE,
     Grant,
+    Invite,
+    Needs,
     NewPieces,
     PieceMapMessage,
     Refusal,
@@ -56,13 +59,21 @@ class Peer:
         pieces: int = PIECES,
         config: SwarmConfig | None = None,
         seed: int = 1,
+        needed: list[int] | None = None,
     ) -> None:
         mine = full_map(pieces) if publishes else map_of(have or [])
         self.now = 0.0
         self.ticks = 0
         self.count = pieces
         self.machine = Swarm(
-            OWN, [100] * pieces, mine, Random(seed), 0.0, publishes=publishes, config=config
+            OWN,
+            [100] * pieces,
+            mine,
+            Random(seed),
+            0.0,
+            publishes=publishes,
+            config=config,
+            needed=None if needed is None else map_of(needed),
         )
         self._effects: list[Effect] = []
 
@@ -120,31 +131,67 @@ def test_a_new_neighbour_hears_what_is_here_and_then_what_is_new() -> None:
 def test_news_that_come_close_together_are_told_together() -> None:
     peer = Peer(config=SwarmConfig(upload_slots=4, news_seconds=0.05))
     peer.neighbour(1, *range(8))
-    peer.neighbour(3)
+    peer.neighbour(3, *range(8))
     for piece in range(3):
         peer.on(Received(1, Grant(piece)))
     for piece in range(3):
         peer.on(PieceArrived(1, piece))
-    assert peer.told(NewPieces) == [((3,), NewPieces([0]))]
+    assert peer.told(NewPieces) == [((1, 3), NewPieces([0]))]
     peer.neighbour(2)
-    assert peer.told(PieceMapMessage) == [((2,), PieceMapMessage(b"\x01"))]
+    assert peer.told(PieceMapMessage) == [((2,), PieceMapMessage(b"\x07"))]
     peer.wait(0.05)
-    told = peer.told(NewPieces)
-    assert sorted(told) == [((1,), NewPieces([0, 1, 2])), ((3, 2), NewPieces([1, 2]))]
+    assert peer.told(NewPieces) == [((1, 3), NewPieces([1, 2]))]
+    peer.wait(10.0)
+    assert peer.told(NewPieces) == []
 
 
-def test_who_has_a_new_piece_as_well_hears_of_every_second_one_and_of_the_last() -> None:
-    peer = Peer([0, 1, 2])
+def test_the_more_neighbours_the_more_pieces_are_told_together() -> None:
+    def messages(neighbours: int) -> float:
+        peer = Peer(pieces=200)
+        for member in range(1, 1 + neighbours):
+            peer.neighbour(member, *range(200))
+        for piece in range(100):
+            peer.on(Received(1, Grant(piece)))
+            peer.on(PieceArrived(1, piece), after=0.05)
+            peer.wait(0.0)
+        told = peer.told(NewPieces)
+        assert sum(len(news.pieces) for members, news in told if 1 in members) >= 96
+        return sum(len(members) for members, _ in told) / 100
+
+    assert messages(2) == 2  # to each about each
+    assert 3 < messages(12) < 8
+    assert 4 < messages(20) < 8
+
+
+def test_peers_of_one_host_hear_of_each_piece_at_once() -> None:
+    peer = Peer(config=SwarmConfig(news_seconds=0.5))
     peer.neighbour(1, *range(8))
-    peer.neighbour(2, *range(6))
-    told = []
-    for piece in range(3, 8):
+    peer.neighbour(2, same_host=True)
+    peer.asked(Tell)
+    pieces = pieces_in(peer.machine._host.mask)[:2]
+    for piece in pieces:
         peer.on(Received(1, Grant(piece)))
         peer.on(PieceArrived(1, piece))
-        peer.wait(0.01)
-        told += peer.told(NewPieces)
-    assert [news.pieces for members, news in told if 1 in members] == [[3, 4], [5, 6], [7]]
-    assert [news.pieces for members, news in told if 2 in members] == [[3, 4], [5, 6], [7]]
+    told = peer.told(NewPieces)
+    assert [news.pieces for members, news in told if 2 in members] == [[each] for each in pieces]
+    assert [news.pieces for members, news in told if 1 in members] == [pieces[:1]]
+
+
+def test_who_is_granted_a_slot_is_told_before_what_is_new() -> None:
+    peer = Peer(config=SwarmConfig(upload_slots=1, news_seconds=0.5))
+    peer.neighbour(1, *range(8))
+    peer.neighbour(2)
+    peer.on(Received(1, Grant(0)))
+    peer.on(PieceArrived(1, 0))
+    peer.on(Asked(2, 0))
+    peer.asked(Tell)
+    peer.on(Received(1, Grant(1)))
+    peer.on(PieceArrived(1, 1))
+    assert peer.asked(Tell) == []  # its turn comes later
+    peer.on(Served(2, 0))
+    assert peer.asked(Tell) == [Tell((2,), NewPieces([1])), Tell((2,), Grant())]
+    peer.wait(0.5)
+    assert peer.told(NewPieces) == [((1,), NewPieces([1]))]
 
 
 def test_a_grant_is_used_for_the_rarest_piece() -> None:
@@ -182,7 +229,41 @@ def test_grants_are_refused_when_enough_is_on_its_way_or_nothing_is_wanted() -> 
     assert peer.told(Refuse) == [((2,), Refuse(Refusal.NOTHING))]
     peer.on(Received(1, Grant()))
     peer.on(Received(1, Grant()))
+    assert peer.told(Refuse) == [((1,), Refuse(Refusal.LATER))]
+    peer.on(Received(1, Grant(7)))
     assert peer.told(Refuse) == [((1,), Refuse(Refusal.FULL))]
+
+
+def test_three_of_those_who_were_refused_hear_when_there_is_room() -> None:
+    peer = Peer(pieces=40)
+    for member in range(1, 7):
+        peer.neighbour(member, *range(40))
+    for member in (1, 2):
+        peer.on(Received(member, Grant(member)))
+    for member in (3, 4, 5, 6, 1):
+        peer.on(Received(member, Grant()))
+    peer.on(Received(2, Grant(9)))  # it says which: its link is what all wait for
+    peer.asked(Tell)
+    peer.on(PieceArrived(1, 1))
+    assert peer.told(Invite) == [((member,), Invite()) for member in (2, 3, 4)]
+    peer.on(Received(3, Grant()))
+    peer.on(Unlinked(6))
+    peer.on(PieceArrived(2, 2))
+    assert peer.told(Invite) == [((member,), Invite()) for member in (5, 1)]
+    peer.on(PieceArrived(3, 0))
+    assert peer.told(Invite) == []
+
+
+def test_nobody_is_invited_for_what_is_not_wanted() -> None:
+    peer = Peer()
+    peer.neighbour(1, *range(8))
+    peer.neighbour(2, 0)
+    peer.on(Received(1, Grant(0)))
+    peer.on(Received(2, Grant()))
+    assert peer.told(Refuse) == [((2,), Refuse(Refusal.NOTHING))]
+    peer.on(PieceArrived(1, 0))
+    peer.wait(10.0)
+    assert peer.told(Invite) == []
 
 
 def test_all_pieces_are_here_in_the_end_and_that_is_said_once() -> None:
@@ -353,7 +434,7 @@ def test_a_slow_sender_takes_no_place_that_others_would_use() -> None:
     peer.on(Received(1, Grant(12)))
     assert peer.told(Refuse) == [((1,), Refuse(Refusal.FULL))]
     peer.wait(0.35)  # three times the quickest: those two are held up by their sender
-    assert ((1, 2), NewPieces([])) in peer.told(NewPieces)
+    assert peer.told(Invite) == [((1,), Invite())]
     for piece in (12, 13):
         peer.on(Received(1, Grant(piece)))
     assert peer.asked(Fetch) == [Fetch(1, 12), Fetch(1, 13)]
@@ -362,6 +443,30 @@ def test_a_slow_sender_takes_no_place_that_others_would_use() -> None:
 
 
 # --- sending ---------------------------------------------------------------------------------
+
+
+def test_who_refused_is_granted_nothing_before_that_changes() -> None:
+    for reason in (Refusal.LATER, Refusal.NOTHING):
+        peer = Peer([0, 1, 2])
+        peer.neighbour(1, 0)
+        assert peer.granted() == [1, 1]
+        for _ in range(2):
+            peer.on(Received(1, Refuse(reason)))
+        peer.on(Received(1, NewPieces([1])))
+        assert peer.granted() == []
+        peer.on(Received(1, Invite()))
+        assert peer.granted() == [1, 1]
+
+
+def test_an_older_peer_that_had_no_room_is_granted_a_slot_with_its_next_piece() -> None:
+    peer = Peer([0, 1, 2])
+    peer.neighbour(1, 0)
+    assert peer.granted() == [1, 1]
+    for _ in range(2):
+        peer.on(Received(1, Refuse(Refusal.FULL)))
+    assert peer.granted() == []
+    peer.on(Received(1, NewPieces([1])))
+    assert peer.granted() == [1, 1]
 
 
 def test_free_slots_are_granted_to_those_who_lack_something() -> None:
@@ -734,3 +839,114 @@ def test_what_a_late_joiner_takes_the_place_of_is_of_no_use() -> None:
     assert peer.asked(Disconnect) == [Disconnect(17)]
     peer.on(Linked(17))  # it may come again
     assert 17 in peer.machine._neighbours
+
+
+# --- some pieces only ------------------------------------------------------------------------
+
+
+def needs(member: int, *pieces: int) -> Received:
+    return Received(member, Needs(pack_map(map_of(pieces), PIECES)))
+
+
+def test_who_needs_some_pieces_says_so_and_is_complete_when_it_has_them() -> None:
+    peer = Peer([0], needed=[1, 2])
+    peer.on(Linked(1))
+    told = [effect.message for effect in peer.asked(Tell)]
+    assert told == [Needs(b"\x06"), PieceMapMessage(b"\x01")]
+    peer.on(Received(1, PieceMapMessage(b"\xff")))
+    peer.on(Received(1, Grant(5)))
+    (fetch,) = peer.asked(Fetch)
+    assert fetch.piece in (1, 2)
+    peer.on(Received(1, Grant(3 - fetch.piece)))
+    assert peer.asked(Fetch) == [Fetch(1, 3 - fetch.piece)]
+    peer.on(Received(1, Grant(5)))
+    assert peer.told(Refuse) == [((1,), Refuse(Refusal.FULL))]
+    peer.on(PieceArrived(1, 1))
+    assert not peer.machine.complete
+    peer.on(PieceArrived(1, 2))
+    assert peer.asked(Complete) == [Complete()]
+    peer.on(Received(1, Grant(5)))
+    assert peer.told(Refuse) == [((1,), Refuse(Refusal.NOTHING))]
+
+
+def test_nobody_is_offered_what_it_does_not_need() -> None:
+    peer = Peer([0, 1])
+    peer.on(Linked(1))
+    peer.on(needs(1, 1, 2))
+    peer.on(Received(1, PieceMapMessage(b"\x02")))
+    assert peer.granted() == []
+    peer.neighbour(2, *range(8))
+    peer.on(Received(2, Grant(3)))
+    peer.on(PieceArrived(2, 3))
+    assert peer.granted() == []
+    peer.on(Received(2, Grant(2)))
+    peer.on(PieceArrived(2, 2))
+    granted = peer.granted()
+    assert set(granted) == {1}
+    for _ in granted:
+        peer.on(Received(1, Refuse(Refusal.NOTHING)))
+    assert peer.granted() == []
+    peer.on(needs(1, 0, 1, 2, 3))
+    assert set(peer.granted()) == {1}, "it needs more now"
+
+
+def test_a_publisher_names_only_pieces_that_are_needed() -> None:
+    peer = Peer(publishes=True)
+    peer.on(Linked(1))
+    peer.on(needs(1, 2, 5))
+    peer.on(Received(1, PieceMapMessage(b"\x00")))
+    assert sorted(message.piece for _, message in peer.told(Grant)) == [2, 5]
+    assert not peer.machine.dispensable
+
+
+def test_more_may_be_needed_later() -> None:
+    peer = Peer([1], needed=[1])
+    assert peer.machine.complete
+    peer.neighbour(1, *range(8))
+    peer.asked(Tell)
+    peer.on(Needed(map_of([1, 4])))
+    assert peer.told(Needs) == [((1,), Needs(b"\x12"))]
+    assert not peer.machine.complete
+    peer.wait(1.0)
+    assert peer.asked(Fetch) == [Fetch(1, 4)], "it asks, though nobody grants"
+    peer.on(PieceArrived(1, 4))
+    assert peer.asked(Complete) == [Complete()]
+    peer.on(Needed(map_of([4])))
+    assert peer.asked(Tell) == []
+    assert peer.machine.complete
+
+
+def test_a_peer_of_this_host_shares_the_work_only_for_what_it_needs_itself() -> None:
+    def fetched(*sibling_needs: int) -> int:
+        peer = Peer(config=SwarmConfig(upload_slots=8))
+        peer.on(Linked(1, same_host=True))
+        peer.on(needs(1, *sibling_needs))
+        peer.on(Received(1, PieceMapMessage(b"\x00")))
+        peer.neighbour(2, *range(8))
+        for _ in range(8):
+            peer.on(Received(2, Grant()))
+        return len(peer.asked(Fetch))
+
+    assert fetched(*range(8)) == 4
+    assert fetched(1, 2, 3) == 8
+
+
+def test_a_neighbour_that_has_and_needs_nothing_of_use_makes_room() -> None:
+    peer = Peer(needed=[1])
+    members = range(1, 40)
+    peer.on(Participants(frozenset(members)))
+    for member in members[:20]:
+        peer.on(Linked(member))
+        peer.on(needs(member, *([1] if member in (3, 4) else [6])))
+        peer.on(Received(member, PieceMapMessage(b"\x00")))
+    peer.asked(Disconnect)
+    peer.wait(6.0)
+    gone = {effect.member for effect in peer.asked(Disconnect)}
+    assert gone == set(members[:20]) - {3, 4}
+
+
+def test_who_says_that_it_needs_pieces_that_do_not_exist_is_banned() -> None:
+    peer = Peer()
+    peer.neighbour(1)
+    peer.on(Received(1, Needs(b"\xff\xff")))
+    assert peer.asked(Disconnect) == [Disconnect(1, banned=True)]

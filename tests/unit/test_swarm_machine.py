@@ -20,6 +20,7 @@ from p2pstore.checkpoint.effects import (
     Failure,
     Fetch,
     Linked,
+    Needed,
     Participants,
     PieceArrived,
     PieceFailed,
@@ -30,7 +31,7 @@ from p2pstore.checkpoint.effects import (
     Tick,
     Unlinked,
 )
-from p2pstore.checkpoint.messages import Grant, NewPieces, PieceMapMessage, Refuse
+from p2pstore.checkpoint.messages import Grant, Needs, NewPieces, PieceMapMessage, Refuse
 from p2pstore.checkpoint.piece_map import full_map, pack_map, pieces_in
 from p2pstore.checkpoint.swarm import Swarm, SwarmConfig
 
@@ -58,6 +59,7 @@ class SwarmPeer(RuleBasedStateMachine):
             0.0,
             publishes=False,
             config=SwarmConfig(grant_seconds=0.5, first_deadline_seconds=2.0),
+            needed=0b1111_0111,
         )
 
     def on(self, event: Event, after: float = 0.001) -> None:
@@ -114,6 +116,14 @@ class SwarmPeer(RuleBasedStateMachine):
     @rule(member=MEMBERS, pieces=st.integers(0, full_map(PIECES)))
     def tells_map(self, member: int, pieces: int) -> None:
         self.on(Received(member, PieceMapMessage(pack_map(pieces, PIECES))))
+
+    @rule(member=MEMBERS, pieces=st.integers(0, 2 * full_map(PIECES)))
+    def tells_needs(self, member: int, pieces: int) -> None:
+        self.on(Received(member, Needs(pieces.to_bytes(2, "little"))))
+
+    @rule(pieces=st.integers(0, full_map(PIECES)))
+    def needs_more(self, pieces: int) -> None:
+        self.on(Needed(pieces))
 
     @rule(member=MEMBERS, pieces=st.lists(ANY_PIECES, max_size=4))
     def tells_news(self, member: int, pieces: list[int]) -> None:
@@ -173,7 +183,8 @@ class SwarmPeer(RuleBasedStateMachine):
         flights = machine._flights
         assert {(flight.member, piece) for piece, flight in flights} == self.fetching
         selection = machine._selection
-        assert selection.have | selection.missing == full_map(PIECES)
+        assert selection.have | selection.missing == selection.needed | selection.have
+        assert not selection.missing & ~selection.needed
         assert not selection.have & selection.missing
         assert pieces_in(selection.missing & ~selection.wanted) == sorted(
             {piece for piece, _ in flights}

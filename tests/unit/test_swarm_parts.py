@@ -21,6 +21,7 @@ from p2pstore.checkpoint.messages import (
     ANY_PIECE,
     MAX_NEW_PIECES,
     Grant,
+    Needs,
     NewPieces,
     PieceMapMessage,
     decode_message,
@@ -419,9 +420,17 @@ def test_a_kind_that_is_not_known_is_no_error_and_defaults_stand_for_what_is_mis
 
 @pytest.mark.parametrize(
     "message",
-    [NewPieces([70]), NewPieces([-1]), PieceMapMessage(bytes(8)), PieceMapMessage(b"\xff" * 9)],
+    [
+        NewPieces([70]),
+        NewPieces([-1]),
+        PieceMapMessage(bytes(8)),
+        PieceMapMessage(b"\xff" * 9),
+        Needs(bytes(8)),
+    ],
 )
-def test_pieces_that_do_not_exist_are_refused(message: PieceMapMessage | NewPieces) -> None:
+def test_pieces_that_do_not_exist_are_refused(
+    message: PieceMapMessage | NewPieces | Needs,
+) -> None:
     with pytest.raises(ProtocolError):
         map_in(message, 70)
 
@@ -434,11 +443,11 @@ def test_lists_that_are_too_long_are_refused() -> None:
         decode_message(1, encode_body(PieceMapMessage(bytes(8193))))
 
 
-@given(st.integers(0, 5), st.binary(max_size=40))
+@given(st.integers(0, 6), st.binary(max_size=40))
 def test_whatever_comes_is_a_message_or_refused(kind: int, body: bytes) -> None:
     try:
         message = decode_message(kind, body)
-        if isinstance(message, PieceMapMessage | NewPieces):
+        if isinstance(message, PieceMapMessage | NewPieces | Needs):
             assert 0 <= map_in(message, 70) <= full_map(70)
     except ProtocolError:
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,12 @@ from pathlib import Path
 import pytest
 
 from p2pstore.checkpoint import piece_record, target_directory
+from p2pstore.checkpoint.directory_versions import (
+    complete_versions,
+    current_version,
+    kept_versions,
+    switch_current,
+)
 from p2pstore.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -26,12 +33,7 @@ from p2pstore.checkpoint.manifest import (
 )
 from p2pstore.checkpoint.piece_map import full_map, map_of, pieces_in
 from p2pstore.checkpoint.pieces import MIN_PIECE_BYTES, PieceLayout
-from p2pstore.checkpoint.target_directory import (
-    TargetDirectory,
-    complete_versions,
-    current_version,
-    switch_current,
-)
+from p2pstore.checkpoint.target_directory import TargetDirectory
 from p2pstore.errors import CapacityExceeded, ConfigError
 from p2pstore.gossip.links.identity import Identity
 
@@ -593,3 +595,112 @@ def test_several_threads_write_and_read(tmp_path: Path) -> None:
     assert target.have == full_map(count)
     target.close()
     assert fetch(tmp_path, files) == []
+
+
+# --- some files only -------------------------------------------------------------------------
+
+SMALL: Files = {**BASE, "deep/tokenizer.json": b"t" * 900, "z.json": b"z" * 50}
+"""Three small files share a piece."""
+
+
+def fetch_some(directory: Path, files: Files, *paths: str, flat: bool = False) -> list[int]:
+    """These files; the pieces that were not there already."""
+    chosen = [number for number, path in enumerate(sorted(files)) if path in paths]
+    target = TargetDirectory(directory, signed(files), flat=flat, chosen=chosen)
+    for _ in target.prepare():
+        pass
+    missing = pieces_in(target.needed & ~target.have)
+    for piece in missing:
+        assert target.write(piece, piece_of(target.manifest, files, piece))
+    target.commit()
+    for piece in pieces_in(target.have):
+        assert target.read(piece) == piece_of(target.manifest, files, piece), "to be passed on"
+    target.close()
+    return missing
+
+
+def some_of(files: Files, *paths: str) -> Files:
+    return {path: files[path] for path in paths}
+
+
+def test_some_files_are_there_and_are_not_taken_for_the_version(tmp_path: Path) -> None:
+    version = version_of(signed(SMALL).body)
+    place = tmp_path / version.hex()
+    fetched = fetch_some(tmp_path, SMALL, "b.safetensors", "z.json")
+    assert len(fetched) == 3 + 1
+    assert tree(place) == some_of(SMALL, "b.safetensors", "z.json")
+    assert current_version(tmp_path) == version
+    assert kept_versions(tmp_path) == [version]
+    assert complete_versions(tmp_path) == []
+    assert fetch_some(tmp_path, SMALL, "z.json") == [], "and nothing goes"
+    assert tree(place) == some_of(SMALL, "b.safetensors", "z.json")
+
+    inode = (place / "b.safetensors").stat().st_ino
+    assert fetch_some(tmp_path, SMALL, "config.json", "empty") == [], "it came with z.json"
+    assert tree(place) == some_of(SMALL, "b.safetensors", "z.json", "config.json", "empty")
+    assert complete_versions(tmp_path) == []
+
+    assert len(fetch(tmp_path, SMALL)) == 4, "the file that is missing"
+    assert tree(place) == SMALL
+    assert complete_versions(tmp_path) == [version]
+    assert (place / "b.safetensors").stat().st_ino == inode
+    assert state(tmp_path) == sorted(["lock", f"{version.hex()}.manifest"])
+    assert fetch_some(tmp_path, SMALL, "z.json") == []
+    assert tree(place) == SMALL
+
+
+def test_a_file_of_some_that_was_changed_is_said(tmp_path: Path) -> None:
+    fetch_some(tmp_path, SMALL, "z.json")
+    place = tmp_path / name_of(signed(SMALL))
+    (place / "z.json").write_bytes(b"other")
+    with pytest.raises(ConfigError, match="was changed; remove it to fetch it again"):
+        fetch_some(tmp_path, SMALL, "z.json", "empty")
+    shutil.rmtree(place)
+    assert fetch_some(tmp_path, SMALL, "empty") == []
+    assert tree(place) == {"empty": b""}
+
+
+def test_a_record_of_some_files_that_is_damaged_is_said(tmp_path: Path) -> None:
+    fetch_some(tmp_path, SMALL, "z.json")
+    (tmp_path / ".p2pstore" / f"{name_of(signed(SMALL))}.part").write_bytes(b"\x92\x02\xc4\x00")
+    with pytest.raises(ConfigError, match=r"format 2; remove it and .* to fetch it again"):
+        fetch(tmp_path, SMALL)
+
+
+def test_an_interrupted_fetch_of_other_files_leaves_nothing_in_these(tmp_path: Path) -> None:
+    target = prepared(tmp_path, signed(SMALL))
+    for piece in range(2):
+        assert target.write(piece, piece_of(target.manifest, SMALL, piece))
+    target.close()
+    assert len(fetch_some(tmp_path, SMALL, "z.json", "config.json")) == 1
+    assert tree(tmp_path / name_of(signed(SMALL))) == some_of(SMALL, "z.json", "config.json")
+
+
+def test_some_files_resume_and_older_versions_give_what_they_have(tmp_path: Path) -> None:
+    fetch_some(tmp_path, SMALL, "b.safetensors")
+    newer = changed(SMALL, "deep/er/a.safetensors", 5)
+    chosen = [number for number, path in enumerate(sorted(newer)) if path.endswith("safetensors")]
+    for expected in (4, 2):
+        target = TargetDirectory(tmp_path, signed(newer), chosen=chosen)
+        for _ in target.prepare():
+            pass
+        missing = pieces_in(target.needed & ~target.have)
+        assert len(missing) == expected
+        for piece in missing[:2]:
+            assert target.write(piece, piece_of(target.manifest, newer, piece))
+        target.close()
+    assert fetch_some(tmp_path, newer, "b.safetensors", "deep/er/a.safetensors") == []
+    assert fetch(tmp_path, newer) != []
+    assert tree(tmp_path / name_of(signed(newer))) == newer
+    fetch(tmp_path, changed(newer, "z.json", 1), keep=1)
+    assert len(kept_versions(tmp_path)) == 1
+    assert not list((tmp_path / ".p2pstore").glob("*.part"))
+    assert not list((tmp_path / ".p2pstore").glob("*.rest"))
+
+
+def test_some_files_in_a_flat_directory(tmp_path: Path) -> None:
+    assert len(fetch_some(tmp_path, SMALL, "z.json", "b.safetensors", flat=True)) == 4
+    assert tree(tmp_path) == some_of(SMALL, "b.safetensors", "z.json")
+    fetch(tmp_path, SMALL, flat=True)
+    assert tree(tmp_path) == SMALL
+    assert not list((tmp_path / ".p2pstore").glob("*.rest"))

@@ -1,4 +1,4 @@
-"""`scripts/test` over programs that only note that they ran: its two lanes, its exit status, its end by Ctrl-C."""
+"""`scripts/test` over programs that only note that they ran: its lanes, its exit status, its end by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ PROGRAM = r"""#!/usr/bin/env bash
 name=${0##*/}
 lane=computing
 [[ " $* " == *" tests/cluster "* ]] && lane=waiting
+[[ " $* " == *" tests/contract "* ]] && lane=connecting
 [[ " $* " == *" tests/rdma "* ]] && lane=rdma
 [[ $name == python ]] || lane=$name
 [[ $lane == rdma_vm && $1 == --ready ]] && exit "${NOT_READY:-0}"
@@ -27,10 +28,10 @@ ignored=$(sed -n 's/^SigIgn:\s*//p' /proc/self/status)
 printf '%s %s ignored=%s\n' "$lane" "$*" "$((0x$ignored >> 1 & 1))" >>"$NOTES"
 printf 'said by %s\n' "$lane"
 trap 'printf "%s ended\n" "$lane" >>"$NOTES"; exit 2' INT
-if [[ -n ${MEET:-} && " waiting computing " == *" $lane "* ]]; then
+if [[ -n ${MEET:-} && " waiting connecting computing " == *" $lane "* ]]; then
     touch "$NOTES.$lane"
     for _ in {1..1000}; do
-        [[ -e $NOTES.waiting && -e $NOTES.computing && $MEET != never ]] && exit 0
+        [[ -e $NOTES.waiting && -e $NOTES.connecting && -e $NOTES.computing && $MEET != never ]] && exit 0
         sleep 0.02
     done
     exit 9
@@ -84,11 +85,12 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_both_lanes_run_at_once_and_their_output_does_not_mix(project: Path) -> None:
+def test_all_lanes_run_at_once_and_their_output_does_not_mix(project: Path) -> None:
     status, output = run(project, MEET="each other")
     assert status == 0, output
-    assert re.findall(r"said by (waiting|mypy|computing|rdma_vm)", output) == [
+    assert re.findall(r"said by (waiting|connecting|mypy|computing|rdma_vm)", output) == [
         "waiting",
+        "connecting",
         "mypy",
         "computing",
         "rdma_vm",
@@ -99,7 +101,7 @@ def test_both_lanes_run_at_once_and_their_output_does_not_mix(project: Path) -> 
 def test_every_folder_of_tests_is_run_exactly_once(project: Path) -> None:
     run(project)
     lanes = dict(line.split(" ", 1) for line in notes(project).splitlines())
-    waiting = re.findall(r" (tests/\w+)", lanes["waiting"])
+    waiting = re.findall(r" (tests/\w+)", lanes["waiting"] + " " + lanes["connecting"])
     in_vm = re.findall(r" (tests/\w+)", lanes["rdma_vm"])
     left_out = re.findall(r"--ignore=(\S+)", lanes["computing"])
     assert " tests " in lanes["computing"]
@@ -107,15 +109,17 @@ def test_every_folder_of_tests_is_run_exactly_once(project: Path) -> None:
     assert all((SCRIPT.parents[1] / folder).is_dir() for folder in left_out)
 
 
-@pytest.mark.parametrize("failing", ["waiting", "computing", "mypy", "rdma_vm", "waiting mypy"])
-def test_a_lane_that_fails_fails_the_whole_after_the_other_has_ended(
+@pytest.mark.parametrize(
+    "failing", ["waiting", "connecting", "computing", "mypy", "rdma_vm", "waiting mypy"]
+)
+def test_a_lane_that_fails_fails_the_whole_after_the_others_have_ended(
     project: Path, failing: str
 ) -> None:
     status, output = run(project, FAIL=failing)
     assert status == 1
     assert "== all passed" not in output
     assert "== FAILED: " in output
-    assert {"waiting", "mypy"} <= set(re.findall(r"said by (\w+)", output))
+    assert {"waiting", "connecting", "mypy"} <= set(re.findall(r"said by (\w+)", output))
 
 
 def test_no_program_ignores_an_interrupt(project: Path) -> None:
@@ -125,13 +129,14 @@ def test_no_program_ignores_an_interrupt(project: Path) -> None:
     assert "ignored=1" not in notes(project)
 
 
-def test_an_interrupt_ends_both_lanes(project: Path) -> None:
+def test_an_interrupt_ends_all_lanes(project: Path) -> None:
     with start(project, MEET="never") as script:
-        eventually(lambda: all((project / f"notes.{n}").exists() for n in ("waiting", "computing")))
+        lanes = ("waiting", "connecting", "computing")
+        eventually(lambda: all((project / f"notes.{each}").exists() for each in lanes))
         os.killpg(script.pid, signal.SIGINT)
         output, _ = script.communicate(timeout=30)
     assert script.returncode == 130
-    assert {"waiting ended", "computing ended"} <= set(notes(project).splitlines())
+    assert {f"{each} ended" for each in lanes} <= set(notes(project).splitlines())
     assert "said by computing" in output
 
 

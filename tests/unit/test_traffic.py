@@ -13,10 +13,11 @@ from p2pstore.client.pull_ledger import (
     SLOW_SECONDS,
     PullLedger,
 )
+from p2pstore.histograms import Histogram
 from p2pstore.local.messages import PullCount, SlowRead, TransportFallback, UnseenRead
 from p2pstore.objects import Version
 from p2pstore.peer import traffic
-from p2pstore.peer.traffic import ROUND_TRIPS, Traffic, Use
+from p2pstore.peer.traffic import CLOCKS, ROUND_TRIPS, Traffic
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.layout import Slot, SlotState, TrailerBody
 from p2pstore.transfer.transport import Pulled, PullReport, RemoteCopy
@@ -41,12 +42,42 @@ def test_uses_are_counted_by_member_and_in_all() -> None:
     counted.came(1, "tcp", objects=2, length_bytes=300)
     counted.came(1, "tcp", failures=1)
     counted.came(2, "shm", objects=1, length_bytes=50)
-    assert counted.used(1) == {"tcp": Use(2, 300, 1)}
+    (use,) = counted.used(1).values()
+    assert use.document() == {"objects": 2, "bytes": 300, "failures": 1}
     assert counted.used(3) == {}
     assert counted.document() == {
         "shm": {"objects": 1, "bytes": 50, "failures": 0},
         "tcp": {"objects": 2, "bytes": 300, "failures": 1},
     }
+
+
+def test_how_long_reads_took_is_kept_by_member_and_in_all() -> None:
+    counted, told = Traffic(), Histogram()
+    told.add(1000, 5)
+    counted.came(1, "tcp", objects=5, durations=told.trimmed(), microseconds=told.total)
+    counted.came(1, "tcp", objects=1)
+    counted.took(1, "tcp", 0.5)
+    counted.took(2, "tcp", 0.5)  # nothing came from it
+    durations = counted.used(1)["tcp"].durations
+    assert (durations.quantile(0.5), durations.quantile(0.99)) == (1024, 1 << 19)
+    assert counted.totals["tcp"].durations.count == 7
+    assert counted.used(2) == {}
+
+
+def test_one_wrong_clock_makes_nobody_else_doubt_its_own() -> None:
+    counted = Traffic()
+    assert counted.clock_ahead_seconds() is None
+    counted.pinged(b"d", 0.001)  # it does not say
+    assert counted.clock_ahead_seconds() is None
+    counted.pinged(b"c", 0.001, -3600.0)
+    assert counted.clock_ahead_seconds() == -3600.0
+    counted.pinged(b"a", 0.001, 0.002)
+    counted.pinged(b"a", 0.5, 0.2)  # a longer way says less
+    counted.pinged(b"b", 0.001, -0.004)
+    assert counted.clock_ahead_seconds() == -0.004
+    for _ in range(CLOCKS):
+        counted.pinged(b"e", 0.001, 5.0)  # what is long ago does not count
+    assert counted.clock_ahead_seconds() == 5.0
 
 
 def test_the_round_trip_is_the_shortest_of_the_latest() -> None:
@@ -79,9 +110,13 @@ def test_a_client_tells_what_it_read_and_what_was_slow() -> None:
     ledger.pulled("k", DIGEST, report("tcp"), 2.0)
     assert ledger
     counts, slow, *_ = ledger.take()
+    twice, took = Histogram(), Histogram()
+    twice.add(100, 2)
+    took.add_seconds(SLOW_SECONDS / 2)
+    took.add_seconds(SLOW_SECONDS)
     assert counts == [
         PullCount(1, "shm", 0, 0, 1),
-        PullCount(2, "tcp", 2, 200, 0),
+        PullCount(2, "tcp", 2, 200, 0, took.trimmed(), took.total, twice.trimmed()),
         PullCount(1, "tcp", 0, 0, 1),
     ]
     assert slow == [
@@ -89,6 +124,16 @@ def test_a_client_tells_what_it_read_and_what_was_slow() -> None:
         SlowRead(DIGEST, 1, "tcp", 2.0, int(Code.UNAVAILABLE), "k"),
     ]
     assert not ledger
+
+
+def test_a_batch_counts_as_objects_of_its_mean_length() -> None:
+    ledger = PullLedger()
+    ledger.count(1, "tcp", objects=3, length_bytes=3000)
+    ledger.count(1, "tcp", failures=1)
+    expected = Histogram()
+    expected.add(1000, 3)
+    counts, *_ = ledger.take()
+    assert counts == [PullCount(1, "tcp", 3, 3000, 1, [], 0, expected.trimmed())]
 
 
 def test_a_report_is_bounded() -> None:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.client import arguments
+from p2pstore.client.gathered import Gathered, value_of
 from p2pstore.client.puts import (
     GROUP_BYTES,
     GROUP_ITEMS,
@@ -200,8 +201,8 @@ def test_the_pages_of_a_registered_buffer_are_there() -> None:
         (arguments.whole_number, "2", TypeError, "n must be a whole number, not '2' (str)"),
         (arguments.whole_number, 2.0, TypeError, "n must be a whole number"),
         (arguments.whole_number, True, TypeError, "n must be a whole number"),
-        (arguments.whole_number, 0, ValueError, "n must be at least 1"),
-        (arguments.whole_number, 2**31, ValueError, "below 2**31"),
+        (arguments.whole_number, 0, ValueError, "n must be 1 to 2,147,483,647, not 0"),
+        (arguments.whole_number, 2**31, ValueError, "n must be 1 to"),
         (arguments.seconds, "1", TypeError, "n must be a number of seconds, not '1' (str)"),
         (arguments.seconds, None, TypeError, "n must be a number of seconds"),
         (arguments.seconds, False, TypeError, "n must be a number of seconds"),
@@ -293,6 +294,29 @@ def test_large_values_are_filled_in_pieces() -> None:
 
     sums = run_blocking(fill(Counting(), memoryview(target), memoryview(source), lambda: None))
     assert (bytes(target), sums, calls) == (source, chunk_sums(source), 3)
+
+
+@given(st.lists(st.integers(0, 3), max_size=6), st.integers(0, 2**32))
+def test_a_gathered_value_is_its_parts_one_after_the_other(lengths: list[int], seed: int) -> None:
+    rng = random.Random(seed)
+    parts = [rng.randbytes(length * rng.choice((1, 1_000, 350_000))) for length in lengths]
+    whole = b"".join(parts)
+    value = Gathered([*parts, np.empty(0, np.float32)])
+    assert (len(value), value.nbytes, value_of(value)) == (len(whole), len(whole), value)
+    start = rng.randint(0, len(whole))
+    end = rng.randint(start, len(whole))
+    assert b"".join(value.between(start, end)) == whole[start:end]
+    assert value.joined() == whole
+    target = bytearray(len(whole))
+    sums = run_blocking(fill(BlockingDriver(), memoryview(target), value, lambda: None))
+    assert (bytes(target), sums) == (whole, chunk_sums(whole))
+
+
+def test_parts_of_a_value_are_buffers() -> None:
+    with pytest.raises(TypeError, match="not str"):
+        Gathered([b"a", "text"])
+    with pytest.raises(ValueError, match="not contiguous"):
+        Gathered([np.zeros(10)[::2]])
 
 
 @given(

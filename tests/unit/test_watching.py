@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 
+from p2pstore.core.effects import AskPeer, LoadObject, PullObject
+from p2pstore.gossip.messages import Ack
+from p2pstore.histograms import Histogram
 from p2pstore.local import messages as local
+from p2pstore.local.checkpoint_messages import Progress
 from p2pstore.local.messages import Access, LocalKind
 from p2pstore.local.server import LocalClient
-from p2pstore.objects import key_digest
+from p2pstore.objects import Version, key_digest
+from p2pstore.peer.measures import NamespaceUse
 from p2pstore.peer.watching import PeerWatch
-from p2pstore.wire import Code
+from p2pstore.transfer.layout import Slot, SlotState, TrailerBody
+from p2pstore.transfer.messages import DataKind
+from p2pstore.transfer.transport import Pulled, PullReport, RemoteCopy
+from p2pstore.wire import Code, Empty, Failure
 from tests.unit.core_harness import Harness
 
 CLIENT = LocalClient(1, "default", Access.WRITE, 7, "")
@@ -101,6 +110,81 @@ def test_what_was_kept_was_not_put(watch: PeerWatch) -> None:
         "client_puts_kept_existing": 1,
         "client_puts_failed": 1,
     }
+
+
+def test_what_its_holders_gave_is_measured(watch: PeerWatch) -> None:
+    pull = PullObject(1, b"d" * 16, (), 1.0)
+    slot = Slot(SlotState.LIVE, b"d" * 16, Version(1, 2), 0, 100, 0)
+    pulled = Pulled(slot, TrailerBody("default", "k", b""), 100, "tcp")
+    watch.pulled(pull, PullReport(pulled, RemoteCopy(b"peer", member=2), ()), None, 0.003)
+    assert watch.traffic.used(2)["tcp"].durations.total == 3000
+    assert (watch.measures.reads["tcp"].total, watch.measures.read_bytes["tcp"].total) == (
+        3000,
+        100,
+    )
+    watch.loaded(LoadObject(1, b"d" * 16), 70, 0.002)
+    watch.loaded(LoadObject(1, b"d" * 16), -1, 0.002)
+    assert (watch.measures.reads["ssd"].total, watch.measures.read_bytes["ssd"].count) == (2000, 1)
+
+
+def test_what_clients_do_is_measured_by_namespace(watch: PeerWatch) -> None:
+    client = LocalClient(1, "tenant", Access.WRITE, 7, "")
+    item = local.CommitItem(1, "k", 100, b"", 0)
+    commit = local.Commit("another", [item])
+    committed = local.Committed([local.PutOutcome(0, 1, 2, 1, 1)])
+    watch.answered(client, LocalKind.COMMIT, commit, committed, 0.002, None)
+    told = Histogram()
+    told.add_seconds(0.001)
+    report = local.Report(
+        [local.AccessCount(key_digest("k"), 2, 300)],
+        pulls=[local.PullCount(1, "tcp", 1, 50, 0, told.trimmed(), told.total, [0, 0, 0, 1])],
+        misses=4,
+    )
+    watch.answered(client, LocalKind.REPORT, report, None, 0.0, None)
+    leased = local.Leased([local.LeaseGrant(1, 0, 0, 7, 1)])
+    watch.answered(
+        client, LocalKind.LEASE, local.Lease(b"d" * 16, fetch=False), leased, 0.001, None
+    )
+    measures = watch.measures
+    assert measures.namespaces() == {
+        "another": NamespaceUse(puts=1, put_bytes=100),
+        "tenant": NamespaceUse(reads=4, read_bytes=357, misses=4),
+    }
+    assert measures.put_bytes.total == 100
+    assert watch._counters["client_puts_short_of_copies"] == 1
+    assert measures.reads["tcp"].total == told.total
+    assert (measures.read_bytes["local"].count, measures.read_bytes["local"].total) == (3, 307)
+    assert measures.read_bytes["tcp"].total == 50
+    assert {name: each.count for name, each in measures.requests.items()} == {
+        "commit": 1,
+        "lease": 1,
+    }
+
+
+def test_waiting_that_a_client_asked_for_is_not_measured(watch: PeerWatch) -> None:
+    waits = local.Plan(key_digest("k"), wait_ms=5000)
+    watch.answered(CLIENT, LocalKind.PLAN, waits, local.Planned([]), 4.0, None)
+    takes_its_time = Progress(1)
+    watch.answered(CLIENT, LocalKind.CHECKPOINT_PROGRESS, takes_its_time, None, 4.0, None)
+    assert watch.measures.requests == {}
+
+
+def test_requests_to_other_peers_are_measured(watch: PeerWatch) -> None:
+    push = AskPeer(0, 0, b"peer", DataKind.PUSH, Empty(), 1.0)
+    for reply in (Empty(), Failure(int(Code.BUSY), "busy"), None):
+        watch.asked(push, reply, 0.01)
+    assert watch.measures.asked["push"].count == 1
+    assert watch.measures.asked_in_vain == {"push": 2}
+
+
+def test_a_ping_tells_how_far_this_clock_is_ahead(watch: PeerWatch) -> None:
+    behind_ms = round((time.time() - 60.0) * 1000)
+    watch.pinged(b"peer", Ack(1, [], behind_ms), 0.001)
+    watch.pinged(b"older", Ack(1, []), 0.001)
+    ahead = watch.traffic.clock_ahead_seconds()
+    assert ahead is not None
+    assert 59.0 < ahead < 70.0
+    assert watch.measures.pings.count == 2
 
 
 @pytest.mark.parametrize("said", ["the key", "another key", "x" * 5000, ""])

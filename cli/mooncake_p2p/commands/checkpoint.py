@@ -137,7 +137,7 @@ def checkpoint_publish(
     print(f"{name}@{done.version}")
     remark(
         f"published {printable(name)}: {_files(done.files)}, {format_transfer(done.total_bytes, seconds)}, "
-        f"{done.pieces:,} pieces of {format_bytes(done.piece_bytes)}"
+        f"{done.pieces:,} piece{'' if done.pieces == 1 else 's'} of {format_bytes(done.piece_bytes)}"
     )
 
 
@@ -160,6 +160,8 @@ def checkpoint_fetch(
     keep: Annotated[
         int, typer.Option(min=1, metavar="N", help="How many versions stay, the newest.")
     ] = 2,
+    include: Include = None,
+    exclude: Exclude = None,
     limit_rate: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Fetch no more than this a second.", show_default=False),
@@ -187,6 +189,9 @@ def checkpoint_fetch(
 
     To DIR/VERSION; DIR/current names it then. What is there already is not fetched: an interrupted fetch goes on where
     it was, and of a slightly changed version only changed pieces come. The local peer passes on what it has.
+
+    With --include or --exclude DIR/VERSION has only those files, and those that were fetched before; without them the
+    rest is fetched later.
     """
     bare, _, version = name.partition("@")
     rate = 0 if limit_rate is None else parse_bytes(limit_rate, "--limit-rate")
@@ -201,6 +206,8 @@ def checkpoint_fetch(
                 publisher=publisher,
                 flat=flat,
                 keep=keep,
+                include=include or [],
+                exclude=exclude or [],
                 limit_rate=rate,
                 verify=verify,
                 wait=wait_seconds,
@@ -218,15 +225,17 @@ def checkpoint_fetch(
                 "directory": os.path.abspath(done.directory),
                 "bytes": done.total_bytes,
                 "fetched_bytes": done.fetched_bytes,
+                "whole": done.whole,
                 "seconds": round(seconds, 6),
             }
         )
         return
     print(done.directory)
     there = done.total_bytes - done.fetched_bytes
+    some = "" if done.whole else "some files of "
     reused = f", {format_bytes(there)} were there" if there else ""
     remark(
-        f"fetched {printable(bare)}@{done.version}: {format_transfer(done.fetched_bytes, seconds)}{reused}"
+        f"fetched {some}{printable(bare)}@{done.version}: {format_transfer(done.fetched_bytes, seconds)}{reused}"
     )
 
 

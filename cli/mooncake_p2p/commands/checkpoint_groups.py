@@ -225,7 +225,8 @@ def checkpoint_status(
     """Show which peers have a checkpoint, and how far the others are.
 
     The slowest come first. RATE is what a peer fetched at so far, LEFT how much longer it needs at that rate; DONE
-    is told by the percent, and in a large cluster now and then. USES is the version that a follower uses.
+    is told by the percent, and in a large cluster now and then ("40% of 25%": of the files that it fetches, which are a
+    quarter of all). USES is the version that a follower uses.
 
     --watch looks again every second; into a pipe it prints one block each time (with --json one line).
     """
@@ -263,7 +264,8 @@ def status_lines(info: CheckpointInfo) -> list[str]:
     """What is to be known of a name before its members."""
     newest = info.version[:16]
     parts = [each for each in info.members if each.version == newest]
-    have = sum(each.state in ("verified", "seeding", "publishing") for each in parts)
+    done = [each for each in parts if each.state in ("verified", "seeding", "publishing")]
+    have = sum(each.needs == 1 for each in done)
     fetching = [each for each in parts if each.state == "fetching"]
     failed = sum(each.state == "failed" for each in parts)
     followers = [each for each in info.members if each.follows]
@@ -275,12 +277,14 @@ def status_lines(info: CheckpointInfo) -> list[str]:
         f"{printable(info.name)}@{info.version}: {format_bytes(info.total_bytes)}, {info.files:,} files, "
         f"published {_ago(info.published)} by {printable(info.publisher_name)} ({info.publisher}){trusted}"
     ]
-    figures = [f"{have} have it"]
+    figures = [f"{have} {'has' if have == 1 else 'have'} it"]
     if fetching:
-        figures.append(f"{len(fetching)} fetch it")
+        figures.append(f"{len(fetching)} {'fetches' if len(fetching) == 1 else 'fetch'} it")
         seconds = [left for each in fetching if (left := _seconds_left(info, each)) is not None]
         if len(seconds) == len(fetching):
             figures[-1] += f", {_duration(max(seconds))} left"
+    if have < len(done):
+        figures.append(f"{len(done) - have} {'has' if len(done) - have == 1 else 'have'} a part")
     if failed:
         figures.append(f"{failed} failed")
     if followers:
@@ -301,7 +305,7 @@ def _member_row(info: CheckpointInfo, member: CheckpointMember) -> tuple[str, ..
         f"{member.name}{' (here)' if member.me else ''}",
         member.version[:SHORT_DIGITS],
         member.state,
-        "" if member.state in ("following", "publishing") else f"{member.done:.0%}",
+        "" if member.state in ("following", "publishing") else _done(member),
         rate if member.state == "fetching" else "",
         "" if left is None else _duration(left),
         (member.current[:SHORT_DIGITS] or "nothing yet") if member.follows else "",
@@ -313,7 +317,11 @@ def _seconds_left(info: CheckpointInfo, member: CheckpointMember) -> float | Non
     """How much longer it fetches; None when that is not known."""
     if member.state != "fetching" or not member.bytes_per_second:
         return None
-    return (1 - member.done) * info.total_bytes / member.bytes_per_second
+    return (1 - member.done) * member.needs * info.total_bytes / member.bytes_per_second
+
+
+def _done(member: CheckpointMember) -> str:
+    return f"{member.done:.0%}" + (f" of {member.needs:.0%}" if member.needs < 1 else "")
 
 
 def _duration(seconds: float) -> str:
@@ -371,6 +379,14 @@ def checkpoint_list(
 
 def checkpoint_rm(
     name: Name,
+    forget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PEER",
+            help="Forget that peer's checkpoint of the name, here alone.",
+            show_default=False,
+        ),
+    ] = None,
     yes: Yes = False,
     socket: Socket = None,
     namespace: Namespace = "default",
@@ -381,11 +397,16 @@ def checkpoint_rm(
 
     It is not listed any more, nobody fetches it from here, and followers wait. What others have on their disks stays
     there.
+
+    --forget is for a publisher that is gone for good: the local peer lists and trusts its checkpoint no more, until
+    that peer publishes a newer version. `checkpoint status` shows peer ids; others have to forget it themselves.
     """
-    confirm(f"Remove checkpoint {printable(name)!r}?", yes=yes)
+    done = "removed" if forget is None else "forgot"
+    confirm(f"{'Remove' if forget is None else 'Forget'} checkpoint {printable(name)!r}?", yes=yes)
     with connected(socket, namespace, timeout) as client:
-        version = client.checkpoints.remove(name)
+        known = client.checkpoints
+        version = known.remove(name) if forget is None else known.forget(name, forget)
     if json:
         print_json({"name": name, "version": version})
     else:
-        remark(f"removed {printable(name)}@{version}")
+        remark(f"{done} {printable(name)}@{version}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -96,6 +97,9 @@ def peers(
     everyone: Annotated[
         bool, typer.Option("--all", help="Also those that are dead or have left.")
     ] = False,
+    reads: Annotated[
+        bool, typer.Option("--reads", help="What was read from them, and how long it took.")
+    ] = False,
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
@@ -107,11 +111,18 @@ def peers(
     KNOWS is shown when some know only a part of where objects are (join --directory).
     READ BY names the transports by which this peer and its clients read from it, with the reads
     that failed.
+
+    --reads shows these reads, by member and transport: how many objects and bytes came, and how long
+    half and 99 % of the objects took at most (to within a factor of two; those of batches are not
+    timed).
     """
     with connected(socket, timeout=timeout) as client:
         members = client.peers(everyone=everyone)
     if json:
         print_json([_member_document(member) for member in members])
+        return
+    if reads:
+        _print_reads(members)
         return
     from mooncake_p2p.statistics_view import ago, share
     from mooncake_p2p.statistics_view import seconds as length
@@ -155,6 +166,33 @@ def _read_by(member: PeerInfo) -> str:
             for name, use in member.transports.items()
         )
         or "-"
+    )
+
+
+def _print_reads(members: Sequence[PeerInfo]) -> None:
+    """A line for each member and transport that something was read by."""
+    from mooncake_p2p.statistics_view import seconds as length
+
+    def took(microseconds: int) -> str:
+        return length(microseconds / 1e6) if microseconds else "-"
+
+    print_table(
+        ("NAME", "TRANSPORT", "OBJECTS", "BYTES", "HALF TOOK", "99 % TOOK", "FAILED", "PEER ID"),
+        [
+            (
+                member.name,
+                name,
+                f"{use['objects']:,}",
+                format_bytes(use["bytes"]),
+                took(use["median_microseconds"]),
+                took(use["p99_microseconds"]),
+                f"{use['failures']:,}",
+                short_id(member.peer_id),
+            )
+            for member in members
+            for name, use in member.transports.items()
+        ],
+        right=("OBJECTS", "BYTES", "HALF TOOK", "99 % TOOK", "FAILED"),
     )
 
 

@@ -118,6 +118,14 @@ def join(
         str | None,
         _option("FILE", "File to have that memory in, removed at the end [default: none]."),
     ] = None,
+    keep_memory: Annotated[
+        bool | None,
+        typer.Option(
+            "--keep-memory",
+            help="Keep that file, and begin with it the next time.",
+            show_default=False,
+        ),
+    ] = None,
     more_memory: Annotated[
         list[str] | None,
         _option("SIZE@WHERE", "More of it, from node:N or in a FILE; may be repeated."),
@@ -214,7 +222,18 @@ def join(
     ] = None,
     metrics: Annotated[
         str | None,
-        _option("HOST:PORT", "Answer /metrics, /livez and /readyz there, to anybody."),
+        _option(
+            "HOST:PORT",
+            "A status page for browsers, /metrics, /livez and /readyz, to anybody who can reach it.",
+        ),
+    ] = None,
+    metrics_keys: Annotated[
+        bool | None,
+        typer.Option(
+            "--metrics-keys",
+            help="Show keys on the status page, not just namespaces.",
+            show_default=False,
+        ),
     ] = None,
     slow_operation: Annotated[
         str | None,

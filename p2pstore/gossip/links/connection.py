@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import trio
 
@@ -32,6 +32,21 @@ class ConnectionCounts:
     """To stay within the limit."""
     closed_by_others: int = 0
     """With a farewell."""
+
+
+class ControlBytes(NamedTuple):
+    """What connections carried, encrypted, both ways."""
+
+    sent: int
+    received: int
+
+    def plus(self, connections: Iterable[Connection]) -> ControlBytes:
+        """These and what `connections` carried."""
+        each = list(connections)
+        return ControlBytes(
+            self.sent + sum(connection.sent_bytes for connection in each),
+            self.received + sum(connection.received_bytes for connection in each),
+        )
 
 
 class Connection:
@@ -64,6 +79,15 @@ class Connection:
         self._used = trio.Event()
         self._unused = trio.Event()
         sock.lift_allowance(self._check_received)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Encrypted, as all that went to the network."""
+        return self._sock.sent_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        return self._sock.received_bytes
 
     @property
     def admitted(self) -> bool:

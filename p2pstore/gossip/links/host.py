@@ -21,6 +21,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import chain
 from typing import Final, TypeVar
 
 import trio
@@ -42,7 +43,7 @@ from p2pstore.config import join_address
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
 from p2pstore.gossip.links.attempts import Attempts
-from p2pstore.gossip.links.connection import Connection
+from p2pstore.gossip.links.connection import Connection, ControlBytes
 from p2pstore.gossip.links.connection_keeper import ConnectionKeeper
 from p2pstore.gossip.links.connection_limits import ConnectionLimits
 from p2pstore.gossip.links.identity import Identity
@@ -158,6 +159,8 @@ class ControlHost:
         self._refusals = Refusals(on_refused)
         self._software = software
         self._connections: dict[PeerId, list[Connection]] = {}
+        self._ended_bytes = ControlBytes(0, 0)
+        """What connections carried that are over."""
         self.keeper = ConnectionKeeper(self._connections, limits)
         self._attempts: Attempts[Connection] = Attempts(CONNECTING_SECONDS)
         self._own_arrivals = 0
@@ -210,6 +213,11 @@ class ControlHost:
     def open_connections(self) -> int:
         """How many there are now, of both directions."""
         return sum(map(len, self._connections.values()))
+
+    @property
+    def carried(self) -> ControlBytes:
+        """By all connections since the start."""
+        return self._ended_bytes.plus(chain.from_iterable(self._connections.values()))
 
     async def disconnect(self, peer_id: PeerId) -> None:
         """End all connections with a peer, and attempts to make one; `on_lost` is not called."""
@@ -532,6 +540,7 @@ class ControlHost:
             self._forget(connection)
 
     def _forget(self, connection: Connection) -> None:
+        self._ended_bytes = self._ended_bytes.plus([connection])
         connections = self._connections.get(connection.peer_id, [])
         with suppress(ValueError):
             connections.remove(connection)

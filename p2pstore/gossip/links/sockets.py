@@ -62,6 +62,7 @@ class GuardedSocket:
         self._position = 0
         self.received_bytes = 0
         """All that has come since the connection was made."""
+        self.sent_bytes = 0
         self._unchecked_bytes = 0
         self._reads = 0
         """Since the reader last gave way; `_READS_A_TURN` for that it is to with the next one."""
@@ -125,7 +126,9 @@ class GuardedSocket:
     def _send(self, data: memoryview) -> memoryview:
         """Send what the kernel takes at once; the rest is returned."""
         try:
-            return data[self._sock.send(data) :]
+            sent = self._sock.send(data)
+            self.sent_bytes += sent
+            return data[sent:]
         except BlockingIOError:
             return data
         except OSError as error:

@@ -112,6 +112,9 @@ class MemberState:
     location_count: int = 0
     """How many it held there."""
     memory_capacity: int = 0
+    memory_used: int = 0
+    ssd_capacity: int = 0
+    ssd_used: int = 0
     directory: int = 0
     floors_horizon: int = 0
     leaving: bool = False
@@ -138,7 +141,8 @@ class MemberState:
         self.signed = signed
         self.record_incarnation, self.record_sequence = record.incarnation, record.sequence
         self.log_sequence, self.location_count = record.head.sequence, record.head.count
-        self.memory_capacity = record.memory_capacity
+        self.memory_capacity, self.memory_used = record.memory_capacity, record.memory_used
+        self.ssd_capacity, self.ssd_used = record.ssd_capacity, record.ssd_used
         self.directory, self.floors_horizon = record.directory, record.floors_horizon
         self.leaving = record.leaving
         self.checkpoints = tuple(record.checkpoints[:MAX_PARTICIPATIONS])

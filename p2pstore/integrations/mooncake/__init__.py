@@ -2,8 +2,20 @@
 
 from p2pstore.integrations.mooncake.allocator import MooncakeHostMemAllocator, bind_to_numa_node
 from p2pstore.integrations.mooncake.async_store import MooncakeDistributedStoreAsync
+from p2pstore.integrations.mooncake.buffer_pool import (
+    BufferLease,
+    BufferPool,
+    RegisteredBufferLease,
+    RegisteredBufferPool,
+)
 from p2pstore.integrations.mooncake.codes import ErrorCode
 from p2pstore.integrations.mooncake.memory import BufferHandle
+from p2pstore.integrations.mooncake.parallelism import (
+    ParallelAxis,
+    ReadTarget,
+    TensorParallelism,
+    WriterPartition,
+)
 from p2pstore.integrations.mooncake.placement import (
     ObjectDataType,
     ReplicaStatus,
@@ -23,6 +35,8 @@ from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
 
 __all__ = [
     "BufferHandle",
+    "BufferLease",
+    "BufferPool",
     "Descriptor",
     "DiskDescriptor",
     "ErrorCode",
@@ -31,12 +45,18 @@ __all__ = [
     "MooncakeDistributedStoreAsync",
     "MooncakeHostMemAllocator",
     "ObjectDataType",
+    "ParallelAxis",
     "QueryTaskResponse",
+    "ReadTarget",
+    "RegisteredBufferLease",
+    "RegisteredBufferPool",
     "ReplicaDescriptor",
     "ReplicaStatus",
     "ReplicateConfig",
     "SoftPinAction",
     "TaskStatus",
     "TaskType",
+    "TensorParallelism",
+    "WriterPartition",
     "bind_to_numa_node",
 ]

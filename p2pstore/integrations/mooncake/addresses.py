@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from p2pstore.client.gathered import Gathered
 from p2pstore.errors import LeaseLimitExceeded, P2PStoreError
 from p2pstore.integrations.mooncake.codes import alike
 from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ObjectCalls
 from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
-from p2pstore.integrations.mooncake.scratch import Scratch, copy, gather, scatter
+from p2pstore.integrations.mooncake.scratch import Scratch, copy, scatter
 
 GROUP_BYTES = 64 * 1024 * 1024
 """What is gathered or scattered at one time."""
@@ -78,9 +79,7 @@ class AddressCalls(ObjectCalls):
             if not metadata_size:
                 return -self._put_from(key, buffer_ptr, size, config)
             parts = [view_at(metadata_buffer_ptr, metadata_size), value]
-            with self._scratch.room(size + metadata_size) as room:
-                gather(room, parts)
-                return self._store(key, room, config)
+            return self._store(key, Gathered(parts), config)
         except FAILURES as error:
             return -self._code(error)
 
@@ -139,19 +138,10 @@ class AddressCalls(ObjectCalls):
             return [INVALID] * len(keys)
         codes = [INVALID] * len(keys)
         good = _several_views(all_buffer_ptrs, all_sizes)
-        for group in _groups({number: sum(map(len, views)) for number, views in good.items()}):
-            total = sum(sum(map(len, good[number])) for number in group)
-            with self._scratch.room(total) as room:
-                values, at = [], 0
-                for number in group:
-                    length = sum(map(len, good[number]))
-                    gather(room[at : at + length], good[number])
-                    values.append(room[at : at + length])
-                    at += length
-                some = [keys[number] for number in group]
-                stored = self._store_many(some, values, config, same_node=True)
-            for number, code in zip(group, stored, strict=True):
-                codes[number] = code
+        some, values = [keys[number] for number in good], [Gathered(each) for each in good.values()]
+        stored = self._store_many(some, values, config, same_node=True) if good else []
+        for number, code in zip(good, stored, strict=True):
+            codes[number] = code
         return codes
 
     def batch_get_into_multi_buffers(

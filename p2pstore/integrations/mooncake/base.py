@@ -32,6 +32,7 @@ from p2pstore.local.paths import SOCKET_VARIABLE, find_socket
 
 LOG: Final = logging.getLogger("p2pstore.mooncake")
 RECONNECT_SECONDS: Final = 1.0
+RESTART_SECONDS: Final = 10.0
 QUIET_SECONDS: Final = 10.0
 HEALTHY, NOT_SET_UP, UNREACHABLE = 0, 1, 2
 
@@ -42,10 +43,13 @@ class StoreBase:
     def __init__(self) -> None:
         self._client: BlockingClient | None = None
         self._own_peer: OwnPeer | None = None
+        self._settings: SetupSettings | None = None
         self._lock = threading.Lock()
         self._retry_at = 0.0
         self._said: dict[str, float] = {}
         self._buffers = Registrations()
+        self._pooled: dict[int, object] = {}
+        """Memory of buffer pools, by its address: it must be there as long as it is registered."""
         self._at_close: list[Callable[[], None]] = []
 
     def setup(
@@ -64,7 +68,8 @@ class StoreBase:
         enable_client_http_server: bool = False,
         client_http_port: int = 9300,
     ) -> int:
-        """Connect to this machine's peer; where none runs, start one that lives as long as this store. Returns 0.
+        """Connect to this machine's peer; where none runs, start one that lives as long as this store. Returns 0. A
+        peer that ends under its store (killed for memory, say) is started again, empty, with the next calls.
 
         The peer is the one whose socket is named (`socket` in a dict, or `MOONCAKE_P2P_SOCKET`), else the only one in
         the usual places. One that is started offers `global_segment_size` bytes; all other settings of a peer may
@@ -73,7 +78,8 @@ class StoreBase:
         Where this differs from Mooncake: there is no master and no metadata server. Their addresses are optional, and
         taken as those of peers to join. When nobody is at one that belongs to this machine, the peer that is started
         listens there itself, so that programs given the same address find each other; an address that no peer can
-        have (etcd, http, P2PHANDSHAKE) is ignored. `local_buffer_size` and `engine` are not needed. `tenant_id` (or
+        have (etcd, http, P2PHANDSHAKE) is ignored. `engine` is not needed, `local_buffer_size` is what a
+        `BufferPool` may have. `tenant_id` (or
         `namespace` in a dict, or `MOONCAKE_P2P_NAMESPACE`) is the namespace of all keys. A failure is raised, within
         seconds: `P2PStoreError` or one of its kinds.
 
@@ -90,6 +96,7 @@ class StoreBase:
             for address in settings.ignored:
                 LOG.info("%s is nobody's peer: ignored, as nothing but peers is needed", address)
             self._connect(settings)
+            self._settings = settings
         return 0
 
     def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
@@ -97,11 +104,13 @@ class StoreBase:
         such as the address of a Mooncake client, means the only one that there is. Returns 0, and raises as `setup`.
         """
         named = {"socket": server_address} if "/" in server_address else {}
-        settings = from_arguments({"global_segment_size": mem_pool_size, **named}, os.environ)
+        sizes = {"global_segment_size": mem_pool_size, "local_buffer_size": local_buffer_size}
+        settings = from_arguments({**sizes, **named}, os.environ)
         with self._lock:
             if self._client is not None:
                 return int(ErrorCode.INVALID_PARAMS)
             self._client = blocking.connect(settings.socket, namespace=settings.namespace)
+            self._settings = settings
         return 0
 
     def _connect(self, settings: SetupSettings) -> None:
@@ -130,6 +139,7 @@ class StoreBase:
         while self._at_close:
             self._at_close.pop()()
         self._buffers.clear()
+        self._pooled.clear()
         if client is not None:
             client.close()
         if peer is not None:
@@ -193,22 +203,51 @@ class StoreBase:
             LOG.warning("%s", text)
 
     def _reconnect(self) -> None:
-        """The peer has gone: connect to the one that took its place at that socket, if one did. At most once a second,
-        and never for a peer of the store's own, whose memory is lost with it."""
+        """The peer has gone: connect to the one that took its place at that socket, if one did; one of the store's own
+        is started again. At most once a second."""
         client = self._client
-        if client is None or self._own_peer is not None or time.monotonic() < self._retry_at:
+        if client is None or time.monotonic() < self._retry_at:
             return
         if not self._lock.acquire(blocking=False):
             return
         try:
             self._retry_at = time.monotonic() + RECONNECT_SECONDS
-            if self._client is client:
+            if self._client is not client:
+                return
+            if self._own_peer is not None and self._own_peer.has_ended:
+                threading.Thread(  # it takes a second or more, and whoever called need not wait for it
+                    target=self._start_again,
+                    args=(client,),
+                    name="p2pstore-start-again",
+                    daemon=True,
+                ).start()
+            else:
                 self._client = blocking.connect(client.socket_path, namespace=client.namespace)
                 client.close()
         except (P2PStoreError, OSError):
             pass  # whoever called is told that the peer is gone
         finally:
             self._lock.release()
+
+    def _start_again(self, client: BlockingClient) -> None:
+        """Another peer in the place of the store's own one, which has ended. What that one held is lost."""
+        with self._lock:
+            before, settings = self._own_peer, self._settings
+            if self._client is not client or before is None or settings is None:
+                return
+            self._retry_at = time.monotonic() + RESTART_SECONDS
+            self._say(
+                f"the peer of this store has ended, another one is started: {before.last_words()}"
+            )
+            self._own_peer = None
+            try:
+                self._connect(settings)
+            except (P2PStoreError, OSError) as error:
+                self._say(f"no peer could be started again: {error}")
+                self._own_peer = before
+                return
+            before.close()
+            client.close()
 
 
 def segment_name(data_addresses: list[str]) -> str:
@@ -224,4 +263,10 @@ def _start_peer(settings: SetupSettings) -> OwnPeer:
             return OwnPeer(peer_options(settings, os.environ, listen=place))
         except P2PStoreError as error:  # somebody else took it just now
             LOG.info("%s cannot be taken: %s", place, error)
-    return OwnPeer(peer_options(settings, os.environ))
+    peer = OwnPeer(peer_options(settings, os.environ))
+    if settings.bootstrap and not peer.ready["joined"]:
+        LOG.warning(
+            "no peer answered at %s: this store shares with nobody until one does (it goes on trying)",
+            ", ".join(settings.bootstrap),
+        )
+    return peer

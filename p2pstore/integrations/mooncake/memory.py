@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import threading
 from bisect import bisect_right, insort
 from typing import Any, Final
@@ -27,7 +28,12 @@ def view_at(address: int, size: int) -> memoryview:
         raise TypeError(f"an address and a size are not negative: {address}, {size}")
     if not 0 < address < MAX_ADDRESS or size >= MAX_ADDRESS:
         raise ValueError(f"{size} bytes at {address}: no memory can be there")
-    view: memoryview = _view_of_memory(address, size, _WRITABLE)
+    try:
+        view: memoryview = _view_of_memory(address, size, _WRITABLE)
+    except (
+        ctypes.ArgumentError
+    ):  # numpy's whole numbers; what is no whole number is a TypeError here
+        return view_at(operator.index(address), operator.index(size))
     return view
 
 

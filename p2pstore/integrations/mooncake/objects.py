@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from p2pstore.client.gathered import Gathered
 from p2pstore.client.values import source_view
 from p2pstore.errors import BufferTooSmall, LeaseLimitExceeded, NoSuchKey, P2PStoreError
 from p2pstore.integrations.mooncake.base import StoreBase
@@ -149,11 +150,8 @@ class ObjectCalls(StoreBase):
         overwrite: bool = False,
     ) -> int:
         try:
-            views = [source_view(part) for part in parts]
-            if not sum(view.nbytes for view in views):
-                return 0
-            joined = views[0] if len(views) == 1 else b"".join(views)
-            return self._store(key, joined, config, overwrite=overwrite)
+            value = Gathered(parts)
+            return self._store(key, value, config, overwrite=overwrite) if len(value) else 0
         except FAILURES as error:
             return self._code(error)
 
@@ -179,7 +177,7 @@ class ObjectCalls(StoreBase):
     def _store(
         self, key: str, value: Buffer, config: ReplicateConfig, *, overwrite: bool = False
     ) -> int:
-        """Put one value. Raises what the client raises."""
+        """Put one value; one that lies in several places is `Gathered`. Raises what the client raises."""
         client = self._live
         client.put(key, value, overwrite=overwrite, **put_options(config))
         self._keep_pinned([key], config)

@@ -99,6 +99,11 @@ class OwnPeer:
             self._started.set()
         self._process.wait()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone, though nobody closed it."""
+        return self._process is not None and self._process.poll() is not None
+
     def last_words(self) -> str:
         """The end of what the peer logged, as one line."""
         try:

@@ -43,14 +43,6 @@ def copy(target: memoryview, source: memoryview) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def gather(target: memoryview, parts: Sequence[memoryview]) -> None:
-    """Copy parts one after the other."""
-    at = 0
-    for part in parts:
-        copy(target[at : at + len(part)], part)
-        at += len(part)
-
-
 def scatter(source: memoryview, parts: Sequence[memoryview]) -> None:
     """Copy the beginning of `source` to the first part, what follows to the next, and so on, as far as it goes."""
     at = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Any, Final
@@ -14,6 +15,7 @@ from p2pstore.integrations.mooncake.own_peer import OwnPeer
 
 FAILED: Final = int(ErrorCode.INTERNAL_ERROR)
 MAX_SEGMENTS: Final = 64
+KNOWN_SECONDS: Final = 10.0
 
 
 class SegmentCalls(ObjectCalls):
@@ -71,6 +73,7 @@ class SegmentCalls(ObjectCalls):
                 raise P2PStoreError(
                     "it was not let into the cluster: set its key in the environment"
                 )
+            self._await_peer(peer)
         except (P2PStoreError, ValueError, OSError) as error:
             self._say(f"no segment of {size} bytes: {error}")
             return failed
@@ -79,12 +82,24 @@ class SegmentCalls(ObjectCalls):
         self._at_close.append(peer.close)
         return {"ret": 0, "segment_ids": [number]}
 
+    def _await_peer(self, peer: OwnPeer) -> None:
+        """Until the store's peer knows of it, it is of no use to the store. Ends it and raises `P2PStoreError` when
+        that takes too long."""
+        deadline = time.monotonic() + KNOWN_SECONDS
+        while all(each.peer_id != peer.ready["peer_id"] for each in self._live.peers()):
+            if time.monotonic() > deadline:
+                peer.close()
+                raise P2PStoreError(f"its peer was not heard of within {KNOWN_SECONDS:g} s")
+            time.sleep(0.01)
+
     def _unmount(self, segment_ids: Sequence[str]) -> int:
         for each in segment_ids:
             try:
                 uuid.UUID(each)
             except ValueError:
                 return FAILED
+            except AttributeError:
+                raise TypeError(f"a segment's id is a str, not {each!r}") from None
         peers = [self._segments.pop(each, None) for each in segment_ids]
         for peer in peers:
             if peer is not None:

@@ -30,6 +30,7 @@ class SetupSettings:
 
     host: str
     segment_bytes: int
+    local_buffer_bytes: int = DEFAULT_SEGMENT_BYTES
     namespace: str = DEFAULT_NAMESPACE
     bootstrap: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -72,7 +73,9 @@ def from_arguments(values: Mapping[str, Any], environment: Mapping[str, str]) ->
     segment = size_in_bytes(
         values.get("global_segment_size", DEFAULT_SEGMENT_BYTES), "global_segment_size"
     )
-    size_in_bytes(values.get("local_buffer_size", 0), "local_buffer_size")
+    buffers = size_in_bytes(
+        values.get("local_buffer_size", DEFAULT_SEGMENT_BYTES), "local_buffer_size"
+    )
     offload = yes_or_no(values.get("enable_ssd_offload", False), "enable_ssd_offload")
     ssd_path = str(
         values.get("ssd_offload_path") or environment.get("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH", "")
@@ -87,6 +90,7 @@ def from_arguments(values: Mapping[str, Any], environment: Mapping[str, str]) ->
     return SetupSettings(
         host=str(values.get("local_hostname") or "localhost"),
         segment_bytes=max(segment, LEAST_SEGMENT_BYTES) if segment else 0,
+        local_buffer_bytes=buffers,
         namespace=str(values.get("namespace") or environment.get(NAMESPACE_VARIABLE) or tenant),
         bootstrap=bootstrap,
         ignored=ignored,

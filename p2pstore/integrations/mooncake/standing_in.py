@@ -19,11 +19,12 @@ from p2pstore.integrations.mooncake.async_store import MooncakeDistributedStoreA
 
 MARK: Final = "p2pstore stands in"
 """The docstring of the modules made here."""
-_MODULES: Final = ("mooncake", "mooncake.store", "mooncake.async_store")
+_MODULES: Final = ("mooncake", "mooncake.store", "mooncake.async_store", "mooncake.buffer_pool")
 
 
 def install() -> None:
-    """From now on, in this process, `mooncake.store` and `mooncake.async_store` are this package. May be called twice.
+    """From now on, in this process, `mooncake.store`, `mooncake.async_store` and `mooncake.buffer_pool` are this
+    package. May be called twice.
 
     Where Mooncake is installed as well, its other modules (such as `mooncake.engine`) stay what they are. Raises
     `ImportError` when its store was imported already: whoever did that would have the wrong one.
@@ -41,14 +42,18 @@ def install() -> None:
         setattr(store, name, getattr(mooncake, name))
     later = types.ModuleType("mooncake.async_store", MARK)
     later.__dict__["MooncakeDistributedStoreAsync"] = MooncakeDistributedStoreAsync
-    for name, module in zip(_MODULES, (package, store, later), strict=True):
+    pools = types.ModuleType("mooncake.buffer_pool", MARK)
+    pools.__dict__.update(
+        BufferPool=mooncake.BufferPool, RegisteredBufferPool=mooncake.RegisteredBufferPool
+    )
+    for name, module in zip(_MODULES, (package, store, later, pools), strict=True):
         module.__spec__ = importlib.machinery.ModuleSpec(
             name, _AlreadyMade(module), is_package=module is package
         )
         if module is package:
             module.__spec__.submodule_search_locations = list(package.__path__)
         sys.modules[name] = module
-    package.__dict__.update(store=store, async_store=later)
+    package.__dict__.update(store=store, async_store=later, buffer_pool=pools)
 
 
 def uninstall() -> None:

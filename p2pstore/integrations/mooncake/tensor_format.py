@@ -2,7 +2,8 @@
 
 Header: `u32 magic | u16 version=1 | u16 304 | u32 dtype | u32 rank | u32 sharded | u32 0 | u64 304 | u64 data bytes`,
 the whole tensor's shape and this one's (8 i64 each, -1 where there is no dimension), then for a shard
-`u32 1 | u32 0 | u32 1 | u32 0 | u32 rank | u32 of | u32 dimension | u32 0 | i64 its length there`, and zeros.
+`u32 axes | u32 0`, for each axis `i32 kind | i32 its place | i32 rank | i32 of | i32 dimension | i32 number |
+i64 its length there`, and zeros.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ MAGIC: Final = 0x4D4F4F4E
 VERSION: Final = 1
 
 _HEAD: Final = struct.Struct("<IHHIIIIQQ8q8q")
-_SHARD: Final = struct.Struct("<IIIIIIIIq")
+_AXES: Final = struct.Struct("<II")
+_AXIS: Final = struct.Struct("<iiiiiiq")
+MAX_AXES: Final = 4
+TP: Final = 1
+MAX_SHARDS: Final = 65_536
 
 DTYPES: Final = {
     "float32": 0,
@@ -42,23 +47,32 @@ _NAMES: Final = {number: name for name, number in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """Which part of a whole: number `rank` of `count` along `dimension`."""
+class LayoutAxis:
+    """Which part of a whole: number `rank` of `count` along dimension `split_dim` (None: not cut). `kind` is 0 dp, 1
+    tp, 2 ep, 3 pp; `number` that of the expert or stage."""
 
+    kind: int
     rank: int
     count: int
-    dimension: int
+    split_dim: int | None = None
+    number: int = 0
+
+
+def tp_shard(rank: int, count: int, dimension: int) -> tuple[LayoutAxis, ...]:
+    """The axes of a tensor that is cut and nothing else."""
+    return (LayoutAxis(TP, rank, count, dimension),)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a header says. `whole` is the shape of the tensor that this is a shard of, or its own."""
+    """What a header says. `whole` is the shape of the tensor that this is a shard of, or its own; `axes`
+    say which shard it is."""
 
     dtype: str
     shape: tuple[int, ...]
     data_bytes: int
     whole: tuple[int, ...]
-    shard: Shard | None = None
+    axes: tuple[LayoutAxis, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -73,14 +87,16 @@ def encode_header(header: TensorHeader) -> bytes:
         raise ValueError(f"a tensor has at most {MAX_RANK} dimensions, not {len(header.shape)}")
     head = _HEAD.pack(
         *(MAGIC, VERSION, HEADER_BYTES, DTYPES[header.dtype], len(header.shape)),
-        *(header.shard is not None, 0, HEADER_BYTES, header.data_bytes),
+        *(bool(header.axes), 0, HEADER_BYTES, header.data_bytes),
         *_padded(header.whole),
         *_padded(header.shape),
     )
-    if header.shard is not None:
-        shard = header.shard
-        length = header.shape[shard.dimension]
-        head += _SHARD.pack(1, 0, 1, 0, shard.rank, shard.count, shard.dimension, 0, length)
+    if header.axes:
+        head += _AXES.pack(len(header.axes), 0)
+    for place, axis in enumerate(header.axes):
+        split = -1 if axis.split_dim is None else axis.split_dim
+        length = 0 if axis.split_dim is None else header.shape[axis.split_dim]
+        head += _AXIS.pack(axis.kind, place, axis.rank, axis.count, split, axis.number, length)
     return head.ljust(HEADER_BYTES, b"\0")
 
 
@@ -97,15 +113,27 @@ def decode_header(data: memoryview | bytes) -> TensorHeader:
     whole, shape = tuple(fields[9 : 9 + rank]), tuple(fields[17 : 17 + rank])
     if min(shape, default=0) < 0:
         raise ValueError(f"a tensor cannot have the shape {shape}")
-    shard = None
-    if sharded:
-        place = _SHARD.unpack_from(data, _HEAD.size)
-        shard = Shard(*place[4:7])
-    return TensorHeader(_NAMES[number], shape, data_bytes, whole, shard)
+    axes = _decode_axes(data) if sharded else ()
+    return TensorHeader(_NAMES[number], shape, data_bytes, whole, axes)
+
+
+def _decode_axes(data: memoryview | bytes) -> tuple[LayoutAxis, ...]:
+    count, _ = _AXES.unpack_from(data, _HEAD.size)
+    if count > MAX_AXES:
+        raise ValueError(f"a tensor is not spread along {count} axes")
+    axes = []
+    for place in range(count):
+        kind, _, rank, of, split, number, _ = _AXIS.unpack_from(
+            data, _HEAD.size + _AXES.size + place * _AXIS.size
+        )
+        if not (0 <= rank < of <= MAX_SHARDS):
+            raise ValueError(f"a tensor cannot be shard {rank} of {of}")
+        axes.append(LayoutAxis(kind, rank, of, None if split < 0 else split, number))
+    return tuple(axes)
 
 
 def describe(
-    tensor: Any, whole: tuple[int, ...] | None = None, shard: Shard | None = None
+    tensor: Any, whole: tuple[int, ...] | None = None, axes: tuple[LayoutAxis, ...] = ()
 ) -> TensorHeader:
     """The header of a torch tensor. Raises `ValueError` for what is none, or not on this host."""
     import torch
@@ -115,7 +143,7 @@ def describe(
     shape = tuple(tensor.shape)
     name = str(tensor.dtype).removeprefix("torch.")
     size = tensor.numel() * tensor.element_size()
-    return TensorHeader(name, shape, size, shape if whole is None else whole, shard)
+    return TensorHeader(name, shape, size, shape if whole is None else whole, axes)
 
 
 def tensor_in(header: TensorHeader, memory: memoryview) -> Any:
@@ -139,13 +167,26 @@ def tensor_in(header: TensorHeader, memory: memoryview) -> Any:
 
 def cut(tensor: Any, count: int, dimension: int) -> list[Any]:
     """A tensor in `count` equal shards. Raises `ValueError` when that cannot be."""
-    if count < 1 or not 0 <= dimension < tensor.dim():
+    if not 1 <= count <= MAX_SHARDS:
+        raise ValueError(f"a tensor is not cut in {count} shards")
+    return [part_of(tensor, rank, count, dimension) for rank in range(count)]
+
+
+def part_of(tensor: Any, rank: int, count: int, dimension: int) -> Any:
+    """Shard `rank` of `count` equal ones, in place. Raises `ValueError` when that cannot be."""
+    if not 0 <= dimension < tensor.dim():
         raise ValueError(f"no {count} shards along dimension {dimension} of {tensor.dim()}")
-    if tensor.shape[dimension] % count:
-        raise ValueError(
-            f"{tensor.shape[dimension]} cannot be divided by {count}: shards are equal"
-        )
-    return list(tensor.chunk(count, dimension))
+    length = tensor.shape[dimension]
+    if length % count:
+        raise ValueError(f"{length} cannot be divided by {count}: shards are equal")
+    return tensor.narrow(dimension, length // count * rank, length // count)
+
+
+def item_bytes(dtype: str) -> int:
+    """The size of one element, by torch's name of its dtype."""
+    import torch
+
+    return int(getattr(torch, dtype).itemsize)
 
 
 def _padded(shape: tuple[int, ...]) -> list[int]:

@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from p2pstore.client.gathered import Gathered
 from p2pstore.client.values import source_view
-from p2pstore.errors import NoSuchKey
 from p2pstore.integrations.mooncake.addresses import AddressCalls
 from p2pstore.integrations.mooncake.codes import ErrorCode, alike
 from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
 from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
 from p2pstore.integrations.mooncake.safetensors_file import read_one, write_one
-from p2pstore.integrations.mooncake.scratch import gather
 from p2pstore.integrations.mooncake.tensor_format import (
     HEADER_BYTES,
-    Shard,
     TensorHeader,
     cut,
     decode_header,
     describe,
     encode_header,
     tensor_in,
+    tp_shard,
 )
 
 Tensor = Any
+Place = tuple[int, int] | None
+"""An address and how much room there is; None for new memory."""
+SMALL_BYTES: Final = 2**16
 NOT_FOUND: Final = int(ErrorCode.OBJECT_NOT_FOUND)
 
 
@@ -109,18 +111,8 @@ class TensorCalls(AddressCalls):
 
     def get_tensor(self, key: str) -> Tensor | None:
         """A new tensor, or None: for a key that nobody has, for what is no tensor, after any failure."""
-        try:
-            size = self.get_size(key)
-            if size < HEADER_BYTES:
-                return None
-            memory = memoryview(bytearray(size)) if size < 2**16 else _fresh(size)
-            length = self._live.get_into(key, memory)
-            return tensor_in(decode_header(memory), memory[:length])
-        except NoSuchKey:
-            return None
-        except FAILURES as error:
-            self._read_code(error)
-            return None
+        found = self._read_tensor(key, None)
+        return None if found is None else found[1]
 
     def batch_get_tensor(self, keys: Sequence[str]) -> list[Tensor | None]:
         """`get_tensor` for many."""
@@ -129,15 +121,8 @@ class TensorCalls(AddressCalls):
     def get_tensor_into(self, key: str, buffer_ptr: int, size: int) -> Tensor | None:
         """Write header and elements to an address; returns the tensor that they are there, or None as `get_tensor`. It
         is the caller's memory and must outlive the tensor."""
-        length = self.get_into(key, buffer_ptr, size)
-        if length < HEADER_BYTES:
-            return None
-        try:
-            memory = view_at(buffer_ptr, length)
-            return tensor_in(decode_header(memory), memory)
-        except FAILURES as error:
-            self._read_code(error)
-            return None
+        found = self._read_tensor(key, (buffer_ptr, size))
+        return None if found is None else found[1]
 
     def batch_get_tensor_into(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
@@ -323,6 +308,23 @@ class TensorCalls(AddressCalls):
 
     # -------------------------------------------------------------------------------------------
 
+    def _read_tensor(self, key: str, place: Place) -> tuple[TensorHeader, Tensor] | None:
+        """The tensor in memory of its own, or in that of the caller, and its header; None as `get_tensor`."""
+        try:
+            if place is None:
+                size = self.get_size(key)
+                if size < HEADER_BYTES:
+                    return None
+                memory = fresh_memory(size)
+            else:
+                memory = view_at(*place)
+            length = self._live.get_into(key, memory)
+            header = decode_header(memory[:length])
+            return header, tensor_in(header, memory[:length])
+        except FAILURES as error:
+            self._read_code(error)
+            return None
+
     def _put_tensor(
         self,
         key: str,
@@ -334,10 +336,8 @@ class TensorCalls(AddressCalls):
     ) -> int:
         try:
             packed = encode_header(describe(tensor) if header is None else header)
-            parts = [memoryview(packed), source_view(tensor.detach().cpu().contiguous())]
-            with self._scratch.room(sum(map(len, parts))) as room:
-                gather(room, parts)
-                return self._store(key, room, config, overwrite=overwrite)
+            value = Gathered([packed, tensor.detach().cpu().contiguous()])
+            return self._store(key, value, config, overwrite=overwrite)
         except FAILURES as error:
             return self._code(error)
 
@@ -364,7 +364,7 @@ class TensorCalls(AddressCalls):
             if count == 1:
                 return self._put_tensor(key, tensor, config)
             for rank, part in enumerate(cut(tensor, count, dimension)):
-                header = describe(part, whole, Shard(rank, count, dimension))
+                header = describe(part, whole, tp_shard(rank, count, dimension))
                 code = self._put_tensor(f"{key}_tp_{rank}", part, config, header=header)
                 if code:
                     return code
@@ -388,8 +388,10 @@ def _shard_key(key: str, rank: int, count: int) -> str:
     return key if count <= 1 else f"{key}_tp_{rank}"
 
 
-def _fresh(size: int) -> memoryview:
-    """New writable memory that is not cleared first."""
+def fresh_memory(size: int) -> memoryview:
+    """New writable memory; a large one is not cleared first."""
     import torch
 
+    if size < SMALL_BYTES:
+        return memoryview(bytearray(size))
     return memoryview(torch.empty(size, dtype=torch.uint8).numpy())

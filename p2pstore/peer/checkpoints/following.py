@@ -10,6 +10,11 @@ from typing import Final, Protocol
 
 import trio
 
+from p2pstore.checkpoint.directory_versions import (
+    complete_versions,
+    current_version,
+    switch_current,
+)
 from p2pstore.checkpoint.group import (
     Abandon,
     Effect,
@@ -26,11 +31,6 @@ from p2pstore.checkpoint.group import (
     Tick,
 )
 from p2pstore.checkpoint.manifest import format_version
-from p2pstore.checkpoint.target_directory import (
-    complete_versions,
-    current_version,
-    switch_current,
-)
 from p2pstore.errors import ConfigError, NoSuchKey, P2PStoreError, Unavailable
 from p2pstore.gossip.checkpoints import Head
 from p2pstore.gossip.records import PeerId, TakesPart
@@ -247,6 +247,7 @@ _EVENT: Final = {"event": "checkpoint_followed"}
 def _look(directory: Path) -> Follower:
     """What there is of an earlier life."""
     try:
-        return Follower(current_version(directory), complete_versions(directory))
+        current, complete = current_version(directory), complete_versions(directory)
+        return Follower(current if current in complete else b"", complete)
     except OSError as error:
         raise ConfigError(f"{directory}: cannot be read: {error.strerror}") from error

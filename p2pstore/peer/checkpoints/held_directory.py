@@ -31,6 +31,13 @@ class HeldDirectory:
         """The same directory, to be closed by somebody else."""
         return HeldDirectory(self._descriptor, self.shown)
 
+    def hand_over(self) -> HeldDirectory:
+        """The same descriptor, in the hands of somebody else: `close` here lets go of nothing any more."""
+        other = object.__new__(HeldDirectory)
+        other.shown, other.path, other._descriptor = self.shown, self.path, self._descriptor
+        self._descriptor = -1
+        return other
+
     def say(self, text: str) -> str:
         """What is said of it, in its user's words."""
         return text.replace(str(self.path), self.shown)

@@ -41,6 +41,8 @@ class _Link:
     dialed: bool
     since: float
     said: trio.Event = field(default_factory=trio.Event)
+    to_say: list[bytes] = field(default_factory=list)
+    """Frames that go out together, with `send_said`."""
 
 
 class SwarmLinks:
@@ -66,6 +68,8 @@ class SwarmLinks:
         self._happens = happens
         self._introduced = introduced
         self._links: dict[Member, _Link] = {}
+        self._talking: list[tuple[Member, _Link]] = []
+        """Links with something `to_say`."""
         self._dialing: set[Member] = set()
         self._banned: set[Member] = set()
         self._closed = False
@@ -76,11 +80,23 @@ class SwarmLinks:
         return list(self._links)
 
     def say(self, members: Iterable[Member], message: SwarmMessage) -> None:
-        """Tell these members, as far as there are links to them."""
+        """Tell these members, as far as there are links to them; `send_said` follows."""
         frame = encode_frame(kind_of(message), 0, message, flags=ONE_WAY)
         for member in members:
             link = self._links.get(member)
-            if link is not None and link.frames.say(frame) and link.frames.has_unsent:
+            if link is not None:
+                if not link.to_say:
+                    self._talking.append((member, link))
+                link.to_say.append(frame)
+
+    def send_said(self) -> None:
+        """Send what was said: what one member is told at once wakes it once."""
+        talking, self._talking = self._talking, []
+        for member, link in talking:
+            frames, link.to_say = link.to_say, []
+            if self._links.get(member) is not link:
+                continue
+            if link.frames.say(b"".join(frames)) and link.frames.has_unsent:
                 link.said.set()
 
     def drop(self, member: Member, *, banned: bool = False) -> None:

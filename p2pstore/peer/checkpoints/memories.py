@@ -23,12 +23,14 @@ class Memories:
         """Clients, by version."""
         self._coming: dict[bytes, int] = {}
         self._turns: dict[bytes, trio.Lock] = {}
+        self.published: dict[bytes, int] = {}
+        """Bytes of versions that are published from memory."""
 
     @property
     def used_bytes(self) -> int:
         """Of all versions together, those that are on their way as well."""
-        there = sum(target.layout.total_bytes for target in self._targets.values())
-        return there + sum(self._coming.values())
+        there = sum(target.used_bytes for target in self._targets.values())
+        return there + sum(self._coming.values()) + sum(self.published.values())
 
     @contextmanager
     def room_for(self, version: bytes, length_bytes: int) -> Iterator[None]:
@@ -47,6 +49,16 @@ class Memories:
             yield
         finally:
             del self._coming[version]
+
+    def check_published(self, length_bytes: int) -> None:
+        """Raises `CapacityExceeded` when what is to be published from memory is more than may be used. (Without a limit
+        it is there already, and whoever wrote it found room.)"""
+        if self._limit_bytes is not None and self.used_bytes + length_bytes > self._limit_bytes:
+            room = self._limit_bytes - self.used_bytes
+            raise CapacityExceeded(
+                f"tensors of {format_bytes(length_bytes)} have no room in memory: {format_bytes(max(0, room))} may be "
+                "used (--checkpoint-memory); publish them from files"
+            )
 
     @asynccontextmanager
     async def turn(self, version: bytes) -> AsyncIterator[None]:
@@ -67,6 +79,9 @@ class Memories:
     def use(self, version: bytes, user: int) -> MemoryTarget | None:
         """The version, which this client looks at from now on; None when it is not here."""
         target = self._targets.get(version)
+        if target is not None and target.closed:  # this peer takes no part in it any more
+            del self._targets[version], self._users[version]
+            return None
         if target is not None:
             self._users[version].add(user)
         return target

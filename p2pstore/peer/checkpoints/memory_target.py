@@ -7,7 +7,7 @@ import threading
 
 from p2pstore.checkpoint.manifest import SignedManifest, read_manifest, version_of
 from p2pstore.checkpoint.memory_layout import plan_memory
-from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap
+from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map, pieces_in
 from p2pstore.errors import StoreClosed
 from p2pstore.transfer.memory import create_table_memory
 
@@ -15,15 +15,20 @@ from p2pstore.transfer.memory import create_table_memory
 class MemoryTarget:
     """A `Target` in a memfd: a page counts once something was written to it."""
 
-    def __init__(self, signed: SignedManifest) -> None:
-        """`signed` must have been verified. Raises `ConfigError` where there can be no such memory."""
+    def __init__(self, signed: SignedManifest, needed: PieceMap | None = None) -> None:
+        """`signed` must have been verified. `needed`: the pieces that are wanted; None: all. Raises `ConfigError` where
+        there can be no such memory."""
         self.manifest = read_manifest(signed.body)
+        self.signed = signed
         self.version = version_of(signed.body)
         sizes = [file.size for file in self.manifest.files]
         self.layout = plan_memory(sizes, len(signed.body))
         self._memory = create_table_memory(self.layout.total_bytes, "p2pstore-checkpoint")
         self._memory.view[self.layout.manifest : self.layout.total_bytes] = signed.body
+        self.is_local = True
         self._have = NO_PIECES
+        self.needed = full_map(self.manifest.layout.count) if needed is None else needed
+        """The pieces that somebody wants; more may be, later."""
         self._lock = threading.Lock()
         self._closed = False
         self.descriptor = self._memory.read_only_descriptor()
@@ -32,6 +37,24 @@ class MemoryTarget:
     @property
     def have(self) -> PieceMap:
         return self._have
+
+    @property
+    def used_bytes(self) -> int:
+        """What it takes when all that is wanted is here."""
+        layout = self.manifest.layout
+        if self.needed == full_map(layout.count):
+            return self.layout.total_bytes
+        pieces = sum(layout.size(piece) for piece in pieces_in(self.needed))
+        return pieces + self.layout.total_bytes - self.layout.manifest
+
+    def bytes_more(self, pieces: PieceMap) -> int:
+        """How much more it takes when these are wanted, too."""
+        return sum(self.manifest.layout.size(piece) for piece in pieces_in(pieces & ~self.needed))
+
+    @property
+    def closed(self) -> bool:
+        """Whether its memory was given back."""
+        return self._closed
 
     def write(self, piece: int, data: bytes | bytearray | memoryview) -> bool:
         """Verify a piece and keep it. False when these are not its bytes. A piece that is here is never written

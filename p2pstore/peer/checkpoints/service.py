@@ -10,13 +10,15 @@ import errno
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 from typing import Final
 
 import trio
 
+from p2pstore.checkpoint.choosing import choose_files
+from p2pstore.checkpoint.directory_versions import kept_manifest, kept_versions
 from p2pstore.checkpoint.hashing import hash_source
 from p2pstore.checkpoint.manifest import (
     Manifest,
@@ -30,13 +32,12 @@ from p2pstore.checkpoint.manifest import (
     version_of,
 )
 from p2pstore.checkpoint.paths import check_checkpoint_name
-from p2pstore.checkpoint.piece_map import full_map, pieces_in
+from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map, pieces_in, unpack_map
 from p2pstore.checkpoint.source_directory import SourceDirectory
+from p2pstore.checkpoint.source_memory import SourceMemory
 from p2pstore.checkpoint.target_directory import (
     DirectoryInUse,
     TargetDirectory,
-    complete_versions,
-    kept_manifest,
 )
 from p2pstore.errors import (
     CapacityExceeded,
@@ -44,6 +45,7 @@ from p2pstore.errors import (
     ConfigError,
     NoSuchKey,
     P2PStoreError,
+    ProtocolError,
     Unavailable,
 )
 from p2pstore.gossip.checkpoints import Head, checkpoint_digest, short_version
@@ -70,6 +72,8 @@ MANIFEST_SECONDS: Final = 10.0
 """Until somebody must have given a manifest."""
 ASK_AGAIN_SECONDS: Final = 0.5
 """Between two rounds of asking for a manifest."""
+HOPE_SECONDS: Final = 10.0
+"""Until a fetch ends whose publisher says that it has given the version up."""
 IN_USE_SECONDS: Final = 3.0
 LOOK_SECONDS: Final = 0.05
 REPORT_SECONDS: Final = 0.25
@@ -105,15 +109,20 @@ class FetchOrder:
     bytes_per_second: int = 0
     verify: bool = False
     wait_seconds: float = 0.0
+    include: list[str] = field(default_factory=list)
+    exclude: list[str] = field(default_factory=list)
+    pieces: bytes | None = None
+    """To memory: what is wanted, as packed by `pack_map`, empty for nothing yet; None for everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A version that is in its place. `fetched_bytes` came over the network."""
+    """A version that is in its place, or as much of it as was wanted. `fetched_bytes` came over the network."""
 
     version: bytes
     total_bytes: int
     fetched_bytes: int
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +231,48 @@ class PeerCheckpoints:
         source = await trio.to_thread.run_sync(
             SourceDirectory, directory.path, order.include, order.exclude
         )
+
+        def store(manifest: Manifest, _: bytes) -> PieceStore:
+            return _Holding(PublishedPieces(source, manifest), directory.hand_over())
+
+        return await self._publish(order, source, store, job)
+
+    async def publish_memory(
+        self, order: PublishOrder, source: SourceMemory, job: Job
+    ) -> tuple[bytes, Manifest]:
+        """As `publish`, a file in memory, which is closed when this peer has no part in it any more. An older version
+        of the name from memory is given away no more, unless followers use it. Raises `CapacityExceeded` as well."""
+        before = set(self.memories.published)
+        held = False
+        try:
+            check_checkpoint_name(order.name)
+            self.memories.check_published(source.total_bytes)
+
+            def store(manifest: Manifest, version: bytes) -> PieceStore:
+                nonlocal held
+                held = True
+                return _PublishedMemory(source, manifest, version, self.memories)
+
+            version, manifest = await self._publish(order, source, store, job)
+        except BaseException:
+            if not held:
+                source.close()
+            raise
+        digest = checkpoint_digest(order.namespace, order.name, self._core.peer_id)
+        switched = self._core.checkpoints.switched(digest)
+        for old in before - {version, b"" if switched is None else switched.version}:
+            part = self._parts.get(old)
+            if part is not None and part.digest == digest and not part.jobs:
+                await self.stop(old)
+        return version, manifest
+
+    async def _publish(
+        self,
+        order: PublishOrder,
+        source: SourceDirectory | SourceMemory,
+        make_store: Callable[[Manifest, bytes], PieceStore],
+        job: Job,
+    ) -> tuple[bytes, Manifest]:
         job.begin(JobPhase.HASHING, source.total_bytes)
         manifest = await hash_source(
             source,
@@ -233,8 +284,9 @@ class PeerCheckpoints:
         signed = sign_manifest(manifest, self._signer)
         version = job.version = version_of(signed.body)
         await self.stop(version)
-        store = _Holding(PublishedPieces(source, manifest), directory)
-        part = await self._begin(order.namespace, signed, store, publishes=True)
+        part = await self._begin(
+            order.namespace, signed, make_store(manifest, version), publishes=True
+        )
         with self._wanted(part):
             self._core.checkpoints.publish(
                 order.namespace,
@@ -292,7 +344,8 @@ class PeerCheckpoints:
         job.version = version
         job.begin(JobPhase.CHECKING)
         signed = await self._manifest(version, publisher)
-        target = await self._open_target(order, signed, directory, job)
+        chosen = choose_files(read_manifest(signed.body), order.include, order.exclude)
+        target = await self._open_target(order, signed, directory, job, chosen)
 
         def finish() -> None:
             if use:
@@ -307,7 +360,7 @@ class PeerCheckpoints:
             await self._stop_forgotten(directory)
         if self.swarms.get(version) is None or not self._is_store_of(store, version):
             store.close()
-        return fetched
+        return replace(fetched, whole=target.whole)
 
     def _is_store_of(self, store: PieceStore, version: bytes) -> bool:
         run = self.swarms.get(version)
@@ -320,17 +373,43 @@ class PeerCheckpoints:
         job.version = version
         job.begin(JobPhase.CHECKING)
         async with self.memories.turn(version):
-            there = self.memories.use(version, user)
-            if there is not None:
-                return Fetched(version, there.manifest.layout.total_bytes, 0)
-            signed = await self._manifest(version, head.publisher)
-            size = read_manifest(signed.body).layout.total_bytes
-            with self.memories.room_for(version, size):
-                target = await trio.to_thread.run_sync(MemoryTarget, signed)
-                bringing = _Bringing(order, signed, target, target, job, lambda: None)
-                fetched = await self._fill(bringing)
-            self.memories.add(target, user)
-            return fetched
+            target = self.memories.use(version, user)
+            if target is None:
+                signed = await self._manifest(version, head.publisher)
+                manifest = read_manifest(signed.body)
+                needed = _pieces_ordered(order, manifest)
+                sizes = (manifest.layout.size(piece) for piece in pieces_in(needed))
+                with self.memories.room_for(version, sum(sizes)):
+                    target = await trio.to_thread.run_sync(MemoryTarget, signed, needed)
+                    bringing = _Bringing(order, signed, target, target, job, lambda: None)
+                    fetched = await self._fill(bringing)
+                self.memories.add(target, user)
+                return fetched
+            needed = _pieces_ordered(order, target.manifest)
+            with self.memories.room_for(version, target.bytes_more(needed)):
+                target.needed |= needed
+        return await self._bring_more(order, target, needed, job)
+
+    async def _bring_more(
+        self, order: FetchOrder, target: MemoryTarget, needed: PieceMap, job: Job
+    ) -> Fetched:
+        """More pieces of a version that is in memory; others may look at it, and want more of it, at the same time."""
+        size = sum(target.manifest.layout.size(piece) for piece in pieces_in(needed))
+        missing = needed & ~target.have
+        part = self._parts.get(target.version)
+        if not missing:
+            return Fetched(target.version, size, 0)
+        if part is None or part.run.store is not target:
+            bringing = _Bringing(order, target.signed, target, target, job, lambda: None)
+            return await self._fill(bringing)
+        run = part.run
+        before = run.fetched_bytes
+        with self._wanted(part):
+            run.need(missing)
+            await self._until(part, job, lambda: not missing & ~run.machine.have)
+        if run.complete:
+            part.tell(TakesPart.SEEDING, 1000, "")
+        return Fetched(target.version, size, min(size, run.fetched_bytes - before))
 
     def memory_left(self, user: int) -> None:
         """A client is gone: give back the memory of versions that nobody looks at any more."""
@@ -350,9 +429,11 @@ class PeerCheckpoints:
         order, target = bringing.order, bringing.target
         version = version_of(bringing.signed.body)
         try:
-            while version in self._parts:
-                if await self._copy(self._parts[version], bringing):
-                    return Fetched(version, target.manifest.layout.total_bytes, 0)
+            while (part := self._parts.get(version)) is not None:
+                if target.needed & ~part.run.machine.needed:
+                    await self._take_over(part, bringing)
+                elif await self._copy(part, bringing):
+                    return Fetched(version, _needed_bytes(target), 0)
             part = await self._begin(
                 order.namespace, bringing.signed, bringing.store, rate=order.bytes_per_second
             )
@@ -368,27 +449,48 @@ class PeerCheckpoints:
         part.tell(TakesPart.SEEDING, 1000, "")
         return Fetched(version, part.run.total_bytes, part.run.fetched_bytes)
 
+    async def _take_over(self, part: _Part, bringing: _Bringing) -> None:
+        """What runs here brings too little. Have what it has, wait for those who wait for it, and end it: the swarm of
+        a version goes to one place."""
+        run, job = part.run, bringing.job
+        while True:
+            await self._copy_what_is_there(part, bringing)
+            if run.ended.is_set():
+                return
+            if not part.jobs:
+                break
+            job.at(run.done_bytes, len(run.links.members))
+            await trio.sleep(LOOK_SECONDS)
+        await self.stop(run.version)
+
+    async def _copy_what_is_there(self, part: _Part, bringing: _Bringing) -> bool:
+        """What is here of a version already, from its place to another one. False when it cannot be read: then it ends
+        there."""
+        run, target = part.run, bringing.target
+        for piece in pieces_in(target.needed & ~target.have & run.machine.have):
+            copy = partial(_copy_piece, run.store, target, piece)
+            error = await trio.to_thread.run_sync(copy, limiter=self.threads)
+            if error is not None:
+                run.fail(error)
+                await run.ended.wait()
+                return False
+            bringing.job.advance(run.size_of(piece))
+        return True
+
     async def _copy(self, part: _Part, bringing: _Bringing) -> bool:
         """Another directory of this host gets the version, or has it: take what comes there from there. False when that
         one ends before it has everything."""
         run, target, job = part.run, bringing.target, bringing.job
-        everything = full_map(run.pieces)
-        job.begin(JobPhase.FETCHING, run.total_bytes)
+        job.begin(JobPhase.FETCHING, _needed_bytes(target))
         with self._wanted(part):
-            while missing := everything & ~target.have:
-                for piece in pieces_in(missing & run.machine.have):
-                    copy = partial(_copy_piece, run.store, target, piece)
-                    error = await trio.to_thread.run_sync(copy, limiter=self.threads)
-                    if error is not None:
-                        run.fail(error)
-                        await run.ended.wait()
-                        return False
-                    job.advance(run.size_of(piece))
-                if target.have == everything:
+            while target.needed & ~target.have:
+                if not await self._copy_what_is_there(part, bringing):
+                    return False
+                if not target.needed & ~target.have:
                     break
                 if run.ended.is_set():
                     return False
-                if not run.machine.have & ~target.have:
+                if not target.needed & ~target.have & run.machine.have:
                     await run.changed()
         await self._finish(bringing)
         return True
@@ -457,9 +559,9 @@ class PeerCheckpoints:
                 if found is not None:
                     return found
                 await trio.sleep(ASK_AGAIN_SECONDS)
-        raise Unavailable(
-            f"nobody who has version {format_version(version)} can be reached: {len(ways)} were asked"
-        )
+        asked = f"{len(ways)} {'was' if len(ways) == 1 else 'were'} asked"
+        why = self._core.checkpoints.why_not_offered(version, publisher) or asked
+        raise Unavailable(f"nobody who has version {format_version(version)} can be reached: {why}")
 
     def _who_may_have(self, version: bytes, publisher: PeerId) -> list[RemotePeer]:
         members = {*self.participants(version), member_of(publisher)} - {self.own}
@@ -468,9 +570,14 @@ class PeerCheckpoints:
         return [way for member in order if (way := self.way_to(member)) is not None]
 
     async def _open_target(
-        self, order: FetchOrder, signed: SignedManifest, directory: HeldDirectory, job: Job
+        self,
+        order: FetchOrder,
+        signed: SignedManifest,
+        directory: HeldDirectory,
+        job: Job,
+        chosen: frozenset[int] | None,
     ) -> TargetDirectory:
-        target = await self._take_directory(order, signed, directory)
+        target = await self._take_directory(order, signed, directory, chosen)
         try:
             steps = target.prepare()
             while await trio.to_thread.run_sync(next, steps, self) is not self:
@@ -483,10 +590,14 @@ class PeerCheckpoints:
         return target
 
     async def _take_directory(
-        self, order: FetchOrder, signed: SignedManifest, directory: HeldDirectory
+        self,
+        order: FetchOrder,
+        signed: SignedManifest,
+        directory: HeldDirectory,
+        chosen: frozenset[int] | None = None,
     ) -> TargetDirectory:
         """The directory may be that of a fetch which was given up this moment."""
-        make = partial(TargetDirectory, directory.path, signed, flat=order.flat)
+        make = partial(TargetDirectory, directory.path, signed, flat=order.flat, chosen=chosen)
         patience = trio.current_time() + IN_USE_SECONDS
         while True:
             try:
@@ -521,14 +632,20 @@ class PeerCheckpoints:
 
     async def _bring(self, part: _Part, bringing: _Bringing) -> None:
         """By the swarm; then it is put in its place."""
-        run, job = part.run, bringing.job
+        run = part.run
+        await self._until(part, bringing.job, lambda: run.complete)
+        await run.written()
+        await self._finish(bringing)
+
+    async def _until(self, part: _Part, job: Job, condition: Callable[[], bool]) -> None:
+        """Until the swarm has brought something; others hear how far it is."""
+        run = part.run
         job.begin(JobPhase.FETCHING, run.total_bytes, run.done_bytes)
         part.tell(TakesPart.FETCHING, _permille(run), "")
         async with open_background_nursery() as nursery:
             nursery.start_soon(self._tell_progress, part, job)
-            await run.until(lambda: run.complete)
-        await run.written()
-        await self._finish(bringing)
+            nursery.start_soon(self._give_up_without_publisher, run)
+            await run.until(condition)
 
     async def _tell_progress(self, part: _Part, job: Job) -> None:
         run = part.run
@@ -538,17 +655,30 @@ class PeerCheckpoints:
             job.at(run.done_bytes, len(run.links.members))
             await trio.sleep(REPORT_SECONDS)
 
+    async def _give_up_without_publisher(self, run: SwarmRun) -> None:
+        """End what cannot go on: its publisher is there and passes it on no more, and no neighbour has anything that is
+        missing. A publisher that is away may come back."""
+        checkpoints, publisher = self._core.checkpoints, run.signed.signer
+        since = trio.current_time()
+        while True:
+            await trio.sleep(HOPE_SECONDS / 10)
+            why = checkpoints.why_not_offered(run.version, publisher)
+            if not why or self.is_gone(member_of(publisher)) or run.machine.has_source:
+                since = trio.current_time()
+            elif trio.current_time() - since > HOPE_SECONDS:
+                run.fail(Unavailable(f"nobody has the pieces that are missing: {why}"))
+
     async def _finish(self, bringing: _Bringing) -> None:
         """Everything is there: put it in its place, and let others fetch to the directory."""
         target, job = bringing.target, bringing.job
-        size = target.manifest.layout.total_bytes
+        size = _needed_bytes(target)
         job.begin(JobPhase.FINISHING, size, size)
 
         await trio.to_thread.run_sync(bringing.finish)
 
     async def _stop_forgotten(self, directory: HeldDirectory) -> None:
         """Pass on no more what was removed from a directory because newer versions came."""
-        there = await trio.to_thread.run_sync(complete_versions, directory.path)
+        there = await trio.to_thread.run_sync(kept_versions, directory.path)
         for part in list(self._parts.values()):
             if part.jobs or part.run.version in there or not part.run.complete:
                 continue
@@ -584,7 +714,16 @@ class PeerCheckpoints:
 
     def _teller(self, digest: bytes, version: bytes) -> TellPart:
         def tell(state: TakesPart, done_permille: int, why: str) -> None:
-            part = Participation(digest, short_version(version), state, done_permille, why=why)
+            run = self.swarms.get(version)
+            needs = 1000 if run is None else run.needs_permille
+            part = Participation(
+                digest,
+                short_version(version),
+                state,
+                done_permille,
+                why=why,
+                needs_permille=needs,
+            )
             self._core.checkpoints.take_part(part, self._node.now)
             self._node.process()
 
@@ -658,12 +797,17 @@ class _Holding:
     def __init__(self, store: PieceStore, directory: HeldDirectory) -> None:
         self._store = store
         self._directory = directory
+        self.is_local = store.is_local
         self.read = store.read
         self.write = store.write
 
     @property
     def have(self) -> int:
         return self._store.have
+
+    @property
+    def needed(self) -> int:
+        return self._store.needed
 
     def fetched_to(self, directory: HeldDirectory) -> bool:
         """Whether it was fetched to this directory."""
@@ -674,6 +818,21 @@ class _Holding:
         """Let go of both."""
         self._store.close()
         self._directory.close()
+
+
+class _PublishedMemory(PublishedPieces):
+    """What is published from memory, which counts as long as it is there."""
+
+    def __init__(
+        self, source: SourceMemory, manifest: Manifest, version: bytes, memories: Memories
+    ) -> None:
+        super().__init__(source, manifest)
+        self._memory, self._version, self._memories = source, version, memories
+        memories.published[version] = source.total_bytes
+
+    def close(self) -> None:
+        self._memories.published.pop(self._version, None)
+        self._memory.close()
 
 
 def _check_piece(target: TargetDirectory, piece: int) -> None:
@@ -689,6 +848,24 @@ def _copy_piece(source: PieceStore, target: Target, piece: int) -> Exception | N
     except (CheckpointChanged, OSError, EOFError) as error:
         return error
     return None if target.write(piece, data) else CheckpointChanged("a file was changed")
+
+
+def _pieces_ordered(order: FetchOrder, manifest: Manifest) -> PieceMap:
+    """Raises `ValueError` for pieces that do not exist."""
+    count = manifest.layout.count
+    if order.pieces is None:
+        return full_map(count)
+    try:
+        return unpack_map(order.pieces, count) if order.pieces else NO_PIECES
+    except ProtocolError as error:
+        raise ValueError(f"pieces of checkpoint {manifest.name!r}: {error}") from error
+
+
+def _needed_bytes(target: Target) -> int:
+    layout = target.manifest.layout
+    if target.needed == full_map(layout.count):
+        return layout.total_bytes
+    return sum(layout.size(piece) for piece in pieces_in(target.needed))
 
 
 def _permille(run: SwarmRun) -> int:

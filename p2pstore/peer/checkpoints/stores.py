@@ -16,6 +16,16 @@ class PieceStore(Protocol):
         """The pieces that are here and verified."""
         ...
 
+    @property
+    def needed(self) -> PieceMap:
+        """The pieces that are to be here in the end."""
+        ...
+
+    @property
+    def is_local(self) -> bool:
+        """Whether they are in memory or on a disk of this machine, as far as is known."""
+        ...
+
     def read(self, piece: int) -> bytearray:
         """A piece that is here. Raises `OSError`, and `CheckpointChanged` when it is not what it was."""
         ...
@@ -48,12 +58,17 @@ class PublishedPieces:
     """The `PieceStore` of who publishes: everything is there."""
 
     def __init__(self, source: PublishedSource, manifest: Manifest) -> None:
+        self.is_local = False  # links may lead anywhere, and files may be cold
         self._source = source
         self._manifest = manifest
 
     @property
     def have(self) -> PieceMap:
         return full_map(self._manifest.layout.count)
+
+    @property
+    def needed(self) -> PieceMap:
+        return self.have
 
     def read(self, piece: int) -> bytearray:
         return self._source.read_piece(self._manifest, piece)

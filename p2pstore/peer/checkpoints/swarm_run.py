@@ -1,16 +1,20 @@
 """One swarm on real connections: the shell around `p2pstore.checkpoint.swarm`.
 
 Links bring its messages (`links`); pieces come by requests on pooled data connections, straight into a buffer, and are
-verified and written in one step in a worker thread. All tasks are in one nursery, and end with it.
+verified and written in one step, by a worker thread unless that costs more (`at_once`). All tasks are in one nursery,
+and end with it.
 """
 
 from __future__ import annotations
 
 import logging
+import resource
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from random import Random
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import trio
 
@@ -26,6 +30,7 @@ from p2pstore.checkpoint.effects import (
     Failure,
     Fetch,
     Linked,
+    Needed,
     Participants,
     PieceArrived,
     PieceFailed,
@@ -37,9 +42,10 @@ from p2pstore.checkpoint.effects import (
 )
 from p2pstore.checkpoint.manifest import Manifest, SignedManifest, read_manifest, version_of
 from p2pstore.checkpoint.messages import Refusal
-from p2pstore.checkpoint.piece_map import pieces_in
+from p2pstore.checkpoint.piece_map import PieceMap, pieces_in
 from p2pstore.checkpoint.swarm import Swarm, SwarmConfig
 from p2pstore.errors import CheckpointChanged, P2PStoreError, StoreClosed, Unavailable
+from p2pstore.peer.checkpoints.at_once import AtOnce
 from p2pstore.peer.checkpoints.introductions import GATHER_SECONDS, Introductions
 from p2pstore.peer.checkpoints.links import Member, OfferedSwarmLink, SwarmLinks
 from p2pstore.peer.checkpoints.stores import PieceStore
@@ -50,6 +56,8 @@ from p2pstore.transfer.swarm_serving import OpenedPiece
 from p2pstore.transfer.transport import RemotePeer
 
 logger = logging.getLogger("p2pstore.peer")
+
+T = TypeVar("T")
 
 PIECE_SECONDS: Final = 15.0
 """Without any progress, until a request for a piece fails; the machine gives it up earlier."""
@@ -129,6 +137,7 @@ class SwarmRun:
             trio.current_time(),
             publishes=publishes,
             config=config,
+            needed=store.needed,
         )
         self.links = SwarmLinks(
             self.version,
@@ -139,33 +148,51 @@ class SwarmRun:
             self._link_changed,
             self._introduced,
         )
-        self.done_bytes = sum(self._sizes[piece] for piece in pieces_in(store.have))
+        self.total_bytes = self._bytes_of(store.needed)
+        """Of all pieces that are needed."""
+        self.done_bytes = self._bytes_of(store.have & store.needed)
         self.fetched_bytes = 0
         """Over the network, since this began."""
         self.failure: Exception | None = None
         """Why it ended by itself."""
         self.ended = trio.Event()
+        self._completed = trio.Event()
         self._bucket = TokenBucket(rate, trio.current_time()) if rate else None
         self._news = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._events: deque[Event] = deque()
         self._handling = False
-        self._wake = trio.Event()
-        self._planned = 0.0
+        self._nap = trio.CancelScope()
+        """Until the next tick."""
         self._fetching: dict[tuple[Member, int], trio.CancelScope] = {}
+        self._at_once = AtOnce(store.is_local)
         self._buffers: list[bytearray] = []
         self._writing = 0
         self._written = trio.Event()
 
     @property
     def complete(self) -> bool:
-        """Whether all pieces are here."""
+        """Whether all pieces that are needed are here."""
         return self.machine.complete
 
     @property
-    def total_bytes(self) -> int:
-        """Of all pieces."""
-        return self.manifest.layout.total_bytes
+    def needs_permille(self) -> int:
+        """How much of the version is needed here."""
+        whole = self.manifest.layout.total_bytes
+        return 1000 * self.total_bytes // whole if whole else 1000
+
+    def need(self, pieces: PieceMap) -> None:
+        """Bring these as well."""
+        new = pieces & ~self.machine.needed
+        self.total_bytes += self._bytes_of(new)
+        self.done_bytes += self._bytes_of(new & self.machine.have)
+        if self._nursery is None:  # nobody is linked yet, so there is nobody to tell
+            self.machine.handle(Needed(pieces), trio.current_time())
+        else:
+            self._happens(Needed(pieces))
+
+    def _bytes_of(self, pieces: PieceMap) -> int:
+        return sum(self._sizes[piece] for piece in pieces_in(pieces))
 
     @property
     def done_pieces(self) -> int:
@@ -198,6 +225,7 @@ class SwarmRun:
                 await self.written()
                 await trio.to_thread.run_sync(self.store.close)
             self.ended.set()
+            self._completed.set()
             self._tell_news()
 
     async def changed(self) -> None:
@@ -210,6 +238,14 @@ class SwarmRun:
         while not condition():
             self.check_running()
             await self.changed()
+
+    async def until_complete(self) -> None:
+        """`until` it is complete, without a look after each piece."""
+        while not self.complete:
+            self.check_running()
+            if self._completed.is_set():
+                self._completed = trio.Event()
+            await self._completed.wait()
 
     async def until_dispensable(self, report: Callable[[int, int], None]) -> None:
         """Wait until the others have every piece among them; `report` is told bytes that they have, and how many they
@@ -257,6 +293,7 @@ class SwarmRun:
             if self._introductions.due:
                 for members, message in self._introductions.take():
                     self.links.say(members, message)
+                self.links.send_said()
 
     def _link_changed(self, event: Event) -> None:
         if isinstance(event, Linked):
@@ -268,13 +305,14 @@ class SwarmRun:
 
     async def _tick_forever(self) -> None:
         while True:
-            self._planned = self.machine.wake_at
-            self._wake = trio.Event()
-            with trio.move_on_at(self._planned):
-                await self._wake.wait()
-            if trio.current_time() >= self.machine.wake_at:
+            self._nap = trio.CancelScope(deadline=self.machine.wake_at)
+            with self._nap:
+                await trio.sleep_forever()
+            now = trio.current_time()
+            if now >= self.machine.judges_at:
                 for _ in range(DRAIN_CHECKPOINTS):
                     await trio.lowlevel.checkpoint()
+            if now >= self.machine.wake_at:
                 self._happens(Tick())
 
     def _happens(self, event: Event) -> None:
@@ -291,8 +329,13 @@ class SwarmRun:
                     self._carry_out(effect)
         finally:
             self._handling = False
-        if self.machine.wake_at < self._planned:
-            self._wake.set()
+        self._handled()
+
+    def _handled(self) -> None:
+        self.links.send_said()
+        wake_at = self.machine.wake_at
+        if wake_at < self._nap.deadline:  # to move a deadline wakes nobody
+            self._nap.deadline = wake_at
 
     def _carry_out(self, effect: Effect) -> None:
         assert self._nursery is not None
@@ -312,6 +355,7 @@ class SwarmRun:
             case Disconnect(member, banned):
                 self._disconnect(member, banned)
             case Complete():
+                self._completed.set()
                 self._tell_news()
             case Serve() | Decline():
                 raise AssertionError("pieces are answered where they are asked for")
@@ -399,12 +443,10 @@ class SwarmRun:
         return FAILURE_OF.get(reply.status, Failure.LOST)
 
     async def _keep(self, piece: int, view: memoryview) -> Failure | None:
-        """Verify the piece and write it, in one thread's step."""
+        """Verify the piece and write it, in one step."""
         self._writing += 1
         try:
-            good = await trio.to_thread.run_sync(
-                self.store.write, piece, view, limiter=self._surroundings.threads
-            )
+            good = await self._step(partial(self.store.write, piece, view), len(view))
         except OSError as error:
             self.fail(error)
             return Failure.LOST
@@ -413,6 +455,17 @@ class SwarmRun:
             if not self._writing:
                 self._written.set()
         return None if good else Failure.BAD
+
+    async def _step(self, step: Callable[[], T], length_bytes: int) -> T:
+        """Read or write a piece: at once, or in a thread."""
+        if not self._at_once.may(length_bytes):
+            in_thread: T = await trio.to_thread.run_sync(step, limiter=self._surroundings.threads)
+            return in_thread
+        began, waits = time.perf_counter(), _waits()
+        try:
+            return step()
+        finally:
+            self._at_once.took(time.perf_counter() - began, _waits() > waits)
 
     async def written(self) -> None:
         """Wait until no thread writes a piece."""
@@ -434,9 +487,7 @@ class SwarmRun:
         if isinstance(answer, Decline):
             return PieceReply(STATUS_OF[answer.why], answer.waiting)
         try:
-            data = await trio.to_thread.run_sync(
-                self.store.read, piece, limiter=self._surroundings.threads
-            )
+            data = await self._step(partial(self.store.read, piece), self._sizes[piece])
         except (OSError, EOFError, CheckpointChanged) as error:
             self.fail(error)
             raise Unavailable(f"the piece cannot be read any more: {error}") from error
@@ -459,6 +510,10 @@ class SwarmRun:
                 answer = effect
             else:
                 self._carry_out(effect)
-        if self.machine.wake_at < self._planned:
-            self._wake.set()
+        self._handled()
         return answer
+
+
+def _waits() -> int:
+    """How often this thread waited for something so far."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw

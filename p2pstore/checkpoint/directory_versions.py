@@ -1,0 +1,162 @@
+"""The versions that are in a directory, which of them `current` names, and which have some of their files only. Shell;
+blocking.
+
+A version with some files only is none that anybody follows or passes on as a whole: `DIR/.p2pstore/VERSION.part` says
+which files are there. The record is there before they are.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from p2pstore.checkpoint.manifest import SignedManifest, format_version
+from p2pstore.checkpoint.paths import CURRENT, RESERVED_PREFIX
+from p2pstore.checkpoint.piece_map import map_of, pack_map, pieces_in, unpack_map
+from p2pstore.errors import ConfigError, ProtocolError
+from p2pstore.wire import Message, decode_body, encode_body
+
+STATE: Final = RESERVED_PREFIX
+_VERSION_DIGITS: Final = 32
+_PART_FORMAT: Final = 1
+
+
+class _Part(Message, frozen=True):
+    """Which files of a version are there: a bit a file, lowest first."""
+
+    format: int
+    files: bytes
+
+
+def current_version(directory: Path) -> bytes:
+    """The version that `current` names, which may have some of its files only; empty when there is none. Raises
+    `ConfigError` when it is no link, and `OSError`."""
+    current = directory / CURRENT
+    if current.exists() and not current.is_symlink():
+        raise ConfigError(f"{current} is not a link: choose another directory")
+    try:
+        name = os.readlink(current)
+    except FileNotFoundError:
+        return b""
+    return bytes.fromhex(name) if _is_version(name) and (directory / name).is_dir() else b""
+
+
+def complete_versions(directory: Path) -> list[bytes]:
+    """The versions that are there with all their files. Raises `OSError`."""
+    return [
+        bytes.fromhex(name)
+        for name in versions_in(directory)
+        if not _part_file(directory, name).exists()
+    ]
+
+
+def kept_versions(directory: Path) -> list[bytes]:
+    """The versions that are there, also those with some of their files. Raises `OSError`."""
+    return [bytes.fromhex(name) for name in versions_in(directory)]
+
+
+def kept_manifest(directory: Path, version: bytes) -> SignedManifest | None:
+    """The manifest of a version that is there, as its publisher signed it; None where there is none. Whoever may write
+    to the directory may have changed it: check it. Raises `OSError`."""
+    name = format_version(version)
+    try:
+        return decode_body(SignedManifest, (directory / STATE / f"{name}.manifest").read_bytes())
+    except (FileNotFoundError, ProtocolError):
+        return None
+
+
+def switch_current(directory: Path, version: bytes) -> None:
+    """Have `current` name a version that is there: at once, and for good when this returns. May be called while another
+    version is fetched to the directory. Raises `FileNotFoundError` when the version is not there, and `OSError`."""
+    name = format_version(version)
+    if not (directory / name).is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory / name))
+    link = directory / STATE / f"{CURRENT}.{secrets.token_hex(8)}.new"
+    link.symlink_to(name)
+    try:
+        link.replace(directory / CURRENT)
+    except OSError:
+        link.unlink()
+        raise
+    sync(directory)
+    with suppress(FileNotFoundError):
+        os.utime(directory / STATE / f"{name}.manifest")  # the newest
+
+
+def part_of(directory: Path, version: bytes, count: int) -> frozenset[int] | None:
+    """The files, by number, that are there of a version with `count` of them; None when nothing says that some are
+    missing. Raises `ConfigError` for a record that is damaged, and `OSError`."""
+    path = _part_file(directory, format_version(version))
+    try:
+        part = decode_body(_Part, path.read_bytes())
+        if part.format != _PART_FORMAT:
+            raise ProtocolError(f"format {part.format}")
+        return frozenset(pieces_in(unpack_map(part.files, count)))
+    except FileNotFoundError:
+        return None
+    except ProtocolError as error:
+        whole = directory / format_version(version)
+        raise ConfigError(f"{path}: {error}; remove it and {whole} to fetch it again") from error
+
+
+def write_part(directory: Path, version: bytes, files: Collection[int] | None, count: int) -> None:
+    """Say which files of a version are there; None: all. Durable when this returns. Raises `OSError`."""
+    path = _part_file(directory, format_version(version))
+    if files is None:
+        path.unlink(missing_ok=True)
+    else:
+        new = path.with_name(path.name + ".new")
+        new.write_bytes(encode_body(_Part(_PART_FORMAT, pack_map(map_of(files), count))))
+        sync(new)
+        new.replace(path)
+    sync(path.parent)
+
+
+def versions_in(directory: Path) -> list[str]:
+    """Names of the versions that are there, those that were begun or used first before others."""
+    found = []
+    for manifest in (directory / STATE).glob("*.manifest"):
+        name = manifest.name.removesuffix(".manifest")
+        if _is_version(name) and (directory / name).is_dir():
+            with suppress(FileNotFoundError):
+                found.append((manifest.stat().st_mtime_ns, name))
+    return [name for _, name in sorted(found)]
+
+
+def forget_versions(directory: Path, keep: int, placed: str = "") -> None:
+    """Remove versions until `keep` are left; never what `current` names, nor the one just placed."""
+    current = format_version(current_version(directory))
+    staying = {current, placed} - {""}
+    others = [name for name in versions_in(directory) if name not in staying]
+    for name in others[: max(0, len(others) + len(staying) - max(1, keep))]:
+        state = directory / STATE
+        (state / f"{name}.manifest").unlink()
+        going = state / f"{name}.going"
+        (directory / name).rename(going)  # nobody finds half of it
+        shutil.rmtree(going)
+        _part_file(directory, name).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            shutil.rmtree(state / f"{name}.rest")
+
+
+def sync(path: Path) -> None:
+    """Have a file or a directory be on the disk. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _part_file(directory: Path, name: str) -> Path:
+    return directory / STATE / f"{name}.part"
+
+
+def _is_version(name: str) -> bool:
+    return len(name) == _VERSION_DIGITS and set(name) <= set("0123456789abcdef")

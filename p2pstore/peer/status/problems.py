@@ -1,0 +1,295 @@
+"""What is wrong, in words: what it is, why, and what to do. Pure.
+
+The words are those of `doctor`, which looks at more, and closer. Nothing here is secret: who reads it may be anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from p2pstore.doctor.finding import Finding, Status, broken, warning
+from p2pstore.doctor.network_rules import SsdReading, judge_ssd
+from p2pstore.peer.status.text import MAX_TEXT_LETTERS, shown
+
+MAX_PROBLEMS: Final = 20
+MAX_NAMES: Final = 5
+"""Named in one sentence."""
+OVERLOADED_PERMILLE: Final = 1000
+WRONG_CLOCK_SECONDS: Final = 1.0
+REFUSED_CLOCK_SECONDS: Final = 10.0
+UNWELL: Final = 4
+"""Of 8 (`local_health`)."""
+# A cache drops things, readers go on at the next holder, and now and then somebody waits: from here on it is told.
+DROPPED_PER_SECOND: Final = 1.0
+FULL: Final = 0.9
+FAILED_READS_PER_SECOND: Final = 0.1
+FAILED_READS: Final = 0.05
+"""Of all."""
+STALLED: Final = 0.01
+"""Of all looks at how late the event loop is; and no fewer than:"""
+STALLS: Final = 100
+FALLBACKS: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class FailedCheckpoint:
+    """A member could not get a version of this name."""
+
+    name: str
+    member: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is judged. `lately` are counters of this peer over the last `seconds`; `live` counts this peer too. Names
+    are fit to be shown."""
+
+    seconds: float = 0.0
+    leaving: bool = False
+    bootstrap_count: int = 0
+    joined: bool = True
+    live: int = 1
+    dead: Sequence[str] = ()
+    dead_count: int = 0
+    suspect: Sequence[str] = ()
+    suspect_count: int = 0
+    versions: Sequence[str] = ()
+    load_permille: int = 0
+    local_health: int = 0
+    clock_ahead_seconds: float | None = None
+    members_refused: int = 0
+    memory_share: float = 0.0
+    """Of this peer's memory that is used."""
+    lost_rdma_devices: int = 0
+    lacking: int = 0
+    ssd: SsdReading | None = None
+    lately: Mapping[str, int] = field(default_factory=dict)
+    failed_checkpoints: Sequence[FailedCheckpoint] = ()
+
+
+def problems(facts: Facts) -> list[Finding]:
+    """All there are, what is broken first."""
+    found = [finding for judge in _JUDGES for finding in judge(facts)]
+    return sorted(found, key=lambda finding: finding.status is not Status.BROKEN)
+
+
+def problem_document(finding: Finding) -> dict[str, str]:
+    """One problem as the page shows it."""
+    texts = {"what": finding.value, "cause": finding.cause, "cure": finding.cure}
+    cut = {name: shown(text, MAX_TEXT_LETTERS) for name, text in texts.items()}
+    return {"status": str(finding.status), "name": finding.name, **cut}
+
+
+def _this_peer(facts: Facts) -> Iterator[Finding]:
+    if facts.leaving:
+        yield warning(
+            "leaving",
+            "This peer is leaving",
+            "it was told to: it takes nothing new, and hands its last copies to others",
+            "if it is to stay, start it again when it has ended",
+        )
+    elif facts.bootstrap_count and not facts.joined and facts.live == 1:
+        peers = "its bootstrap peer" if facts.bootstrap_count == 1 else "any bootstrap peer"
+        yield broken(
+            "alone",
+            "This peer is alone",
+            f"it has not heard from {peers} since it started, and serves a cluster of its own",
+            "on its machine, `mooncake-p2p doctor --peer HOST:PORT` with a bootstrap address says why",
+        )
+    if facts.lately.get("refused_by_members", 0):
+        yield broken(
+            "refused",
+            f"Other members do not let this peer in{_lately(facts)}",
+            "it has another cluster key, cluster name or version than they, or is not on their allow list",
+            "the log has their words (`refused: ...`); bring it their key file and send it SIGHUP",
+        )
+    yield from _clock(facts)
+    yield from _slow_process(facts)
+
+
+def _clock(facts: Facts) -> Iterator[Finding]:
+    ahead = facts.clock_ahead_seconds
+    if ahead is None or abs(ahead) < WRONG_CLOCK_SECONDS:
+        return
+    text = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the others"
+    judge = broken if abs(ahead) >= REFUSED_CLOCK_SECONDS else warning
+    yield judge(
+        "clock",
+        f"This machine's clock is {text}",
+        "it is not kept in step with theirs; from 10 s on, what this peer writes is refused",
+        "look at chrony, ntpd or systemd-timesyncd (`timedatectl`, `chronyc tracking`)",
+    )
+
+
+def _slow_process(facts: Facts) -> Iterator[Finding]:
+    stalls, looks = facts.lately.get("stalls", 0), facts.lately.get("looks", 0)
+    if stalls >= max(STALLS, STALLED * looks):
+        yield warning(
+            "stalls",
+            f"This peer stood still {_count(stalls, 'time', 'times')} for over 0.1 s{_lately(facts)}",
+            "it gets too little CPU, its memory is swapped, or something in it takes too long; all who ask it wait",
+            "look at the machine's load and the cgroup's CPU limit; else report it with `mooncake-p2p support-bundle`",
+        )
+    if facts.local_health >= UNWELL:
+        yield warning(
+            "gossip",
+            "This peer does not trust its own view of the others",
+            "its probes fail, or others accuse it: it gets too little CPU, or its network loses packets",
+            "look at the machine's load, and for dropped packets (`ip -s link`)",
+        )
+    if facts.load_permille >= OVERLOADED_PERMILLE:
+        yield warning(
+            "load",
+            "This peer is busier than it can be",
+            f"it takes {facts.load_permille / 10:.0f} % of a core, or of its upload slots",
+            "let more peers hold what is read most (`put --replicas`); see the hottest objects below",
+        )
+
+
+def _members(facts: Facts) -> Iterator[Finding]:
+    if facts.dead_count > facts.live:
+        yield broken(
+            "members",
+            f"Of {facts.dead_count + facts.live:,} members this peer reaches {facts.live:,}",
+            "more are dead than alive, as it looks from here: its network is broken, or the others'",
+            "ask another peer's page; on this machine, `mooncake-p2p doctor --peer HOST:PORT` checks the way",
+        )
+    elif facts.dead_count:
+        names = _names(facts.dead, facts.dead_count)
+        yield warning(
+            "members",
+            f"{_count(facts.dead_count, 'member is', 'members are')} dead: {names}",
+            "ended without leaving, or cut off; what nobody else held of it cannot be read until it is back",
+            "start it again; `mooncake-p2p doctor --peer HOST:PORT` on this machine checks the way to it",
+        )
+    if facts.suspect_count:
+        names = _names(facts.suspect, facts.suspect_count)
+        yield warning(
+            "members",
+            f"{_count(facts.suspect_count, 'member does', 'members do')} not answer: {names}",
+            "others are asked whether it is dead; that takes some seconds",
+            "wait; if it comes again and again, its machine or the network loses packets or stalls",
+        )
+    if facts.members_refused:
+        yield broken(
+            "members",
+            f"{facts.members_refused:,} members were left out",
+            "there are more than a cluster may have",
+            "make two clusters of it (`--cluster`)",
+        )
+    if len(facts.versions) > 1:
+        yield warning(
+            "versions",
+            f"Members run different versions: {_names(facts.versions, len(facts.versions))}",
+            "an upgrade is under way, or stopped half-way",
+            "neighbouring versions work together; upgrade the older ones",
+        )
+
+
+def _copies(facts: Facts) -> Iterator[Finding]:
+    dropped = facts.lately.get("last_copies_dropped", 0)
+    if dropped > DROPPED_PER_SECOND * facts.seconds and facts.memory_share >= FULL:
+        yield warning(
+            "data lost",
+            f"{_count(dropped, 'object', 'objects')} that nobody else held had to go{_lately(facts)}",
+            "memory is full of what is used, and there is no SSD, or not enough of it, for the rest",
+            "more `--memory`, an `--ssd`, or more peers; what must stay can be pinned (`mooncake-p2p pin`)",
+        )
+    if facts.lacking:
+        yield warning(
+            "copies",
+            f"{_count(facts.lacking, 'object here has', 'objects here have')} fewer copies than wanted",
+            "holders were lost; others are asked to make copies, one after the other",
+            "wait; if the number stays, there are not enough peers with room",
+        )
+    failed = facts.lately.get("client_puts_failed", 0)
+    if failed:
+        yield warning(
+            "puts",
+            f"{_count(failed, 'put', 'puts')} failed{_lately(facts)}",
+            "mostly no room for the value here or elsewhere, because leases and hard pins hold what is there",
+            "the log and `mooncake-p2p stats --slow` on its machine say more",
+        )
+    spoilt = facts.lately.get("objects_spoilt", 0)
+    if spoilt:
+        yield broken(
+            "memory",
+            f"{_count(spoilt, 'object was', 'objects were')} spoilt in this peer's memory{_lately(facts)}",
+            "a client wrote where it must not, or the machine's memory is faulty; nothing wrong was delivered",
+            "look for memory errors (`dmesg`, EDAC), and for programs that write through stale views",
+        )
+
+
+def _transports(facts: Facts) -> Iterator[Finding]:
+    fallbacks = facts.lately.get("transport_fallbacks", 0)
+    if fallbacks >= FALLBACKS:
+        yield warning(
+            "transports",
+            f"A better transport gave way to a worse one {_count(fallbacks, 'time', 'times')}{_lately(facts)}",
+            "RDMA or shared memory to some peer does not work; reads go on by TCP, slower",
+            "the log says which and why; `mooncake-p2p doctor --peer HOST:PORT` checks the way",
+        )
+    failed, came = facts.lately.get("in_failures", 0), facts.lately.get("in_objects", 0)
+    if failed > FAILED_READS_PER_SECOND * facts.seconds and failed > FAILED_READS * (failed + came):
+        yield warning(
+            "reads",
+            f"{failed:,} of {failed + came:,} reads from other peers failed{_lately(facts)}",
+            "a holder is slow or gone, or the way to it loses packets; readers go on at the next one, later",
+            "`mooncake-p2p peers --reads` says with whom and by which transport; restart one that fails all",
+        )
+    if facts.lost_rdma_devices:
+        yield warning(
+            "rdma",
+            f"{_count(facts.lost_rdma_devices, 'RDMA device', 'RDMA devices')} of this peer failed",
+            "reads go by its other devices, or by TCP",
+            "`dmesg` and `rdma link` show what became of it; the peer uses it again after a restart",
+        )
+
+
+def _ssd(facts: Facts) -> Iterator[Finding]:
+    if facts.ssd is None:
+        return
+    finding = judge_ssd("this peer", facts.ssd)
+    if finding.status is not Status.OK:
+        what = f"The SSD of this peer {finding.value.partition(':')[0]}"
+        if finding.status is Status.WARNING:
+            what = f"{_count(facts.ssd.damaged, 'object', 'objects')} on the SSD of this peer were damaged"
+        yield Finding("ssd", finding.status, what, finding.cause, finding.cure)
+
+
+def _checkpoints(facts: Facts) -> Iterator[Finding]:
+    by_name: dict[str, list[FailedCheckpoint]] = {}
+    for failed in facts.failed_checkpoints:
+        by_name.setdefault(failed.name, []).append(failed)
+    for name, members in by_name.items():
+        names = _names([each.member for each in members], len(members))
+        yield warning(
+            "checkpoint",
+            f"Checkpoint {name} failed on {_count(len(members), 'member', 'members')}: {names}",
+            members[0].why or "it does not say why",
+            "mend that on the member's machine and fetch again: what is there already is kept",
+        )
+
+
+_JUDGES: Final[Sequence[Callable[[Facts], Iterator[Finding]]]] = (
+    *(_this_peer, _members, _copies, _ssd, _transports, _checkpoints),
+)
+
+
+def _count(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"
+
+
+def _names(names: Sequence[str], count: int) -> str:
+    listed = ", ".join(names[:MAX_NAMES])
+    return listed if count <= MAX_NAMES else f"{listed} and {count - MAX_NAMES:,} more"
+
+
+def _lately(facts: Facts) -> str:
+    minutes = round(facts.seconds / 60)
+    return (
+        f" in the last {_count(minutes, 'minute', 'minutes')}" if minutes else " in the last minute"
+    )

@@ -1,0 +1,63 @@
+"""Entries of a segment whose bytes other threads are sending. Pure, but for the interpreter's lock.
+
+Only the segment's own thread may count references. Another thread says here that it uses an entry, and then looks
+whether the entry is still alive. The owner changes the entry's state before it looks here whether somebody uses it.
+Both hold the interpreter's lock, so at least one of them sees what the other did: no bytes are used anew under a reader
+(Dekker's mutual exclusion, as in hazard pointers: Michael, 2004).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NewType
+
+from p2pstore.transfer.entries import ObjectEntry
+from p2pstore.transfer.layout import SlotState
+
+Loan = NewType("Loan", object)
+
+
+class Loans:
+    """`begin` and `end` are for any thread, the rest for the owner of the segment."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[Loan, ObjectEntry] = {}
+        self._kept: dict[Loan, ObjectEntry] = {}
+
+    def __len__(self) -> int:
+        """How many are under way."""
+        return len(self._under_way)
+
+    def begin(self, entry: ObjectEntry) -> Loan | None:
+        """The entry's bytes stay until `end`. None when it is given up already."""
+        loan = Loan(object())
+        self._under_way[loan] = entry
+        if entry.state is not SlotState.LIVE:
+            del self._under_way[loan]
+            return None
+        return loan
+
+    def end(self, loan: Loan) -> None:
+        """Nobody uses them for this any more."""
+        del self._under_way[loan]
+
+    def has(self, entry: ObjectEntry) -> bool:
+        """Whether some thread uses the entry. To be asked after its state was changed."""
+        return bool(self._under_way) and entry in list(self._under_way.values())
+
+    @property
+    def any_known(self) -> bool:
+        """Whether there is one, or one that the owner has not seen the end of."""
+        return bool(self._under_way or self._kept)
+
+    def begun(self) -> Iterator[ObjectEntry]:
+        """The entry of each loan that was not among these yet: its owner counts a reference, until `ended` has it."""
+        for loan, entry in list(self._under_way.items()):
+            if loan not in self._kept:
+                self._kept[loan] = entry
+                yield entry
+
+    def ended(self) -> Iterator[ObjectEntry]:
+        """The entry of each that was begun and is over."""
+        for loan in [each for each in self._kept if each not in self._under_way]:
+            yield self._kept.pop(loan)

@@ -1,0 +1,257 @@
+"""Reads that follow one another on a data connection, answered in a thread of their own.
+
+A turn of the event loop costs more than all the rest of a small read. So a connection on which one small read follows
+the other is lent to a thread, which waits in the kernel for each request and answers it at once, from what it can look
+at without the event loop (see `QuickSource`). Whatever else comes, a pause too, ends that: the event loop has the
+connection again, and the bytes that it is to answer.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from p2pstore.objects import KIB, MIB
+from p2pstore.streams import stalled
+from p2pstore.transfer.entries import QuickCopy
+from p2pstore.transfer.messages import DataKind, Get, GetItem, ObjectReply, Objects, ObjectStatus
+from p2pstore.wire import DATA_REQUEST_LIMITS, HEADER, HEADER_BYTES, REPLY
+
+BRISK_READS: Final = 8
+"""So many small reads, one soon after the other, and the next ones are answered in a thread."""
+BRISK_SECONDS: Final = 0.01
+"""What is soon."""
+PAUSE_SECONDS: Final = 0.5
+"""Without a request for so long, a thread gives the connection back."""
+MAX_READ_THREADS: Final = 16
+"""Of a peer. What does not get one is answered by the event loop."""
+QUICK_BYTES: Final = 64 * KIB
+"""Values up to this are copied before they are sent, so that nobody needs to keep them in place."""
+LENT_BYTES: Final = 1 * MIB
+"""Values up to this are sent in threads. Larger ones take so long that a turn of the event loop hardly counts."""
+VALUES_BYTES: Final = 2 * MIB
+"""Of values in one answer."""
+MAX_TALLY: Final = 65_536
+REQUEST_BYTES: Final = 64 * KIB
+"""Requests received at once."""
+
+_GET, _OK = int(DataKind.GET), int(ObjectStatus.OK)
+_TIMEVAL: Final = struct.Struct("@ll")
+_encode_body: Final = msgspec.msgpack.Encoder().encode
+_decode_get: Final = msgspec.msgpack.Decoder(Get).decode
+
+
+@dataclass(frozen=True, slots=True)
+class LentObject:
+    """An object that stays where it is until `end_loan`, with slot and trailer as they are there. `handle` is its
+    source's own."""
+
+    slot: bytes
+    trailer: bytes
+    payload: memoryview
+    handle: Any
+
+
+class QuickSource(Protocol):
+    """Objects that any thread may look at."""
+
+    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
+        """Copy an object in memory, which may be read now, to the beginning of `into`. None when there is none, it
+        does not fit, or it takes the event loop to say."""
+        ...
+
+    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
+        """An object in memory, which stays there until `end_loan`, to be sent to the peer `reader`, or a client of it.
+        None when there is none, or it takes the event loop to say."""
+        ...
+
+    def end_loan(self, lent: LentObject) -> None:
+        """The end of `lend`, in the same thread."""
+        ...
+
+
+class ReadTally:
+    """What threads have served, for the event loop to take in: digests of objects, each time one was read, and the
+    bytes of frames and values. Where nobody does for long, the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._digests: deque[bytes] = deque(maxlen=MAX_TALLY)
+        self._bytes: deque[int] = deque(maxlen=MAX_TALLY)
+        self._upload_seconds: deque[float] = deque(maxlen=MAX_TALLY)
+        self.added_at = -math.inf
+        """When an answer was sent last, in monotonic seconds."""
+
+    def add(self, digests: Sequence[bytes], length_bytes: int) -> None:
+        """An answer was sent. From any thread."""
+        self._digests.extend(digests)
+        self._bytes.append(length_bytes)
+        self.added_at = time.monotonic()
+
+    def add_upload(self, seconds: float) -> None:
+        """It took so long to send an object that was lent."""
+        self._upload_seconds.append(seconds)
+
+    def take_upload_seconds(self) -> float:
+        """What `add_upload` was told since the last call."""
+        some = self._upload_seconds
+        return math.fsum(some.popleft() for _ in range(len(some)))
+
+    def take(self, limit: int) -> tuple[list[bytes], int]:
+        """Up to `limit` reads that nobody took yet, and the bytes sent since the last call. Not for several threads."""
+        digests = [self._digests.popleft() for _ in range(min(limit, len(self._digests)))]
+        sizes = [self._bytes.popleft() for _ in range(len(self._bytes))]
+        return digests, sum(sizes)
+
+
+class ReadThread:
+    """Answers what it can on one connection. `wanted` says whether it is to go on."""
+
+    def __init__(
+        self,
+        source: QuickSource,
+        reader: bytes,
+        tally: ReadTally,
+        wanted: Callable[[], bool],
+        progress_seconds: float,
+    ) -> None:
+        self._source = source
+        self._reader = reader
+        self._tally = tally
+        self._wanted = wanted
+        self._progress_seconds = progress_seconds
+        self._request = memoryview(bytearray(REQUEST_BYTES))
+        self._values = memoryview(bytearray(VALUES_BYTES))
+        """Those of the answer that is made."""
+        self._taken_bytes = self._sent_bytes = 0
+
+    def serve(self, sock: socket.socket) -> bytes:
+        """Answer requests until one comes that is not for here, or none for a while: the bytes received that were not
+        answered. To be run in a thread that has the (non-blocking) socket for itself, and gives it back like that.
+
+        Raises `DeadlineExceeded` when what is sent makes no progress, and `OSError` when the connection breaks.
+        """
+        sock.setblocking(True)
+        try:
+            _set_timeout(sock, socket.SO_RCVTIMEO, PAUSE_SECONDS)
+            _set_timeout(sock, socket.SO_SNDTIMEO, self._progress_seconds)
+            return self._serve(sock)
+        finally:
+            sock.setblocking(False)
+
+    def _serve(self, sock: socket.socket) -> bytes:
+        request = self._request
+        while self._wanted():
+            try:
+                count = sock.recv_into(request)
+            except BlockingIOError:  # a pause
+                return b""
+            done = 0
+            while done < count and (answered := self._answer(sock, request[done:count])):
+                done += answered
+            if done < count or not count:
+                return bytes(request[done:count])
+        return b""
+
+    def _answer(self, sock: socket.socket, data: memoryview) -> int:
+        """Answer the request that `data` begins with; how long it was, 0 when it is not for here."""
+        if len(data) < HEADER_BYTES:
+            return 0
+        kind, flags, request_id, body_length, bulk_length = HEADER.unpack_from(data)
+        end: int = HEADER_BYTES + body_length
+        if kind != _GET or flags or bulk_length or len(data) < end:
+            return 0
+        if body_length > DATA_REQUEST_LIMITS.body_bytes:
+            return 0
+        try:
+            get = _decode_get(data[HEADER_BYTES:end])
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            return 0
+        items = get.items
+        if replies := self._take(items):
+            self._reply(sock, request_id, replies, self._values[: self._taken_bytes])
+        elif len(items) != 1 or not self._reply_lent(sock, request_id, get):
+            return 0
+        self._tally.add([each.digest for each in items], self._sent_bytes)
+        return end
+
+    def _reply_lent(self, sock: socket.socket, request_id: int, get: Get) -> bool:
+        """Answer with one larger object, out of its place; whether that could be done here."""
+        (item,) = get.items
+        if item.first_chunk:
+            return False
+        began = time.monotonic()
+        lent = self._source.lend(item, self._reader, get.keeps)
+        if lent is None:
+            return False
+        try:
+            payload = lent.payload
+            reply = ObjectReply(_OK, lent.slot, lent.trailer, len(payload))
+            self._reply(sock, request_id, [reply], payload)
+        finally:
+            self._source.end_loan(lent)
+            self._tally.add_upload(time.monotonic() - began)
+        return True
+
+    def _take(self, items: Sequence[GetItem]) -> list[ObjectReply]:
+        """Copy the values of all of them, one after the other, or nothing."""
+        replies: list[ObjectReply] = []
+        taken = 0
+        for item in items:
+            into = self._values[taken : taken + QUICK_BYTES]
+            if item.first_chunk or (copy := self._source.copy_quickly(item.digest, into)) is None:
+                return []
+            slot, trailer, length = copy
+            replies.append(ObjectReply(_OK, slot, trailer, length))
+            taken += length
+        self._taken_bytes = taken
+        return replies
+
+    def _reply(
+        self,
+        sock: socket.socket,
+        request_id: int,
+        replies: list[ObjectReply],
+        values: memoryview,
+    ) -> None:
+        body = _encode_body(Objects(replies))
+        head = HEADER.pack(_GET, REPLY, request_id, len(body), len(values)) + body
+        self._sent_bytes = len(head) + len(values)
+        try:
+            sent = sock.sendmsg((head, values))
+            while sent < len(head):  # seldom: the socket's buffer was nearly full
+                sent += sock.sendmsg((head[sent:], values))
+            while sent < self._sent_bytes:
+                sent += sock.send(values[sent - len(head) :])
+        except BlockingIOError:
+            raise stalled(self._progress_seconds) from None
+
+
+def _set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6)))
+
+
+class Briskness:
+    """Whether small reads follow one another. Pure."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+        self._answered_at = 0.0
+
+    def answered(self, now: float, *, quick: bool) -> None:
+        """A request was answered; `quick`: it was a small read."""
+        soon = now - self._answered_at < BRISK_SECONDS
+        self._in_a_row = (self._in_a_row + 1 if soon else 1) if quick else 0
+        self._answered_at = now
+
+    @property
+    def is_brisk(self) -> bool:
+        """Whether the next one is likely to be one as well, soon."""
+        return self._in_a_row >= BRISK_READS

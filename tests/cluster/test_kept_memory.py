@@ -1,0 +1,130 @@
+"""A peer whose memory outlives it, as real processes: killed and stopped, with clients that stay."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+
+import p2pstore
+from p2pstore import blocking
+from p2pstore.errors import ConfigError, NoSuchKey, P2PStoreError
+from tests.cluster.processes import PeerProcess, new_cluster, until
+
+MIB = 1024 * 1024
+WAIT_SECONDS = 60.0
+
+
+def value_of(name: str, length: int = MIB) -> bytes:
+    return (name.encode() + b" ") * (length // (len(name) + 1)) + b"." * (length % (len(name) + 1))
+
+
+@pytest.fixture
+def file() -> Iterator[Path]:
+    handle, name = tempfile.mkstemp(prefix="p2pstore-test-", dir="/dev/shm")
+    os.close(handle)
+    yield Path(name)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name)
+
+
+def has_returned(peer: PeerProcess) -> bool:
+    returning: int = peer.client.statistics()["peer"]["objects_returning"]
+    return returning == 0
+
+
+def counters(peer: PeerProcess) -> dict[str, int]:
+    found: dict[str, int] = peer.client.statistics()["peer"]["counters"]
+    return found
+
+
+def test_memory_outlives_its_peer_however_that_ends(file: Path) -> None:
+    options = ("--memory-path", str(file), "--keep-memory", "--max-leased", "100%")
+    with new_cluster(2, halves=False) as cluster:
+        keeper, other = cluster.peers
+        cluster.start([keeper], *options)
+        cluster.start([other], "--bootstrap", keeper.control)
+        cluster.wait_until_whole()
+        again = (*options, "--bootstrap", other.control)
+
+        for number in range(6):
+            keeper.client.put(f"k{number}", value_of(f"k{number}"))
+        keeper.client.put("removed", value_of("removed"))
+        keeper.client.remove("removed")
+        keeper.client.put("small", b"x", pin="hard")
+        client = blocking.connect(str(keeper.socket), timeout=WAIT_SECONDS)
+        view = client.take_lease("k0")
+        until(lambda: other.client.contains("k5"), WAIT_SECONDS)
+
+        # Killed. Meanwhile one object is removed and one replaced.
+        keeper.kill()
+        assert view == value_of("k0")
+        other.client.remove("k1")
+        other.client.put("k2", value_of("newer"), overwrite=True)
+        cluster.start([keeper], *again)
+        until(lambda: has_returned(keeper), WAIT_SECONDS)
+        assert counters(keeper)["kept_objects_returned"] == 5, counters(keeper)
+        for reader in (keeper, other):
+            until(lambda reader=reader: reader.client.contains("k5"), WAIT_SECONDS)  # type: ignore[misc]  # bound now
+            for key in ("k0", "k3", "k4", "k5"):
+                assert reader.client.get(key) == value_of(key)
+            assert reader.client.get("k2") == value_of("newer")
+            for key in ("removed", "k1"):
+                with pytest.raises(NoSuchKey):
+                    reader.client.get(key)
+
+        # What a client of the earlier life looks at stays, whatever becomes of the object and its neighbours.
+        keeper.client.remove("k0")
+        for number in range(40):
+            keeper.client.put(f"new {number}", value_of(f"new {number}"))
+        assert view == value_of("k0")
+        assert keeper.client.statistics()["peer"]["leased_bytes"] > MIB
+        with pytest.raises((P2PStoreError, OSError)):
+            client.get("k3")
+        client.close()
+        del view, client
+        gc.collect()  # only then is it unmapped
+        until(lambda: keeper.client.statistics()["peer"]["leased_bytes"] == 0, WAIT_SECONDS)
+        assert keeper.client.get("small") == b"x"
+
+        # Stopped, as for an upgrade: quickly, and nothing is handed over. Others may not have the file meanwhile.
+        held = [key.key for key in keeper.client.list_keys(local=True).keys]
+        assert len(held) > 8
+        keeper.signal(signal.SIGTERM)
+        until(lambda: not keeper.running, WAIT_SECONDS)
+        assert keeper.exit_status == 0
+        assert keeper.logged("objects (")[-1].endswith(f"{file} for the next start path={file}")
+        assert not keeper.logged("were handed over")
+        keeper.kill()
+        config = p2pstore.PeerConfig(
+            memory=cluster.memory, memory_path=str(file), keep_memory=True, cluster="another"
+        )
+        with pytest.raises(ConfigError, match="without a state directory"):
+            trio.run(_open, config)
+        config.state_dir = str(cluster.folder / "another")
+        with pytest.raises(ConfigError, match="kept memory that this peer cannot use: it is of a"):
+            trio.run(_open, config)
+        cluster.start([keeper], *again)
+        until(lambda: has_returned(keeper), WAIT_SECONDS)
+        assert [key.key for key in keeper.client.list_keys(local=True).keys] == held
+        for key in held:
+            if key.startswith("new"):
+                assert keeper.client.get(key) == value_of(key)
+
+        # Asked to leave: for good.
+        keeper.client.leave(drain=5.0)
+        until(lambda: not keeper.running, WAIT_SECONDS)
+        assert not file.exists()
+        assert keeper.logged("were handed over")
+
+
+async def _open(config: p2pstore.PeerConfig) -> None:
+    async with p2pstore.open_peer(config):
+        pass

@@ -1,0 +1,209 @@
+"""Objects of a chunk at most, read the short way, and reads that follow one another so closely that a thread of the
+holder answers them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import trio
+
+from p2pstore.objects import MIB, key_digest
+from p2pstore.transfer.data_addresses import split_data_address
+from p2pstore.transfer.data_pool import DataPool
+from p2pstore.transfer.messages import DataKind, Ping, Pong
+from p2pstore.transfer.read_thread import BRISK_READS
+from p2pstore.transfer.transport import BufferDestination, PullFailed
+from p2pstore.trio_streams import TrioDriver
+from p2pstore.wire import Code
+from tests.contract.test_transport import (
+    DRIVERS,
+    SEGMENT_BYTES,
+    Side,
+    TcpHarness,
+    _buffers,
+    pattern,
+    put,
+    segment_of,
+    until,
+)
+
+LENGTHS = [1, 4095, 4096, 65_536, 65_537, MIB - 1, MIB]
+
+
+@pytest.fixture(params=DRIVERS)
+def side(request: pytest.FixtureRequest) -> Side:
+    return Side(request.param, DRIVERS[request.param]())
+
+
+@pytest.fixture(params=["tcp", "tls"])
+async def holder(request: pytest.FixtureRequest) -> AsyncIterator[TcpHarness]:
+    async with TcpHarness.open(segment_of(SEGMENT_BYTES), tls=request.param == "tls") as opened:
+        yield opened
+
+
+async def connect(pool: DataPool, holder: TcpHarness) -> None:
+    """The short way is for connections that are there."""
+    assert await pool.request(holder.copy(), DataKind.PING, Ping()) == Pong(7, 42)
+
+
+async def test_values_of_every_length_come_the_short_way(holder: TcpHarness, side: Side) -> None:
+    pool = holder.pool(side.driver)
+    values = {f"key {length}": pattern(length) for length in LENGTHS}
+    digests = {put(holder.segment, key, value): value for key, value in values.items()}
+
+    async def read() -> None:
+        assert await pool.pull_chunk(holder.copy(), next(iter(digests)), memoryview(b"")) == -1
+        await connect(pool, holder)
+        for _ in range(BRISK_READS):  # in the end from a thread, where there is no TLS
+            for digest, value in digests.items():
+                buffer = bytearray(b"\xaa") * (len(value) + 10)
+                view = memoryview(buffer)
+                length = await pool.pull_chunk(holder.copy(), digest, view, 0, len(value))
+                assert length == len(value)
+                assert buffer == value + b"\xaa" * 10
+
+    await side.run(read)
+    if split_data_address(holder.address).tls:
+        assert not holder.server.traffic.read_threads
+    else:
+        await until(lambda: len(holder.backend.read_in_threads) > len(LENGTHS))
+    assert pool.open_connections == 1
+
+
+async def test_what_takes_the_long_way(holder: TcpHarness, side: Side) -> None:
+    pool = holder.pool(side.driver)
+    long, empty, whole = (
+        put(holder.segment, f"key {length}", pattern(length)) for length in (MIB + 1, 0, 5000)
+    )
+    room = memoryview(bytearray(2 * MIB))
+
+    async def read() -> None:
+        await connect(pool, holder)
+        for digest, view in ((long, room), (empty, room), (whole, room[:4999])):
+            assert await pool.pull_chunk(holder.copy(), digest, view) == -1
+        with pytest.raises(PullFailed) as caught:
+            await pool.pull_chunk(holder.copy(), key_digest("absent"), room)
+        assert caught.value.code is Code.NO_SUCH_KEY
+        assert await pool.pull_chunk(holder.copy(), whole, room) == 5000
+
+    await side.run(read)
+    assert bytes(room[:5000]) == pattern(5000)
+    assert pool.open_connections == 1
+
+
+@pytest.mark.parametrize("length", [5000, MIB])
+@pytest.mark.parametrize("in_thread", [False, True])
+async def test_damage_is_refused(tcp: TcpHarness, length: int, in_thread: bool) -> None:
+    pool = tcp.pool(TrioDriver())
+    digest = put(tcp.segment, "key", pattern(length))
+    entry = tcp.segment.find(digest, time.time())
+    assert entry is not None
+    view = memoryview(bytearray(length))
+    await connect(pool, tcp)
+    for _ in range(3 * BRISK_READS if in_thread else 1):
+        assert await pool.pull_chunk(tcp.copy(), digest, view) == length
+    memory = _buffers[SEGMENT_BYTES]
+    slot = tcp.segment.geometry.slots_offset + entry.slot * 64
+    for place in (entry.offset + length - 1, slot + 40, slot + 63):
+        memory[place] ^= 1
+        await connect(pool, tcp)
+        with pytest.raises(PullFailed) as caught:
+            await pool.pull_chunk(tcp.copy(), digest, view)
+        assert caught.value.code is Code.STALE
+        memory[place] ^= 1
+        assert pool.open_connections == 0  # who sends that is not to be trusted with the next
+    await connect(pool, tcp)
+    assert await pool.pull_chunk(tcp.copy(), digest, view) == length
+
+
+@pytest.fixture
+async def tcp() -> AsyncIterator[TcpHarness]:
+    async with TcpHarness.open(segment_of(SEGMENT_BYTES)) as opened:
+        yield opened
+
+
+async def brisk(tcp: TcpHarness, pool: DataPool) -> bytes:
+    """A connection of this pool is served by a thread now; what was read for that."""
+    digest = put(tcp.segment, "key", pattern(5000))
+    view = memoryview(bytearray(5000))
+    await connect(pool, tcp)
+    with trio.fail_after(20):
+        while not tcp.server.traffic.read_threads:
+            assert await pool.pull_chunk(tcp.copy(), digest, view) == 5000
+    return digest
+
+
+async def test_other_requests_in_between(tcp: TcpHarness) -> None:
+    """The connection goes to a thread and back, as often as need be; nothing is lost or answered twice."""
+    pool = tcp.pool(TrioDriver())
+    digest = await brisk(tcp, pool)
+    large = put(tcp.segment, "large", pattern(3 * MIB))
+    view = memoryview(bytearray(5000))
+    for round_number in range(3):
+        assert await pool.request(tcp.copy(), DataKind.PING, Ping()) == Pong(7, 42)
+        with pytest.raises(PullFailed):
+            await pool.pull_chunk(tcp.copy(), key_digest("absent"), view)
+        buffer = bytearray(3 * MIB)
+        await pool.pull(tcp.copy(), large, BufferDestination(buffer))
+        assert buffer == pattern(3 * MIB)
+        for _ in range(3 * BRISK_READS):
+            view[:] = bytes(5000)
+            assert await pool.pull_chunk(tcp.copy(), digest, view) == 5000
+            assert view == pattern(5000)
+        assert pool.open_connections == 1, round_number
+
+
+async def test_a_removed_object_is_gone_for_threads_as_well(tcp: TcpHarness) -> None:
+    pool = tcp.pool(TrioDriver())
+    digest = await brisk(tcp, pool)
+    tcp.segment.remove(digest)
+    with pytest.raises(PullFailed) as caught:
+        await pool.pull_chunk(tcp.copy(), digest, memoryview(bytearray(5000)))
+    assert caught.value.code is Code.NO_SUCH_KEY
+
+
+async def test_the_thread_ends_with_its_reader_and_with_the_server(tcp: TcpHarness) -> None:
+    pool = tcp.pool(TrioDriver())
+    await brisk(tcp, pool)
+    pool.close()
+    await until(lambda: tcp.server.connections == 0 and tcp.server.traffic.read_threads == 0)
+    await brisk(tcp, tcp.pool(TrioDriver()))
+    began = trio.current_time()
+    tcp.stop.cancel()
+    await until(lambda: tcp.server.connections == 0)
+    assert trio.current_time() - began < 5
+
+
+async def test_a_reader_cancelled_while_it_waits_for_a_thread_leaves_nothing(
+    tcp: TcpHarness,
+) -> None:
+    pool = tcp.pool(TrioDriver())
+    digest = await brisk(tcp, pool)
+    view = memoryview(bytearray(5000))
+    for turns in range(6):
+        async with trio.open_nursery() as nursery:
+
+            async def cancel_after(turns: int, scope: trio.CancelScope) -> None:
+                for _ in range(turns):
+                    await trio.lowlevel.checkpoint()
+                scope.cancel()
+
+            nursery.start_soon(cancel_after, turns, nursery.cancel_scope)
+            await pool.pull_chunk(tcp.copy(), digest, view)
+        await connect(pool, tcp)
+        assert await pool.pull_chunk(tcp.copy(), digest, view) == 5000
+        assert view == pattern(5000)
+
+
+async def test_a_key_that_goes_ends_threads_too(tcp: TcpHarness) -> None:
+    """`retire` is how a connection ends whose ticket would not be taken any more."""
+    pool = tcp.pool(TrioDriver())
+    digest = await brisk(tcp, pool)
+    (session,) = tcp.server._sessions
+    session.retire()
+    view = memoryview(bytearray(5000))
+    await until(lambda: tcp.server.connections == 0)
+    await connect(pool, tcp)
+    assert await pool.pull_chunk(tcp.copy(), digest, view) == 5000

@@ -1,0 +1,250 @@
+"""Small reads answered in a thread: what it answers, what it leaves to the event loop, and when it ends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from p2pstore.errors import DeadlineExceeded
+from p2pstore.objects import KIB, MIB
+from p2pstore.transfer import read_thread
+from p2pstore.transfer.entries import QuickCopy
+from p2pstore.transfer.messages import DataKind, Get, GetItem, Objects, Ping
+from p2pstore.transfer.read_thread import (
+    BRISK_READS,
+    BRISK_SECONDS,
+    MAX_TALLY,
+    QUICK_BYTES,
+    Briskness,
+    LentObject,
+    ReadTally,
+    ReadThread,
+)
+from p2pstore.wire import (
+    DATA_REPLY_LIMITS,
+    HEADER_BYTES,
+    ONE_WAY,
+    REPLY,
+    decode_body,
+    decode_header,
+    encode_frame,
+)
+
+SMALL, LARGE, HUGE = b"s" * 16, b"l" * 16, b"h" * 16
+READER = b"reader"
+VALUES = {SMALL: b"small value", LARGE: bytes(range(256)) * 4 * KIB}
+HUGE_VALUE = memoryview(bytearray(64 * MIB))
+
+
+class Source:
+    """Objects by digest; what is lent is noted."""
+
+    def __init__(self) -> None:
+        self.lent: list[tuple[bytes, int]] = []
+        self.ended = 0
+
+    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
+        value = VALUES.get(digest, b"")
+        if not value or len(value) > len(into):
+            return None
+        into[: len(value)] = value
+        return QuickCopy(b"slot of " + digest, b"trailer", len(value))
+
+    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
+        value = HUGE_VALUE if item.digest == HUGE else memoryview(VALUES.get(item.digest, b""))
+        if not value:
+            return None
+        self.lent.append((reader, keeps))
+        return LentObject(b"slot of " + item.digest, b"trailer", value, None)
+
+    def end_loan(self, lent: LentObject) -> None:
+        self.ended += 1
+
+
+class Served:
+    """A thread that serves one end of a connection; `far` is the other one."""
+
+    def __init__(self, far: socket.socket, progress_seconds: float) -> None:
+        self.far = far
+        self.source = Source()
+        self.tally = ReadTally()
+        self.wanted = True
+        self.thread = ReadThread(
+            self.source, READER, self.tally, lambda: self.wanted, progress_seconds
+        )
+        self.left: bytes | None = None
+        self.error: Exception | None = None
+        self.ended = threading.Event()
+
+    def receive(self, length: int) -> bytes:
+        received = b""
+        while len(received) < length:
+            more = self.far.recv(length - len(received))
+            assert more, "closed"
+            received += more
+        return received
+
+    def reply(self) -> tuple[int, Objects, bytes]:
+        header = decode_header(self.receive(HEADER_BYTES), DATA_REPLY_LIMITS)
+        assert (header.kind, header.flags) == (DataKind.GET, REPLY)
+        objects = decode_body(Objects, self.receive(header.body_length))
+        return header.request_id, objects, self.receive(header.bulk_length)
+
+
+@contextmanager
+def served(progress_seconds: float = 30.0) -> Iterator[Served]:
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    far.settimeout(30.0)
+    serving = Served(far, progress_seconds)
+
+    def serve() -> None:
+        try:
+            serving.left = serving.thread.serve(near)
+        except Exception as error:
+            serving.error = error
+        finally:
+            serving.ended.set()
+
+    thread = threading.Thread(target=serve)
+    with near, far:
+        thread.start()
+        try:
+            yield serving
+        finally:
+            far.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            assert near.getblocking() is False
+            assert serving.source.ended == len(serving.source.lent)
+
+
+def get(number: int, *items: GetItem, flags: int = 0) -> bytes:
+    return encode_frame(DataKind.GET, number, Get(list(items), keeps=1), flags=flags)
+
+
+def ended(serving: Served) -> bytes:
+    """What the thread left, once it has ended."""
+    serving.ended.wait(30)
+    assert serving.left is not None, serving.error
+    return serving.left
+
+
+def test_small_values_are_copied_and_larger_ones_sent_from_their_place() -> None:
+    with served() as serving:
+        for number, digest in enumerate([SMALL, LARGE, SMALL]):
+            serving.far.sendall(get(number, GetItem(digest)))
+            answered, objects, value = serving.reply()
+            (item,) = objects.items
+            assert (answered, item.status, item.bulk_bytes) == (number, 0, len(VALUES[digest]))
+            assert (item.slot, item.trailer) == (b"slot of " + digest, b"trailer")
+            assert value == VALUES[digest]
+        assert serving.source.lent == [(READER, 1)]
+        digests, length_bytes = serving.tally.take(10)
+        assert digests == [SMALL, LARGE, SMALL]
+        assert length_bytes > len(VALUES[LARGE]) + 2 * len(VALUES[SMALL])
+        assert serving.tally.take_upload_seconds() > 0
+        assert serving.tally.take(10) == ([], 0)
+
+
+def test_pipelined_requests_and_batches_are_answered_in_order() -> None:
+    with served() as serving:
+        serving.far.sendall(b"".join(get(n, *[GetItem(SMALL)] * n) for n in range(1, 20)))
+        for number in range(1, 20):
+            answered, objects, values = serving.reply()
+            assert (answered, len(objects.items)) == (number, number)
+            assert values == VALUES[SMALL] * number
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        encode_frame(DataKind.PING, 2, Ping()),
+        get(2, GetItem(b"absent".ljust(16))),
+        get(2, GetItem(SMALL), GetItem(b"absent".ljust(16))),
+        get(2, GetItem(LARGE), GetItem(LARGE)),
+        get(2, GetItem(SMALL, 1)),
+        get(2, GetItem(LARGE, 1)),
+        get(2, GetItem(SMALL), flags=ONE_WAY),
+        get(2),
+        get(2, GetItem(SMALL))[:-1],
+        b"\x00",
+        get(2, GetItem(SMALL))[:HEADER_BYTES] + b"\xc1" * 60,
+        b"\xff" * 100,
+    ],
+    ids=[
+        *("another kind", "absent", "one of two is absent", "two large ones", "another chunk"),
+        *("another chunk of a large one", "one-way", "no items", "half a request", "a byte"),
+        *("no body", "garbage"),
+    ],
+)
+def test_what_it_cannot_answer_is_left_to_the_event_loop(request_bytes: bytes) -> None:
+    with served() as serving:
+        serving.far.sendall(get(1, GetItem(SMALL)) + request_bytes)
+        assert serving.reply()[2] == VALUES[SMALL]
+        assert ended(serving) == request_bytes
+        assert serving.tally.take(10)[0] == [SMALL]
+
+
+def test_more_than_an_answer_holds_is_left_to_the_event_loop() -> None:
+    VALUES[b"q" * 16] = bytes(QUICK_BYTES)
+    with served() as serving:
+        request = get(1, *[GetItem(b"q" * 16)] * (2 * MIB // QUICK_BYTES + 1))
+        serving.far.sendall(request)
+        assert ended(serving) == request
+    del VALUES[b"q" * 16]
+
+
+def test_it_ends_with_a_pause_the_connection_or_when_it_is_not_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with served() as serving:
+        serving.far.shutdown(socket.SHUT_WR)
+        assert ended(serving) == b""
+    monkeypatch.setattr(read_thread, "PAUSE_SECONDS", 0.05)
+    with served() as serving:
+        assert ended(serving) == b""
+    with served() as serving:
+        serving.wanted = False
+        serving.far.sendall(get(1, GetItem(SMALL)))
+        assert ended(serving) == b"" or serving.left == get(1, GetItem(SMALL))
+
+
+def test_who_does_not_read_is_cut() -> None:
+    with served(progress_seconds=0.1) as serving:
+        serving.far.sendall(get(1, GetItem(HUGE)))
+        serving.ended.wait(30)
+        assert isinstance(serving.error, DeadlineExceeded)
+        assert serving.source.ended == 1
+
+
+def test_a_value_that_the_socket_takes_in_parts_arrives_whole() -> None:
+    with served() as serving:
+        serving.far.sendall(get(1, GetItem(HUGE)))
+        HUGE_VALUE[-1] = 7
+        assert serving.reply()[2] == HUGE_VALUE
+
+
+def test_a_tally_forgets_the_oldest() -> None:
+    tally = ReadTally()
+    for _ in range(3):
+        tally.add([SMALL] * (MAX_TALLY // 2), 1)
+    tally.add([LARGE], 1)
+    digests, length_bytes = tally.take(2 * MAX_TALLY)
+    assert (len(digests), digests[-1], length_bytes) == (MAX_TALLY, LARGE, 4)
+
+
+def test_reads_are_brisk_that_follow_one_another() -> None:
+    brisk = Briskness()
+    for number in range(BRISK_READS):
+        assert not brisk.is_brisk
+        brisk.answered(number * BRISK_SECONDS / 2, quick=True)
+    assert brisk.is_brisk
+    brisk.answered(BRISK_READS * BRISK_SECONDS, quick=False)
+    assert not brisk.is_brisk
+    for number in range(3 * BRISK_READS):
+        brisk.answered(100 + number * BRISK_SECONDS * 2, quick=True)
+        assert not brisk.is_brisk
