@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -485,7 +485,10 @@ class _Janitor:
 
     def __init__(self, link: PeerLink) -> None:
         self._link = weakref.ref(link)
-        self._stop = threading.Event()
+        # No Event: `stop` may run anywhere (in `__del__`, while the interpreter ends) and must wait for nobody, and an
+        # Event has a lock, which a thread that was waiting for it takes with it when the interpreter ends.
+        self._running = threading.Lock()
+        self._running.acquire()
         link.on_busy = self._start
 
     def _start(self) -> None:
@@ -493,7 +496,7 @@ class _Janitor:
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(TIDY_SECONDS):
+            while not self._is_stopped_within(TIDY_SECONDS):
                 link = self._link()
                 if link is None:
                     return
@@ -505,8 +508,15 @@ class _Janitor:
         except P2PStoreError:
             return  # who uses the client next is told
 
+    def _is_stopped_within(self, seconds: float) -> bool:
+        stopped = self._running.acquire(timeout=seconds)
+        if stopped:
+            self.stop()  # for whoever else waits
+        return stopped
+
     def stop(self) -> None:
-        self._stop.set()
+        with suppress(RuntimeError):  # somebody else did
+            self._running.release()
 
 
 def _close_all() -> None:
