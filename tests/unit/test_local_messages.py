@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -36,6 +37,10 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(values(get_args(hint)[0]), max_size=3)
     if get_origin(hint) is tuple:
         return st.lists(values(get_args(hint)[0]), max_size=3).map(tuple)
+    if get_origin(hint) in (Union, UnionType):
+        return st.one_of([values(each) for each in get_args(hint)])
+    if hint is type(None):
+        return st.none()
     if isinstance(hint, type) and issubclass(hint, Message):
         fields = get_type_hints(hint)
         return st.builds(hint, **{field: values(each) for field, each in fields.items()})
