@@ -285,6 +285,8 @@ class PeerLocalBackend:
     async def _replicate(self, client: LocalClient, message: local.Replicate) -> local.PutOutcome:
         if not 1 <= message.copies <= MAX_REPLICAS:
             raise ValueError(f"copies must be 1 to {MAX_REPLICAS}, not {message.copies}")
+        if len(message.digest) != DIGEST_BYTES:
+            raise ValueError(f"{len(message.digest)} bytes are no digest")
         entry = self._segment.find(message.digest, self._unix)
         if entry is None:
             entry = await self._node.complete(

@@ -62,7 +62,8 @@ async def test_what_one_publishes_the_others_fetch_in_every_world(tmp_path: Path
             nursery.start_soon(trio.to_thread.run_sync, under_asyncio, d, tmp_path / "d")
         for name in "bcd":
             assert same_files(source, tmp_path / name / "current")
-        assert {each.phase for each in seen} & {"fetching", "checking"}
+        assert seen  # what it was in when the peer was asked is a matter of time
+        assert {each.phase for each in seen} <= {"waiting", "checking", "fetching", "finishing"}
         with pytest.raises(errors.NoSuchKey, match="no checkpoint 'other'"):
             await b.checkpoints.fetch("other", tmp_path / "other")
 

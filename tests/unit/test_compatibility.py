@@ -14,7 +14,8 @@ import struct
 from collections.abc import AsyncIterator, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -119,6 +120,8 @@ def sample(hint: Any) -> Any:
     if isinstance(hint, type) and issubclass(hint, Message):
         fields = get_type_hints(hint)
         return hint(**{name: sample(fields[name]) for name in hint.__struct_fields__})
+    if get_origin(hint) in (Union, UnionType):
+        return sample(get_args(hint)[0])
     return {int: 5, float: 2.5, bool: True, str: "text", bytes: b"bytes"}[hint]
 
 
