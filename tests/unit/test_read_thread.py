@@ -143,6 +143,8 @@ def test_small_values_are_copied_and_larger_ones_sent_from_their_place() -> None
             assert (item.slot, item.trailer) == (b"slot of " + digest, b"trailer")
             assert value == VALUES[digest]
         assert serving.source.lent == [(READER, 1)]
+        serving.far.shutdown(socket.SHUT_WR)
+        assert ended(serving) == b""  # answers are counted after they are sent
         digests, length_bytes = serving.tally.take(10)
         assert digests == [SMALL, LARGE, SMALL]
         assert length_bytes > len(VALUES[LARGE]) + 2 * len(VALUES[SMALL])
