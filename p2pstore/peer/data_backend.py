@@ -164,11 +164,15 @@ class PeerDataBackend:
         if lent is None:
             return None
         loan, entry = lent
-        if entry.length > LENT_BYTES or self._is_sent_on(entry, reader, keeps):
-            self._segment.end_loan(loan)
-            return None
-        slot, trailer = self._segment.slot_bytes(entry), self._segment.trailer_bytes(entry)
-        return LentObject(slot, trailer, self._segment.payload(entry), loan)
+        lent_object = None
+        try:
+            if entry.length <= LENT_BYTES and not self._is_sent_on(entry, reader, keeps):
+                slot, trailer = self._segment.slot_bytes(entry), self._segment.trailer_bytes(entry)
+                lent_object = LentObject(slot, trailer, self._segment.payload(entry), loan)
+            return lent_object
+        finally:
+            if lent_object is None:
+                self._segment.end_loan(loan)
 
     def _is_sent_on(self, entry: ObjectEntry, reader: bytes, keeps: int) -> bool:
         """Whether the object is hot, so that the event loop is to say who else has it."""

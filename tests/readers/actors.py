@@ -42,6 +42,8 @@ ROUND: Final = 50
 CLIENT_SECONDS: Final = 20.0
 VIEWS: Final = 8
 REMOTE_VIEWS: Final = 0.1
+BRISK: Final = 32
+"""Reads of one value, each right after the other: most of them are answered by a thread of the holder."""
 BATCH: Final = 8
 READS, WRONG, FAILED, CHANGES, LIMIT = range(5)
 """Columns of the counts: values compared, those that were wrong, reads and puts without a result, puts and removals;
@@ -143,6 +145,13 @@ class Actor:
         length = client.get_into(key, self.buffer)
         self.compare(key, self.buffer[:length], how)
 
+    def copy_briskly(self, client: BlockingClient, peer: int) -> None:
+        """Copy one value of that peer's again and again, while others change it."""
+        key = self.key(peer)
+        for _ in range(BRISK):
+            length = client.get_into(key, self.buffer)
+            self.compare(key, self.buffer[:length], "brisk")
+
     def view(self, client: BlockingClient, peer: int) -> None:
         """Hold views of several values, some of them fetched from the other peer for that, and compare each of
         them when it is taken and when all are there: nothing may have moved."""
@@ -213,12 +222,15 @@ def play(role: str, actor: Actor) -> None:
             actor.run(actor.owner, actor.view)
         case "trust":
             actor.run(actor.owner, actor.trust)
-        case "shm" | "tcp":
+        case "shm" | "tcp" | "brisk":
 
             def read(client: BlockingClient, _: int) -> None:
-                actor.copy(client, actor.owner(), role)
+                if role == "brisk":
+                    actor.copy_briskly(client, actor.owner())
+                else:
+                    actor.copy(client, actor.owner(), role)
 
-            if role == "tcp":
+            if role != "shm":
                 ShmTransport.why_not = _on_another_host  # type: ignore[method-assign, assignment] # on purpose
             actor.run(lambda: OWNERS, read)
         case _:

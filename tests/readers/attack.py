@@ -29,7 +29,10 @@ from tests.readers.actors import (
 )
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-CAST: Final = {"change": 0.0, "copy": 0.94, "shm": 0.02, "tcp": 0.02, "view": 0.02, "trust": 0.0}
+CAST: Final = {
+    **{"copy": 0.88, "shm": 0.02, "tcp": 0.02, "brisk": 0.06, "view": 0.02},
+    **{"change": 0.0, "trust": 0.0},
+}
 """Roles, and their shares of all reads. Most copy from the mapping, which takes microseconds; for the others a peer
 has to be asked, and it is busy. Writers, and the reader that trusts, work as long as the others do."""
 MEMORY: Final = "4MiB"
