@@ -57,6 +57,9 @@ CONNECT_SECONDS: Final = 3.0
 """For each address of a peer: connect, then again for the hello."""
 IDLE_SECONDS: Final = 300.0
 """Older idle connections are not trusted: the other side closes them after 600 s, firewalls earlier."""
+SPARE_SECONDS: Final = 60.0
+"""Where others were enough for so long, an idle connection is closed. The one used last is taken first: those that
+wait are of a burst that has passed."""
 BRIEF_BYTES: Final = 64 * KIB
 """Reads of up to so many bytes take less time than a new connection."""
 QUEUE_SECONDS: Final = 600.0
@@ -97,7 +100,7 @@ class DataPool:
     """Connections to any number of peers, for any number of tasks (or threads, with blocking sockets).
 
     At most `max_places` connections to one peer; of those `idle_per_peer` are kept when idle, and
-    `max_idle` over all peers.
+    `max_idle` over all peers. They become fewer again when fewer are enough.
     """
 
     def __init__(
@@ -473,6 +476,9 @@ class DataPool:
                 places.append(place)
             if not _is_open(place):  # others first
                 places.insert(0, places.pop())
+            elif _is_spare(places[0], place.idle_since):
+                _close_oldest(places[:1], 0)
+                del places[0]
             if len(places) <= self._idle_per_peer and _is_open(place) and self._few_peers():
                 return
             _close_oldest(places, self._idle_per_peer)
@@ -585,6 +591,10 @@ def _close_oldest(places: Sequence[_Place], keep: int) -> None:
     for place in idle[: max(0, len(idle) - keep)]:
         assert place.connection is not None
         place.connection.close()
+
+
+def _is_spare(place: _Place, now: float) -> bool:
+    return not place.users and now - place.idle_since > SPARE_SECONDS
 
 
 def _is_open(place: _Place) -> bool:

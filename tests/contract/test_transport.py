@@ -1404,6 +1404,30 @@ async def test_connections_to_one_peer_are_limited_and_surplus_idle_ones_close(
         await pool.request(peer, DataKind.PING, Ping())
 
 
+async def test_connections_of_a_burst_close_when_fewer_are_enough(
+    tcp: TcpHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = DataPool(TrioDriver())
+    peer = tcp.copy()
+
+    async def replicate() -> None:
+        await pool.request(peer, DataKind.REPLICATE, Replicate(bytes(16), 1, 1, 1))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(4):
+            nursery.start_soon(replicate)
+        await until(lambda: tcp.backend.waiting == 4)
+        tcp.backend.release.set()
+    await pool.request(peer, DataKind.PING, Ping())
+    assert tcp.server.connections == pool.open_connections == 4
+    monkeypatch.setattr("p2pstore.transfer.data_pool.SPARE_SECONDS", 0.0)
+    for left in (3, 2, 1, 1):
+        await pool.request(peer, DataKind.PING, Ping())
+        assert pool.open_connections == left
+    await until(lambda: tcp.server.connections == 1)
+    pool.close()
+
+
 async def test_brief_reads_share_the_connections_that_are_kept(tcp: TcpHarness) -> None:
     """Others open more; and who gives up leaves the queue, or passes his turn on."""
     pool = DataPool(TrioDriver(), idle_per_peer=2)
