@@ -117,6 +117,8 @@ class AsyncioStream:
             self._unyielded_bytes += count
             return count
 
+    receive_soon = receive_into
+
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
         while True:
             try:

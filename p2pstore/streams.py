@@ -22,6 +22,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
+from p2pstore.polling import Polling
 
 T = TypeVar("T")
 BytesLike = bytes | bytearray | memoryview
@@ -56,6 +57,10 @@ class ByteStream(Protocol):
 
     async def receive_into(self, view: memoryview) -> int:
         """Receive at least one byte into `view`; 0 means the other side closed."""
+        ...
+
+    async def receive_soon(self, view: memoryview) -> int:
+        """`receive_into` of what should be here within microseconds: where that helps, without sleeping."""
         ...
 
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
@@ -270,6 +275,7 @@ class BlockingStream:
         self._sock = sock
         # Have the kernel keep the time: Python's own timeout polls before every call.
         sock.settimeout(None)
+        self._polling = Polling()
         self._receive_seconds: float | None = None
         self._send_limit = self._receive_limit = 0.0
         self.progress_seconds = progress_seconds
@@ -329,6 +335,12 @@ class BlockingStream:
     async def receive_into(self, view: memoryview) -> int:
         try:
             return self._sock.recv_into(view)
+        except BlockingIOError:
+            raise stalled(self._receive_limit) from None
+
+    async def receive_soon(self, view: memoryview) -> int:
+        try:
+            return self._polling.receive_into(self._sock, view)
         except BlockingIOError:
             raise stalled(self._receive_limit) from None
 

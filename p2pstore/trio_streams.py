@@ -130,6 +130,8 @@ class TrioStream:
                 await trio.lowlevel.cancel_shielded_checkpoint()
             return count
 
+    receive_soon = receive_into
+
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
         await trio.lowlevel.checkpoint_if_cancelled()
         while True:

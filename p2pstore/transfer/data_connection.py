@@ -417,7 +417,7 @@ class DataConnection:
             return -1
         target = view[:size]
         if size > SMALL_BYTES:
-            await self._inbox.read_into(target)
+            await self._inbox.read_into(target, soon=True)
             payload = target
         else:
             payload = self._inbox.held(size) or await self._inbox.take(size)
@@ -434,7 +434,7 @@ class DataConnection:
     async def _receive_only(self, number: int, items: list[GetItem]) -> ObjectReply:
         """The head of the answer to a GET of one item."""
         inbox = self._inbox
-        head = inbox.held(HEADER_BYTES) or await inbox.take(HEADER_BYTES)
+        head = inbox.held(HEADER_BYTES) or await inbox.take(HEADER_BYTES, soon=True)
         kind, flags, request_id, body_length, bulk_length = HEADER.unpack(head)
         if (kind, flags, request_id) != (_GET, REPLY, number) or not (
             body_length <= MAX_HELD_BODY_BYTES and bulk_length <= CHUNK_BYTES
@@ -767,7 +767,7 @@ class DataConnection:
         """Header and body of the next reply; its bulk bytes are left to the caller."""
         if self._bulk_left:
             raise ProtocolError("the previous reply's bulk bytes were not read")
-        header = decode_header(await self._inbox.take(HEADER_BYTES), DATA_REPLY_LIMITS)
+        header = decode_header(await self._inbox.take(HEADER_BYTES, soon=True), DATA_REPLY_LIMITS)
         body = await self._inbox.take(header.body_length)
         if header.flags & ERROR:
             failure = decode_body(Failure, body)

@@ -43,23 +43,25 @@ class Inbox:
         """What `held` or `take` gave in place just now comes again."""
         self._start -= length
 
-    async def take(self, length: int) -> memoryview:
-        """The next `length` bytes: in place, until the next call, unless they are too many for that. Raises as
-        `read_into`."""
+    async def take(self, length: int, *, soon: bool = False) -> memoryview:
+        """The next `length` bytes: in place, until the next call, unless they are too many for that. `soon`: they
+        should be here within microseconds. Raises as `read_into`."""
         if length > INBOX_BYTES:
             return memoryview(await self.read(length))
         while (view := self.held(length)) is None:
-            await self._receive(length)
+            await self._receive(length, soon=soon)
         return view
 
-    async def read_into(self, view: memoryview) -> None:
-        """Fill `view`. Raises `ConnectionResetError` when the other side closes before."""
+    async def read_into(self, view: memoryview, *, soon: bool = False) -> None:
+        """Fill `view`; `soon`: from what should be here within microseconds. Raises `ConnectionResetError` when the
+        other side closes before."""
         position = self._move_into(view)
         while position < len(view):
             if len(view) >= INBOX_BYTES:
-                position += self._count(await self._stream.receive_into(view[position:]))
+                receive = self._stream.receive_soon if soon else self._stream.receive_into
+                position += self._count(await receive(view[position:]))
             else:
-                await self._receive(1)
+                await self._receive(1, soon=soon)
                 position += self._move_into(view[position:])
 
     async def read_in_steps(
@@ -102,7 +104,7 @@ class Inbox:
         self._start = self._end = 0
         return rest
 
-    async def _receive(self, wanted_bytes: int) -> None:
+    async def _receive(self, wanted_bytes: int, *, soon: bool = False) -> None:
         """Receive more, with room for `wanted_bytes` after what nobody has read yet begins."""
         if self._start == self._end:
             self._start = self._end = 0
@@ -112,7 +114,8 @@ class Inbox:
             self._start, self._end = 0, held
         limit = max(self._start + wanted_bytes, self._end + self._ahead_bytes)
         room = self._buffer[self._end : limit]
-        self._end += self._count(await self._stream.receive_into(room))
+        receive = self._stream.receive_soon if soon else self._stream.receive_into
+        self._end += self._count(await receive(room))
 
     def _move_into(self, view: memoryview) -> int:
         count = min(len(view), self._end - self._start)

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from p2pstore.objects import KIB, MIB
+from p2pstore.polling import Polling
 from p2pstore.streams import waiting_in_kernel
 from p2pstore.transfer.entries import QuickCopy
 from p2pstore.transfer.messages import DataKind, Get, GetItem, ObjectReply, Objects, ObjectStatus
@@ -129,6 +130,7 @@ class ReadThread:
         self._values = memoryview(bytearray(VALUES_BYTES))
         """Those of the answer that is made."""
         self._taken_bytes = self._sent_bytes = 0
+        self._polling = Polling()
 
     def serve(self, sock: socket.socket) -> bytes:
         """Answer requests until one comes that is not for here, or none for a while: the bytes received that were not
@@ -144,7 +146,7 @@ class ReadThread:
         request = self._request
         while self._wanted():
             try:
-                count = sock.recv_into(request)
+                count = self._polling.receive_into(sock, request)
             except BlockingIOError:  # a pause
                 return b""
             done = 0

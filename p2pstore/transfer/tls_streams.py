@@ -153,6 +153,8 @@ class TlsStream:
                 return 0
         return count
 
+    receive_soon = receive_into
+
     def _decrypt_into(self, view: memoryview) -> int:
         """As much as has arrived whole."""
         position = 0

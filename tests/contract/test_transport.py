@@ -603,6 +603,10 @@ class CancellingStream:
         self._count()
         return await self._stream.receive_into(view)
 
+    async def receive_soon(self, view: memoryview) -> int:
+        self._count()
+        return await self._stream.receive_soon(view)
+
 
 class CancellingDriver(TrioDriver):
     """Cancels `scope` before the call number `at`."""

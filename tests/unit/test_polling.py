@@ -1,0 +1,122 @@
+"""When a thread polls before it sleeps, in a time of the test's own."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+
+import pytest
+
+from p2pstore import polling
+from p2pstore.polling import MOST_SLEEPS, POLL_SECONDS, SHORT_SECONDS, Polling
+
+STEP_SECONDS = 2e-6
+LONG_SECONDS = 2 * SHORT_SECONDS
+
+
+class Line:
+    """A socket and its clock. What is asked for comes after `delay_seconds`; `polls` and `sleeps` are how it was
+    received."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.delay_seconds = 0.0
+        self.due = 0.0
+        self.polls = self.sleeps = self.yields = 0
+
+    def recv_into(self, view: memoryview, length: int = 0, flags: int = 0) -> int:
+        self.now += STEP_SECONDS
+        if flags:
+            assert flags == socket.MSG_DONTWAIT
+            if self.now < self.due:
+                raise BlockingIOError
+            self.polls += 1
+        else:
+            self.now = max(self.now, self.due)
+            self.sleeps += 1
+        return len(view)
+
+    def give_way(self) -> None:
+        self.yields += 1
+
+    def ask(self, some: Polling, delay_seconds: float) -> str:
+        """Receive what comes after so long: how, and after how many questions in vain."""
+        before = self.polls, self.yields
+        self.due = self.now + delay_seconds
+        assert some.receive_into(self, memoryview(bytes(3))) == 3  # type: ignore[arg-type]  # as much of it as is used
+        tried = self.yields > before[1]
+        if self.polls > before[0]:
+            return "polled"
+        return "polled in vain" if tried else "slept"
+
+
+@pytest.fixture
+def line(monkeypatch: pytest.MonkeyPatch) -> Line:
+    line = Line()
+    monkeypatch.setattr("p2pstore.polling.time.monotonic", lambda: line.now)
+    monkeypatch.setattr("p2pstore.polling.os.sched_yield", line.give_way)
+    monkeypatch.setattr(polling._Turn, "taken_until", 0.0)
+    return line
+
+
+def test_it_polls_after_a_short_wait_and_sleeps_after_a_long_one(line: Line) -> None:
+    some = Polling()
+    short = POLL_SECONDS / 2
+    assert [line.ask(some, each) for each in (LONG_SECONDS, LONG_SECONDS, short, short, short)] == [
+        *("slept", "slept", "slept", "polled", "polled")
+    ]
+    assert line.ask(some, LONG_SECONDS) == "polled in vain"
+    assert line.ask(some, short) == "slept"
+    assert line.ask(some, short) == "polled"
+    assert line.ask(some, 0) == "polled"
+
+
+def test_a_wait_that_only_sleep_made_long_is_short(line: Line) -> None:
+    some = Polling()
+    assert line.ask(some, SHORT_SECONDS * 0.9) == "slept"
+    assert line.ask(some, POLL_SECONDS / 2) == "polled"
+
+
+def test_polling_in_vain_becomes_seldom_and_often_again(line: Line) -> None:
+    some = Polling()
+    delay = (POLL_SECONDS + SHORT_SECONDS) / 2
+    asked = [line.ask(some, delay) for _ in range(4 * MOST_SLEEPS)]
+    vain = [number for number, each in enumerate(asked) if each == "polled in vain"]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(vain)]
+    assert gaps == [2, 3, 5, 9, 17, 33, 65, 65]
+    while line.ask(some, POLL_SECONDS / 2) == "slept":
+        pass
+    assert line.ask(some, delay) == "polled in vain"
+    assert line.ask(some, POLL_SECONDS / 2) == "slept"
+    assert line.ask(some, POLL_SECONDS / 2) == "polled"
+
+
+def test_one_thread_polls_at_a_time(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    some, other = Polling(), Polling()
+    assert [line.ask(each, 0) for each in (some, other)] == ["slept", "slept"]
+    slept = line.sleeps
+
+    def let_the_other_run() -> None:
+        assert other.receive_into(line, memoryview(bytes(3))) == 3  # type: ignore[arg-type]  # as above
+
+    monkeypatch.setattr("p2pstore.polling.os.sched_yield", let_the_other_run)
+    assert line.ask(some, POLL_SECONDS / 2) == "polled"
+    assert line.sleeps == slept + 1
+    assert line.ask(other, 0) == "polled"
+
+
+def test_nothing_is_left_of_who_was_interrupted(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some, other = Polling(), Polling()
+    assert [line.ask(each, 0) for each in (some, other)] == ["slept", "slept"]
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr("p2pstore.polling.os.sched_yield", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            line.ask(some, POLL_SECONDS / 2)
+    assert line.ask(other, POLL_SECONDS) == "slept"
+    assert line.ask(other, POLL_SECONDS / 2) == "polled"
