@@ -110,11 +110,11 @@ async def test_what_is_there_is_verified_piece_by_piece_each_once_and_several_at
     together = threading.Barrier(2)
     pieces: list[int] = []
 
-    def reading(self: TargetDirectory, piece: int) -> bytearray:
+    def reading(self: TargetDirectory, piece: int, room: memoryview | None = None) -> memoryview:
         pieces.append(piece)
         if len(pieces) <= 2:
             together.wait(20)  # breaks, where there is nobody else
-        return read(self, piece)
+        return read(self, piece, room)
 
     async with cluster(tmp_path, 2) as (a, b):
         published = await a.checkpoints.publish("model", source, piece_bytes=PIECE)
