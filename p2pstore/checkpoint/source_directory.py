@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,18 @@ class SourceDirectory:
                 _read_fully(descriptor, part, extent.offset, file)
                 _check_unchanged(os.fstat(descriptor), file)
         return data
+
+    @contextmanager
+    def opened(self, file: int) -> Iterator[int]:
+        """A file, open for the time of the block. Raises `CheckpointChanged` when it is not what it was, before or
+        after that."""
+        found = self.files[file]
+        with self._open(found) as descriptor:
+            try:
+                yield descriptor
+            except EOFError:
+                raise _became_shorter(found) from None
+            _check_unchanged(os.fstat(descriptor), found)
 
     def check(self) -> None:
         """Raises `CheckpointChanged` when any file is not what it was."""
@@ -160,10 +173,14 @@ def _check_unchanged(found: os.stat_result, file: SourceFile) -> None:
         )
 
 
+def _became_shorter(file: SourceFile) -> CheckpointChanged:
+    return CheckpointChanged(f"{file.path}: became shorter while it was published")
+
+
 def _read_fully(descriptor: int, view: memoryview, offset: int, file: SourceFile) -> None:
     while view:
         count = os.preadv(descriptor, [view], offset)
         if not count:
-            raise CheckpointChanged(f"{file.path}: became shorter while it was published")
+            raise _became_shorter(file)
         view = view[count:]
         offset += count

@@ -17,9 +17,10 @@ from typing import Final
 
 import trio
 
+from p2pstore.checkpoint.bulk_reading import BulkReader
 from p2pstore.checkpoint.choosing import choose_files
 from p2pstore.checkpoint.directory_versions import kept_manifest, kept_versions
-from p2pstore.checkpoint.hashing import hash_source
+from p2pstore.checkpoint.hashing import PieceHashes, hash_source
 from p2pstore.checkpoint.manifest import (
     Manifest,
     SignedManifest,
@@ -61,6 +62,7 @@ from p2pstore.peer.checkpoints.stores import PieceStore, PublishedPieces, Target
 from p2pstore.peer.checkpoints.swarm_run import SwarmRun
 from p2pstore.peer.node import Node
 from p2pstore.transfer.data_pool import DataPool
+from p2pstore.transfer.memory import available_memory
 from p2pstore.transfer.transport import RemotePeer
 
 logger = logging.getLogger("p2pstore.peer")
@@ -277,6 +279,7 @@ class PeerCheckpoints:
         manifest = await hash_source(
             source,
             order.name,
+            reader=_reader_of(source.total_bytes),
             piece_bytes=order.piece_bytes,
             previous_piece_bytes=self._previous_piece_bytes(order),
             progress=job.advance,
@@ -611,26 +614,18 @@ class PeerCheckpoints:
 
     async def _verify(self, target: TargetDirectory, job: Job) -> None:
         """Read again what is there. Raises `ConfigError` when it is not what it should be."""
-        layout = target.manifest.layout
+        manifest = target.manifest
+        layout = manifest.layout
         job.begin(JobPhase.CHECKING, layout.total_bytes)
-        pieces = iter(pieces_in(target.have))
-        failures: list[Exception] = []
-
-        async def verify() -> None:
-            try:
-                for piece in pieces:
-                    check = partial(_check_piece, target, piece)
-                    await trio.to_thread.run_sync(check, limiter=self.threads)
-                    job.advance(layout.size(piece))
-            except (ConfigError, OSError) as error:
-                failures.append(error)
-                nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(THREADS):
-                nursery.start_soon(verify)
-        if failures:
-            raise failures[0]
+        hashes = PieceHashes(layout, target.opened, _reader_of(layout.total_bytes))
+        try:
+            await hashes.find(pieces_in(target.have), progress=job.advance)
+        except (EOFError, FileNotFoundError) as error:
+            raise ConfigError(f"{target.directory}: was changed: {error}") from error
+        for piece in pieces_in(target.have):
+            if hashes.of(range(piece, piece + 1)) != manifest.piece_hash(piece):
+                file = manifest.files[layout.extents(piece)[0].file].path
+                raise ConfigError(f"{target.directory}: {file} was changed; remove it to fetch it")
 
     async def _bring(self, part: _Part, bringing: _Bringing) -> None:
         """By the swarm; then it is put in its place."""
@@ -838,10 +833,10 @@ class _PublishedMemory(PublishedPieces):
         self._memory.close()
 
 
-def _check_piece(target: TargetDirectory, piece: int) -> None:
-    if not target.manifest.is_piece(piece, target.read(piece)):
-        file = target.manifest.files[target.manifest.layout.extents(piece)[0].file].path
-        raise ConfigError(f"{target.directory}: {file} was changed; remove it to fetch it")
+def _reader_of(total_bytes: int) -> BulkReader:
+    """To hash so many bytes. What fills more than half of the memory that is free is read past the page cache."""
+    free_bytes, _ = available_memory()
+    return BulkReader(past_cache=2 * total_bytes > free_bytes)
 
 
 def _copy_piece(source: PieceStore, target: Target, piece: int) -> Exception | None:
