@@ -52,6 +52,27 @@ class SourceDirectory:
             which = " that matches" if include or exclude else ""
             raise CheckpointRefused(f"{root}: there is no file{which} to publish")
 
+    @classmethod
+    def as_it_was(
+        cls, root: Path, manifest: Manifest, times: Sequence[tuple[int, int]]
+    ) -> SourceDirectory:
+        """The directory that a manifest was made of, perhaps long ago: `times` are the time of the last change (ns) and
+        the inode of each file then. Raises `CheckpointChanged` when anything is not what it was, and `OSError`."""
+        source = cls.__new__(cls)
+        source.root, source._include, source._exclude = root, (), ()
+        if len(times) != len(manifest.files):
+            raise CheckpointChanged("there were other files")
+        source.files = []
+        for entry, (changed_ns, inode) in zip(manifest.files, times, strict=True):
+            try:
+                found = (root / entry.path).stat()
+            except FileNotFoundError:
+                raise CheckpointChanged(f"{entry.path}: is gone") from None
+            if (found.st_size, found.st_mtime_ns, found.st_ino) != (entry.size, changed_ns, inode):
+                raise CheckpointChanged(f"{entry.path}: changed since it was published")
+            source.files.append(SourceFile(entry.path, entry.size, entry.mode, _stamp(found)))
+        return source
+
     @property
     def total_bytes(self) -> int:
         """Of all files together."""
