@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from p2pstore.checkpoint.upload_slots import USUAL_SLOTS
+
 PATIENCE: Final = 4.0
 """A piece may take so many times what is usual for its sender."""
 STRANGER_PATIENCE: Final = 16.0
@@ -22,7 +24,8 @@ FIRST_BACK_OFF_SECONDS: Final = 0.5
 LONGEST_BACK_OFF_SECONDS: Final = 30.0
 BAD_PIECES_ALLOWED: Final = 1
 SLOW: Final = 3.0
-"""A transfer that takes so many times as long as the quickest is held up at the other end."""
+"""A transfer that takes so many times as long as the quickest is held up at the other end, where `USUAL_SLOTS` share
+the link; with twice as many, each takes twice as long."""
 FIRST_HELD_UP_SECONDS: Final = 2.0
 """As long as no transfer has ended: the first ones may be with those who never send anything."""
 FORGETTING: Final = 1.001
@@ -59,11 +62,11 @@ class Pace:
         before = self._usual.get(member, newest)
         self._usual[member] = SHARE_OF_NEWEST * newest + (1 - SHARE_OF_NEWEST) * before
 
-    def held_up_after(self, member: int, size: int) -> float:
-        """Seconds after which a transfer of so many bytes is held up; 0 for at once."""
+    def held_up_after(self, member: int, size: int, slots: int = USUAL_SLOTS) -> float:
+        """Seconds after which a transfer of so many bytes is held up, where `slots` share the link; 0 for at once."""
         if self._quickest == math.inf:
             return FIRST_HELD_UP_SECONDS
-        allowed = SLOW * self._quickest
+        allowed = SLOW * max(1.0, slots / USUAL_SLOTS) * self._quickest
         return 0.0 if self._usual.get(member, 0.0) > allowed else allowed * size
 
     def quickest_seconds(self, size: int) -> float:

@@ -466,7 +466,7 @@ class Swarm:
 
     def _held_up_at(self, pace: Pace, member: int, piece: int, now: float) -> float:
         """When a transfer that begins now counts no more; -infinity for at once."""
-        seconds = pace.held_up_after(member, self._sizes[piece])
+        seconds = pace.held_up_after(member, self._sizes[piece], self.slots.slots)
         return now + seconds if seconds else -math.inf
 
     def _fetch_here(self, neighbour: _Neighbour, now: float) -> None:

@@ -160,18 +160,18 @@ class TargetDirectory:
         record.add(piece)
         return True
 
-    def read(self, piece: int) -> bytearray:
-        """A piece that is here, for others. Raises `OSError`."""
+    def read(self, piece: int, room: memoryview | None = None) -> memoryview:
+        """A piece that is here, for others; in `room` where there is some. Raises `OSError`."""
         extents = self.manifest.layout.extents(piece)
         with self._switch:
             root = self._root
         try:
-            return self._read_own(root, extents)
+            return self._read_own(root, extents, room)
         except FileNotFoundError:
             with self._switch:
                 if self._root == root:
                     raise
-            return self._read_own(self._root, extents)
+            return self._read_own(self._root, extents, room)
 
     def opened(self, file: int) -> AbstractContextManager[int]:
         """A file of a version that is in its place, open for the time of a block. Raises `OSError`."""
@@ -479,8 +479,8 @@ class TargetDirectory:
             return self._rest / path
         return (root or self._root) / path
 
-    def _read_own(self, root: Path, extents: list[Extent]) -> bytearray:
-        return _read_extents([(self._place(each.file, root), each) for each in extents])
+    def _read_own(self, root: Path, extents: list[Extent], room: memoryview | None) -> memoryview:
+        return _read_extents([(self._place(each.file, root), each) for each in extents], room)
 
     def _is_whole(self, number: int) -> bool:
         """Whether the file is one, and as long as it should be."""
@@ -495,10 +495,13 @@ class TargetDirectory:
         return self._record
 
 
-def _read_extents(places: Sequence[tuple[Path, Extent]]) -> bytearray:
-    """The bytes of ranges of files, one behind the other."""
-    data = bytearray(sum(extent.length for _, extent in places))
-    view = memoryview(data)
+def _read_extents(
+    places: Sequence[tuple[Path, Extent]], room: memoryview | None = None
+) -> memoryview:
+    """The bytes of ranges of files, one behind the other; in `room` where there is some."""
+    length = sum(extent.length for _, extent in places)
+    data = memoryview(bytearray(length)) if room is None else room[:length]
+    view = data
     for place, extent in places:
         _read_fully(place, view[: extent.length], extent.offset)
         view = view[extent.length :]

@@ -67,6 +67,8 @@ async def test_a_directory_reaches_everybody_once(tmp_path: Path, tls: bool) -> 
         assert all(member.run.fetched_bytes == member.run.total_bytes for member in fetchers)
         assert source.run.failure is None
         await until(lambda: source.run.machine.dispensable)
+        for member in [source, *fetchers]:
+            await until(lambda run=member.run: not run._buffers._used)  # type: ignore[misc]
 
 
 async def test_the_event_loop_writes_small_pieces_where_that_cannot_hold_it_up(
@@ -146,7 +148,7 @@ class _Lying:
         self.is_local = False
         self.reads = 0
 
-    def read(self, piece: int) -> bytearray:
+    def read(self, piece: int, room: memoryview | None = None) -> bytearray:
         self.reads += 1
         return bytearray(PIECE if piece < 40 else 17)
 

@@ -7,6 +7,7 @@ import pytest
 from p2pstore.checkpoint.messages import MAX_INTRODUCED, Grant, Members, NewPieces, kind_of
 from p2pstore.peer.checkpoints.introductions import BELIEVED_SECONDS, MAX_BELIEVED, Introductions
 from p2pstore.peer.checkpoints.links import SwarmLinks, _Link
+from p2pstore.peer.checkpoints.piece_buffers import MOST_KEPT_BYTES, PieceBuffers
 from p2pstore.peer.checkpoints.token_bucket import BURST_SECONDS, TokenBucket
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.frame_link import FrameLink
@@ -30,6 +31,28 @@ def test_what_did_not_move_costs_nothing() -> None:
     bucket.give_back(5000)
     assert bucket.take(5000, 0.0) == 0.0
     assert bucket.take(1, 0.0) == pytest.approx(5.0)
+
+
+def test_buffers_are_used_again_while_any_is_in_use() -> None:
+    buffers = PieceBuffers(100)
+    first, second = buffers.take(), buffers.take()
+    assert len(first) == 100
+    buffers.give_back(first)
+    assert buffers.take() is first
+    buffers.give_back(first)
+    assert buffers.kept == 1
+    buffers.give_back(second)
+    assert not buffers.kept  # nobody sends or fetches: the memory is others'
+
+
+def test_of_large_buffers_few_are_kept() -> None:
+    buffers = PieceBuffers(MOST_KEPT_BYTES // 2)
+    buffers._kept = [bytearray(1), bytearray(1)]  # as if they were that large
+    one, another = buffers.take(), buffers.take()
+    buffers._used += 2
+    for each in (one, another, bytearray(1)):
+        buffers.give_back(each)
+    assert buffers.kept == 2
 
 
 def test_who_comes_is_told_of_all_and_all_of_it() -> None:

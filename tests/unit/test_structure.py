@@ -119,7 +119,10 @@ PURE = (
             *("metrics", "metrics_ssd", "metric_families"),
         )
     ),
-    *(f"p2pstore/peer/checkpoints/{name}.py" for name in ("introductions", "token_bucket")),
+    *(
+        f"p2pstore/peer/checkpoints/{name}.py"
+        for name in ("introductions", "piece_buffers", "token_bucket")
+    ),
     *(f"p2pstore/topology/{name}.py" for name in ("machine", "matrix")),
     *(f"p2pstore/integrations/mooncake/{name}.py" for name in ("codes", "placement")),
     "p2pstore/objects.py",

@@ -345,8 +345,11 @@ def test_what_takes_three_times_the_quickest_is_held_up() -> None:
     pace.took(5, 100, 1.0)
     assert pace.held_up_after(5, 100) == pytest.approx(3.0)
     assert pace.held_up_after(6, 50) == pytest.approx(1.5)
+    assert pace.held_up_after(5, 100, slots=1) == pytest.approx(3.0)
+    assert pace.held_up_after(5, 100, slots=4) == pytest.approx(6.0), "twice as many share the link"
     pace.took(6, 100, 4.0)
     assert pace.held_up_after(6, 100) == 0.0
+    assert pace.held_up_after(6, 100, slots=4) == pytest.approx(6.0, rel=0.01)
     pace.forget(6)
     assert pace.held_up_after(6, 100) == pytest.approx(3.0, rel=0.01)
 

@@ -227,7 +227,7 @@ def test_a_version_can_be_put_in_its_place_first_and_switched_to_later(tmp_path:
     held = prepared(tmp_path, signed({"a": b"1"}))  # as who passes a version on does
     held.place()
     second = placed(tmp_path, {"a": b"2"})
-    assert held.read(0) == b"1"
+    assert bytes(held.read(0)) == b"1"
     held.close()
     assert current_version(tmp_path) == first
     assert complete_versions(tmp_path) == [first, second]

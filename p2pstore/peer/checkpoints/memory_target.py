@@ -72,13 +72,16 @@ class MemoryTarget:
             self._have |= 1 << piece
         return True
 
-    def read(self, piece: int) -> bytearray:
-        """A piece that is here, for others."""
-        data = bytearray()
+    def read(self, piece: int, room: memoryview | None = None) -> memoryview:
+        """A piece that is here, for others; in `room` where there is some."""
+        size = self.manifest.layout.size(piece)
+        data = memoryview(bytearray(size)) if room is None else room[:size]
+        left = data
         with self._lock:
             for file, offset, length in self.manifest.layout.extents(piece):
                 at = self.layout.files[file] + offset
-                data += self._open_view[at : at + length]
+                left[:length] = self._open_view[at : at + length]
+                left = left[length:]
         return data
 
     def close(self) -> None:

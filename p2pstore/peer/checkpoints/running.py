@@ -52,8 +52,8 @@ class RunningSwarms:
 
     def piece_sent(self, opened: OpenedPiece, whole: bool) -> None:
         """The end of `open_piece`."""
-        run, member, piece = opened.handle
-        run.sent(member, piece, whole)
+        run, member, piece, buffer = opened.handle
+        run.sent(member, piece, buffer, whole)
 
     def take_link(self, version: bytes, peer: bytes) -> OfferedSwarmLink:
         """A link for a member. Raises `NoSuchKey` and `Unavailable`."""

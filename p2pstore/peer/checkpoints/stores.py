@@ -6,6 +6,7 @@ from typing import Protocol
 
 from p2pstore.checkpoint.manifest import Manifest
 from p2pstore.checkpoint.piece_map import PieceMap, full_map
+from p2pstore.streams import BytesLike
 
 
 class PieceStore(Protocol):
@@ -26,8 +27,9 @@ class PieceStore(Protocol):
         """Whether they are in memory or on a disk of this machine, as far as is known."""
         ...
 
-    def read(self, piece: int) -> bytearray:
-        """A piece that is here. Raises `OSError`, and `CheckpointChanged` when it is not what it was."""
+    def read(self, piece: int, room: memoryview | None = None) -> BytesLike:
+        """A piece that is here, in the beginning of `room` where there is some and that saves anything. Raises
+        `OSError`, and `CheckpointChanged` when it is not what it was."""
         ...
 
     def write(self, piece: int, data: memoryview) -> bool:
@@ -70,7 +72,7 @@ class PublishedPieces:
     def needed(self) -> PieceMap:
         return self.have
 
-    def read(self, piece: int) -> bytearray:
+    def read(self, piece: int, room: memoryview | None = None) -> BytesLike:
         return self._source.read_piece(self._manifest, piece)
 
     def write(self, piece: int, data: memoryview) -> bool:

@@ -48,6 +48,7 @@ from p2pstore.errors import CheckpointChanged, P2PStoreError, StoreClosed, Unava
 from p2pstore.peer.checkpoints.at_once import AtOnce
 from p2pstore.peer.checkpoints.introductions import GATHER_SECONDS, Introductions
 from p2pstore.peer.checkpoints.links import Member, OfferedSwarmLink, SwarmLinks
+from p2pstore.peer.checkpoints.piece_buffers import PieceBuffers
 from p2pstore.peer.checkpoints.stores import PieceStore
 from p2pstore.peer.checkpoints.token_bucket import TokenBucket
 from p2pstore.transfer.data_pool import DataPool
@@ -166,7 +167,7 @@ class SwarmRun:
         """Until the next tick."""
         self._fetching: dict[tuple[Member, int], trio.CancelScope] = {}
         self._at_once = AtOnce(store.is_local)
-        self._buffers: list[bytearray] = []
+        self._buffers = PieceBuffers(max(self._sizes, default=0))
         self._writing = 0
         self._written = trio.Event()
 
@@ -400,14 +401,14 @@ class SwarmRun:
             self.done_bytes += self._sizes[event.piece]
 
     async def _bring(self, member: Member, piece: int) -> PieceArrived | PieceFailed:
-        buffer = self._buffers.pop() if self._buffers else bytearray(max(self._sizes))
+        buffer = self._buffers.take()
         try:
             view = memoryview(buffer)[: self._sizes[piece]]
             failure = await self._receive(member, piece, view)
             if failure is None:
                 failure = await self._keep(piece, view)
         finally:
-            self._buffers.append(buffer)
+            self._buffers.give_back(buffer)
         if failure is None:
             return PieceArrived(member, piece)
         return PieceFailed(member, piece, failure)
@@ -486,18 +487,22 @@ class SwarmRun:
             return PieceReply(PieceStatus.NOT_LINKED)
         if isinstance(answer, Decline):
             return PieceReply(STATUS_OF[answer.why], answer.waiting)
+        buffer = self._buffers.take()
+        read = partial(self.store.read, piece, memoryview(buffer))
         try:
-            data = await self._step(partial(self.store.read, piece), self._sizes[piece])
+            data = await self._step(read, self._sizes[piece])
         except (OSError, EOFError, CheckpointChanged) as error:
+            self._buffers.give_back(buffer)
             self.fail(error)
             raise Unavailable(f"the piece cannot be read any more: {error}") from error
         except BaseException:
-            self._happens(Served(member, piece, whole=False))
+            self.sent(member, piece, buffer, whole=False)
             raise
-        return OpenedPiece(data, (self, member, piece))
+        return OpenedPiece(data, (self, member, piece, buffer))
 
-    def sent(self, member: Member, piece: int, whole: bool) -> None:
+    def sent(self, member: Member, piece: int, buffer: bytearray, whole: bool) -> None:
         """The end of `open_piece`."""
+        self._buffers.give_back(buffer)
         self._happens(Served(member, piece, whole))
 
     def _ask(self, member: Member, piece: int) -> Serve | Decline | None:
