@@ -8,6 +8,8 @@
     publishers.json {"format": 1, "publishers": [[namespace, name, peer id]], "forgotten": [[namespace, name, peer id,
                     clock]]}: whom this peer trusts for the names of checkpoints, those used last coming last; which
                     ones it does not show, up to which clock
+    published/      a file for each version of a checkpoint that this peer publishes from a directory
+                    (`peer.checkpoints.publications`)
     floors.bin      signed floor records, appended, one checksum each
     invite          the invite that the peer joined by, without keys; mode 0600
     cluster.key     the keys of that invite, as a key file; mode 0600
@@ -277,6 +279,33 @@ class StateDirectory:
             [(space, name, format_peer_id(each), clock) for space, name, each, clock in forgotten],
         )
         _replace(self.path / "publishers.json", msgspec.json.encode(book) + b"\n")
+
+    def save_publication(self, name: str, body: bytes) -> None:
+        """Keep what is known of a version that is published here."""
+        folder = self.path / "published"
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            _fail(folder, "made", error)
+        _replace(folder / name, body)
+
+    def drop_publication(self, name: str) -> None:
+        """Keep it no more."""
+        path = self.path / "published" / name
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            _fail(path, "removed", error)
+
+    def load_publications(self) -> list[tuple[str, bytes]]:
+        """All that are kept, by name, the oldest first."""
+        folder = self.path / "published"
+        found = [path for path in folder.glob("*") if path.suffix != ".new"]
+        found.sort(key=lambda path: path.stat().st_mtime_ns)
+        try:
+            return [(path.name, path.read_bytes()) for path in found]
+        except OSError as error:
+            _fail(folder, "read", error)
 
     # --- floors ------------------------------------------------------------------------------
 

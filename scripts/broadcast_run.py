@@ -247,13 +247,6 @@ class Broadcast:
             done = client.checkpoints.publish(self.name, self.published, piece_bytes=piece_bytes)
         return done.pieces
 
-    def fetch_alone(self, peer: Peer, *, verify: bool) -> Path:
-        """Have one peer fetch it, or verify what it fetched before; where it is then."""
-        directory = self._folder / f"{self.name}.{peer.name}"
-        with blocking.connect(str(peer.socket), timeout=FETCH_SECONDS) as client:
-            done = client.checkpoints.fetch(self.name, directory, wait=60.0, verify=verify)
-        return Path(done.directory)
-
     def begin(self, peer: Peer) -> Fetch:
         """Have a peer fetch it, from when `run` begins, or now."""
         directory = self._folder / f"{self.name}.{peer.name}"

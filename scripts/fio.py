@@ -35,13 +35,15 @@ class Measured:
 class Fio:
     """fio with the best engine that works here: io_uring, which containers often forbid, or libaio."""
 
-    def __init__(self, file: Path, size_bytes: int) -> None:
+    def __init__(self, file: Path, size_bytes: int, *, direct: bool = True) -> None:
+        """`direct`: past the page cache."""
         found = shutil.which("fio")
         if found is None:
             sys.exit("this compares with fio, which is not installed: `apt-get install fio`")
         self._fio = found
         self._file = file
         self._size_bytes = size_bytes
+        self._direct = direct
         self.engine = next(engine for engine in ("io_uring", "libaio") if self._works(engine))
 
     def run(self, load: Load, seconds: float) -> Measured:
@@ -78,7 +80,8 @@ class Fio:
             f"--bs={load.block_bytes}",
             f"--iodepth={load.depth}",
             f"--ioengine={engine}",
-            *("--direct=1", "--norandommap", "--randrepeat=0", "--allow_file_create=0"),
+            f"--direct={int(self._direct)}",
+            *("--invalidate=0", "--norandommap", "--randrepeat=0", "--allow_file_create=0"),
             *("--fallocate=none", "--time_based", f"--runtime={round(seconds * 1e3)}ms"),
             "--output-format=json",
         ]

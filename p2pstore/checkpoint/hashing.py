@@ -1,31 +1,41 @@
-"""Making a manifest: all bytes of a directory, or of tensors, are read once and hashed, in threads side by side. Shell.
+"""Hashing pieces where they lie: to make a manifest of files or tensors, and to verify what was fetched. Shell.
 
-A large file is one thread's, step by step, as its own hash needs its bytes in order; small files go by the pieces that
-they share. A step reads 64 MiB at most, so that cancelling takes effect soon. Reading and BLAKE3 let go of the
-interpreter's lock.
+All bytes are read once, by threads side by side: more of them than there are cores, as each has one read under way
+when it does not hash. A thread takes neighbouring pieces of one file at a time, 16 MiB at most (or one piece), so that
+cancelling takes effect soon. Reading and BLAKE3 let go of the interpreter's lock.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final, Protocol
 
 import trio
 from blake3 import blake3
 
-from p2pstore.checkpoint.manifest import HASH_BYTES, FileEntry, Manifest, hash_of, make_manifest
-from p2pstore.checkpoint.pieces import LARGEST_USUAL, Extent, PieceLayout, choose_piece_bytes
+from p2pstore.checkpoint.bulk_reading import BulkReader
+from p2pstore.checkpoint.manifest import (
+    HASH_BYTES,
+    FileEntry,
+    FileHashes,
+    Manifest,
+    hash_of,
+    make_manifest,
+)
+from p2pstore.checkpoint.pieces import Extent, PieceLayout, choose_piece_bytes
 from p2pstore.errors import CheckpointChanged
 
-STEP_BYTES: Final = LARGEST_USUAL
-BLOCK_BYTES: Final = 4 * 1024 * 1024
-"""Of a file in memory at once, for each thread: both hashes find it in the cache."""
+STEP_BYTES: Final = 16 * 1024 * 1024
+LEAST_THREADS: Final = 4
 MOST_THREADS: Final = 16
 
 Progress = Callable[[int], None]
 """Told of so many more bytes that were hashed."""
+Opened = Callable[[int], AbstractContextManager[int]]
+"""A file by its number, open for one thread: a descriptor of its own for the time of a block, unless it is memory."""
 
 
 class SourceEntry(Protocol):
@@ -49,15 +59,114 @@ class Source(Protocol):
     @property
     def files(self) -> Sequence[SourceEntry]: ...
 
-    def read(self, extents: Sequence[Extent]) -> bytearray: ...
+    def opened(self, file: int) -> AbstractContextManager[int]: ...
 
     def check(self) -> None: ...
+
+
+class PieceHashes:
+    """Hashes of pieces and of small files, as they become known. Each step writes to places of its own."""
+
+    def __init__(self, layout: PieceLayout, opened: Opened, reader: BulkReader) -> None:
+        self.packed = bytearray(HASH_BYTES * layout.count)
+        """Of all pieces, one behind the other; zeros for those that were not hashed."""
+        self.small_files: dict[int, bytes] = {}
+        """Of those that share a piece with others."""
+        self._layout = layout
+        self._opened = opened
+        self._reader = reader
+
+    def of(self, pieces: range) -> bytes:
+        """The hashes of these pieces."""
+        return bytes(self.packed[pieces.start * HASH_BYTES : pieces.stop * HASH_BYTES])
+
+    async def find(
+        self, pieces: Iterable[int], *, threads: int = 0, progress: Progress = lambda count: None
+    ) -> None:
+        """Hash these pieces, which are in their order. `threads`: 0 for the usual number, by cores. Raises `OSError`,
+        `EOFError` for a file that is too short, and what `opened` raises."""
+        usual = min(MOST_THREADS, max(LEAST_THREADS, os.cpu_count() or 1))
+        limiter = trio.CapacityLimiter(threads or usual)
+        runs = neighbours(self._layout, pieces, STEP_BYTES)
+        failures: list[Exception] = []
+
+        async def work() -> None:
+            try:
+                for run in runs:
+                    step = partial(self.hash_run, run)
+                    progress(await trio.to_thread.run_sync(step, limiter=limiter))
+            except (CheckpointChanged, OSError, EOFError) as error:
+                failures.append(error)
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(int(limiter.total_tokens)):
+                nursery.start_soon(work)
+        if failures:
+            raise failures[0]
+
+    def hash_run(self, pieces: range) -> int:
+        """Hash pieces that are neighbours in one file, or one piece that files share; returns their bytes. Blocking.
+        Raises like `find`."""
+        extents = self._layout.extents(pieces[0])
+        if self._layout.is_shared(pieces[0]):
+            return self._hash_shared(pieces[0], extents)
+        file, offset, _ = extents[0]
+        ends = [self._layout.extents(piece)[0] for piece in (pieces[0], pieces[-1])]
+        length = ends[1].offset + ends[1].length - offset
+        piece, hasher, missing = pieces[0], blake3(), ends[0].length
+        with self._opened(file) as descriptor:
+            for block in self._reader.blocks(descriptor, offset, length):
+                while block:
+                    part, block = block[:missing], block[missing:]
+                    hasher.update(part)
+                    missing -= len(part)
+                    if not missing:
+                        self._set(piece, hasher.digest())
+                        piece, hasher = piece + 1, blake3()
+                        missing = self._layout.size(piece) if piece in pieces else 0
+        return length
+
+    def _hash_shared(self, piece: int, extents: Sequence[Extent]) -> int:
+        of_piece = blake3()
+        for file, offset, length in extents:
+            of_file = blake3()
+            with self._opened(file) as descriptor:
+                for block in self._reader.blocks(descriptor, offset, length):
+                    of_piece.update(block)
+                    of_file.update(block)
+            self.small_files[file] = of_file.digest()
+        self._set(piece, of_piece.digest())
+        return sum(extent.length for extent in extents)
+
+    def _set(self, piece: int, digest: bytes) -> None:
+        self.packed[piece * HASH_BYTES : (piece + 1) * HASH_BYTES] = digest
+
+
+def neighbours(layout: PieceLayout, pieces: Iterable[int], most_bytes: int) -> Iterator[range]:
+    """Pieces in their order, gathered: those that follow one another in one file, so many bytes at a time at most;
+    one that files share is alone."""
+    run = range(0)
+    for piece in pieces:
+        joins = (
+            piece == run.stop
+            and bool(run)
+            and (len(run) + 1) * layout.piece_bytes <= most_bytes
+            and not layout.is_shared(piece)
+            and layout.extents(piece)[0].file == layout.extents(run[0])[0].file
+        )
+        if run and not joins:
+            yield run
+        run = range(run.start if joins else piece, piece + 1)
+    if run:
+        yield run
 
 
 async def hash_source(
     source: Source,
     name: str,
     *,
+    reader: BulkReader | None = None,
     piece_bytes: int = 0,
     previous_piece_bytes: int = 0,
     threads: int = 0,
@@ -71,94 +180,19 @@ async def hash_source(
     """
     sizes = [file.size for file in source.files]
     layout = PieceLayout(sizes, piece_bytes or choose_piece_bytes(sizes, previous_piece_bytes))
-    work = _Hashing(source, layout)
-    jobs = iter(work.jobs())
-    limiter = trio.CapacityLimiter(threads or min(MOST_THREADS, os.cpu_count() or 1))
-
-    failures: list[Exception] = []
-
-    async def worker() -> None:
-        try:
-            for job in jobs:
-                for step in job:
-                    progress(await trio.to_thread.run_sync(step, limiter=limiter))
-        except (CheckpointChanged, OSError) as error:
-            failures.append(error)
-            nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        for _ in range(int(limiter.total_tokens)):
-            nursery.start_soon(worker)
-    if failures:
-        raise failures[0]
-    await trio.to_thread.run_sync(source.check, limiter=limiter)
-    files = [
-        FileEntry(
-            file.path, file.size, file.mode, work.file_hashes[number], file.dtype, list(file.shape)
+    hashes = PieceHashes(layout, source.opened, reader or BulkReader())
+    await hashes.find(range(layout.count), threads=threads, progress=progress)
+    await trio.to_thread.run_sync(source.check)
+    empty = hash_of(b"")
+    files = []
+    for number, file in enumerate(source.files):
+        if file.size < layout.piece_bytes:
+            digest = hashes.small_files.get(number, empty)
+        else:
+            digest = hash_of(hashes.of(layout.pieces_of(number)))
+        files.append(
+            FileEntry(file.path, file.size, file.mode, digest, file.dtype, list(file.shape))
         )
-        for number, file in enumerate(source.files)
-    ]
-    return make_manifest(name, files, layout.piece_bytes, bytes(work.piece_hashes))
-
-
-Step = Callable[[], int]
-"""Some work for a thread; returns how many bytes it hashed."""
-
-
-class _Hashing:
-    """What there is to hash, and the hashes. Each step writes to places of its own."""
-
-    def __init__(self, source: Source, layout: PieceLayout) -> None:
-        self.file_hashes = [hash_of(b"")] * len(source.files)
-        self.piece_hashes = bytearray(HASH_BYTES * layout.count)
-        self._source = source
-        self._layout = layout
-
-    def jobs(self) -> Iterator[Iterator[Step]]:
-        """Jobs are done side by side, the steps of each one after the other; the longest first."""
-        large = [
-            file
-            for file, size in enumerate(self._layout.file_sizes)
-            if size >= self._layout.piece_bytes
-        ]
-        for file in sorted(large, key=lambda file: -self._layout.file_sizes[file]):
-            yield self._steps_of_file(file)
-        shared_from = sum(len(self._layout.pieces_of(file)) for file in large)
-        for piece in range(shared_from, self._layout.count):
-            yield iter([partial(self._hash_shared, piece)])
-
-    def _steps_of_file(self, file: int) -> Iterator[Step]:
-        hasher = blake3()
-        pieces = self._layout.pieces_of(file)
-        at_once = max(1, STEP_BYTES // self._layout.piece_bytes)
-        for first in range(pieces.start, pieces.stop, at_once):
-            some = range(first, min(first + at_once, pieces.stop))
-            yield partial(self._hash_pieces, some, hasher)
-        self.file_hashes[file] = hasher.digest()
-
-    def _hash_pieces(self, pieces: range, hasher: blake3) -> int:
-        total = 0
-        for piece in pieces:
-            ((file, begin, length),) = self._layout.extents(piece)
-            of_piece = blake3()
-            for offset in range(begin, begin + length, BLOCK_BYTES):
-                block = Extent(file, offset, min(BLOCK_BYTES, begin + length - offset))
-                data = self._source.read([block])
-                of_piece.update(data)
-                hasher.update(data)
-            self._set(piece, of_piece.digest())
-            total += length
-        return total
-
-    def _hash_shared(self, piece: int) -> int:
-        extents = self._layout.extents(piece)
-        data = self._source.read(extents)
-        self._set(piece, hash_of(data))
-        view = memoryview(data)
-        for extent in extents:
-            self.file_hashes[extent.file] = hash_of(view[: extent.length])
-            view = view[extent.length :]
-        return len(data)
-
-    def _set(self, piece: int, digest: bytes) -> None:
-        self.piece_hashes[piece * HASH_BYTES : (piece + 1) * HASH_BYTES] = digest
+    return make_manifest(
+        name, files, layout.piece_bytes, bytes(hashes.packed), FileHashes.OF_PIECES
+    )

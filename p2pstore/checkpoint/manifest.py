@@ -2,8 +2,10 @@
 
 A manifest is a msgpack array with a format number. Its version is the first 16 bytes of the BLAKE3 of its bytes, so
 the same files under the same name are the same version, whoever publishes them and when. The publisher signs the
-whole BLAKE3 (32 bytes) with its ed25519 key. Pieces have BLAKE3 of 32 bytes each, and files the BLAKE3 of all their
-bytes (what `b3sum` prints): a piece is what arrives and is verified, a file is what is found on a disk.
+whole BLAKE3 (32 bytes) with its ed25519 key. Pieces have BLAKE3 of 32 bytes each: a piece is what arrives and is
+verified. A file that has pieces of its own has the BLAKE3 of their hashes, a smaller one that of its bytes (what
+`b3sum` prints): so each byte is hashed once, and parts of one file by several cores. (Older versions hashed all bytes
+of each file a second time; such manifests say so by saying nothing.)
 
 Whoever reads a manifest checks, in this order: length, version, signature, form, names and sizes. So nobody but the
 publisher gets as far as the parser, and what the publisher may have wrong is refused before anything is created.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
+from enum import IntEnum
 from functools import cached_property
 from typing import Annotated, Final, Protocol
 
@@ -50,9 +53,17 @@ class Verifier(Protocol):
     def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool: ...
 
 
+class FileHashes(IntEnum):
+    """What the hash of a file is, of at least a piece; that of a smaller one is always the BLAKE3 of its bytes."""
+
+    OF_BYTES = 0
+    OF_PIECES = 1
+    """The BLAKE3 of its pieces' hashes, one behind the other."""
+
+
 class FileEntry(Message, frozen=True):
     """One file, or one named tensor (then with dtype and shape). `mode` has permission bits only: there are no links,
-    devices or set-user-id files. `hash` is the BLAKE3 of all its bytes."""
+    devices or set-user-id files. `hash`: see `FileHashes`."""
 
     path: str
     size: int
@@ -64,13 +75,14 @@ class FileEntry(Message, frozen=True):
 
 class Manifest(Message, frozen=True, dict=True):
     """What a version of a checkpoint is made of. `files` are in the order of their paths; `piece_hashes` are those of
-    all pieces, one behind the other."""
+    all pieces, one behind the other. `file_hashes`: a number of `FileHashes`."""
 
     format: int
     name: str
     piece_bytes: int
     files: Annotated[list[FileEntry], msgspec.Meta(max_length=MAX_FILES)]
     piece_hashes: bytes
+    file_hashes: int = FileHashes.OF_BYTES
 
     @cached_property
     def layout(self) -> PieceLayout:
@@ -80,6 +92,12 @@ class Manifest(Message, frozen=True, dict=True):
     def piece_hash(self, piece: int) -> bytes:
         """What the piece's bytes have to hash to."""
         return self.piece_hashes[piece * HASH_BYTES : (piece + 1) * HASH_BYTES]
+
+    def hashes_of(self, file: int) -> bytes:
+        """The hashes of all pieces that a file has bytes in. Of two files that share no piece with others and are as
+        long, in pieces of one length: the same when the files are."""
+        pieces = self.layout.pieces_of(file)
+        return self.piece_hashes[pieces.start * HASH_BYTES : pieces.stop * HASH_BYTES]
 
     def is_piece(self, piece: int, data: bytes | bytearray | memoryview) -> bool:
         """Whether these are the bytes of the piece. Takes 0.13 s for 1 GB, without the interpreter's lock."""
@@ -110,11 +128,15 @@ def format_version(version: bytes) -> str:
 
 
 def make_manifest(
-    name: str, files: Sequence[FileEntry], piece_bytes: int, piece_hashes: bytes
+    name: str,
+    files: Sequence[FileEntry],
+    piece_bytes: int,
+    piece_hashes: bytes,
+    file_hashes: FileHashes = FileHashes.OF_BYTES,
 ) -> Manifest:
     """A manifest that others will accept; files in any order are refused like everything else that they would
     refuse: raises `CheckpointRefused`."""
-    manifest = Manifest(MANIFEST_FORMAT, name, piece_bytes, list(files), piece_hashes)
+    manifest = Manifest(MANIFEST_FORMAT, name, piece_bytes, list(files), piece_hashes, file_hashes)
     _check(manifest)
     return manifest
 

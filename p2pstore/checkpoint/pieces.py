@@ -76,6 +76,10 @@ class PieceLayout:
         """How many pieces there are; 0 when all files are empty."""
         return self._shared_from + len(self._shared)
 
+    def is_shared(self, piece: int) -> bool:
+        """Whether it has whole small files, not a range of a large one."""
+        return piece >= self._shared_from
+
     def size(self, piece: int) -> int:
         """In bytes; between 1 and `piece_bytes`."""
         return sum(extent.length for extent in self.extents(piece))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,27 @@ class SourceDirectory:
             which = " that matches" if include or exclude else ""
             raise CheckpointRefused(f"{root}: there is no file{which} to publish")
 
+    @classmethod
+    def as_it_was(
+        cls, root: Path, manifest: Manifest, times: Sequence[tuple[int, int]]
+    ) -> SourceDirectory:
+        """The directory that a manifest was made of, perhaps long ago: `times` are the time of the last change (ns) and
+        the inode of each file then. Raises `CheckpointChanged` when anything is not what it was, and `OSError`."""
+        source = cls.__new__(cls)
+        source.root, source._include, source._exclude = root, (), ()
+        if len(times) != len(manifest.files):
+            raise CheckpointChanged("there were other files")
+        source.files = []
+        for entry, (changed_ns, inode) in zip(manifest.files, times, strict=True):
+            try:
+                found = (root / entry.path).stat()
+            except FileNotFoundError:
+                raise CheckpointChanged(f"{entry.path}: is gone") from None
+            if (found.st_size, found.st_mtime_ns, found.st_ino) != (entry.size, changed_ns, inode):
+                raise CheckpointChanged(f"{entry.path}: changed since it was published")
+            source.files.append(SourceFile(entry.path, entry.size, entry.mode, _stamp(found)))
+        return source
+
     @property
     def total_bytes(self) -> int:
         """Of all files together."""
@@ -68,6 +90,18 @@ class SourceDirectory:
                 _read_fully(descriptor, part, extent.offset, file)
                 _check_unchanged(os.fstat(descriptor), file)
         return data
+
+    @contextmanager
+    def opened(self, file: int) -> Iterator[int]:
+        """A file, open for the time of the block. Raises `CheckpointChanged` when it is not what it was, before or
+        after that."""
+        found = self.files[file]
+        with self._open(found) as descriptor:
+            try:
+                yield descriptor
+            except EOFError:
+                raise _became_shorter(found) from None
+            _check_unchanged(os.fstat(descriptor), found)
 
     def check(self) -> None:
         """Raises `CheckpointChanged` when any file is not what it was."""
@@ -160,10 +194,14 @@ def _check_unchanged(found: os.stat_result, file: SourceFile) -> None:
         )
 
 
+def _became_shorter(file: SourceFile) -> CheckpointChanged:
+    return CheckpointChanged(f"{file.path}: became shorter while it was published")
+
+
 def _read_fully(descriptor: int, view: memoryview, offset: int, file: SourceFile) -> None:
     while view:
         count = os.preadv(descriptor, [view], offset)
         if not count:
-            raise CheckpointChanged(f"{file.path}: became shorter while it was published")
+            raise _became_shorter(file)
         view = view[count:]
         offset += count

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from p2pstore.checkpoint.manifest import Manifest
@@ -59,6 +60,12 @@ class SourceMemory:
                     raise EOFError(f"{self.files[0].path} ends before byte {offset:,}")
                 part, offset = part[count:], offset + count
         return data
+
+    @contextmanager
+    def opened(self, file: int) -> Iterator[int]:
+        """The memory, as a file; `file` is 0."""
+        del file
+        yield self._descriptor
 
     def check(self) -> None:
         """Nobody can change it."""

@@ -26,13 +26,12 @@ import fcntl
 import os
 import shutil
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from blake3 import blake3
-
+from p2pstore.checkpoint.bulk_reading import BulkReader
 from p2pstore.checkpoint.directory_versions import (
     STATE,
     forget_versions,
@@ -42,6 +41,7 @@ from p2pstore.checkpoint.directory_versions import (
     versions_in,
     write_part,
 )
+from p2pstore.checkpoint.hashing import STEP_BYTES, PieceHashes, neighbours
 from p2pstore.checkpoint.local_disks import is_local_directory
 from p2pstore.checkpoint.manifest import (
     Manifest,
@@ -59,7 +59,6 @@ from p2pstore.errors import CapacityExceeded, CheckpointRefused, ConfigError, Pr
 from p2pstore.wire import decode_body, encode_body
 
 DEFAULT_KEEP: Final = 2
-BLOCK_BYTES: Final = 4 * 1024 * 1024
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_ALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
@@ -173,6 +172,10 @@ class TargetDirectory:
                 if self._root == root:
                     raise
             return self._read_own(self._root, extents, room)
+
+    def opened(self, file: int) -> AbstractContextManager[int]:
+        """A file of a version that is in its place, open for the time of a block. Raises `OSError`."""
+        return _opened(self._place(file))
 
     def commit(self, keep: int = DEFAULT_KEEP) -> None:
         """Everything is here: make it durable, put it in its place, and have `current` name it. Of complete versions
@@ -348,22 +351,25 @@ class TargetDirectory:
     def _link_files(self, root: Path, manifest: Manifest) -> Iterator[None]:
         """Large files that are the same elsewhere need no room of their own."""
         record = self._require_record()
-        known = {(file.hash, file.size): number for number, file in enumerate(manifest.files)}
+        layout = self.manifest.layout
+        if manifest.piece_bytes != layout.piece_bytes:
+            return
+        known = {
+            (file.size, manifest.hashes_of(number)): number
+            for number, file in enumerate(manifest.files)
+            if file.size >= layout.piece_bytes
+        }
         for number, file in enumerate(self.manifest.files):
-            pieces = map_of(self.manifest.layout.pieces_of(number))
-            other = known.get((file.hash, file.size))
+            pieces = map_of(layout.pieces_of(number))
+            other = known.get((file.size, self.manifest.hashes_of(number)))
             if number not in self._held - self._there:
                 continue
-            if other is None or record.have & pieces or file.size < self.manifest.piece_bytes:
+            if other is None or record.have & pieces or file.size < layout.piece_bytes:
                 continue
             if manifest.files[other].mode != file.mode:
                 continue  # a file has one mode, whatever it is called
             found = root / manifest.files[other].path
-            hasher = blake3()
-            for block in _blocks_of(found, file.size):
-                hasher.update(block)
-                yield
-            if hasher.digest() != file.hash:
+            if not (yield from self._is_file(found, number)):
                 continue
             place = self._place(number)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -376,6 +382,21 @@ class TargetDirectory:
                 continue  # this file system has no links; the pieces are copied
             for piece in pieces_in(pieces):
                 record.add(piece)
+
+    def _is_file(self, found: Path, number: int) -> Generator[None, None, bool]:
+        """Whether a file of another version, as large as one of this, has the same bytes."""
+        if found.is_symlink() or not found.is_file():
+            return False
+        layout = self.manifest.layout
+        pieces = layout.pieces_of(number)
+        hashes = PieceHashes(layout, lambda _: _opened(found), BulkReader())
+        try:
+            for run in neighbours(layout, pieces, STEP_BYTES):
+                hashes.hash_run(run)
+                yield
+        except (EOFError, FileNotFoundError):
+            return False
+        return hashes.of(pieces) == self.manifest.hashes_of(number)
 
     def _allocate(self) -> None:
         """Room for all files, in directories of their own."""
@@ -487,17 +508,23 @@ def _read_extents(
     return data
 
 
-def _read_fully(path: Path, view: memoryview, offset: int) -> None:
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read_fully(path: Path, view: memoryview, offset: int) -> None:
+    with _opened(path) as descriptor:
         while view:
             count = os.preadv(descriptor, [view], offset)
             if not count:
                 raise EOFError(f"{path} is shorter than it should be")
             view = view[count:]
             offset += count
-    finally:
-        os.close(descriptor)
 
 
 def _write_fully(path: Path, view: memoryview, offset: int) -> None:
@@ -509,16 +536,6 @@ def _write_fully(path: Path, view: memoryview, offset: int) -> None:
             offset += count
     finally:
         os.close(descriptor)
-
-
-def _blocks_of(path: Path, size: int) -> Iterator[bytearray]:
-    """The file's bytes, block by block; nothing when it is not there or has another size."""
-    if path.is_symlink() or not path.is_file() or path.stat().st_size != size:
-        return
-    for offset in range(0, size, BLOCK_BYTES):
-        block = bytearray(min(BLOCK_BYTES, size - offset))
-        _read_fully(path, memoryview(block), offset)
-        yield block
 
 
 def _allocate_file(path: Path, size: int) -> None:

@@ -50,6 +50,7 @@ from p2pstore.peer.addresses import (
     host_identity,
     link_bytes_per_second,
 )
+from p2pstore.peer.checkpoints.publications import Publications
 from p2pstore.peer.checkpoints.service import PeerCheckpoints
 from p2pstore.peer.credentials import Credentials, log_expelled, refuse_open_door
 from p2pstore.peer.data_backend import PeerDataBackend
@@ -456,10 +457,12 @@ class _Assembly:
             None
             if config.checkpoint_memory is None
             else parse_bytes(config.checkpoint_memory, "checkpoint_memory"),
+            Publications(self.state),
         )
         self.stack.callback(checkpoints.close)
         groups = LocalGroups(node, checkpoints)
         nursery.start_soon(checkpoints.watch)
+        nursery.start_soon(checkpoints.publish_again)
         nursery.start_soon(groups.watch)
         backend = PeerLocalBackend(
             *(node, self.memory, self.location_memory, office, max_leased_bytes),

@@ -14,12 +14,13 @@ import trio
 
 import p2pstore
 from p2pstore import errors
-from p2pstore.checkpoint.target_directory import TargetDirectory
-from p2pstore.peer import Peer
+from p2pstore.checkpoint.hashing import PieceHashes
+from p2pstore.gossip.records import TakesPart
+from p2pstore.peer import Peer, open_peer
 from p2pstore.peer.checkpoints import service
 from p2pstore.peer.checkpoints.swarm_run import SwarmRun
 from p2pstore.results import CheckpointProgress
-from tests.cluster.test_open_peer import MIB, cluster, until
+from tests.cluster.test_open_peer import MIB, cluster, config, until
 from tests.contract.swarm_world import make_files, same_files
 
 FILES = {"model.safetensors": 3_000_017, "config.json": 900, "deep/tokenizer.json": 70_000}
@@ -106,23 +107,23 @@ async def test_what_is_there_is_verified_piece_by_piece_each_once_and_several_at
 ) -> None:
     source = tmp_path / "from"
     make_files(source, FILES)
-    read = TargetDirectory.read
+    hash_run = PieceHashes.hash_run
     together = threading.Barrier(2)
-    pieces: list[int] = []
+    runs: list[range] = []
 
-    def reading(self: TargetDirectory, piece: int, room: memoryview | None = None) -> memoryview:
-        pieces.append(piece)
-        if len(pieces) <= 2:
+    def hashing(self: PieceHashes, run: range) -> int:
+        runs.append(run)
+        if len(runs) <= 2:
             together.wait(20)  # breaks, where there is nobody else
-        return read(self, piece, room)
+        return hash_run(self, run)
 
     async with cluster(tmp_path, 2) as (a, b):
         published = await a.checkpoints.publish("model", source, piece_bytes=PIECE)
         await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
-        monkeypatch.setattr(TargetDirectory, "read", reading)
+        monkeypatch.setattr(PieceHashes, "hash_run", hashing)
         again = await b.checkpoints.fetch("model", tmp_path / "b", verify=True)
     assert again.fetched_bytes == 0
-    assert sorted(pieces) == list(range(published.pieces))
+    assert sorted(piece for run in runs for piece in run) == list(range(published.pieces))
 
 
 async def test_what_cannot_be_done_is_said_in_the_words_of_who_asked(tmp_path: Path) -> None:
@@ -154,6 +155,41 @@ async def test_what_cannot_be_done_is_said_in_the_words_of_who_asked(tmp_path: P
             await a.checkpoints.publish("model", source, piece_bytes=100_000)
         fast = await b.checkpoints.fetch("model", tmp_path / "fast", limit_rate=1 << 40)
         assert fast.fetched_bytes == fast.total_bytes
+
+
+async def test_what_was_published_is_published_again_by_the_next_life_of_its_peer(
+    tmp_path: Path,
+) -> None:
+    """The newest version of each name that was not removed, unless its files are others by now."""
+    for name in ("old", "new", "changed", "moved", "removed"):
+        make_files(tmp_path / name, {**FILES, "name": len(name)})
+    kept = config(tmp_path, "a", state_dir=str(tmp_path / "state"))
+    async with open_peer(kept) as a:
+        await a.checkpoints.publish("model", tmp_path / "old", piece_bytes=PIECE)
+        newest = await a.checkpoints.publish("model", tmp_path / "new", piece_bytes=PIECE)
+        changed = await a.checkpoints.publish("changed", tmp_path / "changed")
+        await a.checkpoints.publish("moved", tmp_path / "moved")
+        await a.checkpoints.publish("removed", tmp_path / "removed")
+        await a.checkpoints.remove("removed")
+    (tmp_path / "changed" / "config.json").write_bytes(b"{}")
+    (tmp_path / "moved").rename(tmp_path / "elsewhere")
+    async with open_peer(kept) as a, open_peer(config(tmp_path, "b", a)) as b:
+        got = await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
+        assert (got.version, got.fetched_bytes) == (newest.version, newest.total_bytes)
+        assert same_files(tmp_path / "new", tmp_path / "b" / "current")
+        parts = a.node.core.checkpoints
+        await until(lambda: sum(part.state == TakesPart.FAILED for part in parts.parts) == 2)
+        why = sorted(part.why for part in parts.parts if part.state == TakesPart.FAILED)
+        assert why == [
+            f"{tmp_path / 'changed'}: config.json: changed since it was published",
+            f"{tmp_path / 'moved'}: No such file or directory",
+        ]
+        assert sum(part.state == TakesPart.PUBLISHING for part in parts.parts) == 1
+        again = await a.checkpoints.publish("changed", tmp_path / "changed")
+        assert again.version != changed.version
+    async with open_peer(kept) as a:
+        parts = a.node.core.checkpoints
+        await until(lambda: sum(part.state == TakesPart.PUBLISHING for part in parts.parts) == 2)
 
 
 async def test_a_version_that_its_publisher_gave_up_is_not_waited_for(

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import trio
 
-from p2pstore.checkpoint import hashing
+from p2pstore.checkpoint import bulk_reading, hashing
 from p2pstore.checkpoint.hashing import hash_source
-from p2pstore.checkpoint.manifest import Manifest, hash_of
+from p2pstore.checkpoint.manifest import FileHashes, Manifest, hash_of
 from p2pstore.checkpoint.pieces import MIN_PIECE_BYTES, SMALLEST_USUAL
 from p2pstore.checkpoint.source_directory import SourceDirectory
 from p2pstore.checkpoint.source_memory import SourceMemory
@@ -52,7 +52,7 @@ async def test_the_manifest_of_a_directory(
     tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So that a piece takes several blocks, and a file several steps.
-    monkeypatch.setattr(hashing, "BLOCK_BYTES", PIECE // 2 + 1)
+    monkeypatch.setattr(bulk_reading, "BLOCK_BYTES", PIECE // 2)
     monkeypatch.setattr(hashing, "STEP_BYTES", 2 * PIECE)
     write(tmp_path, FILES)
     (tmp_path / "config.json").chmod(0o600)
@@ -65,7 +65,11 @@ async def test_the_manifest_of_a_directory(
     assert [file.path for file in manifest.files] == sorted(FILES)
     for file in manifest.files:
         assert file.size == len(FILES[file.path])
-        assert file.hash == hash_of(FILES[file.path])
+        content = FILES[file.path]
+        pieces = [content[at : at + PIECE] for at in range(0, len(content), PIECE)]
+        whole = b"".join(map(hash_of, pieces)) if len(content) >= PIECE else content
+        assert file.hash == hash_of(whole)
+    assert manifest.file_hashes == FileHashes.OF_PIECES
     modes = {file.path: file.mode for file in manifest.files}
     assert modes["config.json"] == 0o600
     assert modes["vocabulary.txt"] == 0o755
@@ -242,7 +246,7 @@ async def test_a_file_in_memory_is_published_piece_by_piece() -> None:
     manifest = await hash_source(source, "policy", piece_bytes=PIECE)
     (file,) = manifest.files
     assert (file.path, file.size, file.mode) == ("model.safetensors", len(content), 0o644)
-    assert file.hash == hash_of(content)
+    assert file.hash == hash_of(manifest.piece_hashes)
     pieces = [source.read_piece(manifest, piece) for piece in range(manifest.layout.count)]
     assert b"".join(pieces) == content
     source.close()

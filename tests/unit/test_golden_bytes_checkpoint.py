@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from p2pstore.checkpoint.manifest import (
     FileEntry,
+    FileHashes,
     hash_of,
     make_manifest,
     read_manifest,
@@ -44,16 +46,22 @@ def test_the_bytes_of_a_manifest_never_change() -> None:
         ],
         PIECE,
         bytes([7]) * 32,
+        FileHashes.OF_PIECES,
     )
     body = bytes.fromhex(
-        "9501a56d6f64656ccd400092"
+        "9601a56d6f64656ccd400092"
         f"96a16102cd01a4c420{'18' * 32}a090"
         f"96a16200cd0180c420{'00' * 32}a7666c6f61743332920004"
-        f"c420{'07' * 32}"
+        f"c420{'07' * 32}01"
     )
     assert encode_body(manifest) == body
-    assert version_of(body).hex() == "5e9a9b32574f74baa203e77963608af1"
+    assert version_of(body).hex() == "6536265cf6336afc3605fea9e10d82df"
     assert read_manifest(body) == manifest
+    # As it was before it said what the hashes of files are.
+    older = bytes([0x95]) + body[1:-1]
+    assert version_of(older).hex() == "5e9a9b32574f74baa203e77963608af1"
+    before = read_manifest(older)
+    assert before == msgspec.structs.replace(manifest, file_hashes=FileHashes.OF_BYTES)
     signature = PUBLISHER.sign(b"p2pstore checkpoint manifest 1\0" + hash_of(body))
     assert sign_manifest(manifest, PUBLISHER).signature == signature
 

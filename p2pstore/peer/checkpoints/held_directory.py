@@ -27,6 +27,16 @@ class HeldDirectory:
         status = os.fstat(self._descriptor)
         return status.st_dev, status.st_ino
 
+    @property
+    def place(self) -> Path | None:
+        """Where this process finds it by its path; None where that leads elsewhere, or nowhere."""
+        place = self.path.readlink()
+        try:
+            found = place.stat()
+        except OSError:
+            return None
+        return place if (found.st_dev, found.st_ino) == self.identity else None
+
     def again(self) -> HeldDirectory:
         """The same directory, to be closed by somebody else."""
         return HeldDirectory(self._descriptor, self.shown)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,9 +18,10 @@ from typing import Final
 
 import trio
 
+from p2pstore.checkpoint.bulk_reading import BulkReader
 from p2pstore.checkpoint.choosing import choose_files
 from p2pstore.checkpoint.directory_versions import kept_manifest, kept_versions
-from p2pstore.checkpoint.hashing import hash_source
+from p2pstore.checkpoint.hashing import PieceHashes, hash_source
 from p2pstore.checkpoint.manifest import (
     Manifest,
     SignedManifest,
@@ -56,11 +58,13 @@ from p2pstore.peer.checkpoints.job import Job, JobPhase
 from p2pstore.peer.checkpoints.manifests import ask_for_manifest
 from p2pstore.peer.checkpoints.memories import Memories
 from p2pstore.peer.checkpoints.memory_target import MemoryTarget
+from p2pstore.peer.checkpoints.publications import Publication, Publications
 from p2pstore.peer.checkpoints.running import RunningSwarms
 from p2pstore.peer.checkpoints.stores import PieceStore, PublishedPieces, Target
 from p2pstore.peer.checkpoints.swarm_run import SwarmRun
 from p2pstore.peer.node import Node
 from p2pstore.transfer.data_pool import DataPool
+from p2pstore.transfer.memory import available_memory
 from p2pstore.transfer.transport import RemotePeer
 
 logger = logging.getLogger("p2pstore.peer")
@@ -162,8 +166,11 @@ class PeerCheckpoints:
         verifier: Verifier,
         rng: Random,
         memory_limit_bytes: int | None = None,
+        publications: Publications | None = None,
     ) -> None:
-        """`memory_limit_bytes`: see `Memories`."""
+        """`memory_limit_bytes`: see `Memories`. `publications`: what was published in an earlier life, and will be in
+        the next."""
+        self._publications = publications or Publications(None)
         self.memories = Memories(memory_limit_bytes)
         self.swarms = RunningSwarms()
         self.threads = trio.CapacityLimiter(THREADS)
@@ -235,7 +242,69 @@ class PeerCheckpoints:
         def store(manifest: Manifest, _: bytes) -> PieceStore:
             return _Holding(PublishedPieces(source, manifest), directory.hand_over())
 
-        return await self._publish(order, source, store, job)
+        held = directory.again()
+
+        def keep(signed: SignedManifest) -> None:
+            self._publications.keep(order.namespace, signed, source, held)
+
+        try:
+            return await self._publish(order, source, store, job, keep)
+        finally:
+            held.close()
+
+    async def publish_again(self) -> None:
+        """What was published from directories in an earlier life, and is still the newest of its name, or in use. Where
+        files have changed since, others hear that it is not."""
+        try:
+            for kept in await trio.to_thread.run_sync(self._publications.load):
+                manifest = read_manifest(kept.manifest.body)
+                version = version_of(kept.manifest.body)
+                if self._counts(kept, manifest.name, version):
+                    await self._publish_again(kept, manifest, version)
+                else:
+                    await trio.to_thread.run_sync(self._publications.forget, version)
+        except (P2PStoreError, OSError) as error:
+            logger.warning("what was published before is not published again: %s", error)
+
+    def _counts(self, kept: Publication, name: str, version: bytes) -> bool:
+        """Whether others may want a version that was published here. (A head that is not known was lost with the last
+        moments of the earlier life.)"""
+        if kept.manifest.signer != self._core.peer_id:
+            return False
+        digest = checkpoint_digest(kept.namespace, name, self._core.peer_id)
+        head, switch = self._core.checkpoints.head(digest), self._core.checkpoints.switched(digest)
+        if head is None or (switch is not None and switch.version == version):
+            return True
+        return head.version == version and not head.gone
+
+    async def _publish_again(self, kept: Publication, manifest: Manifest, version: bytes) -> None:
+        called = f"{manifest.name}@{format_version(version)}"
+        where = os.fsdecode(kept.directory)
+        digest = checkpoint_digest(kept.namespace, manifest.name, self._core.peer_id)
+        try:
+            source, directory = await trio.to_thread.run_sync(kept.open)
+        except (CheckpointChanged, ConfigError, OSError) as error:
+            why = f"{where}: {error.strerror if isinstance(error, OSError) else error}"
+            logger.warning(
+                "checkpoint %s is not published any more: %s; publish it again",
+                *(called, why),
+                extra={"event": "checkpoint_failed"},
+            )
+            self._teller(digest, version)(TakesPart.FAILED, 0, why)
+            return
+        if version in self._parts:  # its user was quicker
+            directory.close()
+            return
+        store = _Holding(PublishedPieces(source, manifest), directory)
+        part = await self._begin(kept.namespace, kept.manifest, store, publishes=True)
+        if self._core.checkpoints.head(digest) is None:
+            self._announce(kept.namespace, kept.manifest, manifest)
+        part.tell(TakesPart.PUBLISHING, 1000, "")
+        logger.info(
+            "checkpoint %s is published again, from %s",
+            *(called, where),
+            extra={"event": "checkpoint_published"},
+        )
 
     async def publish_memory(
         self, order: PublishOrder, source: SourceMemory, job: Job
@@ -272,11 +341,13 @@ class PeerCheckpoints:
         source: SourceDirectory | SourceMemory,
         make_store: Callable[[Manifest, bytes], PieceStore],
         job: Job,
+        keep: Callable[[SignedManifest], None] = lambda _: None,
     ) -> tuple[bytes, Manifest]:
         job.begin(JobPhase.HASHING, source.total_bytes)
         manifest = await hash_source(
             source,
             order.name,
+            reader=_reader_of(source.total_bytes),
             piece_bytes=order.piece_bytes,
             previous_piece_bytes=self._previous_piece_bytes(order),
             progress=job.advance,
@@ -288,16 +359,8 @@ class PeerCheckpoints:
             order.namespace, signed, make_store(manifest, version), publishes=True
         )
         with self._wanted(part):
-            self._core.checkpoints.publish(
-                order.namespace,
-                order.name,
-                version,
-                self._node.now,
-                manifest_bytes=len(signed.body),
-                total_bytes=manifest.layout.total_bytes,
-                files=len(manifest.files),
-                pieces=manifest.layout.count,
-            )
+            await trio.to_thread.run_sync(keep, signed)
+            self._announce(order.namespace, signed, manifest)
             part.tell(TakesPart.PUBLISHING, 1000, "")
             logger.info(
                 "published checkpoint %s@%s",
@@ -309,6 +372,19 @@ class PeerCheckpoints:
                 job.begin(JobPhase.SEEDING, manifest.layout.total_bytes)
                 await part.run.until_dispensable(job.at)
         return version, manifest
+
+    def _announce(self, namespace: str, signed: SignedManifest, manifest: Manifest) -> None:
+        """Say that this is the newest version of the name."""
+        self._core.checkpoints.publish(
+            namespace,
+            manifest.name,
+            version_of(signed.body),
+            self._node.now,
+            manifest_bytes=len(signed.body),
+            total_bytes=manifest.layout.total_bytes,
+            files=len(manifest.files),
+            pieces=manifest.layout.count,
+        )
 
     def _previous_piece_bytes(self, order: PublishOrder) -> int:
         """Of the version that this peer published under the name before, if it is still at hand."""
@@ -611,26 +687,18 @@ class PeerCheckpoints:
 
     async def _verify(self, target: TargetDirectory, job: Job) -> None:
         """Read again what is there. Raises `ConfigError` when it is not what it should be."""
-        layout = target.manifest.layout
+        manifest = target.manifest
+        layout = manifest.layout
         job.begin(JobPhase.CHECKING, layout.total_bytes)
-        pieces = iter(pieces_in(target.have))
-        failures: list[Exception] = []
-
-        async def verify() -> None:
-            try:
-                for piece in pieces:
-                    check = partial(_check_piece, target, piece)
-                    await trio.to_thread.run_sync(check, limiter=self.threads)
-                    job.advance(layout.size(piece))
-            except (ConfigError, OSError) as error:
-                failures.append(error)
-                nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(THREADS):
-                nursery.start_soon(verify)
-        if failures:
-            raise failures[0]
+        hashes = PieceHashes(layout, target.opened, _reader_of(layout.total_bytes))
+        try:
+            await hashes.find(pieces_in(target.have), progress=job.advance)
+        except (EOFError, FileNotFoundError) as error:
+            raise ConfigError(f"{target.directory}: was changed: {error}") from error
+        for piece in pieces_in(target.have):
+            if hashes.of(range(piece, piece + 1)) != manifest.piece_hash(piece):
+                file = manifest.files[layout.extents(piece)[0].file].path
+                raise ConfigError(f"{target.directory}: {file} was changed; remove it to fetch it")
 
     async def _bring(self, part: _Part, bringing: _Bringing) -> None:
         """By the swarm; then it is put in its place."""
@@ -745,6 +813,10 @@ class PeerCheckpoints:
             if run.failure is not None:
                 self._say_failed(part, run.failure)
             self._node.process()
+            head = checkpoints.head(part.digest)
+            if run.failure is not None and (head is None or head.version != run.version):
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(self._publications.forget, run.version)
 
     def _say_failed(self, part: _Part, error: Exception) -> None:
         text = "its files are gone" if isinstance(error, FileNotFoundError) else str(error)
@@ -765,6 +837,7 @@ class PeerCheckpoints:
         part.scope.cancel()
         with trio.CancelScope(shield=True):  # threads are at work in its directory
             await part.run.ended.wait()
+            await trio.to_thread.run_sync(self._publications.forget, version)
         return True
 
     async def stop_name(self, digest: bytes) -> None:
@@ -838,10 +911,10 @@ class _PublishedMemory(PublishedPieces):
         self._memory.close()
 
 
-def _check_piece(target: TargetDirectory, piece: int) -> None:
-    if not target.manifest.is_piece(piece, target.read(piece)):
-        file = target.manifest.files[target.manifest.layout.extents(piece)[0].file].path
-        raise ConfigError(f"{target.directory}: {file} was changed; remove it to fetch it")
+def _reader_of(total_bytes: int) -> BulkReader:
+    """To hash so many bytes. What fills more than half of the memory that is free is read past the page cache."""
+    free_bytes, _ = available_memory()
+    return BulkReader(past_cache=2 * total_bytes > free_bytes)
 
 
 def _copy_piece(source: PieceStore, target: Target, piece: int) -> Exception | None:
