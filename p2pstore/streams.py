@@ -344,6 +344,20 @@ class BlockingStream:
         except BlockingIOError:
             raise stalled(self._receive_limit) from None
 
+    async def receive_all(self, views: Sequence[memoryview]) -> None:
+        """Fill all of them, none empty, in as few calls as possible: the kernel waits for each to be full. Raises
+        `ConnectionResetError` when the other side closes before, and `DeadlineExceeded` when nothing comes."""
+        wanted, first = list(views), 0
+        while first < len(wanted):
+            some = wanted[first : first + MAX_GATHER]
+            try:
+                count = self._sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                raise stalled(self._receive_limit) from None
+            if not count:
+                raise ConnectionResetError("the other side closed the connection")
+            first = advance(wanted, first, count)
+
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
         try:
             count, ancillary, flags, _ = self._sock.recvmsg_into(

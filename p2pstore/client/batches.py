@@ -15,6 +15,7 @@ from p2pstore.local.messages import PlanItem
 from p2pstore.objects import SIZE_UNIT_BYTES
 from p2pstore.results import ItemResult
 from p2pstore.transfer.failover import SilentHolders, is_silence
+from p2pstore.transfer.messages import SMALL_OBJECT_BYTES
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
     BufferDestination,
@@ -153,6 +154,9 @@ class _Batch:
 
     async def _pull(self, copy: RemoteCopy, numbers: Sequence[int], *, others: bool) -> None:
         """Those of one holder. `others`: other peers hold them as well."""
+        numbers = await self._pull_small(copy, numbers, others=others)
+        if not numbers:
+            return
         asked = [
             (digest, BufferDestination(view))
             for digest, view in (self._wanted[number] for number in numbers)
@@ -169,6 +173,30 @@ class _Batch:
                 self._hot.add(number)
             elif not isinstance(outcome, PullFailed):  # the buffer is too small, whoever fills it
                 self._settle(number, outcome)
+
+    async def _pull_small(
+        self, copy: RemoteCopy, numbers: Sequence[int], *, others: bool
+    ) -> Sequence[int]:
+        """Those whose buffers have room for small objects alone; which of the numbers are to be asked for otherwise."""
+        wanted = self._wanted
+        small = [number for number in numbers if 0 < len(wanted[number][1]) <= SMALL_OBJECT_BYTES]
+        if not small:
+            return numbers
+        outcomes = await self._fetcher.pull_small(
+            copy,
+            [wanted[number][0] for number in small],
+            [wanted[number][1] for number in small],
+            others=others,
+        )
+        failed = set()
+        for number, outcome in zip(small, outcomes, strict=True):
+            if isinstance(outcome, PullFailed):
+                failed.add(number)
+            elif outcome >= 0:
+                self._settle(number, outcome)
+        if any(is_silence(outcome) for outcome in outcomes):
+            self._silent.add(copy.member, hurried=others)
+        return [number for number in numbers if number in wanted and number not in failed]
 
     def _settle(self, number: int, outcome: int | P2PStoreError | ValueError) -> None:
         del self._wanted[number]

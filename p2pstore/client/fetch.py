@@ -432,6 +432,29 @@ class Fetcher:
         )
         return outcomes
 
+    async def pull_small(
+        self,
+        copy: RemoteCopy,
+        digests: Sequence[bytes],
+        views: Sequence[memoryview],
+        *,
+        others: bool,
+    ) -> list[int | PullFailed]:
+        """`pull_many` of objects of at most 64 KiB each, in fewer steps; -1 where `pull_many` is to say more."""
+        outcomes = await self._pool.pull_small(hurried(copy) if others else copy, digests, views)
+        lengths = [each for each in outcomes if isinstance(each, int) and each >= 0]
+        failures = sum(isinstance(each, PullFailed) for each in outcomes)
+        if failures:
+            self._known.forget([copy.member])
+        self._link.note_pulls(
+            copy.member,
+            TcpTransport.name,
+            objects=len(lengths),
+            length_bytes=sum(lengths),
+            failures=failures,
+        )
+        return outcomes
+
     async def read_ahead(self, digest: bytes) -> None:
         """An object is read from the local peer's SSD: have it bring what is likely to be read next, too."""
         await self.prefetch(self._chains.after(digest))

@@ -53,13 +53,15 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.local.messages import HolderFailure
 from p2pstore.objects import HybridClock, Version, namespace_digest
-from p2pstore.transfer.entries import QuickCopy
+from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.layout import (
     Pin,
     TrailerBody,
 )
 from p2pstore.transfer.loans import Loan
 from p2pstore.transfer.messages import (
+    MAX_SMALL_BULK_BYTES,
+    SMALL_OBJECT_BYTES,
     DataKind,
     Locations,
     Objects,
@@ -480,6 +482,14 @@ class PeerCore:
         if self.floors.sweep.pending:
             return None
         return self.segment.lend(digest, self.unix(now))
+
+    def lend_small(self, digests: bytes, now: float) -> SmallObjectsLent | None:
+        """`Segment.lend_small` of what GET_SMALL answers, for any thread. None when this takes more than a look."""
+        if self.floors.sweep.pending:
+            return None
+        return self.segment.lend_small(
+            digests, SMALL_OBJECT_BYTES, MAX_SMALL_BULK_BYTES, self.unix(now)
+        )
 
     def held_back(self, digest: bytes) -> Version | None:
         """The version of an object of an earlier life that nobody is shown yet, as it is not known to be good."""

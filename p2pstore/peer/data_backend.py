@@ -24,7 +24,7 @@ from p2pstore.peer.statistics import peer_document
 from p2pstore.streams import BytesLike
 from p2pstore.transfer.data_server import OpenedObject
 from p2pstore.transfer.data_session import KEEPS
-from p2pstore.transfer.entries import QuickCopy
+from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.layout import Slot, SlotState, encode_slot
 from p2pstore.transfer.messages import (
     DataKind,
@@ -183,6 +183,15 @@ class PeerDataBackend:
     def end_loan(self, lent: LentObject) -> None:
         """It was sent, or will not be."""
         self._segment.end_loan(lent.handle)
+
+    def lend_small(self, digests: bytes) -> SmallObjectsLent | None:
+        """Many small objects, for any thread."""
+        return self._core.lend_small(digests, self._node.now)
+
+    def end_small_loan(self, lent: SmallObjectsLent) -> None:
+        """They were sent, or will not be."""
+        if lent.handle is not None:
+            self._segment.end_loan(lent.handle)
 
     def note_reads(self, digests: Sequence[bytes]) -> None:
         """Threads have served these."""

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, NamedTuple, TypeVar
+
+from xxhash import xxh3_64_digest
 
 from p2pstore.errors import (
     AuthenticationFailed,
@@ -36,16 +39,26 @@ from p2pstore.streams import ByteStream
 from p2pstore.transfer.arriving import ONLY_READER, PART_CHUNKS, Arriving
 from p2pstore.transfer.failover import AnotherVersion
 from p2pstore.transfer.inbox import Inbox
-from p2pstore.transfer.layout import Slot, TrailerBody, decode_slot, is_only_chunk
+from p2pstore.transfer.layout import (
+    SLOT_BYTES,
+    Slot,
+    SlotRows,
+    TrailerBody,
+    decode_slot,
+    is_only_chunk,
+)
 from p2pstore.transfer.messages import (
     MAX_DATA_VERSION,
     MIN_DATA_VERSION,
     REPLIES,
+    SMALL_OBJECT_BYTES,
+    SMALL_VERSION,
     STORE_VERSION,
     DataKind,
     Get,
     GetItem,
     GetPiece,
+    GetSmall,
     Hello,
     HelloReply,
     Keeps,
@@ -58,6 +71,7 @@ from p2pstore.transfer.messages import (
     PieceStatus,
     PieceTaken,
     Proof,
+    SmallObjects,
     Store,
     Stored,
     StorePart,
@@ -94,6 +108,7 @@ from p2pstore.wire import (
     code_of,
     decode_body,
     decode_header,
+    encode_body,
     encode_frame,
     error_of,
     negotiate_version,
@@ -116,6 +131,11 @@ MAX_BATCH_ITEMS: Final = 256
 """Objects in one GET of `pull_many`."""
 BATCHES_AHEAD: Final = 2
 """So many are asked for at once: the other side works on one while this side takes in the other."""
+SMALL_BATCH_BYTES: Final = 2 * MIB
+"""Of room for objects that one GET_SMALL asks for."""
+SMALL_GROUP_BYTES: Final = 256 * KIB
+"""Of small objects that are received together."""
+_SMALL_HEAD_BYTES: Final = HEADER_BYTES + len(encode_body(SmallObjects(bytes(SLOT_BYTES))))
 DISCARD_BYTES: Final = MIB
 """Bytes nobody wants that are read to keep a connection; for more, a new connection is cheaper."""
 WAKE_BYTES: Final = 512 * KIB
@@ -531,6 +551,81 @@ class DataConnection:
                 else:
                     results.append(await self._receive_item(reply, item, destination))
 
+    async def pull_small(
+        self,
+        digests: Sequence[bytes],
+        views: Sequence[memoryview],
+        lengths: list[int],
+        answer_seconds: float = math.inf,
+    ) -> None:
+        """Read many objects of 1 byte to 64 KiB into the beginnings of these views: adds the length of each to
+        `lengths`, and -1 where `pull_many` is to say more, which costs nothing but a request. Nothing is known of a
+        view whose length is not told. Raises as `pull`, for all that is left."""
+        if self.version < SMALL_VERSION:
+            lengths += [-1] * len(digests)
+            return
+        with self._operation():
+            asked: deque[tuple[int, slice]] = deque()
+            batches = _small_batches(views)
+            try:
+                while batches or asked:
+                    frames: list[bytes] = []
+                    while batches and len(asked) < BATCHES_AHEAD:
+                        some = batches.popleft()
+                        packed = b"".join(digests[some])
+                        number, frame = self._frame(DataKind.GET_SMALL, GetSmall(packed))
+                        frames.append(frame)
+                        asked.append((number, some))
+                    if frames:  # together: each would wake the other side
+                        await self.stream.send(*frames)
+                    number, some = asked.popleft()
+                    self._inbox.expect_head(
+                        _SMALL_HEAD_BYTES + SLOT_BYTES * (some.stop - some.start)
+                    )
+                    if not lengths:
+                        await self._wait_for_answer(answer_seconds)
+                    lengths += await self._receive_small(number, digests[some], views[some])
+            finally:
+                self._inbox.expect(0)
+
+    async def _receive_small(
+        self, number: int, digests: Sequence[bytes], views: Sequence[memoryview]
+    ) -> list[int]:
+        answer = await self._receive(DataKind.GET_SMALL, number, SmallObjects)
+        if len(answer.slots) != SLOT_BYTES * len(digests):
+            raise ProtocolError("the reply to GET_SMALL has another number of slots than digests")
+        slots = SlotRows(answer.slots)
+        lengths = slots.lengths
+        if sum(lengths) != self._bulk_left or max(lengths) > SMALL_OBJECT_BYTES:
+            raise ProtocolError("the slots of a reply do not add up to its bulk bytes")
+        targets = [
+            view if len(view) == length else self._room(view, length)
+            for view, length in zip(views, lengths, strict=True)
+        ]
+        sums: list[bytes] = []
+        first = 0
+        while first < len(targets):  # sums are made of what is still in the cache
+            last, group_bytes = first, 0
+            while last < len(targets) and group_bytes < SMALL_GROUP_BYTES:
+                group_bytes += lengths[last]
+                last += 1
+            group = targets[first:last]
+            await self._inbox.fill([each for each in group if len(each)])
+            self._bulk_left -= group_bytes
+            sums += map(xxh3_64_digest, group)
+            first = last
+        good = slots.are_only_chunks(b"".join(digests), b"".join(sums))
+        if good.all() and all(map(operator.le, lengths, map(len, views))):
+            return lengths
+        return [
+            length if fine and length <= len(view) else -1
+            for length, view, fine in zip(lengths, views, good.tolist(), strict=True)
+        ]
+
+    def _room(self, view: memoryview, length: int) -> memoryview:
+        """Where a value of another length than the view goes: one that does not fit is not delivered."""
+        return view[:length] if length < len(view) else memoryview(bytearray(length))
+
     # --- pulls -------------------------------------------------------------------------------
 
     async def _pull_large(
@@ -801,6 +896,21 @@ class DataConnection:
     def in_the_middle(self) -> bool:
         """Whether the next exchange cannot begin here: an earlier one is unfinished, or was damaged."""
         return self._unanswered > 0 or self._bulk_left > 0 or self._damaged
+
+
+def _small_batches(views: Sequence[memoryview]) -> deque[slice]:
+    """Which of them one GET_SMALL asks for: a quarter, so that both sides have work all the time, and not too much."""
+    size = _batch_items(len(views))
+    batches: deque[slice] = deque()
+    first = room_bytes = 0
+    for place, view in enumerate(views):
+        room_bytes += len(view)
+        if place + 1 - first == size or room_bytes >= SMALL_BATCH_BYTES:
+            batches.append(slice(first, place + 1))
+            first, room_bytes = place + 1, 0
+    if first < len(views):
+        batches.append(slice(first, len(views)))
+    return batches
 
 
 def _batch_items(count: int) -> int:

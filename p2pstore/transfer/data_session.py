@@ -19,11 +19,12 @@ from typing import Any, Final, NamedTuple, Protocol
 import trio
 
 from p2pstore.errors import P2PStoreError, ProtocolError
-from p2pstore.objects import CHUNK_BYTES, GIB, KIB, MIB, PART_BYTES
+from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES, GIB, KIB, MIB, PART_BYTES
 from p2pstore.streams import AcceptedStream, BytesLike, limit_unsent
-from p2pstore.transfer.entries import QuickCopy
+from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.frame_link import FrameLink
 from p2pstore.transfer.frame_reading import Refused, skip_bulk
+from p2pstore.transfer.layout import SLOT_BYTES
 from p2pstore.transfer.messages import (
     MAX_MEASURE_BYTES,
     READ_KINDS,
@@ -34,6 +35,7 @@ from p2pstore.transfer.messages import (
     Get,
     GetItem,
     GetPiece,
+    GetSmall,
     Keeps,
     Measure,
     Measured,
@@ -58,6 +60,7 @@ from p2pstore.transfer.read_thread import (
     LentObject,
     ReadTally,
     ReadThread,
+    small_answer,
 )
 from p2pstore.transfer.store_intake import StoreBackend, receive_value
 from p2pstore.transfer.swarm_serving import UNSENT_PIECE_BYTES, OpenedPiece, SwarmBackend
@@ -152,8 +155,16 @@ class DataBackend(Protocol):
         """See `QuickSource`."""
         ...
 
+    def lend_small(self, digests: bytes) -> SmallObjectsLent | None:
+        """See `QuickSource`."""
+        ...
+
+    def end_small_loan(self, lent: SmallObjectsLent) -> None:
+        """See `QuickSource`."""
+        ...
+
     def note_reads(self, digests: Sequence[bytes]) -> None:
-        """Threads have served these, some more than once."""
+        """These were served, some more than once, otherwise than by `open_objects`."""
         ...
 
     async def handle(
@@ -284,6 +295,7 @@ class DataSession:
         self._briskness = Briskness()
         self._measured_bytes = 0
         self._held: list[OpenedObject] = []
+        self._held_small: list[SmallObjectsLent] = []
         self._uploads = False
         self._upload_began = 0.0
         self._parts: list[BytesLike] = []
@@ -421,6 +433,9 @@ class DataSession:
             self._gather_objects(header.request_id, message)
             if self._gathered_bytes >= GATHER_BYTES or len(self._parts) >= GATHER_PARTS:
                 await self._flush()
+        elif isinstance(message, GetSmall):
+            self._gather_small(header.request_id, message.digests)
+            await self._flush()
         elif isinstance(message, Store):
             await self._flush()
             await self._store(header, message)
@@ -468,6 +483,8 @@ class DataSession:
             raise Refused(kind, request_id, Code.MALFORMED, str(error)) from error
         if isinstance(message, Get) and not message.items:
             raise Refused(kind, request_id, Code.MALFORMED, "a GET without items")
+        if isinstance(message, GetSmall) and len(message.digests) % DIGEST_BYTES:
+            raise Refused(kind, request_id, Code.MALFORMED, "digests are 16 bytes each")
         if isinstance(message, StorePart):
             text = "a part of a value, but no STORE was answered with room for it"
             raise Refused(kind, request_id, Code.MALFORMED, text)
@@ -538,6 +555,22 @@ class DataSession:
             self._traffic.small_read_at = now
         self._briskness.answered(now, quick=bool(payloads) and bulk_bytes <= LENT_BYTES)
 
+    def _gather_small(self, request_id: int, digests: bytes) -> None:
+        """Put the answer to GET_SMALL with those that are to be sent next; its objects are held from here on."""
+        lent = self._backend.lend_small(digests)
+        if lent is None:
+            nothing = bytes(len(digests) // DIGEST_BYTES * SLOT_BYTES)
+            lent = SmallObjectsLent(nothing, [], [], None)
+        self._held_small.append(lent)
+        parts = small_answer(request_id, lent)
+        self._parts += parts
+        self._gathered_bytes += sum(map(len, parts))
+        self._traffic.objects += len(lent.digests)
+        if lent.digests:
+            self._backend.note_reads(lent.digests)
+            self._traffic.small_read_at = time.monotonic()
+        self._briskness.answered(time.monotonic(), quick=bool(lent.digests))
+
     def _take_upload(self, may_refuse: bool) -> bool:
         """Whether a large answer may be sent now; if so, this connection has one on its way until the next flush
         is over."""
@@ -590,10 +623,13 @@ class DataSession:
             self._uploads = False
             self._traffic.upload_ends(self._upload_began, time.monotonic())
         held, self._held = self._held, []
+        held_small, self._held_small = self._held_small, []
         self._parts = []
         self._gathered_bytes = 0
         for opened in held:
             self._backend.let_go(opened)
+        for lent in held_small:
+            self._backend.end_small_loan(lent)
 
     # --- STORE -------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from p2pstore.objects import Version
 from p2pstore.transfer.layout import Pin, SlotState
@@ -75,6 +75,17 @@ class QuickCopy(NamedTuple):
     slot: bytes
     trailer: bytes
     length: int
+
+
+class SmallObjectsLent(NamedTuple):
+    """Small objects that stay where they are until the loan ends. `slots`: 64 bytes for each that was asked for, zero
+    for those that are none of them; `digests` and `payloads` of the others. `handle` is whose they are; None for
+    nothing."""
+
+    slots: bytes
+    digests: list[bytes]
+    payloads: list[memoryview]
+    handle: Any
 
 
 @dataclass(frozen=True, slots=True)

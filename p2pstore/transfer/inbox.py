@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from p2pstore.objects import KIB
@@ -26,10 +26,32 @@ class Inbox:
         self._end = 0
         self._ahead_bytes = INBOX_BYTES
         self.received_any = False
+        self._receive_all = getattr(stream, "receive_all", None)
 
     def expect(self, payload_bytes: int) -> None:
         """So many bytes will come that are read by `read_into`: few of them should come with a head."""
         self._ahead_bytes = HEAD_BYTES if payload_bytes >= INBOX_BYTES else INBOX_BYTES
+
+    def expect_head(self, head_bytes: int) -> None:
+        """What comes next has a head of so many bytes, and then payloads that are read by `fill`."""
+        self._ahead_bytes = head_bytes if self._receive_all is not None else INBOX_BYTES
+
+    async def fill(self, views: Sequence[memoryview]) -> None:
+        """Fill many views, none empty, one after the other. Raises as `read_into`."""
+        first = 0
+        if self._receive_all is None:
+            for view in views:
+                await self.read_into(view)
+            return
+        while self._start < self._end and first < len(views):
+            count = self._move_into(views[first])
+            if count < len(views[first]):
+                views = [views[first][count:], *views[first + 1 :]]
+                first = 0
+                break
+            first += 1
+        await self._receive_all(views[first:])
+        self.received_any = True
 
     def held(self, length: int) -> memoryview | None:
         """The next `length` bytes in place, until the next call, if they are here already."""

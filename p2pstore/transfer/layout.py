@@ -18,7 +18,9 @@ from enum import IntEnum
 from typing import Final
 
 import msgspec
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from p2pstore.errors import ProtocolError
 from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_count, root_checksum
@@ -275,6 +277,51 @@ def is_only_chunk(packed: bytes, digest: bytes, payload: bytes | memoryview) -> 
 
 
 FREE_SLOT: Final = bytes(SLOT_BYTES)
+_SLOT_COLUMNS: Final = np.dtype(
+    {
+        "names": ["format", "state", "first", "second", "length", "root", "checked", "checksum"],
+        "formats": ["u1", "u1", "<u8", "<u8", "<u8", "<u8", "V56", "<u8"],
+        "offsets": [0, 1, 8, 16, 40, 48, 0, 56],
+        "itemsize": SLOT_BYTES,
+    }
+)
+_SUMS: Final = np.dtype(">u8")
+_DIGEST_COLUMNS: Final = np.dtype([("first", "<u8"), ("second", "<u8")])
+
+
+class SlotRows:
+    """Many packed slots, in a private copy, one after the other."""
+
+    def __init__(self, packed: bytes | memoryview) -> None:
+        self._rows = np.frombuffer(packed, _SLOT_COLUMNS)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def lengths(self) -> list[int]:
+        """What they say that the values' lengths are, in bytes; nothing is checked yet."""
+        listed: list[int] = self._rows["length"].tolist()
+        return listed
+
+    def are_only_chunks(self, digests: bytes, packed_sums: bytes) -> NDArray[np.bool_]:
+        """`is_only_chunk` of each, by packed digests, and what `xxh3_64_digest` gives for each payload, one after the
+        other. That the payloads have the slots' lengths is the caller's word."""
+        rows, wanted = self._rows, np.frombuffer(digests, _DIGEST_COLUMNS)
+        lengths_and_sums = np.empty((len(rows), 2), np.uint64)
+        lengths_and_sums[:, 0] = rows["length"]
+        lengths_and_sums[:, 1] = np.frombuffer(packed_sums, _SUMS)
+        good: NDArray[np.bool_] = (rows["format"] == SLOT_FORMAT) & (rows["state"] == _LIVE)
+        good &= (rows["first"] == wanted["first"]) & (rows["second"] == wanted["second"])
+        good &= (rows["length"] > 0) & (rows["length"] <= CHUNK_BYTES)
+        good &= rows["checksum"] == _sums_of(rows["checked"].tolist())
+        roots = _sums_of(lengths_and_sums.view("V16")[:, 0].tolist())
+        good &= rows["root"] == roots
+        return good
+
+
+def _sums_of(packed: list[bytes]) -> NDArray[np.uint64]:
+    return np.frombuffer(b"".join(map(xxhash.xxh3_64_digest, packed)), _SUMS)
 
 
 # --- trailer ---------------------------------------------------------------------------------

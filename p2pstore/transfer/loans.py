@@ -8,7 +8,7 @@ Both hold the interpreter's lock, so at least one of them sees what the other di
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NewType
 
 from p2pstore.transfer.entries import ObjectEntry
@@ -21,20 +21,21 @@ class Loans:
     """`begin` and `end` are for any thread, the rest for the owner of the segment."""
 
     def __init__(self) -> None:
-        self._under_way: dict[Loan, ObjectEntry] = {}
-        self._kept: dict[Loan, ObjectEntry] = {}
+        self._under_way: dict[Loan, Collection[ObjectEntry]] = {}
+        self._kept: dict[Loan, Collection[ObjectEntry]] = {}
 
     def __len__(self) -> int:
         """How many are under way."""
         return len(self._under_way)
 
-    def begin(self, entry: ObjectEntry) -> Loan | None:
-        """The entry's bytes stay until `end`. None when it is given up already."""
+    def begin(self, *entries: ObjectEntry) -> Loan | None:
+        """The entries' bytes stay until `end`. None when one of them is given up already."""
         loan = Loan(object())
-        self._under_way[loan] = entry
-        if entry.state is not SlotState.LIVE:
-            del self._under_way[loan]
-            return None
+        self._under_way[loan] = entries if len(entries) == 1 else frozenset(entries)
+        for entry in entries:
+            if entry.state is not SlotState.LIVE:
+                del self._under_way[loan]
+                return None
         return loan
 
     def end(self, loan: Loan) -> None:
@@ -43,7 +44,9 @@ class Loans:
 
     def has(self, entry: ObjectEntry) -> bool:
         """Whether some thread uses the entry. To be asked after its state was changed."""
-        return bool(self._under_way) and entry in list(self._under_way.values())
+        if not self._under_way:
+            return False
+        return any(entry in some for some in list(self._under_way.values()))
 
     @property
     def any_known(self) -> bool:
@@ -51,13 +54,14 @@ class Loans:
         return bool(self._under_way or self._kept)
 
     def begun(self) -> Iterator[ObjectEntry]:
-        """The entry of each loan that was not among these yet: its owner counts a reference, until `ended` has it."""
-        for loan, entry in list(self._under_way.items()):
+        """The entries of each loan that was not among these yet: their owner counts a reference, until `ended` has
+        them. What was freed before the loan began is none of them: who asked for it is about to see that."""
+        for loan, entries in list(self._under_way.items()):
             if loan not in self._kept:
-                self._kept[loan] = entry
-                yield entry
+                self._kept[loan] = [each for each in entries if each.state is not SlotState.FREE]
+                yield from self._kept[loan]
 
     def ended(self) -> Iterator[ObjectEntry]:
-        """The entry of each that was begun and is over."""
+        """The entries of each that was begun and is over."""
         for loan in [each for each in self._kept if each not in self._under_way]:
-            yield self._kept.pop(loan)
+            yield from self._kept.pop(loan)

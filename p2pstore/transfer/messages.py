@@ -32,13 +32,16 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
+from p2pstore.objects import DIGEST_BYTES
 from p2pstore.wire import Message
 
 MIN_DATA_VERSION: Final = 1
-MAX_DATA_VERSION: Final = 2
-"""Versions of the data protocol. 2: requests with bulk bytes."""
+MAX_DATA_VERSION: Final = 3
+"""Versions of the data protocol. 2: requests with bulk bytes. 3: GET_SMALL."""
 STORE_VERSION: Final = 2
 """The first version in which values can be stored."""
+SMALL_VERSION: Final = 3
+"""The first version with GET_SMALL."""
 
 
 class DataKind(IntEnum):
@@ -57,6 +60,7 @@ class DataKind(IntEnum):
     STORE_PART = 26
     READS = 28
     SET_PINS = 27
+    GET_SMALL = 29
     MEASURE = 32
     RDMA_CONNECT = 33
     GET_MANIFEST = 34
@@ -113,6 +117,27 @@ class Get(Message, frozen=True):
     items: Annotated[list[GetItem], Meta(max_length=MAX_GET_ITEMS)]
     may_refuse: bool = False
     keeps: int = 0
+
+
+SMALL_OBJECT_BYTES: Final = 64 * 1024
+MAX_SMALL_ITEMS: Final = 512
+MAX_SMALL_BULK_BYTES: Final = 4 * 1024 * 1024
+
+
+class GetSmall(Message, frozen=True):
+    """Many small objects (1 byte to 64 KiB). `digests` are packed, at most 512."""
+
+    digests: Annotated[
+        bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_SMALL_ITEMS)
+    ]
+
+
+class SmallObjects(Message, frozen=True):
+    """A slot (64 bytes) for each, exactly as in the owner's memory, and all zero for what GET has to say more of: it is
+    not there, is larger, is on the SSD, or the values before it were 4 MiB. The bulk is the values of the others, one
+    after the other. Without trailers: of an object of one chunk, length and value give the slot's root."""
+
+    slots: bytes
 
 
 MAX_OTHERS: Final = 64
@@ -515,6 +540,7 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     DataKind.HELLO: Hello,
     DataKind.PROOF: Proof,
     DataKind.GET: Get,
+    DataKind.GET_SMALL: GetSmall,
     DataKind.LOOKUP: Lookup,
     DataKind.PUSH: Push,
     DataKind.REPLICATE: Replicate,
@@ -537,6 +563,7 @@ REQUESTS: Final[dict[int, type[Message]]] = {
 REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.HELLO: HelloReply,
     DataKind.GET: Objects,
+    DataKind.GET_SMALL: SmallObjects,
     DataKind.LOOKUP: Locations,
     DataKind.PUSH: Pushed,
     DataKind.REPLICATE: Replicated,
@@ -556,7 +583,14 @@ REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.SWARM_LINK: SwarmLinked,
 }
 READ_KINDS: Final = frozenset(
-    {DataKind.GET, DataKind.LOOKUP, DataKind.LIST, DataKind.STATISTICS, DataKind.PING}
+    {
+        DataKind.GET,
+        DataKind.GET_SMALL,
+        DataKind.LOOKUP,
+        DataKind.LIST,
+        DataKind.STATISTICS,
+        DataKind.PING,
+    }
 )
 """What a ticket of scope READ allows."""
 WRITE_KINDS: Final = frozenset({DataKind.STORE, DataKind.STORE_PART})

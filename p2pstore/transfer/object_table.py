@@ -10,6 +10,7 @@ from collections.abc import Set
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from p2pstore.objects import Version
 from p2pstore.transfer.entries import ObjectEntry, Reservation
@@ -79,6 +80,8 @@ class ObjectTable:
             memory[geometry.slots_offset : slots_end].fill(0)
         memory[slots_end : geometry.data_offset].fill(0)
         self._index = KeyIndex(buffer[geometry.index_offset :], geometry.index_entries)
+        slots = memory[geometry.slots_offset : slots_end]
+        self._slots: NDArray[np.uint8] = slots.reshape(-1, SLOT_BYTES)
         header = SegmentHeader(segment_id, incarnation, geometry, SegmentState.OPEN)
         self._write(0, encode_segment_header(header))
 
@@ -134,6 +137,11 @@ class ObjectTable:
         start = self._slot_offset(entry.slot)
         return bytes(self._buffer[start : start + SLOT_BYTES])
 
+    def slot_rows(self, numbers: list[int]) -> NDArray[np.uint8]:
+        """Copies of many slots, a row of 64 bytes each. From any thread: one that is being changed may be torn, as
+        its checksum shows."""
+        return self._slots[numbers]
+
     def trailer_bytes(self, entry: ObjectEntry) -> bytes:
         """A copy of the entry's trailer."""
         start = entry.offset + trailer_offset(entry.length)
@@ -156,6 +164,7 @@ class ObjectTable:
     def detach(self) -> None:
         """Let go of the buffer."""
         self._buffer = memoryview(b"")
+        self._slots = np.empty((0, SLOT_BYTES), np.uint8)
         self._index.detach()
 
     def _slot_offset(self, number: int) -> int:

@@ -18,11 +18,20 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from p2pstore.objects import KIB, MIB
+from p2pstore.objects import DIGEST_BYTES, KIB, MIB
 from p2pstore.polling import Polling
-from p2pstore.streams import waiting_in_kernel
-from p2pstore.transfer.entries import QuickCopy
-from p2pstore.transfer.messages import DataKind, Get, GetItem, ObjectReply, Objects, ObjectStatus
+from p2pstore.streams import MAX_GATHER, BytesLike, advance, flatten_parts, waiting_in_kernel
+from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
+from p2pstore.transfer.messages import (
+    DataKind,
+    Get,
+    GetItem,
+    GetSmall,
+    ObjectReply,
+    Objects,
+    ObjectStatus,
+    SmallObjects,
+)
 from p2pstore.wire import DATA_REQUEST_LIMITS, HEADER, HEADER_BYTES, REPLY
 
 BRISK_READS: Final = 8
@@ -43,9 +52,10 @@ MAX_TALLY: Final = 65_536
 REQUEST_BYTES: Final = 64 * KIB
 """Requests received at once."""
 
-_GET, _OK = int(DataKind.GET), int(ObjectStatus.OK)
+_GET, _GET_SMALL, _OK = int(DataKind.GET), int(DataKind.GET_SMALL), int(ObjectStatus.OK)
 _encode_body: Final = msgspec.msgpack.Encoder().encode
 _decode_get: Final = msgspec.msgpack.Decoder(Get).decode
+_decode_get_small: Final = msgspec.msgpack.Decoder(GetSmall).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,15 @@ class QuickSource(Protocol):
 
     def end_loan(self, lent: LentObject) -> None:
         """The end of `lend`, in the same thread."""
+        ...
+
+    def lend_small(self, digests: bytes) -> SmallObjectsLent | None:
+        """What GET_SMALL is answered with, by packed digests; it stays there until `end_small_loan`. None when it takes
+        the event loop to say, or another look."""
+        ...
+
+    def end_small_loan(self, lent: SmallObjectsLent) -> None:
+        """The end of `lend_small`, in the same thread."""
         ...
 
 
@@ -162,21 +181,44 @@ class ReadThread:
             return 0
         kind, flags, request_id, body_length, bulk_length = HEADER.unpack_from(data)
         end: int = HEADER_BYTES + body_length
-        if kind != _GET or flags or bulk_length or len(data) < end:
+        if flags or bulk_length or len(data) < end:
             return 0
         if body_length > DATA_REQUEST_LIMITS.body_bytes:
             return 0
+        body = data[HEADER_BYTES:end]
         try:
-            get = _decode_get(data[HEADER_BYTES:end])
+            if kind == _GET:
+                done = self._answer_get(sock, request_id, _decode_get(body))
+            elif kind == _GET_SMALL:
+                done = self._answer_small(sock, request_id, _decode_get_small(body).digests)
+            else:
+                return 0
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             return 0
+        return end if done else 0
+
+    def _answer_get(self, sock: socket.socket, request_id: int, get: Get) -> bool:
+        """Whether that could be done here."""
         items = get.items
         if replies := self._take(items):
             self._reply(sock, request_id, replies, self._values[: self._taken_bytes])
         elif len(items) != 1 or not self._reply_lent(sock, request_id, get):
-            return 0
+            return False
         self._tally.add([each.digest for each in items], self._sent_bytes)
-        return end
+        return True
+
+    def _answer_small(self, sock: socket.socket, request_id: int, digests: bytes) -> bool:
+        """Whether that could be done here."""
+        lent = None if len(digests) % DIGEST_BYTES else self._source.lend_small(digests)
+        if lent is None:
+            return False
+        try:
+            parts = small_answer(request_id, lent)
+            _send_all(sock, parts)
+        finally:
+            self._source.end_small_loan(lent)
+        self._tally.add(lent.digests, sum(map(len, parts)))
+        return True
 
     def _reply_lent(self, sock: socket.socket, request_id: int, get: Get) -> bool:
         """Answer with one larger object, out of its place; whether that could be done here."""
@@ -225,6 +267,24 @@ class ReadThread:
             sent += sock.sendmsg((head[sent:], values))
         while sent < self._sent_bytes:
             sent += sock.send(values[sent - len(head) :])
+
+
+def small_answer(request_id: int, lent: SmallObjectsLent) -> list[BytesLike]:
+    """The frame that answers GET_SMALL with what was lent, in parts."""
+    body = _encode_body(SmallObjects(lent.slots))
+    bulk_length = sum(map(len, lent.payloads))
+    head = HEADER.pack(_GET_SMALL, REPLY, request_id, len(body), bulk_length) + body
+    return [head, *lent.payloads]
+
+
+def _send_all(sock: socket.socket, parts: Sequence[BytesLike]) -> None:
+    """Send small parts on a socket that waits in the kernel."""
+    sent = sock.sendmsg(parts[:MAX_GATHER])
+    if sent < sum(map(len, parts)):  # seldom: the socket's buffer was nearly full
+        views = flatten_parts(parts)
+        first = advance(views, 0, sent)
+        while first < len(views):
+            first = advance(views, first, sock.sendmsg(views[first : first + MAX_GATHER]))
 
 
 class Briskness:

@@ -16,10 +16,10 @@ from typing import Final
 import numpy as np
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
-from p2pstore.objects import Version, format_bytes
+from p2pstore.objects import DIGEST_BYTES, Version, format_bytes
 from p2pstore.transfer.allocator import Window, choose_windows
 from p2pstore.transfer.areas import Areas, Place, Places, QuotaUse
-from p2pstore.transfer.entries import ObjectEntry, QuickCopy, Reservation
+from p2pstore.transfer.entries import ObjectEntry, QuickCopy, Reservation, SmallObjectsLent
 from p2pstore.transfer.eviction import EvictionOrder, WhoKeeps, rank_of
 from p2pstore.transfer.eviction_policies import make_policy
 from p2pstore.transfer.expiry import ExpiryTimers
@@ -29,6 +29,7 @@ from p2pstore.transfer.key_listing import KeyListing
 from p2pstore.transfer.layout import (
     GRANULE_BYTES,
     MAX_TRAILER_BYTES,
+    SLOT_BYTES,
     SLOT_FLAG_SOFT,
     Geometry,
     Pin,
@@ -64,6 +65,8 @@ MOST_TRIES: Final = 4
 """To make room, while threads begin to send from what was chosen to go."""
 
 NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
+
+_DIGEST: Final = np.dtype(f"V{DIGEST_BYTES}")
 
 EARLIER_CLIENTS: Final = "clients of earlier lives"
 """The holder of what they may still look at or write to."""
@@ -396,8 +399,38 @@ class Segment:
             return None
         return loan, entry
 
+    def lend_small(
+        self, digests: bytes, most_bytes: int, most_bytes_in_all: int, now: float
+    ) -> SmallObjectsLent | None:
+        """The live entries under packed digests that have 1 to `most_bytes` bytes each; their bytes stay until
+        `end_loan`. For any thread of the process. None when one is given up in this moment."""
+        wanted: list[bytes] = np.frombuffer(digests, _DIGEST).tolist()
+        places, entries, total = [], [], 0
+        for place, entry in enumerate(map(self._entries.get, wanted)):
+            if entry is None or not 0 < entry.length <= most_bytes:
+                continue
+            if entry.expires_unix_ms and entry.expired(now):
+                continue
+            total += entry.length
+            if total > most_bytes_in_all:
+                break
+            places.append(place)
+            entries.append(entry)
+        slots = np.zeros((len(wanted), SLOT_BYTES), np.uint8)
+        if not entries:
+            return SmallObjectsLent(slots.tobytes(), [], [], None)
+        loan = self._loans.begin(*entries)
+        if loan is None:
+            return None
+        slots[places] = self._table.slot_rows([entry.slot for entry in entries])
+        buffer = self._buffer
+        payloads = [buffer[entry.offset : entry.offset + entry.length] for entry in entries]
+        return SmallObjectsLent(
+            slots.tobytes(), [entry.digest for entry in entries], payloads, loan
+        )
+
     def end_loan(self, loan: Loan) -> None:
-        """The end of `lend`, by the same thread."""
+        """The end of `lend` or `lend_small`, by the same thread."""
         self._loans.end(loan)
 
     @property

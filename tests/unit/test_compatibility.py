@@ -122,7 +122,7 @@ def sample(hint: Any) -> Any:
         return hint(**{name: sample(fields[name]) for name in hint.__struct_fields__})
     if get_origin(hint) in (Union, UnionType):
         return sample(get_args(hint)[0])
-    return {int: 5, float: 2.5, bool: True, str: "text", bytes: b"bytes"}[hint]
+    return {int: 5, float: 2.5, bool: True, str: "text", bytes: b"a digest's bytes"}[hint]
 
 
 def newer(value: Any) -> Any:
@@ -566,8 +566,8 @@ async def test_a_data_server_that_picks_another_version_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with data_server() as harness:
-        monkeypatch.setattr("p2pstore.transfer.data_server.negotiate_version", lambda *_: 3)
-        with pytest.raises(ProtocolMismatch, match="the other side 3 to 3"):
+        monkeypatch.setattr("p2pstore.transfer.data_server.negotiate_version", lambda *_: 4)
+        with pytest.raises(ProtocolMismatch, match="the other side 4 to 4"):
             await DataConnection.open(await connect(harness.address), grant())
 
 

@@ -17,6 +17,7 @@ from p2pstore.transfer.messages import (
     GetItem,
     GetManifest,
     GetPiece,
+    GetSmall,
     Hello,
     HelloReply,
     Holding,
@@ -47,6 +48,7 @@ from p2pstore.transfer.messages import (
     ReadsTaken,
     Replicate,
     SetPins,
+    SmallObjects,
     Store,
     Stored,
     StorePart,
@@ -101,6 +103,8 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     "proof": (DataKind.PROOF, 0, Proof(b"p" * 4), 0, 0),
     "get": (DataKind.GET, 1, Get([GetItem(DIGEST), GetItem(DIGEST, 64, 64, 7)]), 0, 0),
     "get elsewhere": (DataKind.GET, 1, Get([GetItem(DIGEST)], may_refuse=True), 0, 0),
+    "get small": (DataKind.GET_SMALL, 1, GetSmall(DIGEST + b"d" * 16), 0, 0),
+    "get small reply": (DataKind.GET_SMALL, 1, SmallObjects(SLOT + bytes(64)), REPLY, 12),
     "get reply": (
         DataKind.GET,
         1,
@@ -174,6 +178,16 @@ GOLDEN: dict[str, str] = {
     ),
     "get elsewhere": (
         "10000000010000001a00000000000000939194c410dccec363d9fb256bb2d52a0704475a00000000c300"
+    ),
+    "get small": (
+        "1d00000001000000230000000000000091c420dccec363d9fb256bb2d52a0704475a006464646464"
+        "6464646464646464646464"
+    ),
+    "get small reply": (
+        "1d00010001000000830000000c00000091c480010206002c000000dccec363d9fb256bb2d52a0704"
+        "475a00050000000000000000200000000000000c000000000000001806ac967fb02e6b6346e0c162"
+        "a80ab900000000000000000000000000000000000000000000000000000000000000000000000000"
+        "000000000000000000000000000000000000000000000000000000"
     ),
     "get reply": (
         "1000010001000000910000000c00000091939800c440010206002c000000dccec363d9fb256bb2d5"

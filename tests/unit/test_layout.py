@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.errors import CapacityExceeded, ProtocolError
-from p2pstore.objects import MAX_OBJECT_BYTES, MIB, Version, chunk_count, root_checksum
+from p2pstore.objects import (
+    MAX_OBJECT_BYTES,
+    MIB,
+    Version,
+    chunk_count,
+    chunk_sums,
+    root_checksum,
+)
 from p2pstore.transfer.layout import (
     GRANULE_BYTES,
     INDEX_ENTRY_BYTES,
@@ -19,6 +27,7 @@ from p2pstore.transfer.layout import (
     SegmentHeader,
     SegmentState,
     Slot,
+    SlotRows,
     SlotState,
     TrailerBody,
     decode_index_entry,
@@ -31,6 +40,7 @@ from p2pstore.transfer.layout import (
     encode_trailer,
     extent_bytes,
     index_home,
+    is_only_chunk,
     plan_geometry,
     slot_matches,
     trailer_matches,
@@ -217,6 +227,44 @@ def test_trailer_matches_only_sums_of_the_root(length: int, noise: int) -> None:
     assert not trailer_matches(trailer, slot(length + 1, root))
     assert trailer_matches(trailer, slot(length, noise)) == (noise == root)
     assert not trailer_matches(TrailerBody("n", "k", sums + b"\7" * 8), slot(length, root))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.binary(min_size=1, max_size=80),
+            st.none() | st.integers(0, 8 * SLOT_BYTES - 1),
+            st.sampled_from(["as it is", "another digest", "another value", "not live"]),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_many_slots_are_judged_as_each_alone(items: list[tuple[bytes, int | None, str]]) -> None:
+    slots, digests, values = [], [], []
+    for number, (value, flipped_bit, change) in enumerate(items):
+        digest = bytes([number]) * 16
+        state = SlotState.DOOMED if change == "not live" else SlotState.LIVE
+        root = root_checksum(len(value), chunk_sums(value))
+        slot = bytearray(encode_slot(Slot(state, digest, Version(1, 2, root), 0, len(value), 1)))
+        if flipped_bit is not None:
+            slot[flipped_bit // 8] ^= 1 << flipped_bit % 8
+        slots.append(bytes(slot))
+        digests.append(digest[1:] + b"x" if change == "another digest" else digest)
+        values.append(bytes(len(value)) if change == "another value" else value)
+    rows = SlotRows(b"".join(slots))
+    sums = b"".join(map(xxhash.xxh3_64_digest, values))
+    good = [
+        is_only_chunk(slot, digest, value)
+        for slot, digest, value in zip(slots, digests, values, strict=True)
+    ]
+    assert len(rows) == len(items)
+    # Alone, the payload's length is compared as well.
+    same = [length == len(value) for length, value in zip(rows.lengths, values, strict=True)]
+    judged = rows.are_only_chunks(b"".join(digests), sums).tolist()
+    assert [each and fits for each, fits in zip(judged, same, strict=True)] == good
+    for fine, (_, flipped_bit, change) in zip(good, items, strict=True):
+        assert fine or flipped_bit is not None or change != "as it is"
 
 
 # --- geometry --------------------------------------------------------------------------------

@@ -12,8 +12,16 @@ import pytest
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.objects import KIB, MIB
 from p2pstore.transfer import read_thread
-from p2pstore.transfer.entries import QuickCopy
-from p2pstore.transfer.messages import DataKind, Get, GetItem, Objects, Ping
+from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
+from p2pstore.transfer.messages import (
+    DataKind,
+    Get,
+    GetItem,
+    GetSmall,
+    Objects,
+    Ping,
+    SmallObjects,
+)
 from p2pstore.transfer.read_thread import (
     BRISK_READS,
     BRISK_SECONDS,
@@ -36,6 +44,7 @@ from p2pstore.wire import (
 
 SMALL, LARGE, HUGE = b"s" * 16, b"l" * 16, b"h" * 16
 READER = b"reader"
+NOT_NOW = b"n" * 16
 VALUES = {SMALL: b"small value", LARGE: bytes(range(256)) * 4 * KIB}
 HUGE_VALUE = memoryview(bytearray(64 * MIB))
 
@@ -62,6 +71,19 @@ class Source:
         return LentObject(b"slot of " + item.digest, b"trailer", value, None)
 
     def end_loan(self, lent: LentObject) -> None:
+        self.ended += 1
+
+    def lend_small(self, digests: bytes) -> SmallObjectsLent | None:
+        wanted = [digests[at : at + 16] for at in range(0, len(digests), 16)]
+        if NOT_NOW in wanted:
+            return None
+        there = [digest for digest in wanted if digest in VALUES]
+        slots = b"".join((digest * 4 if digest in there else bytes(64)) for digest in wanted)
+        values = [memoryview(VALUES[digest]) for digest in there]
+        self.lent.append((READER, len(there)))
+        return SmallObjectsLent(slots, there, values, None)
+
+    def end_small_loan(self, lent: SmallObjectsLent) -> None:
         self.ended += 1
 
 
@@ -161,6 +183,27 @@ def test_pipelined_requests_and_batches_are_answered_in_order() -> None:
             assert values == VALUES[SMALL] * number
 
 
+def get_small(number: int, *digests: bytes) -> bytes:
+    return encode_frame(DataKind.GET_SMALL, number, GetSmall(b"".join(digests)))
+
+
+def test_many_small_objects_are_sent_from_their_places() -> None:
+    absent = b"absent".ljust(16)
+    with served() as serving:
+        serving.far.sendall(get_small(7, SMALL, absent, LARGE, SMALL))
+        header = decode_header(serving.receive(HEADER_BYTES), DATA_REPLY_LIMITS)
+        assert (header.kind, header.flags, header.request_id) == (DataKind.GET_SMALL, REPLY, 7)
+        slots = decode_body(SmallObjects, serving.receive(header.body_length)).slots
+        assert slots == SMALL * 4 + bytes(64) + LARGE * 4 + SMALL * 4
+        values = serving.receive(header.bulk_length)
+        assert values == VALUES[SMALL] + VALUES[LARGE] + VALUES[SMALL]
+        serving.far.sendall(get(8))  # after that, what was read is noted
+        assert ended(serving) == get(8)
+        digests, length_bytes = serving.tally.take(10)
+        assert digests == [SMALL, LARGE, SMALL]
+        assert length_bytes == HEADER_BYTES + header.body_length + header.bulk_length
+
+
 @pytest.mark.parametrize(
     "request_bytes",
     [
@@ -173,13 +216,18 @@ def test_pipelined_requests_and_batches_are_answered_in_order() -> None:
         get(2, GetItem(SMALL), flags=ONE_WAY),
         get(2),
         get(2, GetItem(SMALL))[:-1],
+        get_small(2, SMALL, NOT_NOW),
+        get_small(2, SMALL[:-1]),
+        get_small(2),
+        get_small(2, *[SMALL] * 513),
         b"\x00",
         get(2, GetItem(SMALL))[:HEADER_BYTES] + b"\xc1" * 60,
         b"\xff" * 100,
     ],
     ids=[
         *("another kind", "absent", "one of two is absent", "two large ones", "another chunk"),
-        *("another chunk of a large one", "one-way", "no items", "half a request", "a byte"),
+        *("another chunk of a large one", "one-way", "no items", "half a request"),
+        *("not now", "half a digest", "no digests", "too many digests", "a byte"),
         *("no body", "garbage"),
     ],
 )

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer.entries import ObjectEntry, Reservation
+from p2pstore.transfer.entries import ObjectEntry, Reservation, SmallObjectsLent
 from p2pstore.transfer.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.transfer.key_listing import KeyListing
 from p2pstore.transfer.layout import (
@@ -129,6 +129,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         self.leases: dict[int, tuple[str, ObjectEntry, bytes]] = {}
         self.sending: list[tuple[ObjectEntry, bytes]] = []
         self.loans: list[tuple[Loan, ObjectEntry, bytes]] = []
+        self.small_loans: list[tuple[SmallObjectsLent, list[ObjectEntry], list[bytes]]] = []
         self.now = 1000.0
         self.clocks = itertools.count(10)
         self.seeds = itertools.count()
@@ -304,6 +305,36 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         if lent is not None:
             self.loans.append((*lent, self.model[key].value))
 
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1), room=st.integers(1, 3 * GRANULE_BYTES))
+    def borrow_small(self, keys: list[str], room: int) -> None:
+        """Many at once."""
+        digests = [key_digest(key, NAMESPACE) for key in keys]
+        lent = self.segment.lend_small(b"".join(digests), room, 4 * room, self.now)
+        assert lent is not None
+        expected, slots, total = [], [], 0
+        for digest in digests:
+            found = self.segment.find(digest, self.now)
+            total += found.length if found is not None and found.length <= room else 0
+            if found is None or not 0 < found.length <= room or total > 4 * room:
+                slots.append(bytes(64))
+                continue
+            expected.append(found)
+            slots.append(self.segment.slot_bytes(found))
+        assert lent.slots == b"".join(slots)
+        assert lent.digests == [each.digest for each in expected]
+        values = [self.model[each.key].value for each in expected]
+        assert [bytes(each) for each in lent.payloads] == values
+        if lent.handle is not None:
+            self.small_loans.append((lent, expected, values))
+
+    @precondition(lambda self: self.small_loans)
+    @rule(data=st.data())
+    def end_borrowing_small(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, len(self.small_loans) - 1))
+        lent, _, values = self.small_loans.pop(number)
+        assert [bytes(each) for each in lent.payloads] == values
+        self.segment.end_loan(lent.handle)
+
     @precondition(lambda self: self.loans)
     @rule(data=st.data())
     def end_borrowing(self, data: st.DataObject) -> None:
@@ -403,7 +434,12 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
             assert self.segment.payload(entry) == value
         for entry, value in self.sending:
             assert self.segment.payload(entry) == value
-        for _, entry, value in self.loans:
+        small = [
+            (entry, value)
+            for _, entries, values in self.small_loans
+            for entry, value in zip(entries, values, strict=True)
+        ]
+        for entry, value in [*((entry, value) for _, entry, value in self.loans), *small]:
             assert self.segment.payload(entry) == value
         for number, (holder, _, value) in self.reservations.items():
             assert self.segment.reservation_view(number, holder) == value
