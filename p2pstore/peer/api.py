@@ -447,6 +447,7 @@ class _Assembly:
         config = self.config
         nursery = await self.stack.enter_async_context(open_background_nursery())
         await nursery.start(node.run)
+        nursery.start_soon(node.checkup.watch)
         max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
         checkpoints = PeerCheckpoints(
             node,
@@ -503,7 +504,6 @@ class _Assembly:
             metrics_listeners = await open_metrics_listeners(config.metrics)
             self.metrics = address_of(metrics_listeners)
             status = StatusSource(node, with_keys=config.metrics_keys)
-            nursery.start_soon(status.watch)
             nursery.start_soon(serve_metrics, metrics_listeners, metrics_pages(node, status))
         await nursery.start(local_server)
         if isinstance(self.memory, KeptMemory):
