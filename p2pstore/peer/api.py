@@ -53,7 +53,7 @@ from p2pstore.peer.addresses import (
 from p2pstore.peer.checkpoints.service import PeerCheckpoints
 from p2pstore.peer.credentials import Credentials, log_expelled, refuse_open_door
 from p2pstore.peer.data_backend import PeerDataBackend
-from p2pstore.peer.kept_memory import begin_with_kept, watch_earlier_clients
+from p2pstore.peer.kept_memory import begin_with_kept, tell_what_returned, watch_earlier_clients
 from p2pstore.peer.local_answers import known_copy
 from p2pstore.peer.local_backend import PeerLocalBackend
 from p2pstore.peer.local_groups import LocalGroups
@@ -508,6 +508,7 @@ class _Assembly:
         await nursery.start(local_server)
         if isinstance(self.memory, KeptMemory):
             nursery.start_soon(watch_earlier_clients, node.core.segment, self.memory)
+            nursery.start_soon(tell_what_returned, node)
         if self.rdma is None:  # it has all pages provided
             nursery.start_soon(provide_pages, self.memory)
 

@@ -1,9 +1,9 @@
 """By which names pages may be asked for at a loopback address. Pure.
 
-A site can have its name lead to 127.0.0.1 (DNS rebinding): its scripts, in the browser of somebody on this machine, then
-read what listens there, as if it were theirs. The browser says by which name it asks. So whoever asks at a loopback
-address must do so by an address, which no site can take for itself, or by a name of this machine. Elsewhere any name
-will do: services, proxies and DNS have many, and who reaches the port at such an address may read it.
+A site can have its name lead to 127.0.0.1 (DNS rebinding): its scripts, in the browser of somebody on this machine,
+then read what listens there, as if it were theirs. The browser says by which name it asks. So whoever asks at a
+loopback address must do so by an address, which no site can take for itself, or by a name of this machine. Elsewhere
+any name will do: services, proxies and DNS have many, and who reaches the port at such an address may read it.
 """
 
 from __future__ import annotations

@@ -76,6 +76,8 @@ class Facts:
     failed_checkpoints: Sequence[FailedCheckpoint] = ()
     spoilt: int = 0
     """Objects, since this peer's start."""
+    kept_damaged: int = 0
+    """Objects of kept memory that this life began with."""
     puts: int = 0
     """That succeeded lately."""
     bootstrap: Sequence[str] = ()
@@ -256,6 +258,16 @@ def _copies(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _kept(facts: Facts) -> Iterator[Finding]:
+    if facts.kept_damaged:
+        yield warning(
+            "kept memory",
+            f"{_count(facts.kept_damaged, 'object', 'objects')} of the kept memory were damaged when this peer started",
+            "something wrote to its file, or the memory is faulty; they were dropped, and copies elsewhere are good",
+            "look for what else uses that file (`--memory-path`), and for memory errors (`dmesg`, EDAC)",
+        )
+
+
 def _transports(facts: Facts) -> Iterator[Finding]:
     fallbacks = facts.lately.get("transport_fallbacks", 0)
     if fallbacks >= FALLBACKS:
@@ -308,7 +320,7 @@ def _checkpoints(facts: Facts) -> Iterator[Finding]:
 
 
 _JUDGES: Final[Sequence[Callable[[Facts], Iterator[Finding]]]] = (
-    *(_this_peer, _members, _copies, _ssd, _transports, _checkpoints),
+    *(_this_peer, _members, _copies, _kept, _ssd, _transports, _checkpoints),
 )
 
 
