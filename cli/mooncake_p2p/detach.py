@@ -64,7 +64,7 @@ def _start(
         invite.write((line_of_invite or "").encode())
         invite.seek(0)
         return subprocess.Popen(
-            [sys.executable, "-m", "mooncake_p2p", "join", *_arguments(given)],
+            [sys.executable, "-P", "-m", "mooncake_p2p", "join", *_arguments(given)],
             stdin=invite,
             stdout=subprocess.PIPE,
             stderr=complaints,

@@ -61,7 +61,15 @@ class PeerProcess:
             self._process.stdout.close()  # of its life before
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "mooncake_p2p.tied", str(os.getpid()), "join", *arguments],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "mooncake_p2p.tied",
+                    str(os.getpid()),
+                    "join",
+                    *arguments,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -127,6 +127,8 @@ def overview(
     `blocks`: draw bars with block characters, which not every output can show."""
     peer, cluster = document["peer"], document.get("cluster")
     lines = _peer_lines(peer, blocks)
+    for problem in peer.get("problems", []):
+        lines += ["", *_problem_lines(problem, columns)]
     lines += ["", *_activity_lines(totals(peer), rate)]
     if cluster is not None:
         lines += ["", *_cluster_lines(cluster, blocks), "", *_member_lines(cluster["members"])]
@@ -167,6 +169,19 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
         *_ssd_lines(peer.get("ssd"), blocks),
         *_directory_lines(peer.get("directory", {})),
         *_repair_lines(peer.get("repair", {})),
+    ]
+
+
+def _problem_lines(problem: Document, columns: int) -> list[str]:
+    """What is wrong, why, and what to do: as the status page and `doctor` say it."""
+    texts = {str(problem["status"]): problem["what"], "why": problem["cause"]}
+    texts["cure"] = problem["cure"]
+    return [
+        _fact(label if number == 0 else "", line)
+        for label, text in texts.items()
+        for number, line in enumerate(
+            textwrap.wrap(printable(text), max(20, columns - LABEL_COLUMNS - 2))
+        )
     ]
 
 

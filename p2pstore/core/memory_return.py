@@ -18,6 +18,8 @@ OBJECTS_PER_BATCH: Final = 64
 """Publishing and announcing one costs some 50 us."""
 BYTES_PER_BATCH: Final = 64 * MIB
 """As far as a single object is not larger: what a thread goes through at a time."""
+FATES: Final = ("returned", "damaged", "discarded")
+"""What becomes of objects of an earlier life: shown again, spoilt, or perhaps removed meanwhile."""
 BATCHES_UNDER_WAY: Final = 2
 """One is checked while another one is published."""
 
@@ -58,7 +60,7 @@ class MemoryReturn:
                 batch.append(entry)
                 batch_bytes += entry.length
             else:
-                self._drop(entry, "kept_objects_discarded")
+                self._drop(entry, "discarded")
         if batch:
             self._under_way += 1
             self._core.emit(CheckReturned(tuple(batch)))
@@ -75,16 +77,21 @@ class MemoryReturn:
         self._under_way -= 1
         for entry, is_whole in zip(entries, whole, strict=True):
             if not is_whole:
-                self._drop(entry, "kept_objects_damaged")
+                self._drop(entry, "damaged")
             elif not is_good(entry):
-                self._drop(entry, "kept_objects_discarded")
+                self._drop(entry, "discarded")
             elif core.segment.publish_returned(entry, unix):
-                core.counters["kept_objects_returned"] += 1
+                self._count(entry, "returned")
                 core.cold.came_to_memory(entry)
                 core.announce(entry, now)
         core.announce_withdrawn(now)
 
-    def _drop(self, entry: ObjectEntry, counter: str) -> None:
+    def _drop(self, entry: ObjectEntry, fate: str) -> None:
         if entry.state is SlotState.RETURNED:
             self._core.segment.drop_returned(entry)
-            self._core.counters[counter] += 1
+            self._count(entry, fate)
+
+    def _count(self, entry: ObjectEntry, fate: str) -> None:
+        """`fate` is one of `FATES`."""
+        self._core.counters[f"kept_objects_{fate}"] += 1
+        self._core.counters[f"kept_bytes_{fate}"] += entry.length

@@ -12,16 +12,15 @@ from p2pstore import blocking
 from p2pstore.config import split_address
 from p2pstore.doctor.checks import CHECK_SECONDS, Check
 from p2pstore.doctor.finding import Finding, fine
-from p2pstore.doctor.network_rules import (
+from p2pstore.doctor.network_rules import SsdReading
+from p2pstore.doctor.peer_rules import (
     LocalPeerReading,
-    SsdReading,
+    absent_local_peer,
     judge_local_peer,
     silent_local_peer,
 )
-from p2pstore.doctor.peer_rules import judge_vitals, vitals_of
-from p2pstore.errors import P2PStoreError
+from p2pstore.errors import NoLocalPeer, P2PStoreError
 from p2pstore.local.paths import find_socket, live_sockets
-from p2pstore.results import PeerInfo
 
 ANSWER_SECONDS: Final = 2.0
 
@@ -46,37 +45,26 @@ class LocalPeers:
         try:
             with blocking.connect(path, timeout=ANSWER_SECONDS) as client:
                 document = client.statistics()
-                members = client.peers(everyone=True)
+        except NoLocalPeer as error:
+            return [absent_local_peer(str(path), str(error))]
         except (P2PStoreError, OSError) as error:
             return [silent_local_peer(str(path), str(error) or type(error).__name__)]
         peer = document["peer"]
         for address in (*peer.get("control", ()), *peer.get("data", ())):
             self.ports[split_address(address, "address")[1]] = peer["name"]
-        findings = judge_local_peer(_reading(path, document, members), p2pstore.__version__)
-        return [*findings, *judge_vitals(f"peer {peer['name']}", vitals_of(peer))]
+        return judge_local_peer(_reading(document), p2pstore.__version__)
 
 
-def _reading(path: Path, document: dict[str, Any], members: Sequence[PeerInfo]) -> LocalPeerReading:
+def _reading(document: dict[str, Any]) -> LocalPeerReading:
     peer = document["peer"]
-
-    def names(status: str) -> tuple[str, ...]:
-        return tuple(member.name for member in members if member.status == status)
-
     return LocalPeerReading(
         name=peer["name"],
-        socket=str(path),
         software=peer["software"],
         cluster=document["cluster"]["name"],
-        uptime_seconds=peer["uptime_seconds"],
-        joined=peer.get("joined", True),
-        bootstrap=tuple(peer.get("bootstrap", ())),
-        live=names("alive") + names("suspect"),
-        suspect=names("suspect"),
-        dead=names("dead"),
-        versions=tuple(
-            member.software for member in members if member.status in ("alive", "suspect")
-        ),
+        live=document["cluster"]["peers"],
+        clock_ahead_seconds=peer.get("clock_ahead_seconds"),
         ssd=_ssd_reading(peer["ssd"]) if "ssd" in peer else None,
+        problems=peer.get("problems"),
     )
 
 

@@ -215,25 +215,7 @@ def judge_gpus(gpus: Sequence[GpuReading]) -> Finding:
     return fine("gpus", f"{len(gpus)}: {listed}")
 
 
-# --- the peers on this machine ---------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class LocalPeerReading:
-    """A peer on this machine as it answered. `versions` are those of the live members."""
-
-    name: str
-    socket: str
-    software: str
-    cluster: str
-    uptime_seconds: float
-    joined: bool
-    bootstrap: tuple[str, ...]
-    live: tuple[str, ...]
-    suspect: tuple[str, ...]
-    dead: tuple[str, ...]
-    versions: tuple[str, ...]
-    ssd: SsdReading | None = None
+# --- SSDs of peers ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,60 +253,3 @@ def judge_ssd(name: str, ssd: SsdReading) -> Finding:
             **measured,
         )
     return fine(f"{name}: ssd", text, **measured)
-
-
-def judge_local_peer(reading: LocalPeerReading, own_version: str) -> list[Finding]:
-    """Its own state, who is missing, and versions that differ."""
-    name = f"peer {reading.name}"
-    members = len(reading.live)
-    text = (
-        f"p2pstore {reading.software}, cluster {reading.cluster}, {members} live "
-        f"{'member' if members == 1 else 'members'}"
-    )
-    findings = [fine(name, text)]
-    if reading.bootstrap and members == 1:
-        findings = [_judge_alone(name, text, reading)]
-    if reading.ssd is not None:
-        findings.append(judge_ssd(name, reading.ssd))
-    if reading.dead or reading.suspect:
-        gone = ", ".join((*reading.dead, *reading.suspect)[:8])
-        findings.append(
-            warning(
-                f"{name}: members",
-                f"{len(reading.dead)} dead, {len(reading.suspect)} suspected: {gone}",
-                "they ended without leaving, or the network between is broken",
-                "start them again; `mooncake-p2p doctor --peer HOST:PORT` checks the way",
-            )
-        )
-    versions = {*reading.versions, reading.software, own_version}
-    if len(versions) > 1:
-        findings.append(
-            warning(
-                f"{name}: versions",
-                ", ".join(sorted(versions)),
-                "members, or this command and its peer, run different versions of p2pstore",
-                "neighbouring versions work together; upgrade the older ones",
-            )
-        )
-    return findings
-
-
-def _judge_alone(name: str, text: str, reading: LocalPeerReading) -> Finding:
-    """It was to find others. That it never did is worse than that they have gone."""
-    judge, how = (warning, "answers it any more") if reading.joined else (broken, "has answered it")
-    return judge(
-        name,
-        text,
-        f"it serves alone: none of {', '.join(reading.bootstrap)} {how}",
-        f"`mooncake-p2p doctor --peer {reading.bootstrap[0]}` says why",
-    )
-
-
-def silent_local_peer(socket: str, reason: str) -> Finding:
-    """Somebody holds the socket and does not answer."""
-    return broken(
-        f"peer at {socket}",
-        "no answer",
-        reason,
-        "it is stopped, hung or overloaded: look at its log; end it and start it again",
-    )

@@ -1,149 +1,82 @@
-"""Judgements about a running peer, by what it says of itself. Pure."""
+"""What is said of a running peer: what it says itself is wrong, and what only who asks it can see. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
 
-from p2pstore.doctor.finding import Finding, broken, fine, warning
-from p2pstore.objects import format_bytes
-
-CLOCK_OFF_SECONDS: Final = 1.0
-CLOCK_REFUSED_SECONDS: Final = 10.0
-"""What a peer writes is refused by others from here on."""
-LATE_MS: Final = 100.0
-"""For one in a hundred looks at the event loop; a probe waits half a second."""
-ENOUGH_LOOKS: Final = 1200
-"""A minute of them: a start is no sign of trouble."""
-DISTRUST: Final = 3
-"""Of 8: probes and suspicions take four times as long, and more."""
-LEASED_SHARE: Final = 0.9
-FAILED_SHARE: Final = 0.01
-"""Of puts, or of reads."""
-FEW: Final = 10
-"""So many may fail by chance."""
+from p2pstore.doctor.finding import Finding, Status, broken, fine, skipped, warning
+from p2pstore.doctor.network_rules import SsdReading, judge_ssd
 
 
 @dataclass(frozen=True, slots=True)
-class Vitals:
-    """What is judged. Counts are since the peer's start. `clock_ahead_seconds`: of this machine's clock against the
-    median of the others'; None where it is not known. `late_ms`: what 99 of 100 looks at the event loop did not
-    exceed."""
+class LocalPeerReading:
+    """A peer on this machine as it answered. `clock_ahead_seconds`: of this machine's clock against the median of the
+    others'; None where it is not known. `problems`: as its status page shows them; None of an older peer, which does
+    not say."""
 
+    name: str
+    software: str
+    cluster: str
+    live: int
     clock_ahead_seconds: float | None = None
-    late_ms: float = 0.0
-    local_health: int = 0
-    memory_bytes: int = 0
-    leased_bytes: int = 0
-    puts: int = 0
-    puts_failed: int = 0
-    received: int = 0
-    received_failed: int = 0
-    fallbacks: int = 0
-    spoilt: int = 0
+    ssd: SsdReading | None = None
+    problems: Sequence[Mapping[str, str]] | None = ()
 
 
-def vitals_of(peer: Mapping[str, Any]) -> Vitals:
-    """From a peer's statistics; an older one says less."""
-    counted, received = peer.get("counters", {}), peer.get("received", {})
-    lag = peer.get("latencies", {}).get("event_loop_lag", {}).get("lag", {})
-    return Vitals(
-        clock_ahead_seconds=peer.get("clock_ahead_seconds"),
-        late_ms=lag.get("p99_ms", 0.0) if lag.get("count", 0) >= ENOUGH_LOOKS else 0.0,
-        local_health=peer.get("gossip", {}).get("local_health", 0),
-        memory_bytes=peer.get("memory_capacity_bytes", 0),
-        leased_bytes=peer.get("leased_bytes", 0),
-        puts=counted.get("client_puts", 0),
-        puts_failed=counted.get("client_puts_failed", 0),
-        received=sum(use["objects"] for use in received.values()),
-        received_failed=sum(use["failures"] for use in received.values()),
-        fallbacks=counted.get("transport_fallbacks", 0),
-        spoilt=counted.get("objects_spoilt", 0),
+def judge_local_peer(reading: LocalPeerReading, own_version: str) -> list[Finding]:
+    """The peer, its problems in its own words, and readings of it that are as they should be."""
+    name = f"peer {reading.name}"
+    members = f"{reading.live} live {'member' if reading.live == 1 else 'members'}"
+    text = f"p2pstore {reading.software}, cluster {reading.cluster}, {members}"
+    findings = [fine(name, text)]
+    if reading.problems is None:
+        findings.append(
+            skipped(f"{name}: problems", "it is older, and does not say: see its status page")
+        )
+    problems = [_finding(name, each) for each in reading.problems or ()]
+    told = {finding.name for finding in problems}
+    if reading.clock_ahead_seconds is not None and f"{name}: clock" not in told:
+        findings.append(_clock(name, reading.clock_ahead_seconds))
+    if reading.ssd is not None and f"{name}: ssd" not in told:
+        findings.append(judge_ssd(name, reading.ssd))
+    if reading.software != own_version:
+        findings.append(
+            warning(
+                f"{name}: this command",
+                f"is of p2pstore {own_version}",
+                "this command and its peer are of different versions",
+                "neighbouring versions work together; upgrade the older one",
+            )
+        )
+    return [*findings, *problems]
+
+
+def _clock(name: str, ahead: float) -> Finding:
+    text = f"{abs(ahead):.3f} s {'ahead of' if ahead > 0 else 'behind'} the other peers'"
+    return fine(f"{name}: clock", text, clock_ahead_seconds=ahead)
+
+
+def _finding(name: str, problem: Mapping[str, str]) -> Finding:
+    make = broken if problem["status"] == Status.BROKEN else warning
+    return make(f"{name}: {problem['name']}", problem["what"], problem["cause"], problem["cure"])
+
+
+def absent_local_peer(socket: str, reason: str) -> Finding:
+    """The socket was named, and there is nobody, or nobody whom this user may ask."""
+    return broken(
+        f"peer at {socket}",
+        "none to talk to",
+        reason,
+        "if it is to run, the end of its log says why it ended (`journalctl -u`, peer.log in its state directory)",
     )
 
 
-def judge_vitals(name: str, vitals: Vitals) -> Iterator[Finding]:
-    """What is not as it should be, and the clock in any case. `name` is the peer's."""
-    yield from _judge_clock(f"{name}: clock", vitals)
-    yield from _judge_process(f"{name}: event loop", f"{name}: gossip", vitals)
-    yield from _judge_memory(f"{name}: memory", vitals)
-    yield from _judge_requests(f"{name}: puts", f"{name}: reads", vitals)
-
-
-def _judge_clock(name: str, vitals: Vitals) -> Iterator[Finding]:
-    ahead = vitals.clock_ahead_seconds
-    if ahead is None:
-        return
-    text = f"{abs(ahead):.3f} s {'ahead of' if ahead > 0 else 'behind'} the other peers'"
-    cure = "run chrony, ntpd or systemd-timesyncd here, and look at `timedatectl`"
-    if abs(ahead) >= CLOCK_REFUSED_SECONDS:
-        cause = "what is stamped over 10 s ahead is refused, so puts on one side are not seen on the other"
-        yield broken(name, text, cause, cure)
-    elif abs(ahead) >= CLOCK_OFF_SECONDS:
-        cause = "it is this machine's clock, or most of the others', that is wrong"
-        yield warning(name, text, cause, cure)
-    else:
-        yield fine(name, text, clock_ahead_seconds=ahead)
-
-
-def _judge_process(loop: str, gossip: str, vitals: Vitals) -> Iterator[Finding]:
-    if vitals.late_ms >= LATE_MS:
-        yield warning(
-            loop,
-            f"one turn in a hundred was late by more than {vitals.late_ms / 2:.0f} ms",
-            "the process gets too little CPU, its memory is swapped, or it does something for too long at once",
-            "look at `top`, and at cpu.stat of the cgroup (throttled); give the container more CPU",
-        )
-    if vitals.local_health > DISTRUST:
-        yield warning(
-            gossip,
-            f"it distrusts its own probes ({vitals.local_health} of 8)",
-            "its probes fail, or others accuse it: too little CPU, or a network that loses packets",
-            "look at `top` and `ip -s link`; `doctor --peer` checks the way to another peer",
-        )
-
-
-def _judge_memory(name: str, vitals: Vitals) -> Iterator[Finding]:
-    if vitals.memory_bytes and vitals.leased_bytes > LEASED_SHARE * vitals.memory_bytes:
-        yield warning(
-            name,
-            f"{format_bytes(vitals.leased_bytes)} of {format_bytes(vitals.memory_bytes)} are leased",
-            "programs hold views of nearly all of it, so that nothing else has room",
-            "let them go of views sooner, or give the peer more --memory",
-        )
-    if vitals.spoilt:
-        yield broken(
-            name,
-            f"{vitals.spoilt:,} objects were spoilt",
-            "a program here wrote to the shared memory by mistake, or the memory is faulty; checksums found it",
-            "look for memory errors (`dmesg | grep -i -e edac -e mce`), and for what else uses this socket",
-        )
-
-
-def _judge_requests(puts: str, reads: str, vitals: Vitals) -> Iterator[Finding]:
-    if _too_many(vitals.puts_failed, vitals.puts):
-        yield warning(
-            puts,
-            f"{vitals.puts_failed:,} failed, {vitals.puts:,} did not",
-            "most often memory is full of what may not be evicted: leases, hard pins, quotas",
-            "`mooncake-p2p stats` and `ls --pinned` show it; unpin, or give the peer more --memory",
-        )
-    if _too_many(vitals.received_failed, vitals.received):
-        yield warning(
-            reads,
-            f"{vitals.received_failed:,} reads at other peers failed, {vitals.received:,} did not",
-            "these peers end, hang or are cut off while they are read",
-            "`mooncake-p2p peers --reads` says which; `doctor --peer HOST:PORT` examines the way there",
-        )
-    if _too_many(vitals.fallbacks, vitals.received):
-        yield warning(
-            reads,
-            f"a transport gave way to another one {vitals.fallbacks:,} times",
-            "shared memory or RDMA is offered, and does not work",
-            "the peer's log says once for each peer why; `get --explain` for one read",
-        )
-
-
-def _too_many(failed: int, succeeded: int) -> bool:
-    return failed >= FEW and failed > FAILED_SHARE * (failed + succeeded)
+def silent_local_peer(socket: str, reason: str) -> Finding:
+    """Somebody holds the socket and does not answer."""
+    return broken(
+        f"peer at {socket}",
+        "no answer",
+        reason,
+        "it is stopped, hung or overloaded: look at its log; end it and start it again",
+    )

@@ -40,6 +40,8 @@ MAX_PEERS: Final = 16
 INVITE_VARIABLE: Final = "MOONCAKE_P2P_INVITE"
 SECRET_FILES: Final = ("identity.key", "cluster.key", "invite")
 """In a state directory."""
+OWN_FILES: Final = ("slow", "settings")
+"""Parts of a peer's statistics."""
 
 CONTENTS: Final = """\
 What `mooncake-p2p support-bundle` gathered on {host}, {when}.
@@ -125,7 +127,7 @@ def _gather_peer(bundle: Bundle, path: Path) -> list[bytes]:
             document = client.statistics()
             members = [asdict(member) for member in client.peers(everyone=True)]
         answered.update(document, members=members)
-        return to_json(document)
+        return to_json(_without_keys(document))
 
     bundle.gather(f"{folder}/statistics.json", ask)
     if not answered:
@@ -143,6 +145,16 @@ def _gather_peer(bundle: Bundle, path: Path) -> list[bytes]:
     else:
         bundle.gather(f"{folder}/{log.name}", lambda: read_end(log))
     return list(secrets_of(settings))
+
+
+def _without_keys(document: dict[str, Any]) -> dict[str, Any]:
+    """Statistics without the names of objects, and without what has a file of its own."""
+    peer = {name: part for name, part in document["peer"].items() if name not in OWN_FILES}
+    peer["hottest"] = [
+        {name: part for name, part in each.items() if name != "key"}
+        for each in peer.get("hottest", [])
+    ]
+    return {**document, "peer": peer}
 
 
 def log_of(settings: dict[str, Any]) -> Path | None:

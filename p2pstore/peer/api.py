@@ -54,7 +54,7 @@ from p2pstore.peer.checkpoints.publications import Publications
 from p2pstore.peer.checkpoints.service import PeerCheckpoints
 from p2pstore.peer.credentials import Credentials, log_expelled, refuse_open_door
 from p2pstore.peer.data_backend import PeerDataBackend
-from p2pstore.peer.kept_memory import begin_with_kept, watch_earlier_clients
+from p2pstore.peer.kept_memory import begin_with_kept, tell_what_returned, watch_earlier_clients
 from p2pstore.peer.local_answers import known_copy
 from p2pstore.peer.local_backend import PeerLocalBackend
 from p2pstore.peer.local_groups import LocalGroups
@@ -448,6 +448,7 @@ class _Assembly:
         config = self.config
         nursery = await self.stack.enter_async_context(open_background_nursery())
         await nursery.start(node.run)
+        nursery.start_soon(node.checkup.watch)
         max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
         checkpoints = PeerCheckpoints(
             node,
@@ -506,11 +507,11 @@ class _Assembly:
             metrics_listeners = await open_metrics_listeners(config.metrics)
             self.metrics = address_of(metrics_listeners)
             status = StatusSource(node, with_keys=config.metrics_keys)
-            nursery.start_soon(status.watch)
             nursery.start_soon(serve_metrics, metrics_listeners, metrics_pages(node, status))
         await nursery.start(local_server)
         if isinstance(self.memory, KeptMemory):
             nursery.start_soon(watch_earlier_clients, node.core.segment, self.memory)
+            nursery.start_soon(tell_what_returned, node)
         if self.rdma is None:  # it has all pages provided
             nursery.start_soon(provide_pages, self.memory)
 

@@ -66,6 +66,8 @@ class Joining:
         self._own: set[str] = set()
         self._led_to: dict[str, PeerId] = {}
         self._reported: set[tuple[str, ...]] = set()
+        self.unreached: dict[str, str] = {}
+        """Why a bootstrap address did not lead to a peer when it was tried last."""
 
     async def contact(self, host: Dialler, addresses: tuple[str, ...]) -> None:
         """Try these addresses of one peer, in order, and tell the gossip machine what came of it."""
@@ -154,6 +156,7 @@ class Joining:
 
     def _contacted(self, peer_id: PeerId, addresses: tuple[str, ...]) -> None:
         self._reported.discard(addresses)
+        self.unreached.pop(addresses[0], None)
         self._take(lambda: self._gossip.contacted(peer_id, addresses, self._now()))
 
     def _met_itself(self, address: str, addresses: tuple[str, ...]) -> None:
@@ -168,6 +171,8 @@ class Joining:
             self._settled.set()
 
     def _not_contacted(self, addresses: tuple[str, ...], error: Exception | None) -> None:
+        if addresses[0] in self._bootstrap:
+            self.unreached[addresses[0]] = str(error)
         if addresses not in self._reported:
             self._reported.add(addresses)
             alone = not self._gossip.membership.others()

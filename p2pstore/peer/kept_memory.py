@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import trio
 
+from p2pstore.core.memory_return import FATES
+from p2pstore.objects import format_bytes
 from p2pstore.transfer.kept import Kept
 from p2pstore.transfer.kept_file import KeptMemory
 from p2pstore.transfer.segment import Segment
@@ -32,6 +35,29 @@ def begin_with_kept(node: Node, memory: KeptMemory) -> None:
             f"{segment.returned_count:,}",
             memory.path,
             extra={"event": "memory_open", "path": str(memory.path)},
+        )
+
+
+async def tell_what_returned(node: Node) -> None:
+    """Log what became of what an earlier life left, when all of it was looked at."""
+    while True:
+        if not node.core.segment.returned_count:
+            _log_what_returned(node.core.counters)
+            return
+        await trio.sleep(LOOK_SECONDS)
+
+
+def _log_what_returned(counted: Mapping[str, int]) -> None:
+    objects = {fate: counted.get(f"kept_objects_{fate}", 0) for fate in FATES}
+    if any(objects.values()):
+        logger.log(
+            logging.WARNING if objects["damaged"] else logging.INFO,
+            "memory: of what was kept, %s objects (%s) are back, %s were damaged, %s may have been removed meanwhile",
+            f"{objects['returned']:,}",
+            format_bytes(counted.get("kept_bytes_returned", 0)),
+            f"{objects['damaged']:,}",
+            f"{objects['discarded']:,}",
+            extra={"event": "memory_returned", **objects},
         )
 
 

@@ -263,7 +263,10 @@ class PeerLocalBackend:
         return local.PeersReply(entries)
 
     def _statistics(self, client: LocalClient, message: local.Statistics) -> local.StatisticsReply:
-        document: dict[str, Any] = {"peer": peer_document(self._node)}
+        peer = peer_document(self._node)
+        look = self._node.checkup.look(peer, private=True)
+        peer["problems"] = look.documents()
+        document: dict[str, Any] = {"peer": peer}
         if message.cluster:
             document["cluster"] = cluster_document(self._core, self._now)
         return local.StatisticsReply(json.dumps(document).encode())

@@ -14,6 +14,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from p2pstore.core.cold_copies import Gone
+from p2pstore.core.memory_return import FATES
 from p2pstore.peer.measures import MAX_NAMESPACES, OTHERS, Measures
 from p2pstore.peer.metric_families import (
     COARSE_SECONDS,
@@ -98,6 +99,7 @@ class _Collected(Collector):
         yield from _clients(peer["counters"])
         yield from _latencies(measures)
         yield from _namespaces(measures)
+        yield from _kept(peer)
         yield from _quotas(peer["quotas"])
         yield from _transfers(peer)
         yield from _repair(peer)
@@ -127,6 +129,7 @@ def _clients(counted: Document) -> Iterator[Metric]:
         [((why.value,), counted.get(_GONE + why, 0)) for why in Gone],
     )
     known = {field for field, _ in _CLIENTS}.union(*ANSWERS.values())
+    known |= {f"kept_{unit}_{fate}" for unit in ("objects", "bytes") for fate in FATES}
     yield counters(
         "events",
         "Other counters, by name.",
@@ -137,6 +140,19 @@ def _clients(counted: Document) -> Iterator[Metric]:
             if name not in known and not name.startswith(_GONE)
         ],
     )
+
+
+def _kept(peer: Document) -> Iterator[Metric]:
+    """What memory that outlives its peer had when this life began."""
+    counted = peer["counters"]
+    yield gauge("kept_objects_unchecked", "Not looked at yet.", peer["objects_returning"])
+    for unit, text in (("objects", "Objects"), ("bytes", "Bytes")):
+        yield counters(
+            f"kept_{unit}",
+            f"{text} of an earlier life in kept memory: shown again, damaged, or perhaps removed meanwhile.",
+            ["fate"],
+            [((fate,), counted.get(f"kept_{unit}_{fate}", 0)) for fate in FATES],
+        )
 
 
 def _latencies(measures: Measures) -> Iterator[Metric]:

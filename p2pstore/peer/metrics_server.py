@@ -2,12 +2,14 @@
 
 One short request a connection. Whoever sends garbage, or nothing, or does not read what he asked for, costs a
 connection for some seconds. Connections are shared fairly among hosts: one that opens many keeps nobody out but itself.
-What is said is for anybody who can reach the port.
+What is said is for anybody who can reach the port; at a loopback address, not for pages of other sites (`asked_names`).
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
@@ -17,6 +19,7 @@ import trio
 
 from p2pstore.config import is_wildcard, join_address, split_address
 from p2pstore.errors import ConfigError
+from p2pstore.peer.asked_names import hosts_asked_for, is_own_name
 from p2pstore.strangers import Strangers
 
 logger = logging.getLogger("p2pstore.peer")
@@ -27,6 +30,8 @@ MAX_REQUEST_BYTES: Final = 8192
 MAX_CONNECTIONS: Final = 64
 MAX_HOST_CONNECTIONS: Final = 32
 """Of one host: of these, too, the newest ones are refused."""
+PROBES: Final = frozenset({"/livez", "/readyz"})
+"""Answered by whatever name: they say nothing that anybody could want."""
 TEXT: Final = "text/plain; charset=utf-8"
 
 
@@ -86,23 +91,30 @@ async def _serve(
             if dropped is not None:
                 dropped.cancel()
             try:
-                await serve_request(pages, stream)
+                await serve_request(pages, stream, by_any_name=not _is_at_loopback(stream))
             finally:
                 guests.leave(scope)
 
 
-async def serve_request(pages: Pages, stream: trio.abc.Stream) -> None:
-    """Read one request and answer it. What takes longer than `REQUEST_SECONDS` is given up."""
+def _is_at_loopback(stream: trio.SocketStream) -> bool:
+    address = ipaddress.ip_address(str(stream.socket.getsockname()[0]).partition("%")[0])
+    mapped = address.ipv4_mapped if address.version == 6 else None
+    return (mapped or address).is_loopback
+
+
+async def serve_request(pages: Pages, stream: trio.abc.Stream, *, by_any_name: bool = True) -> None:
+    """Read one request and answer it. What takes longer than `REQUEST_SECONDS` is given up. Unless `by_any_name`, only
+    who asks by an address or a name of this machine is answered."""
     try:
         with trio.move_on_after(REQUEST_SECONDS):
-            await _answer(pages, stream)
+            await _answer(pages, stream, by_any_name)
     except (trio.BrokenResourceError, trio.ClosedResourceError):
         pass  # whoever asked has gone
     except Exception:
         logger.exception("a request for metrics failed by an internal error")
 
 
-async def _answer(pages: Pages, stream: trio.abc.Stream) -> None:
+async def _answer(pages: Pages, stream: trio.abc.Stream, by_any_name: bool) -> None:
     head = b""
     while b"\r\n\r\n" not in head:
         received = await stream.receive_some(MAX_REQUEST_BYTES)
@@ -115,10 +127,21 @@ async def _answer(pages: Pages, stream: trio.abc.Stream) -> None:
         answer = text_answer(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD")
     elif path not in pages:
         answer = text_answer(HTTPStatus.NOT_FOUND, "there are " + ", ".join(pages))
+    elif path not in PROBES and not by_any_name and not _is_asked_by_own_name(head):
+        answer = text_answer(
+            HTTPStatus.MISDIRECTED_REQUEST,
+            "this page is not shown by that name at a loopback address: ask for it as localhost, or by its address",
+        )
     else:
         answer = pages[path]()
     head_bytes = _head(answer)
     await stream.send_all(head_bytes if method == "HEAD" else head_bytes + answer.body)
+
+
+def _is_asked_by_own_name(head: bytes) -> bool:
+    machine = socket.gethostname().lower()
+    own_names = (machine, machine.partition(".")[0])
+    return all(is_own_name(host, own_names) for host in hosts_asked_for(head))
 
 
 def _head(answer: Answer) -> bytes:

@@ -66,6 +66,7 @@ from p2pstore.peer.joining import Joining
 from p2pstore.peer.later_replies import LaterReplies
 from p2pstore.peer.load import LoadMeter
 from p2pstore.peer.saving import StateSaver
+from p2pstore.peer.status.checkup import Checkup
 from p2pstore.peer.watching import PeerWatch
 from p2pstore.statedir import StateDirectory
 from p2pstore.transfer.data_pool import DataPool
@@ -129,6 +130,7 @@ class Node:
         self.saver = StateSaver(core, state) if state is not None else None
         self.rng = rng
         self.watch = PeerWatch(core, config.slow_operation)
+        self.checkup = Checkup(self)
         self.served = Traffic()
         self.started_at = trio.current_time()
         self.load = LoadMeter(self.now, time.process_time(), ServerLimits().uploads)

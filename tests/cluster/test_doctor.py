@@ -216,7 +216,7 @@ def test_another_version_is_told_and_does_not_stop_it(
     assert found["tcp"]["status"] == "skipped"  # it does not know MEASURE
     assert found["shm from it"]["status"] in ("ok", "warning")
     here = findings(machine.run("doctor", "--json"))
-    assert here["peer patched: versions"]["status"] == "warning"
+    assert here["peer patched: this command"]["status"] == "warning"
 
 
 def test_no_common_protocol_is_broken(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +234,14 @@ def test_a_lonely_peer_and_a_used_port_are_found(machine: Machine) -> None:
             "lonely", "--bootstrap", nowhere, "--join-timeout", "0", "--cluster", "c"
         )
         result = machine.run("doctor", "--json")
-        assert f"none of {nowhere} has answered" in failed(result, 1)
-        found = findings(result)["peer lonely"]
+        assert "it has not heard from its bootstrap peer" in failed(result, 1)
+        found = findings(result)["peer lonely: alone"]
         assert found["status"] == "broken"
         assert f"doctor --peer {nowhere}" in found["cure"]
+        told = machine.run("stats", socket=lonely.ready["socket"]).stdout.decode()
+        assert found["value"] in told
+        assert nowhere in told
         assert lonely.stop() == 0
+        ended = machine.run("doctor", "--json", socket=lonely.ready["socket"])
+        found = findings(ended)[f"peer at {lonely.ready['socket']}"]
+        assert (found["value"], found["status"]) == ("none to talk to", "broken")

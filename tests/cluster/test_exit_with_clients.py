@@ -13,10 +13,13 @@ PROGRAM = """
 import gc, sys, threading, time
 from p2pstore import blocking
 
+held = []
+
 def while_it_has_the_lock(frame, event, argument):
     # The janitor hears that it is to stop; before it says so, the interpreter ends, and takes it along.
     if frame.f_code.co_name == "wait" and frame.f_code.co_filename == threading.__file__:
         if event == "return" and argument is True:
+            held.append(True)
             time.sleep(60)
         return while_it_has_the_lock
 
@@ -24,9 +27,12 @@ threading.settrace(while_it_has_the_lock)
 client = blocking.connect(sys.argv[1])
 client.put("key", bytes(100_000))
 view = client.take_lease("key")
-assert any(thread.name == "p2pstore-janitor" for thread in threading.enumerate())
+janitor = next(each for each in threading.enumerate() if each.name == "p2pstore-janitor")
 client.close()
-time.sleep(0.5)
+deadline = time.monotonic() + 20
+while janitor.is_alive() and not held:
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
 gc.disable()  # it is collected when the interpreter ends
 client.itself = client
 del client

@@ -149,6 +149,7 @@ def test_in_the_background(machine: Machine) -> None:
 
 
 def test_what_fails_in_the_background_is_told(machine: Machine) -> None:
+    (machine.folder / "http.py").write_text("raise SystemExit('not what was meant')")
     assert "--memory: 'lots'" in machine.failed(2, "join", "--detach", "--memory", "lots")
     taken = machine.join("--name", "a")
     message = machine.failed(2, "join", "--detach", "--name", "b", "--listen", taken["control"])

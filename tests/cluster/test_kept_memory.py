@@ -71,6 +71,7 @@ def test_memory_outlives_its_peer_however_that_ends(file: Path) -> None:
         cluster.start([keeper], *again)
         until(lambda: has_returned(keeper), WAIT_SECONDS)
         assert counters(keeper)["kept_objects_returned"] == 5, counters(keeper)
+        until(lambda: bool(keeper.logged("of what was kept, 5 objects")), WAIT_SECONDS)
         for reader in (keeper, other):
             until(lambda reader=reader: reader.client.contains("k5"), WAIT_SECONDS)  # type: ignore[misc]  # bound now
             for key in ("k0", "k3", "k4", "k5"):

@@ -10,7 +10,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.test_cli import COMMAND, Peer, done, new_machine
+from tests.cluster.test_cli import COMMAND, Peer, done, eventually, new_machine
 
 SECONDS = 120.0
 """A bundle about a peer that hangs waits for it a few times."""
@@ -56,6 +56,9 @@ def test_a_bundle_has_what_helps_and_no_secrets() -> None:
         secrets = [key, invite, seed, base64.b64encode(bytes.fromhex(key)).decode().rstrip("=")]
         peer.client.put(f"object {invite}", b"value", overwrite=True)
         peer.client.put("plain", b"value")
+        for _ in range(3):
+            peer.client.get("plain")
+        eventually(lambda: bool(peer.client.statistics()["peer"]["hottest"]))
         with log.open("a") as file:
             file.writelines(f"what {secret} is\n" for secret in secrets)
             file.write(f"{ENCODED}{base64.b64encode(TICKET).decode()}\n")
@@ -74,6 +77,9 @@ def test_a_bundle_has_what_helps_and_no_secrets() -> None:
         assert settings["state_dir"] == str(state)
         statistics = json.loads(files["peers/first/statistics.json"])
         assert statistics["peer"]["peer_id"] == peer.ready["peer_id"]
+        assert statistics["peer"]["problems"] == []
+        assert "plain" not in files["peers/first/statistics.json"]
+        assert statistics["peer"]["hottest"][0]["bytes"] == 5
         slow = json.loads(files["peers/first/slow.json"])
         assert "plain" in {each["key"] for each in slow["operations"]}
         (member,) = json.loads(files["peers/first/members.json"])

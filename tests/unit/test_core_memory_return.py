@@ -66,6 +66,8 @@ def test_objects_are_shown_and_announced_when_they_were_checked() -> None:
     assert world.announced("b") is None
     assert world.core.counters["kept_objects_returned"] == 2
     assert world.core.counters["kept_objects_damaged"] == 1
+    assert world.core.counters["kept_bytes_returned"] == 2 * len(VALUE)
+    assert world.core.counters["kept_bytes_damaged"] == len(VALUE)
     assert world.segment.returned_count == 0
     world.segment.check()
     world.check_idle()

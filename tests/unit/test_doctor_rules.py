@@ -274,81 +274,47 @@ def test_which_rdma_devices_are_near_which_memory() -> None:
 
 def test_peers_on_this_machine() -> None:
     def judge(**changes: Any) -> dict[str, Status]:
-        facts: dict[str, Any] = {
-            "name": "a",
-            "socket": "/s",
-            "software": "1",
-            "cluster": "c",
-            "uptime_seconds": 5.0,
-            "joined": True,
-            "bootstrap": ("h:1",),
-            "live": ("a", "b"),
-            "suspect": (),
-            "dead": (),
-            "versions": ("1", "1"),
-        }
-        findings = network.judge_local_peer(network.LocalPeerReading(**{**facts, **changes}), "1")
+        facts: dict[str, Any] = {"name": "a", "software": "1", "cluster": "c", "live": 2, **changes}
+        findings = peers.judge_local_peer(peers.LocalPeerReading(**facts), "1")
         for finding in findings:
             check_words(finding)
         return {finding.name: finding.status for finding in findings}
 
+    def problem(name: str, status: str) -> dict[str, str]:
+        return {"status": status, "name": name, "what": "w", "cause": "why", "cure": "do"}
+
     assert judge() == {"peer a": OK}
-    assert judge(joined=False, live=("a",)) == {"peer a": BROKEN}
-    assert judge(live=("a",)) == {"peer a": WARNING}  # the others have gone
-    assert judge(joined=False, live=("a", "b")) == {"peer a": OK}  # others found it
-    assert judge(joined=False, live=("a",), bootstrap=()) == {"peer a": OK}
-    assert judge(dead=("b",)) == {"peer a": OK, "peer a: members": WARNING}
-    assert judge(suspect=("b",)) == {"peer a": OK, "peer a: members": WARNING}
-    assert judge(versions=("1", "2")) == {"peer a": OK, "peer a: versions": WARNING}
-    assert judge(software="2") == {"peer a": OK, "peer a: versions": WARNING}
-    check_words(network.silent_local_peer("/s", "no answer"))
+    assert judge(software="2") == {"peer a": OK, "peer a: this command": WARNING}
+    assert judge(problems=None) == {"peer a": OK, "peer a: problems": SKIPPED}
+    assert judge(clock_ahead_seconds=0.001) == {"peer a": OK, "peer a: clock": OK}
+    check_words(peers.silent_local_peer("/s", "no answer"))
+    check_words(peers.absent_local_peer("/s", "nobody listens"))
 
-    def ssd(**changes: Any) -> network.SsdReading:
-        return network.SsdReading(
-            **{
-                **{"state": "ok", "why": "", "capacity_bytes": 1 << 40, "live_bytes": 1 << 39},
-                **{"objects": 1000, "damaged": 0, "read_p99_ms": 2.5},
-                **changes,
-            }
-        )
-
-    assert judge(ssd=ssd()) == {"peer a": OK, "peer a: ssd": OK}
-    assert judge(ssd=ssd(damaged=2)) == {"peer a": OK, "peer a: ssd": WARNING}
-    for state in ("read_only", "off"):
-        failed = ssd(state=state, why="writing failed: no space left on the device")
-        assert judge(ssd=failed) == {"peer a": OK, "peer a: ssd": BROKEN}
+    # What a peer says is wrong is said as it says it, and stands for a reading of the same thing.
+    said = [problem("alone", "broken"), problem("clock", "warning"), problem("ssd", "broken")]
+    ssd = network.SsdReading("off", "it is gone", 1 << 40, 1 << 39, 1000, 0, 2.5)
+    assert judge(problems=said, clock_ahead_seconds=-2.0, ssd=ssd) == {
+        **{"peer a": OK, "peer a: alone": BROKEN, "peer a: clock": WARNING},
+        "peer a: ssd": BROKEN,
+    }
+    reading = peers.LocalPeerReading("a", "1", "c", 2, problems=said)
+    alone = peers.judge_local_peer(reading, "1")[1]
+    assert (alone.value, alone.cause, alone.cure) == ("w", "why", "do")
 
 
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({}, {"peer a: clock": OK}),
-        ({"clock_ahead_seconds": None}, {}),
-        ({"clock_ahead_seconds": -2.0}, {"peer a: clock": WARNING}),
-        ({"clock_ahead_seconds": 11.0}, {"peer a: clock": BROKEN}),
-        ({"clock_ahead_seconds": -11.0}, {"peer a: clock": BROKEN}),
-        ({"late_ms": 131.0}, {"peer a: event loop": WARNING}),
-        ({"local_health": 4}, {"peer a: gossip": WARNING}),
-        ({"leased_bytes": 95}, {"peer a: memory": WARNING}),
-        ({"spoilt": 1}, {"peer a: memory": BROKEN}),
-        ({"puts_failed": 9}, {}),
-        ({"puts_failed": 20}, {"peer a: puts": WARNING}),
-        ({"puts_failed": 20, "puts": 10_000}, {}),
-        ({"received_failed": 20}, {"peer a: reads": WARNING}),
-        ({"fallbacks": 20}, {"peer a: reads": WARNING}),
-    ],
-)
-def test_what_a_running_peer_says_of_itself(
-    changes: dict[str, Any], found: dict[str, Status]
-) -> None:
-    well: dict[str, Any] = {"clock_ahead_seconds": 0.001, "late_ms": 65.0, "local_health": 3}
-    counted = {"memory_bytes": 100, "leased_bytes": 90, "puts": 100, "received": 100}
-    vitals = peers.Vitals(**{**well, **counted, **changes})
-    findings = list(peers.judge_vitals("peer a", vitals))
-    for finding in findings:
+def test_ssds_of_peers() -> None:
+    def judge(**changes: Any) -> Finding:
+        well: dict[str, Any] = {"state": "ok", "why": "", "capacity_bytes": 1 << 40}
+        well |= {"live_bytes": 1 << 39, "objects": 1000, "damaged": 0, "read_p99_ms": 2.5}
+        finding = network.judge_ssd("peer a", network.SsdReading(**{**well, **changes}))
         check_words(finding)
-    expected = found if "clock_ahead_seconds" in changes else {"peer a: clock": OK, **found}
-    assert {finding.name: finding.status for finding in findings} == expected
+        return finding
+
+    assert judge().status is OK
+    assert judge(damaged=2).status is WARNING
+    for state in ("read_only", "off"):
+        failed = judge(state=state, why="writing failed: no space left on the device")
+        assert (failed.name, failed.status) == ("peer a: ssd", BROKEN)
 
 
 def test_the_first_breakage_decides_and_all_are_counted() -> None:
@@ -371,30 +337,3 @@ def test_the_first_breakage_decides_and_all_are_counted() -> None:
         "failure": "deadline",
     }
     assert fine("m", "v", mtu_bytes=5).document()["measured"] == {"mtu_bytes": 5}
-
-
-def test_an_older_peer_says_less_of_itself() -> None:
-    assert peers.vitals_of({"counters": {"client_puts": 3}}) == peers.Vitals(puts=3)
-    document = {
-        "clock_ahead_seconds": -0.5,
-        "counters": {"transport_fallbacks": 2, "objects_spoilt": 1, "client_puts_failed": 4},
-        "received": {"tcp": {"objects": 5, "failures": 1}, "shm": {"objects": 2, "failures": 0}},
-        "latencies": {"event_loop_lag": {"lag": {"p99_ms": 4.1, "count": 1200}}},
-        "gossip": {"local_health": 2},
-        "memory_capacity_bytes": 100,
-        "leased_bytes": 7,
-    }
-    just_begun = {"latencies": {"event_loop_lag": {"lag": {"p99_ms": 400.0, "count": 100}}}}
-    assert peers.vitals_of(just_begun) == peers.Vitals()
-    assert peers.vitals_of(document) == peers.Vitals(
-        clock_ahead_seconds=-0.5,
-        late_ms=4.1,
-        local_health=2,
-        memory_bytes=100,
-        leased_bytes=7,
-        puts_failed=4,
-        received=7,
-        received_failed=1,
-        fallbacks=2,
-        spoilt=1,
-    )

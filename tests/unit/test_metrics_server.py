@@ -64,6 +64,40 @@ async def test_what_is_no_page_is_refused(request_line: bytes, status: bytes) ->
     assert answer.split(b" ")[1] == status
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((b"localhost:9946", 200), (b"LOCALHOST", 200), (b"a.localhost:1", 200)),
+        *((b"127.0.0.1:9946", 200), (b"[::1]:9946", 200), (b"10.1.2.3", 200), (b"", 421)),
+        (socket.gethostname().encode() + b":9946", 200),
+        *(
+            (b"evil.example:9946", 421),
+            (b"localhost.evil.example", 421),
+            (b"127.0.0.1.nip.io", 421),
+        ),
+        *((b"localhost\r\nHost: evil.example", 421), (b"xlocalhost", 421)),
+    ],
+)
+async def test_at_a_loopback_address_no_site_is_asked_for(host: bytes, status: int) -> None:
+    """Its name may lead here (DNS rebinding)."""
+
+    async def status_of(path: bytes, address: tuple[str, int]) -> int:
+        async with await trio.open_tcp_stream(*address) as ask:
+            await ask.send_all(b"GET %b HTTP/1.1\r\nhost: %b\r\n\r\n" % (path, host))
+            answer = b"".join([part async for part in ask])
+        return int(answer.split(b" ")[1])
+
+    listeners = await open_metrics_listeners("127.0.0.1:0")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve_metrics, listeners, PAGES)
+        address = listeners[0].socket.getsockname()[:2]
+        assert await status_of(b"/", address) == status
+        assert await status_of(b"/livez", address) == 200
+        nursery.cancel_scope.cancel()
+    head = b"GET / HTTP/1.1\r\nHost: %b\r\n\r\n" % host
+    assert (await answer_to(head)).startswith(b"HTTP/1.1 200")  # at other addresses
+
+
 async def test_garbage_of_all_kinds_is_refused_and_not_an_error_of_ours(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

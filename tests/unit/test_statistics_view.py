@@ -154,6 +154,18 @@ def test_a_lonely_peer_says_so() -> None:
     assert not any("no bootstrap" in line for line in overview(document(joined=False), None))
 
 
+def test_what_is_wrong_is_said_with_cause_and_cure() -> None:
+    assert not any("warning" in line for line in overview(document(problems=[]), None))
+    problem = {"status": "warning", "name": "members", "what": "1 member is dead: c\x1b[1m"}
+    problem |= {"cause": "cut off " * 20, "cure": "start it again"}
+    lines = overview(document(problems=[problem]), None, columns=80)
+    first = next(number for number, line in enumerate(lines) if "warning" in line)
+    assert lines[first] == "  warning    1 member is dead: c\\x1b[1m"
+    assert lines[first + 1].startswith("  why        cut off")
+    assert lines[first + 3].strip() == "cut off cut off cut off"
+    assert lines[first + 4] == "  cure       start it again"
+
+
 @pytest.mark.parametrize(
     ("used", "capacity", "shown"),
     [

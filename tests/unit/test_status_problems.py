@@ -39,6 +39,7 @@ def test_nothing_is_wrong() -> None:
     [
         ({"leaving": True}, "warning", "This peer is leaving"),
         ({"bootstrap_count": 2, "joined": False}, "broken", "This peer is alone"),
+        ({"bootstrap_count": 2}, "warning", "This peer is alone"),  # the others have gone
         ({"load_permille": 1400}, "warning", "busier than it can be"),
         ({"live": 9, "dead": ["x"], "dead_count": 1}, "warning", "1 member is dead: x"),
         ({"dead": ["x", "y"], "dead_count": 2}, "broken", "Of 3 members this peer reaches 1"),
@@ -60,6 +61,9 @@ def test_nothing_is_wrong() -> None:
         ({"lacking": 1}, "warning", "1 object here has fewer copies than wanted"),
         ({"lately": {"client_puts_failed": 2}}, "warning", "2 puts failed in the last 20 minutes"),
         ({"lately": {"objects_spoilt": 1}}, "broken", "1 object was spoilt"),
+        ({"kept_damaged": 2}, "warning", "2 objects of the kept memory were damaged"),
+        ({"spoilt": 3}, "warning", "3 objects were spoilt in this peer's memory since it started"),
+        ({"lately": {"client_puts_failed": 11}, "puts": 1000}, "warning", "11 puts failed"),
         ({"lately": {"transport_fallbacks": 12}}, "warning", "gave way to a worse one 12 times"),
         ({"ssd": ssd("off", "it is gone")}, "broken", "The SSD of this peer is not used any more"),
         ({"ssd": ssd("read_only", "worn out")}, "broken", "The SSD of this peer is only read"),
@@ -82,6 +86,7 @@ def test_each_problem_has_its_words(facts: dict[str, Any], status: str, words: s
         {"lately": {"stalls": 99, "looks": 2_000}},
         {"lately": {"stalls": 200, "looks": 24_000}},
         {"lately": {"transport_fallbacks": 9}},
+        {"lately": {"client_puts_failed": 10}, "puts": 1000},
         {"clock_ahead_seconds": -0.9},
         {"local_health": 3},
         {"load_permille": 999},
@@ -89,6 +94,16 @@ def test_each_problem_has_its_words(facts: dict[str, Any], status: str, words: s
 )
 def test_what_happens_in_any_cluster_is_no_problem(facts: dict[str, Any]) -> None:
     assert problems(Facts(**{"seconds": 1200.0, **facts})) == []
+
+
+def test_where_a_lonely_peer_looks_is_told_to_the_users_of_its_machine() -> None:
+    lonely: dict[str, Any] = {"bootstrap_count": 2, "joined": False}
+    stranger = only(**lonely)
+    assert "doctor --peer HOST:PORT` with a bootstrap address" in stranger.cure
+    user = only(**lonely, bootstrap=["h:1", "i:2"], unreached=["cannot reach h:1: refused"])
+    assert user.cause == f"{stranger.cause}: cannot reach h:1: refused"
+    assert "doctor --peer h:1`" in user.cure
+    assert problems(Facts(bootstrap_count=2, joined=False, live=2)) == []  # others found it
 
 
 def test_of_many_names_some_are_named() -> None:

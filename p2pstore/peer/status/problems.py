@@ -1,6 +1,7 @@
-"""What is wrong, in words: what it is, why, and what to do. Pure.
+"""What is wrong with a running peer, in words: what it is, why, and what to do. Pure.
 
-The words are those of `doctor`, which looks at more, and closer. Nothing here is secret: who reads it may be anybody.
+The one set of rules for the status page, `stats` and `doctor`, which adds what it finds out about the machine. Nothing
+here is secret, but for the addresses in facts that were gathered for this machine's users: who reads it may be anybody.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from typing import Final
 
 from p2pstore.doctor.finding import Finding, Status, broken, warning
 from p2pstore.doctor.network_rules import SsdReading, judge_ssd
-from p2pstore.doctor.peer_rules import (
-    CLOCK_OFF_SECONDS,
-    CLOCK_REFUSED_SECONDS,
-    DISTRUST,
-    LEASED_SHARE,
-)
 from p2pstore.peer.status.text import MAX_TEXT_LETTERS, shown
 
 MAX_PROBLEMS: Final = 20
 MAX_NAMES: Final = 5
 """Named in one sentence."""
+CLOCK_OFF_SECONDS: Final = 1.0
+CLOCK_REFUSED_SECONDS: Final = 10.0
+"""What a peer writes is refused by others from here on."""
+DISTRUST: Final = 3
+"""Of 8: probes and suspicions take four times as long, and more."""
+LEASED_SHARE: Final = 0.9
+FAILED_PUTS: Final = 0.01
+"""Of all."""
 OVERLOADED_PERMILLE: Final = 1000
 # A cache drops things, readers go on at the next holder, and now and then somebody waits: from here on it is told.
 DROPPED_PER_SECOND: Final = 1.0
@@ -71,6 +74,15 @@ class Facts:
     ssd: SsdReading | None = None
     lately: Mapping[str, int] = field(default_factory=dict)
     failed_checkpoints: Sequence[FailedCheckpoint] = ()
+    spoilt: int = 0
+    """Objects, since this peer's start."""
+    kept_damaged: int = 0
+    """Objects of kept memory that this life began with."""
+    puts: int = 0
+    """That succeeded lately."""
+    bootstrap: Sequence[str] = ()
+    unreached: Sequence[str] = ()
+    """Bootstrap addresses, and why they were not reached. Nothing where the reader may be anybody."""
 
 
 def problems(facts: Facts) -> list[Finding]:
@@ -94,14 +106,8 @@ def _this_peer(facts: Facts) -> Iterator[Finding]:
             "it was told to: it takes nothing new, and hands its last copies to others",
             "if it is to stay, start it again when it has ended",
         )
-    elif facts.bootstrap_count and not facts.joined and facts.live == 1:
-        peers = "its bootstrap peer" if facts.bootstrap_count == 1 else "any bootstrap peer"
-        yield broken(
-            "alone",
-            "This peer is alone",
-            f"it has not heard from {peers} since it started, and serves a cluster of its own",
-            "on its machine, `mooncake-p2p doctor --peer HOST:PORT` with a bootstrap address says why",
-        )
+    elif facts.bootstrap_count and facts.live == 1 and not facts.dead_count + facts.suspect_count:
+        yield _alone(facts)
     if facts.lately.get("refused_by_members", 0):
         yield broken(
             "refused",
@@ -111,6 +117,24 @@ def _this_peer(facts: Facts) -> Iterator[Finding]:
         )
     yield from _clock(facts)
     yield from _slow_process(facts)
+
+
+def _alone(facts: Facts) -> Finding:
+    """It was to find others. That it never did is worse than that they have gone."""
+    peers = "its bootstrap peer" if facts.bootstrap_count == 1 else "any bootstrap peer"
+    cause = f"it has not heard from {peers} since it started, and serves a cluster of its own"
+    if facts.joined:
+        cause = "the others have gone, and nobody answers it any more"
+    if facts.unreached:
+        cause += f": {'; '.join(facts.unreached)}"
+    address = facts.bootstrap[0] if facts.bootstrap else "HOST:PORT"
+    of_them = "" if facts.bootstrap else " with a bootstrap address"
+    return (warning if facts.joined else broken)(
+        "alone",
+        "This peer is alone",
+        cause,
+        f"on its machine, `mooncake-p2p doctor --peer {address}`{of_them} says why",
+    )
 
 
 def _clock(facts: Facts) -> Iterator[Finding]:
@@ -216,20 +240,31 @@ def _copies(facts: Facts) -> Iterator[Finding]:
             "let them go of views sooner, or give the peer more `--memory`",
         )
     failed = facts.lately.get("client_puts_failed", 0)
-    if failed:
+    if failed > FAILED_PUTS * (failed + facts.puts):
         yield warning(
             "puts",
             f"{_count(failed, 'put', 'puts')} failed{_lately(facts)}",
             "mostly no room for the value here or elsewhere, because leases and hard pins hold what is there",
             "the log and `mooncake-p2p stats --slow` on its machine say more",
         )
-    spoilt = facts.lately.get("objects_spoilt", 0)
-    if spoilt:
-        yield broken(
+    lately = facts.lately.get("objects_spoilt", 0)
+    if lately or facts.spoilt:
+        spoilt, when = (lately, _lately(facts)) if lately else (facts.spoilt, " since it started")
+        yield (broken if lately else warning)(
             "memory",
-            f"{_count(spoilt, 'object was', 'objects were')} spoilt in this peer's memory{_lately(facts)}",
+            f"{_count(spoilt, 'object was', 'objects were')} spoilt in this peer's memory{when}",
             "a client wrote where it must not, or the machine's memory is faulty; nothing wrong was delivered",
             "look for memory errors (`dmesg`, EDAC), and for programs that write through stale views",
+        )
+
+
+def _kept(facts: Facts) -> Iterator[Finding]:
+    if facts.kept_damaged:
+        yield warning(
+            "kept memory",
+            f"{_count(facts.kept_damaged, 'object', 'objects')} of the kept memory were damaged when this peer started",
+            "something wrote to its file, or the memory is faulty; they were dropped, and copies elsewhere are good",
+            "look for what else uses that file (`--memory-path`), and for memory errors (`dmesg`, EDAC)",
         )
 
 
@@ -285,7 +320,7 @@ def _checkpoints(facts: Facts) -> Iterator[Finding]:
 
 
 _JUDGES: Final[Sequence[Callable[[Facts], Iterator[Finding]]]] = (
-    *(_this_peer, _members, _copies, _ssd, _transports, _checkpoints),
+    *(_this_peer, _members, _copies, _kept, _ssd, _transports, _checkpoints),
 )
 
 
