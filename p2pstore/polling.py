@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from typing import Final
 
@@ -16,15 +17,18 @@ POLL_SECONDS: Final = 150e-6
 """Nobody polls for longer."""
 SHORT_SECONDS: Final = 300e-6
 """A wait with sleep that polling may have made shorter: the other side slept as well."""
+ALONE_SECONDS: Final = 2e-3
+"""Who polls is the only thread of its process that has received for so long: of several, some would wait for each
+other's core, or for the interpreter."""
 MOST_SLEEPS: Final = 64
 """So many waits without polling follow one with polling in vain at most; one after the first, then twice as many."""
 
 
-class _Turn:
-    """One thread of a process polls at a time: of the others, some would wait for its core or its interpreter. Until a
-    moment that passes by itself, so that nothing is left of a thread that was interrupted."""
+class _Receiving:
+    """The thread of this process that waited last, and since when no other one has."""
 
-    taken_until = 0.0
+    thread = 0
+    since = 0.0
 
 
 class Polling:
@@ -36,9 +40,12 @@ class Polling:
     def receive_into(self, sock: socket.socket, view: memoryview) -> int:
         """`sock.recv_into(view)`, for a blocking socket."""
         began = time.monotonic()
-        if self._sleeps_left or began < _Turn.taken_until:
+        thread = threading.get_ident()
+        if _Receiving.thread != thread:
+            _Receiving.thread, _Receiving.since = thread, began
+        if self._sleeps_left or began - _Receiving.since < ALONE_SECONDS:
             return self._sleep(sock, view, began)
-        _Turn.taken_until = until = began + POLL_SECONDS
+        until = began + POLL_SECONDS
         while True:
             try:
                 count = sock.recv_into(view, 0, socket.MSG_DONTWAIT)
@@ -47,7 +54,6 @@ class Polling:
                     break
                 os.sched_yield()
             else:
-                _Turn.taken_until = 0.0
                 self._sleeps = 1
                 return count
         self._sleeps_left = self._sleeps

@@ -437,7 +437,7 @@ class DataConnection:
             return -1
         target = view[:size]
         if size > SMALL_BYTES:
-            await self._inbox.read_into(target, soon=True)
+            await self._inbox.read_into(target)
             payload = target
         else:
             payload = self._inbox.held(size) or await self._inbox.take(size)

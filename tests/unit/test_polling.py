@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from p2pstore import polling
-from p2pstore.polling import MOST_SLEEPS, POLL_SECONDS, SHORT_SECONDS, Polling
+from p2pstore.polling import ALONE_SECONDS, MOST_SLEEPS, POLL_SECONDS, SHORT_SECONDS, Polling
 
 STEP_SECONDS = 2e-6
 LONG_SECONDS = 2 * SHORT_SECONDS
@@ -22,6 +22,7 @@ class Line:
         self.now = 1000.0
         self.delay_seconds = 0.0
         self.due = 0.0
+        self.thread = 1
         self.polls = self.sleeps = self.yields = 0
 
     def recv_into(self, view: memoryview, length: int = 0, flags: int = 0) -> int:
@@ -55,7 +56,9 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Line:
     line = Line()
     monkeypatch.setattr("p2pstore.polling.time.monotonic", lambda: line.now)
     monkeypatch.setattr("p2pstore.polling.os.sched_yield", line.give_way)
-    monkeypatch.setattr(polling._Turn, "taken_until", 0.0)
+    monkeypatch.setattr("p2pstore.polling.threading.get_ident", lambda: line.thread)
+    monkeypatch.setattr(polling._Receiving, "thread", line.thread)
+    monkeypatch.setattr(polling._Receiving, "since", 0.0)
     return line
 
 
@@ -91,25 +94,28 @@ def test_polling_in_vain_becomes_seldom_and_often_again(line: Line) -> None:
     assert line.ask(some, POLL_SECONDS / 2) == "polled"
 
 
-def test_one_thread_polls_at_a_time(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_polls_where_several_threads_receive_in_turns(line: Line) -> None:
     some, other = Polling(), Polling()
-    assert [line.ask(each, 0) for each in (some, other)] == ["slept", "slept"]
-    slept = line.sleeps
 
-    def let_the_other_run() -> None:
-        assert other.receive_into(line, memoryview(bytes(3))) == 3  # type: ignore[arg-type]  # as above
+    def asked_in(*threads: int) -> list[str]:
+        said = []
+        for line.thread in threads:
+            said.append(line.ask(some if line.thread == 1 else other, POLL_SECONDS / 2))
+        return said
 
-    monkeypatch.setattr("p2pstore.polling.os.sched_yield", let_the_other_run)
-    assert line.ask(some, POLL_SECONDS / 2) == "polled"
-    assert line.sleeps == slept + 1
+    assert asked_in(1, 1, 2, 2, 1, 1) == ["slept", "polled", *["slept"] * 4]
+    line.now += ALONE_SECONDS
+    assert asked_in(1, 1, 2) == ["polled", "polled", "slept"]
+    line.now += ALONE_SECONDS
     assert line.ask(other, 0) == "polled"
+    assert line.ask(some, POLL_SECONDS / 2) == "polled", "a thread may have many connections"
 
 
 def test_nothing_is_left_of_who_was_interrupted(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some, other = Polling(), Polling()
-    assert [line.ask(each, 0) for each in (some, other)] == ["slept", "slept"]
+    some = Polling()
+    line.ask(some, 0)
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -118,5 +124,4 @@ def test_nothing_is_left_of_who_was_interrupted(
         interrupted.setattr("p2pstore.polling.os.sched_yield", interrupt)
         with pytest.raises(KeyboardInterrupt):
             line.ask(some, POLL_SECONDS / 2)
-    assert line.ask(other, POLL_SECONDS) == "slept"
-    assert line.ask(other, POLL_SECONDS / 2) == "polled"
+    assert line.ask(some, POLL_SECONDS / 2) == "polled"
