@@ -315,7 +315,9 @@ class Actor:
                 pin="hard",
                 durable=family == "durable",
             )
-            notes.results.append((key, done.status, number, None, replicas))
+            # Where the own peer has no room, another one takes it.
+            here = done.location == f"peer{self.settings.number}"
+            notes.results.append((key, done.status, number, None, replicas, here))
             self._kept[family].append(key)
             self._publish_kept()
         if len(self._kept[family]) > KEPT_AT_ONCE:

@@ -137,7 +137,7 @@ class Events:
         ledger = self._ledger
         match outcome:
             case "created" | "unchanged":
-                value, expires, *replicas = rest
+                value, expires, *kept = rest
                 ledger.stored(
                     key,
                     value,
@@ -146,7 +146,8 @@ class Events:
                     expires=math.inf if expires is None else expires,
                 )
                 if what in ("kept", "durable"):
-                    ledger.kept(key, value, at, wanted=replicas[0], durable=what == "durable")
+                    wanted, here = kept
+                    ledger.kept(key, value, at, wanted=wanted, here=here, durable=what == "durable")
             case "kept_existing":
                 ledger.refused(key, rest[0])
             case "removed":

@@ -135,7 +135,10 @@ class Processes:
 
     def _look_at_starting(self, peer: Peer, now: float) -> None:
         if not peer.running:
-            self._complain(SERVES, f"{peer.name} ended with status {peer.exit_status} at its start")
+            if not peer.disk_was_full(self._starting[peer.number] - self._ready_seconds):
+                self._complain(
+                    SERVES, f"{peer.name} ended with status {peer.exit_status} at its start"
+                )
         elif peer.is_ready():
             del self._starting[peer.number]
             self._timeline.begin_life(peer.number, time.monotonic())

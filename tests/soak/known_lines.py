@@ -7,6 +7,10 @@ from typing import Final
 
 KNOWN: Final[tuple[tuple[str, str], ...]] = (
     (r"^Killed$|^Terminated$", "a shell says what was done to the process"),
+    (
+        r"^error: .*state\.json cannot be written: No space left on device",
+        "a peer does not start while its disk is full",
+    ),
 )
 """(pattern, why)."""
 

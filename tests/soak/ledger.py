@@ -155,14 +155,22 @@ class Ledger:
                 record.floors.append(_Floor(max(record.issued) + 1, at, how))
 
     def kept(
-        self, key: str, number: int, at: float, *, wanted: int = 1, durable: bool = False
+        self,
+        key: str,
+        number: int,
+        at: float,
+        *,
+        wanted: int = 1,
+        here: bool = True,
+        durable: bool = False,
     ) -> None:
-        """The put of a hard pinned value was acknowledged: the writer's own peer has it, and there are to be so many
-        copies."""
+        """The put of a hard pinned value was acknowledged: the writer's own peer has it (`here`) or another one, where
+        there was room, and there are to be so many copies."""
         record = self._keys[key]
         record.kept, record.wanted = number, wanted
-        self._saw_holder(record, record.writer, at)
-        if durable:
+        if here:
+            self._saw_holder(record, record.writer, at)
+        if here and durable:
             record.durable_at = at
 
     # --- readers ---------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +83,7 @@ class Peer:
         self.socket = self.place / "socket"
         self.memory_file = self.place / "memory"
         self.exit_status: int | None = None
+        self._disk_full_until = -math.inf
         self._process: subprocess.Popen[bytes] | None = None
         second = sum(each.host == role.host for each in ROLES[:number])
         self.control = f"{host.address}:{FIRST_PORT + second}"
@@ -165,6 +168,7 @@ class Peer:
 
     def fill_disk(self) -> None:
         """Leave no byte of its volume."""
+        self._disk_full_until = math.inf
         with (self.volume / BALLAST).open("wb", buffering=0) as ballast:
             block = bytes(MIB)
             with suppress(OSError):
@@ -174,6 +178,11 @@ class Peer:
     def free_disk(self) -> None:
         """End what `fill_disk` began."""
         (self.volume / BALLAST).unlink(missing_ok=True)
+        self._disk_full_until = time.monotonic()
+
+    def disk_was_full(self, since: float) -> bool:
+        """Whether it was at some time after `since` (monotonic): then it may refuse to start."""
+        return self._disk_full_until > since
 
     # --- what it costs, what it leaves -----------------------------------------------------------
 

@@ -281,6 +281,17 @@ def test_a_pinned_copy_that_vanished(ledger: Ledger) -> None:
     assert broken(ledger) == {PINS}
 
 
+def test_a_pinned_copy_that_another_peer_took(ledger: Ledger) -> None:
+    """Where there is no room for it at its writer."""
+    put(ledger, 1)
+    ledger.kept(KEY, 1, 5.0, here=False, durable=True)
+    ledger.listed(WRITER, [], 7.0, 7.1)
+    assert not ledger.complaints
+    ledger.listed(THIRD, [KEY], 8.0, 8.1)
+    ledger.listed(THIRD, [], 9.0, 9.1)
+    assert broken(ledger) == {PINS}
+
+
 def test_a_pinned_copy_ends_with_its_peer_or_its_removal(
     ledger: Ledger, timeline: Timeline
 ) -> None:
