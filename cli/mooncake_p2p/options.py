@@ -62,6 +62,18 @@ Timeout = Annotated[
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask whether you are sure.")]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Only files whose path matches, such as '*.safetensors'. Repeatable.",
+        show_default=False,
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="No files whose path matches.", show_default=False),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 

@@ -11,15 +11,16 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from p2pstore.checkpoint.manifest import SignedManifest, format_version
+from p2pstore.checkpoint.choosing import choose_files
+from p2pstore.checkpoint.manifest import SignedManifest, format_version, read_manifest
 from p2pstore.checkpoint.paths import CURRENT, RESERVED_PREFIX
 from p2pstore.checkpoint.piece_map import map_of, pack_map, pieces_in, unpack_map
-from p2pstore.errors import ConfigError, ProtocolError
+from p2pstore.errors import CheckpointRefused, ConfigError, ProtocolError
 from p2pstore.wire import Message, decode_body, encode_body
 
 STATE: Final = RESERVED_PREFIX
@@ -47,13 +48,33 @@ def current_version(directory: Path) -> bytes:
     return bytes.fromhex(name) if _is_version(name) and (directory / name).is_dir() else b""
 
 
-def complete_versions(directory: Path) -> list[bytes]:
-    """The versions that are there with all their files. Raises `OSError`."""
+def versions_with(
+    directory: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> list[bytes]:
+    """The versions that are there with all their files, or all that are chosen (`choose_files`). Raises `ConfigError`
+    for a record that is damaged, and `OSError`."""
     return [
-        bytes.fromhex(name)
-        for name in versions_in(directory)
-        if not _part_file(directory, name).exists()
+        version
+        for version in kept_versions(directory)
+        if not _part_file(directory, format_version(version)).exists()
+        or _has_chosen(directory, version, include, exclude)
     ]
+
+
+def _has_chosen(
+    directory: Path, version: bytes, include: Sequence[str], exclude: Sequence[str]
+) -> bool:
+    """Of a version with some files only."""
+    signed = kept_manifest(directory, version)
+    if signed is None:
+        return False
+    try:
+        manifest = read_manifest(signed.body)
+        chosen = choose_files(manifest, include, exclude)
+    except (CheckpointRefused, ValueError):  # a format of later, or it has no such file
+        return False
+    there = part_of(directory, version, len(manifest.files))
+    return there is None or (chosen is not None and chosen <= there)
 
 
 def kept_versions(directory: Path) -> list[bytes]:

@@ -158,9 +158,19 @@ class BlockingCheckpoints:
         *,
         publisher: str | None = None,
         keep: int = 2,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
     ) -> None:
         run_blocking(
-            self._checkpoints.follow(name, directory, changed, publisher=publisher, keep=keep)
+            self._checkpoints.follow(
+                name,
+                directory,
+                changed,
+                publisher=publisher,
+                keep=keep,
+                include=include,
+                exclude=exclude,
+            )
         )
 
     def update(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from p2pstore.allowlist import parse_peer_id
@@ -62,13 +62,17 @@ class CheckpointGroups:
         *,
         publisher: str | None = None,
         keep: int = 2,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
     ) -> None:
         """Follow a name until cancelled, or `changed` raises: each version that is published is fetched to
         `directory/VERSION` and verified, and `directory/current` names it when its publisher says so (`update`).
 
         `changed` is called with how it is, at once and after every change. The name need not be published yet. Of
         older versions `keep` stay. `publisher` is a peer id: nobody else's checkpoint of that name counts; by default
-        the one who published it when this peer first saw the name. What fails is tried again.
+        the one who published it when this peer first saw the name. `include` and `exclude` are patterns for whole
+        relative paths (`*` matches `/` too): only those files are brought, and a version that has none of them fails.
+        What fails is tried again.
 
         Raises `ValueError` when the name has several publishers and none is named, `ConfigError` for a directory that
         cannot be used, and `StoreClosed` when the local peer ends.
@@ -79,6 +83,8 @@ class CheckpointGroups:
             b"" if publisher is None else parse_peer_id(publisher, "publisher"),
             arguments.whole_number("keep", keep),
             os.fspath(directory),
+            arguments.key_list(list(include)),
+            arguments.key_list(list(exclude)),
         )
         make_directory(directory)
         connection = await self._open(directory)

@@ -19,6 +19,8 @@ class Follow(Message, frozen=True):
     keep: int = 2
     path: str = ""
     """How the client calls the directory: for people."""
+    include: list[str] = []  # noqa: RUF012  # msgspec copies it
+    exclude: list[str] = []  # noqa: RUF012
 
 
 class FollowNews(Message, frozen=True):

@@ -74,7 +74,12 @@ class LocalGroups:
         self._failed.add(client.holder)  # until it has begun
         check_checkpoint_name(message.name)
         order = FollowOrder(
-            message.namespace, message.name, message.publisher or None, message.keep
+            message.namespace,
+            message.name,
+            message.publisher or None,
+            message.keep,
+            message.include,
+            message.exclude,
         )
         directory = HeldDirectory(client.directory, message.path)
         before = self._follows_already(order, directory)
@@ -297,7 +302,9 @@ class _Preparer:
     ) -> None:
         try:
             with in_users_words(directory):
-                kept = await self._service.pass_on(order.namespace, version, publisher, directory)
+                kept = await self._service.pass_on(
+                    _fetch_order(order, publisher), version, publisher, directory
+                )
         except BaseException:
             directory.close()
             raise
@@ -312,7 +319,7 @@ class _Preparer:
         directory: HeldDirectory,
         job: Job,
     ) -> None:
-        fetch = FetchOrder(order.namespace, order.name, publisher=publisher, keep=order.keep)
+        fetch = _fetch_order(order, publisher)
         try:
             with in_users_words(directory):
                 await self._service.bring(fetch, version, publisher, directory, job, use=False)
@@ -321,3 +328,14 @@ class _Preparer:
             raise
         finally:
             job.end()
+
+
+def _fetch_order(order: FollowOrder, publisher: PeerId) -> FetchOrder:
+    return FetchOrder(
+        order.namespace,
+        order.name,
+        publisher=publisher,
+        keep=order.keep,
+        include=order.include,
+        exclude=order.exclude,
+    )

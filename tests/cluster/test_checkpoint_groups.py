@@ -23,8 +23,8 @@ DEADLINE = 60.0
 class Follow:
     """One follow, and what it said."""
 
-    def __init__(self, peer: Peer, directory: Path) -> None:
-        self.peer, self.directory = peer, directory
+    def __init__(self, peer: Peer, directory: Path, *include: str) -> None:
+        self.peer, self.directory, self.include = peer, directory, include
         self.said: list[FollowedCheckpoint] = []
         self._news = trio.Event()
 
@@ -35,7 +35,11 @@ class Follow:
 
     async def run(self, *, publisher: str | None = None) -> None:
         await self.peer.checkpoints.follow(
-            "model", self.directory, self.changed, publisher=publisher
+            "model",
+            self.directory,
+            self.changed,
+            publisher=publisher,
+            include=self.include,
         )
 
     async def until(self, stage: str, version: str) -> None:
@@ -129,6 +133,29 @@ async def test_followers_prepare_and_switch_together(
                 await a.checkpoints.update("model")
         # Who comes late to a name that is gone has nothing to do, and who was there keeps what it has.
         assert same_files(tmp_path / "v2", tmp_path / "b/current")
+
+
+async def test_some_files_of_each_version_are_followed(tmp_path: Path) -> None:
+    make_files(tmp_path / "v1", {"weights": 300_000, "config.json": 100, "deep/config.json": 50})
+    make_files(tmp_path / "v2", {"weights": 300_001})
+    async with cluster(tmp_path, 2) as (a, b):
+        first = (await a.checkpoints.publish("model", tmp_path / "v1")).version
+        some = Follow(b, tmp_path / "b", "*config.json")
+        async with following(some):
+            await some.until("verified", first)
+            await until_followed(a, 1)
+            assert (await a.checkpoints.update("model", timeout=DEADLINE)).using == 1
+        found = sorted(path.name for path in (tmp_path / "b/current").rglob("*") if path.is_file())
+        assert found == ["config.json", "config.json"]
+        # Who follows them again has them already; who wants more does not.
+        again = Follow(b, tmp_path / "b", "config.json")
+        async with following(again):
+            await again.until("current", first)
+            second = (await a.checkpoints.publish("model", tmp_path / "v2")).version
+            await again.until("failed", second)
+            assert "no file of checkpoint 'model' matches; it has 'weights'" in again.said[-1].why
+        assert {each.stage for each in again.said if each.version == first} == {"current"}
+        assert not (tmp_path / "b" / second).exists()
 
 
 async def test_late_ones_pruned_versions_and_two_publishers(tmp_path: Path) -> None:

@@ -147,8 +147,8 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "checkpoint follow": (
         LocalKind.CHECKPOINT_FOLLOW,
         0,
-        groups.Follow("n", "m", b"p", 2, "/d"),
-        ("38000000040302010c0000000000000095a16ea16dc4017002a22f64"),
+        groups.Follow("n", "m", b"p", 2, "/d", ["a"], ["b"]),
+        ("3800000004030201120000000000000097a16ea16dc4017002a22f6491a16191a162"),
     ),
     "checkpoint follow news": (
         LocalKind.CHECKPOINT_FOLLOW_NEWS,

@@ -16,10 +16,10 @@ import pytest
 
 from p2pstore.checkpoint import piece_record, target_directory
 from p2pstore.checkpoint.directory_versions import (
-    complete_versions,
     current_version,
     kept_versions,
     switch_current,
+    versions_with,
 )
 from p2pstore.checkpoint.manifest import (
     FileEntry,
@@ -217,11 +217,11 @@ def placed(root: Path, files: Files, keep: int = 2) -> bytes:
 
 
 def test_a_version_can_be_put_in_its_place_first_and_switched_to_later(tmp_path: Path) -> None:
-    assert (current_version(tmp_path), complete_versions(tmp_path)) == (b"", [])
+    assert (current_version(tmp_path), versions_with(tmp_path)) == (b"", [])
     first = placed(tmp_path, {"a": b"1"})
     assert current_version(tmp_path) == b""
     assert not (tmp_path / "current").exists()
-    assert complete_versions(tmp_path) == [first]
+    assert versions_with(tmp_path) == [first]
     switch_current(tmp_path, first)
     assert current_version(tmp_path) == first
     held = prepared(tmp_path, signed({"a": b"1"}))  # as who passes a version on does
@@ -230,7 +230,7 @@ def test_a_version_can_be_put_in_its_place_first_and_switched_to_later(tmp_path:
     assert bytes(held.read(0)) == b"1"
     held.close()
     assert current_version(tmp_path) == first
-    assert complete_versions(tmp_path) == [first, second]
+    assert versions_with(tmp_path) == [first, second]
     target = prepared(tmp_path, signed({"a": b"3"}))  # somebody fetches a third one meanwhile
     switch_current(tmp_path, second)
     assert tree(tmp_path / "current") == {"a": b"2"}
@@ -246,9 +246,9 @@ def test_versions_that_were_never_switched_to_do_not_pile_up(tmp_path: Path) -> 
     switch_current(tmp_path, used)
     for number in range(4):
         newest = placed(tmp_path, {"a": bytes([number])})
-    assert complete_versions(tmp_path) == [used, newest]
+    assert versions_with(tmp_path) == [used, newest]
     only = placed(tmp_path, {"a": b"only"}, keep=1)
-    assert complete_versions(tmp_path) == [used, only], "what is used stays, and what will be"
+    assert versions_with(tmp_path) == [used, only], "what is used stays, and what will be"
 
 
 def test_a_link_that_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
@@ -631,18 +631,18 @@ def test_some_files_are_there_and_are_not_taken_for_the_version(tmp_path: Path) 
     assert tree(place) == some_of(SMALL, "b.safetensors", "z.json")
     assert current_version(tmp_path) == version
     assert kept_versions(tmp_path) == [version]
-    assert complete_versions(tmp_path) == []
+    assert versions_with(tmp_path) == []
     assert fetch_some(tmp_path, SMALL, "z.json") == [], "and nothing goes"
     assert tree(place) == some_of(SMALL, "b.safetensors", "z.json")
 
     inode = (place / "b.safetensors").stat().st_ino
     assert fetch_some(tmp_path, SMALL, "config.json", "empty") == [], "it came with z.json"
     assert tree(place) == some_of(SMALL, "b.safetensors", "z.json", "config.json", "empty")
-    assert complete_versions(tmp_path) == []
+    assert versions_with(tmp_path) == []
 
     assert len(fetch(tmp_path, SMALL)) == 4, "the file that is missing"
     assert tree(place) == SMALL
-    assert complete_versions(tmp_path) == [version]
+    assert versions_with(tmp_path) == [version]
     assert (place / "b.safetensors").stat().st_ino == inode
     assert state(tmp_path) == sorted(["lock", f"{version.hex()}.manifest"])
     assert fetch_some(tmp_path, SMALL, "z.json") == []

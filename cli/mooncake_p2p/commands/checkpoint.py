@@ -12,6 +12,8 @@ import typer
 
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
+    Exclude,
+    Include,
     Json,
     Namespace,
     Socket,
@@ -42,18 +44,6 @@ DOING: Final = {
 Name = Annotated[
     str,
     typer.Argument(metavar="NAME", help="What the checkpoint is called.", show_default=False),
-]
-Include = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN",
-        help="Only files whose path matches, such as '*.safetensors'. Repeatable.",
-        show_default=False,
-    ),
-]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATTERN", help="No files whose path matches.", show_default=False),
 ]
 
 

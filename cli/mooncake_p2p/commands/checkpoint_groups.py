@@ -13,6 +13,8 @@ import typer
 from mooncake_p2p.errors import describe
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
+    Exclude,
+    Include,
     Json,
     Namespace,
     Socket,
@@ -75,6 +77,8 @@ def checkpoint_follow(
     keep: Annotated[
         int, typer.Option(min=1, metavar="N", help="How many versions stay, the newest.")
     ] = 2,
+    include: Include = None,
+    exclude: Exclude = None,
     socket: Socket = None,
     namespace: Namespace = "default",
     timeout: Timeout = DEFAULT_TIMEOUT,
@@ -84,7 +88,7 @@ def checkpoint_follow(
 
     Each version that is published is fetched to DIR/VERSION and verified. DIR/current names it when the publisher
     says so: `checkpoint update` there waits for all followers first. Runs until Ctrl-C; the same command goes on where
-    it was.
+    it was. With --include or --exclude only those files of each version are brought.
 
     CMD finds CHECKPOINT_NAME, CHECKPOINT_VERSION and CHECKPOINT_DIRECTORY in its environment. It is run for every
     version that comes into use while this command runs, and at its start when it has not been run with success for the
@@ -110,7 +114,15 @@ def checkpoint_follow(
     while True:
         try:
             with connected(socket, namespace, timeout) as client:
-                client.checkpoints.follow(name, directory, changed, publisher=publisher, keep=keep)
+                client.checkpoints.follow(
+                    name,
+                    directory,
+                    changed,
+                    publisher=publisher,
+                    keep=keep,
+                    include=include or [],
+                    exclude=exclude or [],
+                )
         except (NoLocalPeer, StoreClosed, DeadlineExceeded) as error:
             if told is None:  # it never began
                 raise

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
 import trio
 
 from p2pstore.checkpoint.directory_versions import (
-    complete_versions,
     current_version,
     switch_current,
+    versions_with,
 )
 from p2pstore.checkpoint.group import (
     Abandon,
@@ -58,6 +58,8 @@ class FollowOrder:
     name: str
     publisher: PeerId | None = None
     keep: int = 2
+    include: list[str] = field(default_factory=list)
+    exclude: list[str] = field(default_factory=list)
 
 
 class Preparer(Protocol):
@@ -125,7 +127,7 @@ class Following:
         await self.ended.wait()
 
     async def _follow(self) -> None:
-        self.follower = await trio.to_thread.run_sync(_look, self.directory.path)
+        self.follower = await trio.to_thread.run_sync(_look, self.directory.path, self.order)
         self.looked.set()
         head = self.head = await self._first_head()
         try:
@@ -168,7 +170,7 @@ class Following:
                 await self._preparer.pass_on(
                     self.order, version, head.publisher, self.directory.again()
                 )
-            except (P2PStoreError, OSError) as error:
+            except (P2PStoreError, OSError, ValueError) as error:
                 why = self.directory.say(str(error))
                 logger.info("%s is not passed on: %s", self._called(version), why, extra=_EVENT)
 
@@ -244,10 +246,11 @@ class Following:
 _EVENT: Final = {"event": "checkpoint_followed"}
 
 
-def _look(directory: Path) -> Follower:
+def _look(directory: Path, order: FollowOrder) -> Follower:
     """What there is of an earlier life."""
     try:
-        current, complete = current_version(directory), complete_versions(directory)
+        current = current_version(directory)
+        complete = versions_with(directory, order.include, order.exclude)
         return Follower(current if current in complete else b"", complete)
     except OSError as error:
         raise ConfigError(f"{directory}: cannot be read: {error.strerror}") from error

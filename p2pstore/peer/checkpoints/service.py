@@ -607,20 +607,23 @@ class PeerCheckpoints:
         return found.pop()
 
     async def pass_on(
-        self, namespace: str, version: bytes, publisher: PeerId, directory: HeldDirectory
+        self, order: FetchOrder, version: bytes, publisher: PeerId, directory: HeldDirectory
     ) -> bool:
-        """Give a version to others again that is complete in a directory, of an earlier life. Whether it is; the
-        directory stays open then. Raises `P2PStoreError` and `OSError`."""
+        """Give a version to others again of which all that was ordered is in a directory, of an earlier life. Whether
+        it is; the directory stays open then. Raises `P2PStoreError`, `OSError`, and `ValueError` for an order of no
+        file."""
         signed = await trio.to_thread.run_sync(kept_manifest, directory.path, version)
         if signed is None or version in self._parts:
             return False
-        open_manifest(signed, version=version, publisher=publisher, verifier=self._verifier)
-        order = FetchOrder(namespace, "", publisher=publisher)
-        target = await self._take_directory(order, signed, directory)
+        manifest = open_manifest(
+            signed, version=version, publisher=publisher, verifier=self._verifier
+        )
+        chosen = choose_files(manifest, order.include, order.exclude)
+        target = await self._take_directory(order, signed, directory, chosen)
         target.close()  # it is only read
         if not target.committed:
             return False
-        part = await self._begin(namespace, signed, _Holding(target, directory))
+        part = await self._begin(order.namespace, signed, _Holding(target, directory))
         part.tell(TakesPart.SEEDING, 1000, "")
         return True
 
