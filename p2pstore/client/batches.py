@@ -13,7 +13,6 @@ from p2pstore.client.values import destination_view
 from p2pstore.errors import P2PStoreError
 from p2pstore.local.messages import PlanItem
 from p2pstore.objects import SIZE_UNIT_BYTES
-from p2pstore.results import ItemResult
 from p2pstore.transfer.failover import SilentHolders, is_silence
 from p2pstore.transfer.messages import SMALL_OBJECT_BYTES
 from p2pstore.transfer.transport import (
@@ -26,35 +25,40 @@ from p2pstore.transfer.transport import (
 
 BROUGHT_AHEAD: Final = 8
 
+Outcome = int | P2PStoreError | ValueError
+"""The length, or why there is none."""
+_UNDER_WAY: Final = -1
+
 DigestsOf = Callable[[Sequence[str]], list[bytes]]
 """The digests of many keys. Raises `ValueError` or `TypeError` for one that is no key."""
 
 
 async def fetch_many(
-    fetcher: Fetcher, items: Sequence[tuple[str, Any]], digests_of: DigestsOf
-) -> list[ItemResult[int]]:
-    """Write each (key, buffer)'s value to the beginning of its buffer; per item the length, or the error."""
-    batch = _Batch(fetcher, items)
-    batch.prepare(digests_of)
+    fetcher: Fetcher,
+    keys: Sequence[str],
+    buffers: Sequence[Any],
+    digests_of: DigestsOf,
+    *,
+    are_views: bool = False,
+) -> list[Outcome]:
+    """Write each key's value to the beginning of its buffer; per item the length, or the error. `are_views`: the
+    buffers are writable views of bytes."""
+    batch = _Batch(fetcher, keys)
+    batch.prepare(digests_of, buffers, are_views=are_views)
     await batch.read_here()
     await batch.pull_from_only_holders()
     await batch.pull_as_planned()
     await batch.fetch_the_rest()
-    return [
-        ItemResult(key, None, outcome)
-        if isinstance(outcome, Exception)
-        else ItemResult(key, outcome)
-        for (key, _), outcome in zip(items, batch.outcomes, strict=True)
-    ]
+    return batch.outcomes
 
 
 class _Batch:
     """Many reads at once. Each step settles some of the items, which are known by their numbers."""
 
-    def __init__(self, fetcher: Fetcher, items: Sequence[tuple[str, Any]]) -> None:
-        self.outcomes: list[int | P2PStoreError | ValueError | None] = [None] * len(items)
+    def __init__(self, fetcher: Fetcher, keys: Sequence[str]) -> None:
+        self.outcomes: list[Outcome] = [_UNDER_WAY] * len(keys)
         self._fetcher = fetcher
-        self._items = items
+        self._keys = keys
         self._wanted: dict[int, tuple[bytes, memoryview]] = {}
         """Digest and room of each item that is not settled."""
         self._plans: dict[int, PlanItem] = {}
@@ -62,17 +66,19 @@ class _Batch:
         self._hot: set[int] = set()
         """Items that the local peer is to bring and keep."""
 
-    def prepare(self, digests_of: DigestsOf) -> None:
+    def prepare(
+        self, digests_of: DigestsOf, buffers: Sequence[Any], *, are_views: bool = False
+    ) -> None:
         """Settle what was asked for wrongly."""
         try:
-            digests = digests_of([key for key, _ in self._items])
-            views = [destination_view(buffer) for _, buffer in self._items]
+            digests = digests_of(self._keys)
+            views = buffers if are_views else [destination_view(buffer) for buffer in buffers]
             self._wanted = dict(enumerate(zip(digests, views, strict=True)))
         except (P2PStoreError, ValueError, TypeError):
-            self._prepare_one_by_one(digests_of)
+            self._prepare_one_by_one(digests_of, buffers)
 
-    def _prepare_one_by_one(self, digests_of: DigestsOf) -> None:
-        for number, (key, buffer) in enumerate(self._items):
+    def _prepare_one_by_one(self, digests_of: DigestsOf, buffers: Sequence[Any]) -> None:
+        for number, (key, buffer) in enumerate(zip(self._keys, buffers, strict=True)):
             try:
                 self._wanted[number] = digests_of([key])[0], destination_view(buffer)
             except (P2PStoreError, ValueError, TypeError) as error:
@@ -80,9 +86,10 @@ class _Batch:
 
     async def read_here(self) -> None:
         """What the local peer holds."""
-        wanted = list(self._wanted.items())
-        here = self._fetcher.are_here([digest for _, (digest, _) in wanted])
-        for is_here, (number, (digest, view)) in zip(here, wanted, strict=True):
+        here = self._fetcher.are_here([digest for digest, _ in self._wanted.values()])
+        if not any(here):
+            return
+        for is_here, (number, (digest, view)) in zip(here, list(self._wanted.items()), strict=True):
             if not is_here:
                 continue
             try:
@@ -96,7 +103,10 @@ class _Batch:
     async def pull_from_only_holders(self) -> None:
         """What one other host alone is known to hold, without a plan."""
         numbers = list(self._wanted)
-        copies = self._fetcher.only_holders([self._wanted[number][0] for number in numbers])
+        copies = self._fetcher.only_holders([digest for digest, _ in self._wanted.values()])
+        if copies and (first := copies[0]) is not None and copies.count(first) == len(copies):
+            await self._pull(first, numbers, others=False)
+            return
         batches: dict[int, tuple[RemoteCopy, list[int]]] = {}
         for number, copy in zip(numbers, copies, strict=True):
             if copy is not None:
@@ -110,7 +120,7 @@ class _Batch:
             return
         numbers = list(self._wanted)
         digests = [self._wanted[number][0] for number in numbers]
-        plans = await self._fetcher.plan(self._items[numbers[0]][0], digests)
+        plans = await self._fetcher.plan(self._keys[numbers[0]], digests)
         self._plans = dict(zip(numbers, plans, strict=True))
         batches: dict[int, list[int]] = {}
         for number, plan in self._plans.items():
@@ -135,7 +145,7 @@ class _Batch:
         for place, (number, (digest, view)) in enumerate(wanted, start=1):
             if place % BROUGHT_AHEAD == 0:
                 await self._bring(ahead, BROUGHT_AHEAD)
-            key = self._items[number][0]
+            key = self._keys[number]
             plan, room = self._plans[number], BufferDestination(view)
             try:
                 done = await self._fetcher.fetch_planned(
@@ -182,23 +192,24 @@ class _Batch:
         small = [number for number in numbers if 0 < len(wanted[number][1]) <= SMALL_OBJECT_BYTES]
         if not small:
             return numbers
-        outcomes = await self._fetcher.pull_small(
-            copy,
-            [wanted[number][0] for number in small],
-            [wanted[number][1] for number in small],
-            others=others,
-        )
-        failed = set()
-        for number, outcome in zip(small, outcomes, strict=True):
-            if isinstance(outcome, PullFailed):
-                failed.add(number)
-            elif outcome >= 0:
-                self._settle(number, outcome)
-        if any(is_silence(outcome) for outcome in outcomes):
+        asked = [wanted[number] for number in small]
+        digests, views = [digest for digest, _ in asked], [view for _, view in asked]
+        lengths, failure = await self._fetcher.pull_small(copy, digests, views, others=others)
+        if len(lengths) == len(self.outcomes) and min(lengths) >= 0:
+            self.outcomes[:] = lengths
+            wanted.clear()
+            return ()
+        for number, length in zip(small, lengths, strict=False):
+            if length >= 0:
+                self._settle(number, length)
+        if failure is None:
+            return [number for number in numbers if number in wanted]
+        if is_silence(failure):
             self._silent.add(copy.member, hurried=others)
+        failed = set(small[len(lengths) :])
         return [number for number in numbers if number in wanted and number not in failed]
 
-    def _settle(self, number: int, outcome: int | P2PStoreError | ValueError) -> None:
+    def _settle(self, number: int, outcome: Outcome) -> None:
         del self._wanted[number]
         self.outcomes[number] = outcome
 

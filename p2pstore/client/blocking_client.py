@@ -376,6 +376,11 @@ class BlockingClient:
     def get_tensor(self, key: str, *, wait: float = 0.0, framework: Framework | None = None) -> Any:
         return run_blocking(self._session.get_tensor(key, wait=wait, framework=framework))
 
+    def get_into_views(
+        self, keys: Sequence[str], views: Sequence[memoryview]
+    ) -> list[int | P2PStoreError | ValueError]:
+        return run_blocking(self._session.get_into_views(keys, views))
+
     def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult[int]]:
         return run_blocking(self._session.get_many_into(items))
 

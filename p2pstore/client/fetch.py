@@ -439,21 +439,23 @@ class Fetcher:
         views: Sequence[memoryview],
         *,
         others: bool,
-    ) -> list[int | PullFailed]:
-        """`pull_many` of objects of at most 64 KiB each, in fewer steps; -1 where `pull_many` is to say more."""
-        outcomes = await self._pool.pull_small(hurried(copy) if others else copy, digests, views)
-        lengths = [each for each in outcomes if isinstance(each, int) and each >= 0]
-        failures = sum(isinstance(each, PullFailed) for each in outcomes)
-        if failures:
+    ) -> tuple[list[int], PullFailed | None]:
+        """`pull_many` of objects of at most 64 KiB each, in fewer steps: their lengths, -1 where `pull_many` is to say
+        more; and what kept it from telling of the rest."""
+        lengths, failure = await self._pool.pull_small(
+            hurried(copy) if others else copy, digests, views
+        )
+        if failure is not None:
             self._known.forget([copy.member])
+        missing = lengths.count(-1)
         self._link.note_pulls(
             copy.member,
             TcpTransport.name,
-            objects=len(lengths),
-            length_bytes=sum(lengths),
-            failures=failures,
+            objects=len(lengths) - missing,
+            length_bytes=sum(lengths) + missing,
+            failures=len(digests) - len(lengths),
         )
-        return outcomes
+        return lengths, failure
 
     async def read_ahead(self, digest: bytes) -> None:
         """An object is read from the local peer's SSD: have it bring what is likely to be read next, too."""

@@ -26,7 +26,7 @@ from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.transfers import TransferBatch
 from p2pstore.client.values import describe_tensor, destination_view, source_view
 from p2pstore.client.writing import Writer, put_options
-from p2pstore.errors import NoSuchKey
+from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.local import messages as local
 from p2pstore.local.messages import Access, LocalKind
 from p2pstore.local.paths import find_socket
@@ -273,7 +273,22 @@ class ClientSession:
     async def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult[int]]:
         """`get_into` for many keys; one result (the length, or the error) per item, in order. Never
         raises for one item that fails."""
-        return await fetch_many(self._live.fetcher, arguments.item_list(items), self._digests)
+        pairs = arguments.item_list(items)
+        keys, buffers = [key for key, _ in pairs], [buffer for _, buffer in pairs]
+        outcomes = await fetch_many(self._live.fetcher, keys, buffers, self._digests)
+        return [
+            ItemResult(key, None, outcome)
+            if isinstance(outcome, Exception)
+            else ItemResult(key, outcome)
+            for key, outcome in zip(keys, outcomes, strict=True)
+        ]
+
+    async def get_into_views(
+        self, keys: Sequence[str], views: Sequence[memoryview]
+    ) -> list[int | P2PStoreError | ValueError]:
+        """`get_many_into` for programs that have their buffers as writable views of bytes already, one for each key:
+        per key the length, or the error."""
+        return await fetch_many(self._live.fetcher, keys, views, self._digests, are_views=True)
 
     async def take_lease(self, key: str, *, wait: float = 0.0, here: bool = False) -> memoryview:
         """A read-only view of the value in place: in the local peer's memory, or in that of another peer of

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -565,7 +564,7 @@ class DataConnection:
             lengths += [-1] * len(digests)
             return
         with self._operation():
-            asked: deque[tuple[int, slice]] = deque()
+            asked: deque[tuple[int, slice, bytes]] = deque()
             batches = _small_batches(views)
             try:
                 while batches or asked:
@@ -575,33 +574,30 @@ class DataConnection:
                         packed = b"".join(digests[some])
                         number, frame = self._frame(DataKind.GET_SMALL, GetSmall(packed))
                         frames.append(frame)
-                        asked.append((number, some))
+                        asked.append((number, some, packed))
                     if frames:  # together: each would wake the other side
                         await self.stream.send(*frames)
-                    number, some = asked.popleft()
+                    number, some, packed = asked.popleft()
                     self._inbox.expect_head(
                         _SMALL_HEAD_BYTES + SLOT_BYTES * (some.stop - some.start)
                     )
                     if not lengths:
                         await self._wait_for_answer(answer_seconds)
-                    lengths += await self._receive_small(number, digests[some], views[some])
+                    lengths += await self._receive_small(number, packed, views[some])
             finally:
                 self._inbox.expect(0)
 
     async def _receive_small(
-        self, number: int, digests: Sequence[bytes], views: Sequence[memoryview]
+        self, number: int, digests: bytes, views: Sequence[memoryview]
     ) -> list[int]:
         answer = await self._receive(DataKind.GET_SMALL, number, SmallObjects)
-        if len(answer.slots) != SLOT_BYTES * len(digests):
+        if len(answer.slots) != SLOT_BYTES * len(views):
             raise ProtocolError("the reply to GET_SMALL has another number of slots than digests")
         slots = SlotRows(answer.slots)
-        lengths = slots.lengths
+        lengths, room = slots.lengths, list(map(len, views))
         if sum(lengths) != self._bulk_left or max(lengths) > SMALL_OBJECT_BYTES:
             raise ProtocolError("the slots of a reply do not add up to its bulk bytes")
-        targets = [
-            view if len(view) == length else self._room(view, length)
-            for view, length in zip(views, lengths, strict=True)
-        ]
+        targets = views if lengths == room else list(map(_room, views, lengths))
         sums: list[bytes] = []
         first = 0
         while first < len(targets):  # sums are made of what is still in the cache
@@ -614,17 +610,13 @@ class DataConnection:
             self._bulk_left -= group_bytes
             sums += map(xxh3_64_digest, group)
             first = last
-        good = slots.are_only_chunks(b"".join(digests), b"".join(sums))
-        if good.all() and all(map(operator.le, lengths, map(len, views))):
+        good = slots.are_only_chunks(digests, b"".join(sums))
+        if lengths == room and good.all():
             return lengths
         return [
-            length if fine and length <= len(view) else -1
-            for length, view, fine in zip(lengths, views, good.tolist(), strict=True)
+            length if fine and length <= size else -1
+            for length, size, fine in zip(lengths, room, good.tolist(), strict=True)
         ]
-
-    def _room(self, view: memoryview, length: int) -> memoryview:
-        """Where a value of another length than the view goes: one that does not fit is not delivered."""
-        return view[:length] if length < len(view) else memoryview(bytearray(length))
 
     # --- pulls -------------------------------------------------------------------------------
 
@@ -898,9 +890,16 @@ class DataConnection:
         return self._unanswered > 0 or self._bulk_left > 0 or self._damaged
 
 
+def _room(view: memoryview, length: int) -> memoryview:
+    """Where a value of another length than the view goes: one that does not fit is not delivered."""
+    return view[:length] if length <= len(view) else memoryview(bytearray(length))
+
+
 def _small_batches(views: Sequence[memoryview]) -> deque[slice]:
     """Which of them one GET_SMALL asks for: a quarter, so that both sides have work all the time, and not too much."""
     size = _batch_items(len(views))
+    if size * max(map(len, views)) <= SMALL_BATCH_BYTES:
+        return deque(slice(at, min(at + size, len(views))) for at in range(0, len(views), size))
     batches: deque[slice] = deque()
     first = room_bytes = 0
     for place, view in enumerate(views):

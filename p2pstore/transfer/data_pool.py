@@ -318,24 +318,22 @@ class DataPool:
 
     async def pull_small(
         self, peer: RemotePeer, digests: Sequence[bytes], views: Sequence[memoryview]
-    ) -> list[int | PullFailed]:
+    ) -> tuple[list[int], PullFailed | None]:
         """Read many small objects of one holder into these views, in as few steps as possible: see
-        `DataConnection.pull_small`; what is not told any more because the connection fails is `PullFailed`. Raises
-        nothing but cancellation."""
+        `DataConnection.pull_small`. The lengths, and how the connection failed when they are not all. Raises nothing
+        but cancellation."""
         lengths: list[int] = []
 
-        async def pull(connection: DataConnection) -> None:
-            await connection.pull_small(
-                digests[len(lengths) :], views[len(lengths) :], lengths, peer.answer_seconds
-            )
+        def pull(connection: DataConnection) -> Awaitable[None]:
+            return connection.pull_small(digests, views, lengths, peer.answer_seconds)
 
         try:
             await self._use(peer, self._progress_seconds, pull)
         except Exception as error:
             if not _is_connection_error(error):
                 raise
-            return [*lengths, *[failure_of(error)] * (len(digests) - len(lengths))]
-        return [*lengths]
+            return lengths, failure_of(error)
+        return lengths, None
 
     async def dial(self, peer: RemotePeer) -> DataConnection:
         """A fresh connection for the caller alone, who closes it: not one of the pool's. Raises `Unavailable` when

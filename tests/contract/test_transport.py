@@ -764,7 +764,8 @@ async def test_many_small_objects_in_columns(tcp: TcpHarness, side: Side) -> Non
     assert entry is not None
     _buffers[SEGMENT_BYTES][entry.offset] ^= 1
     pool = tcp.pool(side.driver)
-    lengths = await side.run(lambda: pool.pull_small(tcp.copy(), digests, views))
+    lengths, failure = await side.run(lambda: pool.pull_small(tcp.copy(), digests, views))
+    assert failure is None
     told_otherwise = {4, 5, 9, 11, 14}
     for number, (length, view, value) in enumerate(zip(lengths, views, values, strict=True)):
         if number in told_otherwise:
@@ -777,7 +778,7 @@ async def test_many_small_objects_in_columns(tcp: TcpHarness, side: Side) -> Non
     assert pool.open_connections == 1  # none of that ends a connection
     assert not tcp.segment.leased_bytes
     again = await side.run(lambda: pool.pull_small(tcp.copy(), digests[:1], views[:1]))
-    assert again == [1]
+    assert again == ([1], None)
 
 
 async def test_small_objects_into_one_buffer_are_delivered_or_asked_for_again(
@@ -787,7 +788,7 @@ async def test_small_objects_into_one_buffer_are_delivered_or_asked_for_again(
     digests = [put(tcp.segment, f"key {i}", value) for i, value in enumerate(values)]
     view = memoryview(bytearray(50_000))
     pool = tcp.pool(side.driver)
-    lengths = await side.run(lambda: pool.pull_small(tcp.copy(), digests, [view] * 20))
+    lengths, _ = await side.run(lambda: pool.pull_small(tcp.copy(), digests, [view] * 20))
     assert set(lengths[:-1]) <= {50_000, -1}
     assert lengths[-1] == 50_000
     assert view == values[-1]
@@ -801,10 +802,8 @@ async def test_who_is_too_old_for_columns_is_asked_otherwise(
         digest = put(harness.segment, "key", b"value")
         pool = harness.pool(side.driver)
         views = [memoryview(bytearray(5))] * 2
-        assert await side.run(lambda: pool.pull_small(harness.copy(), [digest] * 2, views)) == [
-            -1,
-            -1,
-        ]
+        told = await side.run(lambda: pool.pull_small(harness.copy(), [digest] * 2, views))
+        assert told == ([-1, -1], None)
 
 
 async def test_small_objects_read_in_a_row_are_answered_in_threads(tcp: TcpHarness) -> None:
@@ -815,7 +814,7 @@ async def test_small_objects_read_in_a_row_are_answered_in_threads(tcp: TcpHarne
 
     def read() -> None:
         for _ in range(40):
-            assert run_blocking(pool.pull_small(tcp.copy(), digests, views)) == [4096] * 64
+            assert run_blocking(pool.pull_small(tcp.copy(), digests, views))[0] == [4096] * 64
 
     await trio.to_thread.run_sync(read)
     await until(lambda: len(backend.read_in_threads) == 40 * 64)
@@ -1374,9 +1373,9 @@ async def test_a_holder_that_misbehaves_in_columns(side: Side, name: str) -> Non
     views = [memoryview(bytearray(100)) for _ in digests]
     async with scripted_owner(answer(frame), version=3) as bad:
         pool = DataPool(side.driver)
-        outcomes = await side.run(lambda: pool.pull_small(bad, digests, views))
-        codes = [each.code if isinstance(each, PullFailed) else each for each in outcomes]
-        assert codes == [-1 if code is None else code] * 3
+        lengths, failure = await side.run(lambda: pool.pull_small(bad, digests, views))
+        assert lengths == ([-1] * 3 if code is None else [])
+        assert (None if failure is None else failure.code) == code
         assert pool.open_connections == (code is None)
         pool.close()
 
@@ -1395,11 +1394,12 @@ async def test_what_came_in_columns_before_the_connection_broke_stands(side: Sid
 
     async with scripted_owner(script, version=3) as bad:
         pool = DataPool(side.driver)
-        outcomes = await side.run(lambda: pool.pull_small(bad, digests, views))
+        lengths, failure = await side.run(lambda: pool.pull_small(bad, digests, views))
         pool.close()
-    assert outcomes[:25] == [64 * KIB] * 25
+    assert lengths == [64 * KIB] * 25
     assert [view == value for view, value in zip(views[:25], values, strict=False)] == [True] * 25
-    assert all(isinstance(each, PullFailed) and each.retriable for each in outcomes[25:])
+    assert failure is not None
+    assert failure.retriable
 
 
 class ImpatientPool(DataPool):

@@ -9,7 +9,7 @@ import pytest
 
 from p2pstore.errors import ConfigError
 from p2pstore.integrations.mooncake import base
-from p2pstore.integrations.mooncake.memory import Registrations, handle_of, view_at
+from p2pstore.integrations.mooncake.memory import Registrations, handle_of, view_at, views_at
 from p2pstore.integrations.mooncake.settings import (
     from_arguments,
     peer_options,
@@ -173,3 +173,25 @@ def test_tensor_headers_come_back() -> None:
         encode_header(TensorHeader("int8", (1,) * 9, 1, (1,) * 9))
     with pytest.raises(ValueError, match="not put as a tensor"):
         decode_header(bytes(304))
+
+
+def test_many_views_are_those_of_each_address() -> None:
+    memory = np.arange(10, dtype=np.uint8)
+    start = int(memory.ctypes.data)
+    views = views_at([start + 6, start, start + 6, start + 10], [4, 3, 2, 0])
+    assert [bytes(view) for view in views] == [b"\6\7\10\11", b"\0\1\2", b"\6\7", b""]
+    views[1][2] = 9
+    assert memory[2] == 9
+    assert views_at([], []) == []
+    numbers: Any = np.array([start, start + 1])
+    assert [bytes(view) for view in views_at(numbers.tolist(), np.array([1, 1]).tolist())] == [
+        b"\0",
+        b"\1",
+    ]
+    for addresses, sizes in (([start, 0], [1, 1]), ([start, 2**60], [1, 1])):
+        with pytest.raises(ValueError, match="no memory"):
+            views_at(addresses, sizes)
+    wrong: list[Any] = [([start, 4096.5], [1, 1]), ([start], ["4"]), ([start, -1], [1, 1])]
+    for pair in [*wrong, ([start, start], [1, -5])]:
+        with pytest.raises(TypeError):
+            views_at(*pair)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from p2pstore.client.gathered import Gathered
 from p2pstore.errors import LeaseLimitExceeded, P2PStoreError
 from p2pstore.integrations.mooncake.codes import alike
-from p2pstore.integrations.mooncake.memory import view_at
+from p2pstore.integrations.mooncake.memory import view_at, views_at
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ObjectCalls
 from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
 from p2pstore.integrations.mooncake.scratch import Scratch, copy, scatter
@@ -121,7 +121,7 @@ class AddressCalls(ObjectCalls):
         if not alike(keys, buffer_ptrs, sizes):
             return [INVALID] * len(keys)
         try:
-            views = [view_at(*each) for each in zip(buffer_ptrs, sizes, strict=True)]
+            views = views_at(buffer_ptrs, sizes)
         except ValueError:
             return [self.get_into(*each) for each in zip(keys, buffer_ptrs, sizes, strict=True)]
         return self._get_many_into(keys, views)
@@ -286,12 +286,10 @@ class AddressCalls(ObjectCalls):
 
     def _get_many_into(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
         try:
-            results = self._live.get_many_into(list(zip(keys, views, strict=True)))
+            outcomes = self._live.get_into_views(keys, views)
         except (P2PStoreError, ValueError) as error:
             return [self._read_code(error)] * len(keys)
-        return [
-            each.unwrap() if each.error is None else self._read_code(each.error) for each in results
-        ]
+        return [self._read_code(each) if isinstance(each, Exception) else each for each in outcomes]
 
 
 def _several_views(

@@ -6,6 +6,7 @@ import ctypes
 import operator
 import threading
 from bisect import bisect_right, insort
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -35,6 +36,22 @@ def view_at(address: int, size: int) -> memoryview:
     ):  # numpy's whole numbers; what is no whole number is a TypeError here
         return view_at(operator.index(address), operator.index(size))
     return view
+
+
+def views_at(addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+    """`view_at` of each. All are slices of one view, which takes a third of the time; nobody looks at what is in
+    between."""
+    if not addresses:
+        return []
+    ends = map(operator.add, addresses, sizes)
+    low, high = operator.index(min(addresses)), operator.index(max(ends))
+    if not 0 < low <= high < MAX_ADDRESS or min(sizes) < 0:
+        return [view_at(*each) for each in zip(addresses, sizes, strict=True)]  # says what is wrong
+    whole = view_at(low, high - low)
+    return [
+        whole[address - low : address - low + size]
+        for address, size in zip(addresses, sizes, strict=True)
+    ]
 
 
 class Registrations:
