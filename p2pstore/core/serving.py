@@ -234,5 +234,10 @@ class ListHereOperation(Operation):
         page = self.core.cold.merged_page(
             request.namespace, request.prefix, self._after, count, now
         )
-        self._found += [entry for entry in page.entries if entry.pin or not request.pinned]
+        unix_ms = 1000 * self.core.unix(now)
+        self._found += [
+            entry
+            for entry in page.entries
+            if (entry.pin or not request.pinned) and not 0 < entry.expires_unix_ms <= unix_ms
+        ]
         self._after = page.complete_to

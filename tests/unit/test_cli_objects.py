@@ -17,7 +17,16 @@ from mooncake_p2p.explain import explanation
 from mooncake_p2p.main import run
 from p2pstore.errors import BufferTooSmall, NoSuchKey, Unavailable
 from p2pstore.objects import PART_BYTES
-from p2pstore.results import ItemResult, KeyPage, ListedKey, Location, PinName, PinResult, PutResult
+from p2pstore.results import (
+    ItemResult,
+    KeyPage,
+    ListedKey,
+    Location,
+    PeerInfo,
+    PinName,
+    PinResult,
+    PutResult,
+)
 from p2pstore.transfer.trace import FetchTrace, TransportTry
 
 
@@ -125,6 +134,10 @@ class MemoryStore:
             if not pinned or key in self.pins
         ]
         return KeyPage(listed[:limit], len(keys) > limit, [] if local else self.silent_peers)
+
+    def peers(self, *, everyone: bool) -> list[PeerInfo]:
+        assert everyone
+        return []
 
     def locate(self, key: str) -> list[Location]:
         if key in self.elsewhere:

@@ -129,6 +129,16 @@ def test_a_local_listing_asks_nobody() -> None:
     assert not world.asks(DataKind.LIST)
 
 
+def test_what_expired_is_not_listed_while_it_is_still_here() -> None:
+    world = Harness()
+    world.stored("a", b"1")
+    entry = world.stored("b", b"1")
+    unix = world.core.unix(world.now)
+    for expires_unix, keys in ((unix + 1, ["a", "b"]), (unix, ["a"])):
+        entry.expires_unix_ms = int(1000 * expires_unix)
+        assert keys_in(list_keys(world, local=True)) == keys
+
+
 def test_cancelling_ends_a_listing() -> None:
     world = Harness(others=1)
     operation = list_keys(world)

@@ -32,7 +32,7 @@ from p2pstore.objects import format_bytes, unix_seconds_from_clock
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
-    from p2pstore.results import Location
+    from p2pstore.results import Location, PeerInfo
 
 
 def ls(
@@ -66,6 +66,7 @@ def ls(
     """
     with connected(socket, namespace, timeout) as client, progress("asking all peers"):
         page = client.list_keys(prefix, after=after, limit=limit, local=local, pinned=pinned)
+        cut_off = "" if local else how_cut_off(client.peers(everyone=True))
     if json:
         print_json(
             {
@@ -97,6 +98,8 @@ def ls(
         remark(f"more keys follow{after_last}")
     if page.silent_peers:
         remark(f"incomplete: {', '.join(map(printable, page.silent_peers))} did not answer")
+    if cut_off:
+        remark(f"incomplete: {cut_off}")
 
 
 def locate(
@@ -114,6 +117,9 @@ def locate(
     with connected(socket, namespace, timeout) as client:
         copies = client.locate(key)
         lengths = _exact_lengths(client, key, copies)
+        cut_off = how_cut_off(client.peers(everyone=True))
+    if cut_off:
+        remark(f"incomplete: {cut_off}")
     if not copies:
         raise NoSuchKey(f"no such key: {printable(key)}")
     if json:
@@ -145,6 +151,26 @@ def locate(
         ],
         right=("SIZE",),
         fold=("NOTES",),
+    )
+
+
+def how_cut_off(members: Sequence[PeerInfo]) -> str:
+    """What to say when the local peer reaches less than half of the others, so that much may be missing in what it
+    says; else nothing. Those that left are no members any more."""
+    alive = [member for member in members if member.status == "alive" and not member.me]
+    names = {
+        member.name for member in alive
+    }  # who came back without a state directory is somebody else
+    gone = [
+        member
+        for member in members
+        if member.status in ("suspect", "dead") and member.name not in names
+    ]
+    if len(gone) <= len(alive):
+        return ""
+    return (
+        f"this peer reaches {len(alive):,} of {len(alive) + len(gone):,} other members, and what the rest hold is not "
+        "shown; `mooncake-p2p doctor` says more"
     )
 
 
