@@ -1,4 +1,8 @@
-"""Whether something grows: a line through the second half of what was measured, which outliers do not turn. Pure."""
+"""Whether something grows: a line through the second half of what was measured, which outliers do not turn. Pure.
+
+In its first minutes a process grows as its connections, caches and heap fill; how far, a ceiling says. Whether it goes
+on shows in lives that are long enough.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,10 @@ import numpy as np
 
 LEAST_SAMPLES: Final = 10
 MOST_SAMPLES: Final = 400
+WARM_SECONDS: Final = 600.0
+"""After so long nothing is to grow any more."""
+SETTLED_SECONDS: Final = 2 * WARM_SECONDS
+"""Of lives that are at least so long the line is judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +28,21 @@ class Growth:
     median: float
     rise: float
     seconds: float
+    settled: bool
+    """Whether all of it is after the first minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthLimit:
-    """A rise is too much above both: so much, and such a share of the median."""
+    """A rise is too much above both: so much, and such a share of the median; and what is usual, above `most`."""
 
     absolute: float
     share: float
+    most: float
 
     def allows(self, growth: Growth) -> bool:
-        return growth.rise <= max(self.absolute, self.share * growth.median)
+        too_steep = growth.settled and growth.rise > max(self.absolute, self.share * growth.median)
+        return growth.median <= self.most and not too_steep
 
 
 def growth_of(samples: Sequence[tuple[float, float]]) -> Growth | None:
@@ -38,8 +50,9 @@ def growth_of(samples: Sequence[tuple[float, float]]) -> Growth | None:
     median of the slopes between all pairs (Theil and Sen)."""
     if not samples:
         return None
-    middle = (samples[0][0] + samples[-1][0]) / 2
-    later = np.array([each for each in samples if each[0] >= middle], dtype=np.float64)
+    first_at, last_at = samples[0][0], samples[-1][0]
+    begin = (first_at + last_at) / 2
+    later = np.array([each for each in samples if each[0] >= begin], dtype=np.float64)
     if len(later) < LEAST_SAMPLES:
         return None
     later = later[:: -(-len(later) // MOST_SAMPLES)]
@@ -47,4 +60,7 @@ def growth_of(samples: Sequence[tuple[float, float]]) -> Growth | None:
     times = later[second, 0] - later[first, 0]
     slopes = (later[second, 1] - later[first, 1])[times > 0] / times[times > 0]
     seconds = float(later[-1, 0] - later[0, 0])
-    return Growth(float(np.median(later[:, 1])), float(np.median(slopes)) * seconds, seconds)
+    settled = last_at - first_at >= SETTLED_SECONDS
+    return Growth(
+        float(np.median(later[:, 1])), float(np.median(slopes)) * seconds, seconds, settled
+    )

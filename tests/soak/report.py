@@ -12,6 +12,7 @@ import numpy as np
 
 from mooncake_p2p.measuring import machine
 from p2pstore.objects import format_bytes
+from tests.soak.flatness import SETTLED_SECONDS
 from tests.soak.ledger import SPREAD_SECONDS
 from tests.soak.peers import HOSTS, MEMORY, ROLES
 from tests.soak.run import (
@@ -166,10 +167,11 @@ def _lines(outcome: Outcome, picture: str | None) -> Iterator[str]:
     yield "## What grows"
     yield ""
     yield (
-        "A line through the second half of each life of at least some minutes, by the median of all slopes. Allowed is "
-        "the larger of an amount and a share: "
+        "The second half of each life of at least two minutes: what is usual there, and a line through it, by the "
+        f"median of all slopes. The line is judged in lives of at least {SETTLED_SECONDS:.0f} s, since connections, "
+        "caches and the heap fill for some minutes. At most, and risen by the larger of an amount and a share: "
         + "; ".join(
-            f"{what} {limit.absolute:,.0f} or {limit.share:.0%}"
+            f"{what} {limit.most:,.0f}, {limit.absolute:,.0f} or {limit.share:.0%}"
             for what, limit in GROWTH_LIMITS.items()
         )
         + "."
@@ -182,7 +184,8 @@ def _lines(outcome: Outcome, picture: str | None) -> Iterator[str]:
         rise = f"{'-' if grown.growth.rise < 0 else ''}{form(int(abs(grown.growth.rise)))}"
         yield (
             f"| {grown.peer} | {grown.what.replace('_', ' ')} | {form(int(grown.growth.median))} | {rise} "
-            f"| {grown.growth.seconds:.0f} | {'' if grown.allowed else 'too much'} |"
+            f"| {grown.growth.seconds:.0f}{'' if grown.growth.settled else ', not settled'} "
+            f"| {'' if grown.allowed else 'too much'} |"
         )
     yield ""
     yield "## Limits"

@@ -442,15 +442,25 @@ def test_growth_is_seen_through_noise_and_outliers() -> None:
         growth = growth_of(series(300, outliers=outliers))
         assert growth is not None
         assert growth.rise == pytest.approx(300, abs=20)
-        assert not GrowthLimit(100, 0.05).allows(growth)
-        assert GrowthLimit(100, 0.25).allows(growth)
+        assert growth.settled
+        assert not GrowthLimit(100, 0.05, 9000).allows(growth)
+        assert GrowthLimit(100, 0.25, 9000).allows(growth)
 
 
 def test_what_warms_up_or_falls_is_flat() -> None:
     for rise in (0.0, -300.0):
         growth = growth_of(series(rise, outliers=True))
         assert growth is not None
-        assert GrowthLimit(20, 0.0).allows(growth)
+        assert GrowthLimit(20, 0.0, 9000).allows(growth)
+
+
+def test_of_a_short_life_its_height_is_judged() -> None:
+    growth = growth_of([each for each in series(0) if each[0] < 800])
+    assert growth is not None
+    assert not growth.settled
+    assert growth.rise > 150
+    assert GrowthLimit(20, 0.0, 1700).allows(growth)
+    assert not GrowthLimit(20, 0.0, 1500).allows(growth)
 
 
 def test_of_too_little_nothing_is_said() -> None:

@@ -31,7 +31,9 @@ def outcome_in(folder: Path) -> Outcome:
     outcome.checked[RIGHT_BYTES] = 4321
     outcome.traffic.operations["get"] = 3
     outcome.traffic.latencies["get"] += [(101.0, 0.1), (102.0, 0.2), (650.0, 0.3)]
-    outcome.grown.append(Grown(3, "resident_bytes", Growth(1e8, 2e6, 300.0), allowed=True))
+    outcome.grown.append(
+        Grown(3, "resident_bytes", Growth(1e8, 2e6, 300.0, settled=True), allowed=True)
+    )
     return outcome
 
 
