@@ -367,6 +367,8 @@ class Ledger:
         return any(each >= at for each in self._reclaims.get(peer, []))
 
     def _is_calm(self, begun: float, ended: float) -> bool:
+        if self._timeline.standstill(begun, ended):
+            return False
         if begun >= self._calm_from:
             return True
         return any(calm <= begun and ended <= end for calm, end in self._calms)

@@ -357,13 +357,15 @@ def test_an_error_of_another_kind(ledger: Ledger) -> None:
     assert broken(ledger) == {CLEAR}
 
 
-def test_failures_without_a_cause(ledger: Ledger) -> None:
+def test_failures_without_a_cause(ledger: Ledger, timeline: Timeline) -> None:
     ledger.ended(READER, "get", ["Unavailable"], 0.0, 1.0)
     ledger.calm_begins(2.0)
     ledger.ended(READER, "put", ["CapacityExceeded"], 3.0, 4.0)
     ledger.calm_ends(10.0)
     ledger.ended(READER, "get", ["Unavailable"], 9.0, 11.0)
     ledger.ended(READER, "get", ["Unavailable"], 1.0, 4.0)
+    timeline.stood_still(5.0, 7.0)
+    ledger.ended(READER, "update", ["DeadlineExceeded"], 4.0, 7.1)
     assert not ledger.complaints
     ledger.ended(READER, "get", ["Unavailable"], 8.0, 9.0)  # heard of only now
     assert broken(ledger) == {CAUSE}
