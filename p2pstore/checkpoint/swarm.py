@@ -92,6 +92,8 @@ class SwarmConfig:
     """Pieces sent at once, and as many fetched at once over the network; None: as many as `slots_for` says."""
     host_window: int = 8
     """Pieces fetched at once from peers of this host."""
+    most_lent: int = 16
+    """Pieces sent at once to one peer that says that it is of this host: twice what an honest one asks for."""
     news_seconds: float = 0.005
     """New pieces are told together, so often at most."""
     grant_seconds: float = 2.0
@@ -148,6 +150,8 @@ class Swarm:
         self._uploads = Pace()
         self._downloads = Pace()
         self._serving_since: dict[tuple[int, int], float] = {}
+        self._lent: dict[int, int] = {}
+        """How many pieces are being sent to whom, of those of this host: they need no slots."""
         self._sharing = 1
         """Peers of this host that use its link for this."""
         self._sizes = piece_sizes
@@ -669,6 +673,8 @@ class Swarm:
                 neighbour.refused = None
                 if self._seeding is not None and named != piece:
                     self._seeding.sending(piece)
+            else:
+                self._lent[member] = self._lent.get(member, 0) + 1
             self._effects.append(Serve(member, piece))
         else:
             waiting = self.slots.wait(member) if declined is Refusal.BUSY else 0
@@ -680,7 +686,8 @@ class Swarm:
         if not 0 <= piece < self._count or not self.have >> piece & 1:
             return Refusal.LACKS
         if neighbour.same_host:
-            return None
+            lent = self._lent.get(neighbour.member, 0)
+            return Refusal.BUSY if lent >= self.config.most_lent else None
         if self.slots.is_sending(neighbour.member, piece) or (self.slots.free <= 0 and not granted):
             return Refusal.BUSY
         return None
@@ -697,6 +704,9 @@ class Swarm:
 
     def _served(self, event: Served, now: float) -> None:
         if not self.slots.sent(event.member, event.piece):
+            lent = self._lent.pop(event.member, 0)
+            if lent > 1:
+                self._lent[event.member] = lent - 1
             return
         since = self._serving_since.pop((event.member, event.piece))
         if event.whole:

@@ -696,6 +696,18 @@ def test_peers_of_one_host_fetch_different_pieces_and_the_rest_from_each_other()
     ]
 
 
+def test_a_peer_that_says_it_is_of_this_host_is_not_sent_everything_at_once() -> None:
+    peer = Peer(publishes=True, config=SwarmConfig(most_lent=2))
+    peer.neighbour(50, same_host=True)
+    for piece in (0, 1, 2):
+        peer.on(Asked(50, piece))
+    assert [each.piece for each in peer.asked(Serve)] == [0, 1]
+    peer.on(Served(50, 0))
+    peer.on(Asked(50, 2))
+    peer.on(Asked(50, 3))
+    assert [each.piece for each in peer.asked(Serve)] == [2]
+
+
 def test_a_peer_of_this_host_that_brings_nothing_has_its_share_taken_over() -> None:
     peer = Peer(config=SwarmConfig(sibling_patience_seconds=5.0))
     peer.neighbour(1, *range(8))

@@ -1,0 +1,141 @@
+"""An admitted member that is hostile: what it sends over real links and connections must cost others nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+import trio
+
+from p2pstore.checkpoint.messages import (
+    Grant,
+    Invite,
+    Kind,
+    Members,
+    Needs,
+    NewPieces,
+    PieceMapMessage,
+    Refuse,
+    kind_of,
+)
+from p2pstore.checkpoint.swarm import SwarmConfig
+from p2pstore.streams import ByteStream
+from p2pstore.transfer.data_connection import DataConnection
+from p2pstore.transfer.messages import (
+    DataKind,
+    GetPiece,
+    PieceReply,
+    PieceStatus,
+    PieceTaken,
+    SwarmLink,
+)
+from p2pstore.wire import HEADER, ONE_WAY, encode_frame
+from tests.contract.swarm_world import PIECE, MemberHere, open_world, until
+from tests.contract.test_swarm_run import complete, published, to
+
+HUGE = (1 << 63) - 1
+
+
+def said(message: object) -> bytes:
+    return encode_frame(kind_of(message), 0, message, flags=ONE_WAY)  # type: ignore[arg-type]
+
+
+def raw(kind: int, body: bytes, flags: int = ONE_WAY) -> bytes:
+    return HEADER.pack(kind, flags, 0, len(body), 0) + body
+
+
+MESSAGES = {
+    "grants of pieces that are nowhere": said(Grant(HUGE)) + said(Grant(-HUGE)),
+    "a refusal that has no name": said(Refuse(-HUGE)) + said(Refuse(HUGE)),
+    "members that are nobody": said(Members([0, -1, HUGE] * 21)),
+    "a hundred thousand invitations": said(Invite()) * 100_000,
+    "maps that are too long": said(PieceMapMessage(b"\xff" * 8192)),
+    "needs that are too long": said(Needs(b"\xff" * 8192)),
+    "news of what is nowhere": said(NewPieces([-1])),
+    "an endless list": raw(Kind.NEW_PIECES, b"\x91\xdd\xff\xff\xff\xff" + bytes(1000)),
+    "no message": raw(Kind.GRANT, b"\xc1"),
+    "kinds of later": raw(200, bytes(60_000)) * 20,
+    "a frame without an end": HEADER.pack(int(Kind.GRANT), ONE_WAY, 0, HUGE & 0xFFFFFFFF, 0),
+    "bulk": HEADER.pack(int(Kind.GRANT), ONE_WAY, 0, 0, HUGE & 0xFFFFFFFF),
+    "a request": raw(int(DataKind.GET_PIECE), b"", flags=0),
+    "no frame": b"\xff" * 4096,
+}
+
+
+@asynccontextmanager
+async def linked(attacker: MemberHere, source: MemberHere) -> AsyncIterator[ByteStream]:
+    """A link of the attacker's own."""
+    way = attacker.way_to(source.own)
+    assert way is not None
+    connection = await attacker.pool.dial(way)
+    try:
+        await connection.become_link(SwarmLink(source.run.version))
+        yield connection.stream
+    finally:
+        connection.close()
+
+
+async def test_whatever_is_said_on_a_link_the_swarm_goes_on(tmp_path: Path) -> None:
+    async with open_world() as world:
+        source, signed = await published(world, tmp_path)
+        for bytes_said in MESSAGES.values():
+            attacker = await world.add()  # what it did before may have banned it
+            async with linked(attacker, source) as stream:
+                await until(lambda: attacker.own in source.run.links.members)  # noqa: B023
+                with trio.move_on_after(5.0):  # a side that has ended the link takes no more
+                    with suppress(OSError):
+                        await stream.send(bytes_said)
+            await until(lambda: attacker.own not in source.run.links.members)  # noqa: B023
+            attacker.die()
+        assert source.run.failure is None
+        honest = await world.add()
+        honest.fetch(signed, to(tmp_path, honest))
+        await complete(tmp_path, [honest])
+
+
+@pytest.mark.parametrize("host", ["host 0", "another host"])
+async def test_who_takes_pieces_and_never_says_so_holds_a_few_of_them(
+    tmp_path: Path, host: str
+) -> None:
+    """Over many connections at once, of which none reads."""
+    async with open_world() as world:
+        source, signed = await published(world, tmp_path)
+        attacker = await world.add(host)
+        honest = await world.add()
+        way = attacker.way_to(source.own)
+        assert way is not None
+        version, answers = source.run.version, list[PieceReply]()
+        async with trio.open_nursery() as nursery:
+
+            async def hold(piece: int) -> None:
+                connection: DataConnection = await attacker.pool.dial(way)
+                try:
+                    await connection.stream.send(
+                        encode_frame(DataKind.PIECE_TAKEN, 0, PieceTaken(), flags=ONE_WAY) * 100
+                    )
+                    connection._say_taken = trio.lowlevel.checkpoint  # type: ignore[method-assign]
+                    room = memoryview(bytearray(PIECE))
+                    answers.append(await connection.get_piece(GetPiece(version, piece), room))
+                    await trio.sleep_forever()
+                finally:
+                    connection.close()
+
+            async with linked(attacker, source):
+                await until(lambda: attacker.own in source.run.links.members)
+                for piece in (-1, -HUGE, source.run.pieces, HUGE):
+                    connection = await attacker.pool.dial(way)
+                    reply = await connection.get_piece(GetPiece(version, piece), memoryview(b""))
+                    assert reply.status == PieceStatus.LACKS
+                    connection.close()
+                for number in range(40):
+                    nursery.start_soon(hold, number)
+                await until(lambda: len(answers) == 40)
+                held = [each for each in answers if each.status == PieceStatus.OK]
+                assert 0 <= len(held) <= SwarmConfig().most_lent
+                assert source.run._buffers._used == len(held)
+                honest.fetch(signed, to(tmp_path, honest))
+                await complete(tmp_path, [honest])
+            nursery.cancel_scope.cancel()
+        assert source.run.failure is None
