@@ -241,7 +241,7 @@ class BlockingCheckpoints:
 class BlockingClient:
     """A connected client of the local peer; the methods are those of `p2pstore.ObjectStore`, plain.
 
-    Their documentation is that of the `ClientSession` methods of the same names.
+    Their documentation is that of the `ObjectStore` methods of the same names; `help` shows it.
 
     Any number of threads may use it at once. Close it, or use it as a context manager. Pickles as
     its socket path and namespace, and connects again where it is unpickled.

@@ -4,6 +4,7 @@ and then. Shell."""
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from typing import Final
 
@@ -38,6 +39,8 @@ class StateSaver:
         self._save_now = trio.Event()
         self._saving = trio.Lock()
         self._pins = core.checkpoints.pins_version
+        self.problem = ""
+        """Why the state directory could not be written when that was tried last; no path is in it."""
 
     def add(self, record: SignedRecord) -> None:
         """Have a cluster record written soon."""
@@ -111,5 +114,8 @@ class StateSaver:
                 state.save_publishers(*pins)
         except (OSError, ConfigError) as error:
             logger.warning("the state directory cannot be written: %s", error)
+            number = error.errno if isinstance(error, OSError) else None
+            self.problem = "it cannot be used" if number is None else os.strerror(number)
             return False
+        self.problem = ""
         return True

@@ -159,6 +159,7 @@ class Checkup:
             lacking=peer["repair"]["lacking"],
             ssd=_ssd_reading(peer.get("ssd")),
             lately=lately,
+            state_problem=node.saver.problem if node.saver is not None else "",
             kept_damaged=node.core.counters["kept_objects_damaged"],
             spoilt=node.core.counters["objects_spoilt"],
             puts=lately.get("client_puts", 0),

@@ -76,6 +76,8 @@ class Facts:
     failed_checkpoints: Sequence[FailedCheckpoint] = ()
     spoilt: int = 0
     """Objects, since this peer's start."""
+    state_problem: str = ""
+    """Why this peer's state directory cannot be written."""
     kept_damaged: int = 0
     """Objects of kept memory that this life began with."""
     puts: int = 0
@@ -114,6 +116,13 @@ def _this_peer(facts: Facts) -> Iterator[Finding]:
             f"Other members do not let this peer in{_lately(facts)}",
             "it has another cluster key, cluster name or version than they, or is not on their allow list",
             "the log has their words (`refused: ...`); bring it their key file and send it SIGHUP",
+        )
+    if facts.state_problem:
+        yield broken(
+            "state directory",
+            f"This peer's state directory cannot be written: {facts.state_problem}",
+            "until it can, a restart forgets what was removed last and whom this peer knows; it goes on otherwise",
+            "free some space there (`--state-dir`), or mend its file system: it is tried again every 10 s",
         )
     yield from _clock(facts)
     yield from _slow_process(facts)
