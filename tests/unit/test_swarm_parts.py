@@ -271,10 +271,10 @@ def test_more_slots_where_agreeing_takes_long(
     assert slots_for(piece_seconds, round_trip_seconds, 0.0) == wanted
 
 
-def test_four_slots_where_messages_usually_wait_behind_pieces() -> None:
+def test_eight_slots_where_messages_usually_wait_behind_pieces() -> None:
     assert slots_for(0.1, 0.001, 0.007) == 2
-    assert slots_for(0.1, 0.001, 0.008) == 4
-    assert slots_for(0.0045, 0.0006, 0.002) == 5  # more are needed anyway
+    assert slots_for(0.1, 0.001, 0.008) == 8
+    assert slots_for(0.0045, 0.0006, 0.0003) == 5  # the shortest one is a share of a piece
     slots = UploadSlots(2, grant_seconds=10.0)
     for round_trip in (0.016, 0.016, 0.032):
         slots.grant(7, None, 1.0)
