@@ -13,12 +13,8 @@ from p2pstore.local.server import LocalClient
 from p2pstore.peer.checkpoints.held_directory import HeldDirectory
 from p2pstore.peer.checkpoints.job import Job
 from p2pstore.peer.checkpoints.memory_target import MemoryTarget
-from p2pstore.peer.checkpoints.service import (
-    FetchOrder,
-    PeerCheckpoints,
-    PublishOrder,
-    in_users_words,
-)
+from p2pstore.peer.checkpoints.orders import FetchOrder, PublishOrder
+from p2pstore.peer.checkpoints.service import PeerCheckpoints, in_users_words
 from p2pstore.wire import Message
 
 

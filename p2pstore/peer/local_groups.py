@@ -18,8 +18,9 @@ from p2pstore.objects import unix_seconds_from_clock
 from p2pstore.peer.checkpoints.following import Following, FollowOrder
 from p2pstore.peer.checkpoints.held_directory import HeldDirectory
 from p2pstore.peer.checkpoints.job import Job
+from p2pstore.peer.checkpoints.orders import FetchOrder
 from p2pstore.peer.checkpoints.paces import Paces
-from p2pstore.peer.checkpoints.service import FetchOrder, PeerCheckpoints, in_users_words
+from p2pstore.peer.checkpoints.service import PeerCheckpoints, in_users_words
 from p2pstore.peer.checkpoints.updating import Updating
 from p2pstore.peer.local_answers import MAX_WAIT_SECONDS
 from p2pstore.peer.node import Node

@@ -121,7 +121,7 @@ PURE = (
     ),
     *(
         f"p2pstore/peer/checkpoints/{name}.py"
-        for name in ("introductions", "piece_buffers", "token_bucket")
+        for name in ("introductions", "orders", "piece_buffers", "token_bucket")
     ),
     *(f"p2pstore/topology/{name}.py" for name in ("machine", "matrix")),
     *(f"p2pstore/integrations/mooncake/{name}.py" for name in ("codes", "placement")),

@@ -11,17 +11,16 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Final
 
 import trio
 
-from p2pstore.checkpoint.bulk_reading import BulkReader
 from p2pstore.checkpoint.choosing import choose_files
 from p2pstore.checkpoint.directory_versions import kept_manifest, kept_versions
-from p2pstore.checkpoint.hashing import PieceHashes, hash_source
+from p2pstore.checkpoint.hashing import hash_source
 from p2pstore.checkpoint.manifest import (
     Manifest,
     SignedManifest,
@@ -34,7 +33,7 @@ from p2pstore.checkpoint.manifest import (
     version_of,
 )
 from p2pstore.checkpoint.paths import check_checkpoint_name
-from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map, pieces_in, unpack_map
+from p2pstore.checkpoint.piece_map import PieceMap, full_map, pieces_in
 from p2pstore.checkpoint.source_directory import SourceDirectory
 from p2pstore.checkpoint.source_memory import SourceMemory
 from p2pstore.checkpoint.target_directory import (
@@ -47,24 +46,25 @@ from p2pstore.errors import (
     ConfigError,
     NoSuchKey,
     P2PStoreError,
-    ProtocolError,
     Unavailable,
 )
 from p2pstore.gossip.checkpoints import Head, checkpoint_digest, short_version
 from p2pstore.gossip.records import Participation, PeerId, TakesPart, member_of
 from p2pstore.nursery import open_background_nursery
 from p2pstore.peer.checkpoints.held_directory import HeldDirectory
+from p2pstore.peer.checkpoints.holding import Holding, PublishedMemory
 from p2pstore.peer.checkpoints.job import Job, JobPhase
 from p2pstore.peer.checkpoints.manifests import ask_for_manifest
 from p2pstore.peer.checkpoints.memories import Memories
 from p2pstore.peer.checkpoints.memory_target import MemoryTarget
+from p2pstore.peer.checkpoints.orders import Fetched, FetchOrder, PublishOrder, pieces_ordered
 from p2pstore.peer.checkpoints.publications import Publication, Publications
 from p2pstore.peer.checkpoints.running import RunningSwarms
 from p2pstore.peer.checkpoints.stores import PieceStore, PublishedPieces, Target
 from p2pstore.peer.checkpoints.swarm_run import SwarmRun
+from p2pstore.peer.checkpoints.verifying import reader_of, verify
 from p2pstore.peer.node import Node
 from p2pstore.transfer.data_pool import DataPool
-from p2pstore.transfer.memory import available_memory
 from p2pstore.transfer.transport import RemotePeer
 
 logger = logging.getLogger("p2pstore.peer")
@@ -85,48 +85,6 @@ FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 TellPart = Callable[[TakesPart, int, str], None]
 """Has others know this peer's part in a version: its state, permille done, why it failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class PublishOrder:
-    """What to publish; see `local.checkpoint_messages.Publish`."""
-
-    namespace: str
-    name: str
-    include: list[str] = field(default_factory=list)
-    exclude: list[str] = field(default_factory=list)
-    piece_bytes: int = 0
-    wait_seeded: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class FetchOrder:
-    """What to fetch, and how; see `local.checkpoint_messages.Fetch`. Without `switch`, it is brought and verified, and
-    put in its place by `Fetching.commit` later."""
-
-    namespace: str
-    name: str
-    version: str = ""
-    publisher: PeerId | None = None
-    flat: bool = False
-    keep: int = 2
-    bytes_per_second: int = 0
-    verify: bool = False
-    wait_seconds: float = 0.0
-    include: list[str] = field(default_factory=list)
-    exclude: list[str] = field(default_factory=list)
-    pieces: bytes | None = None
-    """To memory: what is wanted, as packed by `pack_map`, empty for nothing yet; None for everything."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A version that is in its place, or as much of it as was wanted. `fetched_bytes` came over the network."""
-
-    version: bytes
-    total_bytes: int
-    fetched_bytes: int
-    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +198,7 @@ class PeerCheckpoints:
         )
 
         def store(manifest: Manifest, _: bytes) -> PieceStore:
-            return _Holding(PublishedPieces(source, manifest), directory.hand_over())
+            return Holding(PublishedPieces(source, manifest), directory.hand_over())
 
         held = directory.again()
 
@@ -295,7 +253,7 @@ class PeerCheckpoints:
         if version in self._parts:  # its user was quicker
             directory.close()
             return
-        store = _Holding(PublishedPieces(source, manifest), directory)
+        store = Holding(PublishedPieces(source, manifest), directory)
         part = await self._begin(kept.namespace, kept.manifest, store, publishes=True)
         if self._core.checkpoints.head(digest) is None:
             self._announce(kept.namespace, kept.manifest, manifest)
@@ -320,7 +278,7 @@ class PeerCheckpoints:
             def store(manifest: Manifest, version: bytes) -> PieceStore:
                 nonlocal held
                 held = True
-                return _PublishedMemory(source, manifest, version, self.memories)
+                return PublishedMemory(source, manifest, version, self.memories)
 
             version, manifest = await self._publish(order, source, store, job)
         except BaseException:
@@ -347,7 +305,7 @@ class PeerCheckpoints:
         manifest = await hash_source(
             source,
             order.name,
-            reader=_reader_of(source.total_bytes),
+            reader=reader_of(source.total_bytes),
             piece_bytes=order.piece_bytes,
             previous_piece_bytes=self._previous_piece_bytes(order),
             progress=job.advance,
@@ -430,7 +388,7 @@ class PeerCheckpoints:
                 target.place(order.keep)
             target.close()
 
-        store = _Holding(target, directory)
+        store = Holding(target, directory)
         fetched = await self._fill(_Bringing(order, signed, target, store, job, finish))
         if not order.flat:
             await self._stop_forgotten(directory)
@@ -453,7 +411,7 @@ class PeerCheckpoints:
             if target is None:
                 signed = await self._manifest(version, head.publisher)
                 manifest = read_manifest(signed.body)
-                needed = _pieces_ordered(order, manifest)
+                needed = pieces_ordered(order, manifest)
                 sizes = (manifest.layout.size(piece) for piece in pieces_in(needed))
                 with self.memories.room_for(version, sum(sizes)):
                     target = await trio.to_thread.run_sync(MemoryTarget, signed, needed)
@@ -461,7 +419,7 @@ class PeerCheckpoints:
                     fetched = await self._fill(bringing)
                 self.memories.add(target, user)
                 return fetched
-            needed = _pieces_ordered(order, target.manifest)
+            needed = pieces_ordered(order, target.manifest)
             with self.memories.room_for(version, target.bytes_more(needed)):
                 target.needed |= needed
         return await self._bring_more(order, target, needed, job)
@@ -623,7 +581,7 @@ class PeerCheckpoints:
         target.close()  # it is only read
         if not target.committed:
             return False
-        part = await self._begin(order.namespace, signed, _Holding(target, directory))
+        part = await self._begin(order.namespace, signed, Holding(target, directory))
         part.tell(TakesPart.SEEDING, 1000, "")
         return True
 
@@ -664,7 +622,7 @@ class PeerCheckpoints:
             while await trio.to_thread.run_sync(next, steps, self) is not self:
                 job.changed()
             if order.verify:
-                await self._verify(target, job)
+                await verify(target, job)
         except BaseException:
             target.close()
             raise
@@ -687,21 +645,6 @@ class PeerCheckpoints:
                 if trio.current_time() > patience:
                     raise
                 await trio.sleep(LOOK_SECONDS)
-
-    async def _verify(self, target: TargetDirectory, job: Job) -> None:
-        """Read again what is there. Raises `ConfigError` when it is not what it should be."""
-        manifest = target.manifest
-        layout = manifest.layout
-        job.begin(JobPhase.CHECKING, layout.total_bytes)
-        hashes = PieceHashes(layout, target.opened, _reader_of(layout.total_bytes))
-        try:
-            await hashes.find(pieces_in(target.have), progress=job.advance)
-        except (EOFError, FileNotFoundError) as error:
-            raise ConfigError(f"{target.directory}: was changed: {error}") from error
-        for piece in pieces_in(target.have):
-            if hashes.of(range(piece, piece + 1)) != manifest.piece_hash(piece):
-                file = manifest.files[layout.extents(piece)[0].file].path
-                raise ConfigError(f"{target.directory}: {file} was changed; remove it to fetch it")
 
     async def _bring(self, part: _Part, bringing: _Bringing) -> None:
         """By the swarm; then it is put in its place."""
@@ -755,7 +698,7 @@ class PeerCheckpoints:
         for part in list(self._parts.values()):
             if part.jobs or part.run.version in there or not part.run.complete:
                 continue
-            if isinstance(part.run.store, _Holding) and part.run.store.fetched_to(directory):
+            if isinstance(part.run.store, Holding) and part.run.store.fetched_to(directory):
                 await self.stop(part.run.version)
 
     # --- swarms ------------------------------------------------------------------------------
@@ -869,57 +812,6 @@ class PeerCheckpoints:
             part.jobs -= 1
 
 
-class _Holding:
-    """A store that keeps its directory open."""
-
-    def __init__(self, store: PieceStore, directory: HeldDirectory) -> None:
-        self._store = store
-        self._directory = directory
-        self.is_local = store.is_local
-        self.read = store.read
-        self.write = store.write
-
-    @property
-    def have(self) -> int:
-        return self._store.have
-
-    @property
-    def needed(self) -> int:
-        return self._store.needed
-
-    def fetched_to(self, directory: HeldDirectory) -> bool:
-        """Whether it was fetched to this directory."""
-        fetched = isinstance(self._store, TargetDirectory)
-        return fetched and self._directory.identity == directory.identity
-
-    def close(self) -> None:
-        """Let go of both."""
-        self._store.close()
-        self._directory.close()
-
-
-class _PublishedMemory(PublishedPieces):
-    """What is published from memory, which counts as long as it is there."""
-
-    def __init__(
-        self, source: SourceMemory, manifest: Manifest, version: bytes, memories: Memories
-    ) -> None:
-        super().__init__(source, manifest)
-        self._memory, self._version, self._memories = source, version, memories
-        self.is_local = True
-        memories.published[version] = source.total_bytes
-
-    def close(self) -> None:
-        self._memories.published.pop(self._version, None)
-        self._memory.close()
-
-
-def _reader_of(total_bytes: int) -> BulkReader:
-    """To hash so many bytes. What fills more than half of the memory that is free is read past the page cache."""
-    free_bytes, _ = available_memory()
-    return BulkReader(past_cache=2 * total_bytes > free_bytes)
-
-
 def _copy_piece(source: PieceStore, target: Target, piece: int) -> Exception | None:
     """From one directory of this host to another; what is wrong with the first one, if something is."""
     try:
@@ -927,17 +819,6 @@ def _copy_piece(source: PieceStore, target: Target, piece: int) -> Exception | N
     except (CheckpointChanged, OSError, EOFError) as error:
         return error
     return None if target.write(piece, data) else CheckpointChanged("a file was changed")
-
-
-def _pieces_ordered(order: FetchOrder, manifest: Manifest) -> PieceMap:
-    """Raises `ValueError` for pieces that do not exist."""
-    count = manifest.layout.count
-    if order.pieces is None:
-        return full_map(count)
-    try:
-        return unpack_map(order.pieces, count) if order.pieces else NO_PIECES
-    except ProtocolError as error:
-        raise ValueError(f"pieces of checkpoint {manifest.name!r}: {error}") from error
 
 
 def _needed_bytes(target: Target) -> int:
