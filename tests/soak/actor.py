@@ -47,6 +47,7 @@ VIEWS_AT_ONCE: Final = 3
 OFTEN: Final = 1 << 31
 TTL_SECONDS: Final = 8.0
 EPOCH_KEYS: Final = 10_000
+MOST_SAID: Final = 4
 PINS: Final[tuple[PinName, ...]] = ("none", "none", "none", "soft")
 
 Target = tuple[int, Family, int]
@@ -80,6 +81,8 @@ class Notes:
 
     results: list[tuple[Any, ...]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    """What the errors say, the first ones of them."""
     unclear: str = ""
 
     def fail(self, key: str, error: BaseException) -> None:
@@ -96,6 +99,8 @@ class Notes:
         """An error that is not about what a read found."""
         if not isinstance(error, NoSuchKey):
             self.errors.append(type(error).__name__)
+            if len(self.said) < MOST_SAID:
+                self.said.append(str(error)[:400])
 
 
 class Journal:
@@ -134,6 +139,7 @@ class Journal:
             end=identity,
             results=notes.results,
             errors=notes.errors,
+            said=notes.said,
             unclear=notes.unclear,
         )
         if gone is not None:

@@ -119,7 +119,11 @@ class Events:
         self.traffic.operations[what] += 1
         self.traffic.errors.update(event["errors"])
         self.traffic.latencies[what].append((since, at - since))
-        self._ledger.ended(client.number, what, event["errors"], since, at, event["unclear"])
+        self._ledger.ended(
+            *(client.number, what, event["errors"], since, at),
+            unclear=event["unclear"],
+            said=event["said"],
+        )
         for key, outcome, *rest in event["results"]:
             self.traffic.outcomes[outcome] += 1
             self._result(client.number, what, key, outcome, rest, since, at)

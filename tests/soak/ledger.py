@@ -248,9 +248,10 @@ class Ledger:
         begun: float,
         ended: float,
         unclear: str = "",
+        said: Iterable[str] = (),
     ) -> None:
-        """An operation of a client of peer `who` ended, with these errors by name. `unclear`: one that is none of this
-        package."""
+        """An operation of a client of peer `who` ended, with these errors by name, which `said` this. `unclear`: one
+        that is none of this package."""
         seconds = ended - begun - self._timeline.standstill(begun, ended)
         self.longest_seconds = max(self.longest_seconds, seconds)
         self.checked[ENDS] += 1
@@ -263,9 +264,8 @@ class Ledger:
             self.checked[CAUSE] += 1
             strange = [error for error in errors if error not in OF_CAPACITY]
             if strange:
-                self._complain(
-                    CAUSE, ended, f"{what} at {who}, with nothing disturbed: {', '.join(strange)}"
-                )
+                told = f"{', '.join(strange)}: {'; '.join(said)}"
+                self._complain(CAUSE, ended, f"{what} at {who}, with nothing disturbed: {told}")
 
     def hangs(self, who: int, what: str, begun: float, now: float) -> bool:
         """Whether an operation that has not ended is over its limit, which is complained of."""

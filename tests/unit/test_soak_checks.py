@@ -394,7 +394,9 @@ def test_what_clients_write_is_judged_in_the_order_of_its_times(
     ]
     for path, event in lines:
         with path.open("a") as file:
-            file.write(json.dumps({"errors": [], "unclear": "", "keys": {}} | event) + "\n")
+            file.write(
+                json.dumps({"errors": [], "said": [], "unclear": "", "keys": {}} | event) + "\n"
+            )
     events.take(2.5)
     assert not ledger.complaints
     events.take(3.5)
