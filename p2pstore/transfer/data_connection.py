@@ -933,7 +933,9 @@ def _refusal(reply: ObjectReply) -> PullFailed:
         return PullFailed(Code.BUSY, text, keep=True, others=reply.others)
     if reply.status == ObjectStatus.BUSY:
         return PullFailed(
-            Code.BUSY, "the holder has much to send already, or its SSD does not answer"
+            Code.BUSY,
+            "the holder has much to send already, or cannot bring it from its SSD: that does not answer, or memory is "
+            "full of pins and leases",
         )
     if reply.status == ObjectStatus.TOO_LARGE:
         return PullFailed(Code.OBJECT_TOO_LARGE, "the object did not fit into the reply")

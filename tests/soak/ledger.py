@@ -46,6 +46,8 @@ INVARIANTS: Final = (
     *(ENDS, CLEAR, CAUSE),
 )
 OF_CAPACITY: Final = ("CapacityExceeded", "LeaseLimitExceeded")
+NOT_BROUGHT: Final = "cannot bring it from its SSD"
+"""What is said of a holder whose memory, full of what must stay, has no room for what its SSD has."""
 OF_THE_OWN_PEER: Final = ("NoLocalPeer", "StoreClosed")
 
 
@@ -263,7 +265,8 @@ class Ledger:
         if self._is_calm(begun, ended):
             self.checked[CAUSE] += 1
             strange = [error for error in errors if error not in OF_CAPACITY]
-            if strange:
+            unexplained = [text for text in said if NOT_BROUGHT not in text]
+            if strange and (unexplained or not said):
                 told = f"{', '.join(strange)}: {'; '.join(said)}"
                 self._complain(CAUSE, ended, f"{what} at {who}, with nothing disturbed: {told}")
 

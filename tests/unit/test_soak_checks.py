@@ -18,6 +18,7 @@ from tests.soak.ledger import (
     ENDS,
     EXPIRED,
     KEPT,
+    NOT_BROUGHT,
     OWN_CHANGES,
     PINS,
     REFUSED,
@@ -366,7 +367,12 @@ def test_failures_without_a_cause(ledger: Ledger, timeline: Timeline) -> None:
     ledger.ended(READER, "get", ["Unavailable"], 1.0, 4.0)
     timeline.stood_still(5.0, 7.0)
     ledger.ended(READER, "update", ["DeadlineExceeded"], 4.0, 7.1)
+    full = f"none of 1 known copies could be read: {NOT_BROUGHT} (tcp)"
+    ledger.ended(READER, "get", ["Unavailable"], 8.0, 9.0, said=[full])
     assert not ledger.complaints
+    ledger.ended(READER, "get", ["Unavailable"], 8.0, 9.0, said=["no holder can be reached"])
+    assert broken(ledger) == {CAUSE}
+    ledger.complaints.clear()
     ledger.ended(READER, "get", ["Unavailable"], 8.0, 9.0)  # heard of only now
     assert broken(ledger) == {CAUSE}
 
