@@ -39,3 +39,9 @@ def test_a_peer_that_reaches_half_of_the_others_says_nothing(others: tuple[str, 
 )
 def test_a_peer_that_is_cut_off_says_so(others: tuple[str, ...], reached: str) -> None:
     assert f"this peer reaches {reached} other members" in how_cut_off(members(*others))
+
+
+def test_who_was_named_as_silent_is_not_told_of_again() -> None:
+    others = members("a:suspect", "b:alive", "c:dead")
+    assert "reaches 1 of 3" in how_cut_off(others)
+    assert how_cut_off(others, ["a"]) == ""

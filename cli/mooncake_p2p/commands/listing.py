@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,7 +66,7 @@ def ls(
     """
     with connected(socket, namespace, timeout) as client, progress("asking all peers"):
         page = client.list_keys(prefix, after=after, limit=limit, local=local, pinned=pinned)
-        cut_off = "" if local else how_cut_off(client.peers(everyone=True))
+        cut_off = "" if local else how_cut_off(client.peers(everyone=True), page.silent_peers)
     if json:
         print_json(
             {
@@ -154,9 +154,9 @@ def locate(
     )
 
 
-def how_cut_off(members: Sequence[PeerInfo]) -> str:
+def how_cut_off(members: Sequence[PeerInfo], named: Collection[str] = ()) -> str:
     """What to say when the local peer reaches less than half of the others, so that much may be missing in what it
-    says; else nothing. Those that left are no members any more."""
+    says; else nothing. Those that left are no members any more, and of those that were `named` it was said."""
     alive = [member for member in members if member.status == "alive" and not member.me]
     names = {
         member.name for member in alive
@@ -164,7 +164,7 @@ def how_cut_off(members: Sequence[PeerInfo]) -> str:
     gone = [
         member
         for member in members
-        if member.status in ("suspect", "dead") and member.name not in names
+        if member.status in ("suspect", "dead") and member.name not in {*names, *named}
     ]
     if len(gone) <= len(alive):
         return ""
