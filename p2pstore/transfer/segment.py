@@ -826,10 +826,7 @@ class Segment:
         if not self._loans.any_known:
             return
         for entry in self._loans.begun():
-            if not entry.references:
-                self._order.discard(entry)
-                self._referenced_bytes += entry.extent_bytes
-            entry.references += 1
+            self.acquire(entry)
         for entry in self._loans.ended():
             self.let_go(entry)
 

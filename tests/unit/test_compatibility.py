@@ -116,7 +116,7 @@ def sample(hint: Any) -> Any:
     if get_origin(hint) is list:
         return [sample(get_args(hint)[0])] * 2
     if get_origin(hint) is tuple:
-        return (sample(get_args(hint)[0]),)
+        return tuple(sample(each) for each in get_args(hint) if each is not ...)
     if isinstance(hint, type) and issubclass(hint, Message):
         fields = get_type_hints(hint)
         return hint(**{name: sample(fields[name]) for name in hint.__struct_fields__})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_type_hints
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -47,6 +47,11 @@ INTEGERS = st.integers(-(1 << 63), (1 << 64) - 1)
 
 
 def values_of(annotation: object) -> st.SearchStrategy[object]:
+    if get_origin(annotation) is Annotated:
+        inner, limits = get_args(annotation)
+        if inner is bytes:
+            return st.binary(min_size=limits.min_length or 0, max_size=64)
+        annotation = inner
     if annotation is int:
         return INTEGERS
     if annotation is bool:
@@ -63,7 +68,7 @@ def values_of(annotation: object) -> st.SearchStrategy[object]:
 
 
 def messages(message_type: type[Message]) -> st.SearchStrategy[Message]:
-    hints = get_type_hints(message_type)
+    hints = get_type_hints(message_type, include_extras=True)
     return st.builds(
         message_type,
         *[values_of(hints[name]) for name in message_type.__struct_fields__],

@@ -154,6 +154,7 @@ class KeptSegmentAgainstDictionary(SegmentAgainstDictionary):
         assert returned.keys() == self.model.keys()
         publish_all(self.segment, self.now)
         self.leases, self.reservations, self.sending = {}, {}, []
+        self.loans, self.small_loans = [], []
         for key, expected in list(self.model.items()):
             if 0 < expected.expires_unix_ms <= self.now * 1000:
                 del self.model[key]
