@@ -192,7 +192,8 @@ def _lines(outcome: Outcome, picture: str | None) -> Iterator[str]:
     yield ""
     patience = setting.patience
     yield (
-        f"Scaled by how busy the machine is (`--patience {patience:g}`): an operation {20 * patience:g} s; a holder "
+        f"Scaled by how busy the machine is (`scripts/soak --patience {patience:g}`): an operation "
+        f"{20 * patience:g} s; a holder "
         f"counts as in reach after {10 * patience:g} s; all see all after {SETTLE_SECONDS * patience:g} s; a peer "
         f"serves {READY_SECONDS * patience:g} s after its start and ends {END_SECONDS * patience:g} s after it was "
         f"asked to. Not scaled: what was removed or overwritten {SPREAD_SECONDS:g} s ago is read nowhere in touch."
