@@ -107,6 +107,7 @@ async def test_who_takes_pieces_and_never_says_so_holds_a_few_of_them(
         way = attacker.way_to(source.own)
         assert way is not None
         version, answers = source.run.version, list[PieceReply]()
+        whole = [piece for piece, size in enumerate(source.run._sizes) if size == PIECE]
         async with trio.open_nursery() as nursery:
 
             async def hold(piece: int) -> None:
@@ -130,7 +131,7 @@ async def test_who_takes_pieces_and_never_says_so_holds_a_few_of_them(
                     assert reply.status == PieceStatus.LACKS
                     connection.close()
                 for number in range(40):
-                    nursery.start_soon(hold, number % (source.run.pieces - 1))  # the last is short
+                    nursery.start_soon(hold, whole[number % len(whole)])
                 await until(lambda: len(answers) == 40)
                 held = [each for each in answers if each.status == PieceStatus.OK]
                 assert 0 <= len(held) <= SwarmConfig().most_lent
