@@ -33,11 +33,12 @@ from p2pstore.objects import (
     MAX_OBJECT_BYTES,
     MIB,
     chunk_count,
+    chunk_sum,
 )
 from p2pstore.streams import ByteStream
 from p2pstore.transfer.arriving import ONLY_READER, PART_CHUNKS, Arriving
 from p2pstore.transfer.failover import AnotherVersion
-from p2pstore.transfer.inbox import Inbox
+from p2pstore.transfer.inbox import INBOX_BYTES, Inbox
 from p2pstore.transfer.layout import (
     SLOT_BYTES,
     Slot,
@@ -435,13 +436,14 @@ class DataConnection:
             await self._discard_small(size)
             return -1
         target = view[:size]
-        if size > SMALL_BYTES:
-            await self._inbox.read_into(target)
+        if size >= INBOX_BYTES:
             payload = target
+            payload_sum = await self._inbox.read_summed(target)
         else:
             payload = self._inbox.held(size) or await self._inbox.take(size)
+            payload_sum = chunk_sum(payload)
         self._bulk_left = 0
-        if not is_only_chunk(reply.slot, digest, payload):
+        if not is_only_chunk(reply.slot, digest, size, payload_sum):
             slot = decode_slot(reply.slot)
             if slot is not None and slot.length > size:
                 return -1
@@ -747,7 +749,7 @@ class DataConnection:
         if (
             type(destination) is BufferDestination
             and not reply.status
-            and is_only_chunk(reply.slot, asked.digest, payload)
+            and is_only_chunk(reply.slot, asked.digest, len(payload), chunk_sum(payload))
             and destination.take_in(payload)
         ):
             return len(payload)

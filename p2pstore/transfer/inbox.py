@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from xxhash import xxh3_64
+
 from p2pstore.objects import KIB
 from p2pstore.streams import ByteStream
 
@@ -85,6 +87,18 @@ class Inbox:
             else:
                 await self._receive(1, soon=soon)
                 position += self._move_into(view[position:])
+
+    async def read_summed(self, view: memoryview) -> int:
+        """`read_into` a large view; the xxh3-64 of its bytes, made of each piece as it comes, while others are still on
+        their way."""
+        hasher = xxh3_64()
+        position = self._move_into(view)
+        hasher.update(view[:position])
+        while position < len(view):
+            count = self._count(await self._stream.receive_into(view[position:]))
+            hasher.update(view[position : position + count])
+            position += count
+        return hasher.intdigest()
 
     async def read_in_steps(
         self, view: memoryview, step_bytes: int, wake_after: Callable[[int], None]

@@ -261,17 +261,17 @@ def decode_slot(packed: bytes) -> Slot | None:
     )
 
 
-def is_only_chunk(packed: bytes, digest: bytes, payload: bytes | memoryview) -> bool:
-    """Whether a slot, in a private copy, is that of the live object under `digest` whose bytes are `payload`, at most
-    one chunk. Its root is made of the length and the only sum, so that the trailer has nothing to add."""
+def is_only_chunk(packed: bytes, digest: bytes, payload_bytes: int, payload_sum: int) -> bool:
+    """Whether a slot, in a private copy, is that of the live object under `digest` which has so many bytes, at most
+    one chunk, with this xxh3-64. Its root is made of the length and the only sum: the trailer has nothing to add."""
     if len(packed) != SLOT_BYTES:
         return False
     fmt, state, _, _, _, found, _, _, length, root, checksum = _SLOT.unpack(packed)
-    if fmt != SLOT_FORMAT or state != _LIVE or found != digest or length != len(payload):
+    if fmt != SLOT_FORMAT or state != _LIVE or found != digest or length != payload_bytes:
         return False
     if checksum != xxhash.xxh3_64_intdigest(packed[:-8]):
         return False
-    sums = _LENGTH_AND_SUM.pack(length, xxhash.xxh3_64_intdigest(payload))
+    sums = _LENGTH_AND_SUM.pack(length, payload_sum)
     expected: int = xxhash.xxh3_64_intdigest(sums)
     return bool(0 < length <= CHUNK_BYTES and root == expected)
 
