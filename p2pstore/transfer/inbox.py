@@ -89,16 +89,16 @@ class Inbox:
                 position += self._move_into(view[position:])
 
     async def read_summed(self, view: memoryview) -> int:
-        """`read_into` a large view; the xxh3-64 of its bytes, made of each piece as it comes, while others are still on
-        their way."""
+        """`read_into` a large view whose bytes are on their way; their xxh3-64, made of each piece as it comes."""
         hasher = xxh3_64()
         position = self._move_into(view)
         hasher.update(view[:position])
         while position < len(view):
-            count = self._count(await self._stream.receive_into(view[position:]))
+            count = self._count(await self._stream.receive_soon(view[position:]))
             hasher.update(view[position : position + count])
             position += count
-        return hasher.intdigest()
+        digest: int = hasher.intdigest()
+        return digest
 
     async def read_in_steps(
         self, view: memoryview, step_bytes: int, wake_after: Callable[[int], None]

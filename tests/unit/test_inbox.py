@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from p2pstore.objects import chunk_sum
 from p2pstore.streams import run_blocking
 from p2pstore.transfer.inbox import HEAD_BYTES, INBOX_BYTES, Inbox
 
@@ -17,6 +18,7 @@ class Scripted:
     def __init__(self, data: bytes, piece: int) -> None:
         self.data, self.piece = data, piece
         self.asked: list[int] = []
+        self.asked_soon = 0
 
     async def receive_into(self, view: memoryview) -> int:
         self.asked.append(len(view))
@@ -24,6 +26,10 @@ class Scripted:
         view[:count] = self.data[:count]
         self.data = self.data[count:]
         return count
+
+    async def receive_soon(self, view: memoryview) -> int:
+        self.asked_soon += 1
+        return await self.receive_into(view)
 
 
 def inbox_of(data: bytes, piece: int) -> tuple[Inbox, Scripted]:
@@ -47,6 +53,22 @@ def test_pieces_of_any_length_come_in_order(piece: int) -> None:
     assert room == DATA[position:]
     with pytest.raises(ConnectionResetError):
         run_blocking(inbox.take(1))
+
+
+@pytest.mark.parametrize("piece", [1000, 40_000, INBOX_BYTES, 10 * INBOX_BYTES])
+@pytest.mark.parametrize("already", [0, 5000])
+def test_a_large_payload_is_summed_as_it_comes(piece: int, already: int) -> None:
+    inbox, stream = inbox_of(DATA, piece)
+    head = bytes(run_blocking(inbox.take(already))) if already else b""
+    receives = len(stream.asked)
+    room = memoryview(bytearray(len(DATA) - already))
+    assert run_blocking(inbox.read_summed(room)) == chunk_sum(DATA[already:])
+    assert head + room == DATA
+    assert stream.asked_soon == len(stream.asked) - receives, (
+        "a sleep between its pieces costs more than they do"
+    )
+    with pytest.raises(ConnectionResetError):
+        run_blocking(inbox.read_summed(memoryview(bytearray(INBOX_BYTES))))
 
 
 def test_what_is_here_needs_no_wait() -> None:
