@@ -126,6 +126,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
 
 
+def add_cores_apart(parser: argparse.ArgumentParser) -> None:
+    """The option that `Cores` is about."""
+    parser.add_argument(
+        "--cores-apart",
+        action="store_true",
+        help="holders on one half of the cores and readers on the other, as if on machines of their own, "
+        "for all that is compared",
+    )
+
+
+class Cores:
+    """Which cores the two ends of a read may use. `apart`: this process, and what it starts, one half of them; what
+    is started within `holder`, the other."""
+
+    def __init__(self, *, apart: bool) -> None:
+        every = sorted(os.sched_getaffinity(0))
+        if apart and len(every) < 2:
+            sys.exit("--cores-apart needs two cores")
+        half = len(every) // 2
+        self._holders = every[:half] if apart else every
+        self._readers = every[half:] if apart else every
+        os.sched_setaffinity(0, self._readers)
+
+    @contextmanager
+    def holder(self) -> Iterator[None]:
+        """What this thread starts meanwhile is on a holder's side."""
+        os.sched_setaffinity(0, self._holders)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, self._readers)
+
+
 def cpu_seconds(process: int) -> float:
     """CPU time that a process of this machine used so far, all of its threads together."""
     return time.clock_gettime(
