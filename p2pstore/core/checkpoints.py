@@ -295,6 +295,14 @@ class Checkpoints:
         """Whom this peer trusts for a name."""
         return self._pins.get((namespace, name))
 
+    def trusts(self, head: Head) -> bool:
+        """Whether this peer takes a name from the publisher of this head: as it did before, or would now, nobody else
+        publishing it."""
+        pinned = self.pinned(head.namespace, head.name)
+        if pinned is None:
+            return len(self.heads(head.namespace, head.name)) == 1
+        return pinned == head.publisher
+
     def pin(self, namespace: str, name: str, publisher: PeerId) -> None:
         """Trust this publisher, and no other, for a name. Of more names than there may be, the pin that was not used
         for longest goes."""

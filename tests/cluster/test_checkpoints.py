@@ -207,6 +207,9 @@ async def test_a_version_that_its_publisher_gave_up_is_not_waited_for(
             match=r"p0, which published it, gave it up: model.safetensors: changed",
         ):
             await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
+        parts = b.node.core.checkpoints.parts
+        assert [part.state for part in parts] == [TakesPart.FAILED], "others read that it goes on"
+        assert "gave it up" in parts[0].why
         with pytest.raises(errors.Unavailable, match=r"can be reached: p0, which .*: changed"):
             await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
 

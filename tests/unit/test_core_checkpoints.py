@@ -164,12 +164,16 @@ def test_of_several_publishers_none_is_guessed(world: Harness) -> None:
     one, two, _ = world.others
     checkpoints = world.core.checkpoints
     hear(world, one, head())
+    assert list(map(checkpoints.trusts, checkpoints.heads())) == [True], "nobody else to choose"
     hear(world, two, head(V2))
+    assert list(map(checkpoints.trusts, checkpoints.heads())) == [False, False]
     with pytest.raises(ValueError, match=r"2 publishers: .*\(peer-\d\), .*\(peer-\d\); choose"):
         checkpoints.find(NAMESPACE, "model")
     assert checkpoints.find(NAMESPACE, "model", two.peer_id).version == V2
     assert checkpoints.find(NAMESPACE, "model").version == V2, "it is trusted from now on"
     assert checkpoints.ignored(NAMESPACE, "model") == [one.peer_id]
+    trusted = [each.publisher for each in checkpoints.heads() if checkpoints.trusts(each)]
+    assert trusted == [two.peer_id]
 
 
 def test_the_first_publisher_that_was_seen_stays_the_only_one(world: Harness) -> None:

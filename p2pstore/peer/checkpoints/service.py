@@ -111,7 +111,11 @@ class _Part:
     digest: bytes
     jobs: int = 0
     """Who waits for it."""
-    failed: bool = False
+
+    def say(self, state: TakesPart, done_permille: int = 1000) -> None:
+        """Have others know how far it is, unless it has ended: how it ended is the last that they hear of it."""
+        if not self.run.ended.is_set():
+            self.tell(state, done_permille, "")
 
 
 class PeerCheckpoints:
@@ -257,7 +261,7 @@ class PeerCheckpoints:
         part = await self._begin(kept.namespace, kept.manifest, store, publishes=True)
         if self._core.checkpoints.head(digest) is None:
             self._announce(kept.namespace, kept.manifest, manifest)
-        part.tell(TakesPart.PUBLISHING, 1000, "")
+        part.say(TakesPart.PUBLISHING)
         logger.info(
             "checkpoint %s is published again, from %s",
             *(called, where),
@@ -319,7 +323,7 @@ class PeerCheckpoints:
         with self._wanted(part):
             await trio.to_thread.run_sync(keep, signed)
             self._announce(order.namespace, signed, manifest)
-            part.tell(TakesPart.PUBLISHING, 1000, "")
+            part.say(TakesPart.PUBLISHING)
             logger.info(
                 "published checkpoint %s@%s",
                 order.name,
@@ -444,7 +448,7 @@ class PeerCheckpoints:
                 part, job, partial(run.until, lambda: not missing & ~run.machine.have)
             )
         if run.complete:
-            part.tell(TakesPart.SEEDING, 1000, "")
+            part.say(TakesPart.SEEDING)
         return Fetched(target.version, size, min(size, run.fetched_bytes - before))
 
     def memory_left(self, user: int) -> None:
@@ -482,7 +486,7 @@ class PeerCheckpoints:
         except BaseException:
             await self.stop(version)
             raise
-        part.tell(TakesPart.SEEDING, 1000, "")
+        part.say(TakesPart.SEEDING)
         return Fetched(version, part.run.total_bytes, part.run.fetched_bytes)
 
     async def _take_over(self, part: _Part, bringing: _Bringing) -> None:
@@ -582,7 +586,7 @@ class PeerCheckpoints:
         if not target.committed:
             return False
         part = await self._begin(order.namespace, signed, Holding(target, directory))
-        part.tell(TakesPart.SEEDING, 1000, "")
+        part.say(TakesPart.SEEDING)
         return True
 
     async def _manifest(self, version: bytes, publisher: PeerId) -> SignedManifest:
@@ -657,7 +661,7 @@ class PeerCheckpoints:
         """Until the swarm has brought something; others hear how far it is."""
         run = part.run
         job.begin(JobPhase.FETCHING, run.total_bytes, run.done_bytes)
-        part.tell(TakesPart.FETCHING, _permille(run), "")
+        part.say(TakesPart.FETCHING, _permille(run))
         async with open_background_nursery() as nursery:
             nursery.start_soon(self._tell_progress, part, job)
             nursery.start_soon(self._give_up_without_publisher, run)
@@ -667,7 +671,7 @@ class PeerCheckpoints:
         run = part.run
         while True:
             await run.changed()
-            part.tell(TakesPart.FETCHING, _permille(run), "")
+            part.say(TakesPart.FETCHING, _permille(run))
             job.at(run.done_bytes, len(run.links.members))
             await trio.sleep(REPORT_SECONDS)
 
