@@ -46,6 +46,7 @@ from p2pstore.errors import (
     ConfigError,
     NoSuchKey,
     P2PStoreError,
+    StoreClosed,
     Unavailable,
 )
 from p2pstore.gossip.checkpoints import Head, checkpoint_digest, short_version
@@ -416,8 +417,9 @@ class PeerCheckpoints:
                 signed = await self._manifest(version, head.publisher)
                 manifest = read_manifest(signed.body)
                 needed = pieces_ordered(order, manifest)
-                sizes = (manifest.layout.size(piece) for piece in pieces_in(needed))
-                with self.memories.room_for(version, sum(sizes)):
+                size = sum(manifest.layout.size(piece) for piece in pieces_in(needed))
+                await self.memories.until_room(size)
+                with self.memories.room_for(version, size):
                     target = await trio.to_thread.run_sync(MemoryTarget, signed, needed)
                     bringing = _Bringing(order, signed, target, target, job, lambda: None)
                     fetched = await self._fill(bringing)
@@ -511,7 +513,8 @@ class PeerCheckpoints:
             copy = partial(_copy_piece, run.store, target, piece)
             error = await trio.to_thread.run_sync(copy, limiter=self.threads)
             if error is not None:
-                run.fail(error)
+                if not part.scope.cancel_called:  # else it ends anyway, and for no fault
+                    run.fail(error)
                 await run.ended.wait()
                 return False
             bringing.job.advance(run.size_of(piece))
@@ -820,7 +823,7 @@ def _copy_piece(source: PieceStore, target: Target, piece: int) -> Exception | N
     """From one directory of this host to another; what is wrong with the first one, if something is."""
     try:
         data = source.read(piece)
-    except (CheckpointChanged, OSError, EOFError) as error:
+    except (CheckpointChanged, StoreClosed, OSError, EOFError) as error:
         return error
     return None if target.write(piece, data) else CheckpointChanged("a file was changed")
 
