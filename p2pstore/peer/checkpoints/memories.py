@@ -38,8 +38,8 @@ class Memories:
         return there + sum(self._coming.values()) + sum(self.published.values())
 
     async def until_room(self, length_bytes: int) -> None:
-        """A moment, when this much has no room beside what clients look at: who closes an old version and asks for a new
-        one does so sooner than it is noticed."""
+        """A moment, when this much has no room beside what clients look at: who closes an old version and asks for a
+        new one does so sooner than it is noticed."""
         with trio.move_on_after(LEAVING_SECONDS):
             while self._targets and self._room < length_bytes <= (self._limit_bytes or 0):
                 await self._given_back.wait()
