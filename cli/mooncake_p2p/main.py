@@ -67,6 +67,9 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 command of its own."""
 
 
+HELP_OPTIONS: Final = ("-h", "--help")
+
+
 def function_name(command: str) -> str:
     """The name of a command's function in its module."""
     return re.sub("[ -]", "_", command)
@@ -126,7 +129,7 @@ class LazyCommands(Mapping[str, Any]):
         app = typer.Typer(
             add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
         )
-        names_of_help = {"help_option_names": ["-h", "--help"]}
+        names_of_help = {"help_option_names": list(HELP_OPTIONS)}
         app.command(name, cls=ManualCommand, context_settings=names_of_help)(
             getattr(module, function_name(name))
         )
@@ -150,10 +153,28 @@ class LazyGroup(TyperGroup):
         two_words = " ".join(args[:2])
         second = [each.split()[1] for each in COMMANDS if each.startswith(f"{args[0]} ")]
         if second and two_words not in COMMANDS and args[0] not in COMMANDS:
+            if args[1:] and args[1] in HELP_OPTIONS:
+                self._show_help_of(ctx, args[0])
             ctx.fail(f"{args[0]} is followed by one of: {', '.join(second)}")
         return super().resolve_command(
             ctx, [two_words, *args[2:]] if two_words in COMMANDS else args
         )
+
+    def _show_help_of(self, ctx: Any, first_word: str) -> None:
+        """The commands that begin with a word that is none by itself."""
+        formatter = ctx.make_formatter()
+        formatter.write_usage(f"{PROGRAM} {first_word}", "COMMAND [OPTIONS] [ARGUMENTS]")
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [
+                    (name, summary)
+                    for name, (_, summary) in COMMANDS.items()
+                    if name.startswith(f"{first_word} ")
+                ]
+            )
+        formatter.write(f"\n`{PROGRAM} {first_word} COMMAND --help` says more of each.\n")
+        print(formatter.getvalue(), end="")
+        raise typer.Exit
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         # The names and summaries are here; typer would import every command for them.

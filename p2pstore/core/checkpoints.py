@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -45,6 +46,7 @@ from p2pstore.gossip.records import (
     format_peer_id,
     writer_of,
 )
+from p2pstore.objects import unix_seconds_from_clock
 from p2pstore.wire import Message, encode_body
 
 if TYPE_CHECKING:
@@ -66,6 +68,18 @@ HAS_ALL: Final = frozenset({TakesPart.VERIFIED, TakesPart.SEEDING, TakesPart.PUB
 
 Name = tuple[str, str]
 """(namespace, name of a checkpoint)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A name that this peer follows: whether it has the newest version verified, and uses the version that it is to
+    use."""
+
+    head: Head
+    ready: bool
+    current: bool
+    behind_since: float | None
+    """Since when (unix) followers are to use another version than this one does; None when there is none."""
 
 
 class Checkpoints:
@@ -295,6 +309,14 @@ class Checkpoints:
         """Whom this peer trusts for a name."""
         return self._pins.get((namespace, name))
 
+    def trusts(self, head: Head) -> bool:
+        """Whether this peer takes a name from the publisher of this head: as it did before, or would now, nobody else
+        publishing it."""
+        pinned = self.pinned(head.namespace, head.name)
+        if pinned is None:
+            return len(self.heads(head.namespace, head.name)) == 1
+        return pinned == head.publisher
+
     def pin(self, namespace: str, name: str, publisher: PeerId) -> None:
         """Trust this publisher, and no other, for a name. Of more names than there may be, the pin that was not used
         for longest goes."""
@@ -433,6 +455,22 @@ class Checkpoints:
         """This peer does not follow the name any more."""
         if self._follows.pop(digest, None) is not None:
             self._set_alarm(now)
+
+    @property
+    def followed(self) -> list[Followed]:
+        """The names that this peer follows."""
+        return [
+            self._followed(head, part)
+            for digest, part in self._follows.items()
+            if (head := self.head(digest)) is not None and not head.gone
+        ]
+
+    def _followed(self, head: Head, part: Participation) -> Followed:
+        ready = part.version == short_version(head.version) and part.state in HAS_ALL
+        switch = self.switched(head.digest)
+        if switch is None or part.current == short_version(switch.version):
+            return Followed(head, ready, current=True, behind_since=None)
+        return Followed(head, ready, False, unix_seconds_from_clock(switch.clock))
 
     def followers(self, digest: bytes) -> dict[Member, Participation]:
         """The living members that follow a publisher's name."""

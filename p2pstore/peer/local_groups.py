@@ -233,7 +233,7 @@ class LocalGroups:
             body.pieces,
             body.previous,
             b"" if switch is None else switch.version,
-            self._known.pinned(head.namespace, head.name) == head.publisher,
+            self._known.trusts(head),
             head.publisher == core.peer_id,
             state is not None and state.alive,
             self._members(head) if members else [],

@@ -105,6 +105,7 @@ class _Collected(Collector):
         yield from _repair(peer)
         yield from _gossip(peer, measures)
         yield from _checkpoints(peer["checkpoints"])
+        yield from _follows(peer["follows"])
         yield from _rdma(peer.get("rdma", {}))
         if "ssd" in peer:
             yield from ssd_families(peer["ssd"])
@@ -358,6 +359,20 @@ def _checkpoints(checkpoints: list[Document]) -> Iterator[Metric]:
         labels,
         [(key, each["total_bytes"]) for key, each in found.items()],
     )
+
+
+def _follows(follows: list[Document]) -> Iterator[Metric]:
+    for field, text in (
+        ("ready", "Whether this peer, which follows the name, has its newest version verified."),
+        ("current", "Whether it uses the version that followers are to use."),
+        ("behind_seconds", "For how long they have been to use another version than it does."),
+    ):
+        yield gauges(
+            f"checkpoint_follower_{field}",
+            text,
+            ["namespace", "checkpoint"],
+            [((each["namespace"], each["name"]), float(each[field])) for each in follows],
+        )
 
 
 def _rdma(rdma: Document) -> Iterator[Metric]:

@@ -62,6 +62,7 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         "cluster_keys": len(node.credentials.ring.keys),
         "bootstrap_addresses": len(node.config.bootstrap),
         "checkpoints": _checkpoints(core),
+        "follows": _follows(core, core.unix(node.now)),
         "repair": {
             "copies": core.counters["repairs"],
             "bytes": core.counters["repaired_bytes"],
@@ -138,6 +139,22 @@ def _checkpoints(core: PeerCore) -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+def _follows(core: PeerCore, unix_now: float) -> list[dict[str, Any]]:
+    """The checkpoints that this peer follows, and how far it is with them."""
+    return [
+        {
+            "namespace": each.head.namespace,
+            "name": each.head.name,
+            "ready": each.ready,
+            "current": each.current,
+            "behind_seconds": 0.0
+            if each.behind_since is None
+            else round(max(0.0, unix_now - each.behind_since), 3),
+        }
+        for each in core.checkpoints.followed
+    ]
 
 
 def _connections(node: Node) -> dict[str, int]:

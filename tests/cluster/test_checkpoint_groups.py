@@ -13,6 +13,7 @@ import trio
 from p2pstore import errors
 from p2pstore.peer import Peer
 from p2pstore.peer.checkpoints import updating
+from p2pstore.peer.statistics import peer_document
 from p2pstore.results import FollowedCheckpoint
 from tests.cluster.test_open_peer import cluster
 from tests.contract.swarm_world import make_files, same_files
@@ -106,6 +107,8 @@ async def test_followers_prepare_and_switch_together(
             for follow in (one, two):
                 await follow.until("verified", first)
                 assert follow.current is None, "nobody said that it is to be used"
+            (told,) = peer_document(b.node)["follows"]
+            assert (told["name"], told["ready"], told["current"]) == ("model", True, True)
             await until_followed(a, 2)
             done = await a.checkpoints.update("model", timeout=DEADLINE)
             assert (done.followers, done.ready, done.using, done.laggards) == (2, 2, 2, ())
@@ -125,6 +128,7 @@ async def test_followers_prepare_and_switch_together(
                 await a.checkpoints.update("model", timeout=DEADLINE)
             assert given_up.cancelled_caught
             assert (await c.checkpoints.status("model"))[0].switched == first
+            assert peer_document(b.node)["follows"][0]["behind_seconds"] == 0
             monkeypatch.setattr(updating, "ACQUAINTED_SECONDS", 0.0)
             assert (await a.checkpoints.update("model", timeout=DEADLINE)).using == 2
             assert {one.current, two.current} == {second}

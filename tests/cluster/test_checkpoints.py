@@ -18,6 +18,7 @@ from p2pstore.checkpoint.hashing import PieceHashes
 from p2pstore.gossip.records import TakesPart
 from p2pstore.peer import Peer, open_peer
 from p2pstore.peer.checkpoints import service
+from p2pstore.peer.checkpoints.memory_target import MemoryTarget
 from p2pstore.peer.checkpoints.swarm_run import SwarmRun
 from p2pstore.results import CheckpointProgress
 from tests.cluster.test_open_peer import MIB, cluster, config, until
@@ -207,6 +208,9 @@ async def test_a_version_that_its_publisher_gave_up_is_not_waited_for(
             match=r"p0, which published it, gave it up: model.safetensors: changed",
         ):
             await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
+        parts = b.node.core.checkpoints.parts
+        assert [part.state for part in parts] == [TakesPart.FAILED], "others read that it goes on"
+        assert "gave it up" in parts[0].why
         with pytest.raises(errors.Unavailable, match=r"can be reached: p0, which .*: changed"):
             await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
 
@@ -341,14 +345,8 @@ async def test_tensors_in_memory_are_views_that_clients_share(tmp_path: Path) ->
         with pytest.raises(errors.CapacityExceeded, match=r"\(--checkpoint-memory\)"):
             await b.checkpoints.fetch_tensors("model")
         assert np.array_equal(tensors["steps"], weights["steps"])
-        tensors.close()
-        with trio.fail_after(60):
-            while True:  # the peer notices that a client is gone a moment later
-                try:
-                    tensors = await b.checkpoints.fetch_tensors("model")
-                    break
-                except errors.CapacityExceeded:
-                    await trio.sleep(0.01)
+        tensors.close()  # the peer notices that a client is gone a moment later
+        tensors = await b.checkpoints.fetch_tensors("model")
         assert tensors.file("more.bin") == (source / "more.bin").read_bytes()
         tensors.close()
 
@@ -356,6 +354,43 @@ async def test_tensors_in_memory_are_views_that_clients_share(tmp_path: Path) ->
         await a.checkpoints.publish("broken", source, piece_bytes=PIECE)
         with pytest.raises(errors.CheckpointRefused, match=r"model.safetensors is not in the"):
             await b.checkpoints.fetch_tensors("broken", wait=20)
+
+
+async def test_tensors_are_fetched_anew_while_their_memory_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, refused = threading.Event(), threading.Event()
+    close, read = MemoryTarget.close, MemoryTarget.read
+
+    def close_slowly(self: MemoryTarget) -> None:
+        close(self)
+        closed.set()
+        assert refused.wait(60), "nobody asked for what is being closed"
+
+    def read_or_say(self: MemoryTarget, piece: int, room: memoryview | None = None) -> memoryview:
+        try:
+            return read(self, piece, room)
+        except errors.StoreClosed:
+            refused.set()
+            raise
+
+    source = tmp_path / "from"
+    source.mkdir()
+    weights = {"w": np.arange(100_000)}
+    write_safetensors(source / "model.safetensors", weights)
+    async with cluster(tmp_path, 2) as (a, b):
+        await a.checkpoints.publish("model", source, piece_bytes=PIECE)
+        tensors = await b.checkpoints.fetch_tensors("model", wait=20)
+        monkeypatch.setattr(MemoryTarget, "close", close_slowly)
+        monkeypatch.setattr(MemoryTarget, "read", read_or_say)
+        tensors.close()
+        await until(closed.is_set)
+        tensors = await b.checkpoints.fetch_tensors("model")
+        assert refused.is_set()
+        assert np.array_equal(tensors["w"], weights["w"])
+        failed = [p for p in b.node.core.checkpoints.parts if p.state == TakesPart.FAILED]
+        assert not failed, "to give memory back is no failure"
+        tensors.close()
 
 
 async def test_of_some_tensors_and_rows_only_the_pieces_they_are_in_are_fetched(

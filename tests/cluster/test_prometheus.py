@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import subprocess
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -19,7 +20,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from p2pstore.errors import NoSuchKey
+from p2pstore import blocking
+from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.objects import MIB
 from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster
 from tests.optional import require_prometheus
@@ -135,10 +137,20 @@ def work(cluster: ProcessCluster) -> None:
     folder.mkdir()
     (folder / "weights").write_bytes(value)
     first.client.checkpoints.publish("model", str(folder))
+    threading.Thread(target=follow, args=(second, cluster.folder / "followed"), daemon=True).start()
+    wait_for(
+        lambda: "p2pstore_checkpoint_follower_ready{" in metrics_page(second), "nobody follows"
+    )
     wait_for(
         lambda: "p2pstore_clock_ahead_seconds" in metrics_page(first),
         "no ping told what time it is elsewhere",
     )
+
+
+def follow(peer: PeerProcess, folder: Path) -> None:
+    """As long as the peer is there."""
+    with contextlib.suppress(P2PStoreError), blocking.connect(peer.ready["socket"]) as client:
+        client.checkpoints.follow("model", folder, lambda _: None)
 
 
 def metrics_page(peer: PeerProcess) -> str:

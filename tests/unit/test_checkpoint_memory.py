@@ -50,6 +50,27 @@ def test_what_is_written_is_what_clients_map() -> None:
     view.release()
 
 
+async def test_room_that_a_client_gives_back_this_moment_is_waited_for(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    target = filled()
+    memories = Memories(target.used_bytes + 10)
+    memories.add(target, 1)
+    began = trio.current_time()
+    await memories.until_room(10)
+    await memories.until_room(target.used_bytes + 11)
+    assert trio.current_time() == began, "there is room, or there never will be"
+    await memories.until_room(11)
+    assert trio.current_time() == pytest.approx(began + 1), "the client stays"
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(memories.until_room, 11)
+        await trio.testing.wait_all_tasks_blocked()
+        assert memories.left(1) == [target]
+    assert trio.current_time() == pytest.approx(began + 1), "at once when it is gone"
+    with memories.room_for(target.version, 11):
+        target.close()
+
+
 def test_other_bytes_are_no_piece_and_change_nothing() -> None:
     target = filled()
     good = target.read(0)

@@ -37,6 +37,17 @@ def test_a_dry_run_says_what_would_be_published(
     assert "'new\\nline'; rename or --exclude it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["checkpoint", "--help"], ["help", "checkpoint"]])
+def test_help_of_a_word_that_is_no_command_lists_what_may_follow(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Usage: mooncake-p2p checkpoint COMMAND")
+    assert "checkpoint follow   Follow a checkpoint." in printed
+    assert "leave" not in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -22,6 +22,7 @@ from p2pstore.gossip.records import (
     read_peer_record,
     sign_cluster_record,
 )
+from p2pstore.objects import unix_seconds_from_clock
 from p2pstore.wire import Message, encode_body
 from tests.unit.core_harness import NAMESPACE, Harness, Other, clock_at
 
@@ -164,12 +165,16 @@ def test_of_several_publishers_none_is_guessed(world: Harness) -> None:
     one, two, _ = world.others
     checkpoints = world.core.checkpoints
     hear(world, one, head())
+    assert list(map(checkpoints.trusts, checkpoints.heads())) == [True], "nobody else to choose"
     hear(world, two, head(V2))
+    assert list(map(checkpoints.trusts, checkpoints.heads())) == [False, False]
     with pytest.raises(ValueError, match=r"2 publishers: .*\(peer-\d\), .*\(peer-\d\); choose"):
         checkpoints.find(NAMESPACE, "model")
     assert checkpoints.find(NAMESPACE, "model", two.peer_id).version == V2
     assert checkpoints.find(NAMESPACE, "model").version == V2, "it is trusted from now on"
     assert checkpoints.ignored(NAMESPACE, "model") == [one.peer_id]
+    trusted = [each.publisher for each in checkpoints.heads() if checkpoints.trusts(each)]
+    assert trusted == [two.peer_id]
 
 
 def test_the_first_publisher_that_was_seen_stays_the_only_one(world: Harness) -> None:
@@ -330,6 +335,32 @@ def test_a_follower_says_what_it_is_to_use_beside_what_moves(world: Harness) -> 
     checkpoints.take_no_part(name, V1, now)
     checkpoints.follow_no_more(name, now)
     assert checkpoints.parts == []
+
+
+def test_a_follower_knows_how_far_behind_it_is(world: Harness) -> None:
+    one = world.others[0]
+    checkpoints, now = world.core.checkpoints, world.now
+    hear(world, one, head())
+    (newest,) = checkpoints.heads()
+    assert checkpoints.followed == []
+    checkpoints.follow(newest.digest, V1, TakesPart.FOLLOWING, b"", now)
+    (followed,) = checkpoints.followed
+    assert (followed.ready, followed.current) == (False, True), "nothing was switched to so far"
+    checkpoints.follow(newest.digest, V1, TakesPart.VERIFIED, b"", now)
+    assert checkpoints.followed[0].ready
+    switch = SwitchBody(NAMESPACE, "model", V1)
+    hear(world, one, switch, clock=2, kind=ClusterRecordKind.CHECKPOINT_SWITCH)
+    (followed,) = checkpoints.followed
+    assert not followed.current
+    assert followed.behind_since == unix_seconds_from_clock(clock_at(2))
+    checkpoints.follow(newest.digest, V1, TakesPart.VERIFIED, V1, now)
+    (followed,) = checkpoints.followed
+    assert (followed.current, followed.behind_since) == (True, None)
+    hear(world, one, head(V2), clock=3)
+    (followed,) = checkpoints.followed
+    assert (followed.ready, followed.current) == (False, True), "the others use the old one, too"
+    hear(world, one, head(V2, gone=True), clock=4)
+    assert checkpoints.followed == []
 
 
 def test_followers_and_those_who_follow_no_more(world: Harness) -> None:

@@ -286,7 +286,8 @@ def status_lines(info: CheckpointInfo) -> list[str]:
     if not info.alive:
         trusted += ", not there now"
     lines = [
-        f"{printable(info.name)}@{info.version}: {format_bytes(info.total_bytes)}, {info.files:,} files, "
+        f"{printable(info.name)}@{info.version}: {format_bytes(info.total_bytes)}, "
+        f"{info.files:,} {'file' if info.files == 1 else 'files'}, "
         f"published {_ago(info.published)} by {printable(info.publisher_name)} ({info.publisher}){trusted}"
     ]
     figures = [f"{have} {'has' if have == 1 else 'have'} it"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Final
 
 import trio
 
@@ -11,6 +12,9 @@ from p2pstore.errors import CapacityExceeded
 from p2pstore.objects import format_bytes
 from p2pstore.peer.checkpoints.memory_target import MemoryTarget
 from p2pstore.transfer.memory import available_memory
+
+LEAVING_SECONDS: Final = 1.0
+"""Until it is noticed that a client is gone; it takes a few milliseconds, unless the peer is busy."""
 
 
 class Memories:
@@ -23,6 +27,7 @@ class Memories:
         """Clients, by version."""
         self._coming: dict[bytes, int] = {}
         self._turns: dict[bytes, trio.Lock] = {}
+        self._given_back = trio.Event()
         self.published: dict[bytes, int] = {}
         """Bytes of versions that are published from memory."""
 
@@ -32,13 +37,23 @@ class Memories:
         there = sum(target.used_bytes for target in self._targets.values())
         return there + sum(self._coming.values()) + sum(self.published.values())
 
+    async def until_room(self, length_bytes: int) -> None:
+        """A moment, when this much has no room beside what clients look at: who closes an old version and asks for a
+        new one does so sooner than it is noticed."""
+        with trio.move_on_after(LEAVING_SECONDS):
+            while self._targets and self._room < length_bytes <= (self._limit_bytes or 0):
+                await self._given_back.wait()
+
+    @property
+    def _room(self) -> int:
+        if self._limit_bytes is None:
+            return available_memory()[0] // 2 - sum(self._coming.values())
+        return self._limit_bytes - self.used_bytes
+
     @contextmanager
     def room_for(self, version: bytes, length_bytes: int) -> Iterator[None]:
         """For a version that is brought in this block. Raises `CapacityExceeded` when there is none."""
-        if self._limit_bytes is None:
-            room = available_memory()[0] // 2 - sum(self._coming.values())
-        else:
-            room = self._limit_bytes - self.used_bytes
+        room = self._room
         if length_bytes > room:
             raise CapacityExceeded(
                 f"a checkpoint of {format_bytes(length_bytes)} has no room in memory: {format_bytes(max(0, room))} "
@@ -94,6 +109,9 @@ class Memories:
             if not users:
                 del self._users[version]
                 unused.append(self._targets.pop(version))
+        if unused:
+            self._given_back.set()
+            self._given_back = trio.Event()
         return unused
 
     def close(self) -> None:

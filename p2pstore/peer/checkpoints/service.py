@@ -46,6 +46,7 @@ from p2pstore.errors import (
     ConfigError,
     NoSuchKey,
     P2PStoreError,
+    StoreClosed,
     Unavailable,
 )
 from p2pstore.gossip.checkpoints import Head, checkpoint_digest, short_version
@@ -111,7 +112,11 @@ class _Part:
     digest: bytes
     jobs: int = 0
     """Who waits for it."""
-    failed: bool = False
+
+    def say(self, state: TakesPart, done_permille: int = 1000) -> None:
+        """Have others know how far it is, unless it has ended: how it ended is the last that they hear of it."""
+        if not self.run.ended.is_set():
+            self.tell(state, done_permille, "")
 
 
 class PeerCheckpoints:
@@ -257,7 +262,7 @@ class PeerCheckpoints:
         part = await self._begin(kept.namespace, kept.manifest, store, publishes=True)
         if self._core.checkpoints.head(digest) is None:
             self._announce(kept.namespace, kept.manifest, manifest)
-        part.tell(TakesPart.PUBLISHING, 1000, "")
+        part.say(TakesPart.PUBLISHING)
         logger.info(
             "checkpoint %s is published again, from %s",
             *(called, where),
@@ -319,7 +324,7 @@ class PeerCheckpoints:
         with self._wanted(part):
             await trio.to_thread.run_sync(keep, signed)
             self._announce(order.namespace, signed, manifest)
-            part.tell(TakesPart.PUBLISHING, 1000, "")
+            part.say(TakesPart.PUBLISHING)
             logger.info(
                 "published checkpoint %s@%s",
                 order.name,
@@ -412,8 +417,9 @@ class PeerCheckpoints:
                 signed = await self._manifest(version, head.publisher)
                 manifest = read_manifest(signed.body)
                 needed = pieces_ordered(order, manifest)
-                sizes = (manifest.layout.size(piece) for piece in pieces_in(needed))
-                with self.memories.room_for(version, sum(sizes)):
+                size = sum(manifest.layout.size(piece) for piece in pieces_in(needed))
+                await self.memories.until_room(size)
+                with self.memories.room_for(version, size):
                     target = await trio.to_thread.run_sync(MemoryTarget, signed, needed)
                     bringing = _Bringing(order, signed, target, target, job, lambda: None)
                     fetched = await self._fill(bringing)
@@ -444,7 +450,7 @@ class PeerCheckpoints:
                 part, job, partial(run.until, lambda: not missing & ~run.machine.have)
             )
         if run.complete:
-            part.tell(TakesPart.SEEDING, 1000, "")
+            part.say(TakesPart.SEEDING)
         return Fetched(target.version, size, min(size, run.fetched_bytes - before))
 
     def memory_left(self, user: int) -> None:
@@ -482,7 +488,7 @@ class PeerCheckpoints:
         except BaseException:
             await self.stop(version)
             raise
-        part.tell(TakesPart.SEEDING, 1000, "")
+        part.say(TakesPart.SEEDING)
         return Fetched(version, part.run.total_bytes, part.run.fetched_bytes)
 
     async def _take_over(self, part: _Part, bringing: _Bringing) -> None:
@@ -507,7 +513,8 @@ class PeerCheckpoints:
             copy = partial(_copy_piece, run.store, target, piece)
             error = await trio.to_thread.run_sync(copy, limiter=self.threads)
             if error is not None:
-                run.fail(error)
+                if not part.scope.cancel_called:  # else it ends anyway, and for no fault
+                    run.fail(error)
                 await run.ended.wait()
                 return False
             bringing.job.advance(run.size_of(piece))
@@ -582,7 +589,7 @@ class PeerCheckpoints:
         if not target.committed:
             return False
         part = await self._begin(order.namespace, signed, Holding(target, directory))
-        part.tell(TakesPart.SEEDING, 1000, "")
+        part.say(TakesPart.SEEDING)
         return True
 
     async def _manifest(self, version: bytes, publisher: PeerId) -> SignedManifest:
@@ -657,7 +664,7 @@ class PeerCheckpoints:
         """Until the swarm has brought something; others hear how far it is."""
         run = part.run
         job.begin(JobPhase.FETCHING, run.total_bytes, run.done_bytes)
-        part.tell(TakesPart.FETCHING, _permille(run), "")
+        part.say(TakesPart.FETCHING, _permille(run))
         async with open_background_nursery() as nursery:
             nursery.start_soon(self._tell_progress, part, job)
             nursery.start_soon(self._give_up_without_publisher, run)
@@ -667,7 +674,7 @@ class PeerCheckpoints:
         run = part.run
         while True:
             await run.changed()
-            part.tell(TakesPart.FETCHING, _permille(run), "")
+            part.say(TakesPart.FETCHING, _permille(run))
             job.at(run.done_bytes, len(run.links.members))
             await trio.sleep(REPORT_SECONDS)
 
@@ -816,7 +823,7 @@ def _copy_piece(source: PieceStore, target: Target, piece: int) -> Exception | N
     """From one directory of this host to another; what is wrong with the first one, if something is."""
     try:
         data = source.read(piece)
-    except (CheckpointChanged, OSError, EOFError) as error:
+    except (CheckpointChanged, StoreClosed, OSError, EOFError) as error:
         return error
     return None if target.write(piece, data) else CheckpointChanged("a file was changed")
 
