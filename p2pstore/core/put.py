@@ -117,6 +117,8 @@ class PutOperation(Operation):
         self.digest = key_digest(spec.key, spec.namespace)
         self._namespace = namespace_digest(spec.namespace)
         self._comparing: list[KnownCopy] = []
+        self._nobody_known = False
+        """Whether no copy is known anywhere: true for the step in which that was looked up."""
         self._lookup: LookupOperation | None = None
         self._end: PutEnd | None = None
 
@@ -157,11 +159,9 @@ class PutOperation(Operation):
             self._compare_known(now)
 
     def _compare_known(self, now: float) -> None:
-        self._comparing = [
-            copy
-            for copy in self.core.known_copies(self.digest, now, self._namespace)
-            if copy.reachable and not copy.local
-        ][:3]
+        known = self.core.known_copies(self.digest, now, self._namespace)
+        self._comparing = [copy for copy in known if copy.reachable and not copy.local][:3]
+        self._nobody_known = not known
         self._compare(now)
 
     def _compare(self, now: float) -> None:
@@ -287,7 +287,8 @@ class PutOperation(Operation):
         if spec.overwrite:
             below = Version(version.clock - 1, 0xFFFF)
             self.core.floors.write(self.digest, below, now, namespace=self._namespace)
-        self.core.gossip.directory.touch(self.digest)  # a newer version may be known by now
+        if not self._nobody_known:  # a newer version may be known by now
+            self.core.gossip.directory.touch(self.digest)
         known = status is PutStatus.UNCHANGED
         self._end = (
             self._found(status, version, now)

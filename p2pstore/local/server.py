@@ -1,8 +1,8 @@
 """The peer's end of the local socket: accepts clients, cuts frames, answers them. A trio shell.
 
 What a request means is the `LocalBackend`'s business. All requests that have arrived are handled
-before anything is sent, and all their answers go out in one send. A request whose answer takes time
-runs in a task of its connection, so that it holds up no other.
+before anything is sent, and all their answers go out in one send; what else they gave to do comes after that. A
+request whose answer takes time runs in a task of its connection, so that it holds up no other.
 """
 
 from __future__ import annotations
@@ -103,6 +103,11 @@ class LocalBackend(Protocol):
     ) -> Message | Awaitable[Message | None] | None:
         """The answer to a request, at once or as something to await (which is cancelled when the
         client is gone). None for kinds without an answer."""
+        ...
+
+    def handled(self) -> None:
+        """All requests that had come were handled, and their answers are on their way as far as the socket takes them:
+        the time for what must not keep them waiting. In the same step, so nothing else happens in between."""
         ...
 
     def client_gone(self, client: LocalClient) -> None:
@@ -258,9 +263,9 @@ class _Connection:
         async with trio.open_nursery() as nursery:
             data = b""
             while True:
-                answered = self._handle_all(client, data, nursery)
-                if answered:
-                    await self._send(answered)
+                unsent = self._answer_now(client, data, nursery)
+                if unsent:
+                    await self._send(unsent)
                 received = self._receive_now()
                 data = await self._receive() if received is None else received
                 if not data:
@@ -349,6 +354,18 @@ class _Connection:
         if sent < len(frame):
             await self._send([frame[sent:]])
         return client
+
+    def _answer_now(self, client: LocalClient, data: bytes, nursery: trio.Nursery) -> list[bytes]:
+        """Act on what has arrived; the answers, or what is left of them, that the socket does not take at once."""
+        try:
+            answered = self._handle_all(client, data, nursery)
+            if not answered or self._sending or self._outgoing:
+                return answered
+            joined = answered[0] if len(answered) == 1 else b"".join(answered)
+            sent = self._send_now(joined)
+            return [] if sent == len(joined) else [joined[sent:]]
+        finally:
+            self._backend.handled()
 
     def _handle_all(self, client: LocalClient, data: bytes, nursery: trio.Nursery) -> list[bytes]:
         """Act on every request that has arrived whole; the answers that there are at once."""
@@ -439,11 +456,6 @@ class _Connection:
 
     async def _send(self, frames: list[bytes]) -> None:
         """Send, or leave the frames to the task that is sending now."""
-        if len(frames) == 1 and not self._sending and not self._outgoing:
-            sent = self._send_now(frames[0])  # what answers a lone caller: nothing waits before it
-            if sent == len(frames[0]):
-                return
-            frames = [frames[0][sent:]]
         self._outgoing += frames
         self._outgoing_bytes += sum(map(len, frames))
         if self._sending:

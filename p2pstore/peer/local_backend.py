@@ -92,6 +92,7 @@ class PeerLocalBackend:
         self._checkpoints = LocalCheckpoints(checkpoints)
         self._groups = groups
         self._max_leased_bytes = max_leased_bytes
+        self._has_effects = False
         self._handlers: dict[LocalKind, Any] = {
             LocalKind.RESERVE: self._puts.reserve,
             LocalKind.COMMIT: self._puts.commit,
@@ -169,8 +170,14 @@ class PeerLocalBackend:
             self._node.check_open()
         answer: Answer = self._handlers[kind](client, message)
         if kind in _WITH_EFFECTS:  # not LEASE: its round trip should cost nothing else
-            self._node.process()
+            self._has_effects = True
         return answer
+
+    def handled(self) -> None:
+        """Carry out what the requests had the core decide."""
+        if self._has_effects:
+            self._has_effects = False
+            self._node.process()
 
     def client_gone(self, client: LocalClient) -> None:
         """End what the client held."""

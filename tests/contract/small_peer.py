@@ -52,6 +52,7 @@ class SmallBackend:
         self.excluded: list[list[int]] = []
         self.reports: list[local.Report] = []
         self.requests: list[LocalKind] = []
+        self.on_handled: Callable[[], object] = lambda: None
         self.clients: list[LocalClient] = []
         self.gone: list[int] = []
         self.gate: trio.Event | None = None
@@ -70,6 +71,9 @@ class SmallBackend:
             version, PEER_ID, "small", 1, [segment], self.max_leased_bytes, "test"
         )
         return reply, [self.memory.descriptor if writable else self.read_only]
+
+    def handled(self) -> None:
+        self.on_handled()
 
     def client_gone(self, client: LocalClient) -> None:
         self.gone.append(client.holder)

@@ -970,6 +970,27 @@ def test_garbage_costs_only_its_own_connection(
     assert "\n" not in caplog.records[0].getMessage()
 
 
+def test_answers_go_out_before_what_else_is_to_be_done(peer: SmallPeer) -> None:
+    received = threading.Event()
+    in_time: list[bool] = []
+    with blocking.connect(str(peer.path)) as client:
+        peer.backend.on_handled = lambda: in_time.append(received.wait(5))
+        client.peers()
+        received.set()
+        peer.wait_until(lambda: in_time)
+    assert in_time[0]
+
+
+def test_what_requests_gave_to_do_is_done_also_before_garbage(peer: SmallPeer) -> None:
+    asked: list[int] = []
+    peer.backend.on_handled = lambda: asked.append(len(peer.backend.requests))
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(peer.path))
+        stranger.sendall(HELLO + encode_frame(LocalKind.PEERS, 7, local.Peers()) + b"x" * 64)
+        peer.wait_until(lambda: peer.backend.gone)
+    assert 1 in asked
+
+
 def test_a_client_with_read_access_cannot_write(peer: SmallPeer) -> None:
     connection = run_blocking(
         LocalConnection.open(BlockingDriver(), str(peer.path), namespace="n", access=Access.READ)
