@@ -155,7 +155,7 @@ class DataRequests:
 
     async def receive(self, kind: DataKind, request_id: int, reply_type: type[R]) -> R:
         """Header and body of the next reply; its bulk bytes are left to the caller. Raises what the other side
-        answered instead: `PullFailed` for GET, else the error that its code means."""
+        answered instead: `PullFailed` for GET and GET_SMALL, else the error that its code means."""
         if self.bulk_left:
             raise ProtocolError("the previous reply's bulk bytes were not read")
         header = decode_header(await self.inbox.take(HEADER_BYTES, soon=True), DATA_REPLY_LIMITS)
@@ -163,7 +163,7 @@ class DataRequests:
         if header.flags & ERROR:
             failure = decode_body(Failure, body)
             self._check_order(header, kind, request_id, failure)
-            if kind is DataKind.GET:
+            if kind in (DataKind.GET, DataKind.GET_SMALL):
                 raise PullFailed(_known(failure.code), failure.text)
             raise error_of(failure.code, failure.text, failure.detail)
         self._check_order(header, kind, request_id, None)

@@ -73,7 +73,7 @@ async def pull_small(
 def _batches(views: Sequence[memoryview]) -> deque[slice]:
     """Which of them one request asks for: a quarter, so that both sides have work all the time, and not too much."""
     size = batch_items(len(views))
-    if size * max(map(len, views)) <= BATCH_BYTES:
+    if size * max(map(len, views), default=0) <= BATCH_BYTES:
         return deque(slice(at, min(at + size, len(views))) for at in range(0, len(views), size))
     batches: deque[slice] = deque()
     first = room_bytes = 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +16,12 @@ from p2pstore.objects import KIB, key_digest
 from p2pstore.streams import BlockingDriver, run_blocking
 from p2pstore.transfer import data_server
 from p2pstore.transfer.data_pool import DataPool
+from p2pstore.transfer.data_server import ServerLimits
+from p2pstore.transfer.layout import SlotRows
 from p2pstore.transfer.messages import DataKind, GetSmall, SmallObjects
+from p2pstore.transfer.read_thread import BRISK_READS
+from p2pstore.transfer.segment import Segment
+from p2pstore.trio_streams import TrioDriver
 from p2pstore.wire import ERROR, REPLY, Code, Failure, decode_body, encode_frame
 from tests.contract.test_transport import (
     DRIVERS,
@@ -24,6 +32,7 @@ from tests.contract.test_transport import (
     answer,
     assert_closed,
     authenticated,
+    caught_log,
     object_reply,
     objects_frame,
     pattern,
@@ -44,6 +53,11 @@ def side(request: pytest.FixtureRequest) -> Side:
 async def tcp() -> AsyncIterator[TcpHarness]:
     async with TcpHarness.open(segment_of(SEGMENT_BYTES)) as opened:
         yield opened
+
+
+def nothing_is_lent(segment: Segment) -> bool:
+    segment.expire(0)  # takes in which loans are over
+    return not segment.has_loans and not segment.leased_bytes
 
 
 async def test_many_small_objects_in_columns(tcp: TcpHarness, side: Side) -> None:
@@ -114,8 +128,7 @@ async def test_small_objects_read_in_a_row_are_answered_in_threads(tcp: TcpHarne
     await trio.to_thread.run_sync(read)
     await until(lambda: len(backend.read_in_threads) == 40 * 64)
     assert all(view == pattern(4096, i) for i, view in enumerate(views))
-    tcp.segment.expire(0)  # takes in that the loans are over
-    assert not tcp.segment.has_loans
+    assert nothing_is_lent(tcp.segment)
 
 
 @pytest.mark.parametrize("length", [8, 16 * 513, 0])
@@ -166,6 +179,28 @@ async def test_a_holder_that_misbehaves_in_columns(side: Side, name: str) -> Non
         pool.close()
 
 
+@pytest.mark.parametrize(
+    "code", [*sorted({Code.INTERNAL, Code.CLOSED, Code.INVALID_ARGUMENT}), 999]
+)
+async def test_a_holder_that_refuses_columns_fails_the_pull_and_nothing_else(
+    side: Side, code: int
+) -> None:
+    failure = Failure(code, "no")
+
+    def refuse(request_id: int) -> bytes:
+        return encode_frame(DataKind.GET_SMALL, request_id, failure, flags=REPLY | ERROR)
+
+    async with scripted_owner(answer(refuse), version=3) as bad:
+        pool = DataPool(side.driver)
+        view = memoryview(bytearray(100))
+        for count in (0, 1, 100):
+            digests, views = [key_digest("key")] * count, [view] * count
+            lengths, told = await side.run(partial(pool.pull_small, bad, digests, views))
+            assert lengths == []
+            assert (None if told is None else told.text) == (None if not count else "no")
+        pool.close()
+
+
 async def test_what_came_in_columns_before_the_connection_broke_stands(side: Side) -> None:
     values = [pattern(64 * KIB, seed) for seed in range(100)]
     digests = [key_digest(f"key {i % 32}") for i in range(100)]
@@ -186,3 +221,78 @@ async def test_what_came_in_columns_before_the_connection_broke_stands(side: Sid
     assert [view == value for view, value in zip(views[:25], values, strict=False)] == [True] * 25
     assert failure is not None
     assert failure.retriable
+
+
+# --- readers that misbehave ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+async def test_who_does_not_read_what_was_lent_gets_it_unchanged_or_is_cut(in_thread: bool) -> None:
+    """Whatever becomes of the objects meanwhile: their memory is nobody else's until the answer has left."""
+    segment = segment_of(SEGMENT_BYTES)
+    values = [pattern(64 * KIB, seed) for seed in range(64)]
+    packed = b"".join(put(segment, f"key {seed}", value) for seed, value in enumerate(values))
+    limits = ServerLimits(progress_seconds=1.0)
+    async with TcpHarness.open(segment, limits) as harness:
+        stream = await authenticated(harness.address, max_version=3)
+        with socket.socket(
+            fileno=os.dup(stream.fileno())
+        ) as sock:  # an answer is more than it takes
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 * KIB)
+        ask = encode_frame(DataKind.GET_SMALL, 1, GetSmall(packed))
+        for _ in range(2 * BRISK_READS if in_thread else 0):
+            await stream.send(encode_frame(DataKind.GET_SMALL, 1, GetSmall(packed[:16])))
+            await read_frame(stream)
+        await until(lambda: bool(harness.server.traffic.read_threads) == in_thread)
+        await until(lambda: not segment.has_loans)
+        with caught_log() as lines:
+            await stream.send(ask)
+            await until(lambda: segment.has_loans)
+            for seed in range(64):
+                segment.remove(key_digest(f"key {seed}"))
+            new = [pattern(64 * KIB, seed) for seed in range(64, 384)]
+            there = [put(segment, f"new {seed}", value) for seed, value in enumerate(new)]
+            there = [digest for digest in there if segment.find(digest, 0.0) is not None]
+            assert 64 <= len(there) < len(new), "the memory was not filled"
+            *_, body, bulk = await read_frame(stream)
+            lengths = SlotRows(decode_body(SmallObjects, body).slots).lengths
+            assert lengths == [64 * KIB] * 64
+            assert bulk == b"".join(values)
+            ask = encode_frame(DataKind.GET_SMALL, 2, GetSmall(b"".join(there[-64:])))
+            await stream.send(ask)
+            await until(lambda: harness.server.connections == 0)
+        assert any("no progress" in line for line in lines)
+        stream.close()
+        assert nothing_is_lent(segment)
+        segment.check()
+
+
+async def test_a_reader_cancelled_anywhere_leaves_the_next_one_a_good_connection(
+    tcp: TcpHarness,
+) -> None:
+    values = [pattern(30_000, seed) for seed in range(40)]
+    digests = [put(tcp.segment, f"key {seed}", value) for seed, value in enumerate(values)]
+    pool = tcp.pool(TrioDriver())
+    cancelled = 0
+    for turns in range(30):
+        views = [memoryview(bytearray(30_000)) for _ in digests]
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+
+                async def cancel_after(turns: int, scope: trio.CancelScope) -> None:
+                    for _ in range(turns):
+                        await trio.lowlevel.checkpoint()
+                    scope.cancel()
+
+                nursery.start_soon(cancel_after, turns, scope)
+                await pool.pull_small(tcp.copy(), digests, views)
+                nursery.cancel_scope.cancel()
+        cancelled += scope.cancelled_caught
+        before = [bytes(view) for view in views]
+        lengths, failure = await pool.pull_small(
+            tcp.copy(), digests, [memoryview(bytearray(30_000)) for _ in digests]
+        )
+        assert (lengths, failure) == ([30_000] * 40, None)
+        assert [bytes(view) for view in views] == before, "written to after it was over"
+    assert cancelled > 3
+    await until(lambda: nothing_is_lent(tcp.segment))
