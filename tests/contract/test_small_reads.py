@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
 import trio
 
-from p2pstore.objects import KIB, key_digest
+from p2pstore.errors import CapacityExceeded
+from p2pstore.objects import KIB, MIB, key_digest
 from p2pstore.streams import BlockingDriver, run_blocking
 from p2pstore.transfer import data_server
 from p2pstore.transfer.data_pool import DataPool
@@ -21,6 +24,7 @@ from p2pstore.transfer.layout import SlotRows
 from p2pstore.transfer.messages import DataKind, GetSmall, SmallObjects
 from p2pstore.transfer.read_thread import BRISK_READS
 from p2pstore.transfer.segment import Segment
+from p2pstore.transfer.transport import PullFailed, RemoteCopy
 from p2pstore.trio_streams import TrioDriver
 from p2pstore.wire import ERROR, REPLY, Code, Failure, decode_body, encode_frame
 from tests.contract.test_transport import (
@@ -42,6 +46,7 @@ from tests.contract.test_transport import (
     segment_of,
     until,
 )
+from tests.readers.values import KEYS_PER_PEER, is_right, key_name, value_of
 
 
 @pytest.fixture(params=DRIVERS)
@@ -296,3 +301,57 @@ async def test_a_reader_cancelled_anywhere_leaves_the_next_one_a_good_connection
         assert [bytes(view) for view in views] == before, "written to after it was over"
     assert cancelled > 3
     await until(lambda: nothing_is_lent(tcp.segment))
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_values_that_change_all_the_time_are_read_right_or_not_at_all(tls: bool) -> None:
+    """In batches and one by one, answered in threads and by the event loop, by two threads of readers."""
+    keys = [key_name(0, number) for number in range(KEYS_PER_PEER)]
+    digests = [key_digest(key) for key in keys]
+    segment = segment_of(2 * MIB)  # less than the values need
+    read = {"together": 0, "alone": 0}
+    wrong: list[str] = []
+
+    def compare(how: str, key: str, view: memoryview) -> None:
+        if not is_right(key, view):
+            wrong.append(f"{key}, {how}: {len(view):,} bytes")
+        read[how] += 1
+
+    def read_for_a_while(pool: DataPool, copy: RemoteCopy, rng: Random) -> None:
+        views = [memoryview(bytearray(64 * KIB)) for _ in keys]
+        deadline = time.monotonic() + 30
+        while min(read.values()) < 500 and time.monotonic() < deadline:
+            lengths, failure = run_blocking(pool.pull_small(copy, digests, views))
+            assert failure is None
+            for key, view, length in zip(keys, views, lengths, strict=True):
+                if length >= 0:
+                    compare("together", key, view[:length])
+            for _ in range(len(keys)):
+                key, view = rng.choice(keys), views[0]
+                with contextlib.suppress(PullFailed):
+                    length = run_blocking(pool.pull_chunk(copy, key_digest(key), view))
+                    if length >= 0:
+                        compare("alone", key, view[:length])
+
+    async def change(rng: Random) -> None:
+        while True:
+            key, number = rng.choice(keys), rng.getrandbits(63)
+            segment.remove(key_digest(key))
+            if len(value := value_of(key, number)) <= 300_000:
+                with contextlib.suppress(CapacityExceeded):
+                    put(segment, key, value)
+            segment.expire(time.time())
+            await trio.lowlevel.checkpoint()
+
+    async with TcpHarness.open(segment, tls=tls) as harness, trio.open_nursery() as changing:
+        changing.start_soon(change, Random(1))
+        async with trio.open_nursery() as readers:
+            for seed in range(2):
+                pool = harness.pool(BlockingDriver())
+                work = partial(read_for_a_while, pool, harness.copy(), Random(seed))
+                readers.start_soon(trio.to_thread.run_sync, work)
+        changing.cancel_scope.cancel()
+        assert wrong == []
+        assert min(read.values()) >= 500
+        assert nothing_is_lent(segment)
+        segment.check()
