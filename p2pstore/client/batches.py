@@ -206,6 +206,7 @@ class _Batch:
             return [number for number in numbers if number in wanted]
         if is_silence(failure):
             self._silent.add(copy.member, hurried=others)
+            return ()  # nothing more is asked there
         failed = set(small[len(lengths) :])
         return [number for number in numbers if number in wanted and number not in failed]
 

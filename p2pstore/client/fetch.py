@@ -35,7 +35,7 @@ from p2pstore.local.messages import (
     Prefetch,
 )
 from p2pstore.objects import CHUNK_BYTES, namespace_digest
-from p2pstore.transfer.data_connection import ItemOutcome
+from p2pstore.transfer.batch_reads import ItemOutcome
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.failover import HolderReport, SilentHolders
 from p2pstore.transfer.messages import Keeps

@@ -6,8 +6,8 @@ from typing import Final
 
 from p2pstore.histograms import Histogram
 from p2pstore.local.messages import PullCount, SlowRead, TransportFallback, UnseenRead
-from p2pstore.transfer.data_connection import TRANSPORT_NAME
 from p2pstore.transfer.failover import HolderReport
+from p2pstore.transfer.get_requests import TRANSPORT_NAME
 from p2pstore.transfer.shm import ShmTransport
 from p2pstore.transfer.transport import PullReport
 

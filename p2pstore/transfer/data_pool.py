@@ -27,15 +27,13 @@ from p2pstore.errors import (
 from p2pstore.objects import KIB
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver, Event
 from p2pstore.transfer.arriving import Arriving
+from p2pstore.transfer.batch_reads import ItemOutcome
 from p2pstore.transfer.data_addresses import DataAddress, split_data_address
-from p2pstore.transfer.data_connection import (
-    TRANSPORT_NAME,
-    DataConnection,
-    ItemOutcome,
-    failure_of,
-)
+from p2pstore.transfer.data_connection import DataConnection
+from p2pstore.transfer.get_requests import TRANSPORT_NAME, failure_of
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.messages import DataKind, GetPiece, PieceReply, Store, Stored
+from p2pstore.transfer.small_reads import pull_small
 from p2pstore.transfer.team_read import TeamRead, may_use_two
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.trace import Progress
@@ -320,12 +318,12 @@ class DataPool:
         self, peer: RemotePeer, digests: Sequence[bytes], views: Sequence[memoryview]
     ) -> tuple[list[int], PullFailed | None]:
         """Read many small objects of one holder into these views, in as few steps as possible: see
-        `DataConnection.pull_small`. The lengths, and how the connection failed when they are not all. Raises nothing
+        `small_reads.pull_small`. The lengths, and how the connection failed when they are not all. Raises nothing
         but cancellation."""
         lengths: list[int] = []
 
         def pull(connection: DataConnection) -> Awaitable[None]:
-            return connection.pull_small(digests, views, lengths, peer.answer_seconds)
+            return pull_small(connection, digests, views, lengths, peer.answer_seconds)
 
         try:
             await self._use(peer, self._progress_seconds, pull)

@@ -56,7 +56,8 @@ class Loans:
     def begun(self) -> Iterator[ObjectEntry]:
         """The entries of each loan that was not among these yet: their owner counts a reference, until `ended` has
         them. What was freed before the loan began is none of them: who asked for it is about to see that."""
-        for loan, entries in list(self._under_way.items()):
+        # Not a list of the items: making their pairs may run the collector of garbage, and that any other thread.
+        for loan, entries in self._under_way.copy().items():
             if loan not in self._kept:
                 self._kept[loan] = [each for each in entries if each.state is not SlotState.FREE]
                 yield from self._kept[loan]

@@ -26,7 +26,9 @@ from p2pstore.transfer.arriving import (
     Sharing,
 )
 from p2pstore.transfer.data_addresses import split_data_address
-from p2pstore.transfer.data_connection import TRANSPORT_NAME, DataConnection, is_damage
+from p2pstore.transfer.data_connection import DataConnection
+from p2pstore.transfer.data_requests import is_damage
+from p2pstore.transfer.get_requests import TRANSPORT_NAME
 from p2pstore.transfer.slicing import Step
 from p2pstore.transfer.transport import (
     SLICED_BYTES,

@@ -22,7 +22,7 @@ from p2pstore.errors import (
     Unavailable,
 )
 from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer import data_connection, data_server
+from p2pstore.transfer import data_requests, data_server
 from p2pstore.transfer.data_server import ServerLimits
 from p2pstore.transfer.layout import TrailerBody, encode_trailer
 from p2pstore.transfer.messages import (
@@ -326,7 +326,7 @@ async def test_a_client_of_version_1_is_served_as_before(
     tcp: tuple[TcpHarness, Stores], side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness, stores = tcp
-    monkeypatch.setattr(data_connection, "MAX_DATA_VERSION", 1)
+    monkeypatch.setattr(data_requests, "MAX_DATA_VERSION", 1)
     pool = harness.pool(side.driver)
     pong = await side.run(lambda: pool.request(harness.copy(), DataKind.PING, Ping()))
     assert pong == Pong(7, 42)

@@ -43,9 +43,8 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.keyring import KeyRing
-from p2pstore.objects import KIB, MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.streams import BlockingDriver, BytesLike, ByteStream, Driver, run_blocking
-from p2pstore.transfer import data_server
 from p2pstore.transfer import transport as transport_module
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
@@ -72,7 +71,6 @@ from p2pstore.transfer.messages import (
     DataKind,
     Get,
     GetItem,
-    GetSmall,
     Hello,
     HelloReply,
     Keeps,
@@ -87,7 +85,6 @@ from p2pstore.transfer.messages import (
     Pushed,
     Replicate,
     Replicated,
-    SmallObjects,
     Snapshot,
     SnapshotReply,
 )
@@ -115,13 +112,11 @@ from p2pstore.transfer.transport import (
 )
 from p2pstore.trio_streams import TrioDriver, TrioStream
 from p2pstore.wire import (
-    ERROR,
     HEADER,
     HEADER_BYTES,
     PREFACE_DATA,
     REPLY,
     Code,
-    Failure,
     Message,
     decode_body,
     encode_frame,
@@ -751,88 +746,6 @@ async def test_many_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
             assert buffer == value
 
 
-async def test_many_small_objects_in_columns(tcp: TcpHarness, side: Side) -> None:
-    """Each length, or -1 for what the other way of asking is to tell more of."""
-    values = [pattern(size, seed) for seed, size in enumerate([1, 4096, 64 * KIB, 30_000] * 75)]
-    values[4:8] = b"", pattern(64 * KIB + 1), values[4], values[5]
-    digests = [put(tcp.segment, f"key {i}", value) for i, value in enumerate(values)]
-    room = [len(value) for value in values]
-    room[5], room[8], room[9], room[10] = 64 * KIB, 5, 10, 100_000
-    views = [memoryview(bytearray(size + 1))[:size] for size in room]
-    digests[11] = key_digest("absent")
-    entry = tcp.segment.find(digests[14], time.time())
-    assert entry is not None
-    _buffers[SEGMENT_BYTES][entry.offset] ^= 1
-    pool = tcp.pool(side.driver)
-    lengths, failure = await side.run(lambda: pool.pull_small(tcp.copy(), digests, views))
-    assert failure is None
-    told_otherwise = {4, 5, 9, 11, 14}
-    for number, (length, view, value) in enumerate(zip(lengths, views, values, strict=True)):
-        if number in told_otherwise:
-            assert length == -1
-        else:
-            assert length == len(value)
-            assert view[:length] == value
-        if number in {9, 11}:
-            assert not any(view)  # what is too long for a buffer leaves it alone
-    assert pool.open_connections == 1  # none of that ends a connection
-    assert not tcp.segment.leased_bytes
-    again = await side.run(lambda: pool.pull_small(tcp.copy(), digests[:1], views[:1]))
-    assert again == ([1], None)
-
-
-async def test_small_objects_into_one_buffer_are_delivered_or_asked_for_again(
-    tcp: TcpHarness, side: Side
-) -> None:
-    values = [pattern(50_000, seed) for seed in range(20)]
-    digests = [put(tcp.segment, f"key {i}", value) for i, value in enumerate(values)]
-    view = memoryview(bytearray(50_000))
-    pool = tcp.pool(side.driver)
-    lengths, _ = await side.run(lambda: pool.pull_small(tcp.copy(), digests, [view] * 20))
-    assert set(lengths[:-1]) <= {50_000, -1}
-    assert lengths[-1] == 50_000
-    assert view == values[-1]
-
-
-async def test_who_is_too_old_for_columns_is_asked_otherwise(
-    side: Side, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(data_server, "MAX_DATA_VERSION", 2)
-    async with TcpHarness.open(segment_of(SEGMENT_BYTES)) as harness:
-        digest = put(harness.segment, "key", b"value")
-        pool = harness.pool(side.driver)
-        views = [memoryview(bytearray(5))] * 2
-        told = await side.run(lambda: pool.pull_small(harness.copy(), [digest] * 2, views))
-        assert told == ([-1, -1], None)
-
-
-async def test_small_objects_read_in_a_row_are_answered_in_threads(tcp: TcpHarness) -> None:
-    digests = [put(tcp.segment, f"key {i}", pattern(4096, i)) for i in range(64)]
-    views = [memoryview(bytearray(4096)) for _ in digests]
-    backend = tcp.backend
-    pool = tcp.pool(BlockingDriver())
-
-    def read() -> None:
-        for _ in range(40):
-            assert run_blocking(pool.pull_small(tcp.copy(), digests, views))[0] == [4096] * 64
-
-    await trio.to_thread.run_sync(read)
-    await until(lambda: len(backend.read_in_threads) == 40 * 64)
-    assert all(view == pattern(4096, i) for i, view in enumerate(views))
-    tcp.segment.expire(0)  # takes in that the loans are over
-    assert not tcp.segment.has_loans
-
-
-@pytest.mark.parametrize("length", [8, 16 * 513, 0])
-async def test_digests_that_are_none_end_the_connection(tcp: TcpHarness, length: int) -> None:
-    stream = await authenticated(tcp.address)
-    await stream.send(encode_frame(DataKind.GET_SMALL, 1, GetSmall(bytes(length))))
-    _, flags, _, body, _ = await read_frame(stream)
-    assert flags == REPLY | ERROR
-    assert decode_body(Failure, body).code == Code.MALFORMED
-    await assert_closed(stream)
-
-
 async def test_a_batch_larger_than_one_reply(side: Side) -> None:
     segment = segment_of(SEGMENT_BYTES)
     values = [pattern(3 * MIB, seed) for seed in range(5)]
@@ -1344,63 +1257,6 @@ MISBEHAVIOUR: dict[str, tuple[Script, set[Code]]] = {
     "status from the future": (answer(objects_frame(ObjectReply(77))), {Code.UNSUPPORTED}),
     "busy": (answer(objects_frame(ObjectReply(ObjectStatus.BUSY))), {Code.BUSY}),
 }
-
-
-def small_frame(*values: bytes, bulk: bytes | None = None) -> Callable[[int], bytes]:
-    slots = b"".join(object_reply(value, f"key {i}").slot for i, value in enumerate(values))
-    sent = b"".join(values) if bulk is None else bulk
-    return lambda request_id: (
-        encode_frame(
-            DataKind.GET_SMALL, request_id, SmallObjects(slots), flags=REPLY, bulk_length=len(sent)
-        )
-        + sent
-    )
-
-
-SMALL_MISBEHAVIOUR: dict[str, tuple[Callable[[int], bytes], Code | None]] = {
-    "another number of slots": (small_frame(b"a", b"b"), Code.MALFORMED),
-    "no slots": (small_frame(), Code.MALFORMED),
-    "bulk does not add up": (small_frame(b"a", b"b", b"c", bulk=b"abcd"), Code.MALFORMED),
-    "a large one": (small_frame(b"a", b"b", bytes(64 * KIB + 1)), Code.MALFORMED),
-    "GET's answer": (objects_frame(object_reply(b"a")), Code.MALFORMED),
-    "wrong bytes": (small_frame(b"a", b"b", b"c", bulk=b"xyz"), None),
-}
-
-
-@pytest.mark.parametrize("name", SMALL_MISBEHAVIOUR)
-async def test_a_holder_that_misbehaves_in_columns(side: Side, name: str) -> None:
-    frame, code = SMALL_MISBEHAVIOUR[name]
-    digests = [key_digest(f"key {i}") for i in range(3)]
-    views = [memoryview(bytearray(100)) for _ in digests]
-    async with scripted_owner(answer(frame), version=3) as bad:
-        pool = DataPool(side.driver)
-        lengths, failure = await side.run(lambda: pool.pull_small(bad, digests, views))
-        assert lengths == ([-1] * 3 if code is None else [])
-        assert (None if failure is None else failure.code) == code
-        assert pool.open_connections == (code is None)
-        pool.close()
-
-
-async def test_what_came_in_columns_before_the_connection_broke_stands(side: Side) -> None:
-    values = [pattern(64 * KIB, seed) for seed in range(100)]
-    digests = [key_digest(f"key {i % 32}") for i in range(100)]
-    views = [memoryview(bytearray(64 * KIB)) for _ in digests]
-
-    async def script(stream: Any, read: Any) -> None:
-        _, _, request_id, body, _ = await read()
-        assert decode_body(GetSmall, body).digests == b"".join(digests[:25])
-        await stream.send(small_frame(*values[:25])(request_id))
-        _, _, request_id, _, _ = await read()
-        await stream.send(small_frame(*values[:25])(request_id)[:700_000])
-
-    async with scripted_owner(script, version=3) as bad:
-        pool = DataPool(side.driver)
-        lengths, failure = await side.run(lambda: pool.pull_small(bad, digests, views))
-        pool.close()
-    assert lengths == [64 * KIB] * 25
-    assert [view == value for view, value in zip(views[:25], values, strict=False)] == [True] * 25
-    assert failure is not None
-    assert failure.retriable
 
 
 class ImpatientPool(DataPool):

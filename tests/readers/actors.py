@@ -11,15 +11,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from mooncake_p2p.tied import die_with_parent
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
+from p2pstore.client.link import PeerLink
 from p2pstore.errors import (
+    BufferTooSmall,
     CapacityExceeded,
     DeadlineExceeded,
     LeaseLimitExceeded,
@@ -28,11 +31,11 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
+from p2pstore.local.messages import Planned
 from p2pstore.objects import key_digest
 from p2pstore.transfer.layout import Slot, TrailerBody
+from p2pstore.transfer.messages import SMALL_OBJECT_BYTES
 from p2pstore.transfer.reader import SegmentReader
-from p2pstore.transfer.shm import ShmTransport
-from p2pstore.transfer.transport import RemoteCopy
 from tests.readers.values import KEYS_PER_PEER, LONGEST_BYTES, is_right, key_name, value_of
 
 OWNERS: Final = 2
@@ -152,6 +155,19 @@ class Actor:
             length = client.get_into(key, self.buffer)
             self.compare(key, self.buffer[:length], "brisk")
 
+    def copy_together(self, client: BlockingClient, peer: int) -> None:
+        """Copy all of that peer's values at once, into buffers for small ones: they come in few answers, without
+        messages of their own."""
+        rooms = {
+            key_name(peer, number): self.buffer[number * SMALL_OBJECT_BYTES :][:SMALL_OBJECT_BYTES]
+            for number in range(KEYS_PER_PEER)
+        }
+        for result in client.get_many_into(list(rooms.items())):
+            if isinstance(result.error, _TO_BE_EXPECTED):
+                self.counts[FAILED] += 1
+            elif not isinstance(result.error, BufferTooSmall):
+                self.compare(result.key, rooms[result.key][: result.unwrap()], "together")
+
     def view(self, client: BlockingClient, peer: int) -> None:
         """Hold views of several values, some of them fetched from the other peer for that, and compare each of
         them when it is taken and when all are there: nothing may have moved."""
@@ -207,8 +223,20 @@ def preempt(rng: Random) -> None:
     SegmentReader.find = find_and_wait  # type: ignore[method-assign, assignment] # on purpose
 
 
-def _on_another_host(transport: ShmTransport, copy: RemoteCopy) -> str:
-    return "this reader does as if the holder were on another host"
+def move_holders_away() -> None:
+    """Have the clients of this process take every holder for one on another host."""
+    request = PeerLink.request
+
+    async def request_and_move(link: PeerLink, *rest: Any, **more: Any) -> Any:
+        reply = await request(link, *rest, **more)
+        if not isinstance(reply, Planned):
+            return reply
+        for place, item in enumerate(reply.items):
+            away = [replace(each, same_host=False, socket="") for each in item.holders]
+            reply.items[place] = replace(item, holders=away)
+        return reply
+
+    PeerLink.request = request_and_move  # type: ignore[method-assign, assignment] # on purpose
 
 
 def play(role: str, actor: Actor) -> None:
@@ -222,16 +250,18 @@ def play(role: str, actor: Actor) -> None:
             actor.run(actor.owner, actor.view)
         case "trust":
             actor.run(actor.owner, actor.trust)
-        case "shm" | "tcp" | "brisk":
+        case "shm" | "tcp" | "brisk" | "together":
 
             def read(client: BlockingClient, _: int) -> None:
                 if role == "brisk":
                     actor.copy_briskly(client, actor.owner())
+                elif role == "together":
+                    actor.copy_together(client, actor.owner())
                 else:
                     actor.copy(client, actor.owner(), role)
 
             if role != "shm":
-                ShmTransport.why_not = _on_another_host  # type: ignore[method-assign, assignment] # on purpose
+                move_holders_away()
             actor.run(lambda: OWNERS, read)
         case _:
             raise ValueError(f"there is no role {role!r}")

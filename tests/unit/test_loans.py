@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from p2pstore.objects import Version
@@ -61,3 +63,29 @@ def test_what_was_freed_before_its_loan_began_is_not_counted(others: int) -> Non
     assert set(counted) == set(live)
     assert set(loans.ended()) == set(live)
     assert not loans.any_known
+
+
+def test_loans_may_begin_while_the_owner_looks_at_them() -> None:
+    """As they do when the collector of garbage runs just then, and what it ends lets other threads run."""
+    loans = Loans()
+    entries = [entry_in(SlotState.LIVE) for _ in range(1000)]
+    known = [loans.begin(entry) for entry in entries]
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            known.append(loans.begin(entry_in(SlotState.LIVE)))
+
+    usual = gc.get_threshold()
+    gc.collect()
+    try:
+        Garbage()
+        gc.set_threshold(gc.get_count()[0] + len(entries) // 2)
+        seen = list(loans.begun())
+    finally:
+        gc.set_threshold(*usual)
+        gc.collect()
+    assert len(known) == 1001
+    assert set(entries) <= set(seen)
