@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from p2pstore.client.answers import error_in, name_key, raise_for, tier_name
-from p2pstore.client.known_holders import KnownHolders, OwnPlan, remote_copy
+from p2pstore.client.known_holders import KnownHolders, OnlyHolder, OwnPlan, is_far, remote_copy
 from p2pstore.client.link import PeerLink
 from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.errors import (
@@ -38,6 +38,7 @@ from p2pstore.objects import CHUNK_BYTES, namespace_digest
 from p2pstore.transfer.batch_reads import ItemOutcome
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.failover import HolderReport, SilentHolders
+from p2pstore.transfer.get_requests import TRANSPORT_NAME
 from p2pstore.transfer.messages import Keeps
 from p2pstore.transfer.reader import Copied
 from p2pstore.transfer.shm import ShmTransport, copy_in_pieces, expired, read_mapped
@@ -147,7 +148,9 @@ class Fetcher:
         if watch_of(destination) is not None:
             return None
         only = self._known.only(digest)
-        if only is None or any(reader.contains(digest) for reader in self._link.readers):
+        if only is None or not is_far(only.copy):
+            return None
+        if any(reader.contains(digest) for reader in self._link.readers):
             return None
         copy, slot_hint, expected_bytes = only
         if (
@@ -165,14 +168,35 @@ class Fetcher:
         self._link.note_pull(key, digest, report, time.monotonic() - began)
         return pulled
 
-    async def pull_chunk_into(
-        self, key: str, digest: bytes, view: memoryview
-    ) -> int | PullReport | None:
-        """What one other host is known to hold, if it is of one chunk, over a connection that is there: its length.
-        Otherwise how that failed, or None when there is no such short way."""
+    async def pull_into(self, key: str, digest: bytes, view: memoryview) -> int | PullReport | None:
+        """What one other peer is known to hold, the shortest way there is: its length. Otherwise how that failed, or
+        None when there is no such way. Raises `BufferTooSmall`."""
         only = self._known.only(digest)
         if only is None:
             return None
+        if not is_far(only.copy):
+            return await self._copy_from_neighbour(key, digest, view, only.copy)
+        return await self._pull_chunk_into(key, digest, view, only)
+
+    async def _copy_from_neighbour(
+        self, key: str, digest: bytes, view: memoryview, copy: RemoteCopy
+    ) -> int | None:
+        """Out of the memory of a peer of this host, where that is mapped already."""
+        began = time.monotonic()
+        for reader in self._shm.mapped(copy):
+            copied = await copy_in_pieces(self._link.driver, reader, digest, view)
+            if copied is not None and not expired(copied.trailer):
+                seconds = time.monotonic() - began
+                self._link.note_only(
+                    key, digest, copy.member, self._shm.name, copied.length, seconds
+                )
+                return copied.length
+        return None
+
+    async def _pull_chunk_into(
+        self, key: str, digest: bytes, view: memoryview, only: OnlyHolder
+    ) -> int | PullReport | None:
+        """An object of one chunk of another host, over a connection that is there."""
         copy, slot_hint, expected_bytes = only
         if expected_bytes > CHUNK_BYTES:
             return None
@@ -186,7 +210,7 @@ class Fetcher:
         if length < 0:
             return None
         seconds = time.monotonic() - began
-        self._link.note_chunk(key, digest, copy.member, length, seconds)
+        self._link.note_only(key, digest, copy.member, TRANSPORT_NAME, length, seconds)
         return length
 
     def _own_plan(self, digest: bytes, destination: Destination) -> OwnPlan | None:

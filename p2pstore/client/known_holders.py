@@ -35,8 +35,8 @@ HOLDERS_PER_PLAN: Final = 8
 
 
 class OnlyHolder(NamedTuple):
-    """The one peer that is known to hold an object: how to get there, a hint where it has the object, and about how
-    long that is."""
+    """The one peer, of this host or another, that is known to hold an object: how to get there, a hint where it has
+    the object, and about how long that is."""
 
     copy: RemoteCopy
     slot_hint: int
@@ -98,7 +98,7 @@ class KnownHolders:
                 del self._asked_until[member]
 
     def only(self, digest: bytes) -> OnlyHolder | None:
-        """The holder on another host, when just one is known; None when `plan` is to say more."""
+        """The holder, when just one is known; None when `plan` is to say more."""
         elsewhere = self._elsewhere  # another thread may close it
         if elsewhere is None:
             return None
@@ -106,13 +106,13 @@ class KnownHolders:
         if not records or len(records) > 1:
             return None
         record = records[0]
-        named = self._way_to(record.member, time.monotonic())
+        named = self._trusted(record.member, time.monotonic())
         if named is None or _goes_through_peer(named.holder, record):
             return None
         return OnlyHolder(named.copy, record.slot, record.size_units * SIZE_UNIT_BYTES)
 
     def only_many(self, digests: Sequence[bytes]) -> list[RemoteCopy | None]:
-        """For many objects, `only` without what is known of each: how to get to the holder."""
+        """For many objects, `only` on other hosts without what is known of each: how to get to the holder."""
         elsewhere = self._elsewhere  # another thread may close it
         if elsewhere is None:
             return [None] * len(digests)
@@ -120,9 +120,11 @@ class KnownHolders:
         now = time.monotonic()
         ways: dict[int, RemoteCopy | None] = {}
         for member in set(members):
-            named = self._way_to(member, now)
+            named = self._trusted(member, now)
             direct = named is not None and not named.holder.through_peer_bytes
-            ways[member] = named.copy if named is not None and direct else None
+            ways[member] = (
+                named.copy if named is not None and direct and is_far(named.copy) else None
+            )
         return [ways[member] for member in members]
 
     def plan(self, digest: bytes) -> OwnPlan | None:
@@ -165,13 +167,6 @@ class KnownHolders:
             holders.sort(key=lambda holder: not holder.same_host)
         return holders
 
-    def _way_to(self, member: int, now: float) -> _Named | None:
-        """How to get to a member of another host."""
-        named = self._trusted(member, now)
-        if named is None or (named.copy.same_host and not named.copy.on_ssd) or not named.copy.data:
-            return None
-        return named
-
     def _trusted(self, member: int, now: float) -> _Named | None:
         named = self._named.get(member)
         if named is None or named.trusted_until < now:
@@ -183,6 +178,11 @@ class KnownHolders:
 def _goes_through_peer(holder: Holder, record: KnownRecord) -> bool:
     """Whether the local peer has a faster way to an object, and is to say whether it takes it."""
     return 0 < holder.through_peer_bytes <= record.size_units * SIZE_UNIT_BYTES
+
+
+def is_far(copy: RemoteCopy) -> bool:
+    """Whether a copy is on another host, and can be asked for there."""
+    return not copy.same_host and bool(copy.data)
 
 
 def remote_copy(holder: Holder) -> RemoteCopy:

@@ -208,11 +208,17 @@ class PeerLink:
         self._pulls.pulled(key, digest, report, seconds)
         self.stir()
 
-    def note_chunk(
-        self, key: str, digest: bytes, member: int, length_bytes: int, seconds: float
+    def note_only(
+        self,
+        key: str,
+        digest: bytes,
+        member: int,
+        transport: str,
+        length_bytes: int,
+        seconds: float,
     ) -> None:
-        """An object was read over TCP from its only holder."""
-        self._pulls.pulled_chunk(key, digest, member, length_bytes, seconds)
+        """An object was read from its only holder at once."""
+        self._pulls.pulled_only(key, digest, member, transport, length_bytes, seconds)
         self.stir()
 
     def note_miss(self) -> None:

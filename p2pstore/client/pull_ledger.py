@@ -7,7 +7,6 @@ from typing import Final
 from p2pstore.histograms import Histogram
 from p2pstore.local.messages import PullCount, SlowRead, TransportFallback, UnseenRead
 from p2pstore.transfer.failover import HolderReport
-from p2pstore.transfer.get_requests import TRANSPORT_NAME
 from p2pstore.transfer.shm import ShmTransport
 from p2pstore.transfer.transport import PullReport
 
@@ -87,18 +86,26 @@ class PullLedger:
         if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
             self._slow.append(SlowRead(digest, member, transport, seconds, code, key))
 
-    def pulled_chunk(
-        self, key: str, digest: bytes, member: int, length_bytes: int, seconds: float
+    def pulled_only(
+        self,
+        key: str,
+        digest: bytes,
+        member: int,
+        transport: str,
+        length_bytes: int,
+        seconds: float,
     ) -> None:
-        """`pulled`, for an object that came over TCP from its only holder at once."""
-        counted = self._counted(member, TRANSPORT_NAME)
+        """`pulled`, for an object that came from its only holder at once."""
+        counted = self._counted(member, transport)
         if counted is not None:
             counted.objects += 1
             counted.bytes += length_bytes
             counted.durations.add_seconds(seconds)
             counted.lengths.add(length_bytes)
+        if transport == ShmTransport.name:
+            self._unseen_by(member, digest)
         if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
-            self._slow.append(SlowRead(digest, member, TRANSPORT_NAME, seconds, 0, key))
+            self._slow.append(SlowRead(digest, member, transport, seconds, 0, key))
 
     def _unseen_by(self, member: int, digest: bytes) -> None:
         """Nobody but this client knows that the holder was read; its eviction is to know as well."""

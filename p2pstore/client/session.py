@@ -255,7 +255,7 @@ class ClientSession:
         copied = await fetcher.read_here_into(digest, view)
         if copied is not None:
             return copied.length
-        pulled = await fetcher.pull_chunk_into(key, digest, view)
+        pulled = await fetcher.pull_into(key, digest, view)
         if isinstance(pulled, int):
             return pulled
         return (await fetcher.fetch(key, digest, BufferDestination(view), wait, pulled)).length

@@ -7,6 +7,7 @@ tells when the owner is gone. Objects are copied without a lease and verified on
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -165,6 +166,11 @@ class ShmTransport:
     def cost(self, copy: RemoteCopy) -> float:
         """A tenth of a TCP connection."""
         return 0.1
+
+    def mapped(self, copy: RemoteCopy) -> Sequence[SegmentReader]:
+        """The memory of a copy's holder, where a session with it is open; else nothing."""
+        peer = self._peers.get((copy.socket, copy.peer_id))
+        return peer.readers if peer is not None and peer.usable() else ()
 
     async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
         """Copy the object out of the holder's segment. What the mapping does not show, the holder may still have, and

@@ -87,10 +87,32 @@ def put_far(cluster: Cluster, key: str, value: Any, **options: Any) -> None:
     until(lambda: [each.version for each in store.locate(key)] == [version])
 
 
-def neighbours_of(store: Store) -> Neighbours:
+def spoil(cluster: Cluster, key: str) -> None:
+    """One bit of the far peer's copy changes."""
+    segment = cluster.far.node.core.segment
+
+    def flip() -> None:
+        entry = segment.find(key_digest(key), time.time())
+        assert entry is not None
+        segment._buffer[entry.offset + 100] ^= 1
+
+    cluster.on_near(flip)
+
+
+def live(store: Store) -> Any:
+    """What a store's client has open."""
     session = store.real._session if store.world == "blocking" else store.real
-    found: Neighbours = session._live.neighbours
+    return session._live
+
+
+def neighbours_of(store: Store) -> Neighbours:
+    found: Neighbours = live(store).neighbours
     return found
+
+
+def until_known(store: Store, key: str) -> None:
+    """The far peer is known to have it, and how to get there: the near one has nothing to say."""
+    until(lambda: live(store).fetcher._known.only(key_digest(key)) is not None)
 
 
 # --- in every world -----------------------------------------------------------------------------
@@ -110,6 +132,49 @@ def test_a_view_of_a_neighbours_memory(
         assert again == view
     assert not is_near(cluster, key)
     del view, again
+
+
+@pytest.mark.parametrize("length", [1, 4096, MIB, 5 * MIB + 1])
+def test_copies_out_of_a_neighbours_memory_after_the_first_need_no_plan(
+    store: Store, key: str, cluster: Cluster, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("there was a plan")
+
+    value = np.random.default_rng(length).integers(0, 256, length, np.uint8)
+    put_far(cluster, key, value)
+    into = np.zeros(length + 10, np.uint8)
+    assert store.get_into(key, into) == length
+    until_known(store, key)
+    monkeypatch.setattr("p2pstore.client.fetch.pull_with_failover", refuse)
+    into[:] = 0
+    assert store.get_into(key, into) == length
+    assert np.array_equal(into[:length], value)
+    assert not into[length:].any()
+    assert not is_near(cluster, key)
+    with pytest.raises(errors.BufferTooSmall) as too_small:
+        store.get_into(key, into[: length - 1])
+    assert too_small.value.needed == length
+
+
+def test_a_neighbours_copy_that_was_replaced_or_spoilt_or_is_too_old_is_not_delivered(
+    store: Store, key: str, cluster: Cluster
+) -> None:
+    into = bytearray(6000)
+    for name, ttl in (("replaced", None), ("spoilt", None), ("old", 3.0)):
+        put_far(cluster, key + name, b"first" * 1000, ttl=ttl)
+        assert store.get_into(key + name, into) == 5000
+        until_known(store, key + name)
+    put_at = time.time()
+    put_far(cluster, key + "replaced", b"other" * 1000, overwrite=True)
+    assert store.get_into(key + "replaced", into) == 5000
+    assert into[:5000] == b"other" * 1000
+    spoil(cluster, key + "spoilt")
+    with pytest.raises((errors.NoSuchKey, errors.Unavailable)):
+        store.get_into(key + "spoilt", into)
+    until(lambda: time.time() > put_at + 3)
+    with pytest.raises(errors.NoSuchKey):
+        store.get_into(key + "old", into)
 
 
 def test_on_request_the_local_peer_holds_it(store: Store, key: str, cluster: Cluster) -> None:

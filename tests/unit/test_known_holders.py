@@ -18,6 +18,7 @@ from p2pstore.client.known_holders import (
     MAX_HOLDERS,
     TRUSTED_SECONDS,
     KnownHolders,
+    is_far,
     remote_copy,
 )
 from p2pstore.local.messages import Holder, PlanItem
@@ -111,6 +112,7 @@ def test_the_only_holder_on_another_host_is_known_with_the_way_to_it() -> None:
     assert only is not None
     assert (only.copy.member, only.copy.data) == (1, ("127.0.0.1:1",))
     assert (only.slot_hint, only.expected_bytes) == (3, 7 * 4096)
+    assert is_far(only.copy)
     assert holders.only_many([DIGEST, DIGEST]) == [only.copy, only.copy]
 
 
@@ -128,10 +130,12 @@ def test_otherwise_there_is_no_only_holder(holders: KnownHolders) -> None:
     assert holders.only_many([DIGEST]) == [None]
 
 
-def test_on_this_host_the_only_holder_is_read_as_planned() -> None:
+def test_on_this_host_the_only_holder_is_known_and_no_batch_asks_it() -> None:
     holders = KnownHolders(Table(record(1)), Random(1))
     holders.note([PlanItem([holder(1, same_host=True)])])
-    assert holders.only(DIGEST) is None
+    only = holders.only(DIGEST)
+    assert only is not None
+    assert not is_far(only.copy)
     assert holders.only_many([DIGEST]) == [None]
     assert planned(holders) == [1]
 

@@ -175,7 +175,9 @@ def test_a_client_tells_of_reads_that_their_holder_did_not_see() -> None:
     for _ in range(2):
         ledger.pulled("k", DIGEST, report(pulled="shm"), 0.0)
     ledger.pulled("k", DIGEST, report(pulled="tcp"), 0.0)
-    assert ledger.take()[4] == [UnseenRead(DIGEST, 2, 2)]
+    ledger.pulled_only("k", DIGEST, 2, "shm", 100, 0.0)
+    ledger.pulled_only("k", DIGEST, 2, "tcp", 100, 0.0)
+    assert ledger.take()[4] == [UnseenRead(DIGEST, 2, 3)]
     assert not ledger
     for number in range(MAX_UNSEEN + 5):
         ledger.pulled("k", number.to_bytes(16, "little"), report(pulled="shm"), 0.0)
