@@ -179,6 +179,8 @@ def _fail_if_silent(holder: _Holder, failure: PullFailed) -> None:
     """Nobody who came while a holder did not answer waits for it once more."""
     if is_silence(failure):
         for each in holder.queue:
+            if each.leads:  # called just now
+                each.leads = holder.leads = False
             each.failure = failure
             each.event.set()
         holder.queue.clear()
