@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -194,6 +195,8 @@ class _AsyncioEvent:
         _settle(self._outcome, True)
 
     async def wait(self, timeout_seconds: float) -> bool:
+        if timeout_seconds == math.inf:
+            return await self._outcome
         expiry = self._loop.call_later(timeout_seconds, _settle, self._outcome, False)
         try:
             return await self._outcome

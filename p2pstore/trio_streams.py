@@ -237,6 +237,9 @@ class _TrioEvent:
         self._event.set()
 
     async def wait(self, timeout_seconds: float) -> bool:
+        if timeout_seconds == math.inf:  # a scope would cost as much as the rest
+            await self._event.wait()
+            return True
         with trio.move_on_after(timeout_seconds):
             await self._event.wait()
         return self._event.is_set()

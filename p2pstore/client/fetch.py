@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Final
 
@@ -14,6 +15,7 @@ from p2pstore.client.answers import error_in, name_key, raise_for, tier_name
 from p2pstore.client.known_holders import KnownHolders, OnlyHolder, OwnPlan, is_far, remote_copy
 from p2pstore.client.link import PeerLink
 from p2pstore.client.prefix_chains import PrefixChains
+from p2pstore.client.reading_together import ReadingTogether
 from p2pstore.errors import (
     CapacityExceeded,
     LeaseLimitExceeded,
@@ -39,7 +41,7 @@ from p2pstore.transfer.batch_reads import ItemOutcome
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.failover import HolderReport, SilentHolders
 from p2pstore.transfer.get_requests import TRANSPORT_NAME
-from p2pstore.transfer.messages import Keeps
+from p2pstore.transfer.messages import SMALL_OBJECT_BYTES, Keeps
 from p2pstore.transfer.reader import Copied
 from p2pstore.transfer.shm import ShmTransport, copy_in_pieces, expired, read_mapped
 from p2pstore.transfer.transport import (
@@ -74,7 +76,10 @@ FETCH_SECONDS: Final = 60.0
 class Fetcher:
     """Reads objects for one client. Delivers only bytes that were verified."""
 
-    def __init__(self, link: PeerLink, namespace: str, chains: PrefixChains) -> None:
+    def __init__(
+        self, link: PeerLink, namespace: str, chains: PrefixChains, *, in_threads: bool
+    ) -> None:
+        """`in_threads`: what runs side by side runs in threads, which would have to wake each other."""
         self._link = link
         self._chains = chains
         self._namespace = namespace_digest(namespace)
@@ -82,6 +87,7 @@ class Fetcher:
         self._pool = DataPool(link.driver, progress_seconds=link.timeout_seconds)
         self._transports: list[Transport] = [self._shm, TcpTransport(self._pool)]
         self._known = KnownHolders(link.elsewhere, Random())
+        self._together = None if in_threads else ReadingTogether(link.driver, self._pool.pull_small)
 
     def close(self) -> None:
         """Close the connections to other peers."""
@@ -197,12 +203,12 @@ class Fetcher:
         self, key: str, digest: bytes, view: memoryview, only: OnlyHolder
     ) -> int | PullReport | None:
         """An object of one chunk of another host, over a connection that is there."""
-        copy, slot_hint, expected_bytes = only
-        if expected_bytes > CHUNK_BYTES:
+        copy = only.copy
+        if only.expected_bytes > CHUNK_BYTES:
             return None
         began = time.monotonic()
         try:
-            length = await self._pool.pull_chunk(copy, digest, view, slot_hint, expected_bytes)
+            length = await self._pull_chunk(only, digest, view)
         except PullFailed as failure:
             report = failed_report(copy, self._transports, failure)
             self._note_pull(key, digest, report, time.monotonic() - began, own=True)
@@ -212,6 +218,15 @@ class Fetcher:
         seconds = time.monotonic() - began
         self._link.note_only(key, digest, copy.member, TRANSPORT_NAME, length, seconds)
         return length
+
+    def _pull_chunk(self, only: OnlyHolder, digest: bytes, view: memoryview) -> Awaitable[int]:
+        """`DataPool.pull_chunk`, together with other tasks that read small objects there."""
+        copy, slot_hint, expected_bytes = only
+        if self._together is None or not 0 < min(expected_bytes, len(view)) <= SMALL_OBJECT_BYTES:
+            return self._pool.pull_chunk(copy, digest, view, slot_hint, expected_bytes)
+        alone = partial(self._pool.pull_chunk, copy, digest, view, slot_hint, expected_bytes)
+        room_bytes = min(expected_bytes, len(view))
+        return self._together.read(copy, digest, view, room_bytes, alone)
 
     def _own_plan(self, digest: bytes, destination: Destination) -> OwnPlan | None:
         """A plan without asking the peer. Not for who wants to see how a read goes, nor for what is here and only

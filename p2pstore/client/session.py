@@ -67,11 +67,16 @@ class _Parts:
     """What an open connection is used by."""
 
     def __init__(
-        self, link: PeerLink, namespace: str, digests_of: Callable[[Sequence[str]], list[bytes]]
+        self,
+        link: PeerLink,
+        namespace: str,
+        digests_of: Callable[[Sequence[str]], list[bytes]],
+        *,
+        in_threads: bool,
     ) -> None:
         self.link = link
         chains = PrefixChains()
-        self.fetcher = Fetcher(link, namespace, chains)
+        self.fetcher = Fetcher(link, namespace, chains, in_threads=in_threads)
         self.writer = Writer(link, namespace, chains)
         self.neighbours = Neighbours(link, namespace)
         self.leaser = Leaser(link, self.fetcher, self.neighbours)
@@ -128,7 +133,7 @@ class ClientSession:
             timeout_seconds=self.timeout,
         )
         try:
-            self._parts = _Parts(link, self.namespace, self._digests)
+            self._parts = _Parts(link, self.namespace, self._digests, in_threads=self.in_threads)
         except BaseException:
             link.close()
             raise

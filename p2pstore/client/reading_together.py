@@ -1,0 +1,186 @@
+"""Small reads of many tasks from one holder, gathered: where so many are under way that the next one would queue for a
+connection, those that come wait for each other, and then one of them reads for all. A request of its own for each would
+cost both ends a turn of their event loops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Final
+
+from p2pstore.streams import Driver, Event
+from p2pstore.transfer.failover import PullFailed, is_silence
+from p2pstore.transfer.transport import RemoteCopy
+
+MOST_ALONE: Final = 4
+"""Reads under way from one holder, each by itself: so many connections are kept, and a batch of few takes longer."""
+MANY: Final = 8
+"""After a batch of so many at least, it is one at most: the next batch begins when that is over."""
+MOST_TOGETHER: Final = 256
+"""Reads in one batch."""
+
+PullSmall = Callable[
+    [RemoteCopy, Sequence[bytes], Sequence[memoryview]],
+    Awaitable[tuple[list[int], PullFailed | None]],
+]
+"""See `DataPool.pull_small`."""
+
+
+class _Waiting:
+    """A read that waits for its turn. A batch is read into `room`: whoever asked may be cancelled meanwhile, and use
+    its own memory for something else."""
+
+    __slots__ = (
+        *("digest", "event", "failure", "is_alone", "is_gone", "leads"),
+        *("length", "room", "room_bytes"),
+    )
+
+    def __init__(self, digest: bytes, room_bytes: int, event: Event) -> None:
+        self.digest = digest
+        self.room_bytes = room_bytes
+        self.event = event
+        self.is_alone = False
+        """It is its turn, and it is not in the queue any more."""
+        self.leads = False
+        """It is its turn, and that of all behind it in the queue."""
+        self.is_gone = False
+        self.room = memoryview(b"")
+        self.length = -1
+        self.failure: PullFailed | None = None
+
+
+class _Holder:
+    """Who reads there: `alone` of at most `most_alone`. `leads`: one reads a batch, or is called to do that; then
+    nobody else begins."""
+
+    __slots__ = ("alone", "leads", "most_alone", "queue")
+
+    def __init__(self) -> None:
+        self.alone = 0
+        self.most_alone = MOST_ALONE
+        self.leads = False
+        self.queue: list[_Waiting] = []
+
+
+class ReadingTogether:
+    """For the tasks of one event loop."""
+
+    def __init__(self, driver: Driver, pull_small: PullSmall) -> None:
+        self._driver = driver
+        self._pull_small = pull_small
+        self._holders: dict[int, _Holder] = {}
+        """By member: few, as somebody who knows them says how to get there."""
+
+    async def read(
+        self,
+        copy: RemoteCopy,
+        digest: bytes,
+        view: memoryview,
+        room_bytes: int,
+        alone: Callable[[], Awaitable[int]],
+    ) -> int:
+        """Read an object of 1 to `room_bytes` bytes into the beginning of `view`: its length, or -1 when it takes
+        another way of reading. By `alone()`, or with others. Raises `PullFailed`."""
+        holder = self._holders.get(copy.member)
+        if holder is None:
+            holder = self._holders[copy.member] = _Holder()
+        if holder.alone < holder.most_alone and not (holder.queue or holder.leads):
+            holder.alone += 1
+            return await _read_alone(holder, alone)
+        waiting = _Waiting(digest, room_bytes, self._driver.event())
+        holder.queue.append(waiting)
+        try:
+            await waiting.event.wait(math.inf)  # whoever reads has a deadline
+        except BaseException:
+            _leave(holder, waiting)
+            raise
+        if waiting.is_alone:
+            return await _read_alone(holder, alone)
+        if waiting.leads:
+            await self._lead(copy, holder)
+        if waiting.failure is not None:
+            raise PullFailed(waiting.failure.code, waiting.failure.text, retriable=True)
+        if waiting.length > 0:
+            view[: waiting.length] = waiting.room[: waiting.length]
+        return waiting.length
+
+    async def _lead(self, copy: RemoteCopy, holder: _Holder) -> None:
+        """Read for those that wait, the caller first. Cancelled, it leaves the others to the next one."""
+        some = holder.queue[:MOST_TOGETHER]
+        del holder.queue[:MOST_TOGETHER]
+        holder.most_alone = 1 if len(some) >= MANY else MOST_ALONE
+        try:
+            ends = list(accumulate((each.room_bytes for each in some), initial=0))
+            memory = memoryview(bytearray(ends[-1]))
+            for each, (start, end) in zip(some, pairwise(ends), strict=True):
+                each.room = memory[start:end]
+            lengths, failure = await self._pull_small(
+                copy, [each.digest for each in some], [each.room for each in some]
+            )
+            for each, length in zip(some, lengths, strict=False):
+                each.length = length
+            if failure is not None:
+                for each in some[len(lengths) :]:
+                    each.failure = failure
+                _fail_if_silent(holder, failure)
+            for each in some:
+                each.event.set()
+        except BaseException:
+            holder.queue[:0] = [each for each in some[1:] if not each.is_gone]
+            raise
+        finally:
+            holder.leads = False
+            _call_next(holder)
+
+
+async def _read_alone(holder: _Holder, alone: Callable[[], Awaitable[int]]) -> int:
+    try:
+        return await alone()
+    except PullFailed as failure:
+        _fail_if_silent(holder, failure)
+        raise
+    finally:
+        holder.alone -= 1
+        _call_next(holder)
+
+
+def _leave(holder: _Holder, waiting: _Waiting) -> None:
+    """It was cancelled while it waited, or in the moment in which it was called."""
+    waiting.is_gone = True
+    if waiting in holder.queue:
+        holder.queue.remove(waiting)
+    if waiting.leads:
+        holder.leads = False
+    elif waiting.is_alone:
+        holder.alone -= 1
+    _call_next(holder)
+
+
+def _call_next(holder: _Holder) -> None:
+    """Whose turn it is now: each by itself where they are few, else one for all."""
+    queue = holder.queue
+    if holder.leads or not queue:
+        return
+    if len(queue) > holder.most_alone - holder.alone:
+        holder.leads = True
+        queue[0].leads = True
+        queue[0].event.set()
+        return
+    for each in queue:
+        holder.alone += 1
+        each.is_alone = True
+        each.event.set()
+    queue.clear()
+
+
+def _fail_if_silent(holder: _Holder, failure: PullFailed) -> None:
+    """Nobody who came while a holder did not answer waits for it once more."""
+    if is_silence(failure):
+        for each in holder.queue:
+            if each.leads:  # called just now
+                each.leads = holder.leads = False
+            each.failure = failure
+            each.event.set()
+        holder.queue.clear()
