@@ -27,6 +27,7 @@ from p2pstore.checkpoint.manifest import (
 )
 from p2pstore.checkpoint.paths import check_checkpoint_name, check_path, check_paths
 from p2pstore.checkpoint.pieces import (
+    CHEAP,
     LARGEST_USUAL,
     MAX_FILE_BYTES,
     MAX_PIECES,
@@ -112,8 +113,11 @@ def test_a_range_of_a_file_is_in_the_pieces_that_have_it_and_in_no_others() -> N
     ("total", "wanted"),
     [
         (0, SMALLEST_USUAL),
-        (10**9, SMALLEST_USUAL),
-        (2048 * SMALLEST_USUAL + 4096, 2 * SMALLEST_USUAL),
+        (512 * SMALLEST_USUAL, SMALLEST_USUAL),
+        (512 * SMALLEST_USUAL + 4096, 2 * SMALLEST_USUAL),
+        (10**9, CHEAP // 2),
+        (2048 * CHEAP, CHEAP),
+        (2048 * CHEAP + 4096, 2 * CHEAP),
         (140 * 10**9, LARGEST_USUAL),
         (10**12, LARGEST_USUAL),
         (8 * 10**12, 2 * LARGEST_USUAL),
