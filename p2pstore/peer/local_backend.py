@@ -174,9 +174,10 @@ class PeerLocalBackend:
         return answer
 
     def handled(self) -> None:
-        """Carry out what the requests had the core decide."""
+        """Carry out what the requests had the core decide, and make room for the next put."""
         if self._has_effects:
             self._has_effects = False
+            self._puts.make_room_ahead()
             self._node.process()
 
     def client_gone(self, client: LocalClient) -> None:

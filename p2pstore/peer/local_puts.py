@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import trio
 
@@ -27,7 +28,15 @@ from p2pstore.peer.local_answers import (
 )
 from p2pstore.peer.node import Node
 from p2pstore.peer.tickets import TicketOffice
-from p2pstore.wire import Empty
+from p2pstore.wire import Code, Empty
+
+_NO_ROOM_AHEAD: Final = local.Reservation(
+    0,
+    0,
+    0,
+    0,
+    local.ItemError(int(Code.CAPACITY_EXCEEDED), "no room can be spared for puts to come"),
+)
 
 
 class LocalPuts:
@@ -38,6 +47,8 @@ class LocalPuts:
         self._office = office
         self._core = node.core
         self._segment = node.core.segment
+        self._next_put: tuple[local.ReserveItem, str] | None = None
+        """What a client that puts in a loop is likely to ask room for next, and in which namespace."""
 
     def reserve(self, client: LocalClient, message: local.Reserve) -> local.Reserved:
         """Room for each value, or why there is none."""
@@ -146,13 +157,35 @@ class LocalPuts:
         operations: Sequence[Operation | local.PutOutcome],
     ) -> local.Committed:
         check_batch(message.again)
-        return local.Committed(
-            [
-                put_outcome(each.result) if isinstance(each, Operation) else each
-                for each in operations
-            ],
-            [self._reserve_one(client, item, message.namespace) for item in message.again],
+        outcomes = [
+            put_outcome(each.result) if isinstance(each, Operation) else each for each in operations
+        ]
+        again = [self._reserve_ahead(client, item, message.namespace) for item in message.again]
+        return local.Committed(outcomes, again)
+
+    def _reserve_ahead(
+        self, client: LocalClient, item: local.ReserveItem, namespace: str
+    ) -> local.Reservation:
+        """Room for a put that may never come, where some can be spared."""
+        if not self._segment.can_spare(item.length, item.trailer_length, namespace=namespace):
+            return _NO_ROOM_AHEAD
+        reservation = self._reserve_one(client, item, namespace)
+        if not reservation.error.code:
+            self._next_put = item, namespace
+        return reservation
+
+    def make_room_ahead(self) -> None:
+        """Evict what has to go for the next put while nobody waits for it. One value's room, however many clients put:
+        what is there is used by whoever comes first."""
+        if self._next_put is None:
+            return
+        item, namespace = self._next_put
+        self._next_put = None
+        now = self._node.now
+        self._segment.make_room_ahead(
+            item.length, item.trailer_length, now=self._core.unix(now), namespace=namespace
         )
+        self._core.announce_withdrawn(now)
 
     def abort(self, client: LocalClient, message: local.Abort) -> Empty:
         """Give reservations back; one that has ended already is passed over."""

@@ -126,6 +126,10 @@ class Areas:
                 return extent
         return None
 
+    def has_room(self, size_bytes: int, places: Places) -> bool:
+        """Whether `take` would find an extent there."""
+        return any(place.area.allocator.largest_free_bytes >= size_bytes for place in places)
+
     def holds(self, offset: int, size_bytes: int) -> bool:
         """Whether an extent there would lie in one part."""
         area = self.at(offset).allocator

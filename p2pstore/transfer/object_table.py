@@ -7,6 +7,7 @@ entry, then slot when it goes. Nothing that was written is believed when it is r
 from __future__ import annotations
 
 from collections.abc import Set
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -90,6 +91,13 @@ class ObjectTable:
         if self._free_slots:
             return self._free_slots.pop()
         return next(self._unused_slots, None)
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether `take_slot` would give one."""
+        if not self._free_slots:
+            self._free_slots += islice(self._unused_slots, 1)
+        return bool(self._free_slots)
 
     def free_slot(self, number: int) -> None:
         """Clear the slot and let it be taken again."""

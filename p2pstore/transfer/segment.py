@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from itertools import islice
 from types import MappingProxyType
 from typing import Final
@@ -61,12 +62,19 @@ MOST_WINDOWS: Final = 8
 AHEAD_SHARE: Final = 4096
 """So many windows are evicted at once, as long as those ahead of need are less than this part of the segment."""
 
+AHEAD_LEFT: Final = 16
+"""Nothing is evicted ahead of need but while so many times as much may go: else what was put a moment ago would, and
+for nobody."""
+
 MOST_TRIES: Final = 4
 """To make room, while threads begin to send from what was chosen to go."""
 
 NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
 
 _DIGEST: Final = np.dtype(f"V{DIGEST_BYTES}")
+
+NOBODY: Final = "nobody"
+"""The holder of room that is made and given back at once."""
 
 EARLIER_CLIENTS: Final = "clients of earlier lives"
 """The holder of what they may still look at or write to."""
@@ -218,6 +226,32 @@ class Segment:
         if self._marks is not None:
             self._table.write_reservation(reservation)
         return reservation
+
+    def can_spare(self, length: int, trailer_length: int, *, namespace: str = "") -> bool:
+        """Whether room for such a value may be reserved for what is not there yet: some is free, or so much may be
+        evicted that this is little beside it."""
+        size = extent_bytes(length, max(1, trailer_length))
+        places = self._areas.searches(namespace)[-1]
+        if self._has_room(size, places):
+            return True
+        return self._order.evictable_bytes(_groups_of(places)) >= AHEAD_LEFT * size
+
+    def make_room_ahead(
+        self, length: int, trailer_length: int, *, now: float, namespace: str = ""
+    ) -> None:
+        """Evict what `reserve` of such a value would evict, if there is no room for it and `can_spare`. Nothing is kept
+        for anybody: whoever reserves next may take it."""
+        size = extent_bytes(length, max(1, trailer_length))
+        if self._has_room(size, self._areas.searches(namespace)[-1]) or not self.can_spare(
+            length, trailer_length, namespace=namespace
+        ):
+            return
+        with suppress(CapacityExceeded, ObjectTooLarge):
+            room = self.reserve(length, trailer_length, holder=NOBODY, now=now, namespace=namespace)
+            self.abort(room.number, holder=NOBODY)
+
+    def _has_room(self, size: int, places: Places) -> bool:
+        return self._areas.has_room(size, places) and self._table.has_free_slot
 
     def reservation_view(self, number: int, holder: Hashable) -> memoryview:
         """Where to write the value. Nothing may write there after commit or abort."""

@@ -585,6 +585,15 @@ async def test_what_a_peer_says_of_its_load_is_told_to_schedulers(tmp_path: Path
         assert [route.peer_id for route in routes] == [second.peer_id, first.peer_id]
 
 
+async def test_room_for_the_next_of_many_puts_is_made_after_each_answer(tmp_path: Path) -> None:
+    async with open_peer(config(tmp_path, "alone", memory="1MiB")) as peer:
+        segment, value = peer.node.core.segment, bytes(3000)
+        for number in range(300):
+            await peer.put(f"k{number}", value)
+        assert segment.object_count < 260
+        assert segment.free_bytes == 4096
+
+
 async def test_a_peer_evicts_as_it_was_told(tmp_path: Path) -> None:
     for name, kind in (("lru", LeastRecentlyUsed), ("prefix", PrefixAware)):
         async with open_peer(config(tmp_path, name, eviction_policy=name)) as peer:

@@ -320,6 +320,13 @@ class QuotasAgainstModel(RuleBasedStateMachine):
             assert self.is_kept(entry)
             assert not [each for each in gone if each.namespace == namespace and self.is_kept(each)]
 
+    @rule(namespace=st.sampled_from(NAMESPACES), granules=st.sampled_from([1, 2, 7]))
+    def make_room_ahead(self, namespace: str, granules: int) -> None:
+        length = granules * GRANULE_BYTES - 200
+        self.segment.make_room_ahead(length, 100, now=self.now, namespace=namespace)
+        gone = self.segment.take_withdrawn()
+        assert not [each for each in gone if self.is_kept(each) and each.namespace != namespace]
+
     def has_own_room(self, namespace: str, before: list[ObjectEntry]) -> bool:
         """Whether the namespace's own part has a granule that is free, or that somebody else can give up."""
         begin = self.begins.get(namespace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from dataclasses import dataclass, replace
@@ -199,6 +200,15 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         self.collect()
         assert reservation.capacity == size
         self.reservations[reservation.number] = (holder, key, value)
+
+    @rule(length=st.one_of(st.integers(0, 20), st.integers(0, 9 * GRANULE_BYTES)))
+    def make_room_ahead(self, length: int) -> None:
+        self.segment.make_room_ahead(length, 100, now=self.now)
+        self.collect()
+        with contextlib.suppress(CapacityExceeded, ObjectTooLarge):
+            made = self.segment.reserve(length, 100, holder="next", now=self.now)
+            assert self.segment.take_withdrawn() == []
+            self.segment.abort(made.number, holder="next")
 
     @precondition(lambda self: self.reservations)
     @rule(
@@ -649,6 +659,32 @@ def test_full_slots_evict_one_object() -> None:
         segment.acquire(entry)
     with pytest.raises(CapacityExceeded, match="3 object slots"):
         put(segment, "too many", b"z", now=112)
+
+
+@pytest.mark.parametrize("slots", [20, 64], ids=["no slot is left", "no room is left"])
+def test_room_made_ahead_is_one_values_and_anybodys(slots: int) -> None:
+    segment, _ = new_segment(20 if slots == 64 else 64, slots=slots)
+    for number in range(20):
+        put(segment, str(number), one_granule(number), now=100 + number)
+    for _ in range(2):  # the second time there is room
+        segment.make_room_ahead(10, 100, now=130)
+    assert [entry.key for entry in segment.take_withdrawn()] == ["0"]
+    put(segment, "of somebody else", one_granule(1), now=130)
+    assert segment.take_withdrawn() == []
+    segment.check()
+
+
+def test_nothing_is_evicted_ahead_where_little_may_go() -> None:
+    segment, _ = new_segment(20)
+    for number in range(20):
+        put(segment, str(number), one_granule(number), pin=HARD if number < 5 else NONE)
+    segment.make_room_ahead(10, 100, now=130)
+    assert segment.take_withdrawn() == []
+    assert not segment.can_spare(10, 100)
+    segment.remove(key_digest("7", NAMESPACE))
+    assert segment.can_spare(10, 100)
+    assert not segment.can_spare(GRANULE_BYTES, 100)
+    segment.check()
 
 
 def test_reservations_of_one_holder_are_limited() -> None:

@@ -1,0 +1,103 @@
+"""What a peer does for local clients that put, without sockets."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from p2pstore.local import messages as local
+from p2pstore.local.messages import Access
+from p2pstore.local.server import LocalClient
+from p2pstore.objects import chunk_sums, root_checksum
+from p2pstore.peer.local_puts import LocalPuts
+from p2pstore.wire import Code
+from tests.unit.core_harness import HOLDER, NAMESPACE, Harness
+
+VALUE = b"v" * 5000
+ROOM = local.ReserveItem(len(VALUE), 128)
+CLIENT = LocalClient(7, NAMESPACE, Access.WRITE, 1, "")
+
+
+class Loop:
+    """A client that puts value after value, each into room that came with the answer to the one before."""
+
+    def __init__(self, world: Harness) -> None:
+        node: Any = SimpleNamespace(core=world.core, now=world.now, ssd=None)
+        self.puts = LocalPuts(node, office=None)  # type: ignore[arg-type]  # no ticket is asked for
+        self._room = self.puts.reserve(CLIENT, local.Reserve([ROOM], NAMESPACE)).items[0]
+
+    def put(self, key: str, again: local.ReserveItem | None = ROOM) -> local.Committed:
+        sums = chunk_sums(VALUE)
+        item = local.CommitItem(
+            self._room.reservation, key, len(VALUE), sums, root_checksum(len(VALUE), sums)
+        )
+        room = self._room
+        segment = self.puts._segment
+        segment.reservation_view(room.reservation, holder=CLIENT.holder)[: len(VALUE)] = VALUE
+        answer = self.puts.commit(
+            CLIENT, local.Commit(NAMESPACE, [item], again=[again] if again else [])
+        )
+        assert isinstance(answer, local.Committed)
+        assert not answer.items[0].error.code
+        if again:
+            self._room = answer.again[0]
+        return answer
+
+
+def fill(world: Harness) -> None:
+    """Put until something has to go."""
+    number = 0
+    while world.segment.free_bytes:
+        world.stored(f"before {number}", b"x")
+        number += 1
+
+
+def test_what_the_next_put_needs_is_evicted_after_the_answer() -> None:
+    world = Harness(memory_bytes=256 * 1024)
+    loop = Loop(world)
+    fill(world)
+    loop.put("first")
+    for number in range(20):
+        loop.puts.make_room_ahead()
+        there = world.segment.object_count
+        loop.put(f"k{number}")
+        assert world.segment.object_count == there + 1
+    assert world.announced("before 0") is None
+    world.segment.drop_holder(CLIENT.holder)
+    world.segment.check()
+
+
+def test_room_is_made_ahead_for_nobody_who_asks_for_none() -> None:
+    world = Harness(memory_bytes=256 * 1024)
+    loop = Loop(world)
+    loop.put("first")
+    loop.puts.make_room_ahead()
+    loop.put("last", again=None)
+    fill(world)
+    there = world.segment.object_count
+    loop.puts.make_room_ahead()
+    assert world.segment.object_count == there
+
+
+def test_what_was_just_put_does_not_go_for_what_may_come() -> None:
+    world = Harness(memory_bytes=64 * 1024)
+    loop = Loop(world)
+    while world.segment.free_bytes:
+        entry = world.stored(f"k{world.segment.object_count}", b"x")
+        world.segment.lease(entry, holder=HOLDER, now=world.core.unix(world.now))
+    assert loop.put("the last one that fits").again[0].error.code == Code.CAPACITY_EXCEEDED
+    loop.puts.make_room_ahead()
+    assert world.find("the last one that fits") is not None
+
+
+@pytest.mark.parametrize(
+    "item", [local.ReserveItem(-5, 1), local.ReserveItem(1, 1 << 40), local.ReserveItem(1 << 40, 1)]
+)
+def test_nonsense_that_is_asked_for_ahead_fails_no_put(item: local.ReserveItem) -> None:
+    world = Harness(memory_bytes=64 * 1024)
+    loop = Loop(world)
+    assert loop.put("k", again=item).again[0].error.code
+    loop.puts.make_room_ahead()
+    assert world.find("k") is not None
