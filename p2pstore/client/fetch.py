@@ -177,11 +177,14 @@ class Fetcher:
         """What one other host is known to hold, if it is of one chunk, over a connection that is there: its length.
         Otherwise how that failed, or None when there is no such short way."""
         only = self._known.only(digest)
-        if only is None:
+        if only is None or only.expected_bytes > CHUNK_BYTES:
             return None
+        return await self._pull_chunk_of(only, key, digest, view)
+
+    async def _pull_chunk_of(
+        self, only: OnlyHolder, key: str, digest: bytes, view: memoryview
+    ) -> int | PullReport | None:
         copy = only.copy
-        if only.expected_bytes > CHUNK_BYTES:
-            return None
         began = time.monotonic()
         try:
             length = await self._pull_chunk(only, digest, view)
@@ -194,6 +197,15 @@ class Fetcher:
         seconds = time.monotonic() - began
         self._link.note_chunk(key, digest, copy.member, length, seconds)
         return length
+
+    async def pull_small_value(self, key: str, digest: bytes) -> bytes | PullReport | None:
+        """`pull_chunk_into`, of what has 64 KiB at most, in memory of its own: the value."""
+        only = self._known.only(digest)
+        if only is None or not 0 < only.expected_bytes <= SMALL_OBJECT_BYTES:
+            return None
+        view = memoryview(bytearray(only.expected_bytes))
+        outcome = await self._pull_chunk_of(only, key, digest, view)
+        return bytes(view[:outcome]) if isinstance(outcome, int) else outcome
 
     def _pull_chunk(self, only: OnlyHolder, digest: bytes, view: memoryview) -> Awaitable[int]:
         """`DataPool.pull_chunk`, together with other tasks that read small objects there."""
