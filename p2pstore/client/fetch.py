@@ -17,6 +17,7 @@ from p2pstore.client.link import PeerLink
 from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.client.reading_together import ReadingTogether
 from p2pstore.errors import (
+    BufferTooSmall,
     CapacityExceeded,
     LeaseLimitExceeded,
     NoSuchKey,
@@ -178,11 +179,28 @@ class Fetcher:
         """What one other peer is known to hold, the shortest way there is: its length. Otherwise how that failed, or
         None when there is no such way. Raises `BufferTooSmall`."""
         only = self._known.only(digest)
-        if only is None:
+        return None if only is None else await self._pull_only(only, key, digest, view)
+
+    async def pull_small_value(self, key: str, digest: bytes) -> bytes | PullReport | None:
+        """`pull_into`, of what has 64 KiB at most, in memory of its own: the value."""
+        only = self._known.only(digest)
+        if only is None or not 0 < only.expected_bytes <= SMALL_OBJECT_BYTES:
             return None
+        view = memoryview(bytearray(only.expected_bytes))
+        try:
+            outcome = await self._pull_only(only, key, digest, view)
+        except BufferTooSmall:  # replaced meanwhile by a longer one
+            return None
+        return bytes(view[:outcome]) if isinstance(outcome, int) else outcome
+
+    async def _pull_only(
+        self, only: OnlyHolder, key: str, digest: bytes, view: memoryview
+    ) -> int | PullReport | None:
         if not is_far(only.copy):
             return await self._copy_from_neighbour(key, digest, view, only.copy)
-        return await self._pull_chunk_into(key, digest, view, only)
+        if only.expected_bytes > CHUNK_BYTES:
+            return None
+        return await self._pull_chunk_of(only, key, digest, view)
 
     async def _copy_from_neighbour(
         self, key: str, digest: bytes, view: memoryview, copy: RemoteCopy
@@ -199,13 +217,11 @@ class Fetcher:
                 return copied.length
         return None
 
-    async def _pull_chunk_into(
-        self, key: str, digest: bytes, view: memoryview, only: OnlyHolder
+    async def _pull_chunk_of(
+        self, only: OnlyHolder, key: str, digest: bytes, view: memoryview
     ) -> int | PullReport | None:
         """An object of one chunk of another host, over a connection that is there."""
         copy = only.copy
-        if only.expected_bytes > CHUNK_BYTES:
-            return None
         began = time.monotonic()
         try:
             length = await self._pull_chunk(only, digest, view)

@@ -63,6 +63,11 @@ class _Holder:
         self.leads = False
         self.queue: list[_Waiting] = []
 
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody reads there now, and will call who waits."""
+        return self.leads or self.alone > 0
+
 
 class ReadingTogether:
     """For the tasks of one event loop."""
@@ -88,7 +93,9 @@ class ReadingTogether:
             holder = self._holders[copy.member] = _Holder()
         if holder.alone < holder.most_alone and not (holder.queue or holder.leads):
             holder.alone += 1
-            return await _read_alone(holder, alone)
+            length = await _read_alone(holder, alone)
+            if length >= 0 or not holder.is_read:
+                return length  # else others may have all connections
         waiting = _Waiting(digest, room_bytes, self._driver.event())
         holder.queue.append(waiting)
         try:

@@ -232,8 +232,14 @@ class ClientSession:
     async def get(self, key: str, *, wait: float = 0.0) -> bytes:
         """The value. `wait` seconds for a key that may still be on its way. Raises `NoSuchKey`, or
         `Unavailable` when copies are known and none can be reached."""
-        destination, wait = BytesDestination(), arguments.seconds("wait", wait)
-        await self._live.fetcher.fetch(key, self._digest(key), destination, wait)
+        destination, digest, fetcher = BytesDestination(), self._digest(key), self._live.fetcher
+        wait = arguments.seconds("wait", wait)
+        if await fetcher.read_here(digest, destination) is not None:
+            return destination.value()
+        pulled = await fetcher.pull_small_value(key, digest)
+        if isinstance(pulled, bytes):
+            return pulled
+        await fetcher.fetch(key, digest, destination, wait, pulled)
         return destination.value()
 
     async def get_into(

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
-from p2pstore import blocking, open_peer
+from p2pstore import aio, blocking, connect, open_peer
 from p2pstore.blocking import BlockingClient
 from p2pstore.client.link import PeerLink
+from p2pstore.client.session import ClientSession
 from p2pstore.config import PeerConfig
 from p2pstore.errors import (
     BufferTooSmall,
@@ -26,11 +30,15 @@ from p2pstore.errors import (
     Unavailable,
 )
 from p2pstore.local.messages import LocalKind
+from p2pstore.transfer.data_pool import DataPool
+from p2pstore.transfer.transport import RemotePeer
 from tests.cluster.processes import PeerProcess, new_cluster, until
 
 SECONDS = 30.0
 COUNT = 200
 FAR = ("--network", "local", "--transport", "tcp")
+Read = Callable[[], Awaitable[None]]
+Gather = Callable[[Sequence[Read], Callable[[], None]], Awaitable[None]]
 ASKING = (LocalKind.CONTAINS, LocalKind.MATCH_PREFIX, LocalKind.PLAN)
 
 
@@ -189,6 +197,74 @@ def test_the_only_holder_on_another_host_is_read_without_a_plan(
         gone, there = reader.get_many_into([(keys[4], bytearray(99)), (keys[5], bytearray(99))])
         assert isinstance(gone.error, NoSuchKey)
         assert there.value == len(values[keys[5]])
+
+
+async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
+    far_pair: list[PeerProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {key: key.encode() * 20 for key in keys_of("far together")}
+    assert all(each.ok for each in far_pair[0].client.put_many(list(values.items())))
+    asked: list[int] = []
+    pull_small, pull_chunk = DataPool.pull_small, DataPool.pull_chunk
+
+    def counted_small(
+        pool: DataPool, copy: RemotePeer, digests: Sequence[bytes], *rest: Any
+    ) -> Any:
+        asked.append(len(digests))
+        return pull_small(pool, copy, digests, *rest)
+
+    async def counted_chunk(*arguments: Any) -> int:
+        length = await pull_chunk(*arguments)
+        asked.extend([1] * (length >= 0))
+        return length
+
+    monkeypatch.setattr(DataPool, "pull_small", counted_small)
+    monkeypatch.setattr(DataPool, "pull_chunk", counted_chunk)
+
+    keys, holder = list(values), far_pair[0]
+
+    async def read_at_once(client: ClientSession, start: int, gather: Gather) -> None:
+        """So that all have asked before the first one is answered."""
+
+        async def get(key: str) -> None:
+            assert await client.get(key) == values[key]
+
+        async def get_into(key: str) -> None:
+            buffer = bytearray(1000)
+            length = await client.get_into(key, buffer)
+            assert buffer[:length] == values[key]
+
+        await get(keys[start])  # from here on it knows how to get there
+        asked.clear()
+        some, others = keys[start : start + 10], keys[start + 10 : start + 20]
+        reads = [*(partial(get, key) for key in some), *(partial(get_into, key) for key in others)]
+        with holder.stopped():
+            await gather(reads, lambda: holder.signal(signal.SIGCONT))
+        assert sorted(asked) == [1, 19]
+
+    async def gather_in_trio(reads: Sequence[Read], asked_all: Callable[[], None]) -> None:
+        async with trio.open_nursery() as nursery:
+            for read in reads:
+                nursery.start_soon(read)
+            await wait_all_tasks_blocked()
+            asked_all()
+
+    async def gather_in_asyncio(reads: Sequence[Read], asked_all: Callable[[], None]) -> None:
+        tasks = [asyncio.ensure_future(read()) for read in reads]
+        await asyncio.sleep(0)
+        asked_all()
+        await asyncio.gather(*tasks)
+
+    async def in_asyncio() -> None:
+        async with await aio.connect(far_pair[1].ready["socket"]) as client:
+            await read_at_once(client, 20, gather_in_asyncio)
+
+    async with connect(far_pair[1].ready["socket"]) as client:
+        with trio.fail_after(SECONDS):
+            while not all(await client.contains_many(keys)):
+                await trio.sleep(0.01)
+        await read_at_once(client, 0, gather_in_trio)
+    await trio.to_thread.run_sync(lambda: asyncio.run(in_asyncio()))
 
 
 def test_the_only_holder_on_another_host_may_move(far_pair: list[PeerProcess]) -> None:

@@ -16,19 +16,24 @@ LONG_SECONDS = 2 * SHORT_SECONDS
 
 class Line:
     """A socket and its clock. What is asked for comes after `delay_seconds`; `polls` and `sleeps` are how it was
-    received."""
+    received, `tries` how often it was asked for without sleeping. `steal_seconds`: others have the core for so long
+    once, while somebody polls."""
 
     def __init__(self) -> None:
         self.now = 1000.0
         self.delay_seconds = 0.0
         self.due = 0.0
         self.thread = 1
-        self.polls = self.sleeps = self.yields = 0
+        self.polls = self.sleeps = self.tries = 0
+        self.steal_seconds = 0.0
 
     def recv_into(self, view: memoryview, length: int = 0, flags: int = 0) -> int:
         self.now += STEP_SECONDS
         if flags:
             assert flags == socket.MSG_DONTWAIT
+            self.tries += 1
+            self.now += self.steal_seconds
+            self.steal_seconds = 0.0
             if self.now < self.due:
                 raise BlockingIOError
             self.polls += 1
@@ -37,25 +42,20 @@ class Line:
             self.sleeps += 1
         return len(view)
 
-    def give_way(self) -> None:
-        self.yields += 1
-
     def ask(self, some: Polling, delay_seconds: float) -> str:
         """Receive what comes after so long: how, and after how many questions in vain."""
-        before = self.polls, self.yields
+        before = self.polls, self.tries
         self.due = self.now + delay_seconds
         assert some.receive_into(self, memoryview(bytes(3))) == 3  # type: ignore[arg-type]  # as much of it as is used
-        tried = self.yields > before[1]
         if self.polls > before[0]:
             return "polled"
-        return "polled in vain" if tried else "slept"
+        return "polled in vain" if self.tries > before[1] else "slept"
 
 
 @pytest.fixture
 def line(monkeypatch: pytest.MonkeyPatch) -> Line:
     line = Line()
     monkeypatch.setattr("p2pstore.polling.time.monotonic", lambda: line.now)
-    monkeypatch.setattr("p2pstore.polling.os.sched_yield", line.give_way)
     monkeypatch.setattr("p2pstore.polling.threading.get_ident", lambda: line.thread)
     monkeypatch.setattr(polling._Receiving, "thread", line.thread)
     monkeypatch.setattr(polling._Receiving, "since", 0.0)
@@ -94,6 +94,17 @@ def test_polling_in_vain_becomes_seldom_and_often_again(line: Line) -> None:
     assert line.ask(some, POLL_SECONDS / 2) == "polled"
 
 
+def test_polling_is_in_vain_where_others_have_the_core_meanwhile(line: Line) -> None:
+    """What comes while they do does not wake who polls: it would have come sooner to who sleeps."""
+    some = Polling()
+    line.ask(some, 0)
+    asked = []
+    for _ in range(16):
+        line.steal_seconds = 3e-3
+        asked.append(line.ask(some, POLL_SECONDS / 2))
+    assert [number for number, each in enumerate(asked) if each == "polled"] == [0, 2, 5, 10]
+
+
 def test_nobody_polls_where_several_threads_receive_in_turns(line: Line) -> None:
     some, other = Polling(), Polling()
 
@@ -117,11 +128,11 @@ def test_nothing_is_left_of_who_was_interrupted(
     some = Polling()
     line.ask(some, 0)
 
-    def interrupt() -> None:
+    def interrupt(view: memoryview, length: int = 0, flags: int = 0) -> int:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as interrupted:
-        interrupted.setattr("p2pstore.polling.os.sched_yield", interrupt)
+        interrupted.setattr(line, "recv_into", interrupt)
         with pytest.raises(KeyboardInterrupt):
             line.ask(some, POLL_SECONDS / 2)
     assert line.ask(some, POLL_SECONDS / 2) == "polled"

@@ -60,9 +60,11 @@ class Holder:
 
     async def _pull_alone(self, digest: bytes, view: memoryview) -> int:
         self.requests.append([])
-        _, failure = await self._answer()
+        told, failure = await self._answer()
         if failure is not None:
             raise failure
+        if not told:
+            return -1
         value = value_of(digest)
         view[: len(value)] = value
         return len(value)
@@ -302,7 +304,7 @@ def answering(rng: Random, checkpoint: Callable[[], Awaitable[Any]]) -> Callable
             return rng.randrange(20), PullFailed(Code.DEADLINE_EXCEEDED, "silent")
         if kind < 0.2:
             return rng.randrange(20), PullFailed(Code.UNAVAILABLE, "broken", retriable=True)
-        return WELL
+        return (0, None) if kind < 0.3 else WELL
 
     return answer
 
