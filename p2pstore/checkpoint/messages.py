@@ -13,6 +13,7 @@ import msgspec
 
 from p2pstore.checkpoint.piece_map import PieceMap, map_of, unpack_map
 from p2pstore.checkpoint.pieces import MAX_PIECES
+from p2pstore.checkpoint.upload_slots import USUAL_SLOTS
 from p2pstore.errors import ProtocolError
 from p2pstore.wire import Message, decode_body
 
@@ -67,6 +68,8 @@ class Grant(Message, frozen=True):
     """The receiver may ask for one piece now: for this one, or for any."""
 
     piece: int = ANY_PIECE
+    slots: int = USUAL_SLOTS
+    """How many pieces the sender sends at once: so many receivers share its link."""
 
 
 class Refuse(Message, frozen=True):

@@ -66,7 +66,14 @@ from p2pstore.checkpoint.neighbours import Neighbours
 from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map, pack_map
 from p2pstore.checkpoint.selection import HostShare, Selection
 from p2pstore.checkpoint.super_seeding import SuperSeeding
-from p2pstore.checkpoint.upload_slots import USUAL_SLOTS, UploadSlots, places_for, slots_for
+from p2pstore.checkpoint.upload_slots import (
+    MOST_SLOTS,
+    QUEUED_SLOTS,
+    USUAL_SLOTS,
+    UploadSlots,
+    places_for,
+    slots_for,
+)
 from p2pstore.errors import ProtocolError
 
 FEW_NEIGHBOURS: Final = 4
@@ -80,6 +87,8 @@ INVITED: Final = 3
 """Who has room again says so to so many of those whom it refused. If all of them heard, most would be refused again; if
 too few do, none of them may have a slot free by then (64 receivers take 1.05 of the shortest time with three, 1.07 with
 two, 1.12 with one)."""
+SHARE_OF_NEWEST_GRANT: Final = 1 / 8
+"""How much it counts in how many slots others have."""
 LATE: Final = 1.5
 """In the end, a piece is late after so many times what is usual for its sender."""
 
@@ -143,7 +152,13 @@ class Swarm:
         """`have`: verified pieces that are here already. `publishes`: this peer brings the checkpoint into the
         swarm, and sends each piece once before others choose. `needed`: the pieces to bring here; None: all."""
         self.config = config or SwarmConfig()
-        self.slots = UploadSlots(self.config.upload_slots or USUAL_SLOTS, self.config.grant_seconds)
+        self._first_slots = QUEUED_SLOTS if publishes else USUAL_SLOTS
+        """Before anything is known of the network. A publisher's link is what all wait for: it must not be idle."""
+        self.slots = UploadSlots(
+            self.config.upload_slots or self._first_slots, self.config.grant_seconds
+        )
+        self._others_slots = float(USUAL_SLOTS)
+        """What grants said lately."""
         self.senders = Senders(
             self.config.first_deadline_seconds, self.config.shortest_deadline_seconds
         )
@@ -349,6 +364,8 @@ class Swarm:
             return
         message = event.message
         if isinstance(message, Grant):
+            slots = min(max(message.slots, 1), MOST_SLOTS)
+            self._others_slots += SHARE_OF_NEWEST_GRANT * (slots - self._others_slots)
             self._granted(neighbour, message.piece, now)
         elif isinstance(message, Refuse):
             self._refused(neighbour, message.reason, now)
@@ -440,7 +457,13 @@ class Swarm:
     @property
     def _room(self) -> bool:
         """Whether another piece may be fetched over the network."""
-        return self._flights.has_room(places_for(self.slots.slots))
+        return self._flights.has_room(places_for(self._senders_slots))
+
+    @property
+    def _senders_slots(self) -> int:
+        """Among how many those who send here divide their links, each: to fill this one takes as many of them. Who has
+        just come knows it by their grants."""
+        return max(self.slots.slots, -(-round(self._others_slots) // self._sharing))
 
     # --- fetching ----------------------------------------------------------------------------
 
@@ -456,7 +479,9 @@ class Swarm:
 
     def _fetch(self, neighbour: _Neighbour, piece: int, now: float) -> None:
         seconds = self.senders.deadline_seconds(neighbour.member, self._sizes[piece])
-        held_up_at = self._held_up_at(self._downloads, neighbour.member, piece, now)
+        held_up_at = self._held_up_at(
+            self._downloads, neighbour.member, piece, self._senders_slots, now
+        )
         flight = Flight(neighbour.member, neighbour.same_host, now, now + seconds, held_up_at)
         self._flights.begin(piece, flight)
         self._selection.on_its_way(piece)
@@ -468,9 +493,9 @@ class Swarm:
             self._hurry_at = now
         self._effects.append(Fetch(neighbour.member, piece, neighbour.same_host))
 
-    def _held_up_at(self, pace: Pace, member: int, piece: int, now: float) -> float:
+    def _held_up_at(self, pace: Pace, member: int, piece: int, slots: int, now: float) -> float:
         """When a transfer that begins now counts no more; -infinity for at once."""
-        seconds = pace.held_up_after(member, self._sizes[piece], self.slots.slots)
+        seconds = pace.held_up_after(member, self._sizes[piece], slots)
         return now + seconds if seconds else -math.inf
 
     def _fetch_here(self, neighbour: _Neighbour, now: float) -> None:
@@ -634,7 +659,9 @@ class Swarm:
             self.slots.grant(receiver.member, piece, now)
             self._check_at = min(self._check_at, now + self.config.grant_seconds)
             self._tell_untold(receiver)
-            self._tell((receiver.member,), Grant(ANY_PIECE if piece is None else piece))
+            self._tell(
+                (receiver.member,), Grant(ANY_PIECE if piece is None else piece, self.slots.slots)
+            )
 
     def _next_receiver(self) -> _Neighbour | None:
         """Who waited for a slot, else any neighbour that lacks something, first those that have no slot yet."""
@@ -665,7 +692,7 @@ class Swarm:
         declined = self._why_not(neighbour, piece, granted)
         if declined is None:
             if not neighbour.same_host:
-                held_up_at = self._held_up_at(self._uploads, member, piece, now)
+                held_up_at = self._held_up_at(self._uploads, member, piece, self.slots.slots, now)
                 self.slots.sending(member, piece, held_up_at)
                 if held_up_at > -math.inf:
                     self._check_at = min(self._check_at, held_up_at)
@@ -696,11 +723,16 @@ class Swarm:
         """As many as keep the link busy; peers of one host have them together."""
         slots = self.config.upload_slots
         if slots is None:
-            piece_seconds = self._uploads.quickest_seconds(self._usual_size)
-            slots = slots_for(
-                piece_seconds, self.slots.round_trip_seconds, self.slots.usual_round_trip_seconds
-            )
+            slots = self._slots_by_round_trip()
         self.slots.slots = max(1, -(-slots // self._sharing))
+
+    def _slots_by_round_trip(self) -> int:
+        piece_seconds = self._uploads.quickest_seconds(self._usual_size)
+        if piece_seconds == math.inf:
+            return self._first_slots
+        return slots_for(
+            piece_seconds, self.slots.round_trip_seconds, self.slots.usual_round_trip_seconds
+        )
 
     def _served(self, event: Served, now: float) -> None:
         if not self.slots.sent(event.member, event.piece):

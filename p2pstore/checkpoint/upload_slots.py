@@ -28,7 +28,7 @@ queues of links, and TCP takes some round trips to fill a link after a pause. (1
 of 20 ms: 1.29 of the shortest time with four slots, 1.24 with five, 1.22 with six, 1.18 with eight, 1.2 with ten.)"""
 QUEUED_SHARE: Final = 0.08
 SHARE_OF_NEWEST: Final = 1 / 16
-"""How much the newest round trip counts in what is usual."""
+"""How much the newest round trip counts in what is usual: of the first ones, all count the same."""
 MAX_WAITING: Final = 64
 FORGETTING: Final = 1.001
 """So the shortest round trip is forgotten, by each answer."""
@@ -45,6 +45,7 @@ class UploadSlots:
         more of them under way. Infinity before the first answer."""
         self.usual_round_trip_seconds = 0.0
         """With all that stands in the way; 0 before the first answer."""
+        self._answers = 0
         self._grant_seconds = grant_seconds
         self._granted: dict[int, list[tuple[float, int | None]]] = {}
         """Until when, and for which piece, if for a certain one; those of a member oldest first."""
@@ -90,8 +91,9 @@ class UploadSlots:
             del self._granted[member]
         took = now - (void_at - self._grant_seconds)
         self.round_trip_seconds = min(FORGETTING * self.round_trip_seconds, took)
-        usual = self.usual_round_trip_seconds or took
-        self.usual_round_trip_seconds = usual + SHARE_OF_NEWEST * (took - usual)
+        self._answers += 1
+        share = max(SHARE_OF_NEWEST, 1 / self._answers)
+        self.usual_round_trip_seconds += share * (took - self.usual_round_trip_seconds)
         return True, piece
 
     def is_sending(self, member: int, piece: int) -> bool:

@@ -69,8 +69,8 @@ def test_the_bytes_of_a_manifest_never_change() -> None:
 MESSAGES: list[tuple[SwarmMessage, int, str]] = [
     (PieceMapMessage(b"\x05"), 1, "91c40105"),
     (NewPieces([0, 300]), 2, "919200cd012c"),
-    (Grant(), 3, "91ff"),
-    (Grant(7), 3, "9107"),
+    (Grant(), 3, "92ff02"),
+    (Grant(7, slots=8), 3, "920708"),
     (Refuse(2), 4, "9102"),
     (Members([7, 1 << 63]), 5, "919207cf8000000000000000"),
     (Needs(b"\x05"), 6, "91c40105"),
@@ -84,6 +84,10 @@ def test_the_bytes_of_messages_never_change(message: SwarmMessage, kind: int, bo
     assert kind_of(message) == kind
     assert encode_body(message).hex() == body
     assert decode_message(kind, bytes.fromhex(body)) == message
+
+
+def test_grants_of_older_members_say_no_slots() -> None:
+    assert decode_message(3, bytes.fromhex("9107")) == Grant(7, slots=2)
 
 
 def test_the_record_of_pieces_on_a_disk(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_who_is_granted_a_slot_is_told_before_what_is_new() -> None:
     peer.on(PieceArrived(1, 1))
     assert peer.asked(Tell) == []  # its turn comes later
     peer.on(Served(2, 0))
-    assert peer.asked(Tell) == [Tell((2,), NewPieces([1])), Tell((2,), Grant())]
+    assert peer.asked(Tell) == [Tell((2,), NewPieces([1])), Tell((2,), Grant(slots=1))]
     peer.wait(0.5)
     assert peer.told(NewPieces) == [((1,), NewPieces([1]))]
 
@@ -232,6 +232,28 @@ def test_grants_are_refused_when_enough_is_on_its_way_or_nothing_is_wanted() -> 
     assert peer.told(Refuse) == [((1,), Refuse(Refusal.LATER))]
     peer.on(Received(1, Grant(7)))
     assert peer.told(Refuse) == [((1,), Refuse(Refusal.FULL))]
+
+
+@pytest.mark.parametrize(("slots", "fetched"), [(2, 2), (4, 5), (8, 9), (1 << 62, 9), (-1, 2)])
+def test_who_comes_takes_pieces_of_as_many_as_others_divide_their_links_among(
+    slots: int, fetched: int
+) -> None:
+    peer = Peer(pieces=60)
+    for member in range(1, 31):
+        peer.neighbour(member, *range(60))
+        peer.on(Received(member, Grant(slots=slots)))
+    assert len(peer.asked(Fetch)) == fetched
+
+
+def test_a_publisher_does_not_wait_to_know_the_network_before_it_fills_its_link() -> None:
+    peer = Peer(publishes=True, pieces=40)
+    for member in range(1, 11):
+        peer.neighbour(member)
+    assert len(peer.told(Grant)) == 8
+    other = Peer(list(range(40)), pieces=40)
+    for member in range(1, 11):
+        other.neighbour(member)
+    assert len(other.told(Grant)) == 2
 
 
 def test_three_of_those_who_were_refused_hear_when_there_is_room() -> None:

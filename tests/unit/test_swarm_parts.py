@@ -280,7 +280,14 @@ def test_eight_slots_where_messages_usually_wait_behind_pieces() -> None:
         slots.grant(7, None, 1.0)
         slots.take_grant(7, 1.0 + round_trip)
     assert slots.round_trip_seconds == pytest.approx(0.016, rel=0.01)
+    assert slots.usual_round_trip_seconds == pytest.approx(0.064 / 3)  # the first ones count alike
+    for _ in range(13):
+        slots.grant(7, None, 1.0)
+        slots.take_grant(7, 1.016)
     assert slots.usual_round_trip_seconds == pytest.approx(0.017)
+    slots.grant(7, None, 1.0)
+    slots.take_grant(7, 1.033)
+    assert slots.usual_round_trip_seconds == pytest.approx(0.018)
 
 
 def test_one_place_more_than_slots_where_there_are_more_than_two() -> None:
@@ -434,7 +441,8 @@ def test_a_member_that_could_not_be_reached_is_tried_again_later() -> None:
 def test_a_kind_that_is_not_known_is_no_error_and_defaults_stand_for_what_is_missing() -> None:
     assert decode_message(99, b"whatever") is None
     assert decode_message(3, b"\x90") == Grant(ANY_PIECE)
-    assert decode_message(3, b"\x92\x07\x08") == Grant(7)
+    assert decode_message(3, b"\x91\x07") == Grant(7, slots=2)
+    assert decode_message(3, b"\x93\x07\x08\x09") == Grant(7, slots=8)
 
 
 @pytest.mark.parametrize(
