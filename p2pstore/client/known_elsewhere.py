@@ -203,7 +203,8 @@ class KnownElsewhere:
         floors = self._table.floor_clocks
         clocks, words = self._table.clocks(rows), self._words
         after = np.maximum(floors[first & (len(floors) - 1)], np.uint64(words[_AFTER]))
-        return (clocks > after) & (clocks < words[_BEFORE])
+        believed: NDArray[np.bool_] = (clocks > after) & (clocks < words[_BEFORE])
+        return believed
 
     def _are_apart(self, digests: bytes) -> NDArray[np.bool_]:
         first = np.frombuffer(digests, "<u4")[:: DIGEST_BYTES // 4]
