@@ -7,6 +7,7 @@ clients of that peer map it to look keys up themselves. It is native-endian and 
     counted       a byte for each of `MAX_COUNTED_SLOTS` slots: 1 when a client is to count its records
     members       the short name of the member whose records those of a counted slot are, 8 bytes each
     apart         2^20 counters: what is known otherwise of keys whose digests begin so
+    floors        2^18 clocks, 8 bytes each: versions of keys whose digests begin so may be forbidden up to there
     block owners  the slot that owns each block of 32 rows
     row owners    the slot that owns each row of a shared block
     links         of rows and of buckets
@@ -63,9 +64,10 @@ SHARED: Final = 0xFFFFFFFF
 MAX_COUNTED_SLOTS: Final = 1 << 16
 """Of slots with higher numbers, a client asks its peer."""
 APART_COUNTERS: Final = 1 << 20
+FLOOR_CLOCKS: Final = 1 << 18
 _HEADER_BYTES: Final = 4096
 _PAGE_BYTES: Final = 4096
-_MAGIC: Final = int.from_bytes(b"p2plocs1", "little")
+_MAGIC: Final = int.from_bytes(b"p2plocs2", "little")
 """The last character is the layout's version: the peer and its clients are different processes."""
 HALF_WORDS: Final = LOCATION_BYTES // 2
 """Of 16 bits, in a row."""
@@ -122,7 +124,13 @@ def _part_starts(blocks: int) -> list[int]:
     links = rows + rows // ROWS_PER_BUCKET + FIRST_BUCKETS + SPLIT_BATCH
     starts, end = [0], 0
     for length in (
-        *(_HEADER_BYTES, MAX_COUNTED_SLOTS, 8 * MAX_COUNTED_SLOTS, APART_COUNTERS),
+        *(
+            _HEADER_BYTES,
+            MAX_COUNTED_SLOTS,
+            8 * MAX_COUNTED_SLOTS,
+            APART_COUNTERS,
+            8 * FLOOR_CLOCKS,
+        ),
         *(4 * blocks, 4 * rows, 4 * links, LOCATION_BYTES * rows),
     ):
         end += -(-length // _PAGE_BYTES) * _PAGE_BYTES
@@ -160,16 +168,17 @@ class LocationTable:
         self.block_limit = blocks
         self.counted, self.members, self.apart = parts[1], parts[2].cast("Q"), parts[3]
         # Numpy is slow for one element, and a memoryview for many.
-        self.block_owner, self.block_owners = parts[4].cast("I"), np.frombuffer(parts[4], np.uint32)
-        self.row_owner, self.row_owners = parts[5].cast("I"), np.frombuffer(parts[5], np.uint32)
-        self.link, self.links = parts[6].cast("I"), np.frombuffer(parts[6], np.uint32)
+        self.floors, self.floor_clocks = parts[4].cast("Q"), np.frombuffer(parts[4], np.uint64)
+        self.block_owner, self.block_owners = parts[5].cast("I"), np.frombuffer(parts[5], np.uint32)
+        self.row_owner, self.row_owners = parts[6].cast("I"), np.frombuffer(parts[6], np.uint32)
+        self.link, self.links = parts[7].cast("I"), np.frombuffer(parts[7], np.uint32)
         self.counts = np.frombuffer(self.counted, np.uint8)
         self.aparts = np.frombuffer(self.apart, np.uint8)
         self.row_limit = blocks * BLOCK_ROWS
         self.heads = self.row_limit
         """The link of the first bucket."""
-        rows = parts[7][: self.row_limit * LOCATION_BYTES]
-        self._rows_start = _part_starts(blocks)[7]
+        rows = parts[8][: self.row_limit * LOCATION_BYTES]
+        self._rows_start = _part_starts(blocks)[8]
         self.begins = rows.cast("H")
         """Of every 17, the first is the first two bytes of a row, as a quick look at it."""
         self.whole: npt.NDArray[np.void] = np.frombuffer(rows, WHOLE)
@@ -319,3 +328,8 @@ def format_table(memory: Any, blocks: int, salt: int) -> LocationTable:
 def apart_counter(digest: bytes) -> int:
     """Which of the counters `apart` is the digest's: by its first 20 bits."""
     return digest[0] | digest[1] << 8 | (digest[2] & 15) << 16
+
+
+def floor_clock(digest: bytes) -> int:
+    """Which of the clocks `floors` is the digest's: by its first 18 bits."""
+    return apart_counter(digest) & (FLOOR_CLOCKS - 1)

@@ -19,8 +19,10 @@ from p2pstore.location_table import (
     LOCATION,
     TIER_FLAGS,
     LocationTable,
+    Rows,
     Word,
     apart_counter,
+    floor_clock,
 )
 from p2pstore.objects import DIGEST_BYTES
 
@@ -63,6 +65,7 @@ class KnownElsewhere:
         self._table = LocationTable(memory)
         self._words = self._table.words
         self._counted, self._apart = self._table.counted, self._table.apart
+        self._floors = self._table.floors
 
     def contains(self, digest: bytes) -> bool | None:
         """Whether some live peer is known to hold the key; None: the local peer must be asked."""
@@ -97,7 +100,7 @@ class KnownElsewhere:
                 except IndexError:
                     continue
                 if words[_CHANGES] == changes:
-                    after, before = words[_AFTER], words[_BEFORE]
+                    after, before = self._believed(digest)
                     plain = all(after < record.version[0] < before for record in found)
                     return found if plain else None
         return None
@@ -133,13 +136,19 @@ class KnownElsewhere:
         alive_at = self._words[_ALIVE_AT]
         return alive_at > 0 and 0 <= time.monotonic_ns() - alive_at < FRESH_NANOSECONDS
 
+    def _believed(self, digest: bytes) -> tuple[int, int]:
+        """Between these clocks versions of the key are believed."""
+        words = self._words
+        return max(words[_AFTER], self._floors[floor_clock(digest)]), words[_BEFORE]
+
     def _look_up(self, digest: bytes) -> bool | None:
-        words, counted = self._words, self._counted
+        counted = self._counted
         answer: bool | None = False
         for slot, record in self._table.find(digest, _MOST_ROWS):
             if counted[slot]:
                 clock = int.from_bytes(record[CLOCK], "little")
-                if words[_AFTER] < clock < words[_BEFORE]:
+                after, before = self._believed(digest)
+                if after < clock < before:
                     return True
                 answer = None  # an old version may be forbidden
         return answer
@@ -161,13 +170,12 @@ class KnownElsewhere:
         return None
 
     def _match(self, digests: bytes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        table, words = self._table, self._words
+        table = self._table
         count = len(digests) // DIGEST_BYTES
         held, asked = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         matches = table.find_many(digests, _MOST_ROWS)
         counts = table.counts[matches.slots] != 0
-        clocks = table.clocks(matches.rows)
-        believed = counts & (clocks > words[_AFTER]) & (clocks < words[_BEFORE])
+        believed = counts & self._are_believed(digests, matches.queries, matches.rows)
         held[matches.queries[believed]] = True
         asked[matches.queries[counts]] = True
         asked &= ~held
@@ -175,12 +183,12 @@ class KnownElsewhere:
         return held & ~apart, asked | apart
 
     def _match_only(self, digests: bytes) -> NDArray[np.uint64]:
-        table, words = self._table, self._words
+        table = self._table
         count = len(digests) // DIGEST_BYTES
         matches = table.find_many(digests, _MOST_ROWS)
         counted = np.flatnonzero(table.counts[matches.slots])
-        queries, clocks = matches.queries[counted], table.clocks(matches.rows[counted])
-        believed = (clocks > words[_AFTER]) & (clocks < words[_BEFORE])
+        queries = matches.queries[counted]
+        believed = self._are_believed(digests, queries, matches.rows[counted])
         members = np.zeros(count, np.uint64)
         members[queries[believed]] = np.frombuffer(table.members, np.uint64)[
             matches.slots[counted[believed]]
@@ -188,6 +196,15 @@ class KnownElsewhere:
         members[np.bincount(queries, minlength=count) > 1] = 0
         members[self._are_apart(digests)] = 0
         return members
+
+    def _are_believed(self, digests: bytes, queries: Rows, rows: Rows) -> NDArray[np.bool_]:
+        """`_believed` of the versions in rows, which are of these of the digests."""
+        first = np.frombuffer(digests, "<u4")[:: DIGEST_BYTES // 4][queries]
+        floors = self._table.floor_clocks
+        clocks, words = self._table.clocks(rows), self._words
+        after = np.maximum(floors[first & (len(floors) - 1)], np.uint64(words[_AFTER]))
+        believed: NDArray[np.bool_] = (clocks > after) & (clocks < words[_BEFORE])
+        return believed
 
     def _are_apart(self, digests: bytes) -> NDArray[np.bool_]:
         first = np.frombuffer(digests, "<u4")[:: DIGEST_BYTES // 4]

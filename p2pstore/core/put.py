@@ -48,10 +48,9 @@ SLOT_ONLY: Final = 0xFFFF_FFFF
 """A first chunk beyond every object: the answer is slot and trailer without payload."""
 
 
-@dataclass(frozen=True, slots=True)
-class PutSpec:
+class PutSpec(msgspec.Struct, frozen=True):
     """A put whose bytes are in a reservation; without one (None), only what can be decided without them
-    is done."""
+    is done. (A dataclass would take nine times as long to make.)"""
 
     holder: Any
     reservation: int | None

@@ -227,6 +227,8 @@ class _Connection:
         self._outgoing_bytes = 0
         self._sending = False
         self._turn_began = 0.0
+        self._observed: list[tuple[LocalKind, Message, Message | Exception | None, float]] = []
+        """Requests that were answered at once, which the observer is still to be told of."""
         self._passed: list[int] = []
         """Descriptors that came with the hello."""
 
@@ -365,6 +367,7 @@ class _Connection:
             sent = self._send_now(joined)
             return [] if sent == len(joined) else [joined[sent:]]
         finally:
+            self._tell_observer(client)
             self._backend.handled()
 
     def _handle_all(self, client: LocalClient, data: bytes, nursery: trio.Nursery) -> list[bytes]:
@@ -406,11 +409,11 @@ class _Connection:
                 raise ValueError("the client connected only to read: connect with write access")
             outcome = self._backend.handle(client, kind, message)
             if isinstance(outcome, Message) or not isinstance(outcome, Awaitable):
-                self._observe(client, kind, message, outcome, begin)
+                self._observed.append((kind, message, outcome, time.monotonic() - begin))
                 answered += _answer(header, outcome)
                 return
         except Exception as error:
-            self._observe(client, kind, message, error, begin)
+            self._observed.append((kind, message, error, time.monotonic() - begin))
             answered += _answer(header, error)
             return
         if self._in_flight >= MAX_IN_FLIGHT:
@@ -438,21 +441,17 @@ class _Connection:
             answer = error
         finally:
             self._in_flight -= 1
-            self._observe(client, kind, message, answer, begin, began)
+            if self._observer is not None:
+                seconds = time.monotonic() - begin
+                self._observer.answered(client, kind, message, answer, seconds, began)
         await self._send(_answer(header, answer))
 
-    def _observe(
-        self,
-        client: LocalClient,
-        kind: LocalKind,
-        message: Message,
-        answer: Message | Exception | None,
-        begin: float,
-        began: object | None = None,
-    ) -> None:
+    def _tell_observer(self, client: LocalClient) -> None:
+        """Of what was answered at once: only then, as nobody is to wait for it."""
+        observed, self._observed = self._observed, []
         if self._observer is not None:
-            seconds = time.monotonic() - begin
-            self._observer.answered(client, kind, message, answer, seconds, began)
+            for kind, message, answer, seconds in observed:
+                self._observer.answered(client, kind, message, answer, seconds, None)
 
     async def _send(self, frames: list[bytes]) -> None:
         """Send, or leave the frames to the task that is sending now."""

@@ -6,6 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from p2pstore.objects import Version
 from p2pstore.transfer.layout import Pin, SlotState
 
@@ -88,8 +90,7 @@ class SmallObjectsLent(NamedTuple):
     handle: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(msgspec.Struct, frozen=True):
     """Room for a value of up to `length` bytes at `offset` from the segment's start.
 
     `capacity` is the whole extent in bytes, trailer included. It ends with commit or abort, or with

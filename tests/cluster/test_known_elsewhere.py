@@ -118,6 +118,8 @@ def test_keys_elsewhere_need_no_question(pair: list[PeerProcess], questions: lis
     reader.remove(keys[0])  # here and now it is gone, though the holder may not have heard of it
     assert not reader.contains(keys[0])
     assert reader.contains_many(keys)[:2] == [False, True]
+    holder.put(keys[0], b"again", overwrite=True)
+    until(lambda: answers_alone(reader, keys, questions), SECONDS)
     reader.put("mine", b"value")
 
     def reads_own() -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ class SmallBackend:
         self.reports: list[local.Report] = []
         self.requests: list[LocalKind] = []
         self.on_handled: Callable[[], object] = lambda: None
+        self.on_answered: Callable[[], object] = lambda: None
         self.clients: list[LocalClient] = []
         self.gone: list[int] = []
         self.gate: trio.Event | None = None
@@ -74,6 +76,12 @@ class SmallBackend:
 
     def handled(self) -> None:
         self.on_handled()
+
+    def began(self, kind: LocalKind, message: Message) -> object:
+        return None
+
+    def answered(self, *_: object) -> None:
+        self.on_answered()
 
     def client_gone(self, client: LocalClient) -> None:
         self.gone.append(client.holder)
@@ -303,7 +311,9 @@ class SmallPeer:
         async def main() -> None:
             with self._scope:
                 async with trio.open_nursery() as nursery:
-                    await nursery.start(serve_local, self.path, self.backend)
+                    await nursery.start(
+                        partial(serve_local, self.path, self.backend, observer=self.backend)
+                    )
                     self.token = trio.lowlevel.current_trio_token()
                     self._ready.set()
 

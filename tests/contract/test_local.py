@@ -970,11 +970,17 @@ def test_garbage_costs_only_its_own_connection(
     assert "\n" not in caplog.records[0].getMessage()
 
 
-def test_answers_go_out_before_what_else_is_to_be_done(peer: SmallPeer) -> None:
+@pytest.mark.parametrize("what", ["on_handled", "on_answered"])
+def test_answers_go_out_before_what_else_is_to_be_done(what: str, peer: SmallPeer) -> None:
     received = threading.Event()
     in_time: list[bool] = []
+
+    def waits_for_the_answer() -> None:
+        if peer.backend.requests:
+            in_time.append(received.wait(5))
+
+    setattr(peer.backend, what, waits_for_the_answer)
     with blocking.connect(str(peer.path)) as client:
-        peer.backend.on_handled = lambda: in_time.append(received.wait(5))
         client.peers()
         received.set()
         peer.wait_until(lambda: in_time)

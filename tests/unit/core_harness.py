@@ -295,7 +295,7 @@ class Harness:
             sums=sums,
             root=root_checksum(len(value), sums),
         )
-        return replace(spec, **options)
+        return msgspec.structs.replace(spec, **options)
 
     def put(self, key: str, value: bytes, **options: Any) -> PutOperation:
         """Start a put."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from p2pstore.core import sweeping
 from p2pstore.core.put import SLOT_ONLY, PutEnd, PutOperation

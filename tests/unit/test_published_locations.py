@@ -29,6 +29,7 @@ from p2pstore.location_table import (
     Word,
     apart_counter,
     block_count,
+    floor_clock,
     format_table,
     table_bytes,
 )
@@ -57,6 +58,7 @@ class Cluster:
         self.directory = Directory(CONFIG, published=self.published)
         self.logs: dict[int, OwnLog] = {}
         self.forbidden = 0
+        self.floors: dict[bytes, int] = {}
         self.client = KnownElsewhere(memory)
         self.published.vouch(time.monotonic(), NEWEST)
 
@@ -66,6 +68,7 @@ class Cluster:
                 *[self.put] * 6,
                 *(self.remove, self.read, self.read, self.push, self.deny, self.snapshot),
                 *(self.die, self.come_back, self.forget, self.drop, self.expire, self.forbid),
+                *[self.forbid_one] * 2,
             ]
         )()
 
@@ -137,9 +140,18 @@ class Cluster:
             self.forbidden = max(self.forbidden, self.rng.randrange(10))
             self.published.forbid_up_to(self.forbidden)
 
+    def forbid_one(self) -> None:
+        digest, clock = self.rng.choice(KEYS), self.rng.randrange(10)
+        self.floors[digest] = max(self.floors.get(digest, 0), clock)
+        self.published.forbid_key_up_to(digest, clock)
+
+    def is_held(self, digest: bytes) -> bool:
+        believed = range(max(self.forbidden, self.floors.get(digest, 0)) + 1, NEWEST + 1)
+        return bool(self.directory.held({digest}, lambda _: believed))
+
     def check(self) -> int:
         """Whatever the client says is what the peer would say. How often it said something."""
-        known = self.directory.held(set(KEYS), lambda _: range(self.forbidden + 1, NEWEST + 1))
+        known = {digest for digest in KEYS if self.is_held(digest)}
         answers = [self.client.contains(digest) for digest in KEYS]
         for digest, answer in zip(KEYS, answers, strict=True):
             assert answer is None or answer == (digest in known)
@@ -305,17 +317,26 @@ def test_of_slots_beyond_the_table_clients_ask() -> None:
     assert asks(client, digest)
 
 
-def test_floors_are_seen_at_once() -> None:
-    memory, published = published_table()
+def test_floors_are_seen_at_once_and_newer_versions_count() -> None:
+    published, directory, client = known_table()
     records = ClusterRecords(published=published)
-    published.vouch(time.monotonic(), NEWEST)
-    client = KnownElsewhere(memory)
-    assert client.contains(KEYS[0]) is False
+    assert client.contains(KEYS[0]) is True
     record, signed = floor(0, 5)
     assert records.offer(record, signed)
     assert asks(client, KEYS[0])
+    assert client.holders(KEYS[0]) is None
+    assert client.only_members(KEYS[0]) == [0]
+    assert client.contains(KEYS[1]) is True
+    newer = location(0, 6).encode()
+    directory.apply(1, 1, directory.position(1)[1] + 1, newer)
+    assert not asks(client, KEYS[0])
+    assert client.contains(KEYS[0]) is True
+    assert client.only_members(KEYS[0]) == [1]
     records._remove(*next(iter(records._kept.items())))
-    assert client.contains(KEYS[0]) is False
+    older, signed = floor(0, 4)
+    assert records.offer(older, signed)
+    assert client.contains(KEYS[0]) is True
+    assert published.table.floors[floor_clock(KEYS[0])] == 5
 
 
 @pytest.mark.parametrize("name", [b"", b"a", b"ab", bytes(17)])
@@ -328,6 +349,7 @@ def test_floors_with_names_that_are_no_digests_do_no_harm(name: bytes) -> None:
     assert records.floor_count == 1
     records._remove(*next(iter(records._kept.items())))
     assert not any(published.table.apart)
+    assert not published.table.floor_clocks.any()
 
 
 # --- between processes ------------------------------------------------------------------------

@@ -393,7 +393,7 @@ class ClusterRecords:
 
     def _publish_floor(self, published: PublishedLocations, record: ClusterRecord) -> None:
         if record.scope == SCOPE_KEY:
-            published.apart.add(record.name)
+            published.forbid_key_up_to(record.name, record.clock)
         else:
             published.forbid_up_to(record.clock)
 
@@ -425,8 +425,6 @@ class ClusterRecords:
     def _remove_floor(self, name: RecordName, kept: _Kept, by_clock: int | None) -> None:
         record = kept.record
         del self._floors[record.scope, record.name]
-        if self._published is not None and record.scope == SCOPE_KEY:
-            self._published.apart.remove(record.name)
         self._writers[kept.writer] -= 1
         if not self._writers[kept.writer]:
             del self._writers[kept.writer]

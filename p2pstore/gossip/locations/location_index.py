@@ -141,6 +141,15 @@ class LocationIndex:
 
     # --- changing ------------------------------------------------------------------------------
 
+    def put(self, slot: int, record: bytes) -> bool:
+        """Have a packed record, which is no withdrawal, be the slot's record of its digest. Whether it was not already.
+        Raises `MemoryError` when the table is full: see `has_room`."""
+        row, _ = self._locate(slot, record[:DIGEST_BYTES])
+        if row and self._table.record(row) == record:
+            return False
+        self._put(slot, row, record)
+        return True
+
     def apply(self, slot: int, operations: bytes) -> None:
         """Carry out packed operations in order. A withdrawal counts only for the version that is held.
 
@@ -262,15 +271,19 @@ class LocationIndex:
             if row:
                 self._withdraw(slot, row, at, operation)
             return
+        self._put(slot, row, operation)
+
+    def _put(self, slot: int, row: int, record: bytes) -> None:
+        """Write a record into the slot's row of its digest; `row` is 0 when it has none."""
         if row:
             self._hashes[slot] ^= xxh3_64_intdigest(self._table.record(row))
         else:
-            row = self._slots.take(slot)
+            row, digest = self._slots.take(slot), record[:DIGEST_BYTES]
             self._table.write(row, digest)
             self._chains.add(row, digest)
             self.record_count += 1
-        self._hashes[slot] ^= xxh3_64_intdigest(operation)
-        self._table.write(row, operation)
+        self._hashes[slot] ^= xxh3_64_intdigest(record)
+        self._table.write(row, record)
 
     def _withdraw(self, slot: int, row: int, at: int, operation: bytes) -> None:
         held = self._table.record(row)

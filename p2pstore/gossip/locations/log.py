@@ -119,9 +119,12 @@ class OwnLog:
     def add(self, record: LocationRecord) -> bytes | None:
         """Note that this peer holds `record`. The packed operation; None when nothing changed."""
         operation = record.encode()
-        if self.held(record.digest) == operation:
+        if not self._records.put(self._slot, operation):
             return None
-        return self._append(operation)
+        for copy in self._copies:
+            copy.note(record.digest)
+        self._ring.extend(operation)
+        return operation
 
     def remove(self, digest: bytes, version: Version) -> bytes | None:
         """Note that this peer no longer holds the version. None when it did not (any more)."""
@@ -131,7 +134,12 @@ class OwnLog:
         record = decode_location(held)
         if (record.version.clock, record.version.writer) != (version.clock, version.writer):
             return None
-        return self._append(held[:_FLAGS] + bytes((held[_FLAGS] | REMOVED,)))
+        operation = held[:_FLAGS] + bytes((held[_FLAGS] | REMOVED,))
+        if self._copies:
+            self._tell_copies(digest)
+        self._records.apply(self._slot, operation)
+        self._ring.extend(operation)
+        return operation
 
     def since(self, sequence: int, limit_bytes: int) -> bytes | None:
         """Packed operations after `sequence`; None when the ring no longer has them."""
@@ -179,18 +187,9 @@ class OwnLog:
         self._ring = OperationRing(self._ring.limit)
         self._ring.extend(self.snapshot())
 
-    def _append(self, operation: bytes) -> bytes:
-        if self._copies:
-            self._tell_copies(operation)
-        self._records.apply(self._slot, operation)
-        self._ring.extend(operation)
-        return operation
-
-    def _tell_copies(self, operation: bytes) -> None:
-        digests = [operation[:DIGEST_BYTES]]
-        if operation[_FLAGS] & REMOVED:  # the last record fills the gap
-            count = self._records.count(self._slot)
-            digests += self._records.digests(self._slot, count - 1, count)
-        for copy in self._copies:
-            for digest in digests:
-                copy.note(digest)
+    def _tell_copies(self, digest: bytes) -> None:
+        """The digest's record is about to go, and the last one to fill its place."""
+        count = self._records.count(self._slot)
+        for each in (digest, *self._records.digests(self._slot, count - 1, count)):
+            for copy in self._copies:
+                copy.note(each)

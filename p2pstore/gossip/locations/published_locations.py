@@ -10,7 +10,13 @@ from __future__ import annotations
 from typing import Final
 
 from p2pstore.gossip.records import Member
-from p2pstore.location_table import MAX_COUNTED_SLOTS, LocationTable, Word, apart_counter
+from p2pstore.location_table import (
+    MAX_COUNTED_SLOTS,
+    LocationTable,
+    Word,
+    apart_counter,
+    floor_clock,
+)
 from p2pstore.objects import DIGEST_BYTES
 
 _FULL: Final = 255
@@ -71,6 +77,13 @@ class PublishedLocations:
     def forbid_up_to(self, clock: int) -> None:
         """Versions up to this clock may be forbidden: of those, clients ask."""
         self._words[Word.BELIEVED_AFTER] = max(self._words[Word.BELIEVED_AFTER], clock)
+
+    def forbid_key_up_to(self, digest: bytes, clock: int) -> None:
+        """`forbid_up_to` for one key. It is not taken back: what is newer counts all the same. What is no digest is
+        nobody's question."""
+        if len(digest) == DIGEST_BYTES:
+            at, floors = floor_clock(digest), self.table.floors
+            floors[at] = max(floors[at], clock)
 
     def vouch(self, now: float, newest_clock: int) -> None:
         """At this monotonic time the table says all that is known here. Versions above `newest_clock` are
