@@ -35,10 +35,12 @@ from p2pstore.transfer.tickets import Scope, issue_ticket, open_ticket, prove
 from p2pstore.transfer.transport import BufferDestination, PullFailed, RemoteCopy, RemotePeer
 from p2pstore.trio_streams import TrioDriver, TrioStream
 from p2pstore.wire import (
+    ERROR,
     HEADER_BYTES,
     PREFACE_DATA,
     PREFACE_LOCAL,
     REPLY,
+    Failure,
     Limits,
     Message,
     decode_body,
@@ -53,6 +55,8 @@ SESSION_SECONDS: Final = 15.0
 """A session that lasts longer hangs; the peer's own deadlines are 5 s and 10 s."""
 REPLY_LIMITS: Final = Limits(4 * 1024 * 1024, 16 * 1024 * 1024)
 WRONG_KEY: Final = b"w" * 32
+SMALL_READS: Final = 3
+"""In a batch that one request asks for."""
 
 Sent = list[bytes]
 Play = Callable[[Victim, Random, Sent], Awaitable[None]]
@@ -135,7 +139,9 @@ async def data_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
         scope=Scope.READ,
     )
     nonce = rng.randbytes(32)
-    hello = encode_frame(DataKind.HELLO, 1, data.Hello(1, 2, granted.ticket, nonce))
+    hello = encode_frame(
+        DataKind.HELLO, 1, data.Hello(1, data.MAX_DATA_VERSION, granted.ticket, nonce)
+    )
     proof = encode_frame(DataKind.PROOF, 2, data.Proof(rng.randbytes(32)))
     request = encode_frame(DataKind.STATISTICS, 3, data.Statistics())
     preface = PREFACE_DATA if rng.random() < 0.9 else Mutator(rng).flip(PREFACE_DATA)
@@ -154,9 +160,12 @@ async def data_replies(victim: Victim, rng: Random, sent: Sent) -> None:
     """The victim asks mallory, who proves that it is a member and then answers with mutated replies."""
     digest = key_digest("k1")
     kind = rng.choice([kind for kind in data.REPLIES if kind >= 16])
-    kind = rng.choice((kind, DataKind.GET, DataKind.GET))
+    kind = rng.choice((kind, DataKind.GET, DataKind.GET, DataKind.GET_SMALL))
     mutator = Mutator(rng)
     bulk = rng.randbytes(rng.choice((0, 1, 500, 5000)))
+    if kind == DataKind.GET_SMALL:
+        length = int.from_bytes(_slot_of(victim, "k1")[0][40:48], "little")
+        bulk = rng.randbytes(SMALL_READS * length)
 
     async def answer(stream: TrioStream) -> None:
         buffer = bytearray()
@@ -165,9 +174,13 @@ async def data_replies(victim: Victim, rng: Random, sent: Sent) -> None:
             hints: dict[str, Any]
             hints = {"bulk_bytes": len(bulk), "slot": _slot_of(victim, "k1")[0]}
             hints["trailer"] = _slot_of(victim, "k1")[1]
+            hints["slots"] = hints["slot"] * SMALL_READS
             hints |= {"incarnation": 1, "status": rng.choice((0, 0, 0, 1, 2, 3))}
             message = plausible(data.REPLIES.get(ask[0], data.Objects), rng, hints)
             frame = encode_frame(ask[0], ask[1], message, flags=REPLY, bulk_length=len(bulk))
+            if rng.random() < 0.1:
+                refused = Failure(rng.randrange(30), "no")
+                frame = encode_frame(ask[0], ask[1], refused, flags=REPLY | ERROR)
             frame = mutator.frame(frame) if rng.random() < 0.8 else frame
             sent.append(frame + bulk)
             await stream.send(frame + bulk)
@@ -181,6 +194,8 @@ async def data_replies(victim: Victim, rng: Random, sent: Sent) -> None:
             if kind == DataKind.GET:
                 copy = RemoteCopy(peer_id=mallory.peer_id, data=mallory.data, member=1)
                 await pool.pull(copy, digest, BufferDestination(bytearray(100_000)))
+            elif kind == DataKind.GET_SMALL:
+                await _read_small(pool, mallory, digest)
             elif kind not in (DataKind.STORE_PART,):
                 hints = _data_hints(victim, rng)
                 request = plausible(data.REQUESTS[kind], rng, hints)
@@ -189,6 +204,17 @@ async def data_replies(victim: Victim, rng: Random, sent: Sent) -> None:
             pass  # as the pool's callers expect
         finally:
             pool.close()
+
+
+async def _read_small(pool: DataPool, mallory: RemotePeer, digest: bytes) -> None:
+    """Read an object several times at once. Nothing that is answered is raised, or taken for the object."""
+    views = [memoryview(bytearray(100_000)) for _ in range(SMALL_READS)]
+    try:
+        lengths, _ = await pool.pull_small(mallory, [digest] * SMALL_READS, views)
+    except (P2PStoreError, OSError, ValueError) as error:
+        raise Problem(f"a batch of small reads raised {error!r}") from error
+    if any(length >= 0 for length in lengths):
+        raise Problem("random bytes were taken for an object")
 
 
 def _slot_of(victim: Victim, key: str) -> tuple[bytes, bytes]:
@@ -220,7 +246,9 @@ async def _welcome(victim: Victim, stream: TrioStream, buffer: bytearray) -> Non
         now_unix=_unix(victim),
     )
     nonce = bytes(32)
-    reply = data.HelloReply(2, nonce, prove(secret, b"server", hello.nonce, nonce), 1)
+    reply = data.HelloReply(
+        data.MAX_DATA_VERSION, nonce, prove(secret, b"server", hello.nonce, nonce), 1
+    )
     await stream.send(encode_frame(kind, request_id, reply, flags=REPLY))
     await _next(stream, buffer)  # the proof
 
