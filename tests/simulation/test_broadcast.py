@@ -50,11 +50,14 @@ def test_pieces_that_take_no_longer_than_a_few_messages_keep_links_busy_as_well(
 
 
 def test_who_sends_wrong_bytes_is_banned_and_everybody_else_gets_the_right_ones() -> None:
-    outcome = broadcast(BroadcastScenario(32, pieces=128, hostile_share=0.1))
-    assert outcome.last <= 1.4
-    assert 1 <= outcome.banned <= 4  # those that send one bad piece only may be left alone
-    assert outcome.wrongly_banned == 0
-    assert outcome.bad_pieces <= 28 * 4 * 3
+    scenario = BroadcastScenario(32, pieces=128, hostile_share=0.1)
+    outcomes = [broadcast(scenario, seed) for seed in range(1, 4)]
+    for outcome in outcomes:
+        assert outcome.last <= 1.4
+        assert outcome.wrongly_banned == 0
+        assert outcome.bad_pieces <= 28 * 4 * 3
+    # Of the four in each; those that could send one bad piece only may be left alone.
+    assert 5 <= sum(outcome.banned for outcome in outcomes) <= 12
 
 
 def test_who_offers_and_sends_nothing_delays_others_little() -> None:
