@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -55,11 +55,11 @@ class ObjectEntry:
     on_ssd: bool = False
     not_written_before: float = 0.0
     rank: int | None = None
-    within: EntryList | None = None
-    colder: ObjectEntry | None = None
-    warmer: ObjectEntry | None = None
+    within: EntryList | None = field(default=None, repr=False)  # neighbours have neighbours
+    colder: ObjectEntry | None = field(default=None, repr=False)
+    warmer: ObjectEntry | None = field(default=None, repr=False)
     standing: int = 0
-    follows: ObjectEntry | None = None
+    follows: ObjectEntry | None = field(default=None, repr=False)
     followers: int = 0
     is_kept_elsewhere: bool = False
     known_until: float = 0.0

@@ -28,3 +28,12 @@ def test_it_holds_the_order_and_the_bytes_that_a_list_would() -> None:
         assert [each.slot for each in linked] == model
         assert linked.bytes == sum(entries[each].extent_bytes for each in model)
         assert all(entries[each].within is linked for each in model)
+
+
+def test_an_entry_among_others_is_told_by_itself() -> None:
+    linked = EntryList()
+    entries = [entry(number) for number in range(3)]
+    for each in entries:
+        linked.append(each)
+    assert "slot=1" in repr(entries[1])
+    assert "slot=2" not in repr(entries[1])
