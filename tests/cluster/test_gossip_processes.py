@@ -45,9 +45,10 @@ def all_but(cluster: ProcessCluster, *gone: PeerProcess) -> list[PeerProcess]:
     return [peer for peer in cluster.peers if peer not in gone]
 
 
-def held_by_both(first: PeerProcess, second: PeerProcess, keys: list[str]) -> bool:
-    wanted = {first.name, second.name}
-    return all({place.peer for place in first.client.locate(key)} == wanted for key in keys)
+def is_held(reader: PeerProcess, keys: list[str], *holders: PeerProcess) -> bool:
+    """Whether these and no others have each of the keys, as a peer knows."""
+    wanted = {holder.name for holder in holders}
+    return all({place.peer for place in reader.client.locate(key)} == wanted for key in keys)
 
 
 def test_a_location_is_visible_everywhere_and_so_is_its_removal(cluster: ProcessCluster) -> None:
@@ -94,8 +95,8 @@ def test_readers_do_not_wait_for_the_verdict_on_a_killed_holder(cluster: Process
     killed.client.put_many([(key, b"value") for key in [*both, "lost"]])
     for key in both:
         other.client.take_lease(key, wait=VISIBLE_SECONDS, here=True)  # a copy stays there
-    until(lambda: held_by_both(other, killed, both), VISIBLE_SECONDS)
-    until(lambda: all(reader.client.contains_many([*both, "lost"])), VISIBLE_SECONDS)
+    until(lambda: is_held(reader, both, other, killed), VISIBLE_SECONDS)
+    until(lambda: is_held(reader, ["lost"], killed), VISIBLE_SECONDS)
     while not failures_and_objects(reader, killed)[1]:  # there is a connection to break
         reader.get(both[0])
     failed_before = failures_and_objects(reader, killed)[0]
