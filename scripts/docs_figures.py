@@ -69,8 +69,12 @@ def draw(figure: Figure) -> str:
 def figures(readme: str) -> dict[str, Figure]:
     """By file name, with the numbers that are in README.md now. Raises `ValueError` when a row is not there."""
     sizes = ("1 MiB", "16 MiB", "64 MiB", "256 MiB")
-    large = _row(readme, "tcp get_into 16 / 64 / 256 MiB, better client")
-    tcp = [float(_row(readme, "tcp get_into 1 MiB, better client")[3]), *_numbers(large[3])]
+    ratios = [
+        _numbers(_row(readme, f"get_into {size}, blocking / trio client")[3]) for size in sizes
+    ]
+    tcp = {
+        name: [both[number] for both in ratios] for number, name in enumerate(("blocking", "trio"))
+    }
     rooms = _row(readme, "room for blocks")[1:]
     policies = {name: _row(readme, f"`{name}`") for name in ("lru", "s3-fifo")}
     policies["prefix"] = _row(readme, "`prefix` (default)")
@@ -81,7 +85,7 @@ def figures(readme: str) -> dict[str, Figure]:
             "Verified reads over TCP, as a share of plain sockets' rate",
             "",
             sizes,
-            {"p2pstore": tcp, "plain sockets": [1.0] * len(sizes)},
+            {**tcp, "plain sockets": [1.0] * len(sizes)},
             "scripts/bench_transfer, two cores, loopback",
         ),
         "hits.svg": Figure(
