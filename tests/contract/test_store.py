@@ -776,18 +776,24 @@ def fetcher_of(store: Store) -> Fetcher:
     return fetcher
 
 
+def read_by(fetcher: Fetcher, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is elsewhere, by this transport alone."""
+    only = [each for each in fetcher._transports if each.name == transport]
+    assert len(only) == 1
+    monkeypatch.setattr(fetcher, "_transports", only)
+    if transport != "shm":  # what is mapped already is read without a look at these
+        monkeypatch.setattr(fetcher._shm, "mapped", lambda _: ())
+
+
 @pytest.fixture(params=["shm", "tcp"])
-def transport(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[str]:
+def transport(
+    request: pytest.FixtureRequest, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> str:
     """How the stores read from the far peer, which is on the same host."""
-    fetchers = [fetcher_of(store) for store in cluster.stores.values()]
-    every = [fetcher._transports for fetcher in fetchers]
-    for fetcher in fetchers:
-        fetcher._transports = [each for each in fetcher._transports if each.name == request.param]
-        assert len(fetcher._transports) == 1
-        fetcher._shm.close()  # what is mapped already is read without a look at these
-    yield request.param
-    for fetcher, transports in zip(fetchers, every, strict=True):
-        fetcher._transports = transports
+    for store in cluster.stores.values():
+        read_by(fetcher_of(store), request.param, monkeypatch)
+    name: str = request.param
+    return name
 
 
 @pytest.mark.usefixtures("tidy", "transport")
@@ -908,12 +914,11 @@ def step(result: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_forked_child_can_do_nothing_and_does_no_harm(
-    world: str, cluster: Cluster, key: str
+    world: str, cluster: Cluster, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = cluster.store(world)
     fetcher = fetcher_of(store)
-    fetcher._transports = [each for each in fetcher._transports if each.name == "tcp"]
-    fetcher._shm.close()  # nor is memory mapped already
+    read_by(fetcher, "tcp", monkeypatch)
     cluster.distant.put(key + "far", b"far")
     store.put(key, b"value")
     assert store.get(key + "far") == b"far"  # so that there are connections to other peers
