@@ -102,8 +102,9 @@ one each time, and longer where the kernel lets others run first, as an event lo
 longer preferred when it wakes up."""
 MAX_SENDING_THREADS: Final = 16
 TAKE_IN_SECONDS: Final = 0.25
-TAKE_IN_READS: Final = 2048
-"""How often reads that threads answered are taken in, and how many at once."""
+TAKE_IN_READS: Final = 256
+"""How often reads that threads answered are taken in, and how many at once: these threads wait for the interpreter
+meanwhile, some 0.5 us for each."""
 RETIRING_IDLE_SECONDS: Final = 0.25
 """A connection that is to end does so when no request came for so long."""
 
@@ -297,6 +298,9 @@ class DataSession:
         self._held: list[OpenedObject] = []
         self._held_small: list[SmallObjectsLent] = []
         self._uploads = False
+        self._has_more = self._sends_parts = False
+        """Whether the object in the last answer has later parts; and whether that was sent in a thread, as these
+        should be."""
         self._upload_began = 0.0
         self._parts: list[BytesLike] = []
         self._gathered_bytes = 0
@@ -352,27 +356,54 @@ class DataSession:
             else:
                 self._frames.feed(data)
                 await self._answer_all(nursery)
-            if self._briskness.is_brisk and self._may_lend():
+            if self._sends_parts:
+                await self._answer_parts_in_thread(nursery)
+            elif self._briskness.is_brisk and self._may_lend(
+                self._traffic.read_threads, MAX_READ_THREADS
+            ):
                 await self._answer_in_thread(nursery)
 
-    def _may_lend(self) -> bool:
-        """Whether a thread may have the connection, and nobody else needs it meanwhile."""
+    def _may_lend(self, threads: int, most_threads: int) -> bool:
+        """Whether one thread more may have the connection, and nobody else needs it meanwhile."""
         return (
             self._stream.can_lend
             and not (self._handlers or self._retiring or self._frames.pending_bytes)
-            and self._traffic.read_threads < MAX_READ_THREADS
+            and threads < most_threads
         )
+
+    def _thread(self, *, to_the_end: bool) -> ReadThread:
+        return ReadThread(
+            self._backend,
+            self._claims.issuer,
+            self._traffic.tally,
+            lambda: not self._retiring,
+            self._limits.progress_seconds,
+            to_the_end=to_the_end,
+        )
+
+    async def _answer_parts_in_thread(self, nursery: trio.Nursery) -> None:
+        """Have a thread send the other parts of objects whose first one was sent: a turn of the event loop between them
+        would have the interpreter while small reads are answered."""
+        traffic = self._traffic
+        while self._sends_parts:
+            self._sends_parts = False
+            if not self._may_lend(traffic.sending_threads, MAX_SENDING_THREADS):
+                return
+            began = time.monotonic()
+            traffic.sending_threads += 1
+            traffic.upload_begins(began)
+            try:
+                self._frames.feed(await self._stream.lend(self._thread(to_the_end=True).serve))
+            finally:
+                traffic.sending_threads -= 1
+                traffic.upload_ends(began, time.monotonic())
+                self._take_in_some()
+            await self._answer_all(nursery)
 
     async def _answer_in_thread(self, nursery: trio.Nursery) -> None:
         """Have a thread answer the small reads that come now; what it leaves is answered here."""
         traffic = self._traffic
-        thread = ReadThread(
-            self._backend,
-            self._claims.issuer,
-            traffic.tally,
-            lambda: not self._retiring,
-            self._limits.progress_seconds,
-        )
+        thread = self._thread(to_the_end=False)
         taking = trio.CancelScope()
         nursery.start_soon(self._take_in_reads, taking)
         traffic.read_threads += 1
@@ -528,7 +559,7 @@ class DataSession:
                 self._traffic.busy += each.status == ObjectStatus.BUSY
                 replies.append(each)
                 continue
-            payload = _range(each.payload, item)
+            payload = chunks_of(each.payload, item)
             if len(payload) > SMALL_READ_BYTES and not self._take_upload(get.may_refuse):
                 replies.append(ObjectReply(ObjectStatus.BUSY))
                 continue
@@ -539,6 +570,8 @@ class DataSession:
             ):
                 replies.append(ObjectReply(TOO_LARGE))
                 continue
+            end = item.first_chunk * CHUNK_BYTES + len(payload)
+            self._has_more = end < len(each.payload)
             bulk_bytes += len(payload)
             replies.append(ObjectReply(OK, each.slot, each.trailer, len(payload)))
             payloads.append(payload)
@@ -606,6 +639,7 @@ class DataSession:
         try:
             if self._uploads and self._traffic.wants_thread:
                 await self._send_in_thread(parts)
+                self._sends_parts = self._has_more
             else:
                 await self._stream.send(*parts)
         finally:
@@ -776,7 +810,7 @@ def _failure(header: FrameHeader, error: Exception) -> bytes:
     return encode_failure(header.kind, header.request_id, Code.INTERNAL, text)
 
 
-def _range(payload: memoryview, item: GetItem) -> memoryview:
+def chunks_of(payload: memoryview, item: GetItem) -> memoryview:
     """The chunks asked for; nothing when they begin beyond the end (which asks for slot and trailer)."""
     start = max(0, item.first_chunk) * CHUNK_BYTES
     if item.chunk_count <= 0:

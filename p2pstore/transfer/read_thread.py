@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -60,13 +61,14 @@ _decode_get_small: Final = msgspec.msgpack.Decoder(GetSmall).decode
 
 @dataclass(frozen=True, slots=True)
 class LentObject:
-    """An object that stays where it is until `end_loan`, with slot and trailer as they are there. `handle` is its
-    source's own."""
+    """An object that stays where it is until `end_loan`, with slot and trailer as they are there. `payload` are the
+    chunks asked for, `is_end` whether they are the last ones; `handle` is its source's own."""
 
     slot: bytes
     trailer: bytes
     payload: memoryview
     handle: Any
+    is_end: bool = True
 
 
 class QuickSource(Protocol):
@@ -78,8 +80,9 @@ class QuickSource(Protocol):
         ...
 
     def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
-        """An object in memory, which stays there until `end_loan`, to be sent to the peer `reader`, or a client of it.
-        None when there is none, or it takes the event loop to say."""
+        """An object in memory of up to `LENT_BYTES`, or a later part of a larger one, to be sent to the peer `reader`
+        or a client of it. It stays there until `end_loan`. None when there is none, or it takes the event loop to
+        say."""
         ...
 
     def end_loan(self, lent: LentObject) -> None:
@@ -113,6 +116,10 @@ class ReadTally:
         self._bytes.append(length_bytes)
         self.added_at = time.monotonic()
 
+    def add_part(self, length_bytes: int) -> None:
+        """A later part of a large object was sent. From any thread."""
+        self._bytes.append(length_bytes)
+
     def add_upload(self, seconds: float) -> None:
         """It took so long to send an object that was lent."""
         self._upload_seconds.append(seconds)
@@ -130,7 +137,8 @@ class ReadTally:
 
 
 class ReadThread:
-    """Answers what it can on one connection. `wanted` says whether it is to go on."""
+    """Answers what it can on one connection. `wanted` says whether it is to go on; with `to_the_end`, it ends with the
+    last part of a large object."""
 
     def __init__(
         self,
@@ -139,12 +147,16 @@ class ReadThread:
         tally: ReadTally,
         wanted: Callable[[], bool],
         progress_seconds: float,
+        *,
+        to_the_end: bool = False,
     ) -> None:
         self._source = source
         self._reader = reader
         self._tally = tally
         self._wanted = wanted
         self._progress_seconds = progress_seconds
+        self._to_the_end = to_the_end
+        self._at_the_end = False
         self._request = memoryview(bytearray(REQUEST_BYTES))
         self._values = memoryview(bytearray(VALUES_BYTES))
         """Those of the answer that is made."""
@@ -163,9 +175,11 @@ class ReadThread:
 
     def _serve(self, sock: socket.socket) -> bytes:
         request = self._request
+        # Who sends parts does not poll: the next request is here by then, and others of this process may poll.
+        receive = sock.recv_into if self._to_the_end else partial(self._polling.receive_into, sock)
         while self._wanted():
             try:
-                count = self._polling.receive_into(sock, request)
+                count = receive(request)
             except BlockingIOError:  # a pause
                 return b""
             done = 0
@@ -173,6 +187,8 @@ class ReadThread:
                 done += answered
             if done < count or not count:
                 return bytes(request[done:count])
+            if self._at_the_end and self._to_the_end:
+                break
         return b""
 
     def _answer(self, sock: socket.socket, data: memoryview) -> int:
@@ -200,6 +216,8 @@ class ReadThread:
     def _answer_get(self, sock: socket.socket, request_id: int, get: Get) -> bool:
         """Whether that could be done here."""
         items = get.items
+        if len(items) == 1 and items[0].first_chunk > 0:
+            return self._to_the_end and self._reply_part(sock, request_id, get)
         if replies := self._take(items):
             self._reply(sock, request_id, replies, self._values[: self._taken_bytes])
         elif len(items) != 1 or not self._reply_lent(sock, request_id, get):
@@ -236,6 +254,21 @@ class ReadThread:
         finally:
             self._source.end_loan(lent)
             self._tally.add_upload(time.monotonic() - began)
+        return True
+
+    def _reply_part(self, sock: socket.socket, request_id: int, get: Get) -> bool:
+        """Answer with a later part of a large object, out of its place; whether that could be done here."""
+        (item,) = get.items
+        lent = None if get.may_refuse else self._source.lend(item, self._reader, get.keeps)
+        if lent is None:
+            return False
+        try:
+            reply = ObjectReply(_OK, lent.slot, lent.trailer, len(lent.payload))
+            self._reply(sock, request_id, [reply], lent.payload)
+        finally:
+            self._source.end_loan(lent)
+        self._at_the_end = lent.is_end
+        self._tally.add_part(self._sent_bytes)
         return True
 
     def _take(self, items: Sequence[GetItem]) -> list[ObjectReply]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,13 +20,13 @@ from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.keyring import new_cluster_key
 from tests.cluster.hosts import Host, Network, why_not
+from tests.ports import free_port
 
 READY_SECONDS: Final = 90.0
 END_SECONDS: Final = 15.0
 POLL_SECONDS: Final = 0.02
 FIRST_PORT: Final = 18_000
 CLIENT_SECONDS: Final = 20.0
-_PORTS: Final = iter(random.sample(range(20_000, 32_000), 12_000))
 """Timeout of the clients by which the tests look at peers."""
 
 
@@ -296,16 +294,6 @@ def until(
         assert time.monotonic() < begin + seconds, f"not within {seconds:g} s: {explain()}"
         time.sleep(POLL_SECONDS)
     return time.monotonic() - begin
-
-
-def free_port(host: str) -> int:
-    """A port that nobody has, and no other peer here was given. It is not of the range from which the kernel takes
-    ports for connections: one of these would be taken before the peer listens, now and then."""
-    for port in _PORTS:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            return port
-    raise RuntimeError(f"no port of {host} is free")
 
 
 @contextlib.contextmanager

@@ -20,8 +20,8 @@ from typing import Final
 
 import pytest
 
-from tests.cluster.processes import free_port
 from tests.pages import DOCS, Step, blocks, steps
+from tests.ports import free_port
 
 PAGE: Final = DOCS / "first-ten-minutes.md"
 COMMAND_SECONDS: Final = 120.0

@@ -13,11 +13,9 @@ import importlib
 import json
 import os
 import re
-import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +82,6 @@ class Calls:
         for name, value in fields.items():
             setattr(config, name, value)
         return config
-
-
-@contextmanager
-def free_port() -> Iterator[int]:
-    """A port of loopback that nobody else gets for the length of the block."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener.getsockname()[1]
 
 
 def outcome(action: Callable[[], Any]) -> Any:

@@ -23,6 +23,7 @@ from p2pstore.integrations.mooncake.own_peer import OwnPeer
 from p2pstore.local import paths
 from tests.contract import mooncake_calls
 from tests.contract.worlds import peer_process
+from tests.ports import free_port
 
 RECORDED = json.loads(Path(__file__).with_name("mooncake_outcomes.json").read_text())
 """What Mooncake 0.3.13.post1 answered: `scripts/compare_with_mooncake --record`."""
@@ -133,8 +134,7 @@ def test_programs_that_name_one_address_find_each_other_and_leave_no_process(
     `close` or by kill -9, so do the peers. A peer that is killed under its program is started again."""
     monkeypatch.setattr(paths, "live_sockets", lambda: [])
     monkeypatch.delenv("MOONCAKE_P2P_SOCKET", raising=False)
-    with mooncake_calls.free_port() as port:
-        address = f"127.0.0.1:{port}"
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
     store = mooncake.MooncakeDistributedStore()
     assert store.setup("localhost", "etcd://10.0.0.1:2379", 64 << 20, 0, "tcp", "", address) == 0
     assert store._own_peer is not None

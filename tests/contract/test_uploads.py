@@ -23,7 +23,7 @@ from p2pstore.transfer.transport import (
     pull_with_failover,
 )
 from p2pstore.trio_streams import TrioDriver
-from p2pstore.wire import Code, encode_frame
+from p2pstore.wire import DATA_REPLY_LIMITS, HEADER_BYTES, Code, decode_header, encode_frame
 from tests.contract.test_transport import (
     DRIVERS,
     Side,
@@ -31,6 +31,7 @@ from tests.contract.test_transport import (
     authenticated,
     pattern,
     put,
+    read_exactly,
     read_frame,
     segment_of,
     until,
@@ -175,6 +176,58 @@ async def test_a_large_answer_leaves_the_loop_to_small_reads() -> None:
 async def test_without_small_reads_there_is_no_thread() -> None:
     async with holder(1) as harness, occupied(harness):
         assert harness.server.traffic.sending_threads == 0
+
+
+def ask_for(part: int) -> bytes:
+    """A third of the large object; a socket holds less than that."""
+    return encode_frame(DataKind.GET, part, Get([GetItem(DIGEST, 6 * part, 6)]))
+
+
+@contextlib.asynccontextmanager
+async def in_the_second_part(harness: TcpHarness) -> AsyncIterator[tuple[ByteStream, int]]:
+    """A reader that has read the first part of the large object, and the header of the second; how long the rest of
+    that is."""
+    await _pull_small(harness)
+    slow = await authenticated(harness.address)
+    await slow.send(ask_for(0))
+    await until(lambda: harness.server.traffic.sending_threads == 1)
+    await slow.send(ask_for(1))
+    *_, payload = await read_frame(slow)
+    assert payload == LARGE[: 6 * MIB]
+    header = decode_header(await read_exactly(slow, HEADER_BYTES), DATA_REPLY_LIMITS)
+    assert (header.request_id, header.bulk_length) == (1, 6 * MIB)
+    yield slow, header.body_length + header.bulk_length
+    slow.close()
+    await until(lambda: harness.server.traffic.sending_threads == 0)
+    assert harness.server.traffic.uploads == 0
+    assert not harness.segment.has_loans
+
+
+async def test_the_thread_that_sent_a_part_sends_those_after_it() -> None:
+    async with holder(1) as harness:
+        traffic = harness.server.traffic
+        async with in_the_second_part(harness) as (slow, rest):
+            assert (traffic.sending_threads, traffic.uploads) == (1, 1)
+            with pytest.raises(PullFailed, match="much to send already"):
+                await _pull(harness)
+            await _pull_small(harness)
+            await slow.send(ask_for(2))
+            assert (await read_exactly(slow, rest)).endswith(LARGE[6 * MIB : 12 * MIB])
+            *_, payload = await read_frame(slow)
+            assert payload == LARGE[12 * MIB :]
+            await until(lambda: traffic.sending_threads == 0)  # that was the last one
+            await slow.send(encode_frame(DataKind.GET, 3, Get([GetItem(key_digest("small"))])))
+            *_, payload = await read_frame(slow)
+            assert payload == SMALL
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_the_thread_of_later_parts_ends_with_its_reader_and_with_the_server(
+    stops: bool,
+) -> None:
+    async with holder(1) as harness, in_the_second_part(harness):
+        if stops:
+            harness.stop.cancel()
 
 
 async def test_threads_end_with_their_reader_and_with_the_server() -> None:

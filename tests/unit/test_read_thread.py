@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.objects import KIB, MIB
 from p2pstore.transfer import read_thread
+from p2pstore.transfer.data_session import chunks_of
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.messages import (
     DataKind,
@@ -68,7 +70,9 @@ class Source:
         if not value:
             return None
         self.lent.append((reader, keeps))
-        return LentObject(b"slot of " + item.digest, b"trailer", value, None)
+        part = chunks_of(value, item)
+        is_end = item.first_chunk * MIB + len(part) == len(value)
+        return LentObject(b"slot of " + item.digest, b"trailer", part, None, is_end)
 
     def end_loan(self, lent: LentObject) -> None:
         self.ended += 1
@@ -90,13 +94,18 @@ class Source:
 class Served:
     """A thread that serves one end of a connection; `far` is the other one."""
 
-    def __init__(self, far: socket.socket, progress_seconds: float) -> None:
+    def __init__(self, far: socket.socket, progress_seconds: float, *, to_the_end: bool) -> None:
         self.far = far
         self.source = Source()
         self.tally = ReadTally()
         self.wanted = True
         self.thread = ReadThread(
-            self.source, READER, self.tally, lambda: self.wanted, progress_seconds
+            self.source,
+            READER,
+            self.tally,
+            lambda: self.wanted,
+            progress_seconds,
+            to_the_end=to_the_end,
         )
         self.left: bytes | None = None
         self.error: Exception | None = None
@@ -118,11 +127,11 @@ class Served:
 
 
 @contextmanager
-def served(progress_seconds: float = 30.0) -> Iterator[Served]:
+def served(progress_seconds: float = 30.0, *, to_the_end: bool = False) -> Iterator[Served]:
     near, far = socket.socketpair()
     near.setblocking(False)
     far.settimeout(30.0)
-    serving = Served(far, progress_seconds)
+    serving = Served(far, progress_seconds, to_the_end=to_the_end)
 
     def serve() -> None:
         try:
@@ -276,6 +285,36 @@ def test_a_value_that_the_socket_takes_in_parts_arrives_whole() -> None:
         serving.far.sendall(get(1, GetItem(HUGE)))
         HUGE_VALUE[-1] = 7
         assert serving.reply()[2] == HUGE_VALUE
+
+
+def test_the_later_parts_of_a_large_object_are_sent_up_to_its_end() -> None:
+    with served(to_the_end=True) as serving:
+        another = encode_frame(DataKind.PING, 4, Ping())
+        parts = get(1, GetItem(HUGE, 16, 16)) + get(2, GetItem(HUGE, 32, 16))
+        serving.far.sendall(parts + get(3, GetItem(HUGE, 48, 16)) + another)
+        for number in (1, 2, 3):
+            answered, objects, value = serving.reply()
+            assert (answered, objects.items[0].bulk_bytes) == (number, 16 * MIB)
+            assert value == HUGE_VALUE[number * 16 * MIB : (number + 1) * 16 * MIB]
+        assert ended(serving) == another
+        digests, length_bytes = serving.tally.take(10)
+        assert not digests  # nobody began to read
+        assert length_bytes > 48 * MIB
+        assert serving.tally.added_at == -math.inf  # no small read
+
+
+def test_after_the_end_it_does_not_wait() -> None:
+    with served(to_the_end=True) as serving:
+        serving.far.sendall(get(1, GetItem(HUGE, 63, 16)))
+        assert len(serving.reply()[2]) == MIB
+        assert ended(serving) == b""
+
+
+def test_parts_that_may_be_refused_are_left_to_the_event_loop() -> None:
+    request = encode_frame(DataKind.GET, 1, Get([GetItem(HUGE, 16, 16)], may_refuse=True))
+    with served(to_the_end=True) as serving:
+        serving.far.sendall(request)
+        assert ended(serving) == request
 
 
 def test_a_tally_forgets_the_oldest() -> None:
