@@ -68,8 +68,8 @@ async def cool(owner: Peer, key: str) -> None:
 
 
 async def push_out(owner: Peer, key: str) -> None:
-    """Of its memory."""
-    for number in range(300):
+    """Of its memory: what was read more than once outlives a few rounds of others, each of a hundred."""
+    for number in range(1000):
         if not in_memory(owner, key):
             break
         await owner.put(f"filler-{number}", COLD)
