@@ -73,6 +73,8 @@ class PeerLink:
         self.leases = LeaseBook()
         self.companions: Tidied | None = None
         """The links to other peers of this host, where there are any."""
+        self.let_go_of_the_dead: Callable[[], None] = lambda: None
+        """Unmaps what was mapped of other peers that are gone."""
         total_bytes = sum(len(view) for view in connection.segments)
         self.ahead = GrantedAhead(min(AHEAD_MAX_BYTES, total_bytes // AHEAD_SHARE))
         self.on_busy: Callable[[], None] = lambda: None
@@ -310,6 +312,7 @@ class PeerLink:
         if now - self._ahead_checked_at >= AHEAD_IDLE_SECONDS:
             self._ahead_checked_at = now
             self._aborts.extend(self.ahead.drop_unused())
+            self.let_go_of_the_dead()
         await self.connection.flush()
         if self.connection.awaits_late_replies:
             await self.connection.receive_late_replies(TIDY_SECONDS)

@@ -404,9 +404,9 @@ class _Assembly:
         self.stack.callback(node.pool.close)
         transports: list[Transport] = []
         if self.config.transport in ("auto", "shm"):
-            shm = ShmTransport(driver)
-            self.stack.callback(shm.close)
-            transports.append(shm)
+            node.shm = ShmTransport(driver)
+            self.stack.callback(node.shm.close)
+            transports.append(node.shm)
         self.rdma = await self.stack.enter_async_context(
             open_rdma(self.config, self.memory, node.pool)
         )
@@ -449,6 +449,8 @@ class _Assembly:
         nursery = await self.stack.enter_async_context(open_background_nursery())
         await nursery.start(node.run)
         nursery.start_soon(node.checkup.watch)
+        if node.shm is not None:
+            nursery.start_soon(node.shm.watch_holders)
         max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
         checkpoints = PeerCheckpoints(
             node,

@@ -74,6 +74,7 @@ from p2pstore.transfer.data_session import ServerLimits, Traffic
 from p2pstore.transfer.failover import HolderReport, order_copies
 from p2pstore.transfer.messages import DataKind, Keeps, Snapshot, SnapshotReply
 from p2pstore.transfer.rdma_rules import NAME as RDMA
+from p2pstore.transfer.shm import ShmTransport
 from p2pstore.transfer.trace import ReadWatch
 from p2pstore.transfer.transport import (
     PullReport,
@@ -155,6 +156,7 @@ class Node:
         self.transports: Sequence[Transport] = ()
         self.ssd: PeerSsd | None = None
         self.rdma: PeerRdma | None = None
+        self.shm: ShmTransport | None = None
         self.local_clients = 0
         """Those that are connected, this process's own included."""
         self.kept_memory: KeptMemory | None = None

@@ -6,6 +6,7 @@ tells when the owner is gone. Objects are copied without a lease and verified on
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,6 +35,7 @@ MAX_TORN_READS: Final = 3
 """Reads of one object that found it changing, before the owner is asked instead."""
 RETRY_CONNECT_SECONDS: Final = 10.0
 MAX_PEERS: Final = 64
+LOOK_SECONDS: Final = 1.0
 NOT_THERE: Final = "the object is not in the holder's memory segment"
 ON_SSD: Final = "on its holder's SSD, who is asked for it over tcp"
 
@@ -107,6 +109,7 @@ class _MappedPeer:
     connection: LocalConnection | None = None
     readers: list[SegmentReader] = field(default_factory=list)
     retry_at: float = 0.0
+    is_opening: bool = False
     ended: list[int] = field(default_factory=list)
     """Leases to give back with the next frame."""
 
@@ -128,6 +131,10 @@ class _MappedPeer:
             and not self.connection.peer_is_gone()
         )
 
+    def is_over(self) -> bool:
+        """Whether there was a session, and the holder is gone."""
+        return self.connection is not None and not self.is_opening and not self.usable()
+
     def close(self) -> None:
         if self.connection is not None:
             self.connection.close()
@@ -144,7 +151,8 @@ class ShmTransport:
     def __init__(self, driver: Driver, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
         self._driver = driver
         self._progress_seconds = progress_seconds
-        self._lock = driver.lock()
+        self._opening = driver.lock()
+        self._state = threading.Lock()  # held for microseconds, never awaited in
         self._peers: dict[tuple[str, bytes], _MappedPeer] = {}
 
     def offers(self, copy: RemoteCopy) -> bool:
@@ -193,7 +201,8 @@ class ShmTransport:
     ) -> Pulled:
         """Have the holder bring the object to memory, and keep it there while it is copied."""
         connection = peer.connection
-        assert connection is not None
+        if connection is None:  # let go of just now
+            raise PullFailed(Code.UNAVAILABLE, "the holder is gone", retriable=True)
         seconds = min(self._progress_seconds, copy.answer_seconds)
         ask = Lease(digest, deadline_ms=round(seconds * 1000))
         try:
@@ -230,13 +239,18 @@ class ShmTransport:
         peer = self._peers.get((copy.socket, copy.peer_id))
         if peer is not None and peer.usable():
             return peer
-        async with self._lock:
-            peer = self._peers.setdefault((copy.socket, copy.peer_id), _MappedPeer())
-            if not peer.usable():
-                if reason := self.why_not(copy):  # found out by whoever had the lock before
-                    raise PullFailed(Code.UNAVAILABLE, reason, retriable=True)
-                peer.close()
-                await self._open(peer, copy)
+        async with self._opening:
+            with self._state:
+                peer = self._peers.setdefault((copy.socket, copy.peer_id), _MappedPeer())
+                peer.is_opening = True
+            try:
+                if not peer.usable():
+                    if reason := self.why_not(copy):  # found out by whoever was here before
+                        raise PullFailed(Code.UNAVAILABLE, reason, retriable=True)
+                    peer.close()
+                    await self._open(peer, copy)
+            finally:
+                peer.is_opening = False
             return peer
 
     async def _open(self, peer: _MappedPeer, copy: RemoteCopy) -> None:
@@ -275,6 +289,22 @@ class ShmTransport:
         while len(self._peers) > MAX_PEERS:
             oldest = next(name for name, peer in self._peers.items() if peer is not keep)
             self._peers.pop(oldest).close()
+
+    def let_go_of_the_dead(self) -> None:
+        """Unmap the memory of holders that are gone: it is the host's again when nobody has it mapped any more."""
+        if not self._peers:
+            return
+        with self._state:
+            gone = [name for name, peer in self._peers.items() if peer.is_over()]
+            dead = [self._peers.pop(name) for name in gone]
+        for peer in dead:
+            peer.close()
+
+    async def watch_holders(self) -> None:
+        """`let_go_of_the_dead` every second, until cancelled."""
+        while True:
+            await self._driver.sleep(LOOK_SECONDS)
+            self.let_go_of_the_dead()
 
     def close(self) -> None:
         """End all sessions. Views and copies made stay valid."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,3 +161,37 @@ def test_clients_of_peers_that_use_tcp_alone() -> None:
         assert statistics(far)["leased_bytes"] == 0
         received = near.client.statistics(cluster=False)["peer"]["received"]
         assert set(received) == {"tcp"}
+
+
+def mapped(process_id: int | str, access: str = "") -> set[str]:
+    """The memories of peers that a process has mapped, by inode; those with this access alone."""
+    lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    fields = [line.split() for line in lines if "/memfd:p2pstore" in line]
+    return {inode for _, found, _, _, inode, *_ in fields if found.startswith(access)}
+
+
+def test_nobody_keeps_the_memory_of_a_dead_neighbour(
+    cluster: ProcessCluster, reader: BlockingClient
+) -> None:
+    first, _, third = cluster.peers
+    put_on([third], reader, "dead/k", b"value" * 1000)
+    memory = mapped(third.process_id, "rw")  # its own; others' memory can only be read
+    assert reader.get("dead/k") == b"value" * 1000
+    with reader.lease("dead/k", here=True) as view:  # the first peer reads it, too
+        assert view == b"value" * 1000
+    assert memory & mapped("self")
+    assert memory & mapped(first.process_id)
+    third.kill()
+    until(lambda: not memory & mapped(first.process_id), SECONDS)
+
+    def let_go() -> bool:
+        reader.contains("dead/k")
+        reader.get("dead/k")  # any use at all: it is read from the first peer
+        return not memory & mapped("self")
+
+    until(let_go, SECONDS)
+    cluster.start([third], "--bootstrap", first.control, "--network", "local")
+    cluster.wait_until_whole()
+    put_on([third], reader, "dead/again", b"again" * 1000)
+    assert reader.get("dead/again") == b"again" * 1000
+    assert mapped(third.process_id, "rw") & mapped("self")
