@@ -392,6 +392,11 @@ class ObjectStore(Protocol):
         says. Raises as `get`, and `P2PStoreError` for what is no tensor, or cannot be made here."""
         ...
 
+    async def get_many(self, keys: Sequence[str]) -> list[ItemResult[bytes]]:
+        """`get` for many; one result per key, in order. Never raises for one key. Where there is memory for the values
+        already, `get_many_into` is faster."""
+        ...
+
     async def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult[int]]:
         """`get_into` for many; one result per item (the length), in order. Never raises for one item."""
         ...
@@ -403,6 +408,13 @@ class ObjectStore(Protocol):
         has it, which stays in place until the last view is collected. With `here`, the local peer is to hold
         it. Raises as `get`, `LeaseLimitExceeded`, and `CapacityExceeded` or `ObjectTooLarge` when the value
         has to be brought to the local peer's memory and does not fit."""
+        ...
+
+    async def take_leases(
+        self, keys: Sequence[str], *, here: bool = False
+    ) -> list[ItemResult[memoryview]]:
+        """Views of many values, as `lease` gives one; one result per key, in order. Never raises for one key. Each
+        value stays in place until its last view is collected."""
         ...
 
     def transfers(

@@ -69,8 +69,14 @@ def name_key(key: str, error: P2PStoreError | ValueError) -> P2PStoreError | Val
 
 
 def plain_error(error: Exception) -> P2PStoreError | ValueError:
-    """An error as the result of an item carries it."""
-    return error if isinstance(error, P2PStoreError | ValueError) else ValueError(str(error))
+    """An error as the result of an item carries it: without tracebacks, whose frames keep all that the batch works
+    with, buffers and views, for as long as the result is kept."""
+    plain = error if isinstance(error, P2PStoreError | ValueError) else ValueError(str(error))
+    each: BaseException | None = plain
+    while each is not None:
+        each.__traceback__ = each.__context__ = None
+        each = each.__cause__
+    return plain
 
 
 class PrefixRuns:

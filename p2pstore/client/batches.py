@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from p2pstore.client.answers import plain_error
 from p2pstore.client.fetch import Fetcher
@@ -15,13 +16,18 @@ from p2pstore.local.messages import PlanItem
 from p2pstore.objects import SIZE_UNIT_BYTES
 from p2pstore.transfer.failover import SilentHolders, is_silence
 from p2pstore.transfer.messages import SMALL_OBJECT_BYTES
+from p2pstore.transfer.reader import Copied
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
     BufferDestination,
+    Destination,
     Pulled,
     PullFailed,
     RemoteCopy,
 )
+
+R = TypeVar("R")
+D = TypeVar("D", bound=Destination)
 
 BROUGHT_AHEAD: Final = 8
 
@@ -43,44 +49,75 @@ async def fetch_many(
 ) -> list[Outcome]:
     """Write each key's value to the beginning of its buffer; per item the length, or the error. `are_views`: the
     buffers are writable views of bytes."""
-    batch = _Batch(fetcher, keys)
-    batch.prepare(digests_of, buffers, are_views=are_views)
-    await batch.read_here()
-    await batch.pull_from_only_holders()
-    await batch.pull_as_planned()
-    await batch.fetch_the_rest()
-    return batch.outcomes
+    batch = _IntoBuffers(fetcher, keys)
+    batch.prepare(digests_of, buffers, None if are_views else destination_view)
+    return await batch.fetch()
 
 
-class _Batch:
-    """Many reads at once. Each step settles some of the items, which are known by their numbers."""
+async def fetch_many_new(
+    fetcher: Fetcher, keys: Sequence[str], destinations: Sequence[D], digests_of: DigestsOf
+) -> list[Outcome]:
+    """`fetch_many` for destinations that make their memory when they are told how long the value is."""
+    batch = _IntoNewMemory[D](fetcher, keys)
+    batch.prepare(digests_of, destinations, None)
+    return await batch.fetch()
+
+
+class _Batch(ABC, Generic[R]):
+    """Many reads at once, each to a room of its own. Each step settles some of the items, which are known by their
+    numbers."""
 
     def __init__(self, fetcher: Fetcher, keys: Sequence[str]) -> None:
         self.outcomes: list[Outcome] = [_UNDER_WAY] * len(keys)
         self._fetcher = fetcher
         self._keys = keys
-        self._wanted: dict[int, tuple[bytes, memoryview]] = {}
+        self._wanted: dict[int, tuple[bytes, R]] = {}
         """Digest and room of each item that is not settled."""
         self._plans: dict[int, PlanItem] = {}
         self._silent = SilentHolders()
         self._hot: set[int] = set()
         """Items that the local peer is to bring and keep."""
 
+    async def fetch(self) -> list[Outcome]:
+        """What became of each item."""
+        await self.read_here()
+        await self.pull_from_only_holders()
+        await self.pull_as_planned()
+        await self.fetch_the_rest()
+        return self.outcomes
+
+    @abstractmethod
+    def _destination(self, room: R) -> Destination:
+        """The room as transports fill it."""
+
+    @abstractmethod
+    async def _copy_here(self, digest: bytes, room: R) -> Copied | None:
+        """A verified copy of what the local peer holds."""
+
+    async def _pull_small(
+        self, copy: RemoteCopy, numbers: Sequence[int], *, others: bool
+    ) -> Sequence[int]:
+        """Those that can be asked for in fewer steps, as all of them are small; which of the numbers are left."""
+        return numbers
+
     def prepare(
-        self, digests_of: DigestsOf, buffers: Sequence[Any], *, are_views: bool = False
+        self, digests_of: DigestsOf, places: Sequence[Any], room_of: Callable[[Any], R] | None
     ) -> None:
-        """Settle what was asked for wrongly."""
+        """Settle what was asked for wrongly. None: the places are rooms."""
         try:
             digests = digests_of(self._keys)
-            views = buffers if are_views else [destination_view(buffer) for buffer in buffers]
-            self._wanted = dict(enumerate(zip(digests, views, strict=True)))
+            rooms = places if room_of is None else [room_of(place) for place in places]
+            self._wanted = dict(enumerate(zip(digests, rooms, strict=True)))
         except (P2PStoreError, ValueError, TypeError):
-            self._prepare_one_by_one(digests_of, buffers)
+            self._prepare_one_by_one(digests_of, places, room_of)
 
-    def _prepare_one_by_one(self, digests_of: DigestsOf, buffers: Sequence[Any]) -> None:
-        for number, (key, buffer) in enumerate(zip(self._keys, buffers, strict=True)):
+    def _prepare_one_by_one(
+        self, digests_of: DigestsOf, places: Sequence[Any], room_of: Callable[[Any], R] | None
+    ) -> None:
+        for number, (key, place) in enumerate(zip(self._keys, places, strict=True)):
             try:
-                self._wanted[number] = digests_of([key])[0], destination_view(buffer)
+                room = place if room_of is None else room_of(place)
+                self._wanted[number] = digests_of([key])[0], room
             except (P2PStoreError, ValueError, TypeError) as error:
                 self.outcomes[number] = plain_error(error)
 
@@ -89,13 +126,13 @@ class _Batch:
         here = self._fetcher.are_here([digest for digest, _ in self._wanted.values()])
         if not any(here):
             return
-        for is_here, (number, (digest, view)) in zip(here, list(self._wanted.items()), strict=True):
+        for is_here, (number, (digest, room)) in zip(here, list(self._wanted.items()), strict=True):
             if not is_here:
                 continue
             try:
-                copied = await self._fetcher.read_here_into(digest, view)
+                copied = await self._copy_here(digest, room)
             except (P2PStoreError, ValueError) as error:
-                self._settle(number, error)
+                self._settle(number, plain_error(error))
             else:
                 if copied is not None:
                     self._settle(number, copied.length)
@@ -142,18 +179,18 @@ class _Batch:
             if number in self._hot or self._plans[number].on_ssd
         )
         await self._bring(ahead, 2 * BROUGHT_AHEAD)
-        for place, (number, (digest, view)) in enumerate(wanted, start=1):
+        for place, (number, (digest, room)) in enumerate(wanted, start=1):
             if place % BROUGHT_AHEAD == 0:
                 await self._bring(ahead, BROUGHT_AHEAD)
             key = self._keys[number]
-            plan, room = self._plans[number], BufferDestination(view)
+            plan, destination = self._plans[number], self._destination(room)
             try:
                 done = await self._fetcher.fetch_planned(
-                    key, digest, room, plan, self._silent, hot=number in self._hot
+                    key, digest, destination, plan, self._silent, hot=number in self._hot
                 )
             except (P2PStoreError, ValueError) as error:
                 self._fetcher.ended(error)
-                self._settle(number, error)
+                self._settle(number, plain_error(error))
             else:
                 self._settle(number, done.length)
 
@@ -168,8 +205,8 @@ class _Batch:
         if not numbers:
             return
         asked = [
-            (digest, BufferDestination(view))
-            for digest, view in (self._wanted[number] for number in numbers)
+            (digest, self._destination(room))
+            for digest, room in (self._wanted[number] for number in numbers)
         ]
         outcomes = await self._fetcher.pull_many(copy, asked, others=others)
         if any(is_silence(outcome) for outcome in outcomes):
@@ -182,12 +219,26 @@ class _Batch:
             elif isinstance(outcome, PullFailed) and outcome.keep:
                 self._hot.add(number)
             elif not isinstance(outcome, PullFailed):  # the buffer is too small, whoever fills it
-                self._settle(number, outcome)
+                self._settle(number, plain_error(outcome))
+
+    def _settle(self, number: int, outcome: Outcome) -> None:
+        del self._wanted[number]
+        self.outcomes[number] = outcome
+
+
+class _IntoBuffers(_Batch[memoryview]):
+    """The rooms are the callers' buffers."""
+
+    def _destination(self, room: memoryview) -> Destination:
+        return BufferDestination(room)
+
+    async def _copy_here(self, digest: bytes, room: memoryview) -> Copied | None:
+        return await self._fetcher.read_here_into(digest, room)
 
     async def _pull_small(
         self, copy: RemoteCopy, numbers: Sequence[int], *, others: bool
     ) -> Sequence[int]:
-        """Those whose buffers have room for small objects alone; which of the numbers are to be asked for otherwise."""
+        """Those whose buffers have room for small objects alone."""
         wanted = self._wanted
         small = [number for number in numbers if 0 < len(wanted[number][1]) <= SMALL_OBJECT_BYTES]
         if not small:
@@ -210,9 +261,15 @@ class _Batch:
         failed = set(small[len(lengths) :])
         return [number for number in numbers if number in wanted and number not in failed]
 
-    def _settle(self, number: int, outcome: Outcome) -> None:
-        del self._wanted[number]
-        self.outcomes[number] = outcome
+
+class _IntoNewMemory(_Batch[D]):
+    """The rooms are made when it is known how long the values are."""
+
+    def _destination(self, room: D) -> Destination:
+        return room
+
+    async def _copy_here(self, digest: bytes, room: D) -> Copied | None:
+        return await self._fetcher.read_here(digest, room)
 
 
 def _in_batches(plan: PlanItem) -> bool:

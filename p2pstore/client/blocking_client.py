@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -376,6 +376,14 @@ class BlockingClient:
     def get_tensor(self, key: str, *, wait: float = 0.0, framework: Framework | None = None) -> Any:
         return run_blocking(self._session.get_tensor(key, wait=wait, framework=framework))
 
+    def get_many(self, keys: Sequence[str]) -> list[ItemResult[bytes]]:
+        return run_blocking(self._session.get_many(keys))
+
+    def get_new_views(
+        self, keys: Sequence[str], allocate: Callable[[int], memoryview]
+    ) -> list[memoryview | P2PStoreError | ValueError]:
+        return run_blocking(self._session.get_new_views(keys, allocate))
+
     def get_into_views(
         self, keys: Sequence[str], views: Sequence[memoryview]
     ) -> list[int | P2PStoreError | ValueError]:
@@ -396,6 +404,11 @@ class BlockingClient:
 
     def take_lease(self, key: str, *, wait: float = 0.0, here: bool = False) -> memoryview:
         return run_blocking(self._session.take_lease(key, wait=wait, here=here))
+
+    def take_leases(
+        self, keys: Sequence[str], *, here: bool = False
+    ) -> list[ItemResult[memoryview]]:
+        return run_blocking(self._session.take_leases(keys, here=here))
 
     @contextmanager
     def transfers(

@@ -28,6 +28,21 @@ class BytesDestination:
         return self._view
 
 
+class NewMemoryDestination:
+    """Memory that `allocate(length)` makes; `view` is of its bytes once it is filled."""
+
+    def __init__(self, allocate: Callable[[int], memoryview]) -> None:
+        self.view = memoryview(b"")
+        self._allocate = allocate
+        self._made = False
+
+    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
+        if not self._made or len(self.view) != slot.length:
+            self.view = self._allocate(slot.length)
+            self._made = True
+        return self.view
+
+
 class TensorDestination:
     """A new tensor of the dtype and shape that were stored."""
 

@@ -35,7 +35,7 @@ class Leaser:
         when it does not come within `wait_seconds`, and `LeaseLimitExceeded` when this client holds
         too much."""
         link = self._link
-        shared = _share(link, digest)
+        shared = share(link, digest)
         if shared is not None:
             return shared
         wait_until = time.monotonic() + wait_seconds
@@ -47,18 +47,18 @@ class Leaser:
         grant = None
         try:
             if is_here:
-                grant = await _ask(link, key, digest)
+                [grant] = await ask(link, key, [digest])
             if grant is None or grant.error.code == Code.NO_SUCH_KEY:
                 left_seconds = max(0.0, wait_until - time.monotonic())
-                grant = await _ask(link, key, digest, fetch=True, wait_seconds=left_seconds)
+                [grant] = await ask(link, key, [digest], fetch=True, wait_seconds=left_seconds)
             if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
-                grant = await _ask(link, key, digest)
+                [grant] = await ask(link, key, [digest])
             answers.raise_for(key, grant.error)
             if grant.transport == "ssd":
                 await self._fetcher.read_ahead(digest)
-            return _view(link, digest, grant)
+            return view_under(link, digest, grant)
         except BaseException:  # Ctrl-C, too, at any moment
-            _forsake(link, grant)
+            forsake(link, grant)
             raise
 
     async def _take_nearby(self, key: str, digest: bytes, wait_seconds: float) -> memoryview | None:
@@ -69,10 +69,10 @@ class Leaser:
             error = answers.error_in(key, plan.error)
             self._fetcher.ended(error)
             raise error
-        near = _neighbours_in(plan.holders)
+        near = neighbours_in(plan.holders)
         for holder in near:
             link = self._neighbours.linked(holder)
-            shared = None if link is None else _share(link, digest, _announced(holder))
+            shared = None if link is None else share(link, digest, announced(holder))
             if shared is not None:
                 return self._viewed(holder, shared)
         give_up_at = time.monotonic() + HURRIED_ANSWER_SECONDS
@@ -85,14 +85,23 @@ class Leaser:
         return None
 
     def _viewed(self, holder: Holder, view: memoryview) -> memoryview:
-        """Have the local peer count it: no request of this read came by there."""
-        self._link.note_pulls(
-            holder.member, ShmTransport.name, objects=1, length_bytes=len(view), failures=0
-        )
+        note_viewed(self._link, holder, [view])
         return view
 
 
-def _neighbours_in(holders: Sequence[Holder]) -> list[Holder]:
+def note_viewed(link: PeerLink, holder: Holder, views: Sequence[memoryview]) -> None:
+    """Have the local peer count views at a neighbour: no request of these reads came by there."""
+    if views:
+        length_bytes = sum(map(len, views))
+        link.note_pulls(
+            *(holder.member, ShmTransport.name),
+            objects=len(views),
+            length_bytes=length_bytes,
+            failures=0,
+        )
+
+
+def neighbours_in(holders: Sequence[Holder]) -> list[Holder]:
     """Of a plan's holders, those of this host that have the newest version: in memory, or on an SSD when nobody has it
     in memory."""
     only_cold = all(holder.tier == SSD for holder in holders)
@@ -113,96 +122,101 @@ async def _lease_at(holder: Holder, key: str, digest: bytes, link: PeerLink) -> 
     grant = None
     cold = holder.tier == SSD
     try:
-        grant = await _ask(link, key, digest, fetch=cold, fetch_seconds=0.0)
+        [grant] = await ask(link, key, [digest], fetch=cold, fetch_seconds=0.0)
         if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
-            grant = await _ask(link, key, digest)
-        if not grant.error.code and _version(grant).covers(_announced(holder)):
-            return _view(link, digest, grant)
+            [grant] = await ask(link, key, [digest])
+        if not grant.error.code and version_of(grant).covers(announced(holder)):
+            return view_under(link, digest, grant)
     except DeadlineExceeded:
         if not cold:
             raise
         return None  # its SSD takes long: that says nothing of what it has in memory
     except BaseException:
-        _forsake(link, grant)
+        forsake(link, grant)
         raise
-    _forsake(link, grant)  # an older one may be forbidden
+    forsake(link, grant)  # an older one may be forbidden
     return None
 
 
-def _share(link: PeerLink, digest: bytes, announced: Version = ZERO_VERSION) -> memoryview | None:
-    """A view under a lease that this client has already, unless it is of a version older than `announced`."""
+def share(link: PeerLink, digest: bytes, at_least: Version = ZERO_VERSION) -> memoryview | None:
+    """A view under a lease that this client has already, unless it is of a version older than `at_least`."""
     if not link.leases.covers(digest):
         return None
-    shared = link.leases.share_again(digest, announced)
+    shared = link.leases.share_again(digest, at_least)
     if shared is None:  # a view of no bytes is one, too
-        shared = _share_seen(link, digest, announced)
+        shared = _share_seen(link, digest, at_least)
     if shared is not None:
         link.note_read(digest, len(shared))
         link.stir()
     return shared
 
 
-def _share_seen(link: PeerLink, digest: bytes, announced: Version) -> memoryview | None:
+def _share_seen(link: PeerLink, digest: bytes, at_least: Version) -> memoryview | None:
     for reader in link.readers:
         seen = reader.sight(digest)
-        if seen is not None and not seen.expired and seen.slot.version.covers(announced):
+        if seen is not None and not seen.expired and seen.slot.version.covers(at_least):
             shared = link.leases.share(digest, seen)
             if shared is not None:
                 return shared
     return None
 
 
-async def _ask(
+async def ask(
     link: PeerLink,
     key: str,
-    digest: bytes,
+    digests: Sequence[bytes],
     *,
     fetch: bool = False,
     wait_seconds: float = 0.0,
     fetch_seconds: float = FETCH_SECONDS,
-) -> local.LeaseGrant:
-    """Ask for a lease. Only with `fetch` may the answer take its time: the object is brought."""
+) -> list[local.LeaseGrant]:
+    """Ask for leases, `key` being the text of the first. Only with `fetch` may the answer take its time: the objects
+    are brought."""
     reply = None
     try:
         reply = await link.request(
             LocalKind.LEASE,
             local.Lease(
-                digest, fetch, round(wait_seconds * 1000), deadline_ms(link.timeout_seconds), key
+                b"".join(digests),
+                *(fetch, round(wait_seconds * 1000), deadline_ms(link.timeout_seconds), key),
             ),
             local.Leased,
             extra_seconds=wait_seconds + fetch_seconds if fetch else 0.0,
             on_late_reply=link.give_back,
         )
-        if len(reply.items) != 1:
-            raise ProtocolError(f"{len(reply.items)} answers about one lease")
-        return reply.items[0]
+        if len(reply.items) != len(digests):
+            raise ProtocolError(f"{len(reply.items)} answers about {len(digests)} leases")
+        return reply.items
     except BaseException:
         if reply is not None:
             link.give_back(reply)
         raise
 
 
-def _forsake(link: PeerLink, grant: local.LeaseGrant | None) -> None:
+def forsake(link: PeerLink, grant: local.LeaseGrant | None) -> None:
     """Give back a lease, if it is one, of which no view was made."""
     if grant is not None and not grant.error.code:
         link.leases.forsake(grant.lease)
         link.stir()
 
 
-def _view(link: PeerLink, digest: bytes, grant: local.LeaseGrant) -> memoryview:
+def view_under(link: PeerLink, digest: bytes, grant: local.LeaseGrant) -> memoryview:
+    """The view that was granted."""
     view = link.leases.view(
         grant.lease,
         digest,
         link.connection.segment(grant.segment),
-        (grant.offset, grant.length, _version(grant)),
+        (grant.offset, grant.length, version_of(grant)),
     )
     link.stir()
     return view
 
 
-def _announced(holder: Holder) -> Version:
+def announced(holder: Holder) -> Version:
+    """What a plan says that a holder has."""
     return Version(holder.clock, holder.writer)
 
 
-def _version(grant: local.LeaseGrant) -> Version:
+def version_of(grant: local.LeaseGrant) -> Version:
+    """What was granted."""
     return Version(grant.clock, grant.writer, grant.root)

@@ -12,11 +12,16 @@ from typing import Any, ClassVar, Final, TypeVar
 
 from p2pstore.client import answers, arguments
 from p2pstore.client.answers import plain_error
-from p2pstore.client.batches import fetch_many
+from p2pstore.client.batches import fetch_many, fetch_many_new
 from p2pstore.client.checkpoints import Checkpoints
-from p2pstore.client.destinations import BytesDestination, TensorDestination
+from p2pstore.client.destinations import (
+    BytesDestination,
+    NewMemoryDestination,
+    TensorDestination,
+)
 from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
 from p2pstore.client.gathered import value_of
+from p2pstore.client.lease_batches import take_many
 from p2pstore.client.leasing import Leaser
 from p2pstore.client.link import PeerLink
 from p2pstore.client.neighbours import Neighbours
@@ -281,6 +286,31 @@ class ClientSession:
         await self._live.fetcher.fetch(key, self._digest(key), destination, wait)
         return destination.tensor
 
+    async def get_many(self, keys: Sequence[str]) -> list[ItemResult[bytes]]:
+        """`get` for many keys; one result (the value, or the error) per key, in order. Never raises for one
+        key that fails. Where the caller has memory for the values, `get_many_into` is faster."""
+        keys = arguments.key_list(keys)
+        values = [BytesDestination() for _ in keys]
+        outcomes = await fetch_many_new(self._live.fetcher, keys, values, self._digests)
+        return [
+            ItemResult(key, None, outcome)
+            if isinstance(outcome, Exception)
+            else ItemResult(key, value.value())
+            for key, value, outcome in zip(keys, values, outcomes, strict=True)
+        ]
+
+    async def get_new_views(
+        self, keys: Sequence[str], allocate: Callable[[int], memoryview]
+    ) -> list[memoryview | P2PStoreError | ValueError]:
+        """`get_many` for programs that make the memory for each value themselves: `allocate` is called with its length
+        and returns a writable view of so many bytes. Per key the filled view, or the error."""
+        rooms = [NewMemoryDestination(allocate) for _ in keys]
+        outcomes = await fetch_many_new(self._live.fetcher, keys, rooms, self._digests)
+        return [
+            outcome if isinstance(outcome, Exception) else room.view
+            for room, outcome in zip(rooms, outcomes, strict=True)
+        ]
+
     async def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult[int]]:
         """`get_into` for many keys; one result (the length, or the error) per item, in order. Never
         raises for one item that fails."""
@@ -310,6 +340,22 @@ class ClientSession:
         """
         wait, here = arguments.seconds("wait", wait), arguments.flag("here", here)
         return await self._live.leaser.take(key, self._digest(key), wait, here=here)
+
+    async def take_leases(
+        self, keys: Sequence[str], *, here: bool = False
+    ) -> list[ItemResult[memoryview]]:
+        """`take_lease` for many keys, with one request to each peer that gives some of them; one result (the view, or
+        the error) per key, in order. Never raises for one key that fails."""
+        here = arguments.flag("here", here)
+        keys = arguments.key_list(keys)
+        parts = self._live
+        views = await take_many(
+            *(parts.link, parts.fetcher, parts.neighbours, keys, self._digests), here=here
+        )
+        return [
+            ItemResult(key, view) if isinstance(view, memoryview) else ItemResult(key, None, view)
+            for key, view in zip(keys, views, strict=True)
+        ]
 
     @asynccontextmanager
     async def lease(

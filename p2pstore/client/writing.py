@@ -170,7 +170,7 @@ class Writer:
                     keys[index], sources[index], options, follows=follows[index]
                 )
             except (P2PStoreError, ValueError) as problem:
-                results[index] = ItemResult(keys[index], error=problem)
+                results[index] = ItemResult(keys[index], error=answers.plain_error(problem))
             else:
                 results[index] = ItemResult(keys[index], result)
 

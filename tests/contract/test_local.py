@@ -432,6 +432,41 @@ async def test_the_cap_on_leased_bytes(kind: str, tmp_path: Path) -> None:
             del views
 
 
+async def test_leases_of_many_take_one_request(store: Any, peer: SmallPeer) -> None:
+    items = [(f"k{number}", bytes([number]) * number) for number in range(100)]
+    await store.put_many(items)
+    kept = await store.take_lease("k7")
+    asked = peer.backend.requests.count(LocalKind.LEASE)
+    views = await store.take_leases([*(key for key, _ in items), "k1"])
+    assert peer.backend.requests.count(LocalKind.LEASE) == asked + 1
+    assert [bytes(each.unwrap()) for each in views] == [*(value for _, value in items), b"\x01"]
+    assert all(each.unwrap().readonly for each in views)
+    again = await store.take_leases([key for key, _ in items])
+    assert peer.backend.requests.count(LocalKind.LEASE) == asked + 1
+    await store.remove_many([key for key, _ in items])
+    await store.put_many([(f"new{number}", bytes(9000)) for number in range(100)])
+    assert [bytes(each.unwrap()) for each in again] == [value for _, value in items]
+    del views, again, kept
+    await a_later_lease_ended(store, peer)
+    await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
+
+
+@both
+async def test_the_cap_on_leased_bytes_among_many(kind: str, tmp_path: Path) -> None:
+    with small_peer(tmp_path / "s", max_leased_bytes=2 * MIB) as peer:
+        async with connected(kind, peer) as store:
+            keys = [f"k{number}" for number in range(4)]
+            for key in keys:
+                await store.put(key, bytes(MIB))
+            first = await store.take_leases(keys[:2])
+            del first  # kept for a moment, until there is another use for the room
+            views = await store.take_leases(keys)
+            assert sum(each.ok for each in views) == 2
+            assert {type(each.error) for each in views if not each.ok} == {LeaseLimitExceeded}
+            del views
+            assert all(each.ok for each in await store.take_leases(keys[2:]))
+
+
 @both
 async def test_views_stay_readable_after_the_client_and_the_peer(kind: str, tmp_path: Path) -> None:
     with small_peer(tmp_path / "s") as peer:

@@ -257,6 +257,71 @@ def test_many_at_once(store: Store, key: str, cluster: Cluster) -> None:
     del views
 
 
+def test_a_batch_of_views(store: Store, key: str, cluster: Cluster) -> None:
+    names = [f"{key}{number}" for number in range(300)]
+    for number, name in enumerate(names):
+        where = cluster.distant if number % 3 else store
+        where.put(name, bytes([number % 251]) * (number * 50))
+    until(lambda: all(store.contains_many(names)))
+    first = store.take_lease(names[4])
+    views = store.take_leases([*names, key + "never"])
+    for number, each in enumerate(views[:-1]):
+        assert bytes(each.unwrap()) == bytes([number % 251]) * (number * 50)
+    assert isinstance(views[-1].error, errors.NoSuchKey)
+    assert not any(is_near(cluster, name) for name in names[1::3])
+    assert all(each.ok for each in store.take_leases(names[1::3], here=True))
+    assert all(is_near(cluster, name) for name in names[1::3])
+    del views, first
+
+
+def test_a_batch_beyond_what_a_client_may_hold_at_a_neighbour(
+    store: Store, key: str, cluster: Cluster
+) -> None:
+    for number in range(3):  # a client may hold half of 192 MiB
+        put_far(cluster, f"{key}{number}", np.full(40 * MIB, number, np.uint8))
+    views = store.take_leases([f"{key}{number}" for number in range(3)])
+    assert [each.unwrap()[-1] for each in views] == [0, 1, 2]
+    assert sum(is_near(cluster, f"{key}{number}") for number in range(3)) == 1
+    del views
+
+
+def test_a_batch_shows_nothing_that_was_replaced_or_removed(
+    store: Store, key: str, cluster: Cluster
+) -> None:
+    names = [f"{key}{number}" for number in range(3)]
+    for name in names:
+        put_far(cluster, name, b"first" * 1000)
+    views = store.take_leases(names)
+    put_far(cluster, names[0], b"other" * 1000, overwrite=True)
+    store.remove(names[1])  # whether the neighbour has heard of it or not
+    again = store.take_leases(names)
+    assert bytes(again[0].unwrap()) == b"other" * 1000
+    assert isinstance(again[1].error, errors.NoSuchKey)
+    assert bytes(again[2].unwrap()) == b"first" * 1000
+    assert all(bytes(each.unwrap()) == b"first" * 1000 for each in views)
+    del views, again
+
+
+@pytest.mark.parametrize("world", ASYNC_WORLDS)
+def test_batches_cancelled_at_any_point_leak_nothing(
+    world: str, cluster: Cluster, key: str
+) -> None:
+    store, rng = cluster.stores[world], random.Random(2)
+    names = [f"{key}{number}" for number in range(200)]
+    for number, name in enumerate(names):
+        (cluster.distant if number % 2 else store).put(name, bytes([number]) * 5000)
+    until(lambda: all(store.contains_many(names)))
+    cut = sum(
+        store.cancelled_after(rng.uniform(0, 0.004), call, rng.sample(names, 100))
+        for _ in range(40)
+        for call in ("take_leases", "get_many")
+    )
+    assert cut
+    views = store.take_leases(names)
+    assert [bytes(each.unwrap()) for each in views] == [bytes([n]) * 5000 for n in range(200)]
+    del views
+
+
 @pytest.mark.parametrize("world", ASYNC_WORLDS)
 def test_cancelled_at_any_point_nothing_leaks(world: str, cluster: Cluster, key: str) -> None:
     store, rng = cluster.stores[world], random.Random(1)

@@ -289,6 +289,14 @@ def test_batches(store: Store, key: str, cluster: Cluster) -> None:
         *(errors.NoSuchKey, errors.BufferTooSmall, errors.BufferTooSmall),
         *(ValueError, ValueError),
     ]
+    wanted = [*(name for name, _ in items), key + "nope", "", f"{key}9"]
+    for got in (store.get_many(wanted), store.take_leases(wanted)):
+        assert [each.key for each in got] == wanted
+        assert [bytes(each.unwrap()) for each in got[:300]] == [value for _, value in items]
+        assert [type(each.error) for each in got[300:302]] == [errors.NoSuchKey, ValueError]
+        assert repr(key + "nope") in str(got[300].error)
+        assert bytes(got[302].unwrap()) == items[9][1]
+    del got
     names = [f"{key}1", key + "nope", f"{key}299"]
     until(lambda: store.contains_many(names) == [True, False, True])
     assert store.match_prefix([f"{key}1", f"{key}200", key + "nope", f"{key}3"]) == 2
@@ -303,8 +311,35 @@ def test_batches(store: Store, key: str, cluster: Cluster) -> None:
     assert isinstance(removed[3].error, ValueError)
 
 
+def test_results_that_are_errors_keep_no_buffers_and_no_views(
+    store: Store, key: str, cluster: Cluster
+) -> None:
+    store.put(f"{key}here", b"value")
+    cluster.distant.put(f"{key}there", b"value")
+    until(lambda: store.contains(f"{key}there"))
+    gc.disable()
+    try:
+        buffers = [bytearray(5) for _ in range(6)]
+        keys = [f"{key}here", f"{key}there", f"{key}here", f"{key}there", f"{key}nope", "\ud800"]
+        buffers[2:4] = [bytearray(1), bytearray(1)]
+        got = store.get_many_into(list(zip(keys, buffers, strict=True)))
+        put = store.put_many([(key, bytearray(999 * MIB)), ("", buffers[0])])
+        assert [each.ok for each in [*got, *put]] == [True, True, *[False] * 6]
+        for buffer in buffers:
+            buffer.append(0)  # BufferError while there is a view of it
+        views = store.take_leases([f"{key}here", f"{key}there", f"{key}nope", "", "\ud800"])
+        errors_told = [each.error for each in views if not each.ok]
+        assert len(errors_told) == 3
+        assert leased_bytes(cluster)
+        del views
+        until(lambda: leased_bytes(cluster) == 0)
+    finally:
+        gc.enable()
+
+
 def test_batches_of_nothing(store: Store) -> None:
     assert store.put_many([]) == store.get_many_into([]) == []
+    assert store.get_many([]) == store.take_leases([]) == []
     assert store.contains_many([]) == store.remove_many([]) == []
     assert store.match_prefix([]) == 0
     assert store.match_prefix_by_peer([]) == []
@@ -609,11 +644,12 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str
         for bad, error in ((-1, ValueError), ("1", TypeError), (float("inf"), ValueError))
     ),
     ("get_tensor", ("k",), {"framework": "jax"}, ValueError, "framework"),
+    ("take_leases", (["k"],), {"here": 1}, TypeError, "here"),
     *(
         (name, (bad,), {}, TypeError, "keys")
         for name in (
             *("contains_many", "match_prefix", "match_prefix_by_peer"),
-            *("remove_many", "prefetch"),
+            *("remove_many", "prefetch", "get_many", "take_leases"),
         )
         for bad in ("key", b"key", 7)
     ),
@@ -753,6 +789,7 @@ def test_a_store_that_was_closed(world: str, cluster: Cluster, key: str) -> None
 EVERY_METHOD: list[tuple[str, tuple[Any, ...]]] = [
     *(("put", ("k", b"")), ("put_tensor", ("k", np.zeros(1))), ("put_many", ([],))),
     *(("get", ("k",)), ("get_into", ("k", bytearray(1))), ("get_tensor", ("k",))),
+    *(("get_many", ([],)), ("take_leases", ([],))),
     *(("get_many_into", ([],)), ("take_lease", ("k",)), ("register", (bytearray(1),))),
     *(("contains", ("k",)), ("contains_many", ([],)), ("locate", ("k",))),
     ("match_prefix_by_peer", ([],)),

@@ -1,0 +1,220 @@
+"""Leases of many objects: one request to each peer that gives some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final, TypeVar
+
+from p2pstore.client.answers import error_in, plain_error
+from p2pstore.client.fetch import FETCH_SECONDS, Fetcher
+from p2pstore.client.known_holders import SSD
+from p2pstore.client.leasing import (
+    announced,
+    ask,
+    forsake,
+    neighbours_in,
+    note_viewed,
+    share,
+    version_of,
+    view_under,
+)
+from p2pstore.client.link import PeerLink
+from p2pstore.client.neighbours import Neighbours
+from p2pstore.errors import DeadlineExceeded, P2PStoreError
+from p2pstore.local.messages import Holder, LeaseGrant
+from p2pstore.wire import Code
+
+T = TypeVar("T")
+
+LEASES_PER_REQUEST: Final = 256
+"""A millisecond of the peer's event loop."""
+FETCHED_AT_ONCE: Final = 16
+"""So many objects the local peer brings side by side."""
+
+View = memoryview | P2PStoreError | ValueError
+"""A view, or why there is none."""
+
+
+async def take_many(
+    link: PeerLink,
+    fetcher: Fetcher,
+    neighbours: Neighbours,
+    keys: Sequence[str],
+    digests_of: Callable[[Sequence[str]], list[bytes]],
+    *,
+    here: bool,
+) -> list[View]:
+    """A read-only view of each object in place, or why there is none; with `here`, in the local peer's memory."""
+    batch = _Batch(link, fetcher, neighbours, keys)
+    batch.prepare(digests_of)
+    batch.share()
+    await batch.lease_here()
+    if not here:
+        await batch.lease_nearby()
+    await batch.lease_fetched()
+    return batch.views()
+
+
+class _Batch:
+    """Many leases at once. Each step settles some of the items, which are known by their numbers."""
+
+    def __init__(
+        self, link: PeerLink, fetcher: Fetcher, neighbours: Neighbours, keys: Sequence[str]
+    ) -> None:
+        self._link = link
+        self._fetcher = fetcher
+        self._neighbours = neighbours
+        self._keys = keys
+        self._wanted: dict[int, bytes] = {}
+        """The digest of each item that is not settled."""
+        self._views: dict[int, View] = {}
+
+    def views(self) -> list[View]:
+        """One for each item, once all are settled."""
+        return [self._views[number] for number in range(len(self._keys))]
+
+    def prepare(self, digests_of: Callable[[Sequence[str]], list[bytes]]) -> None:
+        """Settle what is no key."""
+        try:
+            self._wanted = dict(enumerate(digests_of(self._keys)))
+        except (ValueError, TypeError):
+            for number, key in enumerate(self._keys):
+                try:
+                    self._wanted[number] = digests_of([key])[0]
+                except (ValueError, TypeError) as error:
+                    self._views[number] = plain_error(error)
+
+    def share(self) -> None:
+        """What this client has leases of already."""
+        for number, digest in list(self._wanted.items()):
+            view = share(self._link, digest)
+            if view is not None:
+                self._settle(number, view)
+
+    async def lease_here(self) -> None:
+        """What the local peer holds."""
+        here = self._fetcher.are_here(list(self._wanted.values()))
+        numbers = [number for number, is_here in zip(self._wanted, here, strict=True) if is_here]
+        for some in _slices(numbers, LEASES_PER_REQUEST):
+            await self._lease(self._link, some)
+
+    async def lease_nearby(self) -> None:
+        """What other peers of this host hold."""
+        if not self._wanted:
+            return
+        numbers = list(self._wanted)
+        plans = await self._fetcher.plan(self._keys[numbers[0]], list(self._wanted.values()))
+        batches: dict[tuple[int, bool], list[tuple[int, Holder]]] = {}
+        for number, plan in zip(numbers, plans, strict=True):
+            if plan.error.code == Code.NO_SUCH_KEY:
+                error = error_in(self._keys[number], plan.error)
+                self._fetcher.ended(error)
+                self._settle(number, error)
+            elif near := neighbours_in(plan.holders):
+                batches.setdefault((near[0].member, near[0].tier == SSD), []).append(
+                    (number, near[0])
+                )
+        for batch in batches.values():
+            for some in _slices(batch, LEASES_PER_REQUEST):
+                _, holder = some[0]
+                await self._neighbours.call(holder, partial(self._lease_at, some))
+
+    async def lease_fetched(self) -> None:
+        """The rest, which the local peer is to bring."""
+        for some in _slices(list(self._wanted), FETCHED_AT_ONCE):
+            await self._lease(self._link, some, fetch=True)
+
+    async def _lease(
+        self, link: PeerLink, numbers: Sequence[int], *, fetch: bool = False, again: bool = False
+    ) -> None:
+        """Have the local peer lease these: with `fetch` all of them are settled then, otherwise what it had."""
+        grants = await ask(
+            link,
+            self._keys[numbers[0]],
+            [self._wanted[number] for number in numbers],
+            fetch=fetch,
+            fetch_seconds=FETCH_SECONDS,
+        )
+        refused = []
+        try:
+            for number, grant in zip(numbers, grants, strict=True):
+                code = grant.error.code
+                if code == Code.LEASE_LIMIT_EXCEEDED and not again:
+                    refused.append((number, grant))
+                elif not code:
+                    self._settle(number, view_under(link, self._wanted[number], grant))
+                elif fetch or code != Code.NO_SUCH_KEY:
+                    self._settle(number, error_in(self._keys[number], grant.error))
+        except BaseException:  # Ctrl-C, too, at any moment
+            _forsake_all(link, grants)
+            raise
+        if refused and link.make_room():
+            await self._lease(link, [number for number, _ in refused], fetch=fetch, again=True)
+        else:
+            for number, grant in refused:
+                self._settle(number, error_in(self._keys[number], grant.error))
+
+    async def _lease_at(
+        self, some: Sequence[tuple[int, Holder]], link: PeerLink, *, again: bool = False
+    ) -> None:
+        """Lease what a neighbour has. What it does not have, or not in that version, stays to be fetched, and what
+        this client holds too much for."""
+        left = [each for each in some if not self._shared_at(link, *each)]
+        if not left:
+            return
+        number, holder = left[0]
+        is_cold = holder.tier == SSD
+        try:
+            grants = await ask(
+                link,
+                self._keys[number],
+                [self._wanted[number] for number, _ in left],
+                fetch=is_cold,
+                fetch_seconds=0.0,
+            )
+        except DeadlineExceeded:
+            if is_cold:  # its SSD takes long: that says nothing of what it has in memory
+                return
+            raise
+        refused, viewed = [], []
+        try:
+            for (number, holder), grant in zip(left, grants, strict=True):
+                code = grant.error.code
+                if not code and version_of(grant).covers(announced(holder)):
+                    view = view_under(link, self._wanted[number], grant)
+                    self._settle(number, view)
+                    viewed.append(view)
+                elif code == Code.LEASE_LIMIT_EXCEEDED:
+                    refused.append((number, holder))
+                else:  # an older one may be forbidden
+                    forsake(link, grant)
+        except BaseException:
+            _forsake_all(link, grants)
+            raise
+        note_viewed(self._link, holder, viewed)
+        if refused and not again and link.make_room():
+            await self._lease_at(refused, link, again=True)
+
+    def _shared_at(self, link: PeerLink, number: int, holder: Holder) -> bool:
+        """Whether this client has a lease of it there already: that settles it."""
+        view = share(link, self._wanted[number], announced(holder))
+        if view is None:
+            return False
+        self._settle(number, view)
+        note_viewed(self._link, holder, [view])
+        return True
+
+    def _settle(self, number: int, view: View) -> None:
+        self._views[number] = view
+        del self._wanted[number]
+
+
+def _forsake_all(link: PeerLink, grants: Sequence[LeaseGrant]) -> None:
+    for grant in grants:
+        forsake(link, grant)
+
+
+def _slices(some: Sequence[T], count: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(some), count):
+        yield some[start : start + count]
