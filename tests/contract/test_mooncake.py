@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2pstore import errors
+from p2pstore import blocking, errors
 from p2pstore.client.gathered import Gathered
 from p2pstore.integrations import mooncake
 from p2pstore.integrations.mooncake.own_peer import OwnPeer
@@ -101,6 +101,61 @@ def test_what_lies_in_several_places_is_put_from_there(
     assert calls.store.get("several places 3") == b"ab" + array.tobytes() + b"c"
     code = calls.store.put_from_with_metadata("several places 4", place, place + 1, 9, 3)
     assert (code, calls.store.get("several places 4")) == (0, bytes([1, 2, 3, *range(9)]))
+
+
+def test_batches_are_not_loops(
+    calls: mooncake_calls.Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = calls.store
+    keys = [f"one go {number}" for number in range(20)]
+    values = [bytes([number]) * (1000 + number) for number in range(20)]
+    for name in ("put", "get", "get_into", "take_lease"):
+        monkeypatch.delattr(blocking.BlockingClient, name)
+    assert store.put_batch(keys, values) == 0
+    assert store.get_batch([*keys, "one go nobody"]) == [*values, b""]
+    assert [bytes(each) for each in store.batch_get_buffer(keys)] == values
+    assert store.batch_get_session_start([*keys, "one go nobody"]) == [0] * 20 + [-704]
+    place, array = calls.memory(bytes(4000))
+    places = [place + 200 * number for number in range(20)]
+    ranges = [[each] for each in places], [[100]] * 20, [[900]] * 20
+    assert store.batch_get_into_multi_buffer_ranges(keys, *ranges) == [100] * 20
+    assert store.batch_get_session_end(keys) == 0
+    assert [array[200 * number] for number in range(20)] == list(range(20))
+    columns = [[[0]] * 20], [[[500]] * 20], [[[7]] * 20]
+    assert store.get_into_ranges([place], [keys], *columns) == [[[7]] * 20]
+    assert array[0] == 19
+    written = [f"one go {number} written" for number in range(20)]
+    assert store.batch_put_session_start(written, [5] * 20) == [0] * 20
+    starts = [[place]] * 20, [[5]] * 20, [[0]] * 20
+    assert store.batch_put_from_multi_buffer_ranges(written, *starts) == [5] * 20
+    assert store.batch_put_session_end([*written, "one go nobody"]) == [0] * 20 + [-600]
+    assert store.get_batch(written) == [array[:5].tobytes()] * 20
+
+
+def test_batches_of_tensors_are_not_loops(
+    calls: mooncake_calls.Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed (scripts/setup --torch)")
+    store = calls.store
+    keys = [f"tensors in one go {number}" for number in range(20)]
+    tensors = [torch.arange(number + 1, dtype=torch.float32) for number in range(20)]
+    for name in ("put", "get", "get_into", "take_lease"):
+        monkeypatch.delattr(blocking.BlockingClient, name)
+    assert store.batch_put_tensor(keys, tensors) == [0] * 20
+    got = store.batch_get_tensor([*keys, "tensors in one go nobody"])
+    assert got[20] is None
+    assert all(torch.equal(*pair) for pair in zip(got, tensors, strict=False))
+    place, _ = calls.memory(bytes(20 * 4096))
+    places = [place + 4096 * number for number in range(20)]
+    there = store.batch_get_tensor_into(keys, places, [4096] * 20)
+    assert all(torch.equal(*pair) for pair in zip(there, tensors, strict=True))
+    lengths = [len(value) for value in store.get_batch(keys)]
+    assert store.batch_upsert_tensor_from(keys, places[::-1], lengths[::-1]) == [0] * 20
+    again = store.batch_get_tensor(keys)
+    assert all(torch.equal(*pair) for pair in zip(again, tensors[::-1], strict=True))
+    assert store.put_tensor_with_tp("tensors in one go", torch.arange(8.0), 0, 4, 0) == 0
+    [shard] = store.batch_get_tensor_with_tp(["tensors in one go"], 1, 4)
+    assert shard.tolist() == [2.0, 3.0]
 
 
 def test_remove_all_stays_in_the_namespace_of_the_tenant(

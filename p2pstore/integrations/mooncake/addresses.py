@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2pstore.client.gathered import Gathered
-from p2pstore.errors import LeaseLimitExceeded, P2PStoreError
+from p2pstore.errors import P2PStoreError
 from p2pstore.integrations.mooncake.codes import alike
 from p2pstore.integrations.mooncake.memory import view_at, views_at
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ObjectCalls
@@ -157,7 +157,7 @@ class AddressCalls(ObjectCalls):
             return [INVALID] * len(keys)
         codes = [INVALID] * len(keys)
         good = _several_views(all_buffer_ptrs, all_sizes)
-        for group in _groups({number: sum(map(len, views)) for number, views in good.items()}):
+        for group in groups({number: sum(map(len, views)) for number, views in good.items()}):
             lengths = [sum(map(len, good[number])) for number in group]
             with self._scratch.room(sum(lengths)) as room:
                 values, at = [], 0
@@ -188,7 +188,8 @@ class AddressCalls(ObjectCalls):
                 [[INVALID for _ in some] for some in sizes]
                 for sizes in all_sizes[: len(buffer_ptrs)]
             ]
-        objects: dict[str, memoryview | int] = {}
+        wanted = list(dict.fromkeys(key for keys in all_keys for key in keys))
+        objects = dict(zip(wanted, self._wholes(wanted), strict=True))
         answer = []
         for pointer, keys, targets, sources, sizes in zip(
             buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes, strict=True
@@ -198,25 +199,11 @@ class AddressCalls(ObjectCalls):
                 continue
             codes = []
             for key, into, out_of, lengths in zip(keys, targets, sources, sizes, strict=True):
-                if key not in objects:
-                    objects[key] = self._whole(key)
                 codes.append(self._copy_ranges(objects[key], pointer, into, out_of, lengths))
             answer.append(codes)
         return answer
 
     # --- for the other calls -----------------------------------------------------------------
-
-    def _whole(self, key: str) -> memoryview | int:
-        """The object in place, or the code that says why not."""
-        try:
-            return self._live.take_lease(key)
-        except LeaseLimitExceeded:
-            try:
-                return memoryview(self._live.get(key))
-            except FAILURES as error:
-                return self._read_code(error)
-        except FAILURES as error:
-            return self._read_code(error)
 
     def _copy_ranges(
         self,
@@ -306,7 +293,7 @@ def _several_views(
     return found
 
 
-def _groups(lengths: dict[int, int]) -> list[list[int]]:
+def groups(lengths: dict[int, int]) -> list[list[int]]:
     """The numbers, cut into runs of at most 64 MiB, or one."""
     groups: list[list[int]] = []
     total = 0

@@ -299,12 +299,10 @@ class ParallelTensorCalls(TensorCalls):
         overwrite: bool,
     ) -> int:
         """Put shards (key, elements, shape of the whole, axes): 0, or the first error."""
-        for key, part, whole, axes in shards:
-            header = describe(part, whole, axes)
-            code = self._put_tensor(key, part, config, overwrite=overwrite, header=header)
-            if code:
-                return code
-        return 0
+        keys, parts, _, _ = zip(*shards, strict=True)
+        headers = [describe(part, whole, axes) for _, part, whole, axes in shards]
+        codes = self._put_tensors(keys, parts, config, overwrite=overwrite, headers=headers)
+        return next((code for code in codes if code), 0)
 
     # --- reading -------------------------------------------------------------------------------
 
@@ -388,7 +386,7 @@ class ParallelTensorCalls(TensorCalls):
     def _layout_in_header(self, key: str, axes: Axes) -> Manifest | None:
         """How a tensor was cut, by the header of one of its shards. It is looked at in place: whoever reads the shards
         compares their headers with it, on the copy."""
-        held = self._whole(key)
+        [held] = self._wholes([key])
         if isinstance(held, int):
             return None
         try:

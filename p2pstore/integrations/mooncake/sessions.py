@@ -35,8 +35,7 @@ class SessionCalls(AddressCalls):
     def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
         """Hold objects for reading parts of them: 0, or a code, for each."""
         codes = []
-        for key in keys:
-            held = self._whole(key)
+        for key, held in zip(keys, self._wholes(keys), strict=True):
             if isinstance(held, memoryview):
                 self._read[key] = held
             codes.append(held if isinstance(held, int) else 0)
@@ -123,16 +122,18 @@ class SessionCalls(AddressCalls):
 
     def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
         """Store what was begun: 0 for each, or a code; -600 for what was not begun."""
-        codes = []
-        for key in keys:
+        codes = [INVALID] * len(keys)
+        by_config: dict[int, list[tuple[int, memoryview, ReplicateConfig]]] = {}
+        for number, key in enumerate(keys):
             begun = self._written.pop(key, None)
-            if begun is None:
-                codes.append(INVALID)
-                continue
-            try:
-                codes.append(self._store(key, *begun))
-            except FAILURES as error:
-                codes.append(self._code(error))
+            if begun is not None:
+                value, config = begun
+                by_config.setdefault(id(config), []).append((number, value, config))
+        for some in by_config.values():
+            numbers, values, (config, *_) = zip(*some, strict=True)
+            stored = self._store_many([keys[number] for number in numbers], values, config)
+            for number, code in zip(numbers, stored, strict=True):
+                codes[number] = code
         return codes
 
     def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:

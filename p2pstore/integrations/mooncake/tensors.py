@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from p2pstore.client.gathered import Gathered
 from p2pstore.client.values import source_view
-from p2pstore.integrations.mooncake.addresses import AddressCalls
+from p2pstore.integrations.mooncake.addresses import AddressCalls, groups
 from p2pstore.integrations.mooncake.codes import ErrorCode, alike
 from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
@@ -93,19 +93,13 @@ class TensorCalls(AddressCalls):
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
         """`put_tensor_from` for many; a code for each."""
-        if not alike(keys, buffer_ptrs, sizes):
-            return [INVALID] * len(keys)
-        return [self.put_tensor_from(*each) for each in zip(keys, buffer_ptrs, sizes, strict=True)]
+        return self._put_tensors_from(keys, buffer_ptrs, sizes)
 
     def batch_upsert_tensor_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
         """`upsert_tensor_from` for many; a code for each."""
-        if not alike(keys, buffer_ptrs, sizes):
-            return [INVALID] * len(keys)
-        return [
-            self.upsert_tensor_from(*each) for each in zip(keys, buffer_ptrs, sizes, strict=True)
-        ]
+        return self._put_tensors_from(keys, buffer_ptrs, sizes, overwrite=True)
 
     # --- get -----------------------------------------------------------------------------------
 
@@ -115,8 +109,8 @@ class TensorCalls(AddressCalls):
         return None if found is None else found[1]
 
     def batch_get_tensor(self, keys: Sequence[str]) -> list[Tensor | None]:
-        """`get_tensor` for many."""
-        return [self.get_tensor(key) for key in keys]
+        """`get_tensor` for many, in one go."""
+        return [None if each is None else each[1] for each in self._read_tensors(keys)]
 
     def get_tensor_into(self, key: str, buffer_ptr: int, size: int) -> Tensor | None:
         """Write header and elements to an address; returns the tensor that they are there, or None as `get_tensor`. It
@@ -130,18 +124,13 @@ class TensorCalls(AddressCalls):
         """`get_tensor_into` for many; lists of different lengths: -600 for each."""
         if not alike(keys, buffer_ptrs, sizes):
             return [INVALID] * len(keys)
-        return [self.get_tensor_into(*each) for each in zip(keys, buffer_ptrs, sizes, strict=True)]
+        places = list(zip(buffer_ptrs, sizes, strict=True))
+        return [None if each is None else each[1] for each in self._read_tensors(keys, places)]
 
     def get_tensor_into_cuda(self, key: str, tensor: Tensor) -> int:
         """Copy the elements into a tensor of the same dtype and shape, on whatever device: 0, -704, or -600 when they
         differ. They come by way of the host."""
-        got = self.get_tensor(key)
-        if got is None:
-            return NOT_FOUND
-        if got.dtype != tensor.dtype or got.shape != tensor.shape:
-            return INVALID
-        tensor.copy_(got)
-        return 0
+        return _copy_to(tensor, self.get_tensor(key))
 
     def batch_get_tensor_into_cuda(
         self, keys: Sequence[str], tensors_list: Sequence[Tensor]
@@ -149,7 +138,10 @@ class TensorCalls(AddressCalls):
         """`get_tensor_into_cuda` for many; a code for each."""
         if not alike(keys, tensors_list):
             return [INVALID] * len(keys)
-        return [self.get_tensor_into_cuda(*each) for each in zip(keys, tensors_list, strict=True)]
+        return [
+            _copy_to(tensor, got)
+            for tensor, got in zip(tensors_list, self.batch_get_tensor(keys), strict=True)
+        ]
 
     # --- shards --------------------------------------------------------------------------------
 
@@ -249,7 +241,7 @@ class TensorCalls(AddressCalls):
         self, base_keys: Sequence[str], tp_rank: int = 0, tp_size: int = 1
     ) -> list[Tensor | None]:
         """`get_tensor_with_tp` for many."""
-        return [self.get_tensor_with_tp(key, tp_rank, tp_size) for key in base_keys]
+        return self.batch_get_tensor([_shard_key(key, tp_rank, tp_size) for key in base_keys])
 
     def get_tensor_with_tp_into(
         self,
@@ -310,17 +302,36 @@ class TensorCalls(AddressCalls):
 
     def _read_tensor(self, key: str, place: Place) -> tuple[TensorHeader, Tensor] | None:
         """The tensor in memory of its own, or in that of the caller, and its header; None as `get_tensor`."""
+        [found] = self._read_tensors([key], None if place is None else [place])
+        return found
+
+    def _read_tensors(
+        self, keys: Sequence[str], places: Sequence[tuple[int, int]] | None = None
+    ) -> list[tuple[TensorHeader, Tensor] | None]:
+        """`_read_tensor` for many, in one go."""
         try:
-            if place is None:
-                size = self.get_size(key)
-                if size < HEADER_BYTES:
-                    return None
-                memory = fresh_memory(size)
+            if places is None:
+                values = self._live.get_new_views(keys, fresh_memory)
             else:
-                memory = view_at(*place)
-            length = self._live.get_into(key, memory)
-            header = decode_header(memory[:length])
-            return header, tensor_in(header, memory[:length])
+                rooms = [view_at(*place) for place in places]
+                lengths = self._live.get_into_views(keys, rooms)
+                values = [
+                    length if isinstance(length, Exception) else room[:length]
+                    for room, length in zip(rooms, lengths, strict=True)
+                ]
+        except FAILURES as error:
+            self._read_code(error)
+            return [None] * len(keys)
+        return [self._decoded(value) for value in values]
+
+    def _decoded(self, value: memoryview | Exception) -> tuple[TensorHeader, Tensor] | None:
+        try:
+            if isinstance(value, Exception):
+                raise value
+            if len(value) < HEADER_BYTES:
+                return None
+            header = decode_header(value)
+            return header, tensor_in(header, value)
         except FAILURES as error:
             self._read_code(error)
             return None
@@ -332,14 +343,8 @@ class TensorCalls(AddressCalls):
         config: ReplicateConfig,
         *,
         overwrite: bool = False,
-        header: TensorHeader | None = None,
     ) -> int:
-        try:
-            packed = encode_header(describe(tensor) if header is None else header)
-            value = Gathered([packed, tensor.detach().cpu().contiguous()])
-            return self._store(key, value, config, overwrite=overwrite)
-        except FAILURES as error:
-            return self._code(error)
+        return self._put_tensors([key], [tensor], config, overwrite=overwrite)[0]
 
     def _put_tensors(
         self,
@@ -348,13 +353,52 @@ class TensorCalls(AddressCalls):
         config: ReplicateConfig,
         *,
         overwrite: bool = False,
+        headers: Sequence[TensorHeader] | None = None,
     ) -> list[int]:
+        """Store tensors, as many at a time as 64 MiB; a code for each."""
         if not alike(keys, tensors):
             return [INVALID] * len(keys)
-        return [
-            self._put_tensor(key, tensor, config, overwrite=overwrite)
-            for key, tensor in zip(keys, tensors, strict=True)
-        ]
+        codes = [0] * len(keys)
+        lengths: dict[int, int] = {}
+        about: dict[int, TensorHeader] = {}
+        for number, tensor in enumerate(tensors):
+            try:
+                about[number] = describe(tensor) if headers is None else headers[number]
+                lengths[number] = about[number].total_bytes
+            except FAILURES as error:
+                codes[number] = self._code(error)
+        for some in groups(lengths):
+            packed: dict[int, Gathered] = {}
+            for number in some:
+                try:
+                    packed[number] = _packed(about[number], tensors[number])
+                except FAILURES as error:
+                    codes[number] = self._code(error)
+            stored = self._store_some(
+                [keys[number] for number in packed],
+                list(packed.values()),
+                config,
+                overwrite=overwrite,
+            )
+            for number, code in zip(packed, stored, strict=True):
+                codes[number] = code
+        return codes
+
+    def _store_some(
+        self,
+        keys: Sequence[str],
+        values: Sequence[Any],
+        config: ReplicateConfig,
+        *,
+        overwrite: bool,
+    ) -> list[int]:
+        """Put values, one alone in fewer steps; a code for each."""
+        if len(keys) != 1:
+            return self._store_many(keys, values, config, overwrite=overwrite)
+        try:
+            return [self._store(keys[0], values[0], config, overwrite=overwrite)]
+        except FAILURES as error:
+            return [self._code(error)]
 
     def _put_shards(
         self, key: str, tensor: Tensor, count: int, dimension: int, config: ReplicateConfig
@@ -363,25 +407,64 @@ class TensorCalls(AddressCalls):
             whole = describe(tensor).shape
             if count == 1:
                 return self._put_tensor(key, tensor, config)
-            for rank, part in enumerate(cut(tensor, count, dimension)):
-                header = describe(part, whole, tp_shard(rank, count, dimension))
-                code = self._put_tensor(f"{key}_tp_{rank}", part, config, header=header)
-                if code:
-                    return code
+            parts = list(cut(tensor, count, dimension))
+            headers = [
+                describe(part, whole, tp_shard(rank, count, dimension))
+                for rank, part in enumerate(parts)
+            ]
         except FAILURES as error:
             return self._code(error)
-        return 0
+        keys = [f"{key}_tp_{rank}" for rank in range(count)]
+        codes = self._put_tensors(keys, parts, config, headers=headers)
+        return next((code for code in codes if code), 0)
 
     def _put_tensor_from(
         self, key: str, buffer_ptr: int, size: int, *, overwrite: bool = False
     ) -> int:
-        try:
-            memory = view_at(buffer_ptr, size)
-            if decode_header(memory).total_bytes != size:
-                return INVALID
-            return self._store(key, memory, DEFAULT_CONFIG, overwrite=overwrite)
-        except FAILURES as error:
-            return self._code(error)
+        return self._put_tensors_from([key], [buffer_ptr], [size], overwrite=overwrite)[0]
+
+    def _put_tensors_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        overwrite: bool = False,
+    ) -> list[int]:
+        if not alike(keys, buffer_ptrs, sizes):
+            return [INVALID] * len(keys)
+        codes = [INVALID] * len(keys)
+        memory: dict[int, memoryview] = {}
+        for number, place in enumerate(zip(buffer_ptrs, sizes, strict=True)):
+            try:
+                view = view_at(*place)
+                if decode_header(view).total_bytes == len(view):
+                    memory[number] = view
+            except FAILURES as error:
+                codes[number] = self._code(error)
+        stored = self._store_some(
+            [keys[number] for number in memory],
+            list(memory.values()),
+            DEFAULT_CONFIG,
+            overwrite=overwrite,
+        )
+        for number, code in zip(memory, stored, strict=True):
+            codes[number] = code
+        return codes
+
+
+def _packed(header: TensorHeader, tensor: Tensor) -> Gathered:
+    """Header and elements, as they are stored."""
+    return Gathered([encode_header(header), tensor.detach().cpu().contiguous()])
+
+
+def _copy_to(tensor: Tensor, got: Tensor | None) -> int:
+    if got is None:
+        return NOT_FOUND
+    if got.dtype != tensor.dtype or got.shape != tensor.shape:
+        return INVALID
+    tensor.copy_(got)
+    return 0
 
 
 def _shard_key(key: str, rank: int, count: int) -> str:
