@@ -5,18 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from p2pstore.client.answers import plain_error
 from p2pstore.client.fetch import Fetcher
-from p2pstore.client.known_holders import remote_copy
+from p2pstore.client.known_holders import is_far, remote_copy
 from p2pstore.client.values import destination_view
 from p2pstore.errors import P2PStoreError
 from p2pstore.local.messages import PlanItem
-from p2pstore.objects import SIZE_UNIT_BYTES
+from p2pstore.objects import KIB, SIZE_UNIT_BYTES
 from p2pstore.transfer.failover import SilentHolders, is_silence
 from p2pstore.transfer.messages import SMALL_OBJECT_BYTES
-from p2pstore.transfer.reader import Copied
+from p2pstore.transfer.reader import Copied, SegmentReader
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
     BufferDestination,
@@ -27,13 +29,26 @@ from p2pstore.transfer.transport import (
 )
 
 R = TypeVar("R")
-D = TypeVar("D", bound=Destination)
 
 BROUGHT_AHEAD: Final = 8
+COPIED_BYTES: Final = 16 * KIB
+"""Values up to this are received together and copied to memory of their own: that is less than each takes apart."""
+MOST_COPIED: Final = 1024
 
 Outcome = int | P2PStoreError | ValueError
 """The length, or why there is none."""
 _UNDER_WAY: Final = -1
+
+
+class NewMemory(Destination, Protocol):
+    """A destination that makes its memory when it is told how long the value is."""
+
+    def take(self, value: memoryview) -> None:
+        """Copy a verified value that came elsewhere."""
+        ...
+
+
+D = TypeVar("D", bound=NewMemory)
 
 DigestsOf = Callable[[Sequence[str]], list[bytes]]
 """The digests of many keys. Raises `ValueError` or `TypeError` for one that is no key."""
@@ -57,7 +72,7 @@ async def fetch_many(
 async def fetch_many_new(
     fetcher: Fetcher, keys: Sequence[str], destinations: Sequence[D], digests_of: DigestsOf
 ) -> list[Outcome]:
-    """`fetch_many` for destinations that make their memory when they are told how long the value is."""
+    """`fetch_many` to new memory."""
     batch = _IntoNewMemory[D](fetcher, keys)
     batch.prepare(digests_of, destinations, None)
     return await batch.fetch()
@@ -94,11 +109,20 @@ class _Batch(ABC, Generic[R]):
     async def _copy_here(self, digest: bytes, room: R) -> Copied | None:
         """A verified copy of what the local peer holds."""
 
-    async def _pull_small(
-        self, copy: RemoteCopy, numbers: Sequence[int], *, others: bool
-    ) -> Sequence[int]:
-        """Those that can be asked for in fewer steps, as all of them are small; which of the numbers are left."""
-        return numbers
+    @abstractmethod
+    async def _copy_nearby(
+        self, readers: Sequence[SegmentReader], digest: bytes, room: R
+    ) -> Copied | None:
+        """A verified copy out of the mapped memory of another peer of this host."""
+
+    def _small_rooms(self, numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[memoryview]]:
+        """Which of these may be asked for as small objects, and room for each of them."""
+        return (), ()
+
+    def _filled(
+        self, numbers: Sequence[int], views: Sequence[memoryview], lengths: Sequence[int]
+    ) -> None:
+        """Small rooms have got their values: so long, or -1."""
 
     def prepare(
         self, digests_of: DigestsOf, places: Sequence[Any], room_of: Callable[[Any], R] | None
@@ -138,18 +162,42 @@ class _Batch(ABC, Generic[R]):
                     self._settle(number, copied.length)
 
     async def pull_from_only_holders(self) -> None:
-        """What one other host alone is known to hold, without a plan."""
+        """What one other peer alone is known to hold, without a plan."""
         numbers = list(self._wanted)
         copies = self._fetcher.only_holders([digest for digest, _ in self._wanted.values()])
         if copies and (first := copies[0]) is not None and copies.count(first) == len(copies):
-            await self._pull(first, numbers, others=False)
+            await self._pull_only(first, numbers)
             return
         batches: dict[int, tuple[RemoteCopy, list[int]]] = {}
         for number, copy in zip(numbers, copies, strict=True):
             if copy is not None:
                 batches.setdefault(copy.member, (copy, []))[1].append(number)
         for copy, some in batches.values():
-            await self._pull(copy, some, others=False)
+            await self._pull_only(copy, some)
+
+    async def _pull_only(self, copy: RemoteCopy, numbers: Sequence[int]) -> None:
+        if is_far(copy):
+            await self._pull(copy, numbers, others=False)
+        else:
+            await self._copy_from_neighbour(copy, numbers)
+
+    async def _copy_from_neighbour(self, copy: RemoteCopy, numbers: Sequence[int]) -> None:
+        """Those in the memory of a peer of this host, where that is mapped already."""
+        readers = self._fetcher.mapped_nearby(copy)
+        lengths: list[int] = []
+        for number in numbers if readers else ():
+            digest, room = self._wanted[number]
+            try:
+                copied = await self._copy_nearby(readers, digest, room)
+            except (P2PStoreError, ValueError) as error:
+                self._settle(number, plain_error(error))
+            else:
+                if copied is not None:
+                    lengths.append(copied.length)
+                    self._settle(number, copied.length)
+        self._fetcher.note_copied_nearby(
+            copy.member, objects=len(lengths), length_bytes=sum(lengths)
+        )
 
     async def pull_as_planned(self) -> None:
         """The rest by one plan for all, in a batch for each holder."""
@@ -221,31 +269,17 @@ class _Batch(ABC, Generic[R]):
             elif not isinstance(outcome, PullFailed):  # the buffer is too small, whoever fills it
                 self._settle(number, plain_error(outcome))
 
-    def _settle(self, number: int, outcome: Outcome) -> None:
-        del self._wanted[number]
-        self.outcomes[number] = outcome
-
-
-class _IntoBuffers(_Batch[memoryview]):
-    """The rooms are the callers' buffers."""
-
-    def _destination(self, room: memoryview) -> Destination:
-        return BufferDestination(room)
-
-    async def _copy_here(self, digest: bytes, room: memoryview) -> Copied | None:
-        return await self._fetcher.read_here_into(digest, room)
-
     async def _pull_small(
         self, copy: RemoteCopy, numbers: Sequence[int], *, others: bool
     ) -> Sequence[int]:
-        """Those whose buffers have room for small objects alone."""
-        wanted = self._wanted
-        small = [number for number in numbers if 0 < len(wanted[number][1]) <= SMALL_OBJECT_BYTES]
+        """Small objects, in fewer steps; which of the numbers are to be asked for otherwise."""
+        small, views = self._small_rooms(numbers)
         if not small:
             return numbers
-        asked = [wanted[number] for number in small]
-        digests, views = [digest for digest, _ in asked], [view for _, view in asked]
+        wanted = self._wanted
+        digests = [wanted[number][0] for number in small]
         lengths, failure = await self._fetcher.pull_small(copy, digests, views, others=others)
+        self._filled(small, views, lengths)
         if len(lengths) == len(self.outcomes) and min(lengths) >= 0:
             self.outcomes[:] = lengths
             wanted.clear()
@@ -261,6 +295,30 @@ class _IntoBuffers(_Batch[memoryview]):
         failed = set(small[len(lengths) :])
         return [number for number in numbers if number in wanted and number not in failed]
 
+    def _settle(self, number: int, outcome: Outcome) -> None:
+        del self._wanted[number]
+        self.outcomes[number] = outcome
+
+
+class _IntoBuffers(_Batch[memoryview]):
+    """The rooms are the callers' buffers."""
+
+    def _destination(self, room: memoryview) -> Destination:
+        return BufferDestination(room)
+
+    async def _copy_here(self, digest: bytes, room: memoryview) -> Copied | None:
+        return await self._fetcher.read_here_into(digest, room)
+
+    async def _copy_nearby(
+        self, readers: Sequence[SegmentReader], digest: bytes, room: memoryview
+    ) -> Copied | None:
+        return await self._fetcher.copy_mapped_into(readers, digest, room)
+
+    def _small_rooms(self, numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[memoryview]]:
+        wanted = self._wanted
+        small = [number for number in numbers if 0 < len(wanted[number][1]) <= SMALL_OBJECT_BYTES]
+        return small, [wanted[number][1] for number in small]
+
 
 class _IntoNewMemory(_Batch[D]):
     """The rooms are made when it is known how long the values are."""
@@ -270,6 +328,29 @@ class _IntoNewMemory(_Batch[D]):
 
     async def _copy_here(self, digest: bytes, room: D) -> Copied | None:
         return await self._fetcher.read_here(digest, room)
+
+    async def _copy_nearby(
+        self, readers: Sequence[SegmentReader], digest: bytes, room: D
+    ) -> Copied | None:
+        return await self._fetcher.copy_mapped(readers, digest, room)
+
+    def _small_rooms(self, numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[memoryview]]:
+        """Where the first one is small, all of them are likely to be: in memory that they share."""
+        digest, _ = self._wanted[numbers[0]]
+        if not 0 < self._fetcher.expected_bytes(digest) <= COPIED_BYTES:
+            return (), ()
+        small = numbers[:MOST_COPIED]
+        shared = np.empty(len(small) * COPIED_BYTES, np.uint8).data
+        starts = range(0, len(shared), COPIED_BYTES)
+        return small, [shared[start : start + COPIED_BYTES] for start in starts]
+
+    def _filled(
+        self, numbers: Sequence[int], views: Sequence[memoryview], lengths: Sequence[int]
+    ) -> None:
+        for number, view, length in zip(numbers, views, lengths, strict=False):
+            if length >= 0:
+                _, room = self._wanted[number]
+                room.take(view[:length])
 
 
 def _in_batches(plan: PlanItem) -> bool:

@@ -43,7 +43,7 @@ from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.failover import HolderReport, SilentHolders
 from p2pstore.transfer.get_requests import TRANSPORT_NAME
 from p2pstore.transfer.messages import SMALL_OBJECT_BYTES, Keeps
-from p2pstore.transfer.reader import Copied
+from p2pstore.transfer.reader import Copied, SegmentReader
 from p2pstore.transfer.shm import ShmTransport, copy_in_pieces, expired, read_mapped
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
@@ -182,6 +182,11 @@ class Fetcher:
         only = self._known.only(digest)
         return None if only is None else await self._pull_only(only, key, digest, view)
 
+    def expected_bytes(self, digest: bytes) -> int:
+        """How long an object is at most that one other peer is known to hold; 0 where that is not known."""
+        only = self._known.only(digest)
+        return 0 if only is None else only.expected_bytes
+
     async def pull_small_value(self, key: str, digest: bytes) -> bytes | PullReport | None:
         """`pull_into`, of what has 64 KiB at most, in memory of its own: the value."""
         only = self._known.only(digest)
@@ -208,15 +213,44 @@ class Fetcher:
     ) -> int | None:
         """Out of the memory of a peer of this host, where that is mapped already."""
         began = time.monotonic()
-        for reader in self._shm.mapped(copy):
+        copied = await self.copy_mapped_into(self._shm.mapped(copy), digest, view)
+        if copied is None:
+            return None
+        seconds = time.monotonic() - began
+        self._link.note_only(key, digest, copy.member, self._shm.name, copied.length, seconds)
+        return copied.length
+
+    def mapped_nearby(self, copy: RemoteCopy) -> Sequence[SegmentReader]:
+        """The memory of a peer of this host, where that is mapped already."""
+        return self._shm.mapped(copy) if copy.same_host else ()
+
+    async def copy_mapped(
+        self, readers: Sequence[SegmentReader], digest: bytes, destination: Destination
+    ) -> Copied | None:
+        """A verified copy out of mapped memory, or None when it is not there."""
+        for reader in readers:
+            copied = await read_mapped(self._link.driver, reader, digest, destination)
+            if copied is not None:
+                return copied
+        return None
+
+    async def copy_mapped_into(
+        self, readers: Sequence[SegmentReader], digest: bytes, view: memoryview
+    ) -> Copied | None:
+        """`copy_mapped` into the beginning of a buffer, which may be longer than the object; it looks the object up
+        once instead of twice. Raises `BufferTooSmall`."""
+        for reader in readers:
             copied = await copy_in_pieces(self._link.driver, reader, digest, view)
             if copied is not None and not expired(copied.trailer):
-                seconds = time.monotonic() - began
-                self._link.note_only(
-                    key, digest, copy.member, self._shm.name, copied.length, seconds
-                )
-                return copied.length
+                return copied
         return None
+
+    def note_copied_nearby(self, member: int, *, objects: int, length_bytes: int) -> None:
+        """Have the local peer told of copies out of the memory of a peer of this host."""
+        if objects:
+            self._link.note_pulls(
+                *(member, self._shm.name), objects=objects, length_bytes=length_bytes, failures=0
+            )
 
     async def _pull_chunk_of(
         self, only: OnlyHolder, key: str, digest: bytes, view: memoryview
@@ -278,23 +312,17 @@ class Fetcher:
     ) -> Copied | None:
         """A verified copy out of the local peer's segment, or None when it has none. The peer is told of
         it, unless it has seen the lease."""
-        for reader in self._link.readers:
-            copied = await read_mapped(self._link.driver, reader, digest, destination)
-            if copied is not None:
-                if not leased:
-                    self._link.note_read(digest, copied.length)
-                return copied
-        return None
+        copied = await self.copy_mapped(self._link.readers, digest, destination)
+        if copied is not None and not leased:
+            self._link.note_read(digest, copied.length)
+        return copied
 
     async def read_here_into(self, digest: bytes, view: memoryview) -> Copied | None:
-        """`read_here` into the beginning of a buffer, which may be longer than the object; it looks
-        the object up once instead of twice. Raises `BufferTooSmall`."""
-        for reader in self._link.readers:
-            copied = await copy_in_pieces(self._link.driver, reader, digest, view)
-            if copied is not None and not expired(copied.trailer):
-                self._link.note_read(digest, copied.length)
-                return copied
-        return None
+        """`read_here` into the beginning of a buffer, as `copy_mapped_into`."""
+        copied = await self.copy_mapped_into(self._link.readers, digest, view)
+        if copied is not None:
+            self._link.note_read(digest, copied.length)
+        return copied
 
     async def plan(
         self, first_key: str, digests: Sequence[bytes], wait_seconds: float = 0.0
@@ -462,7 +490,7 @@ class Fetcher:
         return listed
 
     def only_holders(self, digests: Sequence[bytes]) -> list[RemoteCopy | None]:
-        """Of each object the one other host that is known to hold it, where there is just one."""
+        """Of each object the one other peer that is known to hold it, where there is just one."""
         return self._known.only_many(digests)
 
     async def pull_many(

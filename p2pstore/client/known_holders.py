@@ -112,7 +112,7 @@ class KnownHolders:
         return OnlyHolder(named.copy, record.slot, record.size_units * SIZE_UNIT_BYTES)
 
     def only_many(self, digests: Sequence[bytes]) -> list[RemoteCopy | None]:
-        """For many objects, `only` on other hosts without what is known of each: how to get to the holder."""
+        """For many objects, `only` without what is known of each: how to get to the holder."""
         elsewhere = self._elsewhere  # another thread may close it
         if elsewhere is None:
             return [None] * len(digests)
@@ -122,9 +122,7 @@ class KnownHolders:
         for member in set(members):
             named = self._trusted(member, now)
             direct = named is not None and not named.holder.through_peer_bytes
-            ways[member] = (
-                named.copy if named is not None and direct and is_far(named.copy) else None
-            )
+            ways[member] = named.copy if named is not None and direct else None
         return [ways[member] for member in members]
 
     def plan(self, digest: bytes) -> OwnPlan | None:

@@ -23,7 +23,7 @@ TORCH_PREFIX: Final = "torch."
 """How the stored dtype of a torch tensor begins: `torch.bfloat16`. numpy's are `float32`, `>i4`."""
 
 HUGE_PAGES_FROM_BYTES: Final = 4 * 1024 * 1024
-SMALL_BYTES: Final = 64 * 1024
+SMALL_BYTES: Final = 16 * 1024
 
 
 def source_view(value: Any) -> memoryview:

@@ -257,6 +257,33 @@ def test_many_at_once(store: Store, key: str, cluster: Cluster) -> None:
     del views
 
 
+def test_a_batch_of_copies(store: Store, key: str, cluster: Cluster) -> None:
+    values = [bytes([number]) * (number * 1000) for number in range(100)]
+    names = [f"{key}{number}" for number in range(100)]
+    for name, value in zip(names, values, strict=True):
+        cluster.distant.put(name, value)
+    until(lambda: all(store.contains_many(names)))
+    for _ in range(2):  # the second time its memory is mapped
+        buffers = [bytearray(len(value)) for value in values]
+        got = store.get_many_into(list(zip(names, buffers, strict=True)))
+        assert [each.value for each in got] == [len(value) for value in values]
+        assert buffers == values
+        assert [each.value for each in store.get_many(names)] == values
+        until_known(store, names[0])
+    assert not any(is_near(cluster, name) for name in names)
+    spoil(cluster, names[1])
+    put_far(cluster, names[2], b"other", overwrite=True)
+    store.remove(names[3])
+    buffers[4] = bytearray(1)
+    for _ in range(2):
+        got = store.get_many_into(list(zip(names, buffers, strict=True)))
+        assert [type(each.error) for each in got[3:5]] == [errors.NoSuchKey, errors.BufferTooSmall]
+        assert isinstance(got[1].error, (errors.NoSuchKey, errors.Unavailable))
+        assert (got[2].value, bytes(buffers[2][:5])) == (5, b"other")
+        assert all(each.ok for each in got[5:])
+        assert buffers[5:] == values[5:]
+
+
 def test_a_batch_of_views(store: Store, key: str, cluster: Cluster) -> None:
     names = [f"{key}{number}" for number in range(300)]
     for number, name in enumerate(names):

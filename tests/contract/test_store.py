@@ -31,7 +31,7 @@ from p2pstore.client.checkpoints import Checkpoints
 from p2pstore.client.fetch import Fetcher
 from p2pstore.client.trio_client import Client
 from p2pstore.local.connection import LocalConnection
-from p2pstore.objects import MIB
+from p2pstore.objects import KIB, MIB
 from p2pstore.results import ObjectStore
 from tests.contract.worlds import (
     ASYNC_WORLDS,
@@ -309,6 +309,26 @@ def test_batches(store: Store, key: str, cluster: Cluster) -> None:
     removed = store.remove_many([f"{key}1", f"{key}299", key + "nope", ""])
     assert [each.value for each in removed] == [True, True, False, None]
     assert isinstance(removed[3].error, ValueError)
+
+
+@pytest.mark.parametrize("first", [0, 10, 100_000])
+def test_batches_of_values_of_all_sizes(
+    store: Store, key: str, cluster: Cluster, first: int, tidy: None
+) -> None:
+    lengths = [first, 10, 0, 100_000, 16 * KIB, 16 * KIB + 1, 64 * KIB + 1, 2 * MIB, 5, 5 * MIB + 3]
+    items = [(f"{key}{n}", random.Random(n).randbytes(length)) for n, length in enumerate(lengths)]
+    assert all(each.ok for each in cluster.distant.put_many(items))
+    store.put(f"{key}here", b"here")
+    keys = [name for name, _ in items]
+    until(lambda: all(store.contains_many(keys)))
+    for _ in range(2):  # the second time it is known how to get there
+        got = store.get_many([*keys, f"{key}here", f"{key}nowhere"])
+        assert [each.value for each in got] == [*(value for _, value in items), b"here", None]
+        assert isinstance(got[-1].error, errors.NoSuchKey)
+        views = store.get_new_views([*keys, f"{key}nowhere"], lambda n: memoryview(bytearray(n)))
+        assert [bytes(each) for each in views[:-1]] == [value for _, value in items]
+        assert isinstance(views[-1], errors.NoSuchKey)
+        assert not any(each.readonly for each in views[:-1])
 
 
 def test_results_that_are_errors_keep_no_buffers_and_no_views(
