@@ -90,16 +90,21 @@ class Workload:
         store, room = self._store, len(self._memory) // parts
         address = self._address + part * room
         keys = [f"{prefix}{number}" for number in range(count)]
-        if call == "batch_get_into":
-            pointers = [address + number * size for number in range(batch)]
-            sizes = [size] * batch
-            groups = [keys[at : at + batch] for at in range(0, count - batch + 1, batch)]
+        groups = [keys[at : at + batch] for at in range(0, count - batch + 1, batch)]
+        pointers = [address + number * size for number in range(batch)]
+        sizes = [size] * batch
 
-            def get_batch(number: int) -> None:
-                got = store.batch_get_into(groups[number % len(groups)], pointers, sizes)
-                assert got == sizes, got[:3]
+        def batch_get_into(number: int) -> None:
+            got = store.batch_get_into(groups[number % len(groups)], pointers, sizes)
+            assert got == sizes, got[:3]
 
-            return get_batch
+        def get_batch(number: int) -> None:
+            got = store.get_batch(groups[number % len(groups)])
+            assert [len(value) for value in got] == sizes
+
+        def batch_get_buffer(number: int) -> None:
+            got = store.batch_get_buffer(groups[number % len(groups)])
+            assert [len(value) for value in got] == sizes
 
         def get_into(number: int) -> None:
             got = store.get_into(keys[(number + part) % count], address, size)

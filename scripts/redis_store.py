@@ -48,6 +48,12 @@ class MooncakeDistributedStore:
         self._connection.command(b"GET", key)
         return self._connection.bulk_into(_view(address, size))
 
+    def get_batch(self, keys: Sequence[str]) -> list[bytes]:
+        """MGET, to new memory."""
+        self._connection.command(b"MGET", *keys)
+        assert self._connection.line() == b"*%d" % len(keys)
+        return [self._connection.bulk() for _ in keys]
+
     def batch_get_into(
         self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
@@ -146,20 +152,25 @@ class _Connection:
         if length < 0:
             return -704
         assert length <= len(target)
+        self._receive(target[:length])
+        return length
+
+    def bulk(self) -> bytes:
+        """Receive a value to new memory; nothing for none."""
+        room = bytearray(max(0, int(self.line()[1:])))
+        self._receive(memoryview(room))
+        return bytes(room)
+
+    def _receive(self, target: memoryview) -> None:
+        length = len(target)
         have = min(length, len(self._have))
         target[:have] = self._have[:have]
         del self._have[:have]
         while have < length:
-            have += self._socket.recv_into(target[have:length])
+            have += self._socket.recv_into(target[have:])
         while len(self._have) < 2:
             self._have += self._socket.recv(2 - len(self._have))
         del self._have[:2]
-        return length
-
-    def bulk(self) -> bytes:
-        """Receive a small value."""
-        room = bytearray(4096)
-        return bytes(room[: self.bulk_into(memoryview(room))])
 
 
 def _view(address: int, size: int) -> memoryview:
