@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from p2pstore.asyncio_streams import AsyncioDriver
-from p2pstore.client.link import TIDY_SECONDS, PeerLink
+from p2pstore.client.link import LOOK_SECONDS, TIDY_SECONDS, PeerLink
 from p2pstore.client.session import ClientSession
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE
@@ -118,6 +118,7 @@ class _Janitor:
         self.loop = asyncio.get_running_loop()
         self._link = weakref.ref(link)
         self._timer: asyncio.TimerHandle | None = None
+        self._watching: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
         link.on_busy = self._wait
@@ -134,6 +135,19 @@ class _Janitor:
             self._task = self.loop.create_task(self._tidy(link), name="p2pstore-janitor")
         else:
             link.rest()
+            self._watch(link)
+
+    def _watch(self, link: PeerLink) -> None:
+        """Let go of dead neighbours within a second, as long as there are any."""
+        if link.maps_others and self._watching is None and not self._stopped:
+            self._watching = self.loop.call_later(LOOK_SECONDS, self._look_at_others)
+
+    def _look_at_others(self) -> None:
+        self._watching = None
+        link = self._link()
+        if link is not None:
+            link.let_go_of_the_dead()
+            self._watch(link)
 
     async def _tidy(self, link: PeerLink) -> None:
         try:
@@ -144,8 +158,9 @@ class _Janitor:
 
     def stop(self) -> None:
         self._stopped = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._watching):
+            if timer is not None:
+                timer.cancel()
         if self._task is not None and not self.loop.is_closed():
             self._task.cancel()
 

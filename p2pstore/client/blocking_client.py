@@ -18,7 +18,7 @@ from p2pstore.client.checkpoint_groups import (
     UpdateWatch,
 )
 from p2pstore.client.checkpoints import Checkpoints, CheckpointWatch
-from p2pstore.client.link import TIDY_SECONDS, PeerLink
+from p2pstore.client.link import LOOK_SECONDS, TIDY_SECONDS, PeerLink
 from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.session import ClientSession
 from p2pstore.client.transfers import TransferBatch
@@ -509,7 +509,8 @@ async def _leave(manager: AbstractAsyncContextManager[Any], error: BaseException
 
 
 class _Janitor:
-    """Tidies up behind a client: a thread that runs only while there is something to tidy."""
+    """Tidies up behind a client: a thread that runs only while there is something to tidy, or memory of another peer
+    is mapped."""
 
     def __init__(self, link: PeerLink) -> None:
         self._link = weakref.ref(link)
@@ -517,6 +518,7 @@ class _Janitor:
         # Event has a lock, which a thread that was waiting for it takes with it when the interpreter ends.
         self._running = threading.Lock()
         self._running.acquire()
+        self._watching = threading.Lock()
         link.on_busy = self._start
 
     def _start(self) -> None:
@@ -530,11 +532,26 @@ class _Janitor:
                     return
                 if not link.needs_tidying:
                     link.rest()
+                    del link
+                    self._watch()
                     return
                 run_blocking(link.tidy())
                 del link
         except P2PStoreError:
             return  # who uses the client next is told
+
+    def _watch(self) -> None:
+        """Let go of dead neighbours within a second, as long as there are any. In one thread at a time: this one."""
+        if not self._watching.acquire(blocking=False):
+            return
+        try:
+            while (link := self._link()) is not None and link.maps_others:
+                link.let_go_of_the_dead()
+                del link
+                if self._is_stopped_within(LOOK_SECONDS):
+                    return
+        finally:
+            self._watching.release()
 
     def _is_stopped_within(self, seconds: float) -> bool:
         stopped = self._running.acquire(timeout=seconds)

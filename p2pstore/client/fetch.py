@@ -85,7 +85,7 @@ class Fetcher:
         self._chains = chains
         self._namespace = namespace_digest(namespace)
         self._shm = ShmTransport(link.driver, link.timeout_seconds)
-        link.let_go_of_the_dead = self._shm.let_go_of_the_dead
+        link.mapped.append(self._shm)
         self._pool = DataPool(link.driver, progress_seconds=link.timeout_seconds)
         self._transports: list[Transport] = [self._shm, TcpTransport(self._pool)]
         self._known = KnownHolders(link.elsewhere, Random())

@@ -68,10 +68,15 @@ class _Batch:
         self._keys = keys
         self._wanted: dict[int, bytes] = {}
         """The digest of each item that is not settled."""
+        self._first: dict[int, int] = {}
+        """Of an item whose object is asked for before in the batch, that item."""
         self._views: dict[int, View] = {}
 
     def views(self) -> list[View]:
         """One for each item, once all are settled."""
+        for number, first in self._first.items():
+            view = self._views[first]
+            self._views[number] = memoryview(view) if isinstance(view, memoryview) else view
         return [self._views[number] for number in range(len(self._keys))]
 
     def prepare(self, digests_of: Callable[[Sequence[str]], list[bytes]]) -> None:
@@ -84,6 +89,12 @@ class _Batch:
                     self._wanted[number] = digests_of([key])[0]
                 except (ValueError, TypeError) as error:
                     self._views[number] = plain_error(error)
+        firsts: dict[bytes, int] = {}
+        for number, digest in list(self._wanted.items()):
+            first = firsts.setdefault(digest, number)
+            if first != number:
+                self._first[number] = first
+                del self._wanted[number]
 
     def share(self) -> None:
         """What this client has leases of already."""
@@ -115,26 +126,34 @@ class _Batch:
                 batches.setdefault((near[0].member, near[0].tier == SSD), []).append(
                     (number, near[0])
                 )
-        for batch in batches.values():
-            for some in _slices(batch, LEASES_PER_REQUEST):
+        for (_, is_cold), batch in batches.items():
+            for some in _slices(batch, FETCHED_AT_ONCE if is_cold else LEASES_PER_REQUEST):
                 _, holder = some[0]
-                await self._neighbours.call(holder, partial(self._lease_at, some))
+                if not await self._neighbours.call(holder, partial(self._lease_at, some)):
+                    break  # one that hangs is enough
 
     async def lease_fetched(self) -> None:
-        """The rest, which the local peer is to bring."""
-        for some in _slices(list(self._wanted), FETCHED_AT_ONCE):
-            await self._lease(self._link, some, fetch=True)
+        """The rest, which the local peer is to bring: side by side, and those that do not fit so, one by one."""
+        try:
+            for some in _slices(list(self._wanted), FETCHED_AT_ONCE):
+                await self._lease(self._link, some, fetch=True)
+                for number in [each for each in some if each in self._wanted]:
+                    await self._lease(self._link, [number], fetch=True)
+        except DeadlineExceeded as error:  # what there is stays of use
+            for number in list(self._wanted):
+                self._settle(number, plain_error(error))
 
     async def _lease(
         self, link: PeerLink, numbers: Sequence[int], *, fetch: bool = False, again: bool = False
     ) -> None:
-        """Have the local peer lease these: with `fetch` all of them are settled then, otherwise what it had."""
+        """Have the local peer lease these: with `fetch` all of them are settled then, but for what may fit alone;
+        otherwise what it had."""
         grants = await ask(
             link,
             self._keys[numbers[0]],
             [self._wanted[number] for number in numbers],
             fetch=fetch,
-            fetch_seconds=FETCH_SECONDS,
+            fetch_seconds=FETCH_SECONDS * len(numbers),
         )
         refused = []
         try:
@@ -144,6 +163,8 @@ class _Batch:
                     refused.append((number, grant))
                 elif not code:
                     self._settle(number, view_under(link, self._wanted[number], grant))
+                elif code == Code.CAPACITY_EXCEEDED and len(numbers) > 1:
+                    continue
                 elif fetch or code != Code.NO_SUCH_KEY:
                     self._settle(number, error_in(self._keys[number], grant.error))
         except BaseException:  # Ctrl-C, too, at any moment
@@ -157,12 +178,12 @@ class _Batch:
 
     async def _lease_at(
         self, some: Sequence[tuple[int, Holder]], link: PeerLink, *, again: bool = False
-    ) -> None:
-        """Lease what a neighbour has. What it does not have, or not in that version, stays to be fetched, and what
-        this client holds too much for."""
+    ) -> bool:
+        """Lease what a neighbour has; whether it answered. What it does not have, or not in that version, stays to be
+        fetched, and what this client holds too much for."""
         left = [each for each in some if not self._shared_at(link, *each)]
         if not left:
-            return
+            return True
         number, holder = left[0]
         is_cold = holder.tier == SSD
         try:
@@ -175,7 +196,7 @@ class _Batch:
             )
         except DeadlineExceeded:
             if is_cold:  # its SSD takes long: that says nothing of what it has in memory
-                return
+                return False
             raise
         refused, viewed = [], []
         try:
@@ -194,7 +215,8 @@ class _Batch:
             raise
         note_viewed(self._link, holder, viewed)
         if refused and not again and link.make_room():
-            await self._lease_at(refused, link, again=True)
+            return await self._lease_at(refused, link, again=True)
+        return True
 
     def _shared_at(self, link: PeerLink, number: int, holder: Holder) -> bool:
         """Whether this client has a lease of it there already: that settles it."""

@@ -110,6 +110,16 @@ class LeaseBook:
         ends.number, lease.whole = lease.number, ends
         return memoryview(whole)  # type: ignore[arg-type] # an array is a buffer
 
+    def forget(self) -> None:
+        """The session has ended, and all leases with it: only views keep what they show. Waits for no lock, which a
+        forked child may have inherited locked: then the garbage collector does it."""
+        if self._lock.acquire(blocking=False):
+            try:
+                for some in (self._leases, self._by_digest, self._kept):
+                    some.clear()
+            finally:
+                self._lock.release()
+
     def covers(self, digest: bytes) -> bool:
         """Whether some lease, live or not given back yet, is of this object."""
         return digest in self._by_digest

@@ -36,6 +36,7 @@ M = TypeVar("M", bound=Message)
 
 TIDY_SECONDS: Final = 0.05
 REPORT_SECONDS: Final = 0.1
+LOOK_SECONDS: Final = 1.0
 AHEAD_IDLE_SECONDS: Final = 1.0
 ALIVE_CHECK_SECONDS: Final = 0.1
 MAX_REPORTED_KEYS: Final = 16_384
@@ -54,11 +55,20 @@ class Tidied(Protocol):
     def rest(self) -> None: ...
 
 
+class Mapped(Protocol):
+    """What maps memory of other peers."""
+
+    @property
+    def maps_any(self) -> bool: ...
+
+    def let_go_of_the_dead(self) -> None: ...
+
+
 class PeerLink:
     """The client's side of one session with the local peer. Make one with `PeerLink.open`.
 
     `on_busy` is called when there is something to tidy up; whoever set it then calls `tidy` every
-    50 ms while `needs_tidying`, and `rest` afterwards.
+    50 ms while `needs_tidying`, and `rest` afterwards; and `let_go_of_the_dead` every second while `maps_others`.
     """
 
     def __init__(self, driver: Driver, connection: LocalConnection, timeout_seconds: float) -> None:
@@ -73,8 +83,8 @@ class PeerLink:
         self.leases = LeaseBook()
         self.companions: Tidied | None = None
         """The links to other peers of this host, where there are any."""
-        self.let_go_of_the_dead: Callable[[], None] = lambda: None
-        """Unmaps what was mapped of other peers that are gone."""
+        self.mapped: list[Mapped] = []
+        """What has memory of other peers of this host mapped."""
         total_bytes = sum(len(view) for view in connection.segments)
         self.ahead = GrantedAhead(min(AHEAD_MAX_BYTES, total_bytes // AHEAD_SHARE))
         self.on_busy: Callable[[], None] = lambda: None
@@ -124,6 +134,7 @@ class PeerLink:
             self.connection.say_last(_one_way(LocalKind.REPORT, self._take_report()))
         self.connection.close()
         self.readers.clear()
+        self.leases.forget()
         self.elsewhere = None
 
     def check(self) -> None:
@@ -306,13 +317,22 @@ class PeerLink:
             or (self.companions is not None and self.companions.needs_tidying)
         )
 
+    @property
+    def maps_others(self) -> bool:
+        """Whether memory of other peers is mapped."""
+        return any(each.maps_any for each in self.mapped)
+
+    def let_go_of_the_dead(self) -> None:
+        """Unmap the memory of other peers that are gone. Never waits."""
+        for each in self.mapped:
+            each.let_go_of_the_dead()
+
     async def tidy(self) -> None:
         """Send what is due, drop reservations nobody used, receive for those who gave up."""
         now = time.monotonic()
         if now - self._ahead_checked_at >= AHEAD_IDLE_SECONDS:
             self._ahead_checked_at = now
             self._aborts.extend(self.ahead.drop_unused())
-            self.let_go_of_the_dead()
         await self.connection.flush()
         if self.connection.awaits_late_replies:
             await self.connection.receive_late_replies(TIDY_SECONDS)

@@ -66,6 +66,7 @@ class Neighbours:
         self._retry_at: dict[Name, float] = {}
         self._closed = False
         own.companions = self
+        own.mapped.append(self)
 
     def close(self) -> None:
         """End all sessions with neighbours. Views stay readable; their leases have ended. Takes no lock, which a
@@ -201,6 +202,15 @@ class Neighbours:
             if not companion.over:
                 with suppress(P2PStoreError, OSError):
                     await companion.link.tidy()
+        self.let_go_of_the_dead()
+
+    @property
+    def maps_any(self) -> bool:
+        """Whether there is a link."""
+        return bool(self._open or self._retired)
+
+    def let_go_of_the_dead(self) -> None:
+        """Close the links to neighbours that are gone, and what nobody needs any more."""
         with self._state:
             over = [each for each in self._all() if each.over and not each.users]
             for name, companion in list(self._open.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -10,7 +11,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import trio
 
-from p2pstore.client.link import TIDY_SECONDS, PeerLink
+from p2pstore.client.link import LOOK_SECONDS, TIDY_SECONDS, PeerLink
 from p2pstore.client.session import ClientSession
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE
@@ -96,12 +97,16 @@ def require_trio(what: str, instead: str) -> None:
 
 
 async def _keep_tidy(link: PeerLink) -> None:
-    """Send releases and the like within 50 ms, as long as there are any."""
+    """Send releases and the like within 50 ms, as long as there are any; let go of dead neighbours within a second."""
     stirred = trio.Event()
     link.on_busy = lambda: stirred.set()
     try:
         while True:
-            await stirred.wait()
+            with trio.move_on_after(LOOK_SECONDS if link.maps_others else math.inf) as looking:
+                await stirred.wait()
+            if looking.cancelled_caught:
+                link.let_go_of_the_dead()
+                continue
             while link.needs_tidying:
                 await trio.sleep(TIDY_SECONDS)
                 await link.tidy()

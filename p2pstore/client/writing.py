@@ -198,7 +198,7 @@ class Writer:
                 result = answers.put_result(keys[index], outcome, self._link.connection.hello.name)
             except (P2PStoreError, ValueError) as error:
                 self._link.abort([reservations[index].reservation])
-                results[index] = ItemResult(keys[index], error=error)
+                results[index] = ItemResult(keys[index], error=answers.plain_error(error))
             else:
                 results[index] = ItemResult(keys[index], result)
 

@@ -41,6 +41,8 @@ BRISK_SECONDS: Final = 0.01
 """What is soon."""
 PAUSE_SECONDS: Final = 0.5
 """Without a request for so long, a thread gives the connection back."""
+PART_PAUSE_SECONDS: Final = 0.1
+"""The same where the next part of a large object is waited for: that keeps an upload's place."""
 MAX_READ_THREADS: Final = 16
 """Of a peer. What does not get one is answered by the event loop."""
 QUICK_BYTES: Final = 64 * KIB
@@ -137,8 +139,8 @@ class ReadTally:
 
 
 class ReadThread:
-    """Answers what it can on one connection. `wanted` says whether it is to go on; with `to_the_end`, it ends with the
-    last part of a large object."""
+    """Answers what it can on one connection. `wanted` says whether it is to go on; with `to_the_end`, it answers the
+    later parts of a large object alone, and ends with the last one."""
 
     def __init__(
         self,
@@ -169,7 +171,8 @@ class ReadThread:
 
         Raises `DeadlineExceeded` when what is sent makes no progress, and `OSError` when the connection breaks.
         """
-        limits = {"send_seconds": self._progress_seconds, "receive_seconds": PAUSE_SECONDS}
+        pause_seconds = PART_PAUSE_SECONDS if self._to_the_end else PAUSE_SECONDS
+        limits = {"send_seconds": self._progress_seconds, "receive_seconds": pause_seconds}
         with waiting_in_kernel(sock, **limits):
             return self._serve(sock)
 
@@ -187,7 +190,7 @@ class ReadThread:
                 done += answered
             if done < count or not count:
                 return bytes(request[done:count])
-            if self._at_the_end and self._to_the_end:
+            if self._at_the_end:
                 break
         return b""
 
@@ -205,7 +208,7 @@ class ReadThread:
         try:
             if kind == _GET:
                 done = self._answer_get(sock, request_id, _decode_get(body))
-            elif kind == _GET_SMALL:
+            elif kind == _GET_SMALL and not self._to_the_end:
                 done = self._answer_small(sock, request_id, _decode_get_small(body).digests)
             else:
                 return 0
@@ -216,8 +219,9 @@ class ReadThread:
     def _answer_get(self, sock: socket.socket, request_id: int, get: Get) -> bool:
         """Whether that could be done here."""
         items = get.items
-        if len(items) == 1 and items[0].first_chunk > 0:
-            return self._to_the_end and self._reply_part(sock, request_id, get)
+        is_part = len(items) == 1 and items[0].first_chunk > 0
+        if is_part or self._to_the_end:
+            return is_part and self._to_the_end and self._reply_part(sock, request_id, get)
         if replies := self._take(items):
             self._reply(sock, request_id, replies, self._values[: self._taken_bytes])
         elif len(items) != 1 or not self._reply_lent(sock, request_id, get):

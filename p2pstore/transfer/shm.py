@@ -125,10 +125,11 @@ class _MappedPeer:
         return [encode_frame(LocalKind.RELEASE, 0, Release(ended), flags=ONE_WAY)]
 
     def usable(self) -> bool:
+        connection = self.connection  # another thread may close it
         return (
-            self.connection is not None
+            connection is not None
             and all(reader.is_open() for reader in self.readers)
-            and not self.connection.peer_is_gone()
+            and not connection.peer_is_gone()
         )
 
     def is_over(self) -> bool:
@@ -136,9 +137,9 @@ class _MappedPeer:
         return self.connection is not None and not self.is_opening and not self.usable()
 
     def close(self) -> None:
-        if self.connection is not None:
-            self.connection.close()
-        self.connection = None
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.close()
         self.readers = []
         self.ended = []
 
@@ -287,18 +288,24 @@ class ShmTransport:
     def _make_room(self, keep: _MappedPeer) -> None:
         """Forget the peer that came first when there are too many."""
         while len(self._peers) > MAX_PEERS:
-            oldest = next(name for name, peer in self._peers.items() if peer is not keep)
-            self._peers.pop(oldest).close()
+            with self._state:
+                oldest = next(name for name, peer in self._peers.items() if peer is not keep)
+                over = self._peers.pop(oldest)
+            over.close()
 
     def let_go_of_the_dead(self) -> None:
         """Unmap the memory of holders that are gone: it is the host's again when nobody has it mapped any more."""
-        if not self._peers:
-            return
         with self._state:
-            gone = [name for name, peer in self._peers.items() if peer.is_over()]
-            dead = [self._peers.pop(name) for name in gone]
+            peers = self._peers  # another thread may close this, and put another one in its place
+            gone = [name for name, peer in peers.items() if peer.is_over()]
+            dead = [peers.pop(name) for name in gone]
         for peer in dead:
             peer.close()
+
+    @property
+    def maps_any(self) -> bool:
+        """Whether there is a session."""
+        return bool(self._peers)
 
     async def watch_holders(self) -> None:
         """`let_go_of_the_dead` every second, until cancelled."""
@@ -307,7 +314,8 @@ class ShmTransport:
             self.let_go_of_the_dead()
 
     def close(self) -> None:
-        """End all sessions. Views and copies made stay valid."""
-        for peer in self._peers.values():
+        """End all sessions. Views and copies made stay valid. Takes no lock, which a forked child may have inherited
+        locked."""
+        peers, self._peers = self._peers, {}
+        for peer in list(peers.values()):
             peer.close()
-        self._peers.clear()

@@ -30,6 +30,7 @@ from p2pstore.errors import (
     Unavailable,
 )
 from p2pstore.local.messages import LocalKind
+from p2pstore.objects import key_digest
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.transport import RemotePeer
 from tests.cluster.processes import PeerProcess, new_cluster, until
@@ -237,6 +238,8 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
             assert buffer[:length] == values[key]
 
         await get(keys[start])  # from here on it knows how to get there
+        expected = client._live.fetcher.expected_bytes
+        until(lambda: all(expected(key_digest(key)) for key in keys[start:][:20]), SECONDS)
         asked.clear()
         some, others = keys[start : start + 10], keys[start + 10 : start + 20]
         reads = [*(partial(get, key) for key in some), *(partial(get_into, key) for key in others)]

@@ -170,26 +170,69 @@ def mapped(process_id: int | str, access: str = "") -> set[str]:
     return {inode for _, found, _, _, inode, *_ in fields if found.startswith(access)}
 
 
+IDLE = """
+import asyncio, sys, time, trio
+import p2pstore
+from p2pstore import aio, blocking
+
+async def read(client):
+    await client.get("dead/k")
+    view = await client.take_lease("dead/viewed")
+    print("read", bytes(view[:5]), flush=True)
+
+async def under_trio():
+    async with p2pstore.connect(sys.argv[2]) as client:
+        await read(client)
+        await trio.sleep_forever()
+
+async def under_asyncio():
+    async with aio.connect(sys.argv[2]) as client:
+        await read(client)
+        await asyncio.Event().wait()
+
+def plain():
+    client = blocking.connect(sys.argv[2])
+    client.get("dead/k")
+    view = client.take_lease("dead/viewed")
+    print("read", bytes(view[:5]), flush=True)
+    del view
+    time.sleep(1000)
+
+{"trio": lambda: trio.run(under_trio), "asyncio": lambda: asyncio.run(under_asyncio()), "plain": plain}[sys.argv[1]]()
+"""
+
+
 def test_nobody_keeps_the_memory_of_a_dead_neighbour(
     cluster: ProcessCluster, reader: BlockingClient
 ) -> None:
     first, _, third = cluster.peers
-    put_on([third], reader, "dead/k", b"value" * 1000)
+    for key in ("dead/k", "dead/viewed"):
+        put_on([third], reader, key, b"value" * 1000)
     memory = mapped(third.process_id, "rw")  # its own; others' memory can only be read
-    assert reader.get("dead/k") == b"value" * 1000
-    with reader.lease("dead/k", here=True) as view:  # the first peer reads it, too
-        assert view == b"value" * 1000
-    assert memory & mapped("self")
-    assert memory & mapped(first.process_id)
-    third.kill()
-    until(lambda: not memory & mapped(first.process_id), SECONDS)
-
-    def let_go() -> bool:
-        reader.contains("dead/k")
-        reader.get("dead/k")  # any use at all: it is read from the first peer
-        return not memory & mapped("self")
-
-    until(let_go, SECONDS)
+    idle = [
+        subprocess.Popen(
+            [sys.executable, "-c", IDLE, kind, first.ready["socket"]], stdout=subprocess.PIPE
+        )
+        for kind in ("trio", "asyncio", "plain")
+    ]
+    try:
+        for each in idle:
+            assert each.stdout is not None
+            assert each.stdout.readline() == b"read b'value'\n"
+        with reader.lease("dead/k", here=True) as view:  # the first peer reads it, too
+            assert view == b"value" * 1000
+        readers = [first.process_id, *(each.pid for each in idle)]
+        assert all(memory & mapped(each) for each in readers)
+        third.kill()
+        until(
+            lambda: not any(memory & mapped(each) for each in readers),
+            SECONDS,
+            lambda: [bool(memory & mapped(each)) for each in readers],
+        )
+    finally:
+        for each in idle:
+            each.kill()
+            each.communicate()
     cluster.start([third], "--bootstrap", first.control, "--network", "local")
     cluster.wait_until_whole()
     put_on([third], reader, "dead/again", b"again" * 1000)

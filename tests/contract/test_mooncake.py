@@ -132,6 +132,26 @@ def test_batches_are_not_loops(
     assert store.get_batch(written) == [array[:5].tobytes()] * 20
 
 
+def test_a_soft_pin_that_finds_no_copy_here_fails_nothing(
+    calls: mooncake_calls.Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The value went to another peer, for want of room here."""
+    pin = blocking.BlockingClient.pin
+
+    def pinned(client: blocking.BlockingClient, key: str, *args: Any, **options: Any) -> Any:
+        if key.endswith("elsewhere"):
+            raise errors.NoSuchKey(key)
+        return pin(client, key, *args, **options)
+
+    monkeypatch.setattr(blocking.BlockingClient, "pin", pinned)
+    config = mooncake.ReplicateConfig()
+    config.soft_pin_action, config.soft_pin_ttl_ms = mooncake.SoftPinAction.ENABLE, 5000
+    keys = ["pinned for a while", "pinned for a while elsewhere", "pinned for a while, too"]
+    assert calls.store.put_batch(keys, [b"value"] * 3, config) == 0
+    assert calls.store.put(keys[1] + " and elsewhere", b"value", config) == 0
+    assert calls.store.get_batch(keys) == [b"value"] * 3
+
+
 def test_batches_of_tensors_are_not_loops(
     calls: mooncake_calls.Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +169,11 @@ def test_batches_of_tensors_are_not_loops(
     places = [place + 4096 * number for number in range(20)]
     there = store.batch_get_tensor_into(keys, places, [4096] * 20)
     assert all(torch.equal(*pair) for pair in zip(there, tensors, strict=True))
+    some = store.batch_get_tensor_into(keys[:3], [places[0], 0, places[2]], [4096] * 3)
+    assert [each is None for each in some] == [False, True, False]
+    rooms = [torch.zeros(number + 1) for number in range(20)]
+    assert store.batch_get_tensor_into_cuda(keys, rooms) == [0] * 20
+    assert all(torch.equal(*pair) for pair in zip(rooms, tensors, strict=True))
     lengths = [len(value) for value in store.get_batch(keys)]
     assert store.batch_upsert_tensor_from(keys, places[::-1], lengths[::-1]) == [0] * 20
     again = store.batch_get_tensor(keys)

@@ -257,7 +257,27 @@ def test_many_at_once(store: Store, key: str, cluster: Cluster) -> None:
     del views
 
 
-def test_a_batch_of_copies(store: Store, key: str, cluster: Cluster) -> None:
+def test_what_does_not_fit_together_is_brought_one_by_one(
+    store: Store, key: str, cluster: Cluster
+) -> None:
+    names = [f"{key}{number}" for number in range(5)]
+    for number, name in enumerate(names):  # 192 MiB each, of which a client may hold half
+        put_far(cluster, name, np.full(30 * MIB, number, np.uint8))
+    views = store.take_leases(names, here=True)
+    assert [each.unwrap()[-1] for each in views if each.ok] == [
+        number for number, each in enumerate(views) if each.ok
+    ]
+    assert sum(each.ok for each in views) == 3
+    assert {type(each.error) for each in views if not each.ok} == {errors.LeaseLimitExceeded}
+    del views
+
+
+def test_a_batch_of_copies(
+    store: Store, key: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("it was not in the mapping")
+
     values = [bytes([number]) * (number * 1000) for number in range(100)]
     names = [f"{key}{number}" for number in range(100)]
     for name, value in zip(names, values, strict=True):
@@ -269,7 +289,10 @@ def test_a_batch_of_copies(store: Store, key: str, cluster: Cluster) -> None:
         assert [each.value for each in got] == [len(value) for value in values]
         assert buffers == values
         assert [each.value for each in store.get_many(names)] == values
-        until_known(store, names[0])
+        for name in names:
+            until_known(store, name)
+        monkeypatch.setattr("p2pstore.client.fetch.pull_with_failover", refuse)
+    monkeypatch.undo()
     assert not any(is_near(cluster, name) for name in names)
     spoil(cluster, names[1])
     put_far(cluster, names[2], b"other", overwrite=True)

@@ -130,13 +130,13 @@ def test_otherwise_there_is_no_only_holder(holders: KnownHolders) -> None:
     assert holders.only_many([DIGEST]) == [None]
 
 
-def test_on_this_host_the_only_holder_is_known_and_no_batch_asks_it() -> None:
+def test_on_this_host_the_only_holder_is_known() -> None:
     holders = KnownHolders(Table(record(1)), Random(1))
     holders.note([PlanItem([holder(1, same_host=True)])])
     only = holders.only(DIGEST)
     assert only is not None
     assert not is_far(only.copy)
-    assert holders.only_many([DIGEST]) == [None]
+    assert holders.only_many([DIGEST]) == [only.copy]
     assert planned(holders) == [1]
 
 

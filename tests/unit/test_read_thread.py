@@ -310,6 +310,14 @@ def test_after_the_end_it_does_not_wait() -> None:
         assert ended(serving) == b""
 
 
+@pytest.mark.parametrize("small", [get(2, GetItem(SMALL)), get_small(2, SMALL)])
+def test_who_sends_parts_does_nothing_else(small: bytes) -> None:
+    with served(to_the_end=True) as serving:
+        serving.far.sendall(get(1, GetItem(HUGE, 16, 16)) + small)
+        assert len(serving.reply()[2]) == 16 * MIB
+        assert ended(serving) == small
+
+
 def test_parts_that_may_be_refused_are_left_to_the_event_loop() -> None:
     request = encode_frame(DataKind.GET, 1, Get([GetItem(HUGE, 16, 16)], may_refuse=True))
     with served(to_the_end=True) as serving:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from p2pstore.client.gathered import Gathered
 from p2pstore.client.values import source_view
-from p2pstore.errors import BufferTooSmall, LeaseLimitExceeded, NoSuchKey, P2PStoreError
+from p2pstore.errors import (
+    BufferTooSmall,
+    CapacityExceeded,
+    LeaseLimitExceeded,
+    NoSuchKey,
+    P2PStoreError,
+)
 from p2pstore.integrations.mooncake.base import StoreBase
 from p2pstore.integrations.mooncake.codes import ErrorCode, alike
 from p2pstore.integrations.mooncake.memory import BufferHandle, handle_of
@@ -90,7 +97,7 @@ class ObjectCalls(StoreBase):
             return handle_of(self._live.take_lease(key))
         except NoSuchKey:
             return None
-        except LeaseLimitExceeded:
+        except (LeaseLimitExceeded, CapacityExceeded):
             value = self.get(key)
             return handle_of(memoryview(value)) if value else None
         except FAILURES as error:
@@ -139,12 +146,14 @@ class ObjectCalls(StoreBase):
     # --- for the other calls -----------------------------------------------------------------
 
     def _wholes(self, keys: Sequence[str]) -> list[memoryview | int]:
-        """The objects in place, or the codes that say why not. What this store holds too much for, is copied."""
+        """The objects in place, or the codes that say why not. What this store holds too much for, or the peer has no
+        room for, is copied."""
         try:
             results = self._live.take_leases(keys)
         except FAILURES as error:
             return [self._read_code(error)] * len(keys)
-        copied = [each.key for each in results if isinstance(each.error, LeaseLimitExceeded)]
+        no_room = LeaseLimitExceeded, CapacityExceeded
+        copied = [each.key for each in results if isinstance(each.error, no_room)]
         values = dict(zip(copied, self.get_batch(copied), strict=True))
         wholes: list[memoryview | int] = []
         for each in results:
@@ -241,7 +250,9 @@ class ObjectCalls(StoreBase):
         return codes
 
     def _keep_pinned(self, keys: Sequence[str], config: ReplicateConfig) -> None:
-        """Give the soft pins their length, where that is not the usual half an hour."""
+        """Give the soft pins their length, where that is not the usual half an hour. What went to another peer, for
+        want of room here, keeps that."""
         if config.soft_pin_ttl_ms:
             for key in keys:
-                self._live.pin(key, "soft", ttl=config.soft_pin_ttl_ms / 1000)
+                with suppress(NoSuchKey):
+                    self._live.pin(key, "soft", ttl=config.soft_pin_ttl_ms / 1000)

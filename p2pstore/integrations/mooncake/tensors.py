@@ -138,10 +138,14 @@ class TensorCalls(AddressCalls):
         """`get_tensor_into_cuda` for many; a code for each."""
         if not alike(keys, tensors_list):
             return [INVALID] * len(keys)
-        return [
-            _copy_to(tensor, got)
-            for tensor, got in zip(tensors_list, self.batch_get_tensor(keys), strict=True)
-        ]
+        codes = []
+        lengths = {number: tensor.nbytes for number, tensor in enumerate(tensors_list)}
+        for some in groups(lengths):  # so much is in the host's memory at one time
+            got = self.batch_get_tensor([keys[number] for number in some])
+            codes += [
+                _copy_to(tensors_list[number], each) for number, each in zip(some, got, strict=True)
+            ]
+        return codes
 
     # --- shards --------------------------------------------------------------------------------
 
@@ -312,17 +316,22 @@ class TensorCalls(AddressCalls):
         try:
             if places is None:
                 values = self._live.get_new_views(keys, fresh_memory)
-            else:
-                rooms = [view_at(*place) for place in places]
-                lengths = self._live.get_into_views(keys, rooms)
-                values = [
-                    length if isinstance(length, Exception) else room[:length]
-                    for room, length in zip(rooms, lengths, strict=True)
-                ]
+                return [self._decoded(value) for value in values]
         except FAILURES as error:
             self._read_code(error)
             return [None] * len(keys)
-        return [self._decoded(value) for value in values]
+        rooms: dict[int, memoryview] = {}
+        for number, place in enumerate(places):
+            try:
+                rooms[number] = view_at(*place)
+            except FAILURES as error:
+                self._read_code(error)
+        lengths = self._get_many_into([keys[number] for number in rooms], list(rooms.values()))
+        found: list[tuple[TensorHeader, Tensor] | None] = [None] * len(keys)
+        for (number, room), length in zip(rooms.items(), lengths, strict=True):
+            if length >= 0:
+                found[number] = self._decoded(room[:length])
+        return found
 
     def _decoded(self, value: memoryview | Exception) -> tuple[TensorHeader, Tensor] | None:
         try:
