@@ -33,6 +33,7 @@ from p2pstore.errors import (
 )
 from p2pstore.local.messages import Planned
 from p2pstore.objects import key_digest
+from p2pstore.results import ItemResult
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.messages import SMALL_OBJECT_BYTES
 from p2pstore.transfer.reader import SegmentReader
@@ -157,7 +158,12 @@ class Actor:
 
     def copy_together(self, client: BlockingClient, peer: int) -> None:
         """Copy all of that peer's values at once, into buffers for small ones: they come in few answers, without
-        messages of their own."""
+        messages of their own. Or to new memory, whatever they have."""
+        if self.rng.random() < 0.3:
+            names = [key_name(peer, number) for number in range(KEYS_PER_PEER)]
+            for each in client.get_many(names):
+                self.compare_result(each, "together, new")
+            return
         rooms = {
             key_name(peer, number): self.buffer[number * SMALL_OBJECT_BYTES :][:SMALL_OBJECT_BYTES]
             for number in range(KEYS_PER_PEER)
@@ -168,9 +174,27 @@ class Actor:
             elif not isinstance(result.error, BufferTooSmall):
                 self.compare(result.key, rooms[result.key][: result.unwrap()], "together")
 
+    def compare_result(self, result: ItemResult[Any], how: str) -> bool:
+        """One of a batch; whether there was a value."""
+        if isinstance(result.error, _TO_BE_EXPECTED):
+            self.counts[FAILED] += 1
+            return False
+        self.compare(result.key, memoryview(result.unwrap()), how)
+        return True
+
+    def view_together(self, client: BlockingClient, keys: list[str]) -> None:
+        """Hold views of several values, taken as one, and compare them twice."""
+        views = [each for each in client.take_leases(keys) if self.compare_result(each, "views")]
+        for each in views:
+            self.compare(each.key, each.unwrap(), "views, later")
+
     def view(self, client: BlockingClient, peer: int) -> None:
         """Hold views of several values, some of them fetched from the other peer for that, and compare each of
         them when it is taken and when all are there: nothing may have moved."""
+        if self.rng.random() < 0.3:
+            owner = 1 - peer if self.rng.random() < REMOTE_VIEWS else peer
+            self.view_together(client, [self.key(owner) for _ in range(VIEWS)])
+            return
         held: list[tuple[str, memoryview]] = []
         for _ in range(VIEWS):
             try:
@@ -253,7 +277,12 @@ def play(role: str, actor: Actor) -> None:
         case "shm" | "tcp" | "brisk" | "together":
 
             def read(client: BlockingClient, _: int) -> None:
-                if role == "brisk":
+                if role == "shm" and actor.rng.random() < 0.1:
+                    keys = [actor.key(actor.owner()) for _ in range(BATCH)]
+                    actor.view_together(client, keys)
+                elif role == "shm" and actor.rng.random() < 0.1:
+                    actor.copy_together(client, actor.owner())
+                elif role == "brisk":
                     actor.copy_briskly(client, actor.owner())
                 elif role == "together":
                     actor.copy_together(client, actor.owner())

@@ -366,8 +366,16 @@ class Actor:
             case "get_into":
                 buffer = self._buffers[0]
                 self._one(notes, keys[0], lambda key: buffer[: client.get_into(key, buffer)])
-            case "get_many":
+            case "get_many" if choice % 3 == 0:
                 self._many(notes, client.get_many_into(list(zip(keys, self._buffers, strict=True))))
+            case "get_many":
+                results: list[ItemResult[Any]]
+                results = client.get_many(keys) if choice % 3 == 1 else client.take_leases(keys)
+                for result in results:
+                    if result.error is not None:
+                        notes.fail(result.key, result.error)
+                    else:
+                        self._compare(notes, result.key, memoryview(result.value))
             case "transfers":
                 requests = [
                     TransferRequest(key, buffer)
