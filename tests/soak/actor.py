@@ -375,7 +375,7 @@ class Actor:
                     if result.error is not None:
                         notes.fail(result.key, result.error)
                     else:
-                        self._compare(notes, result.key, memoryview(result.value))
+                        self._compare(notes, result.key, memoryview(result.unwrap()))
             case "transfers":
                 requests = [
                     TransferRequest(key, buffer)
