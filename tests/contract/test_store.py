@@ -311,9 +311,9 @@ def test_batches(store: Store, key: str, cluster: Cluster) -> None:
     assert isinstance(removed[3].error, ValueError)
 
 
-@pytest.mark.parametrize("first", [0, 10, 100_000])
+@pytest.mark.parametrize("first", [10, 100_000])
 def test_batches_of_values_of_all_sizes(
-    store: Store, key: str, cluster: Cluster, first: int, tidy: None
+    store: Store, key: str, cluster: Cluster, first: int
 ) -> None:
     lengths = [first, 10, 0, 100_000, 16 * KIB, 16 * KIB + 1, 64 * KIB + 1, 2 * MIB, 5, 5 * MIB + 3]
     items = [(f"{key}{n}", random.Random(n).randbytes(length)) for n, length in enumerate(lengths)]
@@ -343,7 +343,7 @@ def test_results_that_are_errors_keep_no_buffers_and_no_views(
         keys = [f"{key}here", f"{key}there", f"{key}here", f"{key}there", f"{key}nope", "\ud800"]
         buffers[2:4] = [bytearray(1), bytearray(1)]
         got = store.get_many_into(list(zip(keys, buffers, strict=True)))
-        put = store.put_many([(key, bytearray(999 * MIB)), ("", buffers[0])])
+        put = store.put_many([(key, bytearray(200 * MIB)), ("", buffers[0])])
         put += store.put_many([(f"{key}durable", buffers[1])], durable=True)  # there is no SSD
         assert [each.ok for each in [*got, *put]] == [True, True, *[False] * 7]
         for buffer in buffers:
