@@ -171,7 +171,8 @@ def mapped(process_id: int | str, access: str = "") -> set[str]:
 
 
 IDLE = """
-import asyncio, sys, time, trio
+# Reads, and then does nothing until its standard input ends.
+import asyncio, sys, trio
 import p2pstore
 from p2pstore import aio, blocking
 
@@ -183,12 +184,12 @@ async def read(client):
 async def under_trio():
     async with p2pstore.connect(sys.argv[2]) as client:
         await read(client)
-        await trio.sleep_forever()
+        await trio.to_thread.run_sync(sys.stdin.read)
 
 async def under_asyncio():
     async with aio.connect(sys.argv[2]) as client:
         await read(client)
-        await asyncio.Event().wait()
+        await asyncio.to_thread(sys.stdin.read)
 
 def plain():
     client = blocking.connect(sys.argv[2])
@@ -196,7 +197,7 @@ def plain():
     view = client.take_lease("dead/viewed")
     print("read", bytes(view[:5]), flush=True)
     del view
-    time.sleep(1000)
+    sys.stdin.read()
 
 {"trio": lambda: trio.run(under_trio), "asyncio": lambda: asyncio.run(under_asyncio()), "plain": plain}[sys.argv[1]]()
 """
@@ -211,7 +212,9 @@ def test_nobody_keeps_the_memory_of_a_dead_neighbour(
     memory = mapped(third.process_id, "rw")  # its own; others' memory can only be read
     idle = [
         subprocess.Popen(
-            [sys.executable, "-c", IDLE, kind, first.ready["socket"]], stdout=subprocess.PIPE
+            [sys.executable, "-c", IDLE, kind, first.ready["socket"]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         for kind in ("trio", "asyncio", "plain")
     ]

@@ -313,13 +313,8 @@ class TensorCalls(AddressCalls):
         self, keys: Sequence[str], places: Sequence[tuple[int, int]] | None = None
     ) -> list[tuple[TensorHeader, Tensor] | None]:
         """`_read_tensor` for many, in one go."""
-        try:
-            if places is None:
-                values = self._live.get_new_views(keys, fresh_memory)
-                return [self._decoded(value) for value in values]
-        except FAILURES as error:
-            self._read_code(error)
-            return [None] * len(keys)
+        if places is None:
+            return self._read_new_tensors(keys)
         rooms: dict[int, memoryview] = {}
         for number, place in enumerate(places):
             try:
@@ -332,6 +327,14 @@ class TensorCalls(AddressCalls):
             if length >= 0:
                 found[number] = self._decoded(room[:length])
         return found
+
+    def _read_new_tensors(self, keys: Sequence[str]) -> list[tuple[TensorHeader, Tensor] | None]:
+        try:
+            values = self._live.get_new_views(keys, fresh_memory)
+        except FAILURES as error:
+            self._read_code(error)
+            return [None] * len(keys)
+        return [self._decoded(value) for value in values]
 
     def _decoded(self, value: memoryview | Exception) -> tuple[TensorHeader, Tensor] | None:
         try:
