@@ -8,12 +8,13 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any, Final
 
 import numpy as np
 
 from p2pstore.objects import Version
+from p2pstore.transfer.hazards import HazardPage
 from p2pstore.transfer.reader import Sighting
 
 KEEP_COUNT: Final = 256
@@ -33,7 +34,8 @@ class _Whole(weakref.ref[Array]):
 
 @dataclass(slots=True)
 class _Lease:
-    """What a lease covers. `whole` is the array under all of its views, while there are any."""
+    """What a lease covers. `whole` is the array under all of its views, while there are any. `number` is the peer's, or
+    below 0 for a lease that it was not asked for."""
 
     number: int
     digest: bytes
@@ -53,10 +55,17 @@ class LeaseBook:
     happens there but one append to a deque; the rest is done by whoever calls next.
 
     Another view of an object under a lease, or under one that ended a moment ago and was not given
-    back yet, needs no request: while the slot says that it is still that version, it is shared.
+    back yet, needs no request: while the slot says that it is still that version, it is shared. Neither does the first
+    one, with a page of `hazards`, while all leases keep at most `max_bytes`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hazards: HazardPage | None = None, max_bytes: int = 0) -> None:
+        self._hazards = hazards
+        self._max_bytes = max_bytes
+        self._held_bytes = 0
+        self._numbers = count(1)
+        self._cells: dict[int, int] = {}
+        """Where the page of hazards says what is looked at, by numbers of leases, which are never used again."""
         self._lock = threading.Lock()  # never taken by finalizers
         self._leases: dict[int, _Lease] = {}
         self._by_digest: dict[bytes, _Lease] = {}
@@ -70,8 +79,39 @@ class LeaseBook:
         offset, length, version = slot
         lease = _Lease(number, digest, memory, offset, length, version)
         with self._lock:
-            self._leases[number] = self._by_digest[digest] = lease
+            self._add(lease)
             return self._view_of(lease)
+
+    def take(self, digest: bytes, seen: Sighting, memory: memoryview) -> memoryview | None:
+        """A read-only view of what was seen, under a lease that needs no request. None when it does not stand any more,
+        or the peer is to be asked: it has given no page for that, that is full, or this client holds too much."""
+        slot = seen.slot
+        with self._lock:
+            self._keep_ended()
+            hazards = self._hazards
+            if hazards is None or self._held_bytes + slot.length > self._max_bytes:
+                return None
+            cell = hazards.write(seen.number)
+            if cell is None:
+                return None
+            number = -next(self._numbers)
+            try:
+                if not seen.still_stands(memory):
+                    hazards.clear(cell)
+                    return None
+                hazards.keep(cell)
+                self._cells[number] = cell
+                lease = _Lease(number, digest, memory, slot.offset, slot.length, slot.version)
+                lease.sighting = seen
+                self._add(lease)
+                return self._view_of(lease)
+            except BaseException:  # interrupted
+                self.forsake(number)
+                raise
+
+    def _add(self, lease: _Lease) -> None:
+        self._leases[lease.number] = self._by_digest[lease.digest] = lease
+        self._held_bytes += lease.length
 
     def share(self, digest: bytes, sighting: Sighting) -> memoryview | None:
         """One more view under a lease that is there already, if it covers what was seen."""
@@ -117,6 +157,7 @@ class LeaseBook:
             try:
                 for some in (self._leases, self._by_digest, self._kept):
                     some.clear()
+                self._hazards = None
             finally:
                 self._lock.release()
 
@@ -136,7 +177,8 @@ class LeaseBook:
             self._ended.append(number)
 
     def take_ended(self, *, everything: bool) -> list[int]:
-        """Leases to give back, each once: those that ended 50 ms ago, or all that ended.
+        """Leases to give back, each once: those that ended 50 ms ago, or all that ended. Those that were not asked for
+        end here.
 
         Who leases one object after another gives them back many at a time.
         """
@@ -154,17 +196,27 @@ class LeaseBook:
             due = list(takewhile(lambda number: self._kept[number] <= until, self._kept))
             for number in due:
                 del self._kept[number]
-                lease = self._leases.pop(number, None)
-                if lease is not None and self._by_digest.get(lease.digest) is lease:
-                    del self._by_digest[lease.digest]
+                self._end(number)
             return due
+
+    def _end(self, number: int) -> None:
+        lease = self._leases.pop(number, None)
+        if lease is not None:
+            self._held_bytes -= lease.length
+            if self._by_digest.get(lease.digest) is lease:
+                del self._by_digest[lease.digest]
+        cell = self._cells.pop(number, None)
+        if cell is not None and self._hazards is not None:
+            self._hazards.clear(cell)
 
     def _keep_ended(self) -> None:
         now = time.monotonic()
         while self._ended:
             ended = self._ended.popleft()
             number = ended if isinstance(ended, int) else ended.number
-            if number is not None:
+            if number is not None and number < 0:
+                self._end(number)  # to take another one costs no more than to keep it
+            elif number is not None:
                 self._kept[number] = now
 
     @property

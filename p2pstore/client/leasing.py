@@ -139,25 +139,29 @@ async def _lease_at(holder: Holder, key: str, digest: bytes, link: PeerLink) -> 
 
 
 def share(link: PeerLink, digest: bytes, at_least: Version = ZERO_VERSION) -> memoryview | None:
-    """A view under a lease that this client has already, unless it is of a version older than `at_least`."""
-    if not link.leases.covers(digest):
-        return None
-    shared = link.leases.share_again(digest, at_least)
-    if shared is None:  # a view of no bytes is one, too
-        shared = _share_seen(link, digest, at_least)
-    if shared is not None:
-        link.note_read(digest, len(shared))
+    """A view that needs no request: under a lease that this client has already, or one that it takes by itself. None
+    when there is none, or only one of a version older than `at_least`."""
+    view = None
+    if link.leases.covers(digest):
+        view = link.leases.share_again(digest, at_least)
+    if view is None:  # a view of no bytes is one, too
+        view = _share_seen(link, digest, at_least)
+    if view is not None:
+        link.note_read(digest, len(view))
         link.stir()
-    return shared
+    return view
 
 
 def _share_seen(link: PeerLink, digest: bytes, at_least: Version) -> memoryview | None:
-    for reader in link.readers:
+    for number, reader in enumerate(link.readers):
         seen = reader.sight(digest)
-        if seen is not None and not seen.expired and seen.slot.version.covers(at_least):
-            shared = link.leases.share(digest, seen)
-            if shared is not None:
-                return shared
+        if seen is None or seen.expired or not seen.slot.version.covers(at_least):
+            continue
+        view = link.leases.share(digest, seen)
+        if view is None and number == 0:  # hazards are numbers of its slots
+            view = link.leases.take(digest, seen, link.connection.segment(0))
+        if view is not None:
+            return view
     return None
 
 

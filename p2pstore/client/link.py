@@ -80,7 +80,7 @@ class PeerLink:
         if connection.location_table is not None:
             with suppress(ProtocolMismatch):  # another version's: the peer is asked
                 self.elsewhere = KnownElsewhere(connection.location_table)
-        self.leases = LeaseBook()
+        self.leases = LeaseBook(connection.hazards, connection.hello.max_leased_bytes)
         self.companions: Tidied | None = None
         """The links to other peers of this host, where there are any."""
         self.mapped: list[Mapped] = []
@@ -119,6 +119,7 @@ class PeerLink:
             access=access,
             timeout_seconds=timeout_seconds,
             location_table=location_table,
+            hazards=True,
             trusted_users=trusted_users,
         )
         try:

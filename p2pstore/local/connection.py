@@ -22,6 +22,7 @@ from functools import partial
 from itertools import islice
 from typing import Final, TypeVar
 
+from p2pstore import memory_barrier
 from p2pstore.errors import (
     ClientForked,
     DeadlineExceeded,
@@ -38,6 +39,7 @@ from p2pstore.streams import (
     Driver,
     Event,
 )
+from p2pstore.transfer.hazards import HAZARD_PAGE_BYTES, HazardPage
 from p2pstore.transfer.joined_memory import map_joined
 from p2pstore.transfer.memory import map_read_only, map_table, map_writable
 from p2pstore.wire import (
@@ -76,7 +78,8 @@ class LocalConnection:
     """An open connection to the local peer. Make one with `LocalConnection.open`.
 
     `hello` is what the peer said; `segments` are its mapped segments in the hello's order,
-    writable for WRITE access; `location_table` is mapped, too, when it was wanted and there is one.
+    writable for WRITE access; `location_table` is mapped, too, when it was wanted and there is one, and so are
+    `hazards`.
     `collect_one_way` is asked for frames to go out with whatever is sent next.
     """
 
@@ -86,6 +89,7 @@ class LocalConnection:
         self.segments: list[memoryview] = []
         self.location_table: mmap.mmap | None = None
         self.checkpoint: memoryview | None = None
+        self.hazards: HazardPage | None = None
         self.collect_one_way: Callable[[], Sequence[bytes]] = tuple
         self._driver = driver
         self._stream = stream
@@ -116,8 +120,10 @@ class LocalConnection:
         trusted_users: Collection[int] | None = None,
         directory: int = -1,
         checkpoint: bytes = b"",
+        hazards: bool = False,
     ) -> LocalConnection:
-        """Connect and say hello; with `location_table`, map the peer's table of locations, too. `directory` is the
+        """Connect and say hello; with `location_table`, map the peer's table of locations, too, and with `hazards` a
+        page to lease by (where the machine lets one). `directory` is the
         descriptor of a directory that the peer is given, for what is asked on this connection; `checkpoint` the
         version of one in the peer's memory, to be mapped as `self.checkpoint`. Raises
         `NoLocalPeer` when nobody listens at `path`, or a user who is none of `trusted_users`, and
@@ -140,7 +146,14 @@ class LocalConnection:
         try:
             if trusted_users is not None and connection.peer_user not in trusted_users:
                 raise NoLocalPeer(f"the socket {path} belongs to another user's process")
-            await connection._greet(namespace, access, location_table, directory, checkpoint)
+            hello = Hello(
+                *(MIN_PROTOCOL_VERSION, MAX_PROTOCOL_VERSION, namespace, access, os.getpid()),
+                location_table=location_table,
+                directory=directory >= 0,
+                checkpoint=checkpoint,
+                hazards=hazards and memory_barrier.take_part(),
+            )
+            await connection._greet(hello, directory)
         except ConnectionError as error:
             connection.close()
             raise StoreClosed(f"the peer at {path} closed the connection at once") from error
@@ -153,20 +166,7 @@ class LocalConnection:
         _open_connections.add(connection)
         return connection
 
-    async def _greet(
-        self,
-        namespace: str,
-        access: Access,
-        location_table: bool,
-        directory: int,
-        checkpoint: bytes,
-    ) -> None:
-        hello = Hello(
-            *(MIN_PROTOCOL_VERSION, MAX_PROTOCOL_VERSION, namespace, access, os.getpid()),
-            location_table=location_table,
-            directory=directory >= 0,
-            checkpoint=checkpoint,
-        )
+    async def _greet(self, hello: Hello, directory: int) -> None:
         begin = PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, hello)
         with contextlib.suppress(BrokenPipeError):  # refused: the reason can still be received
             if directory < 0:
@@ -189,10 +189,11 @@ class LocalConnection:
             table_bytes = self.hello.location_table_bytes
             counts = [max(1, len(segment.pieces)) for segment in self.hello.segments]
             checkpoint_bytes = self.hello.checkpoint_bytes
-            expected = sum(counts) + bool(table_bytes) + bool(checkpoint_bytes)
+            gives_page = self.hello.hazards
+            expected = sum(counts) + bool(table_bytes) + gives_page + bool(checkpoint_bytes)
             if len(descriptors) != expected:
                 raise ProtocolError("the peer did not pass a descriptor for each of its memories")
-            writable, left = access == Access.WRITE, iter(descriptors)
+            writable, left = hello.access == Access.WRITE, iter(descriptors)
             user = (
                 self.peer_user
             )  # could show anything anyway: a file of its memory is taken from it
@@ -201,10 +202,13 @@ class LocalConnection:
                 for segment, count in zip(self.hello.segments, counts, strict=True)
             ]
             if table_bytes:
+                descriptor = next(left)
                 with contextlib.suppress(OSError):  # no room to map it: the peer can be asked
-                    self.location_table = map_table(descriptors[sum(counts)], table_bytes)
+                    self.location_table = map_table(descriptor, table_bytes)
+            if gives_page:
+                self.hazards = HazardPage(map_writable(next(left), HAZARD_PAGE_BYTES))
             if checkpoint_bytes:
-                self.checkpoint = map_read_only(descriptors[-1], checkpoint_bytes)
+                self.checkpoint = map_read_only(next(left), checkpoint_bytes)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -532,7 +536,7 @@ class LocalConnection:
                 "the client is closed: call inside its `with` block, or before close(), or connect again"
             )
         self.segments.clear()
-        self.location_table = None
+        self.location_table = self.hazards = None
 
     def let_go_after_fork(self) -> None:
         """In a forked child: give up the socket, or the parent's leases would outlive it."""

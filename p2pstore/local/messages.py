@@ -68,6 +68,8 @@ class Hello(Message, frozen=True):
     """Whether the descriptor of a directory comes along, for what is asked on this connection."""
     checkpoint: bytes = b""
     """The version of a checkpoint in the peer's memory that the client wants to map; nothing for none."""
+    hazards: bool = False
+    """Whether the client can lease objects without asking, by a page of its own (`transfer.hazards`)."""
 
 
 class SegmentInfo(Message, frozen=True):
@@ -93,6 +95,9 @@ class HelloReply(Message, frozen=True):
     """Of the version that the client wanted, whose read-only descriptor comes last: files as
     `checkpoint.memory_layout` has them, and from `checkpoint_manifest` on the manifest."""
     checkpoint_manifest: int = 0
+    hazards: bool = False
+    """Whether there is a page for that. Its writable descriptor comes after that of the table, and before a
+    checkpoint's."""
 
 
 class ItemError(Message, frozen=True):

@@ -84,6 +84,8 @@ class LocalClient:
     """The descriptor of a directory that it passed, or -1; closed when the client is gone."""
     checkpoint: bytes = b""
     """The version of a checkpoint in memory that it wants to map."""
+    hazards: bool = False
+    """Whether it can lease objects by a page of its own."""
 
     def __hash__(self) -> int:
         return self.holder
@@ -95,7 +97,8 @@ class LocalBackend(Protocol):
     def welcome(self, client: LocalClient, version: int) -> tuple[HelloReply, list[int]]:
         """The answer to a client's hello, and a descriptor for each memory of each segment in it: read-only ones for
         READ access, writable ones for WRITE; then, where the hello names one and the client reads it, a read-only
-        one of the table of locations; then one of the checkpoint that it wants. The descriptors stay the backend's."""
+        one of the table of locations; then a writable one of its page of hazards; then one of the checkpoint that it
+        wants. The descriptors stay the backend's."""
         ...
 
     def handle(
@@ -344,6 +347,7 @@ class _Connection:
             reads_locations=hello.location_table,
             directory=self._passed[0] if hello.directory and self._passed else -1,
             checkpoint=hello.checkpoint,
+            hazards=hello.hazards,
         )
         try:
             reply, descriptors = self._backend.welcome(client, version)

@@ -17,6 +17,7 @@ from typing import Final
 import trio
 
 import p2pstore
+from p2pstore import memory_barrier
 from p2pstore.client import answers
 from p2pstore.client.trio_client import Client, open_client, require_trio
 from p2pstore.config import PeerConfig
@@ -292,6 +293,7 @@ class _Assembly:
             marks=self.memory.marks if isinstance(self.memory, KeptMemory) else None,
             kept=self.memory.kept if isinstance(self.memory, KeptMemory) else None,
             now=time.time(),
+            barrier=memory_barrier.pass_through_all,
         )
         self.stack.callback(segment.detach)
         self.stack.callback(segment.close)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from typing import Any, Final
 
 import msgspec
 
 import p2pstore
+from p2pstore import memory_barrier
 from p2pstore.core.flush import FlushEnd, FlushOperation
 from p2pstore.core.listing import ListedPage, ListOperation
 from p2pstore.core.lookup import LookupOperation, split_digests
@@ -39,10 +41,13 @@ from p2pstore.peer.node import Node
 from p2pstore.peer.segment_memory import SegmentMemory
 from p2pstore.peer.statistics import cluster_document, peer_document
 from p2pstore.peer.tickets import TicketOffice
+from p2pstore.transfer.hazards import HAZARD_PAGE_BYTES
 from p2pstore.transfer.layout import Pin
-from p2pstore.transfer.memory import SharedMemory
+from p2pstore.transfer.memory import SharedMemory, create_page
 from p2pstore.transfer.messages import ListKeys
 from p2pstore.wire import Empty, Message
+
+logger = logging.getLogger("p2pstore.local")
 
 _WITH_EFFECTS: Final = frozenset(
     {
@@ -93,6 +98,8 @@ class PeerLocalBackend:
         self._groups = groups
         self._max_leased_bytes = max_leased_bytes
         self._has_effects = False
+        self._has_barriers = memory_barrier.is_available()
+        self._hazard_pages: dict[int, SharedMemory] = {}
         self._handlers: dict[LocalKind, Any] = {
             LocalKind.RESERVE: self._puts.reserve,
             LocalKind.COMMIT: self._puts.commit,
@@ -154,8 +161,12 @@ class PeerLocalBackend:
         if table is not None and client.reads_locations:
             reply = msgspec.structs.replace(reply, location_table_bytes=table.length)
             passed.append(self._table_descriptor)
-        if client.checkpoint:
-            target = self._checkpoints.use_memory(client)
+        target = self._checkpoints.use_memory(client) if client.checkpoint else None
+        page = self._give_hazards(client)
+        if page is not None:
+            reply = msgspec.structs.replace(reply, hazards=True)
+            passed.append(page.descriptor)
+        if target is not None:
             layout = target.layout
             reply = msgspec.structs.replace(
                 reply, checkpoint_bytes=layout.total_bytes, checkpoint_manifest=layout.manifest
@@ -163,6 +174,20 @@ class PeerLocalBackend:
             passed.append(target.descriptor)
         self._node.local_clients += 1
         return reply, passed
+
+    def _give_hazards(self, client: LocalClient) -> SharedMemory | None:
+        """A page for the client to lease by, if it wants one. Not of memory that outlives this peer: who looks at what
+        would not be known in its next life."""
+        if not client.hazards or not self._has_barriers or self._node.kept_memory is not None:
+            return None
+        try:
+            page = create_page(HAZARD_PAGE_BYTES, "p2pstore-hazards")
+        except OSError as error:  # it can ask, as long as there are no descriptors or memory
+            logger.warning("a client gets no page to lease by: %s", error.strerror)
+            return None
+        self._hazard_pages[client.holder] = page
+        self._segment.watch_hazards(client.holder, page.view)
+        return page
 
     def handle(self, client: LocalClient, kind: LocalKind, message: Message) -> Answer:
         """The answer, or something to await that gives it."""
@@ -186,6 +211,9 @@ class PeerLocalBackend:
         self._checkpoints.client_gone(client)
         self._groups.client_gone(client)
         self._segment.drop_holder(client.holder)
+        page = self._hazard_pages.pop(client.holder, None)
+        if page is not None:
+            page.close()
 
     @property
     def _now(self) -> float:

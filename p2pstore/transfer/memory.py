@@ -177,6 +177,11 @@ def address_of(view: memoryview) -> int:
     return address
 
 
+def create_page(length: int, name: str) -> SharedMemory:
+    """A little zeroed shared memory that nobody can shrink. Raises `OSError` where the system gives no more."""
+    return _create(length, name, 0, mmap.PAGESIZE)
+
+
 def create_table_memory(total_bytes: int, name: str) -> SharedMemory:
     """Zeroed shared memory that only this process can write, whoever gets a descriptor of it. A page counts only
     once something was written there, so it may be far larger than what is left.

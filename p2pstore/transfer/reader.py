@@ -68,6 +68,7 @@ class Copied:
 class Sighting(NamedTuple):
     """An object that was found: as long as its slot has these bytes there, it is that version at that place."""
 
+    number: int
     start: int
     packed: bytes
     slot: Slot
@@ -138,31 +139,29 @@ class SegmentReader:
 
     def sight(self, digest: bytes) -> Sighting | None:
         """`find`, for who will want to know again and again whether it is still so."""
-        number = self._find_slot(digest)
-        found = self.find(digest)
-        if number is None or found is None:
-            return None
-        start = self.geometry.slots_offset + number * SLOT_BYTES
-        packed = bytes(self._view[start : start + SLOT_BYTES])
-        slot, trailer = found
-        if decode_slot(packed) != slot:  # it moved between two looks
-            return None
-        return Sighting(start, packed, slot, trailer.expires_unix_ms)
+        seen = self._look(digest)
+        return None if seen is None else Sighting(*seen[:4], seen[4].expires_unix_ms)
 
     def find(self, digest: bytes) -> tuple[Slot, TrailerBody] | None:
         """The object's verified slot and trailer, or None. Its bytes are not looked at."""
+        seen = self._look(digest)
+        return None if seen is None else seen[3:]
+
+    def _look(self, digest: bytes) -> tuple[int, int, bytes, Slot, TrailerBody] | None:
+        """The number of the object's slot, where that is and what it says, packed and verified; the trailer."""
         number = self._find_slot(digest)
         if number is None or number >= self.geometry.slots:
             return None
         start = self.geometry.slots_offset + number * SLOT_BYTES
-        slot = decode_slot(bytes(self._view[start : start + SLOT_BYTES]))
+        packed = bytes(self._view[start : start + SLOT_BYTES])
+        slot = decode_slot(packed)
         if slot is None or not slot_matches(slot, digest, self.geometry):
             return None
-        start = slot.offset + trailer_offset(slot.length)
-        trailer = decode_trailer(bytes(self._view[start : start + slot.trailer_length]))
+        begin = slot.offset + trailer_offset(slot.length)
+        trailer = decode_trailer(bytes(self._view[begin : begin + slot.trailer_length]))
         if trailer is None or not trailer_matches(trailer, slot):
             return None
-        return slot, trailer
+        return number, start, packed, slot, trailer
 
     def copy_into(self, digest: bytes, destination: memoryview) -> Copied | None:
         """Copy the object to the start of `destination` (writable, contiguous bytes), verified.

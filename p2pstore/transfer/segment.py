@@ -8,7 +8,7 @@ cooperation (`p2pstore.transfer.reader`). All `now` are Unix seconds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from itertools import islice
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from p2pstore.transfer.entries import ObjectEntry, QuickCopy, Reservation, Small
 from p2pstore.transfer.eviction import EvictionOrder, WhoKeeps, rank_of
 from p2pstore.transfer.eviction_policies import make_policy
 from p2pstore.transfer.expiry import ExpiryTimers
+from p2pstore.transfer.hazards import Hazards
 from p2pstore.transfer.holdings import Leases, Reservations
 from p2pstore.transfer.kept import Kept
 from p2pstore.transfer.key_listing import KeyListing
@@ -91,6 +92,8 @@ class Segment:
     With `marks`, a byte a slot that outlives this process as `buffer` does, the next life can begin with what is here;
     `kept` is what this one begins with (`transfer.kept`). Its objects are `returned`: they have their room, and
     nobody finds them, until they are published one by one, dropped, or evicted. At `now`.
+
+    `barrier` is one that passes through all clients that write to pages of hazards (`watch_hazards`).
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Segment:
         marks: memoryview | None = None,
         kept: Kept | None = None,
         now: float = 0.0,
+        barrier: Callable[[], None] = lambda: None,
     ) -> None:
         self.geometry = geometry
         self.segment_id = segment_id
@@ -121,6 +125,7 @@ class Segment:
         self._reservations = Reservations()
         self._leases = Leases()
         self._loans = Loans()
+        self._hazards = Hazards(barrier)
         self._entries: dict[bytes, ObjectEntry] = {}
         self._held: dict[int, ObjectEntry | Reservation] = {}  # slot number -> what is in it
         self._referenced_bytes = 0
@@ -165,11 +170,15 @@ class Segment:
     @property
     def leased_bytes(self) -> int:
         """Bytes of the extents that are leased or have I/O in flight, each counted once."""
+        self._settle()
         return self._referenced_bytes
 
     def leased_bytes_of(self, holder: Hashable) -> int:
         """Payload bytes that the holder's leases keep, each lease counted."""
-        return self._leases.bytes_of(holder)
+        if not self._hazards:
+            return self._leases.bytes_of(holder)
+        self._settle()
+        return self._leases.bytes_of(holder) + self._hazards.bytes_of(holder)
 
     def ask_who_keeps(self, is_kept_elsewhere: WhoKeeps) -> None:
         """What another peer keeps is evicted before what is here alone; called while something is evicted, and may
@@ -348,6 +357,13 @@ class Segment:
     def release(self, lease: int, *, holder: Hashable) -> None:
         """End a lease. Raises `ValueError` when the holder has no such lease."""
         self.let_go(self._leases.end(lease, holder))
+
+    def watch_hazards(self, holder: Hashable, page: memoryview) -> None:
+        """From now on the holder leases objects by saying so in `page` (`transfer.hazards`), too, until `drop_holder`.
+        Not where `marks` are to outlive this process: pages do not."""
+        if self._marks is not None:
+            raise ValueError("hazards do not outlive this process, as marks do")
+        self._hazards.add(holder, page)
 
     def acquire(self, entry: ObjectEntry) -> None:
         """I/O from the entry's bytes begins (a send, a thread's copy): they stay until `let_go`."""
@@ -544,7 +560,7 @@ class Segment:
     def expire(self, now: float) -> list[ObjectEntry]:
         """Withdraw what is past its time to live and return it (`take_withdrawn` has it, too); end
         the pins that have run out."""
-        self._settle_loans()
+        self._settle()
         gone: list[ObjectEntry] = []
         for entry in self._timers.due(now):
             if entry.state is not SlotState.LIVE:
@@ -566,6 +582,8 @@ class Segment:
         """End all leases and reservations of a holder that is gone."""
         for lease in self._leases.of(holder):
             self.release(lease, holder=holder)
+        for entry in self._hazards.drop(holder):
+            self.let_go(entry)
         for number in self._reservations.of(holder):
             self.abort(number, holder=holder)
 
@@ -580,6 +598,7 @@ class Segment:
         then no longer keeps the memory."""
         self._buffer = memoryview(b"")
         self._marks = None
+        self._hazards.drop_all()
         self._table.detach()
 
     # --- what an earlier life left -----------------------------------------------------------
@@ -701,7 +720,7 @@ class Segment:
             area = self._areas.at(extent)
             kept = area.owned if area.owner == namespace else None
             others = tuple(group for group in groups if group != kept)
-            self._settle_loans()
+            self._settle()
             for _ in range(MOST_TRIES):  # as for room
                 if slot is None and (self._evict_one(others, now) or self._evict_one(groups, now)):
                     slot = self._table.take_slot()
@@ -735,15 +754,16 @@ class Segment:
     def _take_made_room(
         self, size: int, places: Places, now: float, *, thoroughly: bool
     ) -> int | None:
-        """Room that is made by evicting. A thread may begin to send from what is chosen, just then: others go too."""
+        """Room that is made by evicting. Just then a thread may begin to send from what is chosen, or a client look at
+        it: others go too."""
         for _ in range(MOST_TRIES):
-            self._settle_loans()
+            self._settle()
             if not self._make_room(size, places, now, thoroughly=thoroughly):
                 return None
             extent = self._areas.take(size, places)
             if extent is not None:
                 return extent
-            assert self._loans.any_known, (
+            assert self._loans.any_known or self._hazards.any_known, (
                 "a window was evicted and did not make the room it was chosen for"
             )
         return None
@@ -796,12 +816,9 @@ class Segment:
         return place.area.allocator.stretches(size, stays)
 
     def _evict(self, offsets: Iterable[int]) -> None:
-        for offset in offsets:
-            entry = self._order.at(offset)
-            was_found = entry.state is SlotState.LIVE
-            self._withdraw(entry, evicted=True)
-            if was_found:
-                self._withdrawn.append(entry)
+        entries = [self._order.at(offset) for offset in offsets]
+        self._withdrawn += [entry for entry in entries if entry.state is SlotState.LIVE]
+        self._withdraw(*entries, evicted=True)
 
     def _no_room(self, what: str, namespace: str) -> CapacityExceeded:
         leased, reserved = self._referenced_bytes, self._reservations.reserved_bytes
@@ -826,43 +843,56 @@ class Segment:
         if self._closed:
             raise StoreClosed("this peer's memory was closed: the peer is shutting down")
 
-    def _withdraw(self, entry: ObjectEntry, *, evicted: bool = False) -> None:
-        """Nobody finds the entry any more."""
-        if entry.state is SlotState.RETURNED:
-            del self._returned[entry.digest]
-        else:
-            del self._entries[entry.digest]
-            self._table.withdraw(entry)
-            self._listing.remove(entry)
-        self._doom(entry, evicted=evicted)
+    def _withdraw(self, *entries: ObjectEntry, evicted: bool = False) -> None:
+        """Nobody finds the entries any more."""
+        for entry in entries:
+            if entry.state is SlotState.RETURNED:
+                del self._returned[entry.digest]
+            else:
+                del self._entries[entry.digest]
+                self._table.withdraw(entry)
+                self._listing.remove(entry)
+        self._doom(*entries, evicted=evicted)
 
     def _mark(self, entry: ObjectEntry, in_use: int) -> None:
         """For the next life of this peer: whether somebody has the entry's bytes in use."""
         if self._marks is not None:
             self._marks[entry.slot] = in_use
 
-    def _doom(self, entry: ObjectEntry, *, evicted: bool = False) -> None:
+    def _doom(self, *entries: ObjectEntry, evicted: bool = False) -> None:
         """LIVE -> DOOMED, and on to FREE when nothing refers to it."""
-        self._order.gone(entry, evicted=evicted)
-        self._areas.count(entry, -1)
-        entry.state = SlotState.DOOMED
-        if self._loans.has(entry):
-            self._settle_loans()
-        if entry.state is SlotState.FREE:  # the last one ended in this moment
-            return
-        if entry.references:
-            self._table.write_slot(entry)
-        else:
-            self._free(entry)
+        for entry in entries:
+            self._order.gone(entry, evicted=evicted)
+            self._areas.count(entry, -1)
+            entry.state = SlotState.DOOMED
+            if self._hazards:
+                self._table.write_slot(entry)
+        if self._hazards and entries:  # clients that look at these see that, or are seen here
+            self._hazards.pass_barrier()
+            self._settle()
+        elif any(self._loans.has(entry) for entry in entries):
+            self._settle()
+        for entry in entries:
+            if entry.state is SlotState.FREE:  # the last one that used it ended in this moment
+                continue
+            if entry.references:
+                self._table.write_slot(entry)
+            else:
+                self._free(entry)
 
-    def _settle_loans(self) -> None:
-        """Count a reference for each loan that began, and one less for each that is over."""
-        if not self._loans.any_known:
-            return
-        for entry in self._loans.begun():
-            self.acquire(entry)
-        for entry in self._loans.ended():
-            self.let_go(entry)
+    def _settle(self) -> None:
+        """Count a reference for each loan and hazard that began, and one less for each that is over."""
+        if self._loans.any_known:
+            for entry in self._loans.begun():
+                self.acquire(entry)
+            for entry in self._loans.ended():
+                self.let_go(entry)
+        if self._hazards:
+            begun, ended = self._hazards.settle(self._held)
+            for entry in begun:
+                self.acquire(entry)
+            for entry in ended:
+                self.let_go(entry)
 
     def _free(self, held: ObjectEntry | Reservation) -> None:
         if isinstance(held, ObjectEntry):

@@ -27,16 +27,18 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "hello": (
         LocalKind.HELLO,
         0,
-        local.Hello(1, 1, "default", 1, 4242, "test", True),
-        "01000000040302011800000000000000990101a764656661756c7401cd1092a474657374c3c2c400",
+        local.Hello(1, 1, "default", 1, 4242, "test", True, hazards=True),
+        "010000000403020119000000000000009a0101a764656661756c7401cd1092a474657374c3c2c400c3",
     ),
     "hello reply": (
         LocalKind.HELLO,
         REPLY,
-        local.HelloReply(1, b"\x01", "n", 5, [local.SegmentInfo(DIGEST, 4096)], 6, "v", 4096),
+        local.HelloReply(
+            *(1, b"\x01", "n", 5, [local.SegmentInfo(DIGEST, 4096)], 6, "v", 4096), hazards=True
+        ),
         (
-            "010001000403020128000000000000009a01c40101a16e059193c410000102030405060708090a0b"
-            "0c0d0e0fcd10009006a176cd10000000"
+            "010001000403020129000000000000009b01c40101a16e059193c410000102030405060708090a0b"
+            "0c0d0e0fcd10009006a176cd10000000c3"
         ),
     ),
     "reserve": (
@@ -332,6 +334,10 @@ REPORT_BEFORE_PULLS = (
     "929193c410000102030405060708090a0b0c0d0e0f02cd20009195c410000102030405060708090a0b0c0d0e0f"
     "01070203"
 )
+HELLO_BEFORE_HAZARDS = "990101a764656661756c7401cd1092a474657374c3c2c400"
+REPLY_BEFORE_HAZARDS = (
+    "9a01c40101a16e059193c410000102030405060708090a0b0c0d0e0fcd10009006a176cd10000000"
+)
 HELLO_BEFORE_DIRECTORIES = "970101a764656661756c7401cd1092a474657374c3"
 REPORT_BEFORE_FALLBACKS = (
     "949193c410000102030405060708090a0b0c0d0e0f02cd20009195c410000102030405060708090a0b0c0d0e0f"
@@ -368,6 +374,11 @@ def test_older_hellos_are_understood() -> None:
     assert not hello.checkpoint
     reply = decode_body(local.HelloReply, bytes.fromhex(REPLY_BEFORE_TABLES))
     assert (reply.software, reply.location_table_bytes) == ("v", 0)
+    hello = decode_body(local.Hello, bytes.fromhex(HELLO_BEFORE_HAZARDS))
+    assert hello == local.Hello(1, 1, "default", 1, 4242, "test", True)
+    assert not hello.hazards
+    reply = decode_body(local.HelloReply, bytes.fromhex(REPLY_BEFORE_HAZARDS))
+    assert (reply.location_table_bytes, reply.hazards) == (4096, False)
 
 
 def test_an_older_reserve_names_no_namespace() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -13,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from p2pstore.client.leases import LeaseBook
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.entries import ObjectEntry, Reservation, SmallObjectsLent
 from p2pstore.transfer.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
+from p2pstore.transfer.hazards import HAZARD_PAGE_BYTES, HazardPage
 from p2pstore.transfer.key_listing import KeyListing
 from p2pstore.transfer.layout import (
     GRANULE_BYTES,
@@ -41,7 +44,10 @@ ME = "the peer itself"
 
 
 def new_segment(
-    granules: int, slots: int | None = None, policy: PolicyName = DEFAULT_POLICY
+    granules: int,
+    slots: int | None = None,
+    policy: PolicyName = DEFAULT_POLICY,
+    barrier: Callable[[], None] = lambda: None,
 ) -> tuple[Segment, bytearray]:
     geometry = plan_geometry(granules * GRANULE_BYTES, slots)
     buffer = bytearray(b"\xa5" * geometry.total_bytes)  # what was there before must not matter
@@ -51,6 +57,7 @@ def new_segment(
         incarnation=3,
         geometry=geometry,
         policy=make_policy(policy),
+        barrier=barrier,
     )
     return segment, buffer
 
@@ -131,16 +138,28 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         self.sending: list[tuple[ObjectEntry, bytes]] = []
         self.loans: list[tuple[Loan, ObjectEntry, bytes]] = []
         self.small_loans: list[tuple[SmallObjectsLent, list[ObjectEntry], list[bytes]]] = []
+        self.books: dict[str, LeaseBook] = {}
+        self.views: list[tuple[str, ObjectEntry, memoryview, bytes]] = []
         self.now = 1000.0
         self.clocks = itertools.count(10)
         self.seeds = itertools.count()
+        for holder in HOLDERS:
+            self.connect(holder)
+
+    def connect(self, holder: str) -> None:
+        """A client that may lease without asking."""
+        page = memoryview(bytearray(HAZARD_PAGE_BYTES))
+        self.segment.watch_hazards(holder, page.toreadonly())
+        self.books[holder] = LeaseBook(HazardPage(page), 1 << 40)
 
     # --- what the model derives
 
     def referenced(self) -> list[ObjectEntry]:
-        return [entry for _, entry, _ in self.leases.values()] + [
-            entry for entry, _ in self.sending
-        ]
+        return (
+            [entry for _, entry, _ in self.leases.values()]
+            + [entry for entry, _ in self.sending]
+            + [entry for _, entry, _, _ in self.views]
+        )
 
     def collect(self, replaced: ObjectEntry | None = None) -> None:
         """Take in what the segment withdrew by itself."""
@@ -203,11 +222,13 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
 
     @rule(length=st.one_of(st.integers(0, 20), st.integers(0, 9 * GRANULE_BYTES)))
     def make_room_ahead(self, length: int) -> None:
+        can_spare = self.segment.can_spare(length, 100)
         self.segment.make_room_ahead(length, 100, now=self.now)
         self.collect()
         with contextlib.suppress(CapacityExceeded, ObjectTooLarge):
             made = self.segment.reserve(length, 100, holder="next", now=self.now)
-            assert self.segment.take_withdrawn() == []
+            assert not can_spare or self.segment.take_withdrawn() == []
+            self.collect()
             self.segment.abort(made.number, holder="next")
 
     @precondition(lambda self: self.reservations)
@@ -351,6 +372,25 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         loan, _, _ = self.loans.pop(data.draw(st.integers(0, len(self.loans) - 1)))
         self.segment.end_loan(loan)
 
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), holder=st.sampled_from(HOLDERS))
+    def view(self, data: st.DataObject, holder: str) -> None:
+        """A client that maps the memory leases without asking (more of that in test_hazards)."""
+        expected = self.model[data.draw(st.sampled_from(sorted(self.model)))]
+        sighting = self.reader.sight(expected.entry.digest)
+        assert sighting is not None
+        memory = memoryview(self.buffer)
+        view = self.books[holder].take(expected.entry.digest, sighting, memory)
+        assert (view is None) == sighting.expired
+        if view is not None:
+            self.views.append((holder, expected.entry, view, expected.value))
+
+    @precondition(lambda self: self.views)
+    @rule(data=st.data())
+    def let_go_of_a_view(self, data: st.DataObject) -> None:
+        holder = self.views.pop(data.draw(st.integers(0, len(self.views) - 1)))[0]
+        assert self.books[holder].take_ended(everything=True) == []
+
     @rule(key=st.sampled_from(KEYS), room=st.integers(0, 3 * GRANULE_BYTES))
     def copy_quickly(self, key: str, room: int) -> None:
         into = memoryview(bytearray(room))
@@ -401,6 +441,8 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
     @rule(holder=st.sampled_from(HOLDERS))
     def drop_holder(self, holder: str) -> None:
         self.segment.drop_holder(holder)
+        self.views = [each for each in self.views if each[0] != holder]
+        self.connect(holder)
         self.leases = {n: lease for n, lease in self.leases.items() if lease[0] != holder}
         self.reservations = {n: r for n, r in self.reservations.items() if r[0] != holder}
 
@@ -451,10 +493,14 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         ]
         for entry, value in [*((entry, value) for _, entry, value in self.loans), *small]:
             assert self.segment.payload(entry) == value
+        for _, _, view, value in self.views:
+            assert view == value
         for number, (holder, _, value) in self.reservations.items():
             assert self.segment.reservation_view(number, holder) == value
         for holder in HOLDERS:
             leased = [entry.length for owner, entry, _ in self.leases.values() if owner == holder]
+            viewed = {id(entry): entry for owner, entry, *_ in self.views if owner == holder}
+            leased += [entry.length for entry in viewed.values()]
             assert self.segment.leased_bytes_of(holder) == sum(leased)
         held = {id(entry): entry.extent_bytes for entry in self.referenced()}
         if not self.segment.has_loans:
