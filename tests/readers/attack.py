@@ -30,7 +30,7 @@ from tests.readers.actors import (
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 CAST: Final = {
-    **{"copy": 0.84, "shm": 0.02, "tcp": 0.02, "brisk": 0.06, "together": 0.04, "view": 0.02},
+    **{"copy": 0.80, "shm": 0.02, "tcp": 0.02, "brisk": 0.06, "together": 0.04, "view": 0.06},
     **{"change": 0.0, "trust": 0.0},
 }
 """Roles, and their shares of all reads. Most copy from the mapping, which takes microseconds; for the others a peer
