@@ -147,7 +147,7 @@ def share(link: PeerLink, digest: bytes, at_least: Version = ZERO_VERSION) -> me
     if view is None:  # a view of no bytes is one, too
         view = _share_seen(link, digest, at_least)
     if view is not None:
-        link.note_read(digest, len(view))
+        link.note_read(digest, len(view), is_view=True)
         link.stir()
     return view
 

@@ -208,13 +208,14 @@ class PeerLink:
                 self.leases.give_back(grant.lease)
         self.stir()
 
-    def note_read(self, digest: bytes, length: int) -> None:
+    def note_read(self, digest: bytes, length: int, *, is_view: bool = False) -> None:
         """A read that the peer did not see, for its eviction to know of. Never waits."""
         counted = self._reads.get(digest)
         if counted is not None:
             counted[0] += 1
+            counted[2] += is_view
         elif len(self._reads) < MAX_REPORTED_KEYS:
-            self._reads[digest] = [1, length]
+            self._reads[digest] = [1, length, int(is_view)]
             self.stir()
 
     def note_pull(self, key: str, digest: bytes, report: PullReport, seconds: float) -> None:
@@ -286,8 +287,8 @@ class PeerLink:
             failures.append(self._failures.popleft())
         return Report(
             [
-                AccessCount(digest, count, count * length)
-                for digest, (count, length) in list(reads.items())
+                AccessCount(digest, count, count * length, views)
+                for digest, (count, length, views) in list(reads.items())
             ],
             failures,
             *self._pulls.take(),

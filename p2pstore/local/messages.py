@@ -334,9 +334,12 @@ class Planned(Message, frozen=True):
 
 
 class AccessCount(Message, frozen=True):
+    """Reads of one object; `views` of them were no copies, but views that were taken without a request."""
+
     digest: bytes
     count: int
     bytes_read: int = 0
+    views: int = 0
 
 
 class HolderFailure(Message, frozen=True):

@@ -217,10 +217,11 @@ class LocalGets:
     def report(self, client: LocalClient, message: local.Report) -> None:
         """Take in reads that this peer did not see, and holders that failed."""
         for access in message.accesses[:MAX_BATCH]:
-            self._segment.touch(
-                access.digest, max(0, access.count), self._core.unix(self._node.now)
-            )
-            self._core.counters["client_reads"] += max(0, access.count)
+            count = max(0, access.count)
+            views = max(0, min(access.views, count))
+            self._segment.touch(access.digest, count, self._core.unix(self._node.now))
+            self._core.counters["client_reads"] += count - views
+            self._core.counters["client_leases"] += views
             self._core.counters["client_read_bytes"] += max(0, access.bytes_read)
         for read in message.unseen[:MAX_BATCH]:
             self._core.read_reports.note(read.member, read.digest, read.count, self._node.now)

@@ -294,7 +294,7 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         LocalKind.REPORT,
         ONE_WAY,
         local.Report(
-            [local.AccessCount(DIGEST, 2, 8192)],
+            [local.AccessCount(DIGEST, 2, 8192, 1)],
             [local.HolderFailure(DIGEST, 1, 7, 2, 3)],
             [local.PullCount(1, "tcp", 2, 300, 1, [0, 2], 3, [0, 0, 1])],
             [local.SlowRead(DIGEST, 1, "tcp", 0.5, 7, "k")],
@@ -303,8 +303,8 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
             [local.UnseenRead(DIGEST, 1, 2)],
         ),
         (
-            "16000400040302018c00000000000000979193c410000102030405060708090a0b0c0d0e0f02cd20"
-            "009195c410000102030405060708090a0b0c0d0e0f01070203919801a374637002cd012c01920002"
+            "16000400040302018d00000000000000979194c410000102030405060708090a0b0c0d0e0f02cd20"
+            "00019195c410000102030405060708090a0b0c0d0e0f01070203919801a374637002cd012c01920002"
             "03930000019196c410000102030405060708090a0b0c0d0e0f01a3746370cb3fe000000000000007"
             "a16b919401a373686d02a26e6f039193c410000102030405060708090a0b0c0d0e0f0102"
         ),
