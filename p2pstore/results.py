@@ -27,7 +27,7 @@ PinName = Literal["none", "soft", "hard"]
 Framework = Literal["numpy", "torch"]
 """Which library a tensor comes back in."""
 Buffer = Any
-"""Anything with the buffer protocol (contiguous), a CPU torch tensor, or a `RegisteredBuffer`."""
+"""Anything with the buffer protocol (contiguous), a dense torch tensor on the CPU or a GPU, or a `RegisteredBuffer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +347,7 @@ class ObjectStore(Protocol):
         overwrite: bool = False,
         durable: bool = False,
     ) -> PutResult:
-        """`put` for a numpy array or CPU torch tensor, with its dtype and shape. Raises `ValueError` for
+        """`put` for a numpy array or torch tensor, with its dtype and shape. Raises `ValueError` for
         one that is not contiguous, not in this host's memory, or not of plain numbers or text."""
         ...
 

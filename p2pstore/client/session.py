@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar, Final, TypeVar
 
-from p2pstore.client import answers, arguments
+from p2pstore.client import answers, arguments, device_memory
 from p2pstore.client.answers import plain_error
 from p2pstore.client.batches import fetch_many, fetch_many_new
 from p2pstore.client.checkpoints import Checkpoints
@@ -197,6 +197,8 @@ class ClientSession:
         `progress` is called with the bytes copied so far and the bytes in all; the replicas are made
         after that."""
         options = put_options(replicas, pin, ttl, overwrite, durable)
+        if device_memory.is_on_device(value):
+            value = await device_memory.taken(self._link.driver, value)
         return await self._live.writer.put(key, value_of(value), options, progress)
 
     async def put_tensor(
@@ -210,9 +212,11 @@ class ClientSession:
         overwrite: bool = False,
         durable: bool = False,
     ) -> PutResult:
-        """`put` for a numpy array or CPU torch tensor, with its dtype and shape."""
+        """`put` for a numpy array or torch tensor, with its dtype and shape."""
         dtype, shape = describe_tensor(tensor)
         options = put_options(replicas, pin, ttl, overwrite, durable)
+        if device_memory.is_on_device(tensor):
+            tensor = await device_memory.taken(self._link.driver, tensor)
         return await self._live.writer.put(
             key, source_view(tensor), options | {"dtype": dtype, "shape": shape}
         )
@@ -230,7 +234,9 @@ class ClientSession:
         """Store many values in few requests; one result per item, in order. Never raises for one
         item that fails: its result carries the error."""
         options = put_options(replicas, pin, ttl, overwrite, durable)
-        return await self._live.writer.put_many(arguments.item_list(items), options)
+        pairs = arguments.item_list(items)
+        sources = await device_memory.taken_where_need_be(self._link.driver, pairs)
+        return await self._live.writer.put_many(sources, options)
 
     # --- get ---------------------------------------------------------------------------------
 
@@ -262,6 +268,13 @@ class ClientSession:
 
         `progress` is called with the bytes done and the bytes in all while they arrive; `trace` is
         filled with where the value came from and what took how long."""
+        if device_memory.is_on_device(buffer):
+            staging = await device_memory.staged(self._link.driver, buffer)
+            length = await self.get_into(
+                key, staging.host, wait=wait, progress=progress, trace=trace
+            )
+            await device_memory.give(self._link.driver, [(staging, length)])
+            return length
         view, digest, fetcher = destination_view(buffer), self._digest(key), self._live.fetcher
         wait = arguments.seconds("wait", wait)
         if progress is not None or trace is not None:
@@ -315,8 +328,13 @@ class ClientSession:
         """`get_into` for many keys; one result (the length, or the error) per item, in order. Never
         raises for one item that fails."""
         pairs = arguments.item_list(items)
-        keys, buffers = [key for key, _ in pairs], [buffer for _, buffer in pairs]
+        keys = [key for key, _ in pairs]
+        buffers, staging = await device_memory.staged_where_need_be(self._link.driver, pairs)
         outcomes = await fetch_many(self._live.fetcher, keys, buffers, self._digests)
+        if staging:
+            lengths = [(staging[number], outcomes[number]) for number in staging]
+            good = [(each, length) for each, length in lengths if isinstance(length, int)]
+            await device_memory.give(self._link.driver, good)
         return [
             ItemResult(key, None, outcome)
             if isinstance(outcome, Exception)

@@ -43,7 +43,7 @@ def source_view(value: Any) -> memoryview:
         view = memoryview(value)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            "a value is bytes, a buffer, a numpy array or a CPU torch tensor, "
+            "a value is bytes, a buffer, a numpy array or a torch tensor, "
             f"not {type(value).__name__}"
         ) from error
     if not view.c_contiguous:
@@ -163,18 +163,24 @@ def _is_torch_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _tensor_bytes(tensor: Any) -> memoryview:
+def check_dense(tensor: Any) -> None:
+    """Raise `ValueError` for a torch tensor whose elements do not lie one after the other in memory."""
     import torch
 
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        raise ValueError(
-            f"the tensor is on {tensor.device} ({tensor.layout}); only dense CPU tensors can be "
-            "used: call .cpu() first"
-        )
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"the tensor is {tensor.layout}: call .to_dense() first")
     if not tensor.is_contiguous():
         raise ValueError("the tensor is not contiguous: call .contiguous() first")
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError("the tensor is a lazy view: call .resolve_conj().resolve_neg() first")
+
+
+def _tensor_bytes(tensor: Any) -> memoryview:
+    import torch
+
+    if tensor.device.type != "cpu":
+        raise ValueError(f"a tensor on {tensor.device} cannot be used here: call .cpu() first")
+    check_dense(tensor)
     if tensor.numel() == 0:
         return memoryview(b"")
     try:
