@@ -85,29 +85,35 @@ class LeaseBook:
     def take(self, digest: bytes, seen: Sighting, memory: memoryview) -> memoryview | None:
         """A read-only view of what was seen, under a lease that needs no request. None when it does not stand any more,
         or the peer is to be asked: it has given no page for that, that is full, or this client holds too much."""
-        slot = seen.slot
+        slot, number = seen.slot, -next(self._numbers)
         with self._lock:
             self._keep_ended()
             hazards = self._hazards
-            if hazards is None or self._held_bytes + slot.length > self._max_bytes:
+            if hazards is None or not self._may_hold(slot.length):
                 return None
-            cell = hazards.write(seen.number)
-            if cell is None:
-                return None
-            number = -next(self._numbers)
             try:
-                if not seen.still_stands(memory):
-                    hazards.clear(cell)
+                cell = hazards.write(seen.number)
+                if cell is None:
                     return None
-                hazards.keep(cell)
+                if not seen.still_stands(memory):
+                    hazards.undo()
+                    return None
                 self._cells[number] = cell
+                hazards.keep(cell)
                 lease = _Lease(number, digest, memory, slot.offset, slot.length, slot.version)
                 lease.sighting = seen
                 self._add(lease)
                 return self._view_of(lease)
             except BaseException:  # interrupted
+                hazards.undo()
                 self.forsake(number)
                 raise
+
+    def _may_hold(self, more_bytes: int) -> bool:
+        if self._held_bytes + more_bytes > self._max_bytes:
+            # An interrupt may have come between what is held and its sum.
+            self._held_bytes = sum(lease.length for lease in self._leases.values())
+        return self._held_bytes + more_bytes <= self._max_bytes
 
     def _add(self, lease: _Lease) -> None:
         self._leases[lease.number] = self._by_digest[lease.digest] = lease
@@ -200,24 +206,28 @@ class LeaseBook:
             return due
 
     def _end(self, number: int) -> None:
+        """May be interrupted, and repeated before its cell is used again."""
+        cell = self._cells.get(number)
+        if cell is not None:
+            if self._hazards is not None:
+                self._hazards.clear(cell)
+            del self._cells[number]
         lease = self._leases.pop(number, None)
         if lease is not None:
             self._held_bytes -= lease.length
             if self._by_digest.get(lease.digest) is lease:
                 del self._by_digest[lease.digest]
-        cell = self._cells.pop(number, None)
-        if cell is not None and self._hazards is not None:
-            self._hazards.clear(cell)
 
     def _keep_ended(self) -> None:
         now = time.monotonic()
         while self._ended:
-            ended = self._ended.popleft()
+            ended = self._ended[0]
             number = ended if isinstance(ended, int) else ended.number
             if number is not None and number < 0:
                 self._end(number)  # to take another one costs no more than to keep it
             elif number is not None:
                 self._kept[number] = now
+            self._ended.popleft()  # only now: it may be interrupted before
 
     @property
     def outstanding(self) -> bool:

@@ -71,8 +71,8 @@ class Leaser:
             raise error
         near = neighbours_in(plan.holders)
         for holder in near:
-            link = self._neighbours.linked(holder)
-            shared = None if link is None else share(link, digest, announced(holder))
+            with self._neighbours.linked(holder) as link:
+                shared = None if link is None else share(link, digest, announced(holder))
             if shared is not None:
                 return self._viewed(holder, shared)
         give_up_at = time.monotonic() + HURRIED_ANSWER_SECONDS
@@ -142,13 +142,17 @@ def share(link: PeerLink, digest: bytes, at_least: Version = ZERO_VERSION) -> me
     """A view that needs no request: under a lease that this client has already, or one that it takes by itself. None
     when there is none, or only one of a version older than `at_least`."""
     view = None
-    if link.leases.covers(digest):
-        view = link.leases.share_again(digest, at_least)
-    if view is None:  # a view of no bytes is one, too
-        view = _share_seen(link, digest, at_least)
-    if view is not None:
-        link.note_read(digest, len(view), is_view=True)
+    try:
+        if link.leases.covers(digest):
+            view = link.leases.share_again(digest, at_least)
+        if view is None:  # a view of no bytes is one, too
+            view = _share_seen(link, digest, at_least)
+        if view is not None:
+            link.note_read(digest, len(view), is_view=True)
+            link.stir()
+    except BaseException:  # interrupted: what was taken is to be given back
         link.stir()
+        raise
     return view
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Final, TypeVar
 
 from p2pstore.client.link import PeerLink
@@ -77,16 +77,19 @@ class Neighbours:
         self._open.clear()
         self._retired.clear()
 
-    def linked(self, holder: Holder) -> PeerLink | None:
-        """The link to this peer, if there is one and the peer was alive a moment ago. For what needs no request."""
-        companion = self._open.get((holder.socket, holder.peer_id))
+    @contextmanager
+    def linked(self, holder: Holder) -> Iterator[PeerLink | None]:
+        """The link to this peer, if there is one and the peer was alive a moment ago; it is not closed meanwhile. For
+        what needs no request."""
+        companion = self._take((holder.socket, holder.peer_id))
         if companion is None:
-            return None
+            yield None
+            return
         try:
-            companion.link.check()
-        except P2PStoreError:
-            return None
-        return companion.link
+            yield companion.link if _is_usable(companion.link) else None
+        finally:
+            with self._state:
+                companion.users -= 1
 
     async def call(
         self, holder: Holder, what: Callable[[PeerLink], Awaitable[T | None]]
@@ -224,3 +227,11 @@ class Neighbours:
         """Nothing is left to tidy up, unless something came just now."""
         for companion in self._all():
             companion.link.rest()
+
+
+def _is_usable(link: PeerLink) -> bool:
+    try:
+        link.check()
+    except P2PStoreError:
+        return False
+    return True

@@ -362,7 +362,7 @@ class ClientSession:
     async def take_leases(
         self, keys: Sequence[str], *, here: bool = False
     ) -> list[ItemResult[memoryview]]:
-        """`take_lease` for many keys, with one request to each peer that gives some of them; one result (the view, or
+        """`take_lease` for many keys, with at most one request to each peer that gives some; one result (the view, or
         the error) per key, in order. Never raises for one key that fails."""
         here = arguments.flag("here", here)
         keys = arguments.key_list(keys)

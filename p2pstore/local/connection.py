@@ -206,7 +206,9 @@ class LocalConnection:
                 with contextlib.suppress(OSError):  # no room to map it: the peer can be asked
                     self.location_table = map_table(descriptor, table_bytes)
             if gives_page:
-                self.hazards = HazardPage(map_writable(next(left), HAZARD_PAGE_BYTES))
+                descriptor = next(left)
+                with contextlib.suppress(OSError):
+                    self.hazards = HazardPage(map_writable(descriptor, HAZARD_PAGE_BYTES))
             if checkpoint_bytes:
                 self.checkpoint = map_read_only(next(left), checkpoint_bytes)
         finally:

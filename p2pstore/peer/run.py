@@ -75,7 +75,7 @@ def run_peer(config: PeerConfig, invite: Invite | None = None, *, detached: bool
 
 
 def _raise_descriptor_limit() -> None:
-    """As many descriptors as this user may have: a peer that is full of strangers and clients holds 2,500."""
+    """As many descriptors as this user may have: a peer that is full of strangers and clients holds 3,500."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         with contextlib.suppress(OSError, ValueError):  # then it is as the administrator wants it

@@ -170,14 +170,14 @@ class Segment:
     @property
     def leased_bytes(self) -> int:
         """Bytes of the extents that are leased or have I/O in flight, each counted once."""
-        self._settle()
+        if not self._closed:
+            self._settle()
         return self._referenced_bytes
 
     def leased_bytes_of(self, holder: Hashable) -> int:
-        """Payload bytes that the holder's leases keep, each lease counted."""
-        if not self._hazards:
-            return self._leases.bytes_of(holder)
-        self._settle()
+        """Payload bytes that the holder's leases keep, each lease counted, and what it looks at without one."""
+        if self._hazards:
+            self._count_hazards(holder)
         return self._leases.bytes_of(holder) + self._hazards.bytes_of(holder)
 
     def ask_who_keeps(self, is_kept_elsewhere: WhoKeeps) -> None:
@@ -243,6 +243,9 @@ class Segment:
         places = self._areas.searches(namespace)[-1]
         if self._has_room(size, places):
             return True
+        self._settle()
+        if self._has_room(size, places):
+            return True
         return self._order.evictable_bytes(_groups_of(places)) >= AHEAD_LEFT * size
 
     def make_room_ahead(
@@ -251,8 +254,11 @@ class Segment:
         """Evict what `reserve` of such a value would evict, if there is no room for it and `can_spare`. Nothing is kept
         for anybody: whoever reserves next may take it."""
         size = extent_bytes(length, max(1, trailer_length))
-        if self._has_room(size, self._areas.searches(namespace)[-1]) or not self.can_spare(
-            length, trailer_length, namespace=namespace
+        places = self._areas.searches(namespace)[-1]
+        if self._has_room(size, places):
+            return
+        if not self.can_spare(length, trailer_length, namespace=namespace) or self._has_room(
+            size, places
         ):
             return
         with suppress(CapacityExceeded, ObjectTooLarge):
@@ -713,7 +719,8 @@ class Segment:
     def _take_slot(self, extent: int, namespace: str, now: float) -> int:
         """A slot for what goes to that extent. What a namespace has of its quota makes place for more of it last."""
         slot = self._table.take_slot()
-        if slot is None and self.expire(now):
+        if slot is None:
+            self.expire(now)  # and what views and loans kept is free then
             slot = self._table.take_slot()
         if slot is None:
             groups = _groups_of(self._areas.searches(namespace)[-1])
@@ -742,7 +749,8 @@ class Segment:
         searches = self._areas.searches(namespace)
         for places in searches:
             extent = self._areas.take(size, places)
-            if extent is None and self.expire(now):
+            if extent is None:
+                self.expire(now)  # and what views and loans kept is free then
                 extent = self._areas.take(size, places)
             last = places is searches[-1]
             if extent is None:
@@ -888,11 +896,15 @@ class Segment:
             for entry in self._loans.ended():
                 self.let_go(entry)
         if self._hazards:
-            begun, ended = self._hazards.settle(self._held)
-            for entry in begun:
-                self.acquire(entry)
-            for entry in ended:
-                self.let_go(entry)
+            self._count_hazards()
+
+    def _count_hazards(self, holder: Hashable = None) -> None:
+        """Those of one holder, or of all."""
+        begun, ended = self._hazards.settle(self._held, holder)
+        for entry in begun:
+            self.acquire(entry)
+        for entry in ended:
+            self.let_go(entry)
 
     def _free(self, held: ObjectEntry | Reservation) -> None:
         if isinstance(held, ObjectEntry):

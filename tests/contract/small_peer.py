@@ -18,15 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import trio
 
+from p2pstore import memory_barrier
 from p2pstore.errors import CapacityExceeded, LeaseLimitExceeded, NoSuchKey, P2PStoreError
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
 from p2pstore.local.server import LocalClient, serve_local
 from p2pstore.objects import DIGEST_BYTES, MIB, Version, key_digest
+from p2pstore.transfer.hazards import HAZARD_PAGE_BYTES
 from p2pstore.transfer.layout import Pin, TrailerBody, plan_geometry
-from p2pstore.transfer.memory import create_memory
+from p2pstore.transfer.memory import SharedMemory, create_memory, create_page
 from p2pstore.transfer.segment import Segment
 from p2pstore.wire import Code, Empty, Message, code_of
 
@@ -38,17 +41,24 @@ class SmallBackend:
     """The rules of the local socket over one segment, without replicas and other peers.
 
     `planned` are plan items to answer with, by digest, for tests of reading elsewhere; `gate`, once
-    set to an event, holds up LOCATE, which so stands for requests that take long.
+    set to an event, holds up LOCATE, which so stands for requests that take long. Without `gives_pages`, clients have
+    to ask for their leases, as of a peer that cannot give any.
     """
 
-    def __init__(self, memory_bytes: int, max_leased_bytes: int) -> None:
+    def __init__(self, memory_bytes: int, max_leased_bytes: int, *, gives_pages: bool) -> None:
         geometry = plan_geometry(memory_bytes)
         self.memory = create_memory(geometry.total_bytes, "small-peer", huge_pages="never")
         self.read_only = self.memory.read_only_descriptor()
         self.segment = Segment(
-            self.memory.view, segment_id=os.urandom(16), incarnation=1, geometry=geometry
+            self.memory.view,
+            segment_id=os.urandom(16),
+            incarnation=1,
+            geometry=geometry,
+            barrier=memory_barrier.pass_through_all,
         )
         self.max_leased_bytes = max_leased_bytes
+        self.gives_pages = gives_pages
+        self.pages: dict[int, SharedMemory] = {}
         self.planned: dict[bytes, list[local.PlanItem]] = {}
         self.excluded: list[list[int]] = []
         self.reports: list[local.Report] = []
@@ -72,7 +82,13 @@ class SmallBackend:
         reply = local.HelloReply(
             version, PEER_ID, "small", 1, [segment], self.max_leased_bytes, "test"
         )
-        return reply, [self.memory.descriptor if writable else self.read_only]
+        descriptors = [self.memory.descriptor if writable else self.read_only]
+        if self.gives_pages and client.hazards:
+            page = self.pages[client.holder] = create_page(HAZARD_PAGE_BYTES, "small-peer-hazards")
+            self.segment.watch_hazards(client.holder, page.view)
+            reply = msgspec.structs.replace(reply, hazards=True)
+            descriptors.append(page.descriptor)
+        return reply, descriptors
 
     def handled(self) -> None:
         self.on_handled()
@@ -86,6 +102,8 @@ class SmallBackend:
     def client_gone(self, client: LocalClient) -> None:
         self.gone.append(client.holder)
         self.segment.drop_holder(client.holder)
+        if client.holder in self.pages:
+            self.pages.pop(client.holder).close()
 
     def handle(
         self, client: LocalClient, kind: LocalKind, message: Any
@@ -290,11 +308,16 @@ class SmallPeer:
     """A running `SmallBackend`."""
 
     def __init__(
-        self, path: Path, *, memory_bytes: int = 16 * MIB, max_leased_bytes: int | None = None
+        self,
+        path: Path,
+        *,
+        memory_bytes: int = 16 * MIB,
+        max_leased_bytes: int | None = None,
+        gives_pages: bool = False,
     ) -> None:
         self.path = path
         limit = max_leased_bytes if max_leased_bytes is not None else 1 << 62
-        self.backend = SmallBackend(memory_bytes, limit)
+        self.backend = SmallBackend(memory_bytes, limit, gives_pages=gives_pages)
         self.failure: BaseException | None = None
         self.token: trio.lowlevel.TrioToken | None = None
         self._scope = trio.CancelScope()

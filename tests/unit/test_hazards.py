@@ -65,8 +65,8 @@ class OwnerAndClients(RuleBasedStateMachine):
             self.connect(client)
         looks = self.segment._hazards.settle
 
-        def look_and_then(held: Mapping[int, object]) -> object:
-            found = looks(held)
+        def look_and_then(held: Mapping[int, object], holder: object = None) -> object:
+            found = looks(held, holder)
             self.meanwhile("after it looked")
             return found
 
@@ -228,6 +228,56 @@ def test_who_holds_too_much_or_too_many_asks_the_owner() -> None:
     del views[7]
     assert view_of(many, buffer, keys[-1]) is not None
     assert view_of(LeaseBook(), buffer, keys[0]) is None
+
+
+@pytest.mark.parametrize("slots", [None, 3])
+def test_room_that_a_view_kept_is_used_before_anything_is_evicted(slots: int | None) -> None:
+    """Whether bytes are short, or slots."""
+    segment, buffer = new_segment(4 if slots is None else 8, slots)
+    book = client_of(segment)
+    put(segment, "pinned", one_granule(1), pin=HARD)
+    others = ["old", "older"] if slots is None else ["old"]
+    for name in others:
+        put(segment, name, one_granule(2))
+    entry = put(segment, "gone", one_granule(3))
+    view = view_of(book, buffer, "gone")
+    assert view is not None
+    segment.remove(entry.digest)
+    del view
+    book.take_ended(everything=True)
+    assert segment.can_spare(len(one_granule(0)), 100)
+    segment.make_room_ahead(len(one_granule(0)), 100, now=200.0)
+    put(segment, "new", one_granule(4))
+    assert segment.take_withdrawn() == []
+    segment.check()
+
+
+def test_all_that_is_left_was_viewed_a_moment_ago() -> None:
+    segment, buffer = new_segment(4)
+    book = client_of(segment)
+    for number in range(3):
+        put(segment, f"pinned {number}", one_granule(number), pin=HARD)
+    entry = put(segment, "gone", one_granule(3))
+    view = view_of(book, buffer, "gone")
+    segment.remove(entry.digest)
+    with pytest.raises(CapacityExceeded, match="leased"):
+        put(segment, "new", one_granule(4))
+    del view
+    book.take_ended(everything=True)
+    put(segment, "new", one_granule(4))
+
+
+def test_figures_may_be_asked_after_the_end() -> None:
+    segment, buffer = new_segment(4)
+    book = client_of(segment)
+    entry = put(segment, "k", one_granule(3))
+    view = view_of(book, buffer, "k")
+    assert view is not None
+    segment.remove(entry.digest)
+    assert segment.leased_bytes == entry.extent_bytes
+    segment.close()
+    segment.detach()
+    assert segment.leased_bytes == entry.extent_bytes
 
 
 def test_two_views_of_one_object_are_two_leases() -> None:
