@@ -59,6 +59,8 @@ class ExtentAllocator:
         self._free_of_size: dict[
             int, dict[int, None]
         ] = {}  # a dict is an ordered set: last in, first out
+        self._hand = begin
+        """Where `stretches` begins."""
         if data_bytes:
             self._add_free(begin, begin + data_bytes)
 
@@ -170,21 +172,39 @@ class ExtentAllocator:
         return found
 
     def stretches(self, needed_bytes: int, stays: Callable[[int], bool]) -> Iterator[int]:
-        """The first evictable extent of each stretch of `needed_bytes` where nothing has to stay.
+        """An evictable extent in each stretch of at least `needed_bytes` where nothing has to stay, until all extents
+        were looked at.
 
-        Finds every place where room can be made, but sorts all extents to do so.
+        Begins where the last search found its first one, as the hand of a clock does: what hems in many extents, and
+        was passed then, is not passed again with every put. Nothing may be changed until the last one was taken.
         """
-        begin = self.begin
+        hand = self._hand if self._hand in self._used or self._hand in self._free else self.begin
+        is_first = True
+        # What lies across the hand is looked at when both sides were: the second part goes on beyond it.
+        for start, end in ((hand, self.begin + self.data_bytes), (self.begin, hand)):
+            for found in self._stretches_from(start, end, needed_bytes, stays):
+                if is_first:
+                    self._hand, is_first = found, False
+                yield found
+
+    def _stretches_from(
+        self, position: int, last: int, needed_bytes: int, stays: Callable[[int], bool]
+    ) -> Iterator[int]:
+        """Those that begin at `position` or behind it, and before `last`."""
+        begin = position
         inside: int | None = None
-        for start, end in sorted(self._used.items()):
-            if not stays(start):
-                inside = start if inside is None else inside
-                continue
-            if inside is not None and start - begin >= needed_bytes:
+        while begin < last and position < self.begin + self.data_bytes:
+            end = self._used.get(position)
+            if end is None:
+                end = self._free[position]
+            elif stays(position):
+                begin, inside = end, None
+            elif inside is None:
+                inside = position
+            if inside is not None and end - begin >= needed_bytes:
                 yield inside
-            begin, inside = end, None
-        if inside is not None and self.begin + self.data_bytes - begin >= needed_bytes:
-            yield inside
+                begin, inside = end, None
+            position = end
 
     def _grow_window(
         self, candidate: int, needed: int, cost: Callable[[int], float | None], limit: float

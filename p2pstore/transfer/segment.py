@@ -794,8 +794,8 @@ class Segment:
             found += windows
             if not windows and not place.is_lent:
                 hemmed_in.append(place)
-        # What must stay hems in all candidates: look everywhere, which is slow. In what is lent, most is to stay, and
-        # whoever has no room of its own would have all of it looked through with every put.
+        # What must stay hems in all candidates: look everywhere, which may take long. In what is lent, most is to stay,
+        # and whoever has no room of its own would have all of it looked through with every put.
         if not found and thoroughly:
             count = 1
             for place in hemmed_in:

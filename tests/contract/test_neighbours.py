@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 
 from p2pstore import blocking, errors
-from p2pstore.client import neighbours
+from p2pstore.client import leasing, neighbours
+from p2pstore.client.link import PeerLink
 from p2pstore.client.neighbours import Neighbours
 from p2pstore.local import messages as local
 from p2pstore.local.connection import LocalConnection
@@ -572,9 +573,43 @@ def test_an_older_copy_nearby_is_passed_over(street: Callable[..., Street]) -> N
     assert not scene.links._open
 
 
-def test_links_are_limited(street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_is_not_closed_while_a_first_view_is_taken_by_it(
+    street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No lease says yet that somebody needs it, and another thread wants a place for another neighbour."""
+    monkeypatch.setattr(neighbours, "MAX_NEIGHBOURS", 1)
+    scene = street(2, gives_pages=True)
+    view = scene.view(0)
+    del view
+    gc.collect()
+    until(lambda: scene.leased(0) == 0)
+    (companion,) = scene.links._open.values()
+    assert companion.idle
+    share = leasing.share
+
+    def meanwhile(link: PeerLink, *arguments: Any) -> memoryview | None:
+        if link is companion.link:
+            assert not scene.links._make_room()
+            scene.links.let_go_of_the_dead()
+        return share(link, *arguments)
+
+    monkeypatch.setattr(leasing, "share", meanwhile)
+    asked = len(scene.houses[0].backend.requests)
+    view = scene.view(0, 1)
+    assert len(scene.houses[0].backend.requests) == asked
+    monkeypatch.setattr(leasing, "share", share)
+    with blocking.connect(str(scene.houses[0].path)) as owner:
+        owner.remove("0/1")
+        owner.put_many([(f"other {number}", bytes(MIB)) for number in range(40)])
+    assert view == scene.value(1)
+
+
+@pytest.mark.parametrize("gives_pages", [False, True])
+def test_links_are_limited(
+    street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch, gives_pages: bool
+) -> None:
     monkeypatch.setattr(neighbours, "MAX_NEIGHBOURS", 2)
-    scene = street(4)
+    scene = street(4, gives_pages=gives_pages)
     paths = [str(house.path) for house in scene.houses]
 
     def connected() -> list[str]:
