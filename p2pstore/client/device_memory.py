@@ -9,12 +9,14 @@ programs that did not.
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
 from p2pstore.client.values import check_dense, source_view
+from p2pstore.errors import P2PStoreError
+from p2pstore.objects import check_object_length
 from p2pstore.streams import Driver
 
 DEVICE_TYPES: Final = frozenset({"cuda"})
@@ -23,109 +25,124 @@ AT_ONCE_BYTES: Final = 4 * 1024 * 1024
 """Copies up to this are waited for where they were begun: they take less than what a thread costs."""
 
 
-def is_on_device(value: Any) -> bool:
-    """Whether these are the bytes of a tensor on a GPU."""
-    torch = sys.modules.get("torch")
-    return (
-        torch is not None and isinstance(value, torch.Tensor) and value.device.type in DEVICE_TYPES
-    )
-
-
-class Staged:
-    """A tensor on a GPU, and pinned memory for as many bytes: `host`. Raises `ValueError` for a tensor that is not
-    dense and contiguous."""
+class OnDevice:
+    """The bytes of a tensor on a GPU, `nbytes` of them, and the stream that was current when this was made: what was
+    asked of it before comes before our copies, whichever thread makes them. Raises `ValueError` for a tensor whose
+    elements do not lie one after the other."""
 
     def __init__(self, tensor: Any) -> None:
         import torch
 
         check_dense(tensor)
-        self._device = tensor.detach().reshape(-1).view(torch.uint8)
-        pinned = torch.cuda.is_available()
-        self._host = torch.empty(self._device.numel(), dtype=torch.uint8, pin_memory=pinned)
-        self.host = source_view(self._host)
+        try:
+            self.bytes = tensor.detach().reshape(-1).view(torch.uint8)
+        except (RuntimeError, TypeError) as error:  # quantized, fake and wrapped tensors
+            raise ValueError(f"the tensor has no plain memory of its own ({error})") from error
+        self.nbytes: int = self.bytes.numel()
+        check_object_length(self.nbytes)
+        device = self.bytes.device
+        self.stream = torch.cuda.current_stream(device) if device.type != "cpu" else None
 
-    def begin_taking(self) -> Callable[[], None]:
-        """Have the GPU copy the tensor to `host`, after what was asked of the current stream before. What is returned
-        waits until that is done; it may be called in another thread."""
-        self._host.copy_(self._device, non_blocking=True)
-        return self._end_of_copies()
 
-    def begin_giving(self, length_bytes: int) -> Callable[[], None]:
-        """Have the GPU copy so many bytes of `host` to the beginning of the tensor, likewise."""
-        self._device[:length_bytes].copy_(self._host[:length_bytes], non_blocking=True)
-        return self._end_of_copies()
+def on_device(value: Any) -> OnDevice | None:
+    """These bytes, if they are of a tensor on a GPU. Raises as `OnDevice`."""
+    if type(value) is OnDevice:
+        return value
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return None
+    return OnDevice(value) if value.device.type in DEVICE_TYPES else None
 
-    def _end_of_copies(self) -> Callable[[], None]:
+
+class Staged:
+    """Pinned memory for the bytes of a tensor on a GPU: `host`. Raises `P2PStoreError` when there is none."""
+
+    def __init__(self, device: OnDevice) -> None:
         import torch
 
-        if self._device.device.type == "cpu":  # in tests
-            return lambda: None
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(self._device.device))
-        wait: Callable[[], None] = copied.synchronize
-        return wait
+        self._device = device
+        pinned = torch.cuda.is_available()
+        try:
+            self._host = torch.empty(
+                device.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned
+            )
+        except RuntimeError as error:
+            raise P2PStoreError(f"no pinned memory for a tensor on a GPU: {error}") from error
+        self.host = source_view(self._host)
+
+    def take(self) -> None:
+        """Copy the tensor to `host`."""
+        self._copy(self._host, self._device.bytes)
+
+    def give(self, length_bytes: int) -> None:
+        """Copy so many bytes of `host` to the beginning of the tensor."""
+        self._copy(self._device.bytes[:length_bytes], self._host[:length_bytes])
+
+    def _copy(self, target: Any, source: Any) -> None:
+        import torch
+
+        stream = self._device.stream
+        try:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+            if stream is not None:
+                stream.record_event().synchronize()
+        except RuntimeError as error:
+            raise P2PStoreError(f"a tensor on a GPU could not be copied: {error}") from error
 
 
-async def staged(driver: Driver, tensor: Any) -> Staged:
-    """`Staged`: pinned memory that was not used before takes milliseconds to make."""
-    made: Staged = await _run(driver, tensor.nbytes, partial(Staged, tensor))
-    return made
+Staging = dict[int, Staged | Exception]
+"""Of the items of a batch that are on a GPU, by their numbers; or why that cannot be."""
 
 
-async def taken(driver: Driver, tensor: Any) -> memoryview:
-    """The bytes of a tensor on a GPU, in pinned memory."""
-    staging = await staged(driver, tensor)
-    await _run(driver, len(staging.host), staging.begin_taking())
-    return staging.host
+def _taken(device: OnDevice) -> Staged:
+    staged = Staged(device)
+    staged.take()
+    return staged
 
 
-async def taken_where_need_be(
-    driver: Driver, items: Sequence[tuple[str, Any]]
-) -> list[tuple[str, Any]]:
-    """Items of a batch to put, with `taken` in place of tensors on a GPU; what cannot be taken stays, and fails as what
-    it is."""
-    if not any(is_on_device(value) for _, value in items):
-        return list(items)
-    ends: list[Callable[[], None]] = []
-    found: list[tuple[str, Any]] = []
-    for key, value in items:
-        source = value
-        if is_on_device(value):
-            with suppress(ValueError):
-                staging = await staged(driver, value)
-                ends.append(staging.begin_taking())
-                source = staging.host
-        found.append((key, source))
-    total_bytes = sum(value.nbytes for _, value in items if is_on_device(value))
-    await _run(driver, total_bytes, lambda: [end() for end in ends])
-    return found
+async def take(driver: Driver, device: OnDevice) -> memoryview:
+    """The bytes, in pinned memory."""
+    return (await _run(driver, device, _taken)).host
 
 
-async def staged_where_need_be(
-    driver: Driver, items: Sequence[tuple[str, Any]]
-) -> tuple[list[Any], dict[int, Staged]]:
-    """Buffers of a batch to get, with the pinned memory of `Staged` in place of tensors on a GPU; and these, by their
-    numbers. What cannot be staged stays, and fails as what it is."""
-    buffers, staging = [], {}
-    for number, (_, buffer) in enumerate(items):
-        if is_on_device(buffer):
-            with suppress(ValueError):
-                staging[number] = await staged(driver, buffer)
-        buffers.append(staging[number].host if number in staging else buffer)
-    return buffers, staging
+async def make_room(driver: Driver, device: OnDevice) -> Staged:
+    """Pinned memory to read into: what was not used before takes milliseconds to make."""
+    return await _run(driver, device, Staged)
 
 
-async def give(driver: Driver, lengths: Sequence[tuple[Staged, int]]) -> None:
-    """Copy so many bytes of the pinned memory of each to its GPU."""
-    ends = [staging.begin_giving(length) for staging, length in lengths]
-    await _run(driver, sum(length for _, length in lengths), lambda: [end() for end in ends])
-
-
-def _run(driver: Driver, length_bytes: int, step: Callable[[], Any]) -> Awaitable[Any]:
+async def give(driver: Driver, staged: Staged, length_bytes: int) -> None:
+    """Copy what was read to where it is to go."""
+    step = partial(staged.give, length_bytes)
     if length_bytes <= AT_ONCE_BYTES:
-        return _at_once(step)
-    return driver.run_in_thread(step)
+        step()
+    else:
+        await driver.run_in_thread(step)
 
 
-async def _at_once(step: Callable[[], Any]) -> Any:
-    return step()
+async def stage_all(
+    driver: Driver, values: Sequence[Any], *, take_them: bool
+) -> tuple[list[Any], Staging]:
+    """The values of a batch, with pinned memory in place of tensors on a GPU: with `take_them`, it has their bytes.
+    In place of what cannot be staged is None, which fails as a value."""
+    views: list[Any] = []
+    staging: Staging = {}
+    for number, value in enumerate(values):
+        view = value
+        try:
+            device = on_device(value)
+            if device is not None:
+                view = None
+                made = await _run(driver, device, _taken if take_them else Staged)
+                staging[number], view = made, made.host
+        except (P2PStoreError, ValueError) as error:
+            staging[number] = error
+        views.append(view)
+    return views, staging
+
+
+async def _run(driver: Driver, device: OnDevice, step: Callable[[OnDevice], Staged]) -> Staged:
+    """Never left half done: a thread's step is waited for."""
+    if device.nbytes <= AT_ONCE_BYTES:
+        return step(device)
+    return await driver.run_in_thread(partial(step, device))

@@ -105,8 +105,8 @@ class LeaseBook:
                 self._add(lease)
                 return self._view_of(lease)
             except BaseException:  # interrupted
-                hazards.undo()
                 self.forsake(number)
+                hazards.undo()
                 raise
 
     def _may_hold(self, more_bytes: int) -> bool:
@@ -142,9 +142,11 @@ class LeaseBook:
         if whole is not None:
             return memoryview(whole)  # type: ignore[arg-type] # an array is a buffer
         self._keep_ended()
-        if self._kept.pop(lease.number, None) is None:
+        if lease.number not in self._kept:
             return None
-        return self._view_of(lease)
+        view = self._view_of(lease)
+        self._kept.pop(lease.number, None)
+        return view
 
     def _view_of(self, lease: _Lease) -> memoryview:
         if lease.length:
@@ -212,11 +214,12 @@ class LeaseBook:
             if self._hazards is not None:
                 self._hazards.clear(cell)
             del self._cells[number]
-        lease = self._leases.pop(number, None)
+        lease = self._leases.get(number)
         if lease is not None:
-            self._held_bytes -= lease.length
             if self._by_digest.get(lease.digest) is lease:
                 del self._by_digest[lease.digest]
+            self._held_bytes -= lease.length
+            del self._leases[number]
 
     def _keep_ended(self) -> None:
         now = time.monotonic()

@@ -197,9 +197,18 @@ class ClientSession:
         `progress` is called with the bytes copied so far and the bytes in all; the replicas are made
         after that."""
         options = put_options(replicas, pin, ttl, overwrite, durable)
-        if device_memory.is_on_device(value):
-            value = await device_memory.taken(self._link.driver, value)
-        return await self._live.writer.put(key, value_of(value), options, progress)
+        return await self._live.writer.put(
+            key, value_of(await self._on_host(key, value)), options, progress
+        )
+
+    async def _on_host(self, key: str, value: Any) -> Any:
+        """The value, or its bytes in pinned memory when they are on a GPU."""
+        device = device_memory.on_device(value)
+        if device is None:
+            return value
+        self._link.check()  # before anything is copied
+        encode_key(key)
+        return await device_memory.take(self._link.driver, device)
 
     async def put_tensor(
         self,
@@ -215,8 +224,7 @@ class ClientSession:
         """`put` for a numpy array or torch tensor, with its dtype and shape."""
         dtype, shape = describe_tensor(tensor)
         options = put_options(replicas, pin, ttl, overwrite, durable)
-        if device_memory.is_on_device(tensor):
-            tensor = await device_memory.taken(self._link.driver, tensor)
+        tensor = await self._on_host(key, tensor)
         return await self._live.writer.put(
             key, source_view(tensor), options | {"dtype": dtype, "shape": shape}
         )
@@ -234,9 +242,16 @@ class ClientSession:
         """Store many values in few requests; one result per item, in order. Never raises for one
         item that fails: its result carries the error."""
         options = put_options(replicas, pin, ttl, overwrite, durable)
-        pairs = arguments.item_list(items)
-        sources = await device_memory.taken_where_need_be(self._link.driver, pairs)
-        return await self._live.writer.put_many(sources, options)
+        pairs, live = arguments.item_list(items), self._live
+        sources, staging = await device_memory.stage_all(
+            self._link.driver, [value for _, value in pairs], take_them=True
+        )
+        keys = [key for key, _ in pairs]
+        results = await live.writer.put_many(list(zip(keys, sources, strict=True)), options)
+        for number, staged in staging.items():
+            if isinstance(staged, Exception):
+                results[number] = ItemResult(keys[number], error=plain_error(staged))
+        return results
 
     # --- get ---------------------------------------------------------------------------------
 
@@ -268,12 +283,14 @@ class ClientSession:
 
         `progress` is called with the bytes done and the bytes in all while they arrive; `trace` is
         filled with where the value came from and what took how long."""
-        if device_memory.is_on_device(buffer):
-            staging = await device_memory.staged(self._link.driver, buffer)
+        device = device_memory.on_device(buffer)
+        if device is not None:
+            driver = self._link.driver
+            staged = await device_memory.make_room(driver, device)
             length = await self.get_into(
-                key, staging.host, wait=wait, progress=progress, trace=trace
+                key, staged.host, wait=wait, progress=progress, trace=trace
             )
-            await device_memory.give(self._link.driver, [(staging, length)])
+            await device_memory.give(driver, staged, length)
             return length
         view, digest, fetcher = destination_view(buffer), self._digest(key), self._live.fetcher
         wait = arguments.seconds("wait", wait)
@@ -329,12 +346,20 @@ class ClientSession:
         raises for one item that fails."""
         pairs = arguments.item_list(items)
         keys = [key for key, _ in pairs]
-        buffers, staging = await device_memory.staged_where_need_be(self._link.driver, pairs)
-        outcomes = await fetch_many(self._live.fetcher, keys, buffers, self._digests)
-        if staging:
-            lengths = [(staging[number], outcomes[number]) for number in staging]
-            good = [(each, length) for each, length in lengths if isinstance(length, int)]
-            await device_memory.give(self._link.driver, good)
+        fetcher, driver = self._live.fetcher, self._link.driver
+        buffers, staging = await device_memory.stage_all(
+            driver, [buffer for _, buffer in pairs], take_them=False
+        )
+        outcomes = await fetch_many(fetcher, keys, buffers, self._digests)
+        for number, staged in staging.items():
+            length = outcomes[number]
+            if isinstance(staged, Exception):
+                outcomes[number] = plain_error(staged)
+            elif isinstance(length, int):
+                try:
+                    await device_memory.give(driver, staged, length)
+                except P2PStoreError as error:
+                    outcomes[number] = plain_error(error)
         return [
             ItemResult(key, None, outcome)
             if isinstance(outcome, Exception)

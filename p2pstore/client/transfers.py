@@ -8,13 +8,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from p2pstore.client.answers import plain_error
 from p2pstore.client.arguments import whole_number
-from p2pstore.client.device_memory import is_on_device
-from p2pstore.client.values import check_dense, destination_view, source_view
+from p2pstore.client.device_memory import on_device
+from p2pstore.client.values import destination_view, source_view
 from p2pstore.errors import P2PStoreError, TransferCancelled
 from p2pstore.objects import MIB, encode_key
 from p2pstore.results import (
@@ -301,9 +301,9 @@ def _checked(request: Any) -> _Transfer:
     encode_key(request.key)
     if request.operation not in ("get", "put"):
         raise ValueError(f"operation is {request.operation!r}: it is 'get' or 'put'")
-    if is_on_device(request.buffer):
-        check_dense(request.buffer)
-        return _Transfer(request.key, request, request.buffer.nbytes)
+    device = on_device(request.buffer)
+    if device is not None:  # with the stream that is current here, not in the helper
+        return _Transfer(request.key, replace(request, buffer=device), device.nbytes)
     view_of = destination_view if request.operation == "get" else source_view
     return _Transfer(request.key, request, view_of(request.buffer).nbytes)
 

@@ -101,6 +101,10 @@ class LocalBackend(Protocol):
         wants. The descriptors stay the backend's."""
         ...
 
+    def welcomed(self, client: LocalClient) -> None:
+        """It has what `welcome` gave: descriptors that were for it alone are not needed any more."""
+        ...
+
     def handle(
         self, client: LocalClient, kind: LocalKind, message: Message
     ) -> Message | Awaitable[Message | None] | None:
@@ -357,6 +361,7 @@ class _Connection:
         self._client = client
         frame = encode_frame(header.kind, header.request_id, reply, flags=REPLY)
         sent = socket.send_fds(self._sock, [frame], descriptors)  # nothing was sent before: it fits
+        self._backend.welcomed(client)
         if sent < len(frame):
             await self._send([frame[sent:]])
         return client

@@ -189,6 +189,12 @@ class PeerLocalBackend:
         self._segment.watch_hazards(client.holder, page.view)
         return page
 
+    def welcomed(self, client: LocalClient) -> None:
+        """It has its page: a descriptor less."""
+        page = self._hazard_pages.get(client.holder)
+        if page is not None:
+            page.close_descriptor()
+
     def handle(self, client: LocalClient, kind: LocalKind, message: Message) -> Answer:
         """The answer, or something to await that gives it."""
         if kind not in _WHILE_LEAVING:

@@ -56,6 +56,7 @@ class SharedMemory:
         self.view = memoryview(mapping)[:length]
         self._mapping = mapping
         self._on_close = on_close
+        self._is_closed = False
 
     @property
     def mapping(self) -> mmap.mmap:
@@ -80,13 +81,19 @@ class SharedMemory:
         """A new descriptor of the same memory, only good for reading; the caller closes it."""
         return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
+    def close_descriptor(self) -> None:
+        """Close the descriptor alone: nobody else will get it. The mapping stays. Idempotent."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
     def close(self) -> None:
         """Close the descriptor and give up the mapping. Where views of it are still in use, the
         mapping lives until the last of them is collected. Idempotent."""
-        if self.descriptor < 0:
+        if self._is_closed:
             return
-        os.close(self.descriptor)
-        self.descriptor = -1
+        self._is_closed = True
+        self.close_descriptor()
         self._on_close()
         self.view.release()
         try:

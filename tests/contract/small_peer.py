@@ -90,6 +90,10 @@ class SmallBackend:
             descriptors.append(page.descriptor)
         return reply, descriptors
 
+    def welcomed(self, client: LocalClient) -> None:
+        if client.holder in self.pages:
+            self.pages[client.holder].close_descriptor()
+
     def handled(self) -> None:
         self.on_handled()
 

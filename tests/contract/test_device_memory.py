@@ -89,11 +89,14 @@ async def test_what_other_streams_have_not_computed_yet_is_waited_for(
 
 async def test_batches_mix_both_memories(store: Any, device: str) -> None:
     values = [filled(device, 3000, 1), b"host", filled(device, 5 * MIB, 2), filled(device, 10, 3)]
-    scattered = filled(device, 64).reshape(8, 8).t()
+    bad = [filled(device, 64).reshape(8, 8).t(), filled(device, 64).to_sparse()]
     results = await store.put_many(
-        [*((f"k{number}", value) for number, value in enumerate(values)), ("bad", scattered)]
+        [(f"k{number}", value) for number, value in enumerate([*values, *bad])]
     )
-    assert [each.ok for each in results] == [True] * 4 + [False]
+    assert [each.ok for each in results] == [True] * 4 + [False] * 2
+    assert {type(each.error) for each in results[4:]} == {ValueError}
+    assert "contiguous" in str(results[4].error)
+    assert not await store.contains("k4")
     into = [
         torch.zeros(3000, dtype=torch.uint8, device=device),
         bytearray(4),
@@ -101,13 +104,15 @@ async def test_batches_mix_both_memories(store: Any, device: str) -> None:
         torch.zeros(5, dtype=torch.uint8, device=device),
         torch.zeros(5, dtype=torch.uint8, device=device),
         torch.zeros(8, 8, device=device).t(),
+        filled(device, 64).to_sparse(),
     ]
-    keys = ["k0", "k1", "k2", "k3", "none", "k0"]
+    keys = ["k0", "k1", "k2", "k3", "none", "k0", "k0"]
     results = await store.get_many_into(list(zip(keys, into, strict=True)))
     assert [each.value for each in results[:3]] == [3000, 4, 5 * MIB]
     assert isinstance(results[3].error, BufferTooSmall)
     assert isinstance(results[4].error, NoSuchKey)
     assert isinstance(results[5].error, ValueError)
+    assert isinstance(results[6].error, ValueError)
     for number in (0, 2):
         assert torch.equal(into[number], values[number])
     assert into[1] == b"host"
@@ -122,6 +127,37 @@ async def test_what_has_no_bytes_in_a_row_is_refused(store: Any, device: str) ->
         await store.get_into("k", scattered)
     with pytest.raises(NoSuchKey):
         await store.get_into("none", filled(device, 8))
+
+
+async def test_whatever_device_is_the_default(store: Any, device: str) -> None:
+    """As programs have it while they make their models."""
+    tensor = filled(device, 5000)
+    with torch.device("cuda" if device == "cuda" else "meta"):
+        await store.put("k", tensor)
+        into = torch.zeros(5000, dtype=torch.uint8, device=device)
+        assert await store.get_into("k", into) == 5000
+    assert torch.equal(into, tensor)
+
+
+async def test_cancelled_or_not_a_copy_is_never_left_half_done(
+    peer: SmallPeer, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connected("trio", peer) as client:
+        await client.put("k", filled(device, 9 * MIB))
+        into = torch.zeros(9 * MIB, dtype=torch.uint8, device=device)
+        scope, given = trio.CancelScope(), []
+        give = device_memory.Staged.give
+
+        def cancelled_meanwhile(self: device_memory.Staged, length: int) -> None:
+            trio.from_thread.run_sync(scope.cancel)
+            give(self, length)
+            given.append(length)
+
+        monkeypatch.setattr(device_memory.Staged, "give", cancelled_meanwhile)
+        with scope:
+            await client.get_into("k", into)
+        assert given == [9 * MIB]
+        assert torch.equal(into, filled(device, 9 * MIB))
 
 
 async def test_transfers_side_by_side(peer: SmallPeer, device: str) -> None:
