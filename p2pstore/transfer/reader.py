@@ -161,6 +161,9 @@ class SegmentReader:
         trailer = decode_trailer(bytes(self._view[begin : begin + slot.trailer_length]))
         if trailer is None or not trailer_matches(trailer, slot):
             return None
+        # Another object of the same bytes, or of none, may lie there by now: its trailer would match as well.
+        if bytes(self._view[start : start + SLOT_BYTES]) != packed:
+            return None
         return number, start, packed, slot, trailer
 
     def copy_into(self, digest: bytes, destination: memoryview) -> Copied | None:

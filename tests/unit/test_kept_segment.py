@@ -128,6 +128,7 @@ class KeptSegmentAgainstDictionary(SegmentAgainstDictionary):
         self.lives = Lives(granules, slots, policy)
         self.segment, self.buffer = self.lives.segment, self.lives.buffer
         self.reader = SegmentReader(self.lives.view)
+        self.books.clear()  # no leases without asking here
         self.earlier_views: list[tuple[int, bytes]] = []
         self.earlier_rooms: list[tuple[int, int]] = []
 

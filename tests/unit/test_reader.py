@@ -14,11 +14,13 @@ import pytest
 
 from p2pstore.errors import BufferTooSmall, ProtocolError
 from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.transfer import reader as reader_module
 from p2pstore.transfer.entries import ObjectEntry
 from p2pstore.transfer.layout import (
     SLOT_BYTES,
     Slot,
     TrailerBody,
+    decode_slot,
     encode_trailer,
     plan_geometry,
     trailer_offset,
@@ -259,6 +261,29 @@ def test_a_copy_from_an_extent_that_is_reused_meanwhile_fails() -> None:
     with pytest.raises(StopIteration) as stop:
         next(pieces)
     assert stop.value.value is None
+
+
+@pytest.mark.parametrize("value", [b"", b"the same bytes"])
+def test_the_trailer_of_another_object_of_the_same_bytes_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, value: bytes
+) -> None:
+    """That came to lie there between the looks at slot and trailer: only their keys differ."""
+    segment, view = new_segment(MIB)
+    offset = put(segment, KEYS[0], 1, value).offset
+    before = [decode_slot]
+
+    def meanwhile(packed: bytes) -> Slot | None:
+        if len(before) == 1:
+            before.append(decode_slot)
+            segment.remove(DIGESTS[KEYS[0]])
+            assert put(segment, KEYS[1], 2, value).offset == offset
+        return decode_slot(packed)
+
+    monkeypatch.setattr(reader_module, "decode_slot", meanwhile)
+    assert SegmentReader(view).find(DIGESTS[KEYS[0]]) is None
+    found = SegmentReader(view).find(DIGESTS[KEYS[1]])
+    assert found is not None
+    assert found[1].key == KEYS[1]
 
 
 # --- while the owner churns ------------------------------------------------------------------

@@ -147,7 +147,9 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
             self.connect(holder)
 
     def connect(self, holder: str) -> None:
-        """A client that may lease without asking."""
+        """A client that may lease without asking, unless the memory outlives its owner."""
+        if self.segment._marks is not None:
+            return
         page = memoryview(bytearray(HAZARD_PAGE_BYTES))
         self.segment.watch_hazards(holder, page.toreadonly())
         self.books[holder] = LeaseBook(HazardPage(page), 1 << 40)
@@ -372,7 +374,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         loan, _, _ = self.loans.pop(data.draw(st.integers(0, len(self.loans) - 1)))
         self.segment.end_loan(loan)
 
-    @precondition(lambda self: self.model)
+    @precondition(lambda self: self.model and self.books)
     @rule(data=st.data(), holder=st.sampled_from(HOLDERS))
     def view(self, data: st.DataObject, holder: str) -> None:
         """A client that maps the memory leases without asking (more of that in test_hazards)."""
