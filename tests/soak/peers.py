@@ -66,6 +66,8 @@ HOSTS: Final = 6
 IN_A_FILE: Final = 3
 """This one has its memory in a file of its volume's neighbour, which must not stay behind."""
 
+CLIENT_PAGE: Final = "/memfd:p2pstore-hazards "
+
 
 class Peer:
     """One `mooncake-p2p join`: its addresses, identity, socket and volume stay the same whenever it is started."""
@@ -198,7 +200,9 @@ class Peer:
         memfds = 0
         for each in descriptors:
             with suppress(OSError):
-                memfds += os.readlink(each).startswith("/memfd:")
+                name = os.readlink(each)
+                # Clients come and go, and have a page each: of these, `descriptors` tells.
+                memfds += name.startswith("/memfd:") and not name.startswith(CLIENT_PAGE)
         fields = (base / "stat").read_text().rpartition(")")[2].split()
         return {
             "resident_bytes": 1024 * int(status["RssAnon"].split()[0]),

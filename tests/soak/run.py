@@ -66,8 +66,7 @@ GROWTH_LIMITS: Final = {
     "resident_bytes": GrowthLimit(6e6, 0.06, 160e6),
     "descriptors": GrowthLimit(6, 0.10, 200),
     "threads": GrowthLimit(4, 0.25, 60),
-    # One for each client, whose page mmap keeps a descriptor of.
-    "memfds": GrowthLimit(4, 0.10, 40),
+    "memfds": GrowthLimit(1, 0.0, 12),
     "mappings": GrowthLimit(40, 0.10, 800),
 }
 """Of the second half of each life."""
