@@ -90,7 +90,7 @@ async def test_many_small_objects_in_columns(tcp: TcpHarness, side: Side) -> Non
         if number in {9, 11}:
             assert not any(view)  # what is too long for a buffer leaves it alone
     assert pool.open_connections == 1  # none of that ends a connection
-    assert not tcp.segment.leased_bytes
+    await until(lambda: nothing_is_lent(tcp.segment))
     again = await side.run(lambda: pool.pull_small(tcp.copy(), digests[:1], views[:1]))
     assert again == ([1], None)
 
