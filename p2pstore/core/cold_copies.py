@@ -36,7 +36,7 @@ class Gone(StrEnum):
     REPLACED = "replaced"
     """By a newer version here."""
     SOFT_COPY = "soft_copy"
-    """A copy that was kept for speed alone."""
+    """A copy that was kept for speed alone; somebody else has one."""
     COPY_ELSEWHERE = "copy_elsewhere"
     LAST_COPY = "last_copy"
     """Nobody is known to have it any more."""
@@ -184,10 +184,9 @@ class ColdCopies:
             return Gone.EXPIRED
         if gone.digest in core.segment.digests():
             return Gone.REPLACED
-        if gone.soft:
-            return Gone.SOFT_COPY
-        last = all(each.hidden for each in core.gossip.holders(gone.digest, now))
-        return Gone.LAST_COPY if last else Gone.COPY_ELSEWHERE
+        if all(each.hidden for each in core.gossip.holders(gone.digest, now)):
+            return Gone.LAST_COPY
+        return Gone.SOFT_COPY if gone.soft else Gone.COPY_ELSEWHERE
 
     def set_pin(self, cold: ColdEntry, pin: int, now: float) -> None:
         """Pin or unpin an object that is on the SSD alone: for when it comes back to memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from random import Random
 from typing import Final
@@ -21,6 +21,8 @@ from tests.soak.values import number_in
 
 AGREE_SECONDS: Final = 40.0
 """Until all know the same locations, after all see all (scaled)."""
+GIVEN_UP: Final = ("gone_last_copy", "gone_copy_elsewhere", "gone_soft_copy")
+"""Counters of what a peer evicted: reads keep copies, and those need room. What expires or is replaced is no excuse."""
 REPAIR_SECONDS: Final = 60.0
 """Until what is kept has as many copies as wanted: half a minute after a loss it begins (scaled)."""
 EMPTY_SECONDS: Final = 40.0
@@ -99,17 +101,25 @@ class LastLook:
         self._tell(f"locations agree after {time.monotonic() - began:.1f} s")
 
     def read_all(self) -> None:
-        """What somebody has, everybody reads."""
+        """What somebody has, everybody reads, unless it is evicted meanwhile: by all who had it, who say so."""
         with ExitStack() as stack:
             clients = self._connect(stack)
-            everything = sorted(self._truth(clients))
-            chosen = self._rng.sample(everything, min(MOST_KEYS, len(everything)))
-            self.figures["keys in the end"] = len(everything)
+            given_up = self._given_up(clients)
+            held = self._truth(clients)
+            chosen = self._rng.sample(sorted(held), min(MOST_KEYS, len(held)))
+            self.figures["keys in the end"] = len(held)
+            not_found: dict[tuple[str, str], list[str]] = {}
             for peer in self._peers:
                 with peer.host.inside():
                     for namespace, key in chosen:
-                        self._read(peer, clients[peer.number, namespace], key)
-        self._tell(f"read {len(chosen)} of {len(everything)} keys at every peer")
+                        if not self._read(peer, clients[peer.number, namespace], key):
+                            not_found.setdefault((namespace, key), []).append(peer.name)
+            still_held = self._truth(clients)
+            given_up = self._given_up(clients) - given_up
+        self.figures["keys evicted in the last look"] = len(not_found.keys() - still_held.keys())
+        for complaint in unexcused(not_found, held, still_held, given_up):
+            self._complain(DELIVERS, complaint)
+        self._tell(f"read {len(chosen)} of {len(held)} keys at every peer")
 
     def empty(self) -> None:
         """Remove everything, by its writers' peers; then no byte is used, leased, or written on an SSD."""
@@ -162,6 +172,14 @@ class LastLook:
                     held.setdefault((namespace, each.key), set()).add(peer.name)
         return held
 
+    def _given_up(self, clients: dict[tuple[int, str], BlockingClient]) -> Counter[str]:
+        """How many objects each peer has evicted in its life."""
+        told: Counter[str] = Counter()
+        for peer in self._peers:
+            document = clients[peer.number, "soak"].statistics(cluster=False)["peer"]
+            told[peer.name] = sum(document["counters"].get(name, 0) for name in GIVEN_UP)
+        return told
+
     def _same_by_now(self, clients: dict[tuple[int, str], BlockingClient]) -> bool:
         held = self._truth(clients)
         self._differ = [
@@ -197,16 +215,16 @@ class LastLook:
         }
         return f"{key!r} is held by {sorted(held)}, and is said to be held by {named}"
 
-    def _read(self, peer: Peer, client: BlockingClient, key: str) -> None:
+    def _read(self, peer: Peer, client: BlockingClient, key: str) -> bool:
+        """Whether the peer found it; if so, it was the right value, or a complaint."""
         begun = time.monotonic()
         try:
             value = client.get(key)
         except NoSuchKey:
-            self._complain(DELIVERS, f"{peer.name} does not find {key!r}")
-            return
+            return False
         except P2PStoreError as error:
             self._complain(DELIVERS, f"{peer.name} cannot read {key!r}: {error!r}")
-            return
+            return True
         self._checked[DELIVERS] += 1
         number = number_in(key, value)
         now = time.monotonic()
@@ -214,9 +232,30 @@ class LastLook:
             self._ledger.wrong(peer.number, key, f"{len(value):,} bytes", now)
         else:
             self._ledger.read(peer.number, key, number, begun, now)
+        return True
 
     def _remove(self, clients: dict[tuple[int, str], BlockingClient], key: str) -> None:
         clients[int(key.split()[1]), "soak"].remove(key)
+
+
+def unexcused(
+    not_found: Mapping[tuple[str, str], Sequence[str]],
+    held: Mapping[tuple[str, str], set[str]],
+    still_held: Mapping[tuple[str, str], set[str]],
+    given_up: Mapping[str, int],
+) -> Iterator[str]:
+    """Complaints about what peers did not find although somebody has it, or without all who had it (`held`) having
+    `given_up` as many objects since."""
+    lost: Counter[str] = Counter()
+    for (namespace, key), readers in not_found.items():
+        if (namespace, key) in still_held:
+            holders = sorted(still_held[namespace, key])
+            yield f"{', '.join(readers)} do not find {key!r}, which {', '.join(holders)} hold"
+        else:
+            lost.update(held[namespace, key])
+    for peer, count in sorted(lost.items()):
+        if count > given_up[peer]:
+            yield f"{peer} has lost {count} keys, and evicted {given_up[peer]} objects"
 
 
 def _pinned_copies(clients: Sequence[BlockingClient]) -> dict[str, int]:

@@ -378,6 +378,20 @@ def test_an_evicted_object_is_withdrawn_before_its_memory_is_written() -> None:
     world.check_idle()
 
 
+@pytest.mark.parametrize(("holder_leaves", "why"), [(False, "soft_copy"), (True, "last_copy")])
+def test_a_soft_copy_that_was_the_last_one_counts_as_such(holder_leaves: bool, why: str) -> None:
+    world = Harness(others=2, memory_bytes=64 * 1024)
+    thing = world.hold(world.others[0], "k", bytes(50_000))
+    world.core.fetch(digest_of("k"), world.now)
+    world.deliver(world.pull_wanted(), thing)
+    if holder_leaves:
+        world.push(world.others[0], thing, removed=True)
+    world.segment.reserve(50_000, 100, holder="x", now=world.core.unix(world.now))
+    world.core.announce_withdrawn(world.now)
+    assert world.core.counters[f"gone_{why}"] == 1
+    assert world.core.counters["last_copies_dropped"] == holder_leaves
+
+
 def test_a_withdrawal_of_an_old_version_leaves_the_new_one_announced() -> None:
     world = Harness()
     world.stored("k", b"old")

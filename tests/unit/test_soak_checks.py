@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.soak.events import Events
 from tests.soak.flatness import GrowthLimit, growth_of
+from tests.soak.last_look import unexcused
 from tests.soak.ledger import (
     CAUSE,
     CLEAR,
@@ -484,3 +486,28 @@ def test_infinity_is_no_time_of_a_standstill(timeline: Timeline) -> None:
     assert not timeline.undisturbed(READER, WRITER, 6.0, 7.0)
     assert timeline.undisturbed(THIRD, WRITER, 6.0, 7.0)
     assert timeline.life_at(READER, math.inf) is None
+
+
+# --- the last look: what is somewhere is read, unless it was evicted -------------------------
+
+
+ONE, OTHER = ("soak", "cycle 0 0001"), ("soak", "cycle 0 0002")
+
+
+@pytest.mark.parametrize(
+    ("still_held", "given_up", "complaints"),
+    [
+        ({}, {"a": 2, "b": 1}, 0),
+        ({}, {"a": 1, "b": 1}, 1),  # two are gone from a peer that evicted one
+        ({}, {"a": 2}, 1),  # a peer lost its copy, and says nothing of it
+        ({ONE: {"c"}}, {"a": 2, "b": 1}, 1),  # a peer has it, and it was not found
+        ({ONE: {"a"}, OTHER: {"a"}}, {}, 2),
+    ],
+)
+def test_what_is_not_found_was_evicted_by_all_who_had_it(
+    still_held: dict[tuple[str, str], set[str]], given_up: dict[str, int], complaints: int
+) -> None:
+    not_found = {ONE: ["peer c"], OTHER: ["peer c", "peer d"]}
+    held = {ONE: {"a", "b"}, OTHER: {"a"}}
+    told = list(unexcused(not_found, held, still_held, Counter(given_up)))
+    assert len(told) == complaints, told
