@@ -22,7 +22,7 @@ from p2pstore.doctor.network_rules import GpuReading, InterfaceReading, RdmaPort
 from p2pstore.errors import ConfigError, Unavailable
 from p2pstore.streams import tune_tcp
 from p2pstore.transfer import numa
-from p2pstore.transfer.memory import address_of
+from p2pstore.transfer.mapping import address_of
 from p2pstore.transfer.rdma_rules import GidEntry, GidKind
 
 MAX_FILE_BYTES: Final = 64 * 1024

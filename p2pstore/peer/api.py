@@ -517,7 +517,7 @@ class _Assembly:
             nursery.start_soon(watch_earlier_clients, node.core.segment, self.memory)
             nursery.start_soon(tell_what_returned, node)
         if self.rdma is None:  # it has all pages provided
-            nursery.start_soon(provide_pages, self.memory)
+            nursery.start_soon(provide_pages, self.memory, self.config)
 
 
 def local_socket_path(config: PeerConfig) -> Path:

@@ -97,7 +97,7 @@ async def open_rdma(
             devices = open_devices(names)
             for device in devices:
                 stack.callback(device.close)
-            await provide_pages(memory)
+            await provide_pages(memory, config)
             used = await register(devices, memory.view, matrix)
             staging = Staging.on(used.devices, STAGING_BYTES)
             server = RdmaServer(used.devices, used.memory, used.preferred)
@@ -170,7 +170,7 @@ def open_devices(names: Sequence[str], most: int = MAX_DEVICES) -> list[Device]:
 async def register(devices: Sequence[Device], view: memoryview, matrix: Matrix) -> UsedDevices:
     """Register memory, whose pages are there, with those devices that `matrix` wants for it. One that cannot take it is
     left out. Raises `Unavailable` when none is wanted, and what `Device.register` raises when none can."""
-    from p2pstore.transfer.memory import address_of
+    from p2pstore.transfer.mapping import address_of
     from p2pstore.transfer.rdma_staging import Registered
 
     address = address_of(view)

@@ -1,13 +1,11 @@
 """Several memories side by side, as one: a peer's segment over DRAM of several NUMA nodes, CXL and persistent memory.
 Shell.
 
-Addresses for all of it are reserved first, and each memory is mapped over its part. What is in the segment need not
-know where one memory ends: an extent may lie in two.
+What is in the segment need not know where one memory ends: an extent may lie in two.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Sequence
@@ -15,15 +13,12 @@ from contextlib import ExitStack
 from typing import Final
 
 from p2pstore.errors import ConfigError
-from p2pstore.objects import format_bytes
-from p2pstore.transfer.layout import round_up
-from p2pstore.transfer.memory import HUGE_PAGE_BYTES, SharedMemory, address_of, check_descriptor
+from p2pstore.transfer.mapping import HUGE_PAGE_BYTES, map_aligned
+from p2pstore.transfer.memory import SharedMemory, check_descriptor
 
 PIECE_BYTES: Final = HUGE_PAGE_BYTES
 """Memories begin at multiples of this, as those of huge pages must."""
 MAX_PIECES: Final = 8
-_MAP_NORESERVE: Final = 0x4000
-_MAP_FIXED: Final = 0x10
 
 
 class JoinedMemory:
@@ -81,26 +76,8 @@ def map_joined(
     for descriptor, size in zip(descriptors, pieces, strict=True):
         check_descriptor(descriptor, size, trusted_user)
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    total = sum(pieces)
-    try:
-        # Its end unmaps all of it, whatever is mapped over it by then.
-        reserved = mmap.mmap(
-            -1,
-            total + PIECE_BYTES,
-            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
-            prot=protection,
-        )
-    except OSError as error:
-        raise _no_addresses(total, error.strerror) from error
-    begin = address_of(memoryview(reserved))
-    start = round_up(begin, PIECE_BYTES) - begin
-    at = begin + start
-    for descriptor, size in zip(descriptors, pieces, strict=True):
-        flags = mmap.MAP_SHARED | _MAP_FIXED
-        if _libc.mmap(at, size, protection, flags, descriptor, 0) != at:
-            raise _no_addresses(total, os.strerror(ctypes.get_errno()))
-        at += size
-    return memoryview(reserved)[start : start + length]
+    mapping, start = map_aligned(descriptors, pieces, protection)
+    return memoryview(mapping)[start : start + length]
 
 
 def _check_pieces(pieces: Sequence[int], length: int) -> None:
@@ -111,20 +88,3 @@ def _check_pieces(pieces: Sequence[int], length: int) -> None:
             f"memories of {', '.join(f'{size:,}' for size in pieces[: MAX_PIECES + 1])} bytes cannot be a segment of "
             f"{length:,}"
         )
-
-
-def _no_addresses(total: int, reason: str | None) -> ConfigError:
-    return ConfigError(
-        f"cannot map {format_bytes(total)} of memory side by side ({reason}): raise the limit (`ulimit -v`), or choose "
-        "a smaller --memory"
-    )
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_size_t
-_libc.mmap.argtypes = (
-    ctypes.c_size_t,
-    ctypes.c_size_t,
-    *(ctypes.c_int, ctypes.c_int, ctypes.c_int),
-    ctypes.c_long,
-)

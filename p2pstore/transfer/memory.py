@@ -23,25 +23,28 @@ from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB, format_bytes
 from p2pstore.transfer import numa
 from p2pstore.transfer.layout import round_up
+from p2pstore.transfer.mapping import HUGE_PAGE_BYTES, address_of, map_aligned
 
 HugePages = Literal["auto", "never", "require"]
 
 PREFAULT_PIECE_BYTES: Final = 4 * MIB
-HUGE_PAGE_BYTES: Final = 2 * MIB
 _MADV_POPULATE_WRITE: Final = 23
 """Linux 5.14: fault pages in for writing without changing them. Not in the mmap module yet."""
+_MADV_COLLAPSE: Final = 25
+"""Linux 6.1: make huge pages of what is there, whatever `shmem_enabled` says (but `deny`). Not in the mmap module."""
 
 _MFD_HUGE_2MB: Final = 21 << 26
 _F_SEAL_FUTURE_WRITE: Final = 0x10
 """Linux 5.1. Not in the fcntl module yet."""
+_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedMemory:
     """Mapped memory: `view` is writable, `descriptor` is for processes that may write.
 
-    Closing the descriptor or the mapping here takes nothing from those who have mapped it too. `on_close` is called
-    then, once.
+    It begins at `start` in the mapping. Closing the descriptor or the mapping here takes nothing from those who have
+    mapped it too. `on_close` is called then, once.
     """
 
     def __init__(
@@ -50,10 +53,12 @@ class SharedMemory:
         mapping: mmap.mmap,
         length: int,
         on_close: Callable[[], None] = lambda: None,
+        *,
+        start: int = 0,
     ) -> None:
         self.descriptor = descriptor
         self.length = length
-        self.view = memoryview(mapping)[:length]
+        self.view = memoryview(mapping)[start : start + length]
         self._mapping = mapping
         self._on_close = on_close
         self._is_closed = False
@@ -142,7 +147,7 @@ def create_memory(
             f"{format_bytes(total_bytes)} of memory were asked for, {source} has "
             f"{format_bytes(max(0, available))} left: choose a smaller --memory or raise the limit"
         )
-    memory = _create(total_bytes, name, 0, mmap.PAGESIZE)
+    memory = _create(total_bytes, name, 0, mmap.PAGESIZE, aligned=True)
     if node is not None:
         _bind(memory, node)
     if huge_pages != "never":
@@ -157,7 +162,9 @@ def advise_huge_pages(view: memoryview) -> None:
 
 def _create_reserved(total_bytes: int, name: str, node: numa.Node | None) -> SharedMemory:
     """Memory of reserved huge pages. Raises `OSError` when there are too few after all."""
-    memory = _create(total_bytes, name, os.MFD_HUGETLB | _MFD_HUGE_2MB, HUGE_PAGE_BYTES)
+    memory = _create(
+        total_bytes, name, os.MFD_HUGETLB | _MFD_HUGE_2MB, HUGE_PAGE_BYTES, aligned=True
+    )
     if node is not None:
         _bind(memory, node)
     # What the mapping reserved may be of any node, and a cgroup counts pages only when they are touched: who touches
@@ -172,16 +179,11 @@ def _create_reserved(total_bytes: int, name: str, node: numa.Node | None) -> Sha
 
 def _bind(memory: SharedMemory, node: numa.Node) -> None:
     try:
-        numa.bind(address_of(memory.view), len(memory.mapping), node.number)
+        size = os.fstat(memory.descriptor).st_size
+        numa.bind(address_of(memory.view), size, node.number)
     except ConfigError:
         memory.close()
         raise
-
-
-def address_of(view: memoryview) -> int:
-    """Where the view's memory begins in this process."""
-    address: int = np.frombuffer(view, np.uint8).ctypes.data
-    return address
 
 
 def create_page(length: int, name: str) -> SharedMemory:
@@ -216,17 +218,27 @@ def create_table_memory(total_bytes: int, name: str) -> SharedMemory:
 
 
 def _create(
-    total_bytes: int, name: str, flags: int, page_bytes: int, *, sealed: bool = True
+    total_bytes: int,
+    name: str,
+    flags: int,
+    page_bytes: int,
+    *,
+    sealed: bool = True,
+    aligned: bool = False,
 ) -> SharedMemory:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.fchmod(
             descriptor, 0o600
         )  # who was given a read-only descriptor cannot reopen it for writing
-        os.ftruncate(descriptor, round_up(total_bytes, page_bytes))
+        size = round_up(total_bytes, page_bytes)
+        os.ftruncate(descriptor, size)
         if sealed:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        return SharedMemory(descriptor, mmap.mmap(descriptor, 0), total_bytes)
+        if not aligned:
+            return SharedMemory(descriptor, mmap.mmap(descriptor, 0), total_bytes)
+        mapping, start = map_aligned([descriptor], [size], _READ_WRITE)
+        return SharedMemory(descriptor, mapping, total_bytes, start=start)
     except BaseException:
         os.close(descriptor)
         raise
@@ -239,25 +251,27 @@ def map_read_only(descriptor: int, length: int, *, trusted_user: int | None = No
     short, or that somebody could shrink who is neither this user, root nor `trusted_user`: touching a page that is
     gone would end this process.
     """
-    return memoryview(_map(descriptor, length, mmap.PROT_READ, trusted_user))[:length]
+    return _view(descriptor, length, mmap.PROT_READ, trusted_user)
 
 
 def map_writable(descriptor: int, length: int, *, trusted_user: int | None = None) -> memoryview:
     """Like `map_read_only`, for writing."""
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    return memoryview(_map(descriptor, length, protection, trusted_user))[:length]
+    return _view(descriptor, length, _READ_WRITE, trusted_user)
 
 
 def map_table(descriptor: int, length: int) -> mmap.mmap:
-    """The mapping behind `map_read_only`: slices of it are bytes."""
-    return _map(descriptor, length, mmap.PROT_READ)
+    """Like `map_read_only`, but the mapping: slices of it are bytes."""
+    check_descriptor(descriptor, length)
+    return mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
 
 
-def _map(
-    descriptor: int, length: int, protection: int, trusted_user: int | None = None
-) -> mmap.mmap:
+def _view(descriptor: int, length: int, protection: int, trusted_user: int | None) -> memoryview:
     check_descriptor(descriptor, length, trusted_user)
-    return mmap.mmap(descriptor, 0, prot=protection)
+    if length < HUGE_PAGE_BYTES:
+        return memoryview(mmap.mmap(descriptor, 0, prot=protection))[:length]
+    size = min(os.fstat(descriptor).st_size, round_up(length, HUGE_PAGE_BYTES))
+    mapping, start = map_aligned([descriptor], [size], protection)
+    return memoryview(mapping)[start : start + length]
 
 
 def check_descriptor(descriptor: int, length: int, trusted_user: int | None = None) -> None:
@@ -287,16 +301,25 @@ def _why_it_may_shrink(descriptor: int, trusted_user: int | None) -> str:
     return ""
 
 
-def prefault(view: memoryview, should_stop: Callable[[], bool], pause: Callable[[], None]) -> int:
+def prefault(
+    view: memoryview,
+    should_stop: Callable[[], bool],
+    pause: Callable[[], None],
+    *,
+    huge_pages: bool = False,
+) -> int:
     """Have the kernel provide the pages of a writable mapping now, not at the first write to each.
 
-    Works in pieces of 4 MiB, asks `should_stop` before each and calls `pause` after it; run it on a
-    thread. What others write meanwhile is not touched. Returns the bytes done; stops early,
-    without an error, when the kernel has no more memory to give.
+    With `huge_pages`, transparent ones where it has them: these take an eighth of the time, and cost nobody a page
+    fault for each 4 KiB of what others filled. Works in pieces of 4 MiB, asks `should_stop` before each and calls
+    `pause` after it; run it on a thread. What others write meanwhile is not touched. Returns the bytes done; stops
+    early, without an error, when the kernel has no more memory to give.
     """
     done = 0
     while done < len(view) and not should_stop():
         piece = min(PREFAULT_PIECE_BYTES, len(view) - done)
+        if huge_pages:
+            _collapse(view, done, piece)  # what it leaves is populated
         code = _advise(view, done, piece, _MADV_POPULATE_WRITE)
         if code == errno.EINVAL:  # an older kernel: reading a page provides it as well
             np.frombuffer(view, np.uint8)[done : done + piece : mmap.PAGESIZE].max()
@@ -305,6 +328,16 @@ def prefault(view: memoryview, should_stop: Callable[[], bool], pause: Callable[
         done += piece
         pause()
     return done
+
+
+def _collapse(view: memoryview, start: int, length: int) -> None:
+    """Huge pages for what lies there, with what is in it. The kernel makes none where there is not one page yet; of
+    one, it takes 0.1 ms, of 512 that have to be copied, 6."""
+    whole = length // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    for at in range(start, start + whole, HUGE_PAGE_BYTES):
+        _advise(view, at, 1, _MADV_POPULATE_WRITE)
+    if whole:
+        _advise(view, start, whole, _MADV_COLLAPSE)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -16,12 +16,12 @@ from typing import Final
 
 from p2pstore.errors import ConfigError
 from p2pstore.objects import KIB
+from p2pstore.transfer.mapping import HUGE_PAGE_BYTES
 
 NODES: Final = Path("/sys/devices/system/node")
 MAX_NODES: Final = 1024
 """The most that Linux can be built for."""
 _SMALL_HUGE_PAGES: Final = "hugepages/hugepages-2048kB/free_hugepages"
-_HUGE_PAGE_BYTES: Final = 2048 * KIB
 
 _MPOL_BIND: Final = 2
 _WORD_BITS: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -115,7 +115,7 @@ def _read_node(number: int, folder: Path) -> Node:
         number,
         fields.get("MemTotal", 0),
         fields.get("MemFree", 0) + fields.get("Inactive(file)", 0),
-        int(huge) * _HUGE_PAGE_BYTES if huge.isdigit() else 0,
+        int(huge) * HUGE_PAGE_BYTES if huge.isdigit() else 0,
     )
 
 

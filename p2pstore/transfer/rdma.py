@@ -32,7 +32,7 @@ from p2pstore.transfer.layout import (
     trailer_matches,
     trailer_offset,
 )
-from p2pstore.transfer.memory import address_of
+from p2pstore.transfer.mapping import address_of
 from p2pstore.transfer.rdma_lines import Lines
 from p2pstore.transfer.rdma_payload import (
     Direct,

@@ -10,7 +10,7 @@ from typing import Final
 import trio
 
 from p2pstore.objects import CHUNK_BYTES, KIB, MIB
-from p2pstore.transfer.memory import address_of
+from p2pstore.transfer.mapping import address_of
 from p2pstore.transfer.rdma_verbs import Device, Region
 
 SMALL_BLOCK_BYTES: Final = 128 * KIB

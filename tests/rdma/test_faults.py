@@ -22,7 +22,7 @@ from p2pstore.transfer import rdma_reads, rdma_serving
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.data_server import ServerLimits
 from p2pstore.transfer.layout import Slot, TrailerBody, decode_slot, encode_slot, encode_trailer
-from p2pstore.transfer.memory import address_of
+from p2pstore.transfer.mapping import address_of
 from p2pstore.transfer.messages import DataKind, RdmaConnect, RdmaConnected
 from p2pstore.transfer.rdma import RdmaTransport, open_rdma_reading
 from p2pstore.transfer.rdma_rules import Endpoint, RemoteMemory, agree
@@ -526,7 +526,7 @@ import mmap, os, resource, sys
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 from p2pstore.errors import ConfigError
-from p2pstore.transfer.memory import address_of
+from p2pstore.transfer.mapping import address_of
 from p2pstore.transfer.rdma_verbs import Device, device_names
 memory = memoryview(mmap.mmap(-1, 8 << 20))
 try:

@@ -12,7 +12,7 @@ from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import decode_location
 from p2pstore.local.messages import HolderFailure
 from p2pstore.objects import Version
-from p2pstore.transfer.memory import address_of
+from p2pstore.transfer.mapping import address_of
 from p2pstore.transfer.messages import DataKind, Locations
 from p2pstore.transfer.segment import ObjectEntry
 from p2pstore.wire import Code

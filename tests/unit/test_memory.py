@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from p2pstore.errors import ConfigError
 from p2pstore.objects import GIB, MIB
+from p2pstore.transfer.mapping import address_of
 from p2pstore.transfer.memory import (
     available_memory,
     create_memory,
@@ -19,6 +21,8 @@ from p2pstore.transfer.memory import (
     map_writable,
     prefault,
 )
+
+SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def open_descriptors() -> set[str]:
@@ -44,7 +48,7 @@ def test_what_one_side_writes_the_other_reads() -> None:
     writing[-1] = 2
     assert (reading[5], reading[-1]) == (1, 2)
     assert reading.readonly
-    with pytest.raises(PermissionError):
+    with pytest.raises(ConfigError, match=r"cannot map .* \(Permission denied\)$"):
         map_writable(descriptor, memory.length)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.write(descriptor, b"x")
@@ -155,6 +159,53 @@ def test_prefault_provides_pages_and_changes_nothing() -> None:
     assert memory.view[7] == 7
     assert not any(memory.view[8:100])
     memory.close()
+
+
+def huge_page_bytes(view: memoryview) -> int:
+    """So much of the view is mapped by huge pages, as /proc says."""
+    begin, inside, found = address_of(view), False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first:
+            low, high = (int(each, 16) for each in first.split("-"))
+            inside = low <= begin < high
+        elif inside and first in ("ShmemPmdMapped:", "FilePmdMapped:"):
+            found += int(rest.split()[0]) * 1024
+    return found
+
+
+def kernel_collapses() -> bool:
+    kernel = tuple(int(each) for each in re.findall(r"\d+", os.uname().release)[:2])
+    return kernel >= (6, 1) and SHMEM_ENABLED.exists() and "[deny]" not in SHMEM_ENABLED.read_text()
+
+
+@pytest.mark.skipif(
+    not kernel_collapses(), reason="the kernel makes no huge pages of what is there"
+)
+def test_prefault_with_huge_pages_changes_nothing_and_all_have_them() -> None:
+    memory = create_memory(10 * MIB + 5, "p2pstore-huge")
+    early = map_writable(memory.descriptor, memory.length)  # it has small pages, at first
+    early[7], early[3 * MIB] = 7, 8
+    assert prefault(memory.view, lambda: False, lambda: None, huge_pages=True) == 10 * MIB + 5
+    assert resident_bytes(memory.descriptor) >= 10 * MIB
+    assert (memory.view[7], memory.view[3 * MIB], memory.view[-1]) == (7, 8, 0)
+    assert not any(memory.view[8 : 3 * MIB])
+    reading = map_read_only(memory.descriptor, memory.length)
+    assert [each[7] for each in (early, reading)] == [7, 7]
+    assert huge_page_bytes(memory.view) == 10 * MIB
+    assert [huge_page_bytes(each) for each in (early, reading)] == [2 * MIB] * 2
+    memory.close()
+
+
+def test_memory_is_mapped_where_huge_pages_can_be() -> None:
+    for length in (2 * MIB, 5 * MIB + 1):
+        memory = create_memory(length, "p2pstore-aligned", huge_pages="never")
+        views = [how(memory.descriptor, length) for how in (map_read_only, map_writable)]
+        for view in (memory.view, *views):
+            assert address_of(view) % (2 * MIB) == 0
+            assert len(view) == length
+        assert huge_page_bytes(memory.view) == 0
+        memory.close()
 
 
 def test_prefault_stops_when_told() -> None:

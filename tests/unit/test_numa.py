@@ -11,7 +11,8 @@ import pytest
 from p2pstore.errors import ConfigError
 from p2pstore.objects import GIB, KIB, MIB
 from p2pstore.transfer import numa
-from p2pstore.transfer.memory import address_of, create_memory, prefault
+from p2pstore.transfer.mapping import address_of
+from p2pstore.transfer.memory import create_memory, prefault
 
 
 def record(folder: Path, has_memory: str, **nodes: str) -> Path:
