@@ -60,7 +60,7 @@ __all__ = [
 SOFT_PIN_SECONDS: Final = 30 * 60.0
 MAX_RESERVATIONS_PER_HOLDER: Final = 4096
 MOST_WINDOWS: Final = 8
-AHEAD_SHARE: Final = 4096
+AHEAD_SHARE: Final = 256
 """So many windows are evicted at once, as long as those ahead of need are less than this part of the segment."""
 
 AHEAD_LEFT: Final = 16
