@@ -18,6 +18,7 @@ from p2pstore.doctor.local_peers import LocalPeers
 from p2pstore.errors import ConfigError
 from p2pstore.local.paths import SOCKET_VARIABLE, socket_directories
 from p2pstore.topology.sysfs import read_machine, read_matrix
+from p2pstore.transfer.memory import makes_huge_pages
 
 DISK_SECONDS = 20.0
 LIBRARIES = ("libp2p", "trio", "msgspec", "numpy", "xxhash")
@@ -83,7 +84,8 @@ def _memory_checks() -> list[Check]:
 
     def huge_pages() -> list[Finding]:
         rdma = bool(readings.read_rdma_ports())
-        return [machine_rules.judge_huge_pages(*readings.read_huge_pages(), rdma=rdma)]
+        made = makes_huge_pages()
+        return [machine_rules.judge_huge_pages(*readings.read_huge_pages(), made=made, rdma=rdma)]
 
     return [
         Check("memory", lambda: [machine_rules.judge_memory(readings.read_memory())]),

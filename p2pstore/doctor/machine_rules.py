@@ -128,17 +128,22 @@ def _count(limit: int | None) -> str:
 
 
 def judge_huge_pages(
-    total: int, free: int, page_bytes: int, shmem: str, *, rdma: bool = False
+    total: int, free: int, page_bytes: int, shmem: str, *, made: bool, rdma: bool = False
 ) -> Finding:
-    """`shmem`: the bracketed word of shmem_enabled. With an RDMA device, every page of a segment has to be pinned and
-    known to it."""
+    """`shmem`: the bracketed word of shmem_enabled. `made`: the kernel makes transparent ones when it is asked to,
+    whatever that says. With an RDMA device, every page of a segment has to be pinned and known to it."""
     if total:
         size = format_bytes(page_bytes)
         return fine("huge pages", f"{free:,} of {total:,} of {size} free; shared memory: {shmem}")
+    if made:
+        return fine("huge pages", "none reserved; peers have transparent ones made")
     text = f"none reserved; transparent ones for shared memory: {shmem or '?'}"
     if shmem not in ("never", "deny"):
         return fine("huge pages", text)
-    advise = "`advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled lets peers use them"
+    advise = (
+        "Linux 6.1 makes transparent ones for peers, before that `advise` in "
+        "/sys/kernel/mm/transparent_hugepage/shmem_enabled does"
+    )
     if rdma:
         return warning(
             "huge pages",

@@ -330,14 +330,25 @@ def prefault(
     return done
 
 
-def _collapse(view: memoryview, start: int, length: int) -> None:
-    """Huge pages for what lies there, with what is in it. The kernel makes none where there is not one page yet; of
-    one, it takes 0.1 ms, of 512 that have to be copied, 6."""
+def makes_huge_pages() -> bool:
+    """Whether the kernel makes transparent huge pages of a segment's memory. Tries it."""
+    try:
+        memory = create_memory(HUGE_PAGE_BYTES, "p2pstore-trial", huge_pages="auto")
+    except (OSError, ConfigError):
+        return False
+    try:
+        return _collapse(memory.view, 0, HUGE_PAGE_BYTES)
+    finally:
+        memory.close()
+
+
+def _collapse(view: memoryview, start: int, length: int) -> bool:
+    """Huge pages for what lies there, with what is in it; whether the kernel made them. It makes none where there is
+    not one page yet. With one, it takes 0.1 ms, with 512 that have to be copied, 6."""
     whole = length // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     for at in range(start, start + whole, HUGE_PAGE_BYTES):
         _advise(view, at, 1, _MADV_POPULATE_WRITE)
-    if whole:
-        _advise(view, start, whole, _MADV_COLLAPSE)
+    return whole > 0 and _advise(view, start, whole, _MADV_COLLAPSE) == 0
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

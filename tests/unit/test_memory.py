@@ -17,6 +17,7 @@ from p2pstore.transfer.mapping import address_of
 from p2pstore.transfer.memory import (
     available_memory,
     create_memory,
+    makes_huge_pages,
     map_read_only,
     map_writable,
     prefault,
@@ -183,6 +184,7 @@ def kernel_collapses() -> bool:
     not kernel_collapses(), reason="the kernel makes no huge pages of what is there"
 )
 def test_prefault_with_huge_pages_changes_nothing_and_all_have_them() -> None:
+    assert makes_huge_pages()
     memory = create_memory(10 * MIB + 5, "p2pstore-huge")
     early = map_writable(memory.descriptor, memory.length)  # it has small pages, at first
     early[7], early[3 * MIB] = 7, 8

@@ -153,7 +153,7 @@ def join(
     huge_pages: Annotated[
         HugePages | None,
         typer.Option(
-            help="Reserved huge pages for it; auto: if there are enough [default: auto].",
+            help="Huge pages for it; auto: reserved ones if enough, else transparent [default: auto].",
             show_default=False,
         ),
     ] = None,
