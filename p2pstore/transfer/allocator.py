@@ -18,6 +18,10 @@ MUCH_MORE: Final = 4.0
 """Windows that cost so many times as much as the cheapest are not evicted along with it."""
 
 
+MOST_LOOKED_AT: Final = 65_536
+"""Extents that one search for a stretch looks at: 10 ms. With more of them, a put may be refused although there is room
+behind those; the next one goes on from there."""
+
 Window = tuple[float, list[int]]
 """What it costs to evict some extents, and their offsets: together with free ones between them they are long enough."""
 
@@ -173,35 +177,37 @@ class ExtentAllocator:
 
     def stretches(self, needed_bytes: int, stays: Callable[[int], bool]) -> Iterator[int]:
         """An evictable extent in each stretch of at least `needed_bytes` where nothing has to stay, until all extents
-        were looked at.
+        were looked at, or `MOST_LOOKED_AT` and what has to stay behind them.
 
-        Begins where the last search found its first one, as the hand of a clock does: what hems in many extents, and
-        was passed then, is not passed again with every put. Nothing may be changed until the last one was taken.
+        Begins where the last search found its first one, or gave up, as the hand of a clock does: what hems in many
+        extents, and was passed then, is not passed again with every put. Nothing may be changed until the last one was
+        taken.
         """
         hand = self._hand if self._hand in self._used or self._hand in self._free else self.begin
-        is_first = True
-        # What lies across the hand is looked at when both sides were: the second part goes on beyond it.
-        for start, end in ((hand, self.begin + self.data_bytes), (self.begin, hand)):
-            for found in self._stretches_from(start, end, needed_bytes, stays):
-                if is_first:
-                    self._hand, is_first = found, False
-                yield found
-
-    def _stretches_from(
-        self, position: int, last: int, needed_bytes: int, stays: Callable[[int], bool]
-    ) -> Iterator[int]:
-        """Those that begin at `position` or behind it, and before `last`."""
-        begin = position
+        begin = position = hand
         inside: int | None = None
-        while begin < last and position < self.begin + self.data_bytes:
+        looked_at, found, wrapped = 0, False, False
+        while not wrapped or begin < hand:  # what lies across the hand is looked at last
+            if position == self.begin + self.data_bytes:
+                if wrapped:
+                    return
+                begin = position = self.begin
+                inside, wrapped = None, True
+                continue
+            looked_at += 1
             end = self._used.get(position)
             if end is None:
                 end = self._free[position]
             elif stays(position):
                 begin, inside = end, None
+                if looked_at >= MOST_LOOKED_AT:
+                    self._hand = self._hand if found else begin
+                    return
             elif inside is None:
                 inside = position
             if inside is not None and end - begin >= needed_bytes:
+                if not found:
+                    self._hand, found = inside, True
                 yield inside
                 begin, inside = end, None
             position = end

@@ -293,3 +293,29 @@ def test_what_hems_in_is_not_passed_again_with_every_search() -> None:
         staying.add(allocator.allocate(4 * GRANULE) or 0)
     assert looked < extents + 10 * searches
     assert len(staying) == extents // 4 + searches
+
+
+def test_a_search_ends_somewhere_and_the_next_one_goes_on_from_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("p2pstore.transfer.allocator.MOST_LOOKED_AT", 100)
+    allocator = ExtentAllocator(1000 * GRANULE, GRANULE)
+    for _ in range(1000):
+        allocator.allocate(GRANULE)
+    room = range(
+        650 * GRANULE, 950 * GRANULE
+    )  # longer than one search looks; all else is hemmed in
+    looked: list[int] = []
+
+    def stays(offset: int) -> bool:
+        looked.append(offset)
+        return offset not in room and (offset // GRANULE) % 2 == 0
+
+    searches, found = 0, list[int]()
+    while not found and searches < 20:
+        before, searches = len(looked), searches + 1
+        found = list(allocator.stretches(300 * GRANULE, stays))
+        assert len(looked) - before <= 101 + 300
+    assert searches == 7
+    assert found[0] in (room.start, room.start - GRANULE)
+    assert list(allocator.stretches(400 * GRANULE, stays)) == []

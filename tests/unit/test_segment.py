@@ -36,7 +36,12 @@ from p2pstore.transfer.layout import (
 from p2pstore.transfer.layout import Pin as PinKind
 from p2pstore.transfer.loans import Loan
 from p2pstore.transfer.reader import SegmentReader
-from p2pstore.transfer.segment import MAX_RESERVATIONS_PER_HOLDER, SOFT_PIN_SECONDS, Segment
+from p2pstore.transfer.segment import (
+    AHEAD_SHARE,
+    MAX_RESERVATIONS_PER_HOLDER,
+    SOFT_PIN_SECONDS,
+    Segment,
+)
 
 NONE, SOFT, HARD = PinKind.NONE, PinKind.SOFT, PinKind.HARD
 NAMESPACE = "tests"
@@ -651,8 +656,8 @@ def test_room_is_found_where_no_candidate_is() -> None:
 
 def test_small_values_are_evicted_some_at_a_time_the_least_used_first() -> None:
     """In a segment of which two granules are next to nothing, three objects go for one: they are next anyway."""
-    segment, _ = new_segment(8192)
-    put(segment, "large", value_of(1, 8181 * GRANULE_BYTES), pin=HARD, now=100)
+    segment, _ = new_segment(2 * AHEAD_SHARE)
+    put(segment, "large", value_of(1, (2 * AHEAD_SHARE - 11) * GRANULE_BYTES), pin=HARD, now=100)
     for number in range(9):
         put(segment, f"{number}", one_granule(number), now=100 + number)
     put(segment, "soft pin", one_granule(9), pin=SOFT, now=100)
@@ -669,8 +674,8 @@ def test_small_values_are_evicted_some_at_a_time_the_least_used_first() -> None:
 
 
 def test_a_chain_goes_from_its_tail_also_when_several_windows_go_at_once() -> None:
-    segment, _ = new_segment(8192)
-    put(segment, "large", value_of(1, 8179 * GRANULE_BYTES), pin=HARD, now=100)
+    segment, _ = new_segment(2 * AHEAD_SHARE)
+    put(segment, "large", value_of(1, (2 * AHEAD_SHARE - 13) * GRANULE_BYTES), pin=HARD, now=100)
     for number in range(12):
         put(segment, f"{number}", one_granule(number), follows=f"{number - 1}", now=100)
     assert segment.used_bytes == segment.data_bytes
