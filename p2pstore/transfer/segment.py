@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
-from itertools import islice
 from types import MappingProxyType
 from typing import Final
 
@@ -18,8 +17,7 @@ import numpy as np
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.objects import DIGEST_BYTES, Version, format_bytes
-from p2pstore.transfer.allocator import Window, choose_windows
-from p2pstore.transfer.areas import Areas, Place, Places, QuotaUse
+from p2pstore.transfer.areas import Areas, Places, QuotaUse
 from p2pstore.transfer.entries import ObjectEntry, QuickCopy, Reservation, SmallObjectsLent
 from p2pstore.transfer.eviction import EvictionOrder, WhoKeeps, rank_of
 from p2pstore.transfer.eviction_policies import make_policy
@@ -48,6 +46,7 @@ from p2pstore.transfer.loans import Loan, Loans
 from p2pstore.transfer.most_read import MostRead
 from p2pstore.transfer.object_table import ObjectTable, slot_of
 from p2pstore.transfer.policies.interface import EvictionPolicy
+from p2pstore.transfer.victims import Victims
 
 __all__ = [
     "MAX_RESERVATIONS_PER_HOLDER",
@@ -59,10 +58,6 @@ __all__ = [
 
 SOFT_PIN_SECONDS: Final = 30 * 60.0
 MAX_RESERVATIONS_PER_HOLDER: Final = 4096
-MOST_WINDOWS: Final = 8
-AHEAD_SHARE: Final = 256
-"""So many windows are evicted at once, as long as those ahead of need are less than this part of the segment."""
-
 AHEAD_LEFT: Final = 16
 """Nothing is evicted ahead of need but while so many times as much may go: else what was put a moment ago would, and
 for nobody."""
@@ -119,6 +114,7 @@ class Segment:
         kept = self._that_fits(kept or Kept())
         self._table = ObjectTable(buffer, segment_id, incarnation, geometry, kept.numbers)
         self._order = EvictionOrder(policy or make_policy(), self._areas.group_count)
+        self._victims = Victims(geometry, self._order)
         self._listing = KeyListing()
         self.most_read = MostRead()
         """By whomever, in whatever way the owner hears of it."""
@@ -729,21 +725,17 @@ class Segment:
             others = tuple(group for group in groups if group != kept)
             self._settle()
             for _ in range(MOST_TRIES):  # as for room
-                if slot is None and (self._evict_one(others, now) or self._evict_one(groups, now)):
-                    slot = self._table.take_slot()
+                victims = self._victims.for_slot(others, now) or self._victims.for_slot(groups, now)
+                if not victims:
+                    break
+                self._evict(victims)
+                slot = self._table.take_slot()
+                if slot is not None:
+                    break
         if slot is None:
             what = f"none of the {self.geometry.slots:,} object slots is free"
             raise self._no_room(what, namespace)
         return slot
-
-    def _evict_one(self, groups: tuple[int, ...], now: float) -> bool:
-        """Evict the cheapest object of these groups; whether there was one."""
-        candidates = self._order.candidates(1, groups, len(groups))
-        costs = ((self._order.cost_at(at, now, groups), at) for at in candidates)
-        cheapest = min(((cost, at) for cost, at in costs if cost is not None), default=None)
-        if cheapest is not None:
-            self._evict((cheapest[1],))
-        return cheapest is not None
 
     def _take_extent(self, size: int, namespace: str, now: float) -> int:
         searches = self._areas.searches(namespace)
@@ -766,8 +758,10 @@ class Segment:
         it: others go too."""
         for _ in range(MOST_TRIES):
             self._settle()
-            if not self._make_room(size, places, now, thoroughly=thoroughly):
+            victims = self._victims.for_room(size, places, now, thoroughly=thoroughly)
+            if not victims:
                 return None
+            self._evict(victims)
             extent = self._areas.take(size, places)
             if extent is not None:
                 return extent
@@ -775,53 +769,6 @@ class Segment:
                 "a window was evicted and did not make the room it was chosen for"
             )
         return None
-
-    def _make_room(self, size: int, places: Places, now: float, *, thoroughly: bool) -> bool:
-        """Evict the cheapest window of `size` bytes in any of these places; whether there was one, as far as candidates
-        tell, or if need be (`thoroughly`) anywhere. For small values some more windows go with it: they would be next,
-        and looking for them takes longer than all the rest of a put."""
-        base, order = self.geometry.data_offset, self._order
-        count = min(MOST_WINDOWS, 1 + self.data_bytes // AHEAD_SHARE // size)
-        found: list[Window] = []
-        hemmed_in = []
-        for place in places:
-            evictable = order.evictable_bytes(place.groups)
-            if not evictable or evictable + place.area.allocator.free_bytes < size:
-                continue
-            offsets = order.candidates(size, place.groups, len(places))
-            least_used = (offset - base for offset in offsets)
-            windows = self._windows(place, least_used, size, count, now)
-            found += windows
-            if not windows and not place.is_lent:
-                hemmed_in.append(place)
-        # What must stay hems in all candidates: look everywhere, which may take long. In what is lent, most is to stay,
-        # and whoever has no room of its own would have all of it looked through with every put.
-        if not found and thoroughly:
-            count = 1
-            for place in hemmed_in:
-                anywhere = islice(self._stretches(place, size), 8)
-                found += self._windows(place, anywhere, size, count, now)
-        if found:
-            self._evict(base + extent for extent in choose_windows(found, count))
-        return bool(found)
-
-    def _windows(
-        self, place: Place, candidates: Iterable[int], size: int, count: int, now: float
-    ) -> list[Window]:
-        base, order = self.geometry.data_offset, self._order
-
-        def cost(extent: int) -> float | None:
-            return order.cost_at(base + extent, now, place.groups)
-
-        return place.area.allocator.windows(size, candidates, cost, count)
-
-    def _stretches(self, place: Place, size: int) -> Iterator[int]:
-        base, order = self.geometry.data_offset, self._order
-
-        def stays(extent: int) -> bool:
-            return not order.may_go(base + extent, place.groups)
-
-        return place.area.allocator.stretches(size, stays)
 
     def _evict(self, offsets: Iterable[int]) -> None:
         entries = [self._order.at(offset) for offset in offsets]

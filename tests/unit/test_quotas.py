@@ -183,7 +183,7 @@ def test_what_is_lent_is_not_looked_through_for_who_has_no_room_of_its_own(
         looked.append(place)
         return iter(())
 
-    monkeypatch.setattr(segment, "_stretches", stretches)
+    monkeypatch.setattr(segment._victims, "_stretches", stretches)
     for number in range(20):
         with pytest.raises(CapacityExceeded):
             put(segment, "other", 100 + number, granules=2)

@@ -36,12 +36,8 @@ from p2pstore.transfer.layout import (
 from p2pstore.transfer.layout import Pin as PinKind
 from p2pstore.transfer.loans import Loan
 from p2pstore.transfer.reader import SegmentReader
-from p2pstore.transfer.segment import (
-    AHEAD_SHARE,
-    MAX_RESERVATIONS_PER_HOLDER,
-    SOFT_PIN_SECONDS,
-    Segment,
-)
+from p2pstore.transfer.segment import MAX_RESERVATIONS_PER_HOLDER, SOFT_PIN_SECONDS, Segment
+from p2pstore.transfer.victims import AHEAD_SHARE
 
 NONE, SOFT, HARD = PinKind.NONE, PinKind.SOFT, PinKind.HARD
 NAMESPACE = "tests"
