@@ -15,7 +15,8 @@ class NoSuchKey(P2PStoreError, KeyError):
 
 
 class Unavailable(P2PStoreError):
-    """Copies of the object are known, but none of their holders could be reached or served it."""
+    """Copies of the object are known, but none of their holders could be reached or served it; or, where this peer
+    keeps a part of the directory only, none of those that would know of copies could be reached."""
 
 
 class DeadlineExceeded(P2PStoreError, TimeoutError):

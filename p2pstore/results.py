@@ -368,7 +368,7 @@ class ObjectStore(Protocol):
 
     async def get(self, key: str, *, wait: float = 0.0) -> bytes:
         """The value. `wait` seconds for a key that may still be on its way. Raises `NoSuchKey`, or
-        `Unavailable` when copies are known and none can be reached."""
+        `Unavailable` when copies are known and none can be reached, or nobody who would know of any."""
         ...
 
     async def get_into(

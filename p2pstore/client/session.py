@@ -257,7 +257,7 @@ class ClientSession:
 
     async def get(self, key: str, *, wait: float = 0.0) -> bytes:
         """The value. `wait` seconds for a key that may still be on its way. Raises `NoSuchKey`, or
-        `Unavailable` when copies are known and none can be reached."""
+        `Unavailable` when copies are known and none can be reached, or nobody who would know of any."""
         destination, digest, fetcher = BytesDestination(), self._digest(key), self._live.fetcher
         wait = arguments.seconds("wait", wait)
         if await fetcher.read_here(digest, destination) is not None:

@@ -116,6 +116,8 @@ class FetchOperation(Operation):
             self._pull(usable)
         elif copies or not self._all_said_gone:
             self.finish(unavailable(len(copies) + len(self._failed), self._why), now)
+        elif self._lookup is not None and self._lookup.nobody_told_of(self.digest):
+            self.finish(unknown(), now)
         else:
             self.finish(NoSuchKey("no live peer holds this key"), now)
 
@@ -185,4 +187,12 @@ def unavailable(copies: int, why: str = "") -> Unavailable:
     return Unavailable(
         f"{copies} {noun} known, but no holder can be reached: try again when its peer is back "
         "(`mooncake-p2p locate` names it)"
+    )
+
+
+def unknown() -> Unavailable:
+    """The error for a key of which this peer cannot know whether anybody has it."""
+    return Unavailable(
+        "this peer keeps a part of the directory only, and none of the peers that keep this key's can be reached: try "
+        "again (`mooncake-p2p peers` says who can be)"
     )

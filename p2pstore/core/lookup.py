@@ -54,7 +54,8 @@ class LookupOperation(Operation):
     A peer that follows all logs seldom misses a key, and asks all three homes of one at a time: what it has not
     heard of is so young that a home may not have heard of it either. In partitioned mode it asks one home, and
     the next one when that does not answer or says that it may not know all; when it does not answer at once,
-    both are asked at the same time, and the first to vouch for its answer counts.
+    both are asked at the same time, and the first to vouch for its answer counts. When none of them answers, nothing is
+    known of the key: `nobody_told_of` it.
 
     The result is a list, per digest, of `KnownCopy` (best first). With `wait_seconds` it goes on until every
     key was found or the time is over: it looks again at any news of a missing key, and now and then
@@ -90,6 +91,8 @@ class LookupOperation(Operation):
         """What this round has not found, by home."""
         self._homes_left: dict[bytes, list[PeerId]] = {}
         """Keys of this round that nobody could tell of yet, and who is left to ask; in partitioned mode."""
+        self._told_of: set[bytes] = set()
+        """Keys of which some home said what it knows, though it may not know all; in partitioned mode."""
         self._unsure_until = 0.0
         self._asked: dict[int, tuple[PeerId, list[bytes]]] = {}
         """Questions under way."""
@@ -127,6 +130,11 @@ class LookupOperation(Operation):
             if not self._missed:
                 self._settle(now)
 
+    def nobody_told_of(self, digest: bytes) -> bool:
+        """Whether no home of a key answered, so that it may well be somewhere."""
+        left = digest in self._missed and digest in self._homes_left
+        return left and digest not in self._told_of
+
     @property
     def homes_asked(self) -> int:
         """How many peers were asked for holders."""
@@ -138,6 +146,7 @@ class LookupOperation(Operation):
         unsure: Sequence[int] = range(len(digests))
         if isinstance(reply, Locations):
             self.core.learn_locations(digests, reply, now)
+            self._told_of.update(self._homes_left.keys() & digests)
             unsure = [place for place in reply.unsure if 0 <= place < len(digests)]
             doubtful = {digests[place] for place in unsure} if self._ask_always else frozenset()
             for digest in digests:

@@ -10,7 +10,7 @@ import msgspec
 import trio
 
 from p2pstore.core.effects import KnownCopy
-from p2pstore.core.fetch import FetchOperation, unavailable
+from p2pstore.core.fetch import FetchOperation, unavailable, unknown
 from p2pstore.core.lookup import LookupOperation, split_digests
 from p2pstore.errors import (
     LeaseLimitExceeded,
@@ -148,10 +148,13 @@ class LocalGets:
         return self._planned(operation)
 
     def _planned(self, operation: LookupOperation) -> local.Planned:
-        items = [self._plan_item(copies) for copies in operation.result]
+        items = [
+            self._plan_item(copies, is_unknown=operation.nobody_told_of(digest))
+            for digest, copies in zip(operation.digests, operation.result, strict=True)
+        ]
         return local.Planned(items, operation.homes_asked)
 
-    def _plan_item(self, copies: Sequence[KnownCopy]) -> local.PlanItem:
+    def _plan_item(self, copies: Sequence[KnownCopy], *, is_unknown: bool) -> local.PlanItem:
         reachable = [copy for copy in copies if copy.reachable]
         unreachable = len(copies) - len(reachable)
         mine = next((copy for copy in reachable if copy.local), None)
@@ -168,12 +171,11 @@ class LocalGets:
         ordered = self._node.reading_order(reachable)[:HOLDERS_PER_PLAN]
         holders = [self._holder(copy) for copy in ordered]
         error = local.OK
-        if not holders:
-            error = (
-                local.ItemError(int(Code.UNAVAILABLE), str(unavailable(unreachable)), unreachable)
-                if unreachable
-                else no_such_key()
-            )
+        if not holders and unreachable:
+            text = str(unavailable(unreachable))
+            error = local.ItemError(int(Code.UNAVAILABLE), text, unreachable)
+        elif not holders:
+            error = item_error(unknown()) if is_unknown else no_such_key()
         return local.PlanItem(
             holders,
             known_unreachable=unreachable,

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from p2pstore.gossip.homes.partition_homes import HOME_COUNT
 from tests.soak.timeline import Life, Timeline
 
 SPREAD_SECONDS: Final = 60.0
@@ -48,6 +49,7 @@ INVARIANTS: Final = (
 OF_CAPACITY: Final = ("CapacityExceeded", "LeaseLimitExceeded")
 NOT_BROUGHT: Final = "cannot bring it from its SSD"
 """What is said of a holder whose memory, full of what must stay, has no room for what its SSD has."""
+UNAVAILABLE: Final = "Unavailable"
 OF_THE_OWN_PEER: Final = ("NoLocalPeer", "StoreClosed")
 
 
@@ -99,15 +101,19 @@ class _Key:
 
 
 class Ledger:
-    """Takes observations and keeps complaints, and counts how often each promise was put to the test."""
+    """Takes observations and keeps complaints, and counts how often each promise was put to the test. `askers` are
+    peers that keep a part of the directory, and ask others for the rest."""
 
-    def __init__(self, timeline: Timeline, limits: Limits) -> None:
+    def __init__(
+        self, timeline: Timeline, limits: Limits, askers: frozenset[int] = frozenset()
+    ) -> None:
         self.complaints: list[Complaint] = []
         self.checked: Counter[str] = Counter()
         self.longest_seconds = 0.0
         """Of all operations, without standstills."""
         self._timeline = timeline
         self._limits = limits
+        self._askers = askers
         self._keys: dict[str, _Key] = {}
         self._calm_from = math.inf
         self._calms: list[tuple[float, float]] = []
@@ -205,7 +211,8 @@ class Ledger:
     def failed(self, reader: int, key: str, error: str, begun: float, ended: float) -> None:
         """A read ended with an error of that name."""
         record = self._keys.get(key)
-        if record is not None and error not in (*OF_CAPACITY, *OF_THE_OWN_PEER):
+        excused = error == UNAVAILABLE and self._may_reach_no_home(reader, begun, ended)
+        if record is not None and error not in (*OF_CAPACITY, *OF_THE_OWN_PEER) and not excused:
             self._missed(record, reader, key, begun, ended, error)
 
     def listed(self, peer: int, keys: Iterable[str], asked: float, answered: float) -> None:
@@ -352,6 +359,16 @@ class Ledger:
         if safe and self._timeline.undisturbed(writer, reader, since, ended):
             text = f"{key!r} read at {reader}: {what}; it is on the SSD of {writer}"
             self._complain(DURABLE, ended, text)
+
+    def _may_reach_no_home(self, reader: int, begun: float, ended: float) -> bool:
+        """Whether who must ask others where a key is may have found none of them. It is to say so then, and not that
+        there is no such key."""
+        if reader not in self._askers:
+            return False
+        since = begun - self._limits.reach
+        others = (peer for peer in range(self._timeline.peers) if peer != reader)
+        away = sum(not self._timeline.undisturbed(peer, reader, since, ended) for peer in others)
+        return away >= HOME_COUNT
 
     def delivered(self, reader: int, key: str) -> None:
         """Count that what is kept was read."""

@@ -133,7 +133,8 @@ class Soak:
         self._tell_line = tell
         self._timeline = Timeline(len(ROLES))
         limits = Limits(operation=20 * setting.patience, reach=10 * setting.patience)
-        self._ledger = Ledger(self._timeline, limits)
+        askers = frozenset(number for number, role in enumerate(ROLES) if role.partitioned)
+        self._ledger = Ledger(self._timeline, limits, askers)
         self._events = Events(self._ledger, self._timeline)
         self.outcome.traffic = self._events.traffic
         self._processes = Processes(

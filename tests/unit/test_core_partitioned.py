@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from p2pstore.core.effects import AskPeer
 from p2pstore.core.fetch import FetchOperation
 from p2pstore.core.lookup import (
@@ -15,7 +17,7 @@ from p2pstore.core.lookup import (
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.gossip.homes.directory_mode import KeptDirectory
 from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
-from p2pstore.gossip.records import member_of
+from p2pstore.gossip.records import PeerId, member_of
 from p2pstore.local.messages import PutStatus
 from p2pstore.transfer.messages import (
     DataKind,
@@ -391,6 +393,31 @@ def test_a_key_whose_only_holder_died_is_not_one_that_never_was() -> None:
         world.answer(ask, Locations([holdings]))
         outcomes.append(type(fetch.result))
     assert outcomes == [Unavailable, NoSuchKey]
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [((None, None, None), Unavailable), ((None, "unsure", None), NoSuchKey)],
+    ids=["no home answers", "one answers, and may not know all"],
+)
+def test_a_key_of_which_nobody_could_tell_is_not_one_that_never_was(
+    answers: tuple[str | None, ...], error: type[Exception]
+) -> None:
+    world = partitioned()
+    fetch = FetchOperation(world.core, digest_of(foreign_key(world)))
+    world.start(fetch)
+    by_home: dict[PeerId, str | None] = {}
+    begin = world.now
+    while not fetch.done:
+        assert world.now < begin + UNSURE_SECONDS + 3 * NEXT_HOME_SECONDS
+        for ask in world.asks(DataKind.LOOKUP):
+            if by_home.setdefault(ask.peer_id, answers[len(by_home) % 3]):
+                world.answer(ask, absent(ask, [0]))
+            else:
+                world.answer(ask, None)
+        world.pass_time(0.02)
+    assert len(by_home) == 3
+    assert isinstance(fetch.result, error)
 
 
 def test_a_home_names_the_holder_that_died() -> None:

@@ -247,6 +247,34 @@ def test_a_copy_that_was_listed_is_relied_on(ledger: Ledger, timeline: Timeline)
     assert broken(ledger) == {KEPT}
 
 
+@pytest.mark.parametrize(
+    ("reader", "away", "error", "complains"),
+    [
+        (0, 3, "Unavailable", False),
+        (0, 3, None, True),  # that nobody could tell is no reason to say that there is none
+        (0, 2, "Unavailable", True),  # one of three homes was there
+        (0, 3, "IntegrityError", True),
+        (1, 3, "Unavailable", True),  # it knows all itself
+    ],
+)
+def test_who_asks_others_where_a_key_is_may_find_none_of_them(
+    reader: int, away: int, error: str | None, *, complains: bool
+) -> None:
+    timeline = Timeline(7)
+    for peer in range(7):
+        timeline.begin_life(peer, 0.0)
+    ledger = Ledger(timeline, Limits(operation=20.0, reach=10.0), askers=frozenset({0}))
+    ledger.issued(6, "kept 6 1", 1, 4.9)
+    ledger.stored("kept 6 1", 1, 5.0)
+    ledger.kept("kept 6 1", 1, 5.0)
+    timeline.begin_trouble(range(2, 2 + away), 12.0)
+    if error is None:
+        ledger.read(reader, "kept 6 1", None, 16.0, 16.1)
+    else:
+        ledger.failed(reader, "kept 6 1", error, 16.0, 16.1)
+    assert broken(ledger) == ({KEPT} if complains else set())
+
+
 @pytest.mark.parametrize("error", ["StoreClosed", "NoLocalPeer", "CapacityExceeded"])
 def test_errors_that_are_not_about_the_holder(ledger: Ledger, error: str) -> None:
     keep(ledger)
