@@ -133,10 +133,10 @@ def create_memory(
     if reserved:
         try:
             return _create_reserved(total_bytes, name, node)
-        except OSError as error:  # somebody else took them meanwhile, or a cgroup limits them
+        except (OSError, ConfigError) as error:  # others took them meanwhile, or a cgroup limits
             if huge_pages == "require":
                 size = format_bytes(total_bytes)
-                raise ConfigError(f"huge_pages: cannot map {size}: {error.strerror}") from error
+                raise ConfigError(f"huge_pages: {size} of them cannot be had: {error}") from error
     available, source = available_memory()
     limits = [(available - besides_bytes, source)]
     if node is not None:

@@ -264,6 +264,18 @@ def test_reserved_huge_pages_are_used() -> None:
     memory.close()
 
 
+@pytest.mark.skipif(free_huge_pages() > 0, reason="huge pages are reserved: they can be had")
+def test_reserved_huge_pages_that_others_took_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2pstore.transfer.memory._free_huge_page_bytes", lambda node: 1 << 40)
+    before = open_descriptors()
+    memory = create_memory(3 * MIB, "p2pstore-taken")
+    assert os.fstat(memory.descriptor).st_blksize < 2 * MIB
+    memory.close()
+    with pytest.raises(ConfigError, match=r"huge_pages: 3\.0 MiB of them cannot be had: "):
+        create_memory(3 * MIB, "p2pstore-taken", huge_pages="require")
+    assert len(open_descriptors()) <= len(before)
+
+
 # --- how much there is -----------------------------------------------------------------------
 
 
