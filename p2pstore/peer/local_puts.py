@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 import trio
@@ -190,7 +191,8 @@ class LocalPuts:
     def abort(self, client: LocalClient, message: local.Abort) -> Empty:
         """Give reservations back; one that has ended already is passed over."""
         for number in message.reservations:
-            self._segment.abort(number, holder=client.holder)
+            with suppress(ValueError):
+                self._segment.abort(number, holder=client.holder)
         return Empty()
 
     def place(self, client: LocalClient, message: local.Place) -> local.Placed:

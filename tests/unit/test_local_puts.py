@@ -101,3 +101,14 @@ def test_nonsense_that_is_asked_for_ahead_fails_no_put(item: local.ReserveItem) 
     assert loop.put("k", again=item).again[0].error.code
     loop.puts.make_room_ahead()
     assert world.find("k") is not None
+
+
+def test_an_abort_passes_over_what_has_ended() -> None:
+    world = Harness()
+    loop = Loop(world)
+    first = loop._room.reservation
+    loop.put("k")
+    second = loop._room.reservation
+    used = world.segment.used_bytes
+    loop.puts.abort(CLIENT, local.Abort([first, 1 << 40, second]))
+    assert world.segment.used_bytes < used
