@@ -1,11 +1,15 @@
 """Small reads of many tasks from one holder, gathered: where so many are under way that the next one would queue for a
 connection, those that come wait for each other, and then one of them reads for all. A request of its own for each would
 cost both ends a turn of their event loops.
+
+On one machine, or a fast network, an answer is there when its request has gone out: then a task would read on and on,
+while the others have not even asked. So who begins lets them ask now and then, and each time where there are many.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Final
@@ -18,6 +22,8 @@ MOST_ALONE: Final = 4
 """Reads under way from one holder, each by itself: so many connections are kept, and a batch of few takes longer."""
 MANY: Final = 8
 """After a batch of so many at least, it is one at most: the next batch begins when that is over."""
+GATHER_SECONDS: Final = 5e-3
+"""So seldom who reads alone lets others ask first: some 10 us where nobody does."""
 MOST_TOGETHER: Final = 256
 """Reads in one batch."""
 
@@ -52,13 +58,14 @@ class _Waiting:
 
 
 class _Holder:
-    """Who reads there: `alone` of at most `most_alone`. `leads`: one reads a batch, or is called to do that; then
-    nobody else begins."""
+    """Who reads there: `alone` of at most `most_alone`. `leads`: one reads a batch, is called to do that, or gathers
+    it; then nobody else begins."""
 
-    __slots__ = ("alone", "leads", "most_alone", "queue")
+    __slots__ = ("alone", "gathered_at", "leads", "most_alone", "queue")
 
     def __init__(self) -> None:
         self.alone = 0
+        self.gathered_at = -math.inf
         self.most_alone = MOST_ALONE
         self.leads = False
         self.queue: list[_Waiting] = []
@@ -67,6 +74,13 @@ class _Holder:
     def is_read(self) -> bool:
         """Whether somebody reads there now, and will call who waits."""
         return self.leads or self.alone > 0
+
+    @property
+    def is_to_gather(self) -> bool:
+        """Whether the next one lets others ask first."""
+        return not self.alone and (
+            self.most_alone < MOST_ALONE or time.monotonic() - self.gathered_at >= GATHER_SECONDS
+        )
 
 
 class ReadingTogether:
@@ -91,15 +105,21 @@ class ReadingTogether:
         holder = self._holders.get(copy.member)
         if holder is None:
             holder = self._holders[copy.member] = _Holder()
+        gathers = False
         if holder.alone < holder.most_alone and not (holder.queue or holder.leads):
-            holder.alone += 1
-            length = await _read_alone(holder, alone)
-            if length >= 0 or not holder.is_read:
-                return length  # else others may have all connections
+            gathers = holder.is_to_gather
+            if not gathers:
+                holder.alone += 1
+                length = await _read_alone(holder, alone)
+                if length >= 0 or not holder.is_read:
+                    return length  # else others may have all connections
         waiting = _Waiting(digest, room_bytes, self._driver.event())
         holder.queue.append(waiting)
         try:
-            await waiting.event.wait(math.inf)  # whoever reads has a deadline
+            if gathers:
+                await self._gather(holder, waiting)
+            else:
+                await waiting.event.wait(math.inf)  # whoever reads has a deadline
         except BaseException:
             _leave(holder, waiting)
             raise
@@ -112,6 +132,20 @@ class ReadingTogether:
         if waiting.length > 0:
             view[: waiting.length] = waiting.room[: waiting.length]
         return waiting.length
+
+    async def _gather(self, holder: _Holder, first: _Waiting) -> None:
+        """Let others ask; then `first` leads, or it and the few others read by themselves."""
+        first.leads = holder.leads = True
+        await self._driver.sleep(0)
+        if holder.most_alone < MOST_ALONE:
+            await self._driver.sleep(
+                0
+            )  # those of the last batch were called with `first`, and may come after it
+        holder.gathered_at = time.monotonic()
+        if first.leads and len(holder.queue) <= MOST_ALONE:
+            first.leads = holder.leads = False
+            holder.most_alone = MOST_ALONE
+            _call_next(holder)
 
     async def _lead(self, copy: RemoteCopy, holder: _Holder) -> None:
         """Read for those that wait, the caller first. Cancelled, it leaves the others to the next one."""

@@ -170,15 +170,54 @@ async def test_many_reads_go_together(readers: Readers) -> None:
     assert readers.ended(*range(30))
     assert readers.holder.requests[-1] == list(range(30, 40))
     await readers.answer()
-    await readers.begin(40, 41, 42)  # after a batch of many one goes by itself at most
-    assert readers.holder.requests[-1] == []
-    await readers.answer()
-    assert readers.holder.requests[-1] == [41, 42]
-    await readers.answer()
-    await readers.begin(43, 44, 45)  # and after one of few, they go as before
+    await readers.begin(40, 41, 42)  # few again
     assert readers.holder.requests[-3:] == [[], [], []]
     await readers.answer(3)
-    assert readers.ended(*range(46))
+    assert readers.ended(*range(43))
+
+
+@pytest.mark.parametrize("loop", ["trio", "asyncio"])
+def test_answers_that_are_there_at_once_are_asked_for_together(loop: str) -> None:
+    """Nobody would ever wait: the first task would read all it wants, then the next one."""
+
+    async def at_once() -> Answer:
+        return WELL
+
+    async def read_some(holder: Holder, first: int) -> None:
+        for number in range(first, first + 20):
+            assert await holder.read(number) > 0
+
+    async def by_trio() -> Holder:
+        holder = Holder(TrioDriver(), at_once)
+        async with trio.open_nursery() as nursery:
+            for task in range(TASKS):
+                nursery.start_soon(read_some, holder, 20 * task)
+        return holder
+
+    async def by_asyncio() -> Holder:
+        holder = Holder(AsyncioDriver(), at_once)
+        await asyncio.gather(*[read_some(holder, 20 * task) for task in range(TASKS)])
+        return holder
+
+    holder = trio.run(by_trio) if loop == "trio" else asyncio.run(by_asyncio())
+    holder.check_idle()
+    assert len(holder.requests) < 3 * 20, "a few more than there would be if all went in step"
+
+
+async def test_who_gathers_is_cancelled_or_told_of_a_silent_holder(readers: Readers) -> None:
+    silence = PullFailed(Code.DEADLINE_EXCEEDED, "it did not answer")
+    await readers.begin(*range(30))
+    await readers.answer(MOST_ALONE)
+    await readers.answer()
+    scope = trio.CancelScope()
+    scope.cancel()
+    with scope:
+        await readers.holder.read(30)
+    assert scope.cancelled_caught
+    await readers.begin(31)
+    await readers.answer(1, (0, silence))
+    assert readers.ends.pop(31) == Code.DEADLINE_EXCEEDED
+    assert readers.ended(*range(30))
 
 
 async def test_what_does_not_fit_takes_another_way(readers: Readers) -> None:
