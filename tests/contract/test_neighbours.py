@@ -62,7 +62,13 @@ def key(cluster: Cluster) -> Iterator[str]:
     prefix = f"{next(_numbers):04}/"
     yield prefix
     gc.collect()
-    until(lambda: leased_bytes(cluster, "far") == leased_bytes(cluster, "near") == 0)
+    try:
+        until(lambda: leased_bytes(cluster, "far") == leased_bytes(cluster, "near") == 0)
+    except AssertionError as error:  # seen once: whether it was garbage, or was not given back
+        error.add_note(f"{gc.collect()} objects were garbage by then")
+        where = ", ".join(f"{name} {leased_bytes(cluster, name):,}" for name in ("far", "near"))
+        error.add_note(f"bytes leased after that: {where}")
+        raise
     page = cluster.distant.list_keys(prefix)
     cluster.distant.remove_many([each.key for each in page.keys])
     until(lambda: not cluster.stores["blocking"].list_keys(prefix).keys)
