@@ -138,9 +138,8 @@ class ReadingTogether:
         first.leads = holder.leads = True
         await self._driver.sleep(0)
         if holder.most_alone < MOST_ALONE:
-            await self._driver.sleep(
-                0
-            )  # those of the last batch were called with `first`, and may come after it
+            # The others of the last batch were called when `first` was, and their turn may come after it.
+            await self._driver.sleep(0)
         holder.gathered_at = time.monotonic()
         if first.leads and len(holder.queue) <= MOST_ALONE:
             first.leads = holder.leads = False
