@@ -1,4 +1,4 @@
-"""The control host: admitted, encrypted connections to other peers. Shell; the only module that knows libp2p.
+"""The control host: admitted, encrypted connections to other peers. Shell; no other module uses `libp2p_parts`.
 
 From libp2p come the peer id, Noise and multistream-select, and the wire is libp2p's own. Sockets, dialling
 and tasks are ours instead of its `Swarm` and `BasicHost`: those leak sockets when cancelled, end
@@ -25,18 +25,6 @@ from itertools import chain
 from typing import Final, TypeVar
 
 import trio
-from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.crypto.x25519 import X25519PrivateKey
-from libp2p.custom_types import TProtocol
-from libp2p.network.connection.raw_connection import RawConnection
-from libp2p.peer.id import ID
-from libp2p.protocol_muxer.multiselect import Multiselect
-from libp2p.protocol_muxer.multiselect_client import MultiselectClient
-from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
-from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
-from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL
-from libp2p.security.noise.transport import Transport as NoiseTransport
-from libp2p.security.security_multistream import SecurityMultistream
 
 from p2pstore.allowlist import AllowList
 from p2pstore.config import join_address
@@ -47,6 +35,20 @@ from p2pstore.gossip.links.connection import Connection, ControlBytes
 from p2pstore.gossip.links.connection_keeper import ConnectionKeeper
 from p2pstore.gossip.links.connection_limits import ConnectionLimits
 from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.links.libp2p_parts import (
+    ID,
+    NOISE_PROTOCOL,
+    Multiselect,
+    MultiselectClient,
+    MultiselectCommunicator,
+    NoiseTransport,
+    PeerIDMismatchesPubkey,
+    RawConnection,
+    SecurityMultistream,
+    TProtocol,
+    X25519PrivateKey,
+    create_new_key_pair,
+)
 from p2pstore.gossip.links.link import (
     ADMISSION_SECONDS,
     Handler,
