@@ -32,12 +32,11 @@ def test_a_peer_imports_what_it_uses() -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        "import libp2p; libp2p.new_host()",
-        "from libp2p import new_host; new_host()",
-        "import libp2p.crypto.ed25519; libp2p.crypto.ed25519.create_new_key_pair()",
-        "from libp2p.transport import TransportManager; import libp2p; libp2p.new_host()",
-        "import libp2p.network.swarm; assert libp2p.network.swarm.Swarm",
         "import libp2p; assert not hasattr(libp2p, 'no_such_thing'); libp2p.new_host()",
+        "from libp2p.transport import TransportManager\n"
+        "import libp2p.crypto.ed25519; libp2p.crypto.ed25519.create_new_key_pair()",
+        "import libp2p.network.swarm; assert libp2p.network.swarm.Swarm\n"
+        "from libp2p import new_host; new_host()",
     ],
 )
 def test_a_program_with_a_peer_has_all_of_libp2p(use: str) -> None:
