@@ -5,6 +5,10 @@ readers to have their own peers bring the object and keep it (as a soft copy, ev
 somebody else just read it, or it was read several times of late. And of those who keep it, it serves a few; the next
 ones it sends to these, who do the same: a tree that grows while the object travels. (BitTorrent and Kraken send readers
 to each other piece by piece; objects here are short enough to go as a whole.)
+
+A peer whose memory is too small for all that its clients read again and again would evict each object before it is read
+once more: bringing it costs several times what a read costs. Such a reader is found out by its coming back for what it
+was sent to keep; for a while it is sent all it reads, without keeping it.
 """
 
 from __future__ import annotations
@@ -29,6 +33,17 @@ SPREAD_BYTES_PER_SECOND: Final = 100e6
 """How long a transfer counts as having just been: by then all know of the copies that it made."""
 KEPT_SHARE: Final = 16
 """A client's peer is not to keep what takes more than this part of its memory: that would cost others their place."""
+LOST_SECONDS: Final = HALF_LIFE_SECONDS
+"""Who comes again within this time for what it was to keep has lost it already."""
+ON_ITS_WAY_SECONDS: Final = 0.1
+"""Before, besides the time of the transfer, it may not have it yet."""
+FIRST_PAUSE_SECONDS: Final = 10.0
+LAST_PAUSE_SECONDS: Final = 320.0
+"""How long nothing is to be kept by a reader that loses it: twice as long when it does so again."""
+MAX_LOSERS: Final = 1024
+"""Readers of whom that is remembered."""
+MOST_KEEPERS: Final = 64
+"""Of an object, of whom it is remembered when they were sent it."""
 MAX_OBJECTS: Final = 4096
 """Whose readers are remembered: those read last."""
 
@@ -51,6 +66,8 @@ class _Reads:
     """Who read an object of late."""
 
     transfers: deque[_Transfer] = field(default_factory=deque)
+    kept_at: dict[Member, float] = field(default_factory=dict)
+    """When it was sent to those that were to keep it; the last one last."""
     heat: float = 0.0
     heat_at: float = 0.0
 
@@ -62,6 +79,11 @@ class _Reads:
         """The object goes to this reader."""
         self.heat, self.heat_at = 1.0 + self.heat_now(now), now
         self.transfers.append(_Transfer(now, reader, keeps))
+        if keeps:
+            self.kept_at.pop(reader, None)
+            self.kept_at[reader] = now
+            if len(self.kept_at) > MOST_KEEPERS:
+                del self.kept_at[next(iter(self.kept_at))]
 
     def forget(self, before: float) -> None:
         """Transfers that are over for long."""
@@ -69,11 +91,19 @@ class _Reads:
             self.transfers.popleft()
 
 
+class _Pause(NamedTuple):
+    """A reader is not asked to keep anything until then; so long it was from the beginning."""
+
+    until: float
+    seconds: float
+
+
 class HotObjects:
     """Of one holder. Times are seconds of any clock that does not go back."""
 
     def __init__(self) -> None:
         self._objects: OrderedDict[bytes, _Reads] = OrderedDict()
+        self._pauses: dict[Member, _Pause] = {}
 
     def __len__(self) -> int:
         """Of how many objects it is known who read them."""
@@ -97,6 +127,8 @@ class HotObjects:
         others = [each for each in reads.transfers if each.reader != reader]
         keepers = list(dict.fromkeys(each.reader for each in others if each.keeps))
         is_full = bool(keepers) and len({each.reader for each in others}) >= MOST_TRANSFERS
+        if keeps is Keeps.BY_PEER and self._loses(reader, reads, length, now) and not is_full:
+            keeps = Keeps.NO
         if keeps is Keeps.BY_PEER and (others or reads.heat_now(now) >= HOT_READS):
             return SentOn(keepers if is_full else [])
         # Who was sent it as a keeper a moment ago lost it on the way: the others may wait for just that one.
@@ -105,6 +137,30 @@ class HotObjects:
             return SentOn(keepers)
         reads.sent(reader, keeps is Keeps.YES, now)
         return None
+
+    def _loses(self, reader: Member, reads: _Reads, length: int, now: float) -> bool:
+        """Whether the reader loses what it is to keep: this object, or others a while ago."""
+        kept_at = reads.kept_at.get(reader)
+        if kept_at is not None:
+            there_at = kept_at + ON_ITS_WAY_SECONDS + length / SPREAD_BYTES_PER_SECOND
+            if there_at < now:
+                del reads.kept_at[reader]
+                if now < kept_at + LOST_SECONDS:
+                    self._lost(reader, now)
+        pause = self._pauses.get(reader)
+        return pause is not None and now < pause.until
+
+    def _lost(self, reader: Member, now: float) -> None:
+        last = self._pauses.get(reader)
+        if last is not None and now < last.until:
+            return
+        seconds = FIRST_PAUSE_SECONDS
+        if last is not None and now < last.until + last.seconds:
+            seconds = min(2 * last.seconds, LAST_PAUSE_SECONDS)
+        self._pauses.pop(reader, None)
+        self._pauses[reader] = _Pause(now + seconds, seconds)
+        if len(self._pauses) > MAX_LOSERS:
+            del self._pauses[next(iter(self._pauses))]
 
     def _reads_of(self, digest: bytes) -> _Reads:
         reads = self._objects.get(digest)

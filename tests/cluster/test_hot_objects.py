@@ -79,3 +79,34 @@ def test_the_first_holder_sends_it_a_few_times(peers: list[PeerProcess], how: st
 
     assert at_once(readers, read) == [value] * len(readers)
     assert served(holder) - before <= MOST_TRANSFERS
+
+
+def test_a_peer_too_small_for_all_that_is_hot_reads_it_where_it_is() -> None:
+    """It would evict each object before it is read once more, and bring it anew each time."""
+    with new_cluster(2, halves=False) as cluster:
+        holder, reader = cluster.peers
+        cluster.start([holder], *FAR)
+        cluster.start([reader], *FAR[:-1], "16MiB", "--bootstrap", holder.control)
+        cluster.wait_until_whole()
+        keys = [f"one of many {number}" for number in range(50)]
+        for key in keys:
+            holder.client.put(key, random.Random(key).randbytes(MIB))
+        until(lambda: all(reader.client.contains_many(keys)), SECONDS)
+        room = bytearray(MIB)
+
+        def sent_on_in_a_round() -> int:
+            before = sent_on(holder)
+            for key in keys:
+                assert reader.client.get_into(key, room) == MIB
+                assert room == random.Random(key).randbytes(MIB)
+            return sent_on(holder) - before
+
+        until(lambda: sent_on_in_a_round() > len(keys) // 2, SECONDS)
+        until(lambda: sent_on_in_a_round() == 0, SECONDS)
+
+
+def sent_on(peer: PeerProcess) -> int:
+    """How often a read was answered with: keep it."""
+    counters = peer.client.statistics()["peer"]["counters"]
+    count: int = counters.get("reads_sent_on", 0)
+    return count

@@ -11,8 +11,13 @@ from p2pstore.core import hot_objects
 from p2pstore.core.effects import PullFailure, PullObject, PullOutcome
 from p2pstore.core.fetch import MOST_HOPS, FetchOperation
 from p2pstore.core.hot_objects import (
+    FIRST_PAUSE_SECONDS,
     HALF_LIFE_SECONDS,
     KEPT_SHARE,
+    LAST_PAUSE_SECONDS,
+    LOST_SECONDS,
+    MAX_LOSERS,
+    MOST_KEEPERS,
     MOST_TRANSFERS,
     HotObjects,
     SentOn,
@@ -87,6 +92,75 @@ def test_what_one_peer_reads_again_and_again_it_keeps() -> None:
     hot = HotObjects()
     answers = [read(hot, 1, now=second) for second in (0.0, 1.0, 2.0, 3.0)]
     assert answers == [None, None, None, SentOn([])]
+
+
+def kept(hot: HotObjects, reader: int, now: float) -> float:
+    """One peer reads the object until it is to keep it, and is sent it: when that was."""
+    for turn in range(10):
+        if read(hot, reader, now=now + turn):
+            assert read(hot, reader, Keeps.YES, now=now + turn) is None
+            return now + turn
+    raise AssertionError("it is not hot")
+
+
+def test_who_loses_what_it_was_to_keep_reads_without_keeping_for_a_while() -> None:
+    hot = HotObjects()
+    now = kept(hot, 1, 0.0) + 1.0
+    seconds = FIRST_PAUSE_SECONDS
+    for _ in range(8):
+        assert read(hot, 1, now=now) is None, "it came back for it"
+        for part in range(20):
+            assert read(hot, 1, now=now + part / 20 * seconds) is None
+        now = kept(hot, 1, now + seconds) + 1.0
+        seconds = min(2 * seconds, LAST_PAUSE_SECONDS)
+    assert seconds == LAST_PAUSE_SECONDS
+
+
+def test_who_lost_something_long_ago_is_trusted_as_before() -> None:
+    hot = HotObjects()
+    assert read(hot, 1, now=kept(hot, 1, 0.0) + 1.0) is None
+    now = kept(hot, 1, 10 * FIRST_PAUSE_SECONDS) + 1.0
+    assert read(hot, 1, now=now) is None
+    assert kept(hot, 1, now + FIRST_PAUSE_SECONDS)
+
+
+def test_who_loses_one_object_is_to_keep_no_other_one_either() -> None:
+    hot = HotObjects()
+    now = kept(hot, 1, 0.0) + 1.0
+    assert read(hot, 1, now=now) is None
+    for turn in range(10):
+        at = now + turn / 5
+        assert hot.read(digest_of("other"), LENGTH, 1, MEMORY, Keeps.BY_PEER, at) is None
+    assert hot.read(digest_of("other"), LENGTH, 2, MEMORY, Keeps.BY_PEER, at) == SentOn([])
+
+
+def test_what_is_on_its_way_is_not_lost_nor_what_was_kept_for_long() -> None:
+    hot = HotObjects()
+    now = kept(hot, 1, 0.0)
+    assert read(hot, 1, now=now + 0.1) == SentOn([]), "another client of the same peer"
+    now = kept(hot, 1, now + LOST_SECONDS + 1.0)
+    assert now > LOST_SECONDS
+
+
+def test_of_many_readers_at_once_also_those_that_lose_it_are_sent_on() -> None:
+    hot = HotObjects()
+    now = kept(hot, 1, 0.0) + 1.0
+    assert read(hot, 1, now=now) is None
+    for reader, keeps in enumerate((Keeps.YES, Keeps.YES, Keeps.NO), start=2):
+        assert read(hot, reader, keeps, now=now) is None
+    assert read(hot, 1, now=now) == SentOn([2, 3])
+
+
+def test_a_bounded_number_of_readers_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    hot = HotObjects()
+    for reader in range(3 * MOST_KEEPERS):
+        assert read(hot, reader, Keeps.YES, now=100.0 * reader) is None
+    assert len(hot._objects[KEY].kept_at) == MOST_KEEPERS
+    monkeypatch.setattr(hot_objects, "MAX_LOSERS", 8)
+    for reader in range(3 * 8):
+        hot._lost(reader, 0.0)
+    assert list(hot._pauses) == list(range(2 * 8, 3 * 8))
+    assert MAX_LOSERS > 8
 
 
 def test_heat_decays() -> None:
