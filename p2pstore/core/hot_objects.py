@@ -13,7 +13,8 @@ was sent to keep; for a while it is sent all it reads, without keeping it.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import math
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -55,19 +56,14 @@ class SentOn(NamedTuple):
     keepers: list[Member]
 
 
-class _Transfer(NamedTuple):
-    at: float
-    reader: Member
-    keeps: bool
-
-
 @dataclass(slots=True)
 class _Reads:
     """Who read an object of late."""
 
-    transfers: deque[_Transfer] = field(default_factory=deque)
+    sent_at: dict[Member, float] = field(default_factory=dict)
+    """When it last went to each reader of a moment ago; the last one last."""
     kept_at: dict[Member, float] = field(default_factory=dict)
-    """When it was sent to those that were to keep it; the last one last."""
+    """When it last went to those that were to keep it, and a while after; the last one last."""
     heat: float = 0.0
     heat_at: float = 0.0
 
@@ -78,7 +74,8 @@ class _Reads:
     def sent(self, reader: Member, keeps: bool, now: float) -> None:
         """The object goes to this reader."""
         self.heat, self.heat_at = 1.0 + self.heat_now(now), now
-        self.transfers.append(_Transfer(now, reader, keeps))
+        self.sent_at.pop(reader, None)
+        self.sent_at[reader] = now
         if keeps:
             self.kept_at.pop(reader, None)
             self.kept_at[reader] = now
@@ -87,8 +84,11 @@ class _Reads:
 
     def forget(self, before: float) -> None:
         """Transfers that are over for long."""
-        while self.transfers and self.transfers[0].at < before:
-            self.transfers.popleft()
+        while self.sent_at:
+            reader = next(iter(self.sent_at))
+            if self.sent_at[reader] >= before:
+                return
+            del self.sent_at[reader]
 
 
 class _Pause(NamedTuple):
@@ -123,16 +123,17 @@ class HotObjects:
         if keeps is Keeps.BY_PEER and length > reader_memory_bytes // KEPT_SHARE:
             keeps = Keeps.NO
         reads = self._reads_of(digest)
-        reads.forget(now - JUST_SECONDS - length / SPREAD_BYTES_PER_SECOND)
-        others = [each for each in reads.transfers if each.reader != reader]
-        keepers = list(dict.fromkeys(each.reader for each in others if each.keeps))
-        is_full = bool(keepers) and len({each.reader for each in others}) >= MOST_TRANSFERS
+        just = now - JUST_SECONDS - length / SPREAD_BYTES_PER_SECOND
+        reads.forget(just)
+        others = len(reads.sent_at) - (reader in reads.sent_at)
+        keepers = [each for each, at in reads.kept_at.items() if each != reader and at >= just]
+        is_full = bool(keepers) and others >= MOST_TRANSFERS
         if keeps is Keeps.BY_PEER and self._loses(reader, reads, length, now) and not is_full:
             keeps = Keeps.NO
         if keeps is Keeps.BY_PEER and (others or reads.heat_now(now) >= HOT_READS):
             return SentOn(keepers if is_full else [])
         # Who was sent it as a keeper a moment ago lost it on the way: the others may wait for just that one.
-        is_back = any(each.reader == reader and each.keeps for each in reads.transfers)
+        is_back = reads.kept_at.get(reader, -math.inf) >= just
         if keeps is Keeps.YES and is_full and not is_back:
             return SentOn(keepers)
         reads.sent(reader, keeps is Keeps.YES, now)
