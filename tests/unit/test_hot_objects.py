@@ -151,6 +151,15 @@ def test_of_many_readers_at_once_also_those_that_lose_it_are_sent_on() -> None:
     assert read(hot, 1, now=now) == SentOn([2, 3])
 
 
+def test_however_often_it_is_read_what_is_remembered_is_as_much_as_there_are_readers() -> None:
+    hot = HotObjects()
+    for turn in range(10_000):
+        assert read(hot, turn % 3, Keeps.NO, now=turn * 1e-4) is None
+    assert list(hot._objects[KEY].sent_at) == [1, 2, 0]
+    assert read(hot, 7, Keeps.NO, now=100.0) is None
+    assert list(hot._objects[KEY].sent_at) == [7], "the others read it long ago"
+
+
 def test_a_bounded_number_of_readers_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     hot = HotObjects()
     for reader in range(3 * MOST_KEEPERS):
