@@ -369,7 +369,7 @@ def test_batches_cancelled_at_any_point_leak_nothing(
         (cluster.distant if number % 2 else store).put(name, bytes([number]) * 5000)
     until(lambda: all(store.contains_many(names)))
     cut = sum(
-        store.cancelled_after(rng.uniform(0, 0.004), call, rng.sample(names, 100))
+        store.cancelled_after(max(0.0, rng.uniform(-0.001, 0.004)), call, rng.sample(names, 100))
         for _ in range(40)
         for call in ("take_leases", "get_many")
     )
@@ -387,7 +387,8 @@ def test_cancelled_at_any_point_nothing_leaks(world: str, cluster: Cluster, key:
         cluster.distant.put(f"{key}{number}", bytes([number]) * 5000)
         if number % 10 == 0:  # so that other views live on while calls are cancelled
             kept.append(store.take_lease(f"{key}{number}", wait=10))
-        cut += store.cancelled_after(rng.uniform(0, 0.001), "take_lease", f"{key}{number}")
+        seconds = max(0.0, rng.uniform(-0.0002, 0.001))
+        cut += store.cancelled_after(seconds, "take_lease", f"{key}{number}")
     assert cut
     assert [view[0] for view in kept] == list(range(0, 60, 10))
     assert leased_bytes(cluster, "far") > 0

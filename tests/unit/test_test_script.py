@@ -21,6 +21,7 @@ name=${0##*/}
 lane=computing
 [[ " $* " == *" tests/cluster "* ]] && lane=waiting
 [[ " $* " == *" tests/contract "* ]] && lane=connecting
+[[ " $* " == *" tests/simulation "* ]] && lane=simulating
 [[ " $* " == *" tests/rdma "* ]] && lane=rdma
 [[ $name == python ]] || lane=$name
 [[ $lane == rdma_vm && $1 == --ready ]] && exit "${NOT_READY:-0}"
@@ -88,9 +89,10 @@ def eventually(condition: Callable[[], bool]) -> None:
 def test_all_lanes_run_at_once_and_their_output_does_not_mix(project: Path) -> None:
     status, output = run(project, MEET="each other")
     assert status == 0, output
-    assert re.findall(r"said by (waiting|connecting|mypy|computing|rdma_vm)", output) == [
+    assert re.findall(r"said by ((?!ruff|setup)\w+)", output) == [
         "waiting",
         "connecting",
+        "simulating",
         "mypy",
         "computing",
         "rdma_vm",
@@ -101,16 +103,18 @@ def test_all_lanes_run_at_once_and_their_output_does_not_mix(project: Path) -> N
 def test_every_folder_of_tests_is_run_exactly_once(project: Path) -> None:
     run(project)
     lanes = dict(line.split(" ", 1) for line in notes(project).splitlines())
-    waiting = re.findall(r" (tests/\w+)", lanes["waiting"] + " " + lanes["connecting"])
+    others = " ".join(lanes[each] for each in ("waiting", "connecting", "simulating"))
+    named = re.findall(r" (tests/\w+)", others)
     in_vm = re.findall(r" (tests/\w+)", lanes["rdma_vm"])
     left_out = re.findall(r"--ignore=(\S+)", lanes["computing"])
     assert " tests " in lanes["computing"]
-    assert sorted(waiting + in_vm) == sorted(left_out)
+    assert sorted(named + in_vm) == sorted(left_out)
     assert all((SCRIPT.parents[1] / folder).is_dir() for folder in left_out)
 
 
 @pytest.mark.parametrize(
-    "failing", ["waiting", "connecting", "computing", "mypy", "rdma_vm", "waiting mypy"]
+    "failing",
+    ["waiting", "connecting", "simulating", "computing", "mypy", "rdma_vm", "waiting mypy"],
 )
 def test_a_lane_that_fails_fails_the_whole_after_the_others_have_ended(
     project: Path, failing: str
