@@ -13,10 +13,12 @@ import threading
 import time
 from typing import Final
 
-POLL_SECONDS: Final = 150e-6
+POLL_SECONDS: Final = 250e-6
 """Nobody polls for longer."""
-SHORT_SECONDS: Final = 300e-6
-"""A wait with sleep that polling may have made shorter: the other side slept as well."""
+SHORT_SECONDS: Final = 2e-3
+"""A wait with sleep that polling may have made shorter: the other side slept as well. Much more than two wake-ups:
+where cores are slow, a read of 1 MiB took 600 us by two who slept, and that would never have ended; 330 by two who
+poll."""
 ALONE_SECONDS: Final = 2e-3
 """Who polls is the only thread of its process that has received for so long: of several, some would wait for each
 other's core, or for the interpreter."""

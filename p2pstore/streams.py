@@ -356,7 +356,10 @@ class BlockingStream:
                 raise stalled(self._receive_limit) from None
             if not count:
                 raise ConnectionResetError("the other side closed the connection")
-            first = advance(wanted, first, count)
+            if count == sum(map(len, some)):
+                first += len(some)
+            else:
+                first = advance(wanted, first, count)
 
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from p2pstore.objects import KIB, SIZE_UNIT_BYTES
 from p2pstore.transfer.failover import SilentHolders, is_silence
 from p2pstore.transfer.messages import SMALL_OBJECT_BYTES
 from p2pstore.transfer.reader import Copied, SegmentReader
+from p2pstore.transfer.small_reads import Part, in_parts, part_slices
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
     BufferDestination,
@@ -92,11 +93,19 @@ class _Batch(ABC, Generic[R]):
         self._silent = SilentHolders()
         self._hot: set[int] = set()
         """Items that the local peer is to bring and keep."""
+        self._here: list[int] | None = None
+        """Items that the local peer seems to have; None until that was looked up."""
+        self._only: dict[int, RemoteCopy | None] = {}
+        """The one other peer that is known to hold each of the rest, where there is just one."""
 
     async def fetch(self) -> list[Outcome]:
         """What became of each item."""
-        await self.read_here()
-        await self.pull_from_only_holders()
+        await self.pull_ahead()
+        if self._wanted:
+            if self._here is None:
+                self._look_up()
+            await self.read_here()
+            await self.pull_from_only_holders()
         await self.pull_as_planned()
         await self.fetch_the_rest()
         return self.outcomes
@@ -145,14 +154,23 @@ class _Batch(ABC, Generic[R]):
             except (P2PStoreError, ValueError, TypeError) as error:
                 self.outcomes[number] = plain_error(error)
 
+    async def pull_ahead(self) -> None:
+        """Ask the likely holder of all for the first ones, and look up meanwhile what is where."""
+
+    def _look_up(self) -> None:
+        """Find out what is here, and which of the rest one other peer alone is known to hold."""
+        digests = [digest for digest, _ in self._wanted.values()]
+        copies = self._fetcher.only_holders(digests)
+        self._only = dict(zip(self._wanted, copies, strict=True))
+        here = self._fetcher.are_here(digests)
+        self._here = [number for number, is_here in zip(self._only, here, strict=True) if is_here]
+        for number in self._here:
+            self._only[number] = None
+
     async def read_here(self) -> None:
         """What the local peer holds."""
-        here = self._fetcher.are_here([digest for digest, _ in self._wanted.values()])
-        if not any(here):
-            return
-        for is_here, (number, (digest, room)) in zip(here, list(self._wanted.items()), strict=True):
-            if not is_here:
-                continue
+        for number in self._here or ():
+            digest, room = self._wanted[number]
             try:
                 copied = await self._copy_here(digest, room)
             except (P2PStoreError, ValueError) as error:
@@ -163,13 +181,12 @@ class _Batch(ABC, Generic[R]):
 
     async def pull_from_only_holders(self) -> None:
         """What one other peer alone is known to hold, without a plan."""
-        numbers = list(self._wanted)
-        copies = self._fetcher.only_holders([digest for digest, _ in self._wanted.values()])
+        copies = [self._only[number] for number in self._wanted]
         if copies and (first := copies[0]) is not None and copies.count(first) == len(copies):
-            await self._pull_only(first, numbers)
+            await self._pull_only(first, list(self._wanted))
             return
         batches: dict[int, tuple[RemoteCopy, list[int]]] = {}
-        for number, copy in zip(numbers, copies, strict=True):
+        for number, copy in zip(self._wanted, copies, strict=True):
             if copy is not None:
                 batches.setdefault(copy.member, (copy, []))[1].append(number)
         for copy, some in batches.values():
@@ -249,7 +266,19 @@ class _Batch(ABC, Generic[R]):
 
     async def _pull(self, copy: RemoteCopy, numbers: Sequence[int], *, others: bool) -> None:
         """Those of one holder. `others`: other peers hold them as well."""
-        numbers = await self._pull_small(copy, numbers, others=others)
+        small, views = self._small_rooms(numbers)
+        if small:
+            wanted = self._wanted
+            parts = in_parts([wanted[number][0] for number in small], views)
+            lengths, failure = await self._fetcher.pull_small(
+                copy, parts, count=len(small), others=others
+            )
+            self._filled(small, views, lengths)
+            self._settle_small(small, lengths)
+            numbers = self._not_tried(numbers, small, copy, lengths, failure, others=others)
+        await self._pull_many(copy, numbers, others=others)
+
+    async def _pull_many(self, copy: RemoteCopy, numbers: Sequence[int], *, others: bool) -> None:
         if not numbers:
             return
         asked = [
@@ -269,31 +298,34 @@ class _Batch(ABC, Generic[R]):
             elif not isinstance(outcome, PullFailed):  # the buffer is too small, whoever fills it
                 self._settle(number, plain_error(outcome))
 
-    async def _pull_small(
-        self, copy: RemoteCopy, numbers: Sequence[int], *, others: bool
-    ) -> Sequence[int]:
-        """Small objects, in fewer steps; which of the numbers are to be asked for otherwise."""
-        small, views = self._small_rooms(numbers)
-        if not small:
-            return numbers
-        wanted = self._wanted
-        digests = [wanted[number][0] for number in small]
-        lengths, failure = await self._fetcher.pull_small(copy, digests, views, others=others)
-        self._filled(small, views, lengths)
+    def _settle_small(self, small: Sequence[int], lengths: Sequence[int]) -> None:
+        """Small objects have got their values: so long, or -1."""
         if len(lengths) == len(self.outcomes) and min(lengths) >= 0:
             self.outcomes[:] = lengths
-            wanted.clear()
-            return ()
+            self._wanted.clear()
+            return
         for number, length in zip(small, lengths, strict=False):
             if length >= 0:
                 self._settle(number, length)
+
+    def _not_tried(
+        self,
+        numbers: Sequence[int],
+        small: Sequence[int],
+        copy: RemoteCopy,
+        lengths: Sequence[int],
+        failure: PullFailed | None,
+        *,
+        others: bool,
+    ) -> Sequence[int]:
+        """Which of the numbers are still to be asked for at the holder, after these were asked for as small ones."""
         if failure is None:
-            return [number for number in numbers if number in wanted]
+            return [number for number in numbers if number in self._wanted]
         if is_silence(failure):
             self._silent.add(copy.member, hurried=others)
-            return ()  # nothing more is asked there
+            return ()
         failed = set(small[len(lengths) :])
-        return [number for number in numbers if number in wanted and number not in failed]
+        return [number for number in numbers if number in self._wanted and number not in failed]
 
     def _settle(self, number: int, outcome: Outcome) -> None:
         del self._wanted[number]
@@ -318,6 +350,48 @@ class _IntoBuffers(_Batch[memoryview]):
         wanted = self._wanted
         small = [number for number in numbers if 0 < len(wanted[number][1]) <= SMALL_OBJECT_BYTES]
         return small, [wanted[number][1] for number in small]
+
+    async def pull_ahead(self) -> None:
+        """What a batch asks for is at one holder nearly always: so who has the first object is asked for the first part
+        of all before anything is known of the others. What turns out to be elsewhere, too, is read anew."""
+        numbers, views = self._small_rooms(list(self._wanted))
+        if not numbers:
+            return
+        copy = self._fetcher.likely_holder(self._wanted[numbers[0]][0])
+        if copy is None:
+            return
+        first, *others = part_slices(views)
+        asked: list[int] = []
+
+        def steps() -> Iterator[Sequence[Part]]:
+            asked[:] = numbers[first]
+            yield [self._part(asked)]
+            self._look_up()
+            for some in others:
+                there = [number for number in numbers[some] if self._only[number] is copy]
+                if there:
+                    asked.extend(there)
+                    yield [self._part(there)]
+
+        lengths, failure = await self._fetcher.pull_small(
+            copy, steps, count=len(numbers), others=False
+        )
+        for place, number in enumerate(asked[first][: len(lengths)]):
+            if self._only[number] is not copy:
+                lengths[place] = -1
+        self._settle_small(asked, lengths)
+        if not self._wanted:
+            return
+        again = [number for number in asked if self._only.get(number) is copy]
+        left = self._not_tried(again, asked, copy, lengths, failure, others=False)
+        await self._pull_many(copy, left, others=False)
+        for number in asked if failure is None else list(self._only):
+            if self._only.get(number) is copy:  # it has been asked there
+                self._only[number] = None
+
+    def _part(self, numbers: Sequence[int]) -> Part:
+        rooms = [self._wanted[number] for number in numbers]
+        return Part([digest for digest, _ in rooms], [view for _, view in rooms])
 
 
 class _IntoNewMemory(_Batch[D]):

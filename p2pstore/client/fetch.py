@@ -45,6 +45,7 @@ from p2pstore.transfer.get_requests import TRANSPORT_NAME
 from p2pstore.transfer.messages import SMALL_OBJECT_BYTES, Keeps
 from p2pstore.transfer.reader import Copied, SegmentReader
 from p2pstore.transfer.shm import ShmTransport, copy_in_pieces, expired, read_mapped
+from p2pstore.transfer.small_reads import Parts
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
     Destination,
@@ -489,6 +490,14 @@ class Fetcher:
         listed: list[bool] = here.tolist()
         return listed
 
+    def likely_holder(self, digest: bytes) -> RemoteCopy | None:
+        """The one peer of another host that is known to hold a small object which is not here; None where there is no
+        such one, or several."""
+        only = self._known.only(digest)
+        if only is None or not is_far(only.copy) or only.expected_bytes > SMALL_OBJECT_BYTES:
+            return None
+        return None if any(each.contains(digest) for each in self._link.readers) else only.copy
+
     def only_holders(self, digests: Sequence[bytes]) -> list[RemoteCopy | None]:
         """Of each object the one other peer that is known to hold it, where there is just one."""
         return self._known.only_many(digests)
@@ -517,17 +526,12 @@ class Fetcher:
         return outcomes
 
     async def pull_small(
-        self,
-        copy: RemoteCopy,
-        digests: Sequence[bytes],
-        views: Sequence[memoryview],
-        *,
-        others: bool,
+        self, copy: RemoteCopy, parts: Parts, *, count: int, others: bool
     ) -> tuple[list[int], PullFailed | None]:
-        """`pull_many` of objects of at most 64 KiB each, in fewer steps: their lengths, -1 where `pull_many` is to say
-        more; and what kept it from telling of the rest."""
-        lengths, failure = await self._pool.pull_small(
-            hurried(copy) if others else copy, digests, views
+        """`pull_many` of up to `count` objects of at most 64 KiB each, in fewer steps: their lengths, in the order of
+        the parts, -1 where `pull_many` is to say more; and what kept it from telling of the rest."""
+        lengths, failure = await self._pool.pull_small_parts(
+            hurried(copy) if others else copy, parts
         )
         if failure is not None:
             self._known.forget([copy.member])
@@ -537,7 +541,7 @@ class Fetcher:
             TcpTransport.name,
             objects=len(lengths) - missing,
             length_bytes=sum(lengths) + missing,
-            failures=len(digests) - len(lengths),
+            failures=0 if failure is None else count - len(lengths),
         )
         return lengths, failure
 

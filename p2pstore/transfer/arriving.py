@@ -107,12 +107,17 @@ def unpack_sums(sums: bytes, length: int) -> tuple[int, ...]:
 def verify_chunk(chunk: memoryview, expected: int, number: int, watch: ReadWatch | None) -> None:
     """Raise `PullFailed` (STALE) unless the chunk is what it must be."""
     began = 0.0 if watch is None else watch.clock()
-    if chunk_sum(chunk) != expected:
+    check_sum(chunk_sum(chunk), expected, number)
+    if watch is not None:
+        watch.verified(watch.clock() - began)
+
+
+def check_sum(payload_sum: int, expected: int, number: int) -> None:
+    """`verify_chunk`, by the sum of what came."""
+    if payload_sum != expected:
         raise PullFailed(
             Code.STALE, f"chunk {number} of the object arrived damaged; nothing was delivered"
         )
-    if watch is not None:
-        watch.verified(watch.clock() - began)
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,11 @@ class Arriving:
         self._slices.share(sharing.slice_chunks)
 
     @property
+    def is_watched(self) -> bool:
+        """Whether somebody looks on."""
+        return self._watch is not None
+
+    @property
     def complete(self) -> bool:
         """Whether every chunk is there."""
         return self._slices.complete
@@ -199,14 +209,20 @@ class Arriving:
         return run
 
     def verify(
-        self, number: int, reader: int = ONLY_READER, chunk: memoryview | None = None
+        self,
+        number: int,
+        reader: int = ONLY_READER,
+        chunk: memoryview | None = None,
+        payload_sum: int | None = None,
     ) -> None:
-        """A chunk has been written, or is in `chunk` and copied from there. Raises `PullFailed` (STALE) unless it is
-        what it must be; then it stays this reader's."""
+        """A chunk has been written, and has this sum if one is given; or it is in `chunk` and copied from there. Raises
+        `PullFailed` (STALE) unless it is what it must be; then it stays this reader's."""
         watch = self._watch
         began = 0.0 if watch is None else watch.clock()
         place = self.chunk(number)
-        verify_chunk(place if chunk is None else chunk, self._sums[number], number, None)
+        if payload_sum is None:
+            payload_sum = chunk_sum(place if chunk is None else chunk)
+        check_sum(payload_sum, self._sums[number], number)
         seconds = 0.0 if watch is None else watch.clock() - began
         if chunk is not None:
             np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(chunk, np.uint8))

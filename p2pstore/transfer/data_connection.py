@@ -304,7 +304,7 @@ class DataConnection(DataRequests):
         target = view[:size]
         if size >= INBOX_BYTES:
             payload = target
-            payload_sum = await self.inbox.read_summed(target)
+            payload_sum = await self.inbox.read_summed(target, soon=True)
         else:
             payload = self.inbox.held(size) or await self.inbox.take(size)
             payload_sum = chunk_sum(payload)

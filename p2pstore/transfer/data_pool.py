@@ -33,7 +33,7 @@ from p2pstore.transfer.data_connection import DataConnection
 from p2pstore.transfer.get_requests import TRANSPORT_NAME, failure_of
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.messages import DataKind, GetPiece, PieceReply, Store, Stored
-from p2pstore.transfer.small_reads import pull_small
+from p2pstore.transfer.small_reads import Parts, in_parts, pull_small
 from p2pstore.transfer.team_read import TeamRead, may_use_two
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.trace import Progress
@@ -317,13 +317,19 @@ class DataPool:
     async def pull_small(
         self, peer: RemotePeer, digests: Sequence[bytes], views: Sequence[memoryview]
     ) -> tuple[list[int], PullFailed | None]:
-        """Read many small objects of one holder into these views, in as few steps as possible: see
-        `small_reads.pull_small`. The lengths, and how the connection failed when they are not all. Raises nothing
-        but cancellation."""
+        """`pull_small_parts` of all of these."""
+        return await self.pull_small_parts(peer, in_parts(digests, views))
+
+    async def pull_small_parts(
+        self, peer: RemotePeer, parts: Parts
+    ) -> tuple[list[int], PullFailed | None]:
+        """Read many small objects of one holder into their views, in as few steps as possible: see
+        `small_reads.pull_small`. The lengths, and how the connection failed when they are not all. Raises what the
+        parts raise, and cancellation."""
         lengths: list[int] = []
 
         def pull(connection: DataConnection) -> Awaitable[None]:
-            return pull_small(connection, digests, views, lengths, peer.answer_seconds)
+            return pull_small(connection, parts, lengths, peer.answer_seconds)
 
         try:
             await self._use(peer, self._progress_seconds, pull)

@@ -65,12 +65,17 @@ async def receive_answer(connection: DataRequests, asked: Asked) -> list[ObjectR
 async def receive_chunks(
     connection: DataRequests, arriving: Arriving, reader: int, run: range
 ) -> None:
-    """These chunks, whose bytes come next: each is verified as soon as it is there."""
+    """These chunks, whose bytes come next: each is summed as it comes, and verified as soon as it is there. Where
+    somebody looks on, it is summed then: that is to be seen by itself."""
     for number in run:
         chunk = arriving.chunk(number)
-        await connection.inbox.read_into(chunk)
+        payload_sum = None
+        if arriving.is_watched:
+            await connection.inbox.read_into(chunk)
+        else:
+            payload_sum = await connection.inbox.read_summed(chunk)
         connection.bulk_left -= len(chunk)
-        arriving.verify(number, reader)
+        arriving.verify(number, reader, payload_sum=payload_sum)
 
 
 def check_reply(reply: ObjectReply, asked: GetItem) -> tuple[Slot, TrailerBody]:

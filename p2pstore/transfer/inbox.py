@@ -13,6 +13,9 @@ from p2pstore.streams import ByteStream
 INBOX_BYTES: Final = 128 * KIB
 HEAD_BYTES: Final = 4 * KIB
 """What is received at once before a large payload: a reply's head with few of the bytes that belong elsewhere."""
+SUMMED_BYTES: Final = 256 * KIB
+"""What is received at most before it is summed: of more, the beginning would not be in the core's own cache any more,
+through which each byte passes twice, in the kernel's memory and in the destination."""
 
 
 class Inbox:
@@ -88,13 +91,14 @@ class Inbox:
                 await self._receive(1, soon=soon)
                 position += self._move_into(view[position:])
 
-    async def read_summed(self, view: memoryview) -> int:
-        """`read_into` a large view whose bytes are on their way; their xxh3-64, made of each piece as it comes."""
+    async def read_summed(self, view: memoryview, *, soon: bool = False) -> int:
+        """`read_into` a large view; the xxh3-64 of what comes, made of each piece while it is in the cache."""
         hasher = xxh3_64()
         position = self._move_into(view)
         hasher.update(view[:position])
+        receive = self._stream.receive_soon if soon else self._stream.receive_into
         while position < len(view):
-            count = self._count(await self._stream.receive_soon(view[position:]))
+            count = self._count(await receive(view[position : position + SUMMED_BYTES]))
             hasher.update(view[position : position + count])
             position += count
         digest: int = hasher.intdigest()

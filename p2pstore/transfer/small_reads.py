@@ -5,9 +5,12 @@ without a message or a trailer for each object. Over any `ByteStream`.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_digest
 
@@ -32,59 +35,84 @@ GROUP_BYTES: Final = 256 * KIB
 _HEAD_BYTES: Final = HEADER_BYTES + len(encode_body(SmallObjects(bytes(SLOT_BYTES))))
 
 
+class Part(NamedTuple):
+    """What one request asks for: digests, and a view for each value, none empty."""
+
+    digests: Sequence[bytes]
+    views: Sequence[memoryview]
+
+
+Parts = Callable[[], Iterator[Sequence[Part]]]
+"""Begins anew with each call, as a dead connection is replaced. The parts that one step gives are sent together; a
+step after the first is taken while what was sent is on its way, and may find out meanwhile what else to ask for."""
+
+
+def in_parts(digests: Sequence[bytes], views: Sequence[memoryview]) -> Parts:
+    """All of them, the first parts together: each would wake the other side."""
+    return partial(_steps, digests, views)
+
+
+def _steps(digests: Sequence[bytes], views: Sequence[memoryview]) -> Iterator[Sequence[Part]]:
+    parts = [Part(digests[some], views[some]) for some in part_slices(views)]
+    if parts:
+        yield parts[:BATCHES_AHEAD]
+    for part in parts[BATCHES_AHEAD:]:
+        yield [part]
+
+
 async def pull_small(
     connection: DataRequests,
-    digests: Sequence[bytes],
-    views: Sequence[memoryview],
+    parts: Parts,
     lengths: list[int],
     answer_seconds: float = math.inf,
 ) -> None:
-    """Read many objects of 1 byte to 64 KiB into the beginnings of these views, none empty: adds the length of each to
-    `lengths`, and -1 where `pull_many` is to say more, which costs nothing but a request. Nothing is known of a view
-    whose length is not told. The first answer is to begin within `answer_seconds`. Raises as every operation, for all
-    that is left."""
+    """Read many objects of 1 byte to 64 KiB into the beginnings of their views: adds the length of each to `lengths`,
+    in the order of the parts, and -1 where `pull_many` is to say more, which costs nothing but a request. Nothing is
+    known of a view whose length is not told. The first answer is to begin within `answer_seconds`. Raises as every
+    operation, for all that is left."""
+    steps = parts()
     if connection.version < SMALL_VERSION:
-        lengths += [-1] * len(digests)
+        lengths += [-1 for step in steps for part in step for _ in part.digests]
         return
     inbox = connection.inbox
     with connection.operation():
-        asked: deque[tuple[int, slice, bytes]] = deque()
-        batches = _batches(views)
+        asked: deque[tuple[int, bytes, Sequence[memoryview]]] = deque()
         try:
-            while batches or asked:
-                frames: list[bytes] = []
-                while batches and len(asked) < BATCHES_AHEAD:
-                    some = batches.popleft()
-                    packed = b"".join(digests[some])
-                    number, frame = connection.frame(DataKind.GET_SMALL, GetSmall(packed))
-                    frames.append(frame)
-                    asked.append((number, some, packed))
-                if frames:  # together: each would wake the other side
+            while True:
+                while len(asked) < BATCHES_AHEAD and (step := next(steps, None)) is not None:
+                    frames: list[bytes] = []
+                    for part in step:
+                        packed = b"".join(part.digests)
+                        number, frame = connection.frame(DataKind.GET_SMALL, GetSmall(packed))
+                        frames.append(frame)
+                        asked.append((number, packed, part.views))
                     await connection.stream.send(*frames)
-                number, some, packed = asked.popleft()
-                inbox.expect_head(_HEAD_BYTES + SLOT_BYTES * (some.stop - some.start))
+                if not asked:
+                    return
+                number, packed, views = asked.popleft()
+                inbox.expect_head(_HEAD_BYTES + SLOT_BYTES * len(views))
                 if not lengths:
                     await connection.wait_for_answer(answer_seconds)
-                lengths += await _receive(connection, number, packed, views[some])
+                lengths += await _receive(connection, number, packed, views)
         finally:
             inbox.expect(0)
 
 
-def _batches(views: Sequence[memoryview]) -> deque[slice]:
+def part_slices(views: Sequence[memoryview]) -> list[slice]:
     """Which of them one request asks for: a quarter, so that both sides have work all the time, and not too much."""
     size = batch_items(len(views))
     if size * max(map(len, views), default=0) <= BATCH_BYTES:
-        return deque(slice(at, min(at + size, len(views))) for at in range(0, len(views), size))
-    batches: deque[slice] = deque()
+        return [slice(at, min(at + size, len(views))) for at in range(0, len(views), size)]
+    slices: list[slice] = []
     first = room_bytes = 0
     for place, view in enumerate(views):
         room_bytes += len(view)
         if place + 1 - first == size or room_bytes >= BATCH_BYTES:
-            batches.append(slice(first, place + 1))
+            slices.append(slice(first, place + 1))
             first, room_bytes = place + 1, 0
     if first < len(views):
-        batches.append(slice(first, len(views)))
-    return batches
+        slices.append(slice(first, len(views)))
+    return slices
 
 
 async def _receive(
@@ -99,7 +127,7 @@ async def _receive(
     if sum(lengths) != connection.bulk_left or max(lengths) > SMALL_OBJECT_BYTES:
         raise ProtocolError("the slots of a reply do not add up to its bulk bytes")
     targets = views if lengths == room else list(map(_room, views, lengths))
-    sums = await _receive_values(connection, targets)
+    sums = await _receive_values(connection, targets, lengths)
     good = slots.are_only_chunks(digests, b"".join(sums))
     if lengths == room and good.all():
         return lengths
@@ -109,20 +137,22 @@ async def _receive(
     ]
 
 
-async def _receive_values(connection: DataRequests, targets: Sequence[memoryview]) -> list[bytes]:
-    """The values that come next, and the checksum of each, made of what is still in the cache."""
+async def _receive_values(
+    connection: DataRequests, targets: Sequence[memoryview], lengths: Sequence[int]
+) -> list[bytes]:
+    """The values that come next, which have these lengths, and the checksum of each, made of what is still in the
+    cache."""
     sums: list[bytes] = []
-    first = 0
+    ends = list(accumulate(lengths))
+    first = start = 0
     while first < len(targets):
-        last, group_bytes = first, 0
-        while last < len(targets) and group_bytes < GROUP_BYTES:
-            group_bytes += len(targets[last])
-            last += 1
+        last = min(bisect_left(ends, start + GROUP_BYTES) + 1, len(targets))
         group = targets[first:last]
-        await connection.inbox.fill([each for each in group if len(each)])
-        connection.bulk_left -= group_bytes
+        filled = group if all(lengths[first:last]) else [each for each in group if len(each)]
+        await connection.inbox.fill(filled)
+        connection.bulk_left -= ends[last - 1] - start
         sums += map(xxh3_64_digest, group)
-        first = last
+        first, start = last, ends[last - 1]
     return sums
 
 

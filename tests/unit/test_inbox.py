@@ -6,7 +6,7 @@ import pytest
 
 from p2pstore.objects import chunk_sum
 from p2pstore.streams import run_blocking
-from p2pstore.transfer.inbox import HEAD_BYTES, INBOX_BYTES, Inbox
+from p2pstore.transfer.inbox import HEAD_BYTES, INBOX_BYTES, SUMMED_BYTES, Inbox
 
 
 class Scripted:
@@ -57,16 +57,16 @@ def test_pieces_of_any_length_come_in_order(piece: int) -> None:
 
 @pytest.mark.parametrize("piece", [1000, 40_000, INBOX_BYTES, 10 * INBOX_BYTES])
 @pytest.mark.parametrize("already", [0, 5000])
-def test_a_large_payload_is_summed_as_it_comes(piece: int, already: int) -> None:
+@pytest.mark.parametrize("soon", [False, True])
+def test_a_large_payload_is_summed_as_it_comes(piece: int, already: int, soon: bool) -> None:
     inbox, stream = inbox_of(DATA, piece)
     head = bytes(run_blocking(inbox.take(already))) if already else b""
     receives = len(stream.asked)
     room = memoryview(bytearray(len(DATA) - already))
-    assert run_blocking(inbox.read_summed(room)) == chunk_sum(DATA[already:])
+    assert run_blocking(inbox.read_summed(room, soon=soon)) == chunk_sum(DATA[already:])
     assert head + room == DATA
-    assert stream.asked_soon == len(stream.asked) - receives, (
-        "a sleep between its pieces costs more than they do"
-    )
+    assert stream.asked_soon == (len(stream.asked) - receives if soon else 0)
+    assert max(stream.asked[receives:]) <= SUMMED_BYTES, "it is summed while it is in the cache"
     with pytest.raises(ConnectionResetError):
         run_blocking(inbox.read_summed(memoryview(bytearray(INBOX_BYTES))))
 
