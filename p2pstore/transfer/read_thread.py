@@ -185,11 +185,12 @@ class ReadThread:
                 count = receive(request)
             except BlockingIOError:  # a pause
                 return b""
-            done = 0
+            done, began = 0, time.monotonic()
             while done < count and (answered := self._answer(sock, request[done:count])):
                 done += answered
             if done < count or not count:
                 return bytes(request[done:count])
+            self._polling.sent(time.monotonic() - began)
             if self._at_the_end:
                 break
         return b""

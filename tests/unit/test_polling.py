@@ -8,7 +8,14 @@ import socket
 import pytest
 
 from p2pstore import polling
-from p2pstore.polling import ALONE_SECONDS, MOST_SLEEPS, POLL_SECONDS, SHORT_SECONDS, Polling
+from p2pstore.polling import (
+    ALONE_SECONDS,
+    MOST_BUSY_SECONDS,
+    MOST_SLEEPS,
+    POLL_SECONDS,
+    SHORT_SECONDS,
+    Polling,
+)
 
 STEP_SECONDS = 2e-6
 LONG_SECONDS = 2 * SHORT_SECONDS
@@ -78,6 +85,22 @@ def test_a_wait_that_only_sleep_made_long_is_short(line: Line) -> None:
     some = Polling()
     assert line.ask(some, SHORT_SECONDS * 0.9) == "slept"
     assert line.ask(some, POLL_SECONDS / 2) == "polled"
+
+
+def test_it_polls_longer_while_the_other_side_takes_in_what_was_sent(line: Line) -> None:
+    some = Polling()
+    line.ask(some, 0)
+    long = POLL_SECONDS + MOST_BUSY_SECONDS / 2
+    some.sent(MOST_BUSY_SECONDS * 0.6)
+    assert line.ask(some, long) == "polled"
+    some.sent(1.0)
+    assert line.ask(some, long) == "polled"
+    assert line.ask(some, POLL_SECONDS + 2 * MOST_BUSY_SECONDS) == "polled in vain", (
+        "not for a second"
+    )
+    line.ask(some, 0)
+    some.sent(0.0)
+    assert line.ask(some, long) == "polled in vain"
 
 
 def test_polling_in_vain_becomes_seldom_and_often_again(line: Line) -> None:
