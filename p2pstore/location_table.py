@@ -173,7 +173,6 @@ class LocationTable:
         self.row_owner, self.row_owners = parts[6].cast("I"), np.frombuffer(parts[6], np.uint32)
         self.link, self.links = parts[7].cast("I"), np.frombuffer(parts[7], np.uint32)
         self.counts = np.frombuffer(self.counted, np.uint8)
-        self.slot_members = np.frombuffer(self.members, np.uint64)
         self.aparts = np.frombuffer(self.apart, np.uint8)
         self.row_limit = blocks * BLOCK_ROWS
         self.heads = self.row_limit
@@ -187,7 +186,6 @@ class LocationTable:
         self.first, self.second = self.fields["first"], self.fields["second"]
         secret = bytes(view[8 * Word.SALT : 8 * Word.SALT + 16])
         self._factors = tuple(xxh3_64_intdigest(secret, seed=number) for number in range(4))
-        self._factor_row = np.array(self._factors, np.uint64)
 
     # --- one row -------------------------------------------------------------------------------
 
@@ -252,7 +250,7 @@ class LocationTable:
 
     def mix(self, first: Words, second: Words) -> Words:
         """The salted hash of each digest."""
-        factors = self._factor_row
+        factors = [np.uint64(factor) for factor in self._factors]
         mixed: Words = (first & _LOW) * factors[0]
         mixed += (first >> _HALF) * factors[1]
         mixed += (second & _LOW) * factors[2]
@@ -278,24 +276,19 @@ class LocationTable:
         """`find` of many digests, packed one after the other."""
         keys = np.frombuffer(digests, _DIGESTS)
         first, second = keys["first"], keys["second"]
-        words = np.frombuffer(digests, "<u4").reshape(-1, 4).astype(np.uint64)
-        rows = self.following(self.heads_of(words @ self._factor_row))
         queries = np.arange(keys.size)
-        wanted = first
+        rows = self.following(self.heads_of(self.mix(first, second)))
         found_queries, found_rows = [queries[:0]], [rows[:0]]
         while (live := rows.nonzero()[0]).size:
             if not most_rows:
                 raise IndexError("the chain of rows is too long")
             if live.size < rows.size:
-                rows, queries, wanted = rows[live], queries[live], wanted[live]
-            same = (self.first[rows] == wanted).nonzero()[0]
+                rows, queries = rows[live], queries[live]
+            same = (self.first[rows] == first[queries]).nonzero()[0]
             if same.size:
-                hits, asked = rows[same], queries[same]
-                good = self.second[hits] == second[asked]
-                if not good.all():
-                    hits, asked = hits[good], asked[good]
-                found_queries.append(asked)
-                found_rows.append(hits)
+                same = same[self.second[rows[same]] == second[queries[same]]]
+                found_queries.append(queries[same])
+                found_rows.append(rows[same])
             rows = self.following(rows)
             most_rows -= 1
         return self._owned(np.concatenate(found_queries), np.concatenate(found_rows))
@@ -308,8 +301,6 @@ class LocationTable:
     def _owned(self, queries: Rows, rows: Rows) -> Matches:
         slots = self.owners(rows)
         held = slots != NOBODY
-        if held.all():
-            return Matches(queries, rows, slots)
         return Matches(queries[held], rows[held], slots[held])
 
 

@@ -97,7 +97,7 @@ def item_list(items: Any) -> list[tuple[str, Any]]:
         raise TypeError(f"items must be a sequence of (key, buffer) pairs, not {_shown(items)}")
     pairs = list(items)
     if set(map(type, pairs)) <= {tuple, list} and set(map(len, pairs)) <= {2}:
-        return pairs
+        return pairs  # a look at each takes as long as all else that is done for it
     for position, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(f"items[{position}] must be a (key, buffer) pair, not {_shown(pair)}")

@@ -270,9 +270,7 @@ class _Batch(ABC, Generic[R]):
         if small:
             wanted = self._wanted
             parts = in_parts([wanted[number][0] for number in small], views)
-            lengths, failure = await self._fetcher.pull_small(
-                copy, parts, count=len(small), others=others
-            )
+            lengths, failure = await self._fetcher.pull_small(copy, parts, small, others=others)
             self._filled(small, views, lengths)
             self._settle_small(small, lengths)
             numbers = self._not_tried(numbers, small, copy, lengths, failure, others=others)
@@ -373,9 +371,7 @@ class _IntoBuffers(_Batch[memoryview]):
                     asked.extend(there)
                     yield [self._part(there)]
 
-        lengths, failure = await self._fetcher.pull_small(
-            copy, steps, count=len(numbers), others=False
-        )
+        lengths, failure = await self._fetcher.pull_small(copy, steps, asked, others=False)
         for place, number in enumerate(asked[first][: len(lengths)]):
             if self._only[number] is not copy:
                 lengths[place] = -1

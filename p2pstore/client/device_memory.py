@@ -125,7 +125,7 @@ async def stage_all(
 ) -> tuple[list[Any], Staging]:
     """The values of a batch, with pinned memory in place of tensors on a GPU: with `take_them`, it has their bytes.
     In place of what cannot be staged is None, which fails as a value."""
-    if "torch" not in sys.modules:
+    if "torch" not in sys.modules:  # then none of them is a tensor
         return list(values), {}
     views: list[Any] = []
     staging: Staging = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -526,10 +526,11 @@ class Fetcher:
         return outcomes
 
     async def pull_small(
-        self, copy: RemoteCopy, parts: Parts, *, count: int, others: bool
+        self, copy: RemoteCopy, parts: Parts, asked: Sized, *, others: bool
     ) -> tuple[list[int], PullFailed | None]:
-        """`pull_many` of up to `count` objects of at most 64 KiB each, in fewer steps: their lengths, in the order of
-        the parts, -1 where `pull_many` is to say more; and what kept it from telling of the rest."""
+        """`pull_many` of objects of at most 64 KiB each, in fewer steps: their lengths, in the order of the parts, -1
+        where `pull_many` is to say more; and what kept it from telling of the rest. `asked` has as many items as the
+        parts that were taken, once it is over."""
         lengths, failure = await self._pool.pull_small_parts(
             hurried(copy) if others else copy, parts
         )
@@ -541,7 +542,7 @@ class Fetcher:
             TcpTransport.name,
             objects=len(lengths) - missing,
             length_bytes=sum(lengths) + missing,
-            failures=0 if failure is None else count - len(lengths),
+            failures=len(asked) - len(lengths),
         )
         return lengths, failure
 

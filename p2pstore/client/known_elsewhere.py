@@ -186,13 +186,13 @@ class KnownElsewhere:
         table = self._table
         count = len(digests) // DIGEST_BYTES
         matches = table.find_many(digests, _MOST_ROWS)
-        queries, rows, slots = matches.queries, matches.rows, matches.slots
-        counted = table.counts[slots] != 0
-        if not counted.all():
-            queries, rows, slots = queries[counted], rows[counted], slots[counted]
+        counted = np.flatnonzero(table.counts[matches.slots])
+        queries = matches.queries[counted]
+        believed = self._are_believed(digests, queries, matches.rows[counted])
         members = np.zeros(count, np.uint64)
-        members[queries] = table.slot_members[slots]
-        members[queries[~self._are_believed(digests, queries, rows)]] = 0
+        members[queries[believed]] = np.frombuffer(table.members, np.uint64)[
+            matches.slots[counted[believed]]
+        ]
         members[np.bincount(queries, minlength=count) > 1] = 0
         members[self._are_apart(digests)] = 0
         return members

@@ -56,15 +56,6 @@ def source_view(value: Any) -> memoryview:
 def destination_view(buffer: Any) -> memoryview:
     """The writable bytes of `buffer` in place. Raises `ValueError` when it is read-only or not
     contiguous, `TypeError` when it is no buffer."""
-    if (
-        type(buffer) is memoryview
-        and not buffer.readonly
-        and buffer.format == "B"
-        and buffer.ndim == 1
-        and buffer.contiguous
-        and buffer.nbytes
-    ):
-        return buffer
     view = source_view(buffer)
     if view.nbytes == 0:
         return memoryview(bytearray())
