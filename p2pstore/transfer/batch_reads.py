@@ -38,7 +38,7 @@ why not."""
 BatchItem = tuple[bytes, Destination]
 """A digest, and where the object goes."""
 
-MIN_BATCH_ITEMS: Final = 16
+MIN_BATCH_ITEMS: Final = 32
 MAX_BATCH_ITEMS: Final = 256
 """Objects in one request."""
 BATCHES_AHEAD: Final = 2
