@@ -184,8 +184,10 @@ class LocationTable:
         self.whole: npt.NDArray[np.void] = np.frombuffer(rows, WHOLE)
         self.fields = np.frombuffer(rows, RECORD)
         self.first, self.second = self.fields["first"], self.fields["second"]
+        self._clocks = self.fields["clock"]
         secret = bytes(view[8 * Word.SALT : 8 * Word.SALT + 16])
         self._factors = tuple(xxh3_64_intdigest(secret, seed=number) for number in range(4))
+        self._many_factors = np.array(self._factors, np.uint64)
 
     # --- one row -------------------------------------------------------------------------------
 
@@ -242,7 +244,7 @@ class LocationTable:
 
     def owners(self, rows: Rows) -> npt.NDArray[np.uint32]:
         """`owner` of each."""
-        owners = self.block_owners[rows // BLOCK_ROWS]
+        owners = self.block_owners.take(rows // BLOCK_ROWS)
         shared = (owners == SHARED).nonzero()[0]
         if shared.size:
             owners[shared] = self.row_owners[rows[shared]]
@@ -250,17 +252,18 @@ class LocationTable:
 
     def mix(self, first: Words, second: Words) -> Words:
         """The salted hash of each digest."""
-        factors = [np.uint64(factor) for factor in self._factors]
-        mixed: Words = (first & _LOW) * factors[0]
-        mixed += (first >> _HALF) * factors[1]
-        mixed += (second & _LOW) * factors[2]
-        mixed += (second >> _HALF) * factors[3]
+        digests = np.empty((len(first), 2), np.uint64)
+        digests[:, 0], digests[:, 1] = first, second
+        return self._mix(digests.view(np.uint32))
+
+    def _mix(self, words: npt.NDArray[np.uint32]) -> Words:
+        mixed: Words = words.astype(np.uint64) @ self._many_factors
         return mixed
 
     def heads_of(self, mixed: Words) -> Rows:
         """The link to the first row of each chain."""
         level, buckets_there = self.words[_LEVEL], self.words[_BUCKETS]
-        high = (mixed >> np.uint64(32)).astype(np.intp)
+        high = (mixed >> _HALF).astype(np.intp)
         buckets = high & (2 * level - 1)
         late = (buckets >= buckets_there).nonzero()[0]
         if late.size:
@@ -270,37 +273,43 @@ class LocationTable:
 
     def following(self, at: Rows) -> Rows:
         """Where each of these links leads."""
-        return self.links[at].astype(np.intp)
+        return self.links.take(at).astype(np.intp)
 
     def find_many(self, digests: bytes, most_rows: int = _NO_LIMIT) -> Matches:
         """`find` of many digests, packed one after the other."""
-        keys = np.frombuffer(digests, _DIGESTS)
-        first, second = keys["first"], keys["second"]
-        queries = np.arange(keys.size)
-        rows = self.following(self.heads_of(self.mix(first, second)))
+        wanted = np.frombuffer(digests, np.uint64).reshape(-1, 2)
+        queries = np.arange(len(wanted))
+        rows = self.following(self.heads_of(self._mix(wanted.view(np.uint32))))
         found_queries, found_rows = [queries[:0]], [rows[:0]]
-        while (live := rows.nonzero()[0]).size:
+        while live := np.count_nonzero(rows):
             if not most_rows:
                 raise IndexError("the chain of rows is too long")
-            if live.size < rows.size:
-                rows, queries = rows[live], queries[live]
-            same = (self.first[rows] == first[queries]).nonzero()[0]
-            if same.size:
-                same = same[self.second[rows[same]] == second[queries[same]]]
-                found_queries.append(queries[same])
-                found_rows.append(rows[same])
+            if 2 * live < rows.size:  # what has ended stays in row 0, whose link leads nowhere
+                going_on = rows.nonzero()[0]
+                rows, queries = rows.take(going_on), queries.take(going_on)
+            found_queries.append(queries)
+            found_rows.append(rows)
             rows = self.following(rows)
             most_rows -= 1
-        return self._owned(np.concatenate(found_queries), np.concatenate(found_rows))
+        queries, rows = np.concatenate(found_queries), np.concatenate(found_rows)
+        same = (self.first[rows] == wanted[:, 0].take(queries)).nonzero()[0]
+        queries, rows = queries.take(same), rows.take(same)
+        same = self.second[rows] == wanted[:, 1].take(queries)
+        same &= rows != 0
+        if not same.all():
+            queries, rows = queries[same], rows[same]
+        return self._owned(queries, rows)
 
     def clocks(self, rows: Rows) -> Words:
         """The clocks of the versions in these rows."""
-        clocks: Words = self.fields["clock"][rows]
+        clocks: Words = self._clocks[rows]
         return clocks
 
     def _owned(self, queries: Rows, rows: Rows) -> Matches:
         slots = self.owners(rows)
         held = slots != NOBODY
+        if held.all():
+            return Matches(queries, rows, slots)
         return Matches(queries[held], rows[held], slots[held])
 
 

@@ -18,6 +18,8 @@ from p2pstore.location_table import (
     CLOCK,
     LOCATION,
     TIER_FLAGS,
+    APART_COUNTERS,
+    FLOOR_CLOCKS,
     LocationTable,
     Rows,
     Word,
@@ -35,6 +37,9 @@ _MOST_ROWS: Final = 4096
 """Rows that are looked at for a key: links that are being changed may lead in a circle."""
 _AT_ONCE: Final = 1024
 """Keys looked up between two looks at the peer's count of changes."""
+
+_FLOOR_BITS: Final = np.uint32(FLOOR_CLOCKS - 1)
+_APART_BITS: Final = np.uint32(APART_COUNTERS - 1)
 
 # Plain numbers: these are looked at for every key.
 _CHANGES, _ALIVE_AT = int(Word.CHANGES), int(Word.ALIVE_AT)
@@ -66,6 +71,7 @@ class KnownElsewhere:
         self._words = self._table.words
         self._counted, self._apart = self._table.counted, self._table.apart
         self._floors = self._table.floors
+        self._member_names = np.frombuffer(self._table.members, np.uint64)
 
     def contains(self, digest: bytes) -> bool | None:
         """Whether some live peer is known to hold the key; None: the local peer must be asked."""
@@ -173,41 +179,47 @@ class KnownElsewhere:
         table = self._table
         count = len(digests) // DIGEST_BYTES
         held, asked = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        begins = _beginnings(digests)
         matches = table.find_many(digests, _MOST_ROWS)
-        counts = table.counts[matches.slots] != 0
-        believed = counts & self._are_believed(digests, matches.queries, matches.rows)
+        counts = table.counts.take(matches.slots) != 0
+        believed = counts & self._are_believed(begins.take(matches.queries), matches.rows)
         held[matches.queries[believed]] = True
         asked[matches.queries[counts]] = True
         asked &= ~held
-        apart = self._are_apart(digests)
+        apart = self._are_apart(begins)
         return held & ~apart, asked | apart
 
     def _match_only(self, digests: bytes) -> NDArray[np.uint64]:
         table = self._table
-        count = len(digests) // DIGEST_BYTES
+        begins = _beginnings(digests)
         matches = table.find_many(digests, _MOST_ROWS)
-        counted = np.flatnonzero(table.counts[matches.slots])
-        queries = matches.queries[counted]
-        believed = self._are_believed(digests, queries, matches.rows[counted])
-        members = np.zeros(count, np.uint64)
-        members[queries[believed]] = np.frombuffer(table.members, np.uint64)[
-            matches.slots[counted[believed]]
-        ]
-        members[np.bincount(queries, minlength=count) > 1] = 0
-        members[self._are_apart(digests)] = 0
+        queries, rows, slots = matches.queries, matches.rows, matches.slots
+        counted = table.counts.take(slots).nonzero()[0]
+        if counted.size < slots.size:
+            queries, rows, slots = queries.take(counted), rows.take(counted), slots.take(counted)
+        found = self._member_names.take(slots)
+        found *= self._are_believed(begins.take(queries), rows)
+        members = np.zeros(len(begins), np.uint64)
+        members[queries] = found
+        if queries.size > np.count_nonzero(members):  # not all are believed, or some have several
+            members[np.bincount(queries, minlength=len(begins)) > 1] = 0
+        members *= ~self._are_apart(begins)
         return members
 
-    def _are_believed(self, digests: bytes, queries: Rows, rows: Rows) -> NDArray[np.bool_]:
-        """`_believed` of the versions in rows, which are of these of the digests."""
-        first = np.frombuffer(digests, "<u4")[:: DIGEST_BYTES // 4][queries]
-        floors = self._table.floor_clocks
-        clocks, words = self._table.clocks(rows), self._words
-        after = np.maximum(floors[first & (len(floors) - 1)], np.uint64(words[_AFTER]))
-        believed: NDArray[np.bool_] = (clocks > after) & (clocks < words[_BEFORE])
+    def _are_believed(self, begins: NDArray[np.uint32], rows: Rows) -> NDArray[np.bool_]:
+        """`_believed` of the versions in rows, which are of these digests."""
+        floors, words = self._table.floor_clocks, self._words
+        clocks = self._table.clocks(rows)
+        believed: NDArray[np.bool_] = clocks > floors.take(begins & _FLOOR_BITS)
+        believed &= clocks > np.uint64(words[_AFTER])
+        believed &= clocks < np.uint64(words[_BEFORE])
         return believed
 
-    def _are_apart(self, digests: bytes) -> NDArray[np.bool_]:
-        first = np.frombuffer(digests, "<u4")[:: DIGEST_BYTES // 4]
-        aparts = self._table.aparts
-        found: NDArray[np.bool_] = aparts[first & (len(aparts) - 1)] != 0
+    def _are_apart(self, begins: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self._table.aparts.take(begins & _APART_BITS) != 0
         return found
+
+
+def _beginnings(digests: bytes) -> NDArray[np.uint32]:
+    """The first 32 bits of each of many packed digests."""
+    return np.frombuffer(digests, "<u4")[:: DIGEST_BYTES // 4]

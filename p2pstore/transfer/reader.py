@@ -126,15 +126,15 @@ class SegmentReader:
         searching = np.arange(len(wanted))
         position = wanted[:, 0] & mask
         for _ in range(PROBE_LIMIT):
-            there = self._index[position]
-            same = (there[:, :2] == wanted[searching]).all(axis=1)
-            used = there[:, 2] >> _USED_SHIFT != 0
-            present[searching[same & used]] = True
-            further = used & ~same
-            searching = searching[further]
-            if not len(searching):
+            there = self._index.take(position, axis=0)
+            used = (there[:, 2] >> _USED_SHIFT).nonzero()[0]
+            if not used.size:
                 break
-            position = (position[further] + np.uint64(1)) & mask
+            there, searching, position = there[used], searching[used], position[used]
+            same = (there[:, :2] == wanted[searching]).all(axis=1)
+            present[searching[same]] = True
+            further = ~same
+            searching, position = searching[further], (position[further] + np.uint64(1)) & mask
         return present
 
     def sight(self, digest: bytes) -> Sighting | None:
