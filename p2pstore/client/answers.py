@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Any, Final, TypeVar
 
 from p2pstore.client.arguments import PIN_NAMES
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.local.messages import Copy, ItemError, Keys, PeersReply, PutOutcome
 from p2pstore.objects import format_peer_id
 from p2pstore.results import (
+    ItemResult,
     KeyPage,
     ListedKey,
     Location,
@@ -20,6 +23,8 @@ from p2pstore.results import (
     PutStatusName,
 )
 from p2pstore.wire import error_of
+
+T = TypeVar("T")
 
 STATUS_NAMES: Final[tuple[PutStatusName, ...]] = ("created", "unchanged", "kept_existing")
 TIER_NAMES: Final = ("dram", "ssd", "both")
@@ -191,4 +196,24 @@ def peer_infos(reply: PeersReply) -> list[PeerInfo]:
             leaving=entry.leaving,
         )
         for entry in reply.items
+    ]
+
+
+_make_result: Final[Callable[[tuple[Any, ...]], ItemResult[Any]]] = partial(
+    tuple.__new__, ItemResult
+)
+
+
+def item_results(
+    keys: Sequence[str], outcomes: Sequence[T | P2PStoreError | ValueError]
+) -> list[ItemResult[T]]:
+    """The results of a batch: per key what came of it, or why nothing did."""
+    if not any(issubclass(kind, Exception) for kind in set(map(type, outcomes))):
+        # A call of `ItemResult` for each would take twice as long.
+        return list(map(_make_result, zip(keys, outcomes, repeat(None), strict=False)))
+    return [
+        ItemResult(key, None, outcome)
+        if isinstance(outcome, (P2PStoreError, ValueError))
+        else ItemResult(key, outcome)
+        for key, outcome in zip(keys, outcomes, strict=True)
     ]

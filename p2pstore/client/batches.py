@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from p2pstore.client.answers import plain_error
 from p2pstore.client.fetch import Fetcher
 from p2pstore.client.known_holders import is_far, remote_copy
-from p2pstore.client.values import destination_view
+from p2pstore.client.values import destination_views
 from p2pstore.errors import P2PStoreError
 from p2pstore.local.messages import PlanItem
 from p2pstore.objects import KIB, SIZE_UNIT_BYTES
@@ -53,6 +53,8 @@ D = TypeVar("D", bound=NewMemory)
 
 DigestsOf = Callable[[Sequence[str]], list[bytes]]
 """The digests of many keys. Raises `ValueError` or `TypeError` for one that is no key."""
+RoomsOf = Callable[[Sequence[Any]], Sequence[R]]
+"""The rooms in many places. Raises `ValueError` or `TypeError` for a place that is none."""
 
 
 async def fetch_many(
@@ -66,7 +68,7 @@ async def fetch_many(
     """Write each key's value to the beginning of its buffer; per item the length, or the error. `are_views`: the
     buffers are writable views of bytes."""
     batch = _IntoBuffers(fetcher, keys)
-    batch.prepare(digests_of, buffers, None if are_views else destination_view)
+    batch.prepare(digests_of, buffers, None if are_views else destination_views)
     return await batch.fetch()
 
 
@@ -87,8 +89,10 @@ class _Batch(ABC, Generic[R]):
         self.outcomes: list[Outcome] = [_UNDER_WAY] * len(keys)
         self._fetcher = fetcher
         self._keys = keys
-        self._wanted: dict[int, tuple[bytes, R]] = {}
-        """Digest and room of each item that is not settled."""
+        self._digests: dict[int, bytes] = {}
+        self._rooms: dict[int, R] = {}
+        self._wanted: dict[int, None] = {}
+        """The items that are not settled, in order."""
         self._plans: dict[int, PlanItem] = {}
         self._silent = SilentHolders()
         self._hot: set[int] = set()
@@ -134,32 +138,40 @@ class _Batch(ABC, Generic[R]):
         """Small rooms have got their values: so long, or -1."""
 
     def prepare(
-        self, digests_of: DigestsOf, places: Sequence[Any], room_of: Callable[[Any], R] | None
+        self, digests_of: DigestsOf, places: Sequence[Any], rooms_of: RoomsOf[R] | None
     ) -> None:
         """Settle what was asked for wrongly. None: the places are rooms."""
         try:
             digests = digests_of(self._keys)
-            rooms = places if room_of is None else [room_of(place) for place in places]
-            self._wanted = dict(enumerate(zip(digests, rooms, strict=True)))
+            rooms = places if rooms_of is None else rooms_of(places)
+            self._rooms = dict(zip(range(len(digests)), rooms, strict=True))
+            self._digests = dict(enumerate(digests))
         except (P2PStoreError, ValueError, TypeError):
-            self._prepare_one_by_one(digests_of, places, room_of)
+            self._prepare_one_by_one(digests_of, places, rooms_of)
+        self._wanted = dict.fromkeys(self._digests)
 
     def _prepare_one_by_one(
-        self, digests_of: DigestsOf, places: Sequence[Any], room_of: Callable[[Any], R] | None
+        self, digests_of: DigestsOf, places: Sequence[Any], rooms_of: RoomsOf[R] | None
     ) -> None:
         for number, (key, place) in enumerate(zip(self._keys, places, strict=True)):
             try:
-                room = place if room_of is None else room_of(place)
-                self._wanted[number] = digests_of([key])[0], room
+                room = place if rooms_of is None else rooms_of([place])[0]
+                self._digests[number], self._rooms[number] = digests_of([key])[0], room
             except (P2PStoreError, ValueError, TypeError) as error:
                 self.outcomes[number] = plain_error(error)
+
+    def _digests_of(self, numbers: Iterable[int]) -> list[bytes]:
+        return list(map(self._digests.__getitem__, numbers))
+
+    def _rooms_of(self, numbers: Iterable[int]) -> list[R]:
+        return list(map(self._rooms.__getitem__, numbers))
 
     async def pull_ahead(self) -> None:
         """Ask the likely holder of all for the first ones, and look up meanwhile what is where."""
 
     def _look_up(self) -> None:
         """Find out what is here, and which of the rest one other peer alone is known to hold."""
-        digests = [digest for digest, _ in self._wanted.values()]
+        digests = self._digests_of(self._wanted)
         copies = self._fetcher.only_holders(digests)
         self._only = dict(zip(self._wanted, copies, strict=True))
         here = self._fetcher.are_here(digests)
@@ -170,7 +182,7 @@ class _Batch(ABC, Generic[R]):
     async def read_here(self) -> None:
         """What the local peer holds."""
         for number in self._here or ():
-            digest, room = self._wanted[number]
+            digest, room = self._digests[number], self._rooms[number]
             try:
                 copied = await self._copy_here(digest, room)
             except (P2PStoreError, ValueError) as error:
@@ -203,7 +215,7 @@ class _Batch(ABC, Generic[R]):
         readers = self._fetcher.mapped_nearby(copy)
         lengths: list[int] = []
         for number in numbers if readers else ():
-            digest, room = self._wanted[number]
+            digest, room = self._digests[number], self._rooms[number]
             try:
                 copied = await self._copy_nearby(readers, digest, room)
             except (P2PStoreError, ValueError) as error:
@@ -221,7 +233,7 @@ class _Batch(ABC, Generic[R]):
         if not self._wanted:
             return
         numbers = list(self._wanted)
-        digests = [self._wanted[number][0] for number in numbers]
+        digests = self._digests_of(numbers)
         plans = await self._fetcher.plan(self._keys[numbers[0]], digests)
         self._plans = dict(zip(numbers, plans, strict=True))
         batches: dict[int, list[int]] = {}
@@ -237,21 +249,26 @@ class _Batch(ABC, Generic[R]):
     async def fetch_the_rest(self) -> None:
         """One by one, what did not come in a batch; what is large from all its holders. What is on the local peer's
         SSD, and what is hot, is brought ahead of that."""
-        wanted = list(self._wanted.items())
+        wanted = list(self._wanted)
         ahead = deque(
-            digest
-            for number, (digest, _) in wanted
+            self._digests[number]
+            for number in wanted
             if number in self._hot or self._plans[number].on_ssd
         )
         await self._bring(ahead, 2 * BROUGHT_AHEAD)
-        for place, (number, (digest, room)) in enumerate(wanted, start=1):
+        for place, number in enumerate(wanted, start=1):
             if place % BROUGHT_AHEAD == 0:
                 await self._bring(ahead, BROUGHT_AHEAD)
             key = self._keys[number]
-            plan, destination = self._plans[number], self._destination(room)
+            plan, destination = self._plans[number], self._destination(self._rooms[number])
             try:
                 done = await self._fetcher.fetch_planned(
-                    key, digest, destination, plan, self._silent, hot=number in self._hot
+                    key,
+                    self._digests[number],
+                    destination,
+                    plan,
+                    self._silent,
+                    hot=number in self._hot,
                 )
             except (P2PStoreError, ValueError) as error:
                 self._fetcher.ended(error)
@@ -268,8 +285,7 @@ class _Batch(ABC, Generic[R]):
         """Those of one holder. `others`: other peers hold them as well."""
         small, views = self._small_rooms(numbers)
         if small:
-            wanted = self._wanted
-            parts = in_parts([wanted[number][0] for number in small], views)
+            parts = in_parts(self._digests_of(small), views)
             lengths, failure = await self._fetcher.pull_small(copy, parts, small, others=others)
             self._filled(small, views, lengths)
             self._settle_small(small, lengths)
@@ -280,8 +296,7 @@ class _Batch(ABC, Generic[R]):
         if not numbers:
             return
         asked = [
-            (digest, self._destination(room))
-            for digest, room in (self._wanted[number] for number in numbers)
+            (self._digests[number], self._destination(self._rooms[number])) for number in numbers
         ]
         outcomes = await self._fetcher.pull_many(copy, asked, others=others)
         if any(is_silence(outcome) for outcome in outcomes):
@@ -345,9 +360,16 @@ class _IntoBuffers(_Batch[memoryview]):
         return await self._fetcher.copy_mapped_into(readers, digest, room)
 
     def _small_rooms(self, numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[memoryview]]:
-        wanted = self._wanted
-        small = [number for number in numbers if 0 < len(wanted[number][1]) <= SMALL_OBJECT_BYTES]
-        return small, [wanted[number][1] for number in small]
+        views = self._rooms_of(numbers)
+        sizes = list(map(len, views))
+        if min(sizes, default=0) > 0 and max(sizes) <= SMALL_OBJECT_BYTES:
+            return numbers, views
+        small = [
+            number
+            for number, size in zip(numbers, sizes, strict=True)
+            if 0 < size <= SMALL_OBJECT_BYTES
+        ]
+        return small, self._rooms_of(small)
 
     async def pull_ahead(self) -> None:
         """What a batch asks for is at one holder nearly always: so who has the first object is asked for the first part
@@ -355,7 +377,7 @@ class _IntoBuffers(_Batch[memoryview]):
         numbers, views = self._small_rooms(list(self._wanted))
         if not numbers:
             return
-        copy = self._fetcher.likely_holder(self._wanted[numbers[0]][0])
+        copy = self._fetcher.likely_holder(self._digests[numbers[0]])
         if copy is None:
             return
         first, *others = part_slices(views)
@@ -386,8 +408,7 @@ class _IntoBuffers(_Batch[memoryview]):
                 self._only[number] = None
 
     def _part(self, numbers: Sequence[int]) -> Part:
-        rooms = [self._wanted[number] for number in numbers]
-        return Part([digest for digest, _ in rooms], [view for _, view in rooms])
+        return Part(self._digests_of(numbers), self._rooms_of(numbers))
 
 
 class _IntoNewMemory(_Batch[D]):
@@ -406,8 +427,7 @@ class _IntoNewMemory(_Batch[D]):
 
     def _small_rooms(self, numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[memoryview]]:
         """Where the first one is small, all of them are likely to be: in memory that they share."""
-        digest, _ = self._wanted[numbers[0]]
-        if not 0 < self._fetcher.expected_bytes(digest) <= COPIED_BYTES:
+        if not 0 < self._fetcher.expected_bytes(self._digests[numbers[0]]) <= COPIED_BYTES:
             return (), ()
         small = numbers[:MOST_COPIED]
         shared = np.empty(len(small) * COPIED_BYTES, np.uint8).data
@@ -419,8 +439,7 @@ class _IntoNewMemory(_Batch[D]):
     ) -> None:
         for number, view, length in zip(numbers, views, lengths, strict=False):
             if length >= 0:
-                _, room = self._wanted[number]
-                room.take(view[:length])
+                self._rooms[number].take(view[:length])
 
 
 def _in_batches(plan: PlanItem) -> bool:

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2pstore.location_table import (
+    APART_COUNTERS,
     CLOCK,
+    FLOOR_CLOCKS,
     LOCATION,
     TIER_FLAGS,
-    APART_COUNTERS,
-    FLOOR_CLOCKS,
     LocationTable,
     Rows,
     Word,

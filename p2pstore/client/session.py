@@ -322,12 +322,13 @@ class ClientSession:
         keys = arguments.key_list(keys)
         values = [BytesDestination() for _ in keys]
         outcomes = await fetch_many_new(self._live.fetcher, keys, values, self._digests)
-        return [
-            ItemResult(key, None, outcome)
-            if isinstance(outcome, Exception)
-            else ItemResult(key, value.value())
-            for key, value, outcome in zip(keys, values, outcomes, strict=True)
-        ]
+        return answers.item_results(
+            keys,
+            [
+                outcome if isinstance(outcome, Exception) else value.value()
+                for value, outcome in zip(values, outcomes, strict=True)
+            ],
+        )
 
     async def get_new_views(
         self, keys: Sequence[str], allocate: Callable[[int], memoryview]
@@ -360,12 +361,7 @@ class ClientSession:
                     await device_memory.give(driver, staged, length)
                 except P2PStoreError as error:
                     outcomes[number] = plain_error(error)
-        return [
-            ItemResult(key, None, outcome)
-            if isinstance(outcome, Exception)
-            else ItemResult(key, outcome)
-            for key, outcome in zip(keys, outcomes, strict=True)
-        ]
+        return answers.item_results(keys, outcomes)
 
     async def get_into_views(
         self, keys: Sequence[str], views: Sequence[memoryview]

@@ -232,7 +232,7 @@ def test_a_batch_asks_the_first_ones_holder_before_it_looks_up_the_others(
     far_pair: list[PeerProcess], questions: list[str], steps: list[str | int]
 ) -> None:
     holder, mine = far_pair[0].client, far_pair[1].client
-    keys = keys_of("far ahead")[:40]
+    keys = keys_of("far ahead")[:80]
     values = {key: key.encode() * 30 for key in keys}
     values[keys[3]], values[keys[30]] = os.urandom(100_000), os.urandom(70_000)  # too long for that
     here = keys[5], keys[6], keys[35]
@@ -265,8 +265,8 @@ def test_a_batch_asks_the_first_ones_holder_before_it_looks_up_the_others(
             """Not at once, perhaps: what was removed or replaced here may still be in the table."""
             steps.clear()
             read(reader, keys)
-            # A quarter of the 40 small ones, at least 16; of the others not what is here, removed or nowhere.
-            return steps[:2] == [16, "looked up"] and sum(map(int, steps[2:])) == 22
+            # A quarter of the 80 small ones, at least 32; of the others not what is here, removed or nowhere.
+            return steps[:2] == [32, "looked up"] and sum(map(int, steps[2:])) == 46
 
         until(as_meant, SECONDS)
         steps.clear()

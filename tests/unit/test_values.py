@@ -31,6 +31,7 @@ from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.values import (
     describe_tensor,
     destination_view,
+    destination_views,
     empty_tensor,
     fresh_bytes,
     source_view,
@@ -382,3 +383,28 @@ def test_reservations_ahead_have_limits() -> None:
     ahead.take(large)  # a put came: what is there stays until the next look
     assert ahead.drop_unused() == []
     assert ahead.drop_unused() == [9]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        bytearray(5),
+        np.zeros(3, np.int32),
+        np.zeros(3, np.int32).data,
+        memoryview(bytearray(12)).cast("B", (3, 4)),
+        memoryview(bytearray()),
+    ],
+)
+def test_many_destinations_are_those_of_each(other: Any) -> None:
+    plain = [memoryview(bytearray(size)) for size in (4, 0, 9)]
+    assert all(view is given for view, given in zip(destination_views(plain), plain, strict=True))
+    views = destination_views([*plain, other])
+    assert views == [*map(destination_view, plain), destination_view(other)]
+    assert {(view.format, view.ndim, view.readonly) for view in views} == {("B", 1, False)}
+    assert destination_views([]) == []
+
+
+@pytest.mark.parametrize("other", [memoryview(b"abc"), memoryview(bytearray(8))[::2], b"abc", 7])
+def test_one_destination_that_is_none_is_said(other: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        destination_views([memoryview(bytearray(4)), other])
