@@ -13,7 +13,7 @@ clients of that peer map it to look keys up themselves. It is native-endian and 
     links         of rows and of buckets
     rows          of 34 bytes, each a packed location record
 
-A hash with chains leads from a digest to its rows: linear hashing (Litwin 1980) with three rows a bucket. A link
+A hash with chains leads from a digest to its rows: linear hashing (Litwin 1980) with about one row a bucket. A link
 is 4 bytes: one for each row, to the next in its chain, and one for each bucket, to the first; 0 ends a chain.
 """
 
@@ -52,7 +52,7 @@ CLOCK: Final = slice(DIGEST_BYTES, DIGEST_BYTES + 8)
 """Where a packed record has its version's clock."""
 
 BLOCK_ROWS: Final = 32
-ROWS_PER_BUCKET: Final = 3
+ROWS_PER_BUCKET: Final = 1
 FIRST_BUCKETS: Final = 64
 SPLIT_BATCH: Final = 64
 """Buckets are split at least this many at a time: numpy is slow for few."""
@@ -67,7 +67,7 @@ APART_COUNTERS: Final = 1 << 20
 FLOOR_CLOCKS: Final = 1 << 18
 _HEADER_BYTES: Final = 4096
 _PAGE_BYTES: Final = 4096
-_MAGIC: Final = int.from_bytes(b"p2plocs2", "little")
+_MAGIC: Final = int.from_bytes(b"p2plocs3", "little")
 """The last character is the layout's version: the peer and its clients are different processes."""
 HALF_WORDS: Final = LOCATION_BYTES // 2
 """Of 16 bits, in a row."""

@@ -43,9 +43,9 @@ class Polling:
         self._busy_seconds = 0.0
 
     def sent(self, seconds: float) -> None:
-        """It took so long to make and send what the other side has to take in before it sends anything: that takes it
-        about as long again."""
-        self._busy_seconds = min(seconds, MOST_BUSY_SECONDS)
+        """It took so long to make and send what the other side has to take in before it sends anything: with what it
+        does then, that takes it up to twice as long."""
+        self._busy_seconds = min(2 * seconds, MOST_BUSY_SECONDS)
 
     def receive_into(self, sock: socket.socket, view: memoryview) -> int:
         """`sock.recv_into(view)`, for a blocking socket."""

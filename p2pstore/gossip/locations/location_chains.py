@@ -1,6 +1,6 @@
 """Changing the chained hash over the rows of a table. Pure.
 
-Buckets are split a few at a time as rows come, so there are about three rows a bucket and never one great rehash.
+Buckets are split a few at a time as rows come, so there is about one row a bucket and never one great rehash.
 All links are one array, so "where the link to this row stands" is a number.
 """
 
@@ -58,8 +58,8 @@ class RowChains:
 
     def add_many(self, rows: Rows, mixed: Words | None = None) -> None:
         """Link rows in; `mixed` is their hash, when it is at hand."""
+        self._grow(rows.size)  # first: many for few chains would take turns
         self._put(rows, self._mix_rows(rows) if mixed is None else mixed)
-        self._grow(rows.size)
 
     def remove_many(self, rows: Rows, at: Rows | None = None) -> None:
         """Take linked rows out of their chains; `at` are the links to them, when they are at hand."""
