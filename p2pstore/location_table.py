@@ -71,10 +71,8 @@ _MAGIC: Final = int.from_bytes(b"p2plocs3", "little")
 """The last character is the layout's version: the peer and its clients are different processes."""
 HALF_WORDS: Final = LOCATION_BYTES // 2
 """Of 16 bits, in a row."""
-_DIGESTS: Final = np.dtype([("first", "<u8"), ("second", "<u8")])
 _WORDS: Final = struct.Struct("<IIII")
 _MASK: Final = (1 << 64) - 1
-_LOW: Final = np.uint64(0xFFFFFFFF)
 _HALF: Final = np.uint64(32)
 _NO_LIMIT: Final = 1 << 62
 
