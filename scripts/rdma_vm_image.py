@@ -31,6 +31,7 @@ TOOLS = {
     "setpriv": "util-linux",
     "ip": "iproute2",
     "rdma": "iproute2",
+    "ib_read_bw": "perftest",
 }
 """Commands that are used here or in the VM, and the Debian packages that bring them."""
 LIBRARIES = ("python3-pyverbs", "ibverbs-providers")

@@ -33,19 +33,21 @@ from p2pstore.transfer.layout import (
     trailer_offset,
 )
 from p2pstore.transfer.mapping import address_of
+from p2pstore.transfer.rdma_extent import ExtentRead
 from p2pstore.transfer.rdma_lines import Lines
 from p2pstore.transfer.rdma_payload import (
     Direct,
     Payload,
     Places,
     Staged,
+    change_line,
     read_bytes,
     read_for,
     read_payload,
 )
 from p2pstore.transfer.rdma_reads import Line, ReadEngine, ReadFailed
 from p2pstore.transfer.rdma_rules import NAME, Meaning
-from p2pstore.transfer.rdma_staging import SMALL_BLOCK_BYTES, Registered, Staging
+from p2pstore.transfer.rdma_staging import Registered, Staging
 from p2pstore.transfer.rdma_verbs import Device
 from p2pstore.transfer.shm import ON_SSD, expired
 from p2pstore.transfer.trace import ReadWatch
@@ -67,11 +69,16 @@ _CODES: Final = {Meaning.STALE: Code.STALE, Meaning.GONE: Code.UNAVAILABLE}
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """An object's slot and trailer, verified; its payload as well when it came along, not verified."""
+    """An object's slot and trailer, verified; and its payload on the way, when it has one chunk."""
 
     slot: Slot
     trailer: TrailerBody
-    payload: bytes | None = None
+    extent: ExtentRead | None = None
+
+    def leave(self) -> None:
+        """The payload is not waited for any more."""
+        if self.extent is not None:
+            self.extent.leave()
 
 
 class RdmaTransport:
@@ -125,7 +132,10 @@ class RdmaTransport:
         watch = watch_of(destination)
         try:
             found = await self._look(copy, digest, watch)
-            await self._deliver(copy, found, destination)
+            try:
+                await self._deliver(copy, found, destination)
+            finally:
+                found.leave()
         except ReadFailed as failure:
             code = _CODES.get(failure.meaning, Code.UNAVAILABLE)
             raise PullFailed(code, failure.text, retriable=True) from failure
@@ -182,18 +192,22 @@ class RdmaTransport:
         slot = decode_slot(await self._read_bytes(line, at, SLOT_BYTES))
         if slot is None or not slot_matches(slot, digest, geometry):
             return None
-        start = trailer_offset(slot.length)
-        whole = start + slot.trailer_length <= SMALL_BLOCK_BYTES
-        first = 0 if whole else start
         if slot.trailer_length == 0:
             return None
-        read = await self._read_bytes(
-            line, slot.offset + first, start - first + slot.trailer_length
-        )
-        trailer = decode_trailer(read[start - first :])
-        if trailer is None or not trailer_matches(trailer, slot) or expired(trailer):
-            return None
-        return _Found(slot, trailer, read[: slot.length] if whole else None)
+        if slot.length > CHUNK_BYTES:
+            start = slot.offset + trailer_offset(slot.length)
+            trailer = _checked(await self._read_bytes(line, start, slot.trailer_length), slot)
+            return None if trailer is None else _Found(slot, trailer)
+        pool, seconds = self._staging.large, self._progress_seconds
+        extent = await ExtentRead.begin(line, pool, slot, seconds)
+        found = None
+        try:
+            trailer = _checked(await extent.trailer(), slot)
+            found = None if trailer is None else _Found(slot, trailer, extent)
+        finally:
+            if found is None:
+                extent.leave()
+        return found
 
     async def _read_bytes(self, line: Line, offset: int, length_bytes: int) -> bytes:
         """A private copy of a small part of the other side's memory."""
@@ -204,22 +218,23 @@ class RdmaTransport:
     # --- payload -----------------------------------------------------------------------------
 
     async def _deliver(self, copy: RemoteCopy, found: _Found, destination: Destination) -> None:
+        await trio.lowlevel.checkpoint()  # while it comes: it may be here before anybody waits
         length = found.slot.length
         if not length:
             checked_view(destination, found.slot, found.trailer)
             return
         arriving = resume(destination, found.slot, found.trailer)
-        if found.payload is not None:
-            (number,) = arriving.take()
+        choosing = _Choosing(self.lines, copy)
+        if found.extent is not None:
             try:
-                arriving.verify(number, chunk=memoryview(found.payload))
-            finally:
-                arriving.leave()
-            return
+                await found.extent.deliver(arriving)
+                return
+            except ReadFailed as failure:
+                await change_line(choosing, found.extent.line, failure)
         if length >= STRIPED_BYTES:
             self.lines.widen(copy)
         payload = Payload(found.slot.offset, arriving, self._progress_seconds)
-        await read_payload(_Choosing(self.lines, copy), payload, self._places(arriving.view))
+        await read_payload(choosing, payload, self._places(arriving.view))
 
     def _places(self, view: memoryview) -> Places:
         """Where chunks for a destination are read to."""
@@ -228,6 +243,14 @@ class RdmaTransport:
             if memory.holds(address, len(view)):
                 return Direct(memory, view, address)
         return Staged(self._staging.large)
+
+
+def _checked(packed: bytes, slot: Slot) -> TrailerBody | None:
+    """The trailer, unless it is not that of this slot, or the object expired."""
+    trailer = decode_trailer(packed)
+    if trailer is None or not trailer_matches(trailer, slot) or expired(trailer):
+        return None
+    return trailer
 
 
 class _Choosing:

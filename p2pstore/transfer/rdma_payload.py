@@ -11,7 +11,7 @@ import trio
 
 from p2pstore.objects import chunk_bounds
 from p2pstore.transfer.arriving import Arriving
-from p2pstore.transfer.rdma_reads import Line, Read, ReadFailed
+from p2pstore.transfer.rdma_reads import Line, Piece, Read, ReadFailed
 from p2pstore.transfer.rdma_rules import Meaning
 from p2pstore.transfer.rdma_staging import Block, BlockPool, Registered
 
@@ -163,7 +163,7 @@ async def read_payload(choosing: Choosing, payload: Payload, places: Places) -> 
             except ReadFailed as failure:
                 under_way.popleft().block.give_back()
                 waiting.appendleft(chunk.number)
-                await _change_line(choosing, chunk.line, failure)
+                await change_line(choosing, chunk.line, failure)
                 continue
             under_way.popleft()
             try:
@@ -185,11 +185,10 @@ async def _begin(
     try:
         line = await choosing.line()
         try:
-            read = await line.engine.read(
-                line, payload.offset + start, end - start, block.memory, block.address
-            )
+            piece = Piece(payload.offset + start, end - start, block.address)
+            read = await line.engine.read(line, piece, block.memory)
         except ReadFailed as failure:
-            await _change_line(choosing, line, failure)
+            await change_line(choosing, line, failure)
             block.give_back()
             return None
     except BaseException:
@@ -198,7 +197,7 @@ async def _begin(
     return Chunk(number, line, read, block)
 
 
-async def _change_line(choosing: Choosing, line: Line, failure: ReadFailed) -> None:
+async def change_line(choosing: Choosing, line: Line, failure: ReadFailed) -> None:
     """Raise the failure, unless another line may do better."""
     if failure.meaning is Meaning.STALE or not await choosing.another(line, failure.text):
         raise failure
@@ -221,9 +220,8 @@ async def _into_block(
     line: Line, offset: int, length_bytes: int, block: Block, *, soon: bool = False
 ) -> Read:
     try:
-        return await line.engine.read(
-            line, offset, length_bytes, block.memory, block.address, soon=soon
-        )
+        piece = Piece(offset, length_bytes, block.address)
+        return await line.engine.read(line, piece, block.memory, soon=soon)
     except BaseException:
         block.give_back()
         raise

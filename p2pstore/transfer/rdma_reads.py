@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
 
 import trio
 
@@ -26,7 +25,7 @@ from p2pstore.transfer.rdma_rules import (
     split_read,
 )
 from p2pstore.transfer.rdma_staging import Registered
-from p2pstore.transfer.rdma_verbs import Completion, Device, QueuePair
+from p2pstore.transfer.rdma_verbs import Completion, Device, QueuePair, ReadWork
 
 logger = logging.getLogger("p2pstore.transfer")
 
@@ -52,40 +51,55 @@ class Read:
     """One read: of one or more work requests."""
 
     def __init__(self, line: Line, requests: int) -> None:
-        self.ended = trio.Event()
-        self._line = line
+        self.line = line
         self._left = requests
         self._failed = False
+        self._event: trio.Event | None = None
         self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing writes to the memory any more."""
+        return not self._left
 
     def when_ended(self, callback: Callable[[], None]) -> None:
         """Have `callback` called once nothing writes to the memory any more: at once if that is so."""
-        if self.ended.is_set():
+        if self.ended:
             callback()
         else:
             self._callbacks.append(callback)
+            self.line.engine.expect()
 
     async def wait(self, seconds: float) -> None:
         """Wait for the end. Raises `ReadFailed`, and `DeadlineExceeded` when it does not come in time: then the
         memory still belongs to the device."""
-        if self.ended.is_set():
-            await trio.lowlevel.checkpoint()
-        else:
+        if self._left:
             with trio.move_on_after(seconds):
-                await self.ended.wait()
-        if not self.ended.is_set():
+                await self.sleep()
+        else:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        if self._left:
             text = f"a read over RDMA did not end within {seconds:g} s"
-            self._line.stop(Meaning.GONE, text)
+            self.line.stop(Meaning.GONE, text)
             raise DeadlineExceeded(text)
         if self._failed:
-            self._line.check()
+            self.line.check()
+
+    async def sleep(self) -> None:
+        """Sleep until the end, however it went."""
+        if self._event is None:
+            self._event = trio.Event()
+        if self._left:
+            self.line.engine.expect()
+            await self._event.wait()
 
     def request_ended(self, *, failed: bool) -> None:
         """One of the work requests did."""
         self._failed = self._failed or failed
         self._left -= 1
         if self._left == 0:
-            self.ended.set()
+            if self._event is not None:
+                self._event.set()
             for callback in self._callbacks:
                 callback()
 
@@ -101,8 +115,8 @@ class Line:
         self.room = WorkRoom(requests)
         self.failure: ReadFailed | None = None
         self.used_at = trio.current_time()
-        self.idle = trio.Event()
-        self.idle.set()
+        self.idle = trio.lowlevel.ParkingLot()
+        """For those who wait until nothing is under way."""
         self.when_broken: Callable[[], None] = lambda: None
 
     def check(self) -> None:
@@ -126,10 +140,12 @@ class Line:
                 logger.warning("%s", error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    line: Line
-    read: Read
+class Piece(NamedTuple):
+    """So many bytes (above 0) at `offset` of the other side's memory, and the address that they are read to."""
+
+    offset: int
+    length_bytes: int
+    address: int
 
 
 class ReadEngine:
@@ -143,7 +159,7 @@ class ReadEngine:
         self.lost = ""
         self.when_lost: Callable[[], None] = lambda: None
         self._room = WorkRoom(entries)
-        self._under_way: dict[int, _Work] = {}
+        self._under_way: dict[int, Read] = {}
         self._numbers = itertools.count(1)
         self._freed = trio.lowlevel.ParkingLot()
         self._armed = False
@@ -166,10 +182,11 @@ class ReadEngine:
             self._armed = False
             self._take()
             if self._under_way:
-                self._expect()
+                self.expect()
 
-    def _expect(self) -> None:
-        """Have `run` told of the next completion. No event tells of what came before, so that is taken now."""
+    def expect(self) -> None:
+        """Have `run` told of the next completion, before somebody sleeps. No event tells of what came before, so that
+        is taken now."""
         if self._armed or self.lost:
             return
         try:
@@ -199,90 +216,90 @@ class ReadEngine:
         """The device is of no use any more."""
         logger.error("%s: nothing is read through it until this peer is started again", error)
         self.lost = str(error)
-        for line in {work.line for work in self._under_way.values()}:
+        for line in {read.line for read in self._under_way.values()}:
             line.fail(Meaning.BROKEN, self.lost)
             self._destroy(line)
         self.when_lost()
 
     def _ended(self, completion: Completion) -> None:
-        work = self._under_way.pop(completion.work_id, None)
-        if work is None:  # of a queue pair that was destroyed
+        read = self._under_way.pop(completion.work_id, None)
+        if read is None:  # of a queue pair that was destroyed
             return
         meaning = meaning_of(completion.status)
         if meaning is not Meaning.DONE:
             text = f"a read over RDMA failed: {describe_status(completion.status)}"
-            work.line.fail(meaning, text)
-        self._give_back(work, failed=meaning is not Meaning.DONE)
+            read.line.fail(meaning, text)
+        self._give_back(read, failed=meaning is not Meaning.DONE)
 
-    def _give_back(self, work: _Work, *, failed: bool) -> None:
-        line = work.line
+    def _give_back(self, read: Read, *, failed: bool) -> None:
+        line = read.line
         self._room.give_back()
         line.room.give_back()
         if not line.room.taken:
-            line.idle.set()
-        work.read.request_ended(failed=failed)
+            line.idle.unpark_all()
+        read.request_ended(failed=failed)
 
     async def read(
-        self,
-        line: Line,
-        offset: int,
-        length_bytes: int,
-        memory: Registered,
-        address: int,
-        *,
-        soon: bool = False,
+        self, line: Line, piece: Piece, memory: Registered, *, soon: bool = False
     ) -> Read:
-        """Begin to read so many bytes (above 0) at `offset` of the other side's memory to `address`, which is
-        inside `memory`. Waits while too much is under way; nothing has begun when that is cancelled. With `soon`,
-        its end is looked for a few times at once: a small read takes microseconds, waking two tasks ten times as long.
+        """`read_pieces`, of one."""
+        (read,) = await self.read_pieces(line, [piece], memory, soon=soon)
+        return read
+
+    async def read_pieces(
+        self, line: Line, pieces: Sequence[Piece], memory: Registered, *, soon: bool = False
+    ) -> list[Read]:
+        """Begin to read into addresses inside `memory`, in this order. Waits while too much is under way; nothing has
+        begun when that is cancelled. With `soon`, the end of the first is looked for a few times at once: a small
+        read takes microseconds, waking two tasks ten times as long.
 
         Raises `ReadFailed` for a line that failed, `ProtocolError` for bytes outside of the other side's memory.
         """
-        start = line.memory.at(offset, length_bytes)
         region = memory.regions[self.number]
-        assert region.holds(address, length_bytes)
-        parts = list(split_read(length_bytes, self.device.limits.max_message_bytes))
-        if len(parts) > min(line.room.places, self._room.places):
-            raise ReadFailed(Meaning.BROKEN, "the RDMA device takes too small messages")
+        reads: list[Read] = []
+        works: dict[ReadWork, Read] = {}
+        for piece in pieces:
+            start = line.memory.at(piece.offset, piece.length_bytes)
+            assert region.holds(piece.address, piece.length_bytes)
+            parts = list(split_read(piece.length_bytes, self.device.limits.max_message_bytes))
+            reads.append(Read(line, len(parts)))
+            for at, size in parts:
+                work = ReadWork(next(self._numbers), piece.address + at, size, start + at)
+                works[work] = reads[-1]
+        await self._room_for(line, len(works))
+        line.used_at = trio.current_time()
+        self._room.take(len(works))
+        line.room.take(len(works))
+        self._under_way.update((work.work_id, read) for work, read in works.items())
+        try:
+            line.pair.read(list(works), region, line.memory.key)
+        except Unavailable as error:  # nobody knows which of them have begun
+            line.fail(Meaning.BROKEN, str(error))
+            self._destroy(line)
+        for _ in range(SOON_LOOKS if soon else 0):
+            if reads[0].ended:
+                break
+            self._take()
+        return reads
+
+    async def _room_for(self, line: Line, requests: int) -> None:
+        """Wait until so many more may be posted. Raises `ReadFailed`."""
+        if requests > min(line.room.places, self._room.places):
+            raise ReadFailed(Meaning.BROKEN, "the RDMA device takes too few or too small requests")
         line.check()
         if self.lost:
             raise ReadFailed(Meaning.BROKEN, self.lost)
-        while not self._has_room(line, len(parts)):
+        while requests > min(line.room.left, self._room.left):
+            self.expect()
             await self._freed.park()
             line.check()
-        read = Read(line, len(parts))
-        line.used_at = trio.current_time()
-        for place, (part, size) in enumerate(parts):
-            number = next(self._numbers)
-            self._room.take()
-            line.room.take()
-            line.idle = trio.Event() if line.idle.is_set() else line.idle
-            self._under_way[number] = work = _Work(line, read)
-            try:
-                line.pair.read(number, region, address + part, size, start + part, line.memory.key)
-            except Unavailable as error:
-                del self._under_way[number]
-                line.stop(Meaning.BROKEN, str(error))
-                for _ in range(place + 1, len(parts)):
-                    read.request_ended(failed=True)  # never posted
-                self._give_back(work, failed=True)
-                break
-        for _ in range(SOON_LOOKS if soon else 0):
-            if read.ended.is_set():
-                return read
-            self._take()
-        self._expect()
-        return read
-
-    def _has_room(self, line: Line, requests: int) -> bool:
-        return all(room.places - room.taken >= requests for room in (line.room, self._room))
 
     async def settle(self, line: Line, reads: Iterable[Read]) -> None:
         """Return when nothing writes for these reads any more. Not cancelled; takes seconds at the most."""
         with trio.CancelScope(shield=True):
             with trio.move_on_after(DRAIN_SECONDS):
                 for read in reads:
-                    await read.ended.wait()
+                    await read.sleep()
                 return
             line.stop(Meaning.GONE, "reads over RDMA did not end")
             await self.retire(line)
@@ -292,16 +309,18 @@ class ReadEngine:
         with trio.CancelScope(shield=True):
             line.stop(Meaning.GONE, "the RDMA connection was closed")
             with trio.move_on_after(DRAIN_SECONDS):
-                await line.idle.wait()
+                while line.room.taken:
+                    self.expect()
+                    await line.idle.park()
         self._destroy(line)
 
     def _destroy(self, line: Line) -> None:
         """Destroy a queue pair: the device touches nothing for it after that."""
         line.pair.close()
-        for number, work in list(self._under_way.items()):
-            if work.line is line:
+        for number, read in list(self._under_way.items()):
+            if read.line is line:
                 del self._under_way[number]
-                self._give_back(work, failed=True)
+                self._give_back(read, failed=True)
         self._freed.unpark_all()
 
     def close(self) -> None:

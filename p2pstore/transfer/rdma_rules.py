@@ -159,11 +159,16 @@ class WorkRoom:
         self.places = places
         self.taken = 0
 
-    def take(self) -> bool:
-        """Whether there was a place; it is taken now."""
-        if self.taken >= self.places:
+    @property
+    def left(self) -> int:
+        """Places that are free."""
+        return self.places - self.taken
+
+    def take(self, requests: int = 1) -> bool:
+        """Whether there were so many places; they are taken now, or none is."""
+        if self.taken + requests > self.places:
             return False
-        self.taken += 1
+        self.taken += requests
         return True
 
     def give_back(self) -> None:

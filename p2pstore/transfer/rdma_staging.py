@@ -9,12 +9,14 @@ from typing import Final
 
 import trio
 
-from p2pstore.objects import CHUNK_BYTES, KIB, MIB
+from p2pstore.objects import CHUNK_BYTES, MIB
+from p2pstore.transfer.layout import MAX_TRAILER_BYTES
 from p2pstore.transfer.mapping import address_of
 from p2pstore.transfer.rdma_verbs import Device, Region
 
-SMALL_BLOCK_BYTES: Final = 128 * KIB
-"""Payload and trailer of an object up to here come by one read. No trailer alone is longer."""
+SMALL_BLOCK_BYTES: Final = MAX_TRAILER_BYTES + 1
+LARGE_BLOCK_BYTES: Final = CHUNK_BYTES + SMALL_BLOCK_BYTES
+"""Whole pages, with room for an object of one chunk and any trailer."""
 SMALL_BLOCKS: Final = 64
 DEFAULT_STAGING_BYTES: Final = 32 * MIB
 
@@ -91,16 +93,16 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """Blocks for slots, trailers and small objects, and blocks for chunks."""
+    """Blocks for slots and trailers, and blocks for chunks, or whole objects of one chunk."""
 
     small: BlockPool
     large: BlockPool
 
     @classmethod
     def on(cls, devices: Sequence[Device], total_bytes: int = DEFAULT_STAGING_BYTES) -> Staging:
-        """Register blocks with devices, chunks of `total_bytes` (at least two)."""
+        """Register blocks with devices, for chunks of `total_bytes` (at least two)."""
         chunks = max(2, total_bytes // CHUNK_BYTES)
         return cls(
             BlockPool(devices, SMALL_BLOCK_BYTES, SMALL_BLOCKS),
-            BlockPool(devices, CHUNK_BYTES, chunks),
+            BlockPool(devices, LARGE_BLOCK_BYTES, chunks),
         )

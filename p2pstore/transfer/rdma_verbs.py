@@ -17,10 +17,11 @@ import importlib
 import ipaddress
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from p2pstore.errors import ConfigError, Unavailable
 from p2pstore.objects import format_bytes
@@ -129,12 +130,20 @@ class DeviceLimits:
     max_reads: int
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """A work request that ended; `status` is one of `rdma_rules.WorkStatus`, or unknown."""
 
     work_id: int
     status: int
+
+
+class ReadWork(NamedTuple):
+    """A work request to read so many bytes."""
+
+    work_id: int
+    local_address: int
+    length_bytes: int
+    remote_address: int
 
 
 class _Owned:
@@ -190,13 +199,13 @@ class CompletionQueue(_Owned):
 
     def poll(self, count: int) -> list[Completion]:
         """Up to so many completions that are there."""
-        _, found = self._device.attempt("polling", lambda: self._queue.poll(count))
+        _, found = self._device.attempt("polling", self._queue.poll, count)
         return [Completion(each.wr_id, int(each.status)) for each in found]
 
     def arm(self) -> None:
         """Make the descriptor readable with the next completion. Those that came before do not count: poll
         once more after it."""
-        self._device.attempt("asking for events", lambda: self._queue.req_notify())
+        self._device.attempt("asking for events", self._queue.req_notify)
 
     def acknowledge(self) -> None:
         """Take the event that made the descriptor readable; nothing when there is none."""
@@ -223,7 +232,14 @@ class QueuePair(_Owned):
         self._raw = raw
         self._may_be_read = may_be_read
         self.number: int = raw.qp_num
-        limits = device.limits
+        verbs, limits = device.verbs, device.limits
+        self._part = verbs["wr.SGE"]
+        self._request = partial(
+            verbs["wr.SendWR"],
+            opcode=verbs.constants.IBV_WR_RDMA_READ,
+            num_sge=1,
+            send_flags=verbs.constants.IBV_SEND_SIGNALED,
+        )
         self.endpoint = Endpoint(
             self.number, packet_number, device.gid.gid, limits.path_mtu_bytes, limits.max_reads
         )
@@ -254,32 +270,22 @@ class QueuePair(_Owned):
         attributes.rnr_retry = RECEIVER_RETRY_COUNT
         self._device.attempt("connecting a queue pair", lambda: self._raw.to_rts(attributes))
 
-    def read(
-        self,
-        work_id: int,
-        into: Region,
-        local_address: int,
-        length_bytes: int,
-        remote_address: int,
-        remote_key: int,
-    ) -> None:
-        """Begin to read; a completion with `work_id` tells the end. The memory is the device's until then.
-        The caller counts what is under way. Raises `Unavailable` when the device does not take the request."""
-        verbs, constants = self._device.verbs, self._device.verbs.constants
-        part = verbs["wr.SGE"](local_address, length_bytes, into.local_key)
-        request = verbs["wr.SendWR"](
-            wr_id=work_id,
-            opcode=constants.IBV_WR_RDMA_READ,
-            num_sge=1,
-            sg=[part],
-            send_flags=constants.IBV_SEND_SIGNALED,
-        )
+    def read(self, works: Sequence[ReadWork], into: Region, remote_key: int) -> None:
+        """Begin to read, in this order; a completion of each tells its end. The memory is the device's until then.
+        The caller counts what is under way. Raises `Unavailable` when the device does not take all of them: some may
+        have begun."""
+        made: list[Any] = []
+        first = None
         try:
-            request.set_wr_rdma(remote_key, remote_address)
-            self._device.attempt("posting a read", lambda: self._raw.post_send(request))
+            for work in reversed(works):
+                made.append(self._part(work.local_address, work.length_bytes, into.local_key))
+                first = self._request(wr_id=work.work_id, sg=[made[-1]], next_wr=first)
+                made.append(first)
+                first.set_wr_rdma(remote_key, work.remote_address)
+            self._device.attempt("posting reads", self._raw.post_send, first)
         finally:  # their memory is not given back otherwise
-            request.close()
-            part.close()
+            for each in made:
+                each.close()
 
     def fail(self) -> None:
         """Stop: what is under way ends as flushed."""
@@ -324,10 +330,10 @@ class Device:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def attempt(self, what: str, action: Callable[[], T]) -> T:
+    def attempt(self, what: str, action: Callable[..., T], *arguments: Any) -> T:
         """The result of `action`. Raises `Unavailable` for what pyverbs raises."""
         try:
-            return action()
+            return action(*arguments)
         except self.verbs.error as error:
             raise Unavailable(f"rdma device {self.name}: {what} failed: {error}") from error
 

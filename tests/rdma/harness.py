@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import trio
 
@@ -18,7 +18,7 @@ from p2pstore.transfer.rdma import RdmaTransport, open_rdma_reading
 from p2pstore.transfer.rdma_reads import ReadEngine
 from p2pstore.transfer.rdma_serving import RdmaServer
 from p2pstore.transfer.rdma_staging import Registered, Staging
-from p2pstore.transfer.rdma_verbs import Device, device_names
+from p2pstore.transfer.rdma_verbs import Completion, CompletionQueue, Device, device_names
 from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.transport import RemoteCopy
 from tests.contract.test_transport import (
@@ -40,6 +40,24 @@ def cables() -> list[tuple[str, str]]:
     names = sorted(device_names())
     pairs = list(zip(names[::2], names[1::2], strict=False))
     return pairs or [(name, name) for name in names]
+
+
+class SomeCompletions:
+    """In place of `CompletionQueue.poll`: hands out so many completions, one at a time, then what `after` gives."""
+
+    def __init__(
+        self, queue: CompletionQueue, count: int, after: Callable[[], list[Completion]]
+    ) -> None:
+        self._poll = queue.poll
+        self._left = count
+        self._after = after
+
+    def __call__(self, _: int) -> list[Completion]:
+        if not self._left:
+            return self._after()
+        found = self._poll(1)
+        self._left -= len(found)
+        return found
 
 
 class RdmaHarness(TcpHarness):

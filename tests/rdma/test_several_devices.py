@@ -6,7 +6,7 @@ import mmap
 import os
 import subprocess
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,11 @@ from p2pstore.objects import MIB
 from p2pstore.transfer import rdma_lines
 from p2pstore.transfer.rdma import STRIPED_BYTES, RdmaTransport
 from p2pstore.transfer.rdma_reads import ReadEngine
-from p2pstore.transfer.rdma_verbs import LinkDown, QueuePair
+from p2pstore.transfer.rdma_verbs import LinkDown, QueuePair, ReadWork, Region
 from p2pstore.transfer.transport import BufferDestination, PullFailed
 from p2pstore.trio_streams import TrioDriver
 from tests.contract.test_transport import OWNER, pattern, put, segment_of, until
-from tests.rdma.harness import RdmaHarness, cables
+from tests.rdma.harness import RdmaHarness, SomeCompletions, cables
 
 LARGE_BYTES = 64 * MIB
 SECONDS = 60.0
@@ -44,9 +44,9 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted: Counter[str] = Counter()
     real = QueuePair.read
 
-    def read(pair: QueuePair, work_id: int, into: Any, at: int, length: int, *rest: int) -> None:
-        counted[pair._device.name] += length
-        real(pair, work_id, into, at, length, *rest)
+    def read(pair: QueuePair, works: Sequence[ReadWork], into: Region, key: int) -> None:
+        counted[pair._device.name] += sum(work.length_bytes for work in works)
+        real(pair, works, into, key)
 
     monkeypatch.setattr(QueuePair, "read", read)
     return counted
@@ -198,3 +198,28 @@ async def test_one_device_is_lost(
     assert buffer == value
     assert "the card fell out" in lost.lost
     assert transport.offers(rdma.copy(digest))
+
+
+async def test_a_device_is_lost_between_a_trailer_and_its_payload(
+    rdma: RdmaHarness, posted: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object of one chunk is asked for at once; what did not come is read again through the other device."""
+    value = pattern(700_000)
+    digest = put(rdma.segment, "key", value)
+    transport = rdma.transport(TrioDriver())
+    await connect_all(transport, rdma)
+    lost: ReadEngine = rdma.engines[0]
+
+    def fail() -> list[Any]:
+        raise LinkDown("the card fell out")
+
+    slot_and_trailer = SomeCompletions(lost.completions, 2, fail)
+    monkeypatch.setattr(lost.completions, "poll", slot_and_trailer)
+    posted.clear()
+    buffer = bytearray(len(value))
+    await transport.pull(rdma.copy(digest), digest, BufferDestination(buffer))
+    assert buffer == value
+    assert "the card fell out" in lost.lost
+    assert posted[lost.device.name] > len(value)
+    assert posted[rdma.engines[1].device.name] == len(value)
+    assert rdma.staging.large.taken == 0

@@ -126,14 +126,15 @@ def test_a_device_that_takes_no_message_reads_nothing() -> None:
         list(split_read(10, 0))
 
 
-@given(st.integers(1, 20), st.lists(st.booleans(), max_size=200))
-def test_room_is_never_taken_twice(places: int, steps: list[bool]) -> None:
+@given(st.integers(1, 20), st.lists(st.integers(0, 4), max_size=200))
+def test_room_is_never_taken_twice(places: int, steps: list[int]) -> None:
     room = WorkRoom(places)
     under_way = 0
-    for takes in steps:
-        if takes:
-            assert room.take() == (under_way < places)
-            under_way = min(places, under_way + 1)
+    for requests in steps:
+        if requests:
+            fits = under_way + requests <= places
+            assert room.take(requests) == fits
+            under_way += requests if fits else 0
         elif under_way:
             room.give_back()
             under_way -= 1
