@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from itertools import islice
+from typing import Final, NamedTuple, Protocol
 
 import trio
 
-from p2pstore.objects import chunk_bounds
+from p2pstore.objects import CHUNK_BYTES, chunk_bounds
 from p2pstore.transfer.arriving import Arriving
 from p2pstore.transfer.rdma_reads import Line, Piece, Read, ReadFailed
 from p2pstore.transfer.rdma_rules import Meaning
@@ -119,11 +120,19 @@ class Staged:
 # --- reading ---------------------------------------------------------------------------------
 
 
+class Wanted(NamedTuple):
+    """A chunk of an object: its number and its bounds."""
+
+    number: int
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A chunk that is being read."""
 
-    number: int
+    wanted: Wanted
     line: Line
     read: Read
     block: Block
@@ -137,24 +146,24 @@ async def read_payload(choosing: Choosing, payload: Payload, places: Places) -> 
     """
     arriving = payload.arriving
     bounds = list(chunk_bounds(arriving.slot.length))
-    waiting, under_way = deque[int](), deque[Chunk]()
+    waiting, under_way = deque[Wanted](), deque[Chunk]()
     while run := arriving.take():
-        waiting += run
+        waiting += [Wanted(number, *bounds[number]) for number in run]
     try:
         while waiting or under_way:
-            while waiting and len(under_way) < CHUNKS_UNDER_WAY * choosing.count():
-                start, end = bounds[waiting[0]]
+            while waiting and (room := CHUNKS_UNDER_WAY * choosing.count() - len(under_way)) > 0:
+                line = await choosing.line()
+                share = -(-room // choosing.count())
+                at_once = min(share, line.engine.most_pieces(line, CHUNK_BYTES))
+                some = list(islice(waiting, at_once))
                 # Blocks may be scarce: who has some under way does not wait for more.
-                block = (
-                    places.take_nowait(start, end) if under_way else await places.take(start, end)
-                )
-                if block is None:
+                blocks = await _take_blocks(places, some, wait=not under_way)
+                begun = await _begin(choosing, line, payload, some[: len(blocks)], blocks)
+                if not begun:  # no block, or the line failed
                     break
-                chunk = await _begin(choosing, payload, waiting[0], (start, end), block)
-                if chunk is None:  # its line failed
-                    break
-                waiting.popleft()
-                under_way.append(chunk)
+                under_way += begun
+                for _ in begun:
+                    waiting.popleft()
             if not under_way:
                 continue
             chunk = under_way[0]
@@ -162,12 +171,12 @@ async def read_payload(choosing: Choosing, payload: Payload, places: Places) -> 
                 await chunk.read.wait(payload.progress_seconds)
             except ReadFailed as failure:
                 under_way.popleft().block.give_back()
-                waiting.appendleft(chunk.number)
+                waiting.appendleft(chunk.wanted)
                 await change_line(choosing, chunk.line, failure)
                 continue
             under_way.popleft()
             try:
-                places.deliver(chunk.block, chunk.number, arriving)
+                places.deliver(chunk.block, chunk.wanted.number, arriving)
             finally:
                 chunk.block.give_back()
     finally:
@@ -177,24 +186,45 @@ async def read_payload(choosing: Choosing, payload: Payload, places: Places) -> 
             arriving.leave()
 
 
+async def _take_blocks(places: Places, chunks: Sequence[Wanted], *, wait: bool) -> list[Block]:
+    """For the first of these chunks, as many as there are; with `wait`, at least one."""
+    blocks = [await places.take(chunks[0].start, chunks[0].end)] if wait else []
+    for chunk in chunks[len(blocks) :]:
+        block = places.take_nowait(chunk.start, chunk.end)
+        if block is None:
+            break
+        blocks.append(block)
+    return blocks
+
+
 async def _begin(
-    choosing: Choosing, payload: Payload, number: int, bounds: tuple[int, int], block: Block
-) -> Chunk | None:
-    """Begin to read a chunk; None when its line failed and another one is there to try."""
-    start, end = bounds
+    choosing: Choosing,
+    line: Line,
+    payload: Payload,
+    chunks: Sequence[Wanted],
+    blocks: Sequence[Block],
+) -> list[Chunk]:
+    """Begin to read chunks into blocks, all of one memory; none when the line failed and another one is there to
+    try."""
+    if not chunks:
+        return []
+    pieces = [
+        Piece(payload.offset + chunk.start, chunk.end - chunk.start, block.address)
+        for chunk, block in zip(chunks, blocks, strict=True)
+    ]
+    reads: list[Read] = []
     try:
-        line = await choosing.line()
-        try:
-            piece = Piece(payload.offset + start, end - start, block.address)
-            read = await line.engine.read(line, piece, block.memory)
-        except ReadFailed as failure:
-            await change_line(choosing, line, failure)
-            block.give_back()
-            return None
-    except BaseException:
-        block.give_back()
-        raise
-    return Chunk(number, line, read, block)
+        reads = await line.engine.read_pieces(line, pieces, blocks[0].memory)
+    except ReadFailed as failure:
+        await change_line(choosing, line, failure)
+    finally:
+        if not reads:
+            for block in blocks:
+                block.give_back()
+    return [
+        Chunk(chunk, line, read, block)
+        for chunk, read, block in zip(chunks, reads, blocks, strict=False)
+    ]
 
 
 async def change_line(choosing: Choosing, line: Line, failure: ReadFailed) -> None:

@@ -282,6 +282,11 @@ class ReadEngine:
             self._take()
         return reads
 
+    def most_pieces(self, line: Line, piece_bytes: int) -> int:
+        """How many pieces of such a size may be begun at once."""
+        requests = -(-piece_bytes // self.device.limits.max_message_bytes)
+        return max(1, min(line.room.places, self._room.places) // requests)
+
     async def _room_for(self, line: Line, requests: int) -> None:
         """Wait until so many more may be posted. Raises `ReadFailed`."""
         if requests > min(line.room.places, self._room.places):
