@@ -4,8 +4,8 @@ What the slot hint does not show (the object moved, expired, is gone), the holde
 its answer says how far its log was. A line that fails in the middle of an object is replaced: what it had under way is
 read again through another device.
 
-Destinations inside of registered memory are read into directly; others through registered blocks, from which only
-verified bytes are copied on.
+Objects of one chunk come through a registered block (`rdma_extent`). Chunks of larger ones are read into destinations
+inside of registered memory directly; into others through blocks, from which only verified ones are copied on.
 """
 
 from __future__ import annotations

@@ -184,33 +184,38 @@ class ReadEngine:
             if self._under_way:
                 self.expect()
 
-    def expect(self) -> None:
+    def expect(self) -> bool:
         """Have `run` told of the next completion, before somebody sleeps. No event tells of what came before, so that
-        is taken now."""
-        if self._armed or self.lost:
-            return
+        is taken now: whether something was, or the device is lost, so that who is about to sleep looks again."""
+        if self.lost:
+            return True
+        if self._armed:
+            return False
         try:
             self.completions.arm()
         except Unavailable as error:
             self._lose(error)
-            return
+            return True
         self._armed = True
-        self._take()
+        return self._take()
 
-    def _take(self) -> None:
-        """Hand out the completions that are there."""
+    def _take(self) -> bool:
+        """Hand out the completions that are there; whether there were any, or the device is lost."""
+        before = len(self._under_way)
         found = POLL_COMPLETIONS
         while found == POLL_COMPLETIONS and not self.lost:
             try:
                 completions = self.completions.poll(POLL_COMPLETIONS)
             except Unavailable as error:
                 self._lose(error)
-                return
+                return True
             for each in completions:
                 self._ended(each)
             found = len(completions)
-            if found:
-                self._freed.unpark_all()
+        if len(self._under_way) == before:
+            return False
+        self._freed.unpark_all()
+        return True
 
     def _lose(self, error: Unavailable) -> None:
         """The device is of no use any more."""
@@ -291,13 +296,14 @@ class ReadEngine:
         """Wait until so many more may be posted. Raises `ReadFailed`."""
         if requests > min(line.room.places, self._room.places):
             raise ReadFailed(Meaning.BROKEN, "the RDMA device takes too few or too small requests")
-        line.check()
-        if self.lost:
-            raise ReadFailed(Meaning.BROKEN, self.lost)
-        while requests > min(line.room.left, self._room.left):
-            self.expect()
-            await self._freed.park()
+        while True:
             line.check()
+            if self.lost:
+                raise ReadFailed(Meaning.BROKEN, self.lost)
+            if requests <= min(line.room.left, self._room.left):
+                return
+            if not self.expect():
+                await self._freed.park()
 
     async def settle(self, line: Line, reads: Iterable[Read]) -> None:
         """Return when nothing writes for these reads any more. Not cancelled; takes seconds at the most."""
@@ -314,9 +320,9 @@ class ReadEngine:
         with trio.CancelScope(shield=True):
             line.stop(Meaning.GONE, "the RDMA connection was closed")
             with trio.move_on_after(DRAIN_SECONDS):
-                while line.room.taken:
-                    self.expect()
-                    await line.idle.park()
+                while line.room.taken and not self.lost:
+                    if not self.expect():
+                        await line.idle.park()
         self._destroy(line)
 
     def _destroy(self, line: Line) -> None:

@@ -18,7 +18,7 @@ import trio.testing
 
 from p2pstore.errors import Unavailable
 from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer import rdma_reads, rdma_serving
+from p2pstore.transfer import rdma_lines, rdma_reads, rdma_serving
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.data_server import ServerLimits
 from p2pstore.transfer.layout import Slot, TrailerBody, decode_slot, encode_slot, encode_trailer
@@ -462,6 +462,24 @@ async def test_the_right_to_read_ends_with_the_connection(rdma: RdmaHarness) -> 
         await read.wait(30.0)
     assert not any(block.view[:64])
     await rdma.engine.retire(line)
+    block.give_back()
+
+
+async def test_room_that_is_free_already(
+    rdma: RdmaHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has seen yet that what took it has ended: who waits for room looks before it sleeps."""
+    monkeypatch.setattr(rdma_lines, "REQUESTS_PER_LINE", 1)
+    transport = rdma.transport(TrioDriver())
+    line = await transport.lines.connected(rdma.copy())
+    small = rdma.staging.small
+    block = await small.take()
+    for _ in range(3):
+        block.view[:8] = bytes(8)
+        with trio.fail_after(10.0):
+            read = await rdma.engine.read(line, Piece(0, 64, block.address), small.memory)
+        await until(lambda: bytes(block.view[:8]) == b"P2PSSEG\0")
+    await read.wait(5.0)
     block.give_back()
 
 
