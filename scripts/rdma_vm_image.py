@@ -15,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +31,10 @@ TOOLS = {
     "setpriv": "util-linux",
     "ip": "iproute2",
     "rdma": "iproute2",
-    "ib_read_bw": "perftest",
 }
 """Commands that are used here or in the VM, and the Debian packages that bring them."""
+BENCHMARK_TOOLS = {"ib_read_bw": "perftest"}
+"""Set up as well; all but a benchmark works without."""
 LIBRARIES = ("python3-pyverbs", "ibverbs-providers")
 MODULES = (
     *("virtio_pci", "9pnet_virtio", "9p", "overlay", "virtio_console"),
@@ -77,7 +78,7 @@ def find_tool(name: str) -> str | None:
 def ready_image() -> Image:
     """The image that was set up, built anew where its sources changed. Raises `NotPossible` when something is
     missing."""
-    missing = missing_packages()
+    missing = missing_packages(TOOLS)
     image = _image_in_cache()
     if missing or image is None or not pyverbs_link().exists():
         what = f"missing packages: {' '.join(missing)}" if missing else "it was not set up"
@@ -91,10 +92,9 @@ def ready_image() -> Image:
 
 def set_up() -> Image:
     """Install, download, build and link what is missing; nothing when all is there. Raises `NotPossible`."""
-    try:
-        return ready_image()
-    except NotPossible:
-        pass
+    if not missing_packages(TOOLS | BENCHMARK_TOOLS):
+        with contextlib.suppress(NotPossible):
+            return ready_image()
     if os.uname().machine != "x86_64":
         raise NotPossible(f"the RDMA VM is for x86-64 only; this machine is {os.uname().machine}")
     with _lock():
@@ -122,9 +122,9 @@ def say(text: str) -> None:
 # --- packages --------------------------------------------------------------------------------
 
 
-def missing_packages() -> list[str]:
-    """Debian names of what is not installed."""
-    missing = {package for tool, package in TOOLS.items() if find_tool(tool) is None}
+def missing_packages(tools: Mapping[str, str]) -> list[str]:
+    """Debian names of what is not installed, of these tools and what is used besides."""
+    missing = {package for tool, package in tools.items() if find_tool(tool) is None}
     missing.update(name for name in LIBRARIES if not _package_installed(name))
     return sorted(missing)
 
@@ -138,7 +138,7 @@ def _package_installed(name: str) -> bool:
 
 
 def _install_packages() -> None:
-    missing = missing_packages()
+    missing = missing_packages(TOOLS | BENCHMARK_TOOLS)
     if find_tool("apt-get") is None:
         raise NotPossible(
             "the RDMA VM is made of Debian packages, and this machine has no apt-get: use Debian 12 "

@@ -36,8 +36,9 @@ logger = logging.getLogger("p2pstore.peer")
 DEVICES: Final = Path("/sys/class/infiniband")
 MAX_DEVICES: Final = 16
 """That one peer uses: with each it registers all its memory."""
-STAGING_BYTES: Final = 2 * CHUNK_BYTES
-"""Little: what a peer reads goes to its segment, which is registered."""
+STAGING_BYTES: Final = 8 * CHUNK_BYTES
+"""So many objects of one chunk at once come with one round trip less; the others go to its segment as large ones do,
+which is registered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ What the slot hint does not show (the object moved, expired, is gone), the holde
 its answer says how far its log was. A line that fails in the middle of an object is replaced: what it had under way is
 read again through another device.
 
-Objects of one chunk come through a registered block (`rdma_extent`). Chunks of larger ones are read into destinations
-inside of registered memory directly; into others through blocks, from which only verified ones are copied on.
+Objects of one chunk come through a registered block where there is a free one (`rdma_extent`). Chunks of others are
+read into destinations inside of registered memory directly; else through blocks, from which only verified ones are
+copied on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from p2pstore.transfer.layout import (
     trailer_offset,
 )
 from p2pstore.transfer.mapping import address_of
-from p2pstore.transfer.rdma_extent import ExtentRead
+from p2pstore.transfer.rdma_extent import MOST_PIECES, PIECE_BYTES, ExtentRead
 from p2pstore.transfer.rdma_lines import Lines
 from p2pstore.transfer.rdma_payload import (
     Direct,
@@ -47,7 +48,7 @@ from p2pstore.transfer.rdma_payload import (
 )
 from p2pstore.transfer.rdma_reads import Line, ReadEngine, ReadFailed
 from p2pstore.transfer.rdma_rules import NAME, Meaning
-from p2pstore.transfer.rdma_staging import Registered, Staging
+from p2pstore.transfer.rdma_staging import SMALL_BLOCK_BYTES, Block, Registered, Staging
 from p2pstore.transfer.rdma_verbs import Device
 from p2pstore.transfer.shm import ON_SSD, expired
 from p2pstore.transfer.trace import ReadWatch
@@ -194,12 +195,12 @@ class RdmaTransport:
             return None
         if slot.trailer_length == 0:
             return None
-        if slot.length > CHUNK_BYTES:
+        block = await self._block_for(line, slot)
+        if block is None:
             start = slot.offset + trailer_offset(slot.length)
             trailer = _checked(await self._read_bytes(line, start, slot.trailer_length), slot)
             return None if trailer is None else _Found(slot, trailer)
-        pool, seconds = self._staging.large, self._progress_seconds
-        extent = await ExtentRead.begin(line, pool, slot, seconds)
+        extent = await ExtentRead.begin(line, block, slot, self._progress_seconds)
         found = None
         try:
             trailer = _checked(await extent.trailer(), slot)
@@ -208,6 +209,15 @@ class RdmaTransport:
             if found is None:
                 extent.leave()
         return found
+
+    async def _block_for(self, line: Line, slot: Slot) -> Block | None:
+        """Room for an object of one chunk and its trailer. None when there is none now, or the line takes too little
+        at once: then it comes as larger ones do."""
+        if slot.length > CHUNK_BYTES or line.engine.most_pieces(line, PIECE_BYTES) < MOST_PIECES:
+            return None
+        if trailer_offset(slot.length) + slot.trailer_length <= SMALL_BLOCK_BYTES:
+            return await self._staging.small.take()
+        return self._staging.large.take_nowait()
 
     async def _read_bytes(self, line: Line, offset: int, length_bytes: int) -> bytes:
         """A private copy of a small part of the other side's memory."""
@@ -230,6 +240,7 @@ class RdmaTransport:
                 await found.extent.deliver(arriving)
                 return
             except ReadFailed as failure:
+                found.leave()
                 await change_line(choosing, found.extent.line, failure)
         if length >= STRIPED_BYTES:
             self.lines.widen(copy)

@@ -12,14 +12,15 @@ from typing import Final
 
 from xxhash import xxh3_64
 
-from p2pstore.objects import KIB
+from p2pstore.objects import CHUNK_BYTES, KIB
 from p2pstore.transfer.arriving import Arriving
 from p2pstore.transfer.layout import Slot, trailer_offset
 from p2pstore.transfer.rdma_reads import Line, Piece, Read
-from p2pstore.transfer.rdma_staging import Block, BlockPool
+from p2pstore.transfer.rdma_staging import Block
 
 PIECE_BYTES: Final = 512 * KIB
 """What is summed at once: still in the cache, and far more than a work request costs."""
+MOST_PIECES: Final = 1 + CHUNK_BYTES // PIECE_BYTES
 ONLY_CHUNK: Final = 0
 
 
@@ -35,10 +36,9 @@ class ExtentRead:
         self._reads: Sequence[Read] = ()
 
     @classmethod
-    async def begin(cls, line: Line, pool: BlockPool, slot: Slot, seconds: float) -> ExtentRead:
-        """Ask for all of it, when there is a block; each part has so many seconds. Raises `ReadFailed`, and
-        `ProtocolError` for a slot that leads outside of the other side's memory."""
-        block = await pool.take()
+    async def begin(cls, line: Line, block: Block, slot: Slot, seconds: float) -> ExtentRead:
+        """Ask for all of it, into this block, which is given back at the end; each part has so many seconds. Raises
+        `ReadFailed`, and `ProtocolError` for a slot that leads outside of the other side's memory."""
         made = cls(line, slot, block, seconds)
         pieces = [
             Piece(slot.offset + start, end - start, block.address + start)
@@ -85,5 +85,7 @@ class ExtentRead:
             arriving.leave()
 
     def leave(self) -> None:
-        """Nobody looks at it any more: its block is free as soon as nothing writes to it."""
-        self._reads[-1].when_ended(self._block.give_back)  # reads of one queue pair end in order
+        """Nobody looks at it any more: its block is free as soon as nothing writes to it. May be said twice."""
+        reads, self._reads = self._reads, ()
+        if reads:
+            reads[-1].when_ended(self._block.give_back)  # reads of one queue pair end in order

@@ -152,14 +152,11 @@ async def read_payload(choosing: Choosing, payload: Payload, places: Places) -> 
     try:
         while waiting or under_way:
             while waiting and (room := CHUNKS_UNDER_WAY * choosing.count() - len(under_way)) > 0:
-                line = await choosing.line()
-                share = -(-room // choosing.count())
-                at_once = min(share, line.engine.most_pieces(line, CHUNK_BYTES))
-                some = list(islice(waiting, at_once))
+                some = list(islice(waiting, -(-room // choosing.count())))
                 # Blocks may be scarce: who has some under way does not wait for more.
                 blocks = await _take_blocks(places, some, wait=not under_way)
-                begun = await _begin(choosing, line, payload, some[: len(blocks)], blocks)
-                if not begun:  # no block, or the line failed
+                begun = await _begin(choosing, payload, some, blocks)
+                if not begun:  # no block, or its line failed
                     break
                 under_way += begun
                 for _ in begun:
@@ -198,33 +195,34 @@ async def _take_blocks(places: Places, chunks: Sequence[Wanted], *, wait: bool) 
 
 
 async def _begin(
-    choosing: Choosing,
-    line: Line,
-    payload: Payload,
-    chunks: Sequence[Wanted],
-    blocks: Sequence[Block],
+    choosing: Choosing, payload: Payload, chunks: Sequence[Wanted], blocks: Sequence[Block]
 ) -> list[Chunk]:
-    """Begin to read chunks into blocks, all of one memory; none when the line failed and another one is there to
-    try."""
-    if not chunks:
+    """Begin to read the first of these chunks, as many as there are blocks, all of one memory, and the line takes at
+    once. None when the line failed, and another one is there to try. Other blocks are given back."""
+    if not blocks:
         return []
-    pieces = [
-        Piece(payload.offset + chunk.start, chunk.end - chunk.start, block.address)
-        for chunk, block in zip(chunks, blocks, strict=True)
-    ]
-    reads: list[Read] = []
+    begun: list[Chunk] = []
     try:
+        line = await choosing.line()
+        some = list(zip(chunks, blocks, strict=False))[: line.engine.most_pieces(line, CHUNK_BYTES)]
+        pieces = [
+            Piece(payload.offset + chunk.start, chunk.end - chunk.start, block.address)
+            for chunk, block in some
+        ]
         reads = await line.engine.read_pieces(line, pieces, blocks[0].memory)
-    except ReadFailed as failure:
-        await change_line(choosing, line, failure)
+        begun = [
+            Chunk(chunk, line, read, block)
+            for (chunk, block), read in zip(some, reads, strict=True)
+        ]
+    except ReadFailed as error:
+        failure = error
+    else:
+        return begun
     finally:
-        if not reads:
-            for block in blocks:
-                block.give_back()
-    return [
-        Chunk(chunk, line, read, block)
-        for chunk, read, block in zip(chunks, reads, blocks, strict=False)
-    ]
+        for block in blocks[len(begun) :]:
+            block.give_back()
+    await change_line(choosing, line, failure)
+    return []
 
 
 async def change_line(choosing: Choosing, line: Line, failure: ReadFailed) -> None:

@@ -288,9 +288,9 @@ class ReadEngine:
         return reads
 
     def most_pieces(self, line: Line, piece_bytes: int) -> int:
-        """How many pieces of such a size may be begun at once."""
+        """How many pieces of such a size may be begun without waiting for others, at least 1."""
         requests = -(-piece_bytes // self.device.limits.max_message_bytes)
-        return max(1, min(line.room.places, self._room.places) // requests)
+        return max(1, min(line.room.left, self._room.left) // requests)
 
     async def _room_for(self, line: Line, requests: int) -> None:
         """Wait until so many more may be posted. Raises `ReadFailed`."""

@@ -198,6 +198,7 @@ async def test_a_reader_cancelled_at_each_step_leaves_nothing(
     registered = [rdma.registered(memory)] if direct else []
     delivered, at = False, 0
     transport = rdma.transport(TrioDriver(), registered=registered)
+    await transport.lines.connected(rdma.copy())
 
     async def pull_here() -> None:
         await transport.pull(rdma.copy(digest), digest, BufferDestination(memory))
@@ -219,7 +220,7 @@ async def test_a_reader_cancelled_at_each_step_leaves_nothing(
         assert memory == after, "something wrote to the destination after cancellation"
         assert (rdma.staging.small.taken, rdma.staging.large.taken) == (0, 0)
     assert memory == value
-    assert at > (8 if length > MIB else 2)
+    assert at > 2
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -310,11 +311,11 @@ async def test_an_object_of_one_chunk_that_is_waited_for_no_more(
     assert line.failure is None
 
 
-@pytest.mark.parametrize("length", [100, 700_000, 3 * MIB])
+@pytest.mark.parametrize("length", [700_000, 3 * MIB])
 async def test_a_device_that_takes_no_request(
     rdma: RdmaHarness, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    """Once: the line is given up, and the next read has another one."""
+    """Once, the last of those posted together: the line is given up, and the next read has another one."""
     value = pattern(length)
     digest = put(rdma.segment, "key", value)
     transport = rdma.transport(TrioDriver())
@@ -322,11 +323,14 @@ async def test_a_device_that_takes_no_request(
     await transport.lines.connected(rdma.copy())
     line = first_line(transport)
     assert line is not None
-    read, posts = line.pair.read, iter(range(100))
+    read = line.pair.read
+    taken = ["slot", "trailer"] if length > MIB else ["slot"]
 
     def refuse(works: Sequence[ReadWork], into: Region, key: int) -> None:
-        if next(posts):  # after the slot
+        if not taken:
+            read(works[:-1], into, key)
             raise Unavailable("no room in the queue")
+        taken.pop()
         read(works, into, key)
 
     monkeypatch.setattr(line.pair, "read", refuse)
@@ -474,11 +478,17 @@ async def test_room_that_is_free_already(
     line = await transport.lines.connected(rdma.copy())
     small = rdma.staging.small
     block = await small.take()
-    for _ in range(3):
-        block.view[:8] = bytes(8)
-        with trio.fail_after(10.0):
-            read = await rdma.engine.read(line, Piece(0, 64, block.address), small.memory)
-        await until(lambda: bytes(block.view[:8]) == b"P2PSSEG\0")
+    piece = Piece(0, 64, block.address)
+    while (
+        rdma.engine._armed
+    ):  # since before the last completion: the next one wakes the task that takes them
+        await (await rdma.engine.read(line, piece, small.memory)).wait(5.0)
+    block.view[:8] = bytes(8)
+    await rdma.engine.read(line, piece, small.memory)
+    await until(lambda: bytes(block.view[:8]) == b"P2PSSEG\0")
+    assert (rdma.engine.under_way, rdma.engine._armed) == (1, False)
+    with trio.fail_after(10.0):
+        read = await rdma.engine.read(line, piece, small.memory)
     await read.wait(5.0)
     block.give_back()
 
