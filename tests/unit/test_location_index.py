@@ -16,7 +16,7 @@ from p2pstore.gossip.locations.location_chains import RowChains
 from p2pstore.gossip.locations.location_index import LocationIndex, digests_of, hash_of
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.location_table import block_count, format_table, table_bytes
+from p2pstore.location_table import Rows, Words, block_count, format_table, table_bytes
 from tests.unit.gossip_network import digest_of, location
 from tests.unit.location_set import LocationSet
 
@@ -198,6 +198,24 @@ def test_nobody_can_choose_digests_that_share_a_bucket() -> None:
         assert max(Counter(heads).values()) < 20
         mixed = table.mix(table.first[rows], table.second[rows])
         assert table.heads_of(mixed).tolist() == heads
+
+
+def test_many_rows_at_once_find_as_many_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows for one chain, one goes in a round: many for the chains of a small table would take minutes."""
+    put, most = RowChains._put, []
+
+    def watch(chains: RowChains, rows: Rows, mixed: Words) -> None:
+        most.append(int(np.unique(chains._table.heads_of(mixed), return_counts=True)[1].max()))
+        put(chains, rows, mixed)
+
+    monkeypatch.setattr(RowChains, "_put", watch)
+    count = 20_000
+    blocks, rng = block_count(count + 1), Random(7)
+    table = format_table(bytearray(table_bytes(blocks)), blocks, rng.getrandbits(128))
+    for row in range(1, count + 1):
+        table.write(row, rng.randbytes(16))
+    RowChains(table).add_many(np.arange(1, count + 1))
+    assert max(most) < 20
 
 
 def test_a_discarded_slot_is_not_found_before_it_is_swept() -> None:
