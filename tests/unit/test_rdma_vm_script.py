@@ -132,7 +132,7 @@ def test_qemu_may_not_write_to_the_machines_files(
 
 
 def test_who_is_not_root_is_told_what_to_install(image: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(image, "missing_packages", lambda: ["cpio", "kmod"])
+    monkeypatch.setattr(image, "missing_packages", lambda tools: ["cpio", "kmod"])
     monkeypatch.setattr(image, "find_tool", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(image.NotPossible, match=r"sudo apt-get install .* cpio kmod"):
