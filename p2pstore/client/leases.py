@@ -69,6 +69,7 @@ class LeaseBook:
         self._lock = threading.Lock()  # never taken by finalizers
         self._leases: dict[int, _Lease] = {}
         self._by_digest: dict[bytes, _Lease] = {}
+        self._unused: deque[int] = deque()
         self._ended: deque[int | _Whole] = deque()
         self._kept: dict[int, float] = {}
 
@@ -174,8 +175,9 @@ class LeaseBook:
         return digest in self._by_digest
 
     def give_back(self, number: int) -> None:
-        """End a lease of which no view was made."""
-        self._ended.append(number)
+        """End a lease of which no view was made, and none will be. It is told with the next request: who copies one
+        object after another would keep all of the last 50 ms in the peer's memory, for nothing."""
+        self._unused.append(number)
 
     def forsake(self, number: int) -> None:
         """End a lease of which a view was to be made, when that was interrupted at any moment: the last view ends it,
@@ -185,27 +187,28 @@ class LeaseBook:
             self._ended.append(number)
 
     def take_ended(self, *, everything: bool) -> list[int]:
-        """Leases to give back, each once: those that ended 50 ms ago, or all that ended. Those that were not asked for
-        end here.
+        """Leases to give back, each once: unused ones, and those that ended 50 ms ago, or all that ended. Those that
+        were not asked for end here.
 
-        Who leases one object after another gives them back many at a time.
+        Who views one object after another gives them back many at a time.
         """
-        if not self._ended and not self._kept:
+        if not self._unused and not self._ended and not self._kept:
             return []
         with self._lock:
+            unused = [self._unused.popleft() for _ in range(len(self._unused))]
             self._keep_ended()
             if not self._kept:  # another thread has shared or given back what there was
-                return []
+                return unused
             now = time.monotonic()
             oldest = next(iter(self._kept.values()))
             if not everything and len(self._kept) < KEEP_COUNT and now - oldest < 2 * KEEP_SECONDS:
-                return []
+                return unused
             until = math.inf if everything else now - KEEP_SECONDS
             due = list(takewhile(lambda number: self._kept[number] <= until, self._kept))
             for number in due:
                 del self._kept[number]
                 self._end(number)
-            return due
+            return unused + due
 
     def _end(self, number: int) -> None:
         """May be interrupted, and repeated before its cell is used again."""
@@ -235,9 +238,9 @@ class LeaseBook:
     @property
     def outstanding(self) -> bool:
         """Whether a lease is live, or was not given back."""
-        return bool(self._leases or self._ended or self._kept)
+        return bool(self._leases or self.keeps)
 
     @property
     def keeps(self) -> bool:
         """Whether giving back what ended would make room now."""
-        return bool(self._ended or self._kept)
+        return bool(self._unused or self._ended or self._kept)

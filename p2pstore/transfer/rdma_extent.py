@@ -1,8 +1,8 @@
 """An object of one chunk by RDMA: trailer and payload are asked for at once, and summed as they come. Under trio.
 
-A second round trip for the trailer, and a sum over what has come long ago, would cost such an object about as much as
-its transfer does. Where the payload goes is known only when the trailer is there, so it is read into a block: all
-pieces but the last one are summed and copied on while the others still come.
+It can do without a round trip of its own for the trailer, and without waiting for all before anything is summed. Where
+the payload goes is known only when the trailer is there, so it is read into a block: all pieces but the last one are
+summed and copied on while the others still come.
 """
 
 from __future__ import annotations

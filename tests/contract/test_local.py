@@ -50,7 +50,7 @@ from p2pstore.local.connection import LocalConnection
 from p2pstore.local.listener import MAX_CONNECTIONS, listen_at
 from p2pstore.local.messages import Access, LocalKind
 from p2pstore.local.server import MAX_IN_FLIGHT
-from p2pstore.objects import MIB, key_digest
+from p2pstore.objects import MIB, Version, key_digest
 from p2pstore.streams import BlockingDriver, run_blocking
 from p2pstore.transfer import hazards
 from p2pstore.trio_streams import TrioDriver, TrioStream
@@ -1239,15 +1239,31 @@ def test_leases_that_another_thread_gave_back_meanwhile() -> None:
 
         def __enter__(self) -> None:
             book._ended.clear()
+            book._unused.clear()
 
         def __exit__(self, *_: object) -> None:
             pass
 
-    book.give_back(1)
     book._lock = Awaited()  # type: ignore[assignment]
-    assert book.take_ended(everything=False) == []
-    book.give_back(1)
+    for end in (book.give_back, book.forsake):
+        for everything in (False, True):
+            end(1)
+            assert book.take_ended(everything=everything) == []
+
+
+def test_leases_without_a_view_are_given_back_at_once() -> None:
+    """Who copies one object after another keeps none of them in the peer's memory."""
+    book = LeaseBook()
+    view = book.view(1, b"1" * 16, memoryview(b"value"), (0, 5, Version(1, 1, 1)))
+    book.give_back(2)
+    assert book.keeps
+    assert book.take_ended(everything=False) == [2]
     assert book.take_ended(everything=True) == []
+    del view
+    book.give_back(3)
+    assert book.take_ended(everything=False) == [3]
+    assert book.take_ended(everything=True) == [1]
+    assert not book.outstanding
 
 
 def test_the_blocking_client_needs_no_event_loop() -> None:
