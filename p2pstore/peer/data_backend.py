@@ -7,6 +7,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import trio
@@ -17,13 +18,13 @@ from p2pstore.core.put import SLOT_ONLY
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import member_of
-from p2pstore.objects import CHUNK_BYTES, KIB, PART_BYTES
+from p2pstore.objects import CHUNK_BYTES, KIB
 from p2pstore.peer.checkpoints.running import RunningSwarms
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import peer_document
 from p2pstore.streams import BytesLike
 from p2pstore.transfer.data_server import OpenedObject
-from p2pstore.transfer.data_session import KEEPS, chunks_of
+from p2pstore.transfer.data_session import KEEPS
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.layout import Slot, SlotState, encode_slot
 from p2pstore.transfer.messages import (
@@ -159,29 +160,32 @@ class PeerDataBackend:
         return self._core.copy_quickly(digest, into, self._node.now)
 
     def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
-        """An object of a chunk at most, or a later part of a larger one, for threads."""
+        """An object of a chunk at most, or one of which a later part is asked for, for threads."""
         lent = self._core.lend(item.digest, self._node.now)
         if lent is None:
             return None
         loan, entry = lent
         lent_object = None
         try:
-            payload = chunks_of(self._segment.payload(entry), item)
-            if self._may_lend(entry, item, len(payload), reader, keeps):
+            if self._may_lend(entry, item, reader, keeps):
                 slot, trailer = self._segment.slot_bytes(entry), self._segment.trailer_bytes(entry)
-                end = item.first_chunk * CHUNK_BYTES + len(payload)
-                lent_object = LentObject(slot, trailer, payload, loan, end == entry.length)
+                value = self._segment.payload(entry)
+                is_current = partial(self._is_current, entry)
+                lent_object = LentObject(item.digest, slot, trailer, value, is_current, loan)
             return lent_object
         finally:
             if lent_object is None:
                 self._segment.end_loan(loan)
 
-    def _may_lend(
-        self, entry: ObjectEntry, item: GetItem, size: int, reader: bytes, keeps: int
-    ) -> bool:
-        """Whether a thread may send that much of the object without asking the event loop."""
+    def _is_current(self, entry: ObjectEntry) -> bool:
+        """Whether it was neither removed nor replaced since, nor has expired. From any thread."""
+        unix = self._core.unix(self._node.now)
+        return entry.state is SlotState.LIVE and not entry.expired(unix)
+
+    def _may_lend(self, entry: ObjectEntry, item: GetItem, reader: bytes, keeps: int) -> bool:
+        """Whether a thread may send that of the object without asking the event loop."""
         if item.first_chunk > 0:
-            return 0 < size <= PART_BYTES
+            return True
         return entry.length <= LENT_BYTES and not self._is_sent_on(entry, reader, keeps)
 
     def _is_sent_on(self, entry: ObjectEntry, reader: bytes, keeps: int) -> bool:

@@ -559,7 +559,7 @@ class DataSession:
                 self._traffic.busy += each.status == ObjectStatus.BUSY
                 replies.append(each)
                 continue
-            payload = chunks_of(each.payload, item)
+            payload = item.of(each.payload)
             if len(payload) > SMALL_READ_BYTES and not self._take_upload(get.may_refuse):
                 replies.append(ObjectReply(ObjectStatus.BUSY))
                 continue
@@ -808,11 +808,3 @@ def _failure(header: FrameHeader, error: Exception) -> bytes:
     logger.error("a %s request failed by an internal error", name, exc_info=error)
     text = f"internal error of the other peer ({type(error).__name__}): see its log"
     return encode_failure(header.kind, header.request_id, Code.INTERNAL, text)
-
-
-def chunks_of(payload: memoryview, item: GetItem) -> memoryview:
-    """The chunks asked for; nothing when they begin beyond the end (which asks for slot and trailer)."""
-    start = max(0, item.first_chunk) * CHUNK_BYTES
-    if item.chunk_count <= 0:
-        return payload[start:]
-    return payload[start : start + item.chunk_count * CHUNK_BYTES]

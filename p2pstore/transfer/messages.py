@@ -32,7 +32,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from p2pstore.objects import DIGEST_BYTES
+from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES
 from p2pstore.wire import Message
 
 MIN_DATA_VERSION: Final = 1
@@ -103,6 +103,14 @@ class GetItem(Message, frozen=True):
     first_chunk: int = 0
     chunk_count: int = 0
     slot: int = 0
+
+    def of(self, value: memoryview) -> memoryview:
+        """What is asked for of an object's bytes; nothing when it begins beyond their end (which asks for slot and
+        trailer)."""
+        start = max(0, self.first_chunk) * CHUNK_BYTES
+        if self.chunk_count <= 0:
+            return value[start:]
+        return value[start : start + self.chunk_count * CHUNK_BYTES]
 
 
 MAX_GET_ITEMS: Final = 1024

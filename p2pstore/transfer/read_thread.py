@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from p2pstore.objects import DIGEST_BYTES, KIB, MIB
+from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES, KIB, MIB, PART_BYTES
 from p2pstore.polling import Polling
 from p2pstore.streams import MAX_GATHER, BytesLike, advance, flatten_parts, waiting_in_kernel
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
@@ -63,14 +63,15 @@ _decode_get_small: Final = msgspec.msgpack.Decoder(GetSmall).decode
 
 @dataclass(frozen=True, slots=True)
 class LentObject:
-    """An object that stays where it is until `end_loan`, with slot and trailer as they are there. `payload` are the
-    chunks asked for, `is_end` whether they are the last ones; `handle` is its source's own."""
+    """An object that stays where it is until `end_loan`, with slot and trailer as they are there. `is_current` says
+    whether it would be lent now as well; `handle` is its source's own."""
 
+    digest: bytes
     slot: bytes
     trailer: bytes
-    payload: memoryview
+    value: memoryview
+    is_current: Callable[[], bool]
     handle: Any
-    is_end: bool = True
 
 
 class QuickSource(Protocol):
@@ -82,9 +83,9 @@ class QuickSource(Protocol):
         ...
 
     def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
-        """An object in memory of up to `LENT_BYTES`, or a later part of a larger one, to be sent to the peer `reader`
-        or a client of it. It stays there until `end_loan`. None when there is none, or it takes the event loop to
-        say."""
+        """An object in memory of up to `LENT_BYTES`, or a larger one of which a later part is asked for, to be sent to
+        the peer `reader` or a client of it. It stays there until `end_loan`. None when there is none, or it takes the
+        event loop to say."""
         ...
 
     def end_loan(self, lent: LentObject) -> None:
@@ -164,6 +165,8 @@ class ReadThread:
         """Those of the answer that is made."""
         self._taken_bytes = self._sent_bytes = 0
         self._polling = Polling()
+        self._lent: LentObject | None = None
+        """The one whose parts are sent."""
 
     def serve(self, sock: socket.socket) -> bytes:
         """Answer requests until one comes that is not for here, or none for a while: the bytes received that were not
@@ -174,7 +177,10 @@ class ReadThread:
         pause_seconds = PART_PAUSE_SECONDS if self._to_the_end else PAUSE_SECONDS
         limits = {"send_seconds": self._progress_seconds, "receive_seconds": pause_seconds}
         with waiting_in_kernel(sock, **limits):
-            return self._serve(sock)
+            try:
+                return self._serve(sock)
+            finally:
+                self._end_loan()
 
     def _serve(self, sock: socket.socket) -> bytes:
         request = self._request
@@ -253,7 +259,7 @@ class ReadThread:
         if lent is None:
             return False
         try:
-            payload = lent.payload
+            payload = item.of(lent.value)
             reply = ObjectReply(_OK, lent.slot, lent.trailer, len(payload))
             self._reply(sock, request_id, [reply], payload)
         finally:
@@ -264,17 +270,31 @@ class ReadThread:
     def _reply_part(self, sock: socket.socket, request_id: int, get: Get) -> bool:
         """Answer with a later part of a large object, out of its place; whether that could be done here."""
         (item,) = get.items
-        lent = None if get.may_refuse else self._source.lend(item, self._reader, get.keeps)
+        lent = None if get.may_refuse else self._lent_for(item, get.keeps)
         if lent is None:
             return False
-        try:
-            reply = ObjectReply(_OK, lent.slot, lent.trailer, len(lent.payload))
-            self._reply(sock, request_id, [reply], lent.payload)
-        finally:
-            self._source.end_loan(lent)
-        self._at_the_end = lent.is_end
+        payload = item.of(lent.value)
+        if not 0 < len(payload) <= PART_BYTES:
+            return False
+        reply = ObjectReply(_OK, lent.slot, lent.trailer, len(payload))
+        self._reply(sock, request_id, [reply], payload)
+        self._at_the_end = item.first_chunk * CHUNK_BYTES + len(payload) == len(lent.value)
         self._tally.add_part(self._sent_bytes)
         return True
+
+    def _lent_for(self, item: GetItem, keeps: int) -> LentObject | None:
+        """The object whose part is asked for. It stays lent: what is done between two parts is done while others, who
+        answer small reads, wait for the interpreter."""
+        lent = self._lent
+        if lent is None or lent.digest != item.digest or not lent.is_current():
+            self._end_loan()
+            self._lent = self._source.lend(item, self._reader, keeps)
+        return self._lent
+
+    def _end_loan(self) -> None:
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            self._source.end_loan(lent)
 
     def _take(self, items: Sequence[GetItem]) -> list[ObjectReply]:
         """Copy the values of all of them, one after the other, or nothing."""

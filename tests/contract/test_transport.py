@@ -43,7 +43,7 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.keyring import KeyRing
-from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.streams import BlockingDriver, BytesLike, ByteStream, Driver, run_blocking
 from p2pstore.transfer import transport as transport_module
 from p2pstore.transfer.data_addresses import over_tls
@@ -55,7 +55,6 @@ from p2pstore.transfer.data_server import (
     listener_address,
     open_data_listeners,
 )
-from p2pstore.transfer.data_session import chunks_of
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.layout import (
     Slot,
@@ -259,9 +258,14 @@ class Backend:
         loan, entry = lent
         segment = self._segment
         slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
-        payload = chunks_of(segment.payload(entry), item)
-        is_end = item.first_chunk * CHUNK_BYTES + len(payload) == entry.length
-        return LentObject(slot, trailer, payload, loan, is_end)
+        return LentObject(
+            item.digest,
+            slot,
+            trailer,
+            segment.payload(entry),
+            lambda: entry.state is SlotState.LIVE,
+            loan,
+        )
 
     def end_loan(self, lent: LentObject) -> None:
         self._segment.end_loan(lent.handle)

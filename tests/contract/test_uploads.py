@@ -200,6 +200,7 @@ async def in_the_second_part(harness: TcpHarness) -> AsyncIterator[tuple[ByteStr
     slow.close()
     await until(lambda: harness.server.traffic.sending_threads == 0)
     assert harness.server.traffic.uploads == 0
+    harness.segment.expire(0)  # takes in which loans are over
     assert not harness.segment.has_loans
 
 
@@ -219,6 +220,22 @@ async def test_the_thread_that_sent_a_part_sends_those_after_it() -> None:
             await slow.send(encode_frame(DataKind.GET, 3, Get([GetItem(key_digest("small"))])))
             *_, payload = await read_frame(slow)
             assert payload == SMALL
+
+
+async def test_of_what_is_removed_meanwhile_no_part_comes_any_more() -> None:
+    def ask_for_two(first_chunk: int) -> bytes:
+        return encode_frame(DataKind.GET, first_chunk, Get([GetItem(DIGEST, first_chunk, 2)]))
+
+    async with holder(1) as harness, in_the_second_part(harness) as (slow, rest):
+        await read_exactly(slow, rest)
+        await slow.send(ask_for_two(12))
+        *_, payload = await read_frame(slow)
+        assert payload == LARGE[12 * MIB : 14 * MIB]
+        assert harness.segment.has_loans, "the thread keeps it for the next part"
+        harness.segment.remove(DIGEST)
+        await slow.send(ask_for_two(14))
+        *_, payload = await read_frame(slow)
+        assert payload == b""
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -10,6 +10,7 @@ import pytest
 from p2pstore import polling
 from p2pstore.polling import (
     ALONE_SECONDS,
+    CHEAP_SECONDS,
     MOST_BUSY_SECONDS,
     MOST_SLEEPS,
     POLL_SECONDS,
@@ -87,9 +88,20 @@ def test_a_wait_that_only_sleep_made_long_is_short(line: Line) -> None:
     assert line.ask(some, POLL_SECONDS / 2) == "polled"
 
 
+def test_it_sleeps_where_that_costs_little(line: Line) -> None:
+    """One that polls could keep the other side from the core that both take turns on."""
+    some = Polling()
+    asked = [line.ask(some, each) for each in (*[CHEAP_SECONDS / 2] * 9, 2 * CHEAP_SECONDS, 0)]
+    assert asked == [*["slept"] * 10, "polled"]
+    assert line.ask(some, CHEAP_SECONDS / 2) == "polled"
+    assert line.ask(some, LONG_SECONDS) == "polled in vain"
+    asked = [line.ask(some, each) for each in (*[CHEAP_SECONDS / 2] * 9, 2 * CHEAP_SECONDS, 0)]
+    assert asked == [*["slept"] * 10, "polled"]
+
+
 def test_it_polls_longer_while_the_other_side_takes_in_what_was_sent(line: Line) -> None:
     some = Polling()
-    line.ask(some, 0)
+    line.ask(some, POLL_SECONDS / 2)
     long = POLL_SECONDS + MOST_BUSY_SECONDS / 2
     some.sent(MOST_BUSY_SECONDS * 0.6)
     assert line.ask(some, long) == "polled"
@@ -98,7 +110,7 @@ def test_it_polls_longer_while_the_other_side_takes_in_what_was_sent(line: Line)
     assert line.ask(some, POLL_SECONDS + 2 * MOST_BUSY_SECONDS) == "polled in vain", (
         "not for a second"
     )
-    line.ask(some, 0)
+    line.ask(some, POLL_SECONDS / 2)
     some.sent(0.0)
     assert line.ask(some, long) == "polled in vain"
 
@@ -109,7 +121,7 @@ def test_polling_in_vain_becomes_seldom_and_often_again(line: Line) -> None:
     asked = [line.ask(some, delay) for _ in range(4 * MOST_SLEEPS)]
     vain = [number for number, each in enumerate(asked) if each == "polled in vain"]
     gaps = [later - earlier for earlier, later in itertools.pairwise(vain)]
-    assert gaps == [2, 3, 5, 9, 17, 33, 65, 65]
+    assert gaps == [2**power + 1 for power in range(11)] + [MOST_SLEEPS + 1]
     while line.ask(some, POLL_SECONDS / 2) == "slept":
         pass
     assert line.ask(some, delay) == "polled in vain"
@@ -120,7 +132,7 @@ def test_polling_in_vain_becomes_seldom_and_often_again(line: Line) -> None:
 def test_polling_is_in_vain_where_others_have_the_core_meanwhile(line: Line) -> None:
     """What comes while they do does not wake who polls: it would have come sooner to who sleeps."""
     some = Polling()
-    line.ask(some, 0)
+    line.ask(some, POLL_SECONDS / 2)
     asked = []
     for _ in range(16):
         line.steal_seconds = 3e-3
@@ -149,7 +161,7 @@ def test_nothing_is_left_of_who_was_interrupted(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some = Polling()
-    line.ask(some, 0)
+    line.ask(some, POLL_SECONDS / 2)
 
     def interrupt(view: memoryview, length: int = 0, flags: int = 0) -> int:
         raise KeyboardInterrupt

@@ -13,7 +13,6 @@ import pytest
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.objects import KIB, MIB
 from p2pstore.transfer import read_thread
-from p2pstore.transfer.data_session import chunks_of
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.messages import (
     DataKind,
@@ -44,11 +43,12 @@ from p2pstore.wire import (
     encode_frame,
 )
 
-SMALL, LARGE, HUGE = b"s" * 16, b"l" * 16, b"h" * 16
+SMALL, LARGE, HUGE, ALSO_HUGE, LONG = (name * 16 for name in (b"s", b"l", b"h", b"a", b"L"))
 READER = b"reader"
 NOT_NOW = b"n" * 16
 VALUES = {SMALL: b"small value", LARGE: bytes(range(256)) * 4 * KIB}
 HUGE_VALUE = memoryview(bytearray(64 * MIB))
+LONG_VALUE = memoryview(bytearray(66 * MIB))
 
 
 class Source:
@@ -57,6 +57,7 @@ class Source:
     def __init__(self) -> None:
         self.lent: list[tuple[bytes, int]] = []
         self.ended = 0
+        self.is_current = True
 
     def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
         value = VALUES.get(digest, b"")
@@ -66,13 +67,13 @@ class Source:
         return QuickCopy(b"slot of " + digest, b"trailer", len(value))
 
     def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
-        value = HUGE_VALUE if item.digest == HUGE else memoryview(VALUES.get(item.digest, b""))
+        longer = {HUGE: HUGE_VALUE, ALSO_HUGE: HUGE_VALUE, LONG: LONG_VALUE}
+        value = longer.get(item.digest) or memoryview(VALUES.get(item.digest, b""))
         if not value:
             return None
         self.lent.append((reader, keeps))
-        part = chunks_of(value, item)
-        is_end = item.first_chunk * MIB + len(part) == len(value)
-        return LentObject(b"slot of " + item.digest, b"trailer", part, None, is_end)
+        slot = b"slot of " + item.digest
+        return LentObject(item.digest, slot, b"trailer", value, lambda: self.is_current, None)
 
     def end_loan(self, lent: LentObject) -> None:
         self.ended += 1
@@ -301,6 +302,38 @@ def test_the_later_parts_of_a_large_object_are_sent_up_to_its_end() -> None:
         assert not digests  # nobody began to read
         assert length_bytes > 48 * MIB
         assert serving.tally.added_at == -math.inf  # no small read
+        assert (len(serving.source.lent), serving.source.ended) == (1, 1), (
+            "lent once, for all parts"
+        )
+
+
+def test_parts_of_several_objects_are_lent_one_after_the_other() -> None:
+    with served(to_the_end=True) as serving:
+        for number, digest in enumerate((HUGE, ALSO_HUGE, HUGE), 1):
+            serving.far.sendall(get(number, GetItem(digest, 16, 16)))
+            assert serving.reply()[2] == HUGE_VALUE[16 * MIB : 32 * MIB]
+            assert (len(serving.source.lent), serving.source.ended) == (number, number - 1)
+        nothing = get(4, GetItem(HUGE, 64, 16))
+        serving.far.sendall(nothing)
+        assert ended(serving) == nothing
+        assert (len(serving.source.lent), serving.source.ended) == (3, 3)
+
+
+def test_what_was_replaced_since_is_lent_anew() -> None:
+    with served(to_the_end=True) as serving:
+        for number in (1, 2):
+            serving.far.sendall(get(number, GetItem(HUGE, 16, 16)))
+            assert len(serving.reply()[2]) == 16 * MIB
+            assert (len(serving.source.lent), serving.source.ended) == (number, number - 1)
+            serving.source.is_current = False
+
+
+def test_a_part_is_64_mib_at_most() -> None:
+    request = get(1, GetItem(LONG, 1))
+    with served(to_the_end=True) as serving:
+        serving.far.sendall(request)
+        assert ended(serving) == request
+        assert (len(serving.source.lent), serving.source.ended) == (1, 1)
 
 
 def test_after_the_end_it_does_not_wait() -> None:
