@@ -56,6 +56,7 @@ from p2pstore.objects import HybridClock, Version, namespace_digest
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.layout import (
     Pin,
+    SlotState,
     TrailerBody,
 )
 from p2pstore.transfer.loans import Loan
@@ -482,6 +483,13 @@ class PeerCore:
         if self.floors.sweep.pending:
             return None
         return self.segment.lend(digest, self.unix(now))
+
+    def lends_still(self, entry: ObjectEntry, now: float) -> bool:
+        """Whether `lend` would give this entry now as well, for any thread: it was neither removed nor replaced, nor
+        has it expired."""
+        if self.floors.sweep.pending:
+            return False
+        return entry.state is SlotState.LIVE and not entry.expired(self.unix(now))
 
     def lend_small(self, digests: bytes, now: float) -> SmallObjectsLent | None:
         """`Segment.lend_small` of what GET_SMALL answers, for any thread. None when this takes more than a look."""

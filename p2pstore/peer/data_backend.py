@@ -7,7 +7,6 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Final
 
 import trio
@@ -170,17 +169,16 @@ class PeerDataBackend:
             if self._may_lend(entry, item, reader, keeps):
                 slot, trailer = self._segment.slot_bytes(entry), self._segment.trailer_bytes(entry)
                 value = self._segment.payload(entry)
-                is_current = partial(self._is_current, entry)
-                lent_object = LentObject(item.digest, slot, trailer, value, is_current, loan)
+                lent_object = LentObject(
+                    item.digest, slot, trailer, value, lambda: self._lends_still(entry), loan
+                )
             return lent_object
         finally:
             if lent_object is None:
                 self._segment.end_loan(loan)
 
-    def _is_current(self, entry: ObjectEntry) -> bool:
-        """Whether it was neither removed nor replaced since, nor has expired. From any thread."""
-        unix = self._core.unix(self._node.now)
-        return entry.state is SlotState.LIVE and not entry.expired(unix)
+    def _lends_still(self, entry: ObjectEntry) -> bool:
+        return self._core.lends_still(entry, self._node.now)
 
     def _may_lend(self, entry: ObjectEntry, item: GetItem, reader: bytes, keeps: int) -> bool:
         """Whether a thread may send that of the object without asking the event loop."""

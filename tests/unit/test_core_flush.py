@@ -187,6 +187,33 @@ def test_a_sweep_takes_steps_and_nobody_is_served_meanwhile(
     world.check_idle()
 
 
+def test_threads_are_lent_nothing_that_a_flush_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = filled(monkeypatch, others=0)
+    kept = world.put("kept", b"value", namespace="elsewhere")
+    (entry,) = [each for each in world.segment.entries() if each.digest == kept.digest]
+
+    def lent() -> tuple[bool, bool]:
+        found = world.core.lend(entry.digest, world.now)
+        if found is not None:
+            world.segment.end_loan(found[0])
+        return found is not None, world.core.lends_still(entry, world.now)
+
+    assert lent() == (True, True)
+    flush(world)
+    assert lent() == (False, False)
+    world.pass_time(1.0)
+    assert lent() == (True, True)
+    world.segment.remove(entry.digest)
+    assert lent() == (False, False)
+
+
+def test_what_expired_is_lent_no_longer() -> None:
+    world = Harness()
+    entry = world.stored("k", b"value", ttl_seconds=5.0)
+    assert world.core.lends_still(entry, world.now + 4.0)
+    assert not world.core.lends_still(entry, world.now + 5.0)
+
+
 def test_who_is_told_answers_when_it_has_swept(monkeypatch: pytest.MonkeyPatch) -> None:
     world = filled(monkeypatch)
     floor = world.core.version_above(Version(0, 0), world.now)
