@@ -24,7 +24,7 @@ from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.layout import (
-    SLOT_BYTES,
+    Geometry,
     Slot,
     TrailerBody,
     decode_slot,
@@ -34,7 +34,12 @@ from p2pstore.transfer.layout import (
     trailer_offset,
 )
 from p2pstore.transfer.mapping import address_of
-from p2pstore.transfer.rdma_extent import MOST_PIECES, PIECE_BYTES, ExtentRead
+from p2pstore.transfer.rdma_extent import (
+    MOST_PIECES,
+    PIECE_BYTES,
+    ExtentRead,
+    block_bytes_for,
+)
 from p2pstore.transfer.rdma_lines import Lines
 from p2pstore.transfer.rdma_payload import (
     Direct,
@@ -48,7 +53,13 @@ from p2pstore.transfer.rdma_payload import (
 )
 from p2pstore.transfer.rdma_reads import Line, ReadEngine, ReadFailed
 from p2pstore.transfer.rdma_rules import NAME, Meaning
-from p2pstore.transfer.rdma_staging import SMALL_BLOCK_BYTES, Block, Registered, Staging
+from p2pstore.transfer.rdma_staging import (
+    LARGE_BLOCK_BYTES,
+    SMALL_BLOCK_BYTES,
+    Block,
+    Registered,
+    Staging,
+)
 from p2pstore.transfer.rdma_verbs import Device
 from p2pstore.transfer.shm import ON_SSD, expired
 from p2pstore.transfer.trace import ReadWatch
@@ -186,14 +197,16 @@ class RdmaTransport:
         return found
 
     async def _look_at_hint(self, line: Line, number: int, digest: bytes) -> _Found | None:
-        geometry = line.geometry
-        if not 0 <= number < geometry.slots:
+        seen = line.seen
+        if not 0 <= number < line.geometry.slots:
             return None
-        at = geometry.slots_offset + number * SLOT_BYTES
-        slot = decode_slot(await self._read_bytes(line, at, SLOT_BYTES))
-        if slot is None or not slot_matches(slot, digest, geometry):
-            return None
-        if slot.trailer_length == 0:
+        packed = seen.find(number)
+        slot = _slot_for(digest, packed, line.geometry)
+        if slot is not None and (found := await self._look_again(line, number, slot, packed)):
+            return found
+        seen.take_in(number, await self._read_bytes(line, *seen.extent(number)))
+        slot = _slot_for(digest, seen.find(number), line.geometry)
+        if slot is None:
             return None
         block = await self._block_for(line, slot)
         if block is None:
@@ -201,23 +214,28 @@ class RdmaTransport:
             trailer = _checked(await self._read_bytes(line, start, slot.trailer_length), slot)
             return None if trailer is None else _Found(slot, trailer)
         extent = await ExtentRead.begin(line, block, slot, self._progress_seconds)
-        found = None
-        try:
-            trailer = _checked(await extent.trailer(), slot)
-            found = None if trailer is None else _Found(slot, trailer, extent)
-        finally:
-            if found is None:
-                extent.leave()
-        return found
+        return await _found_by(extent, slot)
+
+    async def _look_again(
+        self, line: Line, number: int, slot: Slot, packed: bytes
+    ) -> _Found | None:
+        """The object where its slot was seen, when that says the same still. None too when it has several chunks."""
+        block = await self._block_for(line, slot)
+        if block is None:
+            return None
+        at = line.seen.offset(number)
+        extent = await ExtentRead.begin(line, block, slot, self._progress_seconds, again_at=at)
+        return await _found_by(extent, slot, packed)
 
     async def _block_for(self, line: Line, slot: Slot) -> Block | None:
-        """Room for an object of one chunk and its trailer. None when there is none now, or the line takes too little
-        at once: then it comes as larger ones do."""
+        """Room for an object of one chunk, its trailer and its slot. None when there is none now, or the line takes too
+        little at once: then it comes as larger ones do."""
         if slot.length > CHUNK_BYTES or line.engine.most_pieces(line, PIECE_BYTES) < MOST_PIECES:
             return None
-        if trailer_offset(slot.length) + slot.trailer_length <= SMALL_BLOCK_BYTES:
+        needed_bytes = block_bytes_for(slot)
+        if needed_bytes <= SMALL_BLOCK_BYTES:
             return await self._staging.small.take()
-        return self._staging.large.take_nowait()
+        return self._staging.large.take_nowait() if needed_bytes <= LARGE_BLOCK_BYTES else None
 
     async def _read_bytes(self, line: Line, offset: int, length_bytes: int) -> bytes:
         """A private copy of a small part of the other side's memory."""
@@ -254,6 +272,27 @@ class RdmaTransport:
             if memory.holds(address, len(view)):
                 return Direct(memory, view, address)
         return Staged(self._staging.large)
+
+
+def _slot_for(digest: bytes, packed: bytes, geometry: Geometry) -> Slot | None:
+    """The slot, when it is that of a live object under `digest`."""
+    slot = decode_slot(packed)
+    if slot is None or not slot_matches(slot, digest, geometry) or not slot.trailer_length:
+        return None
+    return slot
+
+
+async def _found_by(extent: ExtentRead, slot: Slot, seen: bytes = b"") -> _Found | None:
+    """What is read, when the trailer is that of the slot; and the slot as it was `seen`, where it is read again."""
+    found = None
+    try:
+        if not seen or await extent.slot() == seen:
+            trailer = _checked(await extent.trailer(), slot)
+            found = None if trailer is None else _Found(slot, trailer, extent)
+    finally:
+        if found is None:
+            extent.leave()
+    return found
 
 
 def _checked(packed: bytes, slot: Slot) -> TrailerBody | None:

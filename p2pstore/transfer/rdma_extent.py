@@ -1,8 +1,8 @@
 """An object of one chunk by RDMA: trailer and payload are asked for at once, and summed as they come. Under trio.
 
-It can do without a round trip of its own for the trailer, and without waiting for all before anything is summed. Where
-the payload goes is known only when the trailer is there, so it is read into a block: all pieces but the last one are
-summed and copied on while the others still come.
+It can do without a round trip of its own for the trailer, and, where the slot was seen before, for the slot; and
+without waiting for all before anything is summed. Where the payload goes is known only when the trailer is there, so it
+is read into a block: all pieces but the last one are summed and copied on while the others still come.
 """
 
 from __future__ import annotations
@@ -14,14 +14,23 @@ from xxhash import xxh3_64
 
 from p2pstore.objects import CHUNK_BYTES, KIB
 from p2pstore.transfer.arriving import Arriving
-from p2pstore.transfer.layout import Slot, trailer_offset
+from p2pstore.transfer.layout import SLOT_BYTES, Slot, round_up, trailer_offset
 from p2pstore.transfer.rdma_reads import Line, Piece, Read
 from p2pstore.transfer.rdma_staging import Block
 
 PIECE_BYTES: Final = 512 * KIB
 """What is summed at once: still in the cache, and far more than a work request costs."""
-MOST_PIECES: Final = 1 + CHUNK_BYTES // PIECE_BYTES
+MOST_PIECES: Final = 2 + CHUNK_BYTES // PIECE_BYTES
 ONLY_CHUNK: Final = 0
+
+
+def block_bytes_for(slot: Slot) -> int:
+    """What a block needs for such an object: its payload and trailer as they lie in the extent, then its slot."""
+    return _slot_place(slot) + SLOT_BYTES
+
+
+def _slot_place(slot: Slot) -> int:
+    return round_up(trailer_offset(slot.length) + slot.trailer_length, 8)
 
 
 class ExtentRead:
@@ -33,23 +42,40 @@ class ExtentRead:
         self._slot = slot
         self._block = block
         self._seconds = seconds
+        self._slot_read: Read | None = None
         self._reads: Sequence[Read] = ()
 
     @classmethod
-    async def begin(cls, line: Line, block: Block, slot: Slot, seconds: float) -> ExtentRead:
-        """Ask for all of it, into this block, which is given back at the end; each part has so many seconds. Raises
-        `ReadFailed`, and `ProtocolError` for a slot that leads outside of the other side's memory."""
+    async def begin(
+        cls, line: Line, block: Block, slot: Slot, seconds: float, *, again_at: int | None = None
+    ) -> ExtentRead:
+        """Ask for all of it, into this block, which is given back at the end; each part has so many seconds. With
+        `again_at`, its place in the segment, for the slot as well, before all else. Raises `ReadFailed`, and
+        `ProtocolError` for a slot that leads outside of the other side's memory."""
         made = cls(line, slot, block, seconds)
         pieces = [
             Piece(slot.offset + start, end - start, block.address + start)
             for start, end in made._bounds()
         ]
+        if again_at is not None:
+            pieces.insert(0, Piece(again_at, SLOT_BYTES, block.address + _slot_place(slot)))
+        soon = 1 if again_at is None else 2  # up to the trailer
         try:
-            made._reads = await line.engine.read_pieces(line, pieces, block.memory, soon=True)
+            reads = await line.engine.read_pieces(line, pieces, block.memory, soon=soon)
         except BaseException:
             block.give_back()
             raise
+        if again_at is not None:
+            made._slot_read = reads.pop(0)
+        made._reads = reads
         return made
+
+    async def slot(self) -> bytes:
+        """The slot as it is now, in a private copy: with `again_at`, before `trailer`. Raises as `trailer`."""
+        assert self._slot_read is not None
+        await self._slot_read.wait(self._seconds)
+        start = _slot_place(self._slot)
+        return bytes(self._block.view[start : start + SLOT_BYTES])
 
     def _bounds(self) -> Iterator[tuple[int, int]]:
         """What each read brings: the trailer, with a payload of one piece before it, then the payload's pieces."""

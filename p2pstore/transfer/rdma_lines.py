@@ -31,6 +31,7 @@ from p2pstore.transfer.rdma_rules import (
     RemoteMemory,
     agree,
 )
+from p2pstore.transfer.rdma_slots import SeenSlots
 from p2pstore.transfer.rdma_staging import BlockPool
 from p2pstore.transfer.rdma_verbs import LinkDown, QueuePair
 from p2pstore.transfer.transport import PullFailed, RemoteCopy
@@ -254,6 +255,7 @@ class Lines:
             seconds = self._progress_seconds
             read = await read_bytes(line, self._small, 0, SEGMENT_HEADER_BYTES, seconds)
             line.geometry = self._checked(read, line.memory)
+            line.seen = SeenSlots(line.geometry)
         except BaseException:
             connection.close()
             if line is not None:

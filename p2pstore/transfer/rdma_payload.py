@@ -236,7 +236,7 @@ async def read_bytes(
 ) -> bytes:
     """A private copy of a small part of the other side's memory. Raises `ReadFailed`, `DeadlineExceeded`."""
     block = await pool.take()
-    read = await _into_block(line, offset, length_bytes, block, soon=True)
+    read = await _into_block(line, offset, length_bytes, block, soon=1)
     try:
         await read.wait(seconds)
         return bytes(block.view[:length_bytes])
@@ -245,7 +245,7 @@ async def read_bytes(
 
 
 async def _into_block(
-    line: Line, offset: int, length_bytes: int, block: Block, *, soon: bool = False
+    line: Line, offset: int, length_bytes: int, block: Block, *, soon: int = 0
 ) -> Read:
     try:
         piece = Piece(offset, length_bytes, block.address)

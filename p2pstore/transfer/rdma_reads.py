@@ -24,6 +24,7 @@ from p2pstore.transfer.rdma_rules import (
     meaning_of,
     split_read,
 )
+from p2pstore.transfer.rdma_slots import SeenSlots
 from p2pstore.transfer.rdma_staging import Registered
 from p2pstore.transfer.rdma_verbs import Completion, Device, QueuePair, ReadWork
 
@@ -112,6 +113,7 @@ class Line:
         self.pair = pair
         self.memory = RemoteMemory(0, 0, 0)
         self.geometry = NO_GEOMETRY
+        self.seen = SeenSlots(NO_GEOMETRY)
         self.room = WorkRoom(requests)
         self.failure: ReadFailed | None = None
         self.used_at = trio.current_time()
@@ -244,45 +246,46 @@ class ReadEngine:
             line.idle.unpark_all()
         read.request_ended(failed=failed)
 
-    async def read(
-        self, line: Line, piece: Piece, memory: Registered, *, soon: bool = False
-    ) -> Read:
+    async def read(self, line: Line, piece: Piece, memory: Registered, *, soon: int = 0) -> Read:
         """`read_pieces`, of one."""
         (read,) = await self.read_pieces(line, [piece], memory, soon=soon)
         return read
 
     async def read_pieces(
-        self, line: Line, pieces: Sequence[Piece], memory: Registered, *, soon: bool = False
+        self, line: Line, pieces: Sequence[Piece], memory: Registered, *, soon: int = 0
     ) -> list[Read]:
         """Begin to read into addresses inside `memory`, in this order. Waits while too much is under way; nothing has
-        begun when that is cancelled. With `soon`, the end of the first is looked for a few times at once: a small
-        read takes microseconds, waking two tasks ten times as long.
+        begun when that is cancelled. The end of the first `soon` is looked for a few times at once: a small read takes
+        microseconds, waking two tasks ten times as long.
 
         Raises `ReadFailed` for a line that failed, `ProtocolError` for bytes outside of the other side's memory.
         """
         region = memory.regions[self.number]
+        max_message_bytes = self.device.limits.max_message_bytes
         reads: list[Read] = []
-        works: dict[ReadWork, Read] = {}
-        for piece in pieces:
-            start = line.memory.at(piece.offset, piece.length_bytes)
-            assert region.holds(piece.address, piece.length_bytes)
-            parts = list(split_read(piece.length_bytes, self.device.limits.max_message_bytes))
-            reads.append(Read(line, len(parts)))
-            for at, size in parts:
-                work = ReadWork(next(self._numbers), piece.address + at, size, start + at)
-                works[work] = reads[-1]
+        works: list[ReadWork] = []
+        of_works: dict[int, Read] = {}
+        for offset, length_bytes, address in pieces:
+            start = line.memory.at(offset, length_bytes)
+            assert region.holds(address, length_bytes)
+            read = Read(line, -(-length_bytes // max_message_bytes))
+            reads.append(read)
+            for at, size in split_read(length_bytes, max_message_bytes):
+                work_id = next(self._numbers)
+                works.append(ReadWork(work_id, address + at, size, start + at))
+                of_works[work_id] = read
         await self._room_for(line, len(works))
         line.used_at = trio.current_time()
         self._room.take(len(works))
         line.room.take(len(works))
-        self._under_way.update((work.work_id, read) for work, read in works.items())
+        self._under_way.update(of_works)
         try:
-            line.pair.read(list(works), region, line.memory.key)
+            line.pair.read(works, region, line.memory.key)
         except Unavailable as error:  # nobody knows which of them have begun
             line.fail(Meaning.BROKEN, str(error))
             self._destroy(line)
         for _ in range(SOON_LOOKS if soon else 0):
-            if reads[0].ended:
+            if reads[soon - 1].ended:
                 break
             self._take()
         return reads

@@ -65,7 +65,10 @@ class Owner:
 
 async def _own(lengths_bytes: Sequence[int], tell: Connection) -> None:
     segment = segment_of(sum(lengths_bytes) + 8 * MIB)
-    digests = [put(segment, f"{length}", pattern(length)) for length in lengths_bytes]
+    digests = [
+        put(segment, f"key {number}", pattern(length))
+        for number, length in enumerate(lengths_bytes)
+    ]
     async with RdmaHarness.open_rdma(segment) as harness:
         objects = [(digest, harness.copy(digest).slot) for digest in digests]
         tell.send((harness.address, objects))
