@@ -127,6 +127,13 @@ class Served:
         return header.request_id, objects, self.receive(header.bulk_length)
 
 
+@pytest.fixture(autouse=True)
+def _no_pause_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, the tests' next request is not a pause."""
+    monkeypatch.setattr(read_thread, "PAUSE_SECONDS", 30.0)
+    monkeypatch.setattr(read_thread, "PART_PAUSE_SECONDS", 30.0)
+
+
 @contextmanager
 def served(progress_seconds: float = 30.0, *, to_the_end: bool = False) -> Iterator[Served]:
     near, far = socket.socketpair()
