@@ -1,8 +1,9 @@
 """One-sided reads under way: posted, counted, told to whoever waits for them. Under trio.
 
-All queue pairs of a device share one completion queue. One task (`ReadEngine.run`) sleeps on its descriptor and hands
-out what arrived. Memory that is read into belongs to the device until the read has ended: by its completion, or
-because its queue pair was destroyed. A reader that is cancelled sees to that (`settle`, `Read.when_ended`).
+All queue pairs of a device share one completion queue. One task at a time sleeps on its descriptor and hands out what
+arrived: who waits for a read while nobody else waits for anything, else `ReadEngine.run`. Memory that is read into
+belongs to the device until the read has ended: by its completion, or because its queue pair was destroyed. A reader
+that is cancelled sees to that (`settle`, `Read.when_ended`).
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Read:
         self._left = requests
         self._failed = False
         self._event: trio.Event | None = None
+        self._waiting: trio.CancelScope | None = None
         self._callbacks: list[Callable[[], None]] = []
 
     @property
@@ -75,8 +77,11 @@ class Read:
         """Wait for the end. Raises `ReadFailed`, and `DeadlineExceeded` when it does not come in time: then the
         memory still belongs to the device."""
         if self._left:
-            with trio.move_on_after(seconds):
-                await self.sleep()
+            with trio.move_on_after(seconds) as self._waiting:
+                if self.line.engine.has_nobody:
+                    await self.line.engine.look_until(self)
+                else:
+                    await self.sleep()
         else:
             await trio.lowlevel.checkpoint_if_cancelled()
         if self._left:
@@ -93,6 +98,11 @@ class Read:
         if self._left:
             self.line.engine.expect()
             await self._event.wait()
+
+    def look_again(self) -> None:
+        """It ended without a completion, which would have woken who waits for it."""
+        if self._waiting is not None:
+            self._waiting.cancel()
 
     def request_ended(self, *, failed: bool) -> None:
         """One of the work requests did."""
@@ -165,30 +175,70 @@ class ReadEngine:
         self._numbers = itertools.count(1)
         self._freed = trio.lowlevel.ParkingLot()
         self._armed = False
-        """Whether `run` will be told of the next completion."""
+        """Whether the descriptor will tell of the next completion."""
+        self._looking = False
+        """Whether a task sleeps on the descriptor, or is about to."""
+        self._expecting = False
+        """Whether somebody counts on `run` for what is under way."""
+        self._called = trio.lowlevel.ParkingLot()
 
     @property
     def under_way(self) -> int:
         """Work requests whose end was not seen yet."""
         return len(self._under_way)
 
+    @property
+    def has_nobody(self) -> bool:
+        """Whether nobody hands out completions, or counts on it that they are handed out."""
+        return not (self._looking or self._expecting)
+
     async def run(self) -> None:
-        """Hand out completions until cancelled, or until the device is lost: then every read has failed, and
-        `lost` says why."""
+        """Hand out completions that others count on until cancelled, or until the device is lost: then every read has
+        failed, and `lost` says why."""
         while not self.lost:
-            await trio.lowlevel.wait_readable(self.completions.descriptor)
-            try:
-                self.completions.acknowledge()
-            except Unavailable as error:
-                self._lose(error)
-            self._armed = False
-            self._take()
-            if self._under_way:
-                self.expect()
+            if self._expecting and not self._looking:
+                await self._look_while(lambda: bool(self._under_way))
+                self._expecting = False
+            else:
+                await self._called.park()
+
+    async def look_until(self, read: Read) -> None:
+        """Hand out completions until this read has ended. For who finds that this `has_nobody`: woken by `run`, it
+        would go on a turn of the event loop later."""
+        try:
+            await self._look_while(lambda: not read.ended)
+        finally:
+            if self._expecting:
+                self._called.unpark_all()
+
+    async def _look_while(self, wanted: Callable[[], bool]) -> None:
+        assert not self._looking
+        self._looking = True
+        try:
+            while wanted() and not self.lost:
+                if self._arm():
+                    continue
+                await trio.lowlevel.wait_readable(self.completions.descriptor)
+                try:
+                    self.completions.acknowledge()
+                except Unavailable as error:
+                    self._lose(error)
+                self._armed = False
+                self._take()
+        finally:
+            self._looking = False
 
     def expect(self) -> bool:
-        """Have `run` told of the next completion, before somebody sleeps. No event tells of what came before, so that
-        is taken now: whether something was, or the device is lost, so that who is about to sleep looks again."""
+        """Have completions handed out until nothing is under way, before somebody sleeps. What is there is taken now:
+        whether something was, or the device is lost, so that who is about to sleep looks again."""
+        self._expecting = True
+        if not self._looking:
+            self._called.unpark_all()
+        return self._arm()
+
+    def _arm(self) -> bool:
+        """Have the descriptor tell of the next completion. It does not tell of what came before, so that is taken now:
+        whether something was, or the device is lost."""
         if self.lost:
             return True
         if self._armed:
@@ -335,6 +385,7 @@ class ReadEngine:
             if read.line is line:
                 del self._under_way[number]
                 self._give_back(read, failed=True)
+                read.look_again()
         self._freed.unpark_all()
 
     def close(self) -> None:
