@@ -252,9 +252,10 @@ async def test_byte_by_byte_on_every_port(tmp_path: Path) -> None:
                     nursery.start_soon(creep, name, stream, silent)
                 stream = await driver.connect_unix(victim.socket, SECONDS)
                 nursery.start_soon(creep, "local", stream, silent)
-            while len(ended) < 6:
-                await still_well(victim, neighbour)
-                await trio.sleep(0.1)
+            with trio.fail_after(60):
+                while len(ended) < 6:
+                    await still_well(victim, neighbour)
+                    await trio.sleep(0.1)
         for name, beginning in beginnings.items():
             assert sent[f"{name}True"] == 1
             assert 1 < sent[f"{name}False"] < len(beginning), name
