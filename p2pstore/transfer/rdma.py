@@ -36,7 +36,6 @@ from p2pstore.transfer.layout import (
 from p2pstore.transfer.mapping import address_of
 from p2pstore.transfer.rdma_extent import (
     MOST_PIECES,
-    PIECE_BYTES,
     ExtentRead,
     block_bytes_for,
 )
@@ -230,7 +229,7 @@ class RdmaTransport:
     async def _block_for(self, line: Line, slot: Slot) -> Block | None:
         """Room for an object of one chunk, its trailer and its slot. None when there is none now, or the line takes too
         little at once: then it comes as larger ones do."""
-        if slot.length > CHUNK_BYTES or line.engine.most_pieces(line, PIECE_BYTES) < MOST_PIECES:
+        if slot.length > CHUNK_BYTES or line.engine.most_pieces(line, CHUNK_BYTES) < MOST_PIECES:
             return None
         needed_bytes = block_bytes_for(slot)
         if needed_bytes <= SMALL_BLOCK_BYTES:

@@ -15,8 +15,10 @@ from typing import Final
 
 import ifaddr
 
+DEVICES: Final = Path("/sys/class/infiniband")
 DISCARD_PORT: Final = 9
 _ACTIVE: Final = "4:"
+GIGABIT_BYTES: Final = 1e9 / 8
 _MAPPED_BITS: Final = 96
 """Before the IPv4 address in the GID that maps it."""
 ANSWER_SECONDS: Final = 0.005
@@ -25,7 +27,7 @@ ANSWER_SECONDS: Final = 0.005
 
 def interface_of(device: str, port: int, gid_index: int) -> str:
     """The network interface under an address of an RDMA device; nothing where there is none (InfiniBand)."""
-    path = Path(f"/sys/class/infiniband/{device}/ports/{port}/gid_attrs/ndevs/{gid_index}")
+    path = DEVICES / f"{device}/ports/{port}/gid_attrs/ndevs/{gid_index}"
     try:
         return path.read_text().strip()
     except OSError:
@@ -35,10 +37,19 @@ def interface_of(device: str, port: int, gid_index: int) -> str:
 def port_is_active(device: str, port: int) -> bool:
     """Whether a port's link is up; not for a device that is gone."""
     try:
-        state = Path(f"/sys/class/infiniband/{device}/ports/{port}/state").read_text()
+        state = (DEVICES / f"{device}/ports/{port}/state").read_text()
     except OSError:
         return False
     return state.startswith(_ACTIVE)
+
+
+def port_bytes_per_second(device: str, port: int) -> float:
+    """What a port's link carries by its own account; 0 where the system does not say."""
+    try:
+        rate = (DEVICES / f"{device}/ports/{port}/rate").read_text()
+        return float(rate.split()[0]) * GIGABIT_BYTES  # such as "100 Gb/sec (4X EDR)"
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def network_bits(interface: str, gid: bytes) -> int | None:

@@ -2,7 +2,8 @@
 
 It can do without a round trip of its own for the trailer, and, where the slot was seen before, for the slot; and
 without waiting for all before anything is summed. Where the payload goes is known only when the trailer is there, so it
-is read into a block: all pieces but the last one are summed and copied on while the others still come.
+is read into a block. A large one comes in two pieces, of which the first is summed and copied on while the second
+still comes.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from typing import Final
 
 from xxhash import xxh3_64
 
-from p2pstore.objects import CHUNK_BYTES, KIB
+from p2pstore.objects import KIB
 from p2pstore.transfer.arriving import Arriving
 from p2pstore.transfer.layout import SLOT_BYTES, Slot, round_up, trailer_offset
 from p2pstore.transfer.rdma_reads import Line, Piece, Read
+from p2pstore.transfer.rdma_rules import first_of_two
 from p2pstore.transfer.rdma_staging import Block
 
-PIECE_BYTES: Final = 512 * KIB
-"""What is summed at once: still in the cache, and far more than a work request costs."""
-MOST_PIECES: Final = 2 + CHUNK_BYTES // PIECE_BYTES
+WHOLE_BYTES: Final = 512 * KIB
+"""Payloads up to this come in one piece, with the trailer: a work request more costs more than it would save."""
+MOST_PIECES: Final = 4
+"""A slot, a trailer and two pieces of a payload."""
 ONLY_CHUNK: Final = 0
 
 
@@ -33,6 +36,14 @@ def _slot_place(slot: Slot) -> int:
     return round_up(trailer_offset(slot.length) + slot.trailer_length, 8)
 
 
+def _pieces_of(length_bytes: int, link_bytes_per_second: float) -> Sequence[tuple[int, int]]:
+    """Beginnings and ends of the parts that a payload comes in."""
+    if length_bytes <= WHOLE_BYTES:
+        return [(0, length_bytes)]
+    parted_at = first_of_two(length_bytes, link_bytes_per_second)
+    return [(0, parted_at), (parted_at, length_bytes)]
+
+
 class ExtentRead:
     """One object's payload and trailer on their way into a block, at the same places as in the extent. `leave` it at
     the end."""
@@ -42,6 +53,7 @@ class ExtentRead:
         self._slot = slot
         self._block = block
         self._seconds = seconds
+        self._pieces = _pieces_of(slot.length, line.engine.device.limits.link_bytes_per_second)
         self._slot_read: Read | None = None
         self._reads: Sequence[Read] = ()
 
@@ -79,12 +91,11 @@ class ExtentRead:
 
     def _bounds(self) -> Iterator[tuple[int, int]]:
         """What each read brings: the trailer, with a payload of one piece before it, then the payload's pieces."""
-        length, trailer = self._slot.length, trailer_offset(self._slot.length)
-        together = length <= PIECE_BYTES
+        trailer = trailer_offset(self._slot.length)
+        together = len(self._pieces) == 1
         yield 0 if together else trailer, trailer + self._slot.trailer_length
         if not together:
-            for start in range(0, length, PIECE_BYTES):
-                yield start, min(start + PIECE_BYTES, length)
+            yield from self._pieces
 
     async def trailer(self) -> bytes:
         """The trailer, in a private copy. Raises `ReadFailed`, `DeadlineExceeded`."""
@@ -99,10 +110,9 @@ class ExtentRead:
             return
         try:
             place, hasher = arriving.chunk(ONLY_CHUNK), xxh3_64()
-            pieces = range(0, self._slot.length, PIECE_BYTES)
-            for start, read in zip(pieces, self._reads[-len(pieces) :], strict=True):
+            reads = self._reads[-len(self._pieces) :]
+            for (start, end), read in zip(self._pieces, reads, strict=True):
                 await read.wait(self._seconds)
-                end = min(start + PIECE_BYTES, self._slot.length)
                 piece = self._block.view[start:end]
                 hasher.update(piece)
                 place[start:end] = piece

@@ -25,7 +25,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from p2pstore.errors import ConfigError, Unavailable
 from p2pstore.objects import format_bytes
-from p2pstore.transfer.rdma_addresses import interface_of, network_bits, port_is_active
+from p2pstore.transfer.rdma_addresses import (
+    interface_of,
+    network_bits,
+    port_bytes_per_second,
+    port_is_active,
+)
 from p2pstore.transfer.rdma_rules import (
     MAX_OUTSTANDING_READS,
     RECEIVER_RETRY_COUNT,
@@ -128,6 +133,8 @@ class DeviceLimits:
     max_work_requests: int
     max_completions: int
     max_reads: int
+    link_bytes_per_second: float
+    """0 where it is not known."""
 
 
 class Completion(NamedTuple):
@@ -375,6 +382,7 @@ class Device:
                     MAX_OUTSTANDING_READS,
                 ),
             ),
+            link_bytes_per_second=port_bytes_per_second(self.name, PORT),
         )
         return limits, chosen
 

@@ -25,7 +25,7 @@ from p2pstore.transfer.layout import Slot, TrailerBody, decode_slot, encode_slot
 from p2pstore.transfer.mapping import address_of
 from p2pstore.transfer.messages import DataKind, RdmaConnect, RdmaConnected
 from p2pstore.transfer.rdma import RdmaTransport, open_rdma_reading
-from p2pstore.transfer.rdma_extent import PIECE_BYTES
+from p2pstore.transfer.rdma_extent import WHOLE_BYTES
 from p2pstore.transfer.rdma_reads import Piece
 from p2pstore.transfer.rdma_rules import Endpoint, RemoteMemory, agree
 from p2pstore.transfer.rdma_staging import Staging
@@ -67,7 +67,7 @@ async def rdma() -> AsyncIterator[RdmaHarness]:
 
 
 @pytest.mark.parametrize(
-    "length", [0, 100, PIECE_BYTES, PIECE_BYTES + 1, MIB - 3, MIB, MIB + 1, 2 * MIB + 5]
+    "length", [0, 100, WHOLE_BYTES, WHOLE_BYTES + 1, MIB - 3, MIB, MIB + 1, 2 * MIB + 5]
 )
 async def test_no_object_goes_over_tcp(rdma: RdmaHarness, length: int) -> None:
     value = pattern(length)

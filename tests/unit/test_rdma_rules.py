@@ -9,12 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
+from p2pstore.objects import CHUNK_BYTES, KIB
 from p2pstore.transfer.rdma_rules import (
     MAX_OUTSTANDING_READS,
     MAX_PACKET_NUMBER,
     MAX_QUEUE_PAIR_NUMBER,
+    PARTED_AT_BYTES,
     PATH_MTU_BYTES,
     RETRY_COUNT,
+    TAKEN_IN_BYTES_PER_SECOND,
     Endpoint,
     GidEntry,
     GidKind,
@@ -27,6 +30,7 @@ from p2pstore.transfer.rdma_rules import (
     choose_gid,
     choose_serving,
     describe_status,
+    first_of_two,
     meaning_of,
     same_network,
     split_read,
@@ -124,6 +128,28 @@ def test_the_parts_of_a_read_follow_one_another(length: int, limit: int) -> None
 def test_a_device_that_takes_no_message_reads_nothing() -> None:
     with pytest.raises(ValueError, match="no bytes"):
         list(split_read(10, 0))
+
+
+def taken_in_after(first_bytes: int, length_bytes: int, link_bytes_per_second: float) -> float:
+    """Seconds until a payload in two pieces is there, summed and copied."""
+    first_done = first_bytes * (1 / link_bytes_per_second + 1 / TAKEN_IN_BYTES_PER_SECOND)
+    all_here = length_bytes / link_bytes_per_second
+    return max(first_done, all_here) + (length_bytes - first_bytes) / TAKEN_IN_BYTES_PER_SECOND
+
+
+@given(st.integers(512 * KIB, CHUNK_BYTES), st.floats(1e6, 1e11))
+def test_a_payload_is_parted_where_it_is_taken_in_soonest(length: int, rate: float) -> None:
+    first = first_of_two(length, rate)
+    assert 0 < first < length
+    soonest = min(
+        taken_in_after(other, length, rate) for other in range(0, length, PARTED_AT_BYTES)
+    )
+    page = taken_in_after(0, PARTED_AT_BYTES, rate)
+    assert taken_in_after(first, length, rate) <= soonest + page
+
+
+def test_a_payload_is_halved_where_the_link_is_not_known() -> None:
+    assert first_of_two(CHUNK_BYTES, 0.0) == CHUNK_BYTES // 2
 
 
 @given(st.integers(1, 20), st.lists(st.integers(0, 4), max_size=200))
