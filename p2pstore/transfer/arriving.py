@@ -24,6 +24,8 @@ from p2pstore.transfer.trace import ReadWatch
 from p2pstore.wire import Code
 
 PART_CHUNKS: Final = PART_BYTES // CHUNK_BYTES
+PARTS_AHEAD: Final = 4
+"""Who reads alone asks for the next parts when so many are left: the holder sends all that it was asked for at once."""
 ONLY_READER: Final = 0
 """The number of a reader that reads alone, and of the first one of several."""
 AHEAD_CHUNKS: Final = 4
@@ -125,7 +127,7 @@ class Sharing:
     """How chunks are handed out: alone, in parts of 64 MiB, or among several readers, which may be threads."""
 
     slice_chunks: int = PART_CHUNKS
-    ahead_chunks: int = PART_CHUNKS
+    ahead_chunks: int = PARTS_AHEAD * PART_CHUNKS
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
     clock: Callable[[], float] = lambda: 0.0
 

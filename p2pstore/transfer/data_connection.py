@@ -470,18 +470,24 @@ class DataConnection(DataRequests):
         self, digest: bytes, arriving: Arriving, reader: int, run: range
     ) -> None:
         """Receive chunks whose bytes come next, and what is free after them."""
+        ahead_chunks = arriving.sharing.ahead_chunks
+        following: deque[tuple[range, Asked]] = deque()
+        left = len(run)
+        """Chunks that were asked for and are not here."""
         while True:
-            # The next run is asked for before this one ends, so that the pipe stays full.
-            ahead_at = max(run.start, run.stop - arriving.sharing.ahead_chunks)
+            # The next runs are asked for before this one ends, so that the pipe stays full.
+            ahead_at = run.start + min(len(run), max(0, left - ahead_chunks))
             await receive_chunks(self, arriving, reader, range(run.start, ahead_at))
-            following = arriving.take(reader)
-            if following:
-                expected = await self._ask_for(digest, following)
+            left -= ahead_at - run.start
+            while left <= ahead_chunks and (another := arriving.take(reader)):
+                following.append((another, await self._ask_for(digest, another)))
+                left += len(another)
             await receive_chunks(self, arriving, reader, range(ahead_at, run.stop))
+            left -= run.stop - ahead_at
             if not following:
                 return
+            run, expected = following.popleft()
             await self._receive_reply(arriving, expected)
-            run = following
 
     async def _ask_for(
         self, digest: bytes, run: range, slot_hint: int = 0, *, may_refuse: bool = False

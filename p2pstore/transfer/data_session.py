@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import trio
 
@@ -52,6 +52,7 @@ from p2pstore.transfer.messages import (
     SwarmLink,
     SwarmLinked,
 )
+from p2pstore.transfer.part_thread import PartThread
 from p2pstore.transfer.rdma_serving import RdmaBackend, ReadableEnd
 from p2pstore.transfer.read_thread import (
     LENT_BYTES,
@@ -81,6 +82,7 @@ from p2pstore.wire import (
 )
 
 logger = logging.getLogger("p2pstore.transfer")
+T = TypeVar("T", ReadThread, PartThread)
 
 # Plain numbers: they are compared for every request.
 HELLO, PROOF = int(DataKind.HELLO), int(DataKind.PROOF)
@@ -371,14 +373,13 @@ class DataSession:
             and threads < most_threads
         )
 
-    def _thread(self, *, to_the_end: bool) -> ReadThread:
-        return ReadThread(
+    def _thread(self, kind: type[T]) -> T:
+        return kind(
             self._backend,
             self._claims.issuer,
             self._traffic.tally,
             lambda: not self._retiring,
             self._limits.progress_seconds,
-            to_the_end=to_the_end,
         )
 
     async def _answer_parts_in_thread(self, nursery: trio.Nursery) -> None:
@@ -393,7 +394,7 @@ class DataSession:
             traffic.sending_threads += 1
             traffic.upload_begins(began)
             try:
-                self._frames.feed(await self._stream.lend(self._thread(to_the_end=True).serve))
+                self._frames.feed(await self._stream.lend(self._thread(PartThread).serve))
             finally:
                 traffic.sending_threads -= 1
                 traffic.upload_ends(began, time.monotonic())
@@ -403,7 +404,7 @@ class DataSession:
     async def _answer_in_thread(self, nursery: trio.Nursery) -> None:
         """Have a thread answer the small reads that come now; what it leaves is answered here."""
         traffic = self._traffic
-        thread = self._thread(to_the_end=False)
+        thread = self._thread(ReadThread)
         taking = trio.CancelScope()
         nursery.start_soon(self._take_in_reads, taking)
         traffic.read_threads += 1

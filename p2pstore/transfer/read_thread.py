@@ -14,12 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Protocol
 
 import msgspec
 
-from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES, KIB, MIB, PART_BYTES
+from p2pstore.objects import DIGEST_BYTES, KIB, MIB
 from p2pstore.polling import Polling
 from p2pstore.streams import MAX_GATHER, BytesLike, advance, flatten_parts, waiting_in_kernel
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
@@ -41,8 +40,6 @@ BRISK_SECONDS: Final = 0.01
 """What is soon."""
 PAUSE_SECONDS: Final = 0.5
 """Without a request for so long, a thread gives the connection back."""
-PART_PAUSE_SECONDS: Final = 0.1
-"""The same where the next part of a large object is waited for: that keeps an upload's place."""
 MAX_READ_THREADS: Final = 16
 """Of a peer. What does not get one is answered by the event loop."""
 QUICK_BYTES: Final = 64 * KIB
@@ -55,10 +52,11 @@ MAX_TALLY: Final = 65_536
 REQUEST_BYTES: Final = 64 * KIB
 """Requests received at once."""
 
-_GET, _GET_SMALL, _OK = int(DataKind.GET), int(DataKind.GET_SMALL), int(ObjectStatus.OK)
+GET, GET_SMALL, OK = int(DataKind.GET), int(DataKind.GET_SMALL), int(ObjectStatus.OK)
 _encode_body: Final = msgspec.msgpack.Encoder().encode
-_decode_get: Final = msgspec.msgpack.Decoder(Get).decode
+decode_get: Final = msgspec.msgpack.Decoder(Get).decode
 _decode_get_small: Final = msgspec.msgpack.Decoder(GetSmall).decode
+MALFORMED: Final = msgspec.DecodeError, RecursionError, UnicodeDecodeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +138,7 @@ class ReadTally:
 
 
 class ReadThread:
-    """Answers what it can on one connection. `wanted` says whether it is to go on; with `to_the_end`, it answers the
-    later parts of a large object alone, and ends with the last one."""
+    """Answers what it can on one connection. `wanted` says whether it is to go on."""
 
     def __init__(
         self,
@@ -150,23 +147,17 @@ class ReadThread:
         tally: ReadTally,
         wanted: Callable[[], bool],
         progress_seconds: float,
-        *,
-        to_the_end: bool = False,
     ) -> None:
         self._source = source
         self._reader = reader
         self._tally = tally
         self._wanted = wanted
         self._progress_seconds = progress_seconds
-        self._to_the_end = to_the_end
-        self._at_the_end = False
         self._request = memoryview(bytearray(REQUEST_BYTES))
         self._values = memoryview(bytearray(VALUES_BYTES))
         """Those of the answer that is made."""
         self._taken_bytes = self._sent_bytes = 0
         self._polling = Polling()
-        self._lent: LentObject | None = None
-        """The one whose parts are sent."""
 
     def serve(self, sock: socket.socket) -> bytes:
         """Answer requests until one comes that is not for here, or none for a while: the bytes received that were not
@@ -174,21 +165,15 @@ class ReadThread:
 
         Raises `DeadlineExceeded` when what is sent makes no progress, and `OSError` when the connection breaks.
         """
-        pause_seconds = PART_PAUSE_SECONDS if self._to_the_end else PAUSE_SECONDS
-        limits = {"send_seconds": self._progress_seconds, "receive_seconds": pause_seconds}
+        limits = {"send_seconds": self._progress_seconds, "receive_seconds": PAUSE_SECONDS}
         with waiting_in_kernel(sock, **limits):
-            try:
-                return self._serve(sock)
-            finally:
-                self._end_loan()
+            return self._serve(sock)
 
     def _serve(self, sock: socket.socket) -> bytes:
         request = self._request
-        # Who sends parts does not poll: the next request is here by then, and others of this process may poll.
-        receive = sock.recv_into if self._to_the_end else partial(self._polling.receive_into, sock)
         while self._wanted():
             try:
-                count = receive(request)
+                count = self._polling.receive_into(sock, request)
             except BlockingIOError:  # a pause
                 return b""
             done, began = 0, time.monotonic()
@@ -197,38 +182,25 @@ class ReadThread:
             if done < count or not count:
                 return bytes(request[done:count])
             self._polling.sent(time.monotonic() - began)
-            if self._at_the_end:
-                break
         return b""
 
     def _answer(self, sock: socket.socket, data: memoryview) -> int:
         """Answer the request that `data` begins with; how long it was, 0 when it is not for here."""
-        if len(data) < HEADER_BYTES:
-            return 0
-        kind, flags, request_id, body_length, bulk_length = HEADER.unpack_from(data)
-        end: int = HEADER_BYTES + body_length
-        if flags or bulk_length or len(data) < end:
-            return 0
-        if body_length > DATA_REQUEST_LIMITS.body_bytes:
-            return 0
-        body = data[HEADER_BYTES:end]
+        kind, request_id, body = request_in(data)
         try:
-            if kind == _GET:
-                done = self._answer_get(sock, request_id, _decode_get(body))
-            elif kind == _GET_SMALL and not self._to_the_end:
+            if kind == GET:
+                done = self._answer_get(sock, request_id, decode_get(body))
+            elif kind == GET_SMALL:
                 done = self._answer_small(sock, request_id, _decode_get_small(body).digests)
             else:
                 return 0
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        except MALFORMED:
             return 0
-        return end if done else 0
+        return HEADER_BYTES + len(body) if done else 0
 
     def _answer_get(self, sock: socket.socket, request_id: int, get: Get) -> bool:
         """Whether that could be done here."""
         items = get.items
-        is_part = len(items) == 1 and items[0].first_chunk > 0
-        if is_part or self._to_the_end:
-            return is_part and self._to_the_end and self._reply_part(sock, request_id, get)
         if replies := self._take(items):
             self._reply(sock, request_id, replies, self._values[: self._taken_bytes])
         elif len(items) != 1 or not self._reply_lent(sock, request_id, get):
@@ -243,7 +215,7 @@ class ReadThread:
             return False
         try:
             parts = small_answer(request_id, lent)
-            _send_all(sock, parts)
+            send_all(sock, parts)
         finally:
             self._source.end_small_loan(lent)
         self._tally.add(lent.digests, sum(map(len, parts)))
@@ -260,41 +232,12 @@ class ReadThread:
             return False
         try:
             payload = item.of(lent.value)
-            reply = ObjectReply(_OK, lent.slot, lent.trailer, len(payload))
+            reply = ObjectReply(OK, lent.slot, lent.trailer, len(payload))
             self._reply(sock, request_id, [reply], payload)
         finally:
             self._source.end_loan(lent)
             self._tally.add_upload(time.monotonic() - began)
         return True
-
-    def _reply_part(self, sock: socket.socket, request_id: int, get: Get) -> bool:
-        """Answer with a later part of a large object, out of its place; whether that could be done here."""
-        (item,) = get.items
-        lent = None if get.may_refuse else self._lent_for(item, get.keeps)
-        if lent is None:
-            return False
-        payload = item.of(lent.value)
-        if not 0 < len(payload) <= PART_BYTES:
-            return False
-        reply = ObjectReply(_OK, lent.slot, lent.trailer, len(payload))
-        self._reply(sock, request_id, [reply], payload)
-        self._at_the_end = item.first_chunk * CHUNK_BYTES + len(payload) == len(lent.value)
-        self._tally.add_part(self._sent_bytes)
-        return True
-
-    def _lent_for(self, item: GetItem, keeps: int) -> LentObject | None:
-        """The object whose part is asked for. It stays lent: what is done between two parts is done while others, who
-        answer small reads, wait for the interpreter."""
-        lent = self._lent
-        if lent is None or lent.digest != item.digest or not lent.is_current():
-            self._end_loan()
-            self._lent = self._source.lend(item, self._reader, keeps)
-        return self._lent
-
-    def _end_loan(self) -> None:
-        lent, self._lent = self._lent, None
-        if lent is not None:
-            self._source.end_loan(lent)
 
     def _take(self, items: Sequence[GetItem]) -> list[ObjectReply]:
         """Copy the values of all of them, one after the other, or nothing."""
@@ -305,7 +248,7 @@ class ReadThread:
             if item.first_chunk or (copy := self._source.copy_quickly(item.digest, into)) is None:
                 return []
             slot, trailer, length = copy
-            replies.append(ObjectReply(_OK, slot, trailer, length))
+            replies.append(ObjectReply(OK, slot, trailer, length))
             taken += length
         self._taken_bytes = taken
         return replies
@@ -317,28 +260,42 @@ class ReadThread:
         replies: list[ObjectReply],
         values: memoryview,
     ) -> None:
-        body = _encode_body(Objects(replies))
-        head = HEADER.pack(_GET, REPLY, request_id, len(body), len(values)) + body
+        head = answer_head(request_id, replies, len(values))
         self._sent_bytes = len(head) + len(values)
-        sent = sock.sendmsg((head, values))
-        while sent < len(head):  # seldom: the socket's buffer was nearly full
-            sent += sock.sendmsg((head[sent:], values))
-        while sent < self._sent_bytes:
-            sent += sock.send(values[sent - len(head) :])
+        send_all(sock, (head, values))
+
+
+def request_in(data: memoryview) -> tuple[int, int, memoryview]:
+    """Kind, number and body of the request that `data` begins with. Kind 0, which there is not, when it is not whole,
+    is too long, has bulk, or wants no answer."""
+    nothing = 0, 0, data[:0]
+    if len(data) < HEADER_BYTES:
+        return nothing
+    kind, flags, request_id, body_length, bulk_length = HEADER.unpack_from(data)
+    end: int = HEADER_BYTES + body_length
+    if flags or bulk_length or len(data) < end or body_length > DATA_REQUEST_LIMITS.body_bytes:
+        return nothing
+    return kind, request_id, data[HEADER_BYTES:end]
+
+
+def answer_head(request_id: int, replies: list[ObjectReply], bulk_length: int) -> bytes:
+    """The frame that answers GET, up to its bulk."""
+    body = _encode_body(Objects(replies))
+    return HEADER.pack(GET, REPLY, request_id, len(body), bulk_length) + body
 
 
 def small_answer(request_id: int, lent: SmallObjectsLent) -> list[BytesLike]:
     """The frame that answers GET_SMALL with what was lent, in parts."""
     body = _encode_body(SmallObjects(lent.slots))
     bulk_length = sum(map(len, lent.payloads))
-    head = HEADER.pack(_GET_SMALL, REPLY, request_id, len(body), bulk_length) + body
+    head = HEADER.pack(GET_SMALL, REPLY, request_id, len(body), bulk_length) + body
     return [head, *lent.payloads]
 
 
-def _send_all(sock: socket.socket, parts: Sequence[BytesLike]) -> None:
-    """Send small parts on a socket that waits in the kernel."""
+def send_all(sock: socket.socket, parts: Sequence[BytesLike]) -> None:
+    """Send all on a socket that waits in the kernel."""
     sent = sock.sendmsg(parts[:MAX_GATHER])
-    if sent < sum(map(len, parts)):  # seldom: the socket's buffer was nearly full
+    if sent < sum(map(len, parts)):  # seldom: many parts, or little progress
         views = flatten_parts(parts)
         first = advance(views, 0, sent)
         while first < len(views):

@@ -1,0 +1,143 @@
+"""The later parts of a large object, sent in a thread of their own while others read small objects.
+
+What the thread does between two parts, it does while those who answer small reads wait for the interpreter. So it sends
+all parts that it was asked for by then with one call, and borrows the object once for all of them.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from p2pstore.objects import CHUNK_BYTES, KIB, PART_BYTES
+from p2pstore.streams import BytesLike, waiting_in_kernel
+from p2pstore.transfer.messages import Get, GetItem, ObjectReply
+from p2pstore.transfer.read_thread import (
+    GET,
+    MALFORMED,
+    OK,
+    LentObject,
+    QuickSource,
+    ReadTally,
+    answer_head,
+    decode_get,
+    request_in,
+    send_all,
+)
+from p2pstore.wire import HEADER_BYTES
+
+PAUSE_SECONDS: Final = 0.1
+"""Without a request for so long, the thread gives the connection back: it keeps an upload's place."""
+REQUEST_BYTES: Final = 16 * KIB
+"""Requests received at once."""
+MAX_PARTS: Final = 8
+"""Sent with one call."""
+
+
+class PartThread:
+    """Answers requests for the later parts of large objects on one connection, and ends with the last one of an object.
+    `wanted` says whether it is to go on."""
+
+    def __init__(
+        self,
+        source: QuickSource,
+        reader: bytes,
+        tally: ReadTally,
+        wanted: Callable[[], bool],
+        progress_seconds: float,
+    ) -> None:
+        self._source = source
+        self._reader = reader
+        self._tally = tally
+        self._wanted = wanted
+        self._progress_seconds = progress_seconds
+        self._request = memoryview(bytearray(REQUEST_BYTES))
+        self._lent: LentObject | None = None
+        """The one whose parts are sent."""
+        self._at_the_end = False
+
+    def serve(self, sock: socket.socket) -> bytes:
+        """As `ReadThread.serve`."""
+        limits = {"send_seconds": self._progress_seconds, "receive_seconds": PAUSE_SECONDS}
+        with waiting_in_kernel(sock, **limits):
+            try:
+                return self._serve(sock)
+            finally:
+                self._end_loan()
+
+    def _serve(self, sock: socket.socket) -> bytes:
+        request = self._request
+        while self._wanted() and not self._at_the_end:
+            try:
+                # Without polling: the next request is here by then, and others of this process may poll.
+                count = sock.recv_into(request)
+            except BlockingIOError:  # a pause
+                return b""
+            done = 0
+            while done < count and (answered := self._answer(sock, request[done:count])):
+                done += answered
+            if done < count or not count:
+                return bytes(request[done:count])
+        return b""
+
+    def _answer(self, sock: socket.socket, data: memoryview) -> int:
+        """Answer the requests for parts of one object that `data` begins with; how long they were, 0 when the first one
+        is not for here."""
+        parts: list[BytesLike] = []
+        done = 0
+        while len(parts) < 2 * MAX_PARTS and not self._at_the_end:
+            kind, request_id, body = request_in(data[done:])
+            get = _get_of_part(kind, body)
+            if get is None or not self._borrow(get, may_change=not parts):
+                break
+            answer = self._part(request_id, get.items[0])
+            if not answer:
+                break
+            parts += answer
+            done += HEADER_BYTES + len(body)
+        if parts:
+            send_all(sock, parts)
+            self._tally.add_part(sum(map(len, parts)))
+        return done
+
+    def _borrow(self, get: Get, *, may_change: bool) -> bool:
+        """Whether the object whose part is asked for is lent now. It stays so until another one is to be, which must
+        not happen (`may_change`) while parts of it wait to be sent."""
+        (item,) = get.items
+        lent = self._lent
+        if lent is not None and lent.digest == item.digest and lent.is_current():
+            return True
+        if not may_change:
+            return False
+        self._end_loan()
+        self._lent = self._source.lend(item, self._reader, get.keeps)
+        return self._lent is not None
+
+    def _part(self, request_id: int, item: GetItem) -> Sequence[BytesLike]:
+        """The answer with a part of the object that is lent, out of its place; nothing when there is no such part."""
+        lent = self._lent
+        assert lent is not None
+        payload = item.of(lent.value)
+        if not 0 < len(payload) <= PART_BYTES:
+            return ()
+        self._at_the_end = item.first_chunk * CHUNK_BYTES + len(payload) == len(lent.value)
+        reply = ObjectReply(OK, lent.slot, lent.trailer, len(payload))
+        return answer_head(request_id, [reply], len(payload)), payload
+
+    def _end_loan(self) -> None:
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            self._source.end_loan(lent)
+
+
+def _get_of_part(kind: int, body: memoryview) -> Get | None:
+    """A request for a later part of one object."""
+    if kind != GET:
+        return None
+    try:
+        get = decode_get(body)
+    except MALFORMED:
+        return None
+    is_part = len(get.items) == 1 and get.items[0].first_chunk > 0 and not get.may_refuse
+    return get if is_part else None

@@ -1,0 +1,80 @@
+"""Parts of a large object that are asked for before those before them are there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from p2pstore.objects import MIB
+from p2pstore.transfer import data_connection
+from p2pstore.transfer.arriving import ALONE, PARTS_AHEAD, Arriving, resumable
+from p2pstore.transfer.data_requests import DataRequests
+from p2pstore.transfer.get_requests import Asked, ask
+from p2pstore.transfer.messages import GetItem, Keeps
+from p2pstore.transfer.transport import BufferDestination
+from p2pstore.trio_streams import TrioDriver
+from tests.contract.test_transport import TcpHarness, pattern, put, segment_of
+
+CHUNKS = 12
+
+
+@pytest.fixture
+async def tcp() -> AsyncIterator[TcpHarness]:
+    async with TcpHarness.open(segment_of(32 * MIB)) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("slice_chunks", "ahead_chunks", "left"),
+    [
+        (1, 4, [0, 1, 2, 3, *[4] * 8]),
+        (2, 4, [0, 2, 4, 4, 4, 4]),
+        (4, 1, [0, 1, 1]),
+        (3, 0, [0, 0, 0, 0]),
+    ],
+)
+async def test_so_much_is_asked_for_ahead(
+    tcp: TcpHarness,
+    monkeypatch: pytest.MonkeyPatch,
+    slice_chunks: int,
+    ahead_chunks: int,
+    left: list[int],
+) -> None:
+    """Who reads asks for more as soon as so few chunks are left of what was asked for."""
+    left_chunks = 0
+    left_when_asked: list[int] = []
+
+    async def watched_ask(
+        connection: DataRequests,
+        items: tuple[GetItem, ...],
+        *,
+        may_refuse: bool = False,
+        keeps: Keeps = Keeps.NO,
+    ) -> Asked:
+        nonlocal left_chunks
+        left_when_asked.append(left_chunks)
+        left_chunks += min(items[0].chunk_count, CHUNKS - items[0].first_chunk)
+        return await ask(connection, items, may_refuse=may_refuse, keeps=keeps)
+
+    verify = Arriving.verify
+
+    def watched_verify(self: Arriving, *arguments: object, **options: object) -> None:
+        nonlocal left_chunks
+        verify(self, *arguments, **options)  # type: ignore[arg-type] # passed on
+        left_chunks -= 1
+
+    monkeypatch.setattr(data_connection, "ask", watched_ask)
+    monkeypatch.setattr(Arriving, "verify", watched_verify)
+    value, buffer = pattern(CHUNKS * MIB - 5), bytearray(CHUNKS * MIB - 5)
+    digest = put(tcp.segment, "key", value)
+    destination = resumable(BufferDestination(buffer))
+    destination.share(replace(ALONE, slice_chunks=slice_chunks, ahead_chunks=ahead_chunks))
+    await tcp.transport(TrioDriver()).pull(tcp.copy(digest), digest, destination)
+    assert buffer == value
+    assert left_when_asked == left
+
+
+def test_who_reads_alone_has_several_parts_asked_for() -> None:
+    assert ALONE.ahead_chunks == PARTS_AHEAD * ALONE.slice_chunks

@@ -1,0 +1,146 @@
+"""Threads that answer reads, each on one end of a pair of sockets, and the objects that they have to give."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from p2pstore.objects import KIB, MIB
+from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
+from p2pstore.transfer.messages import DataKind, Get, GetItem, GetSmall, Objects
+from p2pstore.transfer.part_thread import PartThread
+from p2pstore.transfer.read_thread import LentObject, ReadTally, ReadThread
+from p2pstore.wire import (
+    DATA_REPLY_LIMITS,
+    HEADER_BYTES,
+    REPLY,
+    decode_body,
+    decode_header,
+    encode_frame,
+)
+
+SMALL, LARGE, HUGE, ALSO_HUGE, LONG = (name * 16 for name in (b"s", b"l", b"h", b"a", b"L"))
+READER = b"reader"
+NOT_NOW = b"n" * 16
+VALUES = {SMALL: b"small value", LARGE: bytes(range(256)) * 4 * KIB}
+HUGE_VALUE = memoryview(bytearray(64 * MIB))
+LONG_VALUE = memoryview(bytearray(66 * MIB))
+
+
+class Source:
+    """Objects by digest; what is lent is noted."""
+
+    def __init__(self) -> None:
+        self.lent: list[tuple[bytes, int]] = []
+        self.ended = 0
+        self.is_current = True
+        self.is_current_now: Callable[[], bool] = lambda: self.is_current
+
+    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
+        value = VALUES.get(digest, b"")
+        if not value or len(value) > len(into):
+            return None
+        into[: len(value)] = value
+        return QuickCopy(b"slot of " + digest, b"trailer", len(value))
+
+    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
+        longer = {HUGE: HUGE_VALUE, ALSO_HUGE: HUGE_VALUE, LONG: LONG_VALUE}
+        value = longer.get(item.digest) or memoryview(VALUES.get(item.digest, b""))
+        if not value:
+            return None
+        self.lent.append((reader, keeps))
+        slot = b"slot of " + item.digest
+        return LentObject(item.digest, slot, b"trailer", value, self.is_current_now, None)
+
+    def end_loan(self, lent: LentObject) -> None:
+        self.ended += 1
+
+    def lend_small(self, digests: bytes) -> SmallObjectsLent | None:
+        wanted = [digests[at : at + 16] for at in range(0, len(digests), 16)]
+        if NOT_NOW in wanted:
+            return None
+        there = [digest for digest in wanted if digest in VALUES]
+        slots = b"".join((digest * 4 if digest in there else bytes(64)) for digest in wanted)
+        values = [memoryview(VALUES[digest]) for digest in there]
+        self.lent.append((READER, len(there)))
+        return SmallObjectsLent(slots, there, values, None)
+
+    def end_small_loan(self, lent: SmallObjectsLent) -> None:
+        self.ended += 1
+
+
+class Served:
+    """A thread that serves one end of a connection; `far` is the other one."""
+
+    def __init__(
+        self, far: socket.socket, progress_seconds: float, kind: type[ReadThread] | type[PartThread]
+    ) -> None:
+        self.far = far
+        self.source = Source()
+        self.tally = ReadTally()
+        self.wanted = True
+        self.thread = kind(self.source, READER, self.tally, lambda: self.wanted, progress_seconds)
+        self.left: bytes | None = None
+        self.error: Exception | None = None
+        self.ended = threading.Event()
+
+    def receive(self, length: int) -> bytes:
+        received = b""
+        while len(received) < length:
+            more = self.far.recv(length - len(received))
+            assert more, "closed"
+            received += more
+        return received
+
+    def reply(self) -> tuple[int, Objects, bytes]:
+        header = decode_header(self.receive(HEADER_BYTES), DATA_REPLY_LIMITS)
+        assert (header.kind, header.flags) == (DataKind.GET, REPLY)
+        objects = decode_body(Objects, self.receive(header.body_length))
+        return header.request_id, objects, self.receive(header.bulk_length)
+
+
+@contextmanager
+def served(
+    progress_seconds: float = 30.0, kind: type[ReadThread] | type[PartThread] = ReadThread
+) -> Iterator[Served]:
+    """A thread of this kind that serves a connection, and after that has ended every loan."""
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    far.settimeout(30.0)
+    serving = Served(far, progress_seconds, kind)
+
+    def serve() -> None:
+        try:
+            serving.left = serving.thread.serve(near)
+        except Exception as error:
+            serving.error = error
+        finally:
+            serving.ended.set()
+
+    thread = threading.Thread(target=serve)
+    with near, far:
+        thread.start()
+        try:
+            yield serving
+        finally:
+            far.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            assert near.getblocking() is False
+            assert serving.source.ended == len(serving.source.lent)
+
+
+def get(number: int, *items: GetItem, flags: int = 0) -> bytes:
+    return encode_frame(DataKind.GET, number, Get(list(items), keeps=1), flags=flags)
+
+
+def ended(serving: Served) -> bytes:
+    """What the thread left, once it has ended."""
+    serving.ended.wait(30)
+    assert serving.left is not None, serving.error
+    return serving.left
+
+
+def get_small(number: int, *digests: bytes) -> bytes:
+    return encode_frame(DataKind.GET_SMALL, number, GetSmall(b"".join(digests)))
