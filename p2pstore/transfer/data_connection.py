@@ -472,8 +472,7 @@ class DataConnection(DataRequests):
         """Receive chunks whose bytes come next, and what is free after them."""
         ahead_chunks = arriving.sharing.ahead_chunks
         following: deque[tuple[range, Asked]] = deque()
-        left = len(run)
-        """Chunks that were asked for and are not here."""
+        left = len(run)  # chunks that were asked for and are not here
         while True:
             # The next runs are asked for before this one ends, so that the pipe stays full.
             ahead_at = run.start + min(len(run), max(0, left - ahead_chunks))
