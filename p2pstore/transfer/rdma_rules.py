@@ -151,8 +151,8 @@ def split_read(length_bytes: int, max_message_bytes: int) -> Iterator[tuple[int,
 
 def first_of_two(length_bytes: int, link_bytes_per_second: float) -> int:
     """Where to part a payload that comes in two reads, each of which is summed and copied on when it is there: so that
-    the first is done with when the second comes. More would have the link wait for the core at the end, less leaves
-    more to do when all has come."""
+    the first is done with when the second comes. With more in the first, the core would begin too late; with less,
+    more is left to do when all has come. In the middle for a link of unknown rate (0)."""
     if not link_bytes_per_second:
         return length_bytes // 2
     share = TAKEN_IN_BYTES_PER_SECOND / (TAKEN_IN_BYTES_PER_SECOND + link_bytes_per_second)
