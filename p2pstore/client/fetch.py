@@ -241,6 +241,8 @@ class Fetcher:
         """`copy_mapped` into the beginning of a buffer, which may be longer than the object; it looks the object up
         once instead of twice. Raises `BufferTooSmall`."""
         for reader in readers:
+            if not reader.contains(digest):
+                continue
             copied = await copy_in_pieces(self._link.driver, reader, digest, view)
             if copied is not None and not expired(copied.trailer):
                 return copied

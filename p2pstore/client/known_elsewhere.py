@@ -97,18 +97,19 @@ class KnownElsewhere:
             if not self._is_fresh() or self._apart[apart_counter(digest)]:
                 return None
             if not changes & 1:
+                found = []
                 try:
-                    found = [
-                        _known_record(members[slot], record)
-                        for slot, record in self._table.find(digest, _MOST_ROWS)
-                        if counted[slot]
-                    ]
+                    for slot, record in self._table.find(digest, _MOST_ROWS):
+                        if counted[slot]:
+                            found.append(_known_record(members[slot], record))
                 except IndexError:
                     continue
                 if words[_CHANGES] == changes:
                     after, before = self._believed(digest)
-                    plain = all(after < record.version[0] < before for record in found)
-                    return found if plain else None
+                    for known in found:
+                        if not after < known.version[0] < before:
+                            return None
+                    return found
         return None
 
     def contains_many(self, digests: bytes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

@@ -23,7 +23,6 @@ from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import peer_document
 from p2pstore.streams import BytesLike
 from p2pstore.transfer.data_server import OpenedObject
-from p2pstore.transfer.data_session import KEEPS
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.layout import Slot, SlotState, encode_slot
 from p2pstore.transfer.messages import (
@@ -37,8 +36,9 @@ from p2pstore.transfer.messages import (
     SnapshotReply,
     Statistics,
     StatisticsReply,
+    keeps_of,
 )
-from p2pstore.transfer.read_thread import LENT_BYTES, LentObject
+from p2pstore.transfer.read_thread import LentObject
 from p2pstore.transfer.segment import ObjectEntry
 from p2pstore.transfer.tickets import TicketClaims
 from p2pstore.wire import Failure, Message, error_of
@@ -158,39 +158,39 @@ class PeerDataBackend:
         """A small object, for threads."""
         return self._core.copy_quickly(digest, into, self._node.now)
 
-    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
-        """An object of a chunk at most, or one of which a later part is asked for, for threads."""
-        lent = self._core.lend(item.digest, self._node.now)
+    def lend(self, item: GetItem, reader: bytes, keeps: int, most_bytes: int) -> LentObject | None:
+        """An object of up to `most_bytes`, or one of which a later part is asked for, for threads."""
+        now, segment = self._node.now, self._segment
+        lent = self._core.lend(item.digest, now)
         if lent is None:
             return None
         loan, entry = lent
         lent_object = None
         try:
-            if self._may_lend(entry, item, reader, keeps):
-                slot, trailer = self._segment.slot_bytes(entry), self._segment.trailer_bytes(entry)
-                value = self._segment.payload(entry)
+            if item.first_chunk > 0 or (
+                entry.length <= most_bytes and not self._is_sent_on(entry, reader, keeps, now)
+            ):
                 lent_object = LentObject(
-                    item.digest, slot, trailer, value, lambda: self._lends_still(entry), loan
+                    item.digest,
+                    segment.slot_bytes(entry),
+                    segment.trailer_bytes(entry),
+                    segment.payload(entry),
+                    lambda: self._lends_still(entry),
+                    loan,
                 )
             return lent_object
         finally:
             if lent_object is None:
-                self._segment.end_loan(loan)
+                segment.end_loan(loan)
 
     def _lends_still(self, entry: ObjectEntry) -> bool:
         return self._core.lends_still(entry, self._node.now)
 
-    def _may_lend(self, entry: ObjectEntry, item: GetItem, reader: bytes, keeps: int) -> bool:
-        """Whether a thread may send that of the object without asking the event loop."""
-        if item.first_chunk > 0:
-            return True
-        return entry.length <= LENT_BYTES and not self._is_sent_on(entry, reader, keeps)
-
-    def _is_sent_on(self, entry: ObjectEntry, reader: bytes, keeps: int) -> bool:
+    def _is_sent_on(self, entry: ObjectEntry, reader: bytes, keeps: int, now: float) -> bool:
         """Whether the object is hot, so that the event loop is to say who else has it."""
         if entry.length < HOT_BYTES:
             return False
-        return self._hot_answer(entry, reader, _keeps(keeps), self._node.now) is not None
+        return self._hot_answer(entry, reader, keeps_of(keeps), now) is not None
 
     def end_loan(self, lent: LentObject) -> None:
         """It was sent, or will not be."""
@@ -251,8 +251,3 @@ class PeerDataBackend:
         head = copy.head
         reply = SnapshotReply(self._core.member, copy.incarnation, head.sequence, head.set_hash)
         return reply, copy.parts
-
-
-def _keeps(number: int) -> Keeps:
-    """As sent; what a newer version made up counts as not keeping."""
-    return Keeps(number) if number in KEEPS else Keeps.NO

@@ -51,12 +51,14 @@ from p2pstore.transfer.messages import (
     StoreReply,
     SwarmLink,
     SwarmLinked,
+    keeps_of,
 )
 from p2pstore.transfer.part_thread import PartThread
 from p2pstore.transfer.rdma_serving import RdmaBackend, ReadableEnd
 from p2pstore.transfer.read_thread import (
     LENT_BYTES,
     MAX_READ_THREADS,
+    MIXED_SECONDS,
     Briskness,
     LentObject,
     ReadTally,
@@ -95,13 +97,8 @@ GATHER_BYTES: Final = 64 * KIB
 GATHER_PARTS: Final = 512
 _MEASURE_FILL: Final = memoryview(os.urandom(MIB))
 """Random: a way that compresses must not look faster than it is for tensors."""
-KEEPS: Final = frozenset(Keeps)
 SMALL_READ_BYTES: Final = 64 * KIB
 """Reads up to this are never refused because of others."""
-MIXED_SECONDS: Final = 0.1
-"""For so long after a small read, large answers are sent in threads: a small one would wait for a piece of a large
-one each time, and longer where the kernel lets others run first, as an event loop that works all the time is no
-longer preferred when it wakes up."""
 MAX_SENDING_THREADS: Final = 16
 TAKE_IN_SECONDS: Final = 0.25
 TAKE_IN_READS: Final = 256
@@ -150,7 +147,7 @@ class DataBackend(Protocol):
         """See `QuickSource`."""
         ...
 
-    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
+    def lend(self, item: GetItem, reader: bytes, keeps: int, most_bytes: int) -> LentObject | None:
         """See `QuickSource`."""
         ...
 
@@ -383,8 +380,8 @@ class DataSession:
         )
 
     async def _answer_parts_in_thread(self, nursery: trio.Nursery) -> None:
-        """Have a thread send the other parts of objects whose first one was sent: a turn of the event loop between them
-        would have the interpreter while small reads are answered."""
+        """Have a thread send the other parts of an object whose first one was sent, and the objects after it: turns of
+        the event loop between them would have the interpreter while small reads are answered."""
         traffic = self._traffic
         while self._sends_parts:
             self._sends_parts = False
@@ -550,7 +547,7 @@ class DataSession:
         replies: list[ObjectReply] = []
         payloads: list[memoryview] = []
         bulk_bytes = body_bytes = 0
-        keeps = Keeps(get.keeps) if get.keeps in KEEPS else Keeps.NO
+        keeps = keeps_of(get.keeps)
         opened = self._backend.open_objects(get.items, self._claims.issuer, keeps)
         self._held += [
             each for each in opened if isinstance(each, OpenedObject) and each.handle is not None

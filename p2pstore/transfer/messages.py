@@ -162,6 +162,14 @@ class Keeps(IntEnum):
     """A peer asks, which keeps a copy."""
 
 
+_KEEPS: Final = {int(each): each for each in Keeps}
+
+
+def keeps_of(number: int) -> Keeps:
+    """As sent; what a newer version made up counts as not keeping."""
+    return _KEEPS.get(number, Keeps.NO)
+
+
 class ObjectStatus(IntEnum):
     OK = 0
     NOT_FOUND = 1

@@ -1,16 +1,18 @@
-"""The later parts of a large object, sent in a thread of their own while others read small objects.
+"""The parts of large objects, sent in a thread of their own while others read small objects.
 
 What the thread does between two parts, it does while those who answer small reads wait for the interpreter. So it sends
-all parts that it was asked for by then with one call, and borrows the object once for all of them.
+all parts that it was asked for by then with one call, and borrows the object once for all of them. The event loop would
+need a millisecond to take the connection back and lend it again: so the thread begins with the next object as well.
 """
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from p2pstore.objects import CHUNK_BYTES, KIB, PART_BYTES
+from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, PART_BYTES
 from p2pstore.streams import BytesLike, waiting_in_kernel
 from p2pstore.transfer.messages import Get, GetItem, ObjectReply
 from p2pstore.transfer.read_thread import (
@@ -29,6 +31,8 @@ from p2pstore.wire import HEADER_BYTES
 
 PAUSE_SECONDS: Final = 0.1
 """Without a request for so long, the thread gives the connection back: it keeps an upload's place."""
+NEXT_OBJECT_SECONDS: Final = 0.01
+"""For so long it waits after an object for a request for the next one, if small ones are read meanwhile."""
 REQUEST_BYTES: Final = 16 * KIB
 """Requests received at once."""
 MAX_PARTS: Final = 8
@@ -36,8 +40,8 @@ MAX_PARTS: Final = 8
 
 
 class PartThread:
-    """Answers requests for the later parts of large objects on one connection, and ends with the last one of an object.
-    `wanted` says whether it is to go on."""
+    """Answers requests for parts of large objects on one connection, and ends with the last one of an object, unless
+    small ones are read meanwhile and the next large one is asked for soon. `wanted` says whether it is to go on."""
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class PartThread:
         self._lent: LentObject | None = None
         """The one whose parts are sent."""
         self._at_the_end = False
+        """Of an object."""
 
     def serve(self, sock: socket.socket) -> bytes:
         """As `ReadThread.serve`."""
@@ -68,7 +73,7 @@ class PartThread:
 
     def _serve(self, sock: socket.socket) -> bytes:
         request = self._request
-        while self._wanted() and not self._at_the_end:
+        while self._wanted() and not (self._at_the_end and not self._another_comes(sock)):
             try:
                 # Without polling: the next request is here by then, and others of this process may poll.
                 count = sock.recv_into(request)
@@ -84,7 +89,11 @@ class PartThread:
     def _answer(self, sock: socket.socket, data: memoryview) -> int:
         """Answer the requests for parts of one object that `data` begins with; how long they were, 0 when the first one
         is not for here."""
+        if self._at_the_end and not self._goes_on():
+            return 0
+        self._at_the_end = False
         parts: list[BytesLike] = []
+        begun: list[bytes] = []
         done = 0
         while len(parts) < 2 * MAX_PARTS and not self._at_the_end:
             kind, request_id, body = request_in(data[done:])
@@ -95,11 +104,22 @@ class PartThread:
             if not answer:
                 break
             parts += answer
+            begun += [item.digest for item in get.items if not item.first_chunk]
             done += HEADER_BYTES + len(body)
         if parts:
             send_all(sock, parts)
-            self._tally.add_part(sum(map(len, parts)))
+            self._tally.add_parts(begun, sum(map(len, parts)))
         return done
+
+    def _goes_on(self) -> bool:
+        """Whether the next object is sent here as well."""
+        return self._tally.added_lately
+
+    def _another_comes(self, sock: socket.socket) -> bool:
+        """Whether it is asked for soon."""
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        return self._goes_on() and bool(poll.poll(NEXT_OBJECT_SECONDS * 1000))
 
     def _borrow(self, get: Get, *, may_change: bool) -> bool:
         """Whether the object whose part is asked for is lent now. It stays so until another one is to be, which must
@@ -111,7 +131,7 @@ class PartThread:
         if not may_change:
             return False
         self._end_loan()
-        self._lent = self._source.lend(item, self._reader, get.keeps)
+        self._lent = self._source.lend(item, self._reader, get.keeps, MAX_OBJECT_BYTES)
         return self._lent is not None
 
     def _part(self, request_id: int, item: GetItem) -> Sequence[BytesLike]:
@@ -132,12 +152,14 @@ class PartThread:
 
 
 def _get_of_part(kind: int, body: memoryview) -> Get | None:
-    """A request for a later part of one object."""
+    """A request for a part of one object that may have several."""
     if kind != GET:
         return None
     try:
         get = decode_get(body)
     except MALFORMED:
         return None
-    is_part = len(get.items) == 1 and get.items[0].first_chunk > 0 and not get.may_refuse
-    return get if is_part else None
+    if len(get.items) != 1 or get.may_refuse:
+        return None
+    (item,) = get.items
+    return get if item.first_chunk > 0 or item.chunk_count > 1 else None

@@ -13,8 +13,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -48,6 +47,10 @@ LENT_BYTES: Final = 1 * MIB
 """Values up to this are sent in threads. Larger ones take so long that a turn of the event loop hardly counts."""
 VALUES_BYTES: Final = 2 * MIB
 """Of values in one answer."""
+MIXED_SECONDS: Final = 0.1
+"""For so long after a small read, large answers are sent in threads: a small one would wait for a piece of a large
+one each time, and longer where the kernel lets others run first, as an event loop that works all the time is no
+longer preferred when it wakes up."""
 MAX_TALLY: Final = 65_536
 REQUEST_BYTES: Final = 64 * KIB
 """Requests received at once."""
@@ -59,8 +62,7 @@ _decode_get_small: Final = msgspec.msgpack.Decoder(GetSmall).decode
 MALFORMED: Final = msgspec.DecodeError, RecursionError, UnicodeDecodeError
 
 
-@dataclass(frozen=True, slots=True)
-class LentObject:
+class LentObject(NamedTuple):
     """An object that stays where it is until `end_loan`, with slot and trailer as they are there. `is_current` says
     whether it would be lent now as well; `handle` is its source's own."""
 
@@ -80,8 +82,8 @@ class QuickSource(Protocol):
         does not fit, or it takes the event loop to say."""
         ...
 
-    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
-        """An object in memory of up to `LENT_BYTES`, or a larger one of which a later part is asked for, to be sent to
+    def lend(self, item: GetItem, reader: bytes, keeps: int, most_bytes: int) -> LentObject | None:
+        """An object in memory of up to `most_bytes`, or a larger one of which a later part is asked for, to be sent to
         the peer `reader` or a client of it. It stays there until `end_loan`. None when there is none, or it takes the
         event loop to say."""
         ...
@@ -117,9 +119,15 @@ class ReadTally:
         self._bytes.append(length_bytes)
         self.added_at = time.monotonic()
 
-    def add_part(self, length_bytes: int) -> None:
-        """A later part of a large object was sent. From any thread."""
+    def add_parts(self, begun: Sequence[bytes], length_bytes: int) -> None:
+        """Parts of large objects were sent, of these the first ones. From any thread."""
+        self._digests.extend(begun)
         self._bytes.append(length_bytes)
+
+    @property
+    def added_lately(self) -> bool:
+        """Whether small reads are answered just now."""
+        return time.monotonic() - self.added_at < MIXED_SECONDS
 
     def add_upload(self, seconds: float) -> None:
         """It took so long to send an object that was lent."""
@@ -227,7 +235,7 @@ class ReadThread:
         if item.first_chunk:
             return False
         began = time.monotonic()
-        lent = self._source.lend(item, self._reader, get.keeps)
+        lent = self._source.lend(item, self._reader, get.keeps, LENT_BYTES)
         if lent is None:
             return False
         try:

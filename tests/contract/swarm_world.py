@@ -66,7 +66,7 @@ class _Backend:
     def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
         raise AssertionError("there are no objects")
 
-    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
+    def lend(self, item: GetItem, reader: bytes, keeps: int, most_bytes: int) -> LentObject | None:
         raise AssertionError("there are no objects")
 
     def end_loan(self, lent: LentObject) -> None:

@@ -251,7 +251,7 @@ class Backend:
     def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
         return self._segment.copy_quickly(digest, into, time.time())
 
-    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
+    def lend(self, item: GetItem, reader: bytes, keeps: int, most_bytes: int) -> LentObject | None:
         lent = self._segment.lend(item.digest, time.time())
         if lent is None:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 
 from p2pstore.objects import KIB, MIB, key_digest
 from p2pstore.streams import ByteStream
+from p2pstore.transfer import part_thread
 from p2pstore.transfer.data_server import ServerLimits
 from p2pstore.transfer.data_session import MAX_SENDING_THREADS
 from p2pstore.transfer.messages import DataKind, Get, GetItem
@@ -220,6 +222,30 @@ async def test_the_thread_that_sent_a_part_sends_those_after_it() -> None:
             await slow.send(encode_frame(DataKind.GET, 3, Get([GetItem(key_digest("small"))])))
             *_, payload = await read_frame(slow)
             assert payload == SMALL
+
+
+async def test_the_thread_begins_with_the_next_object_while_small_ones_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(part_thread, "NEXT_OBJECT_SECONDS", 30.0)
+    async with holder(1) as harness, in_the_second_part(harness) as (slow, rest):
+        traffic = harness.server.traffic
+        objects = traffic.objects
+        traffic.tally.added_at = math.inf
+        await read_exactly(slow, rest)
+        for number in (2, 0):
+            await slow.send(ask_for(number))
+            header = decode_header(await read_exactly(slow, HEADER_BYTES), DATA_REPLY_LIMITS)
+            assert harness.segment.has_loans, "a thread sends"
+            assert (traffic.sending_threads, traffic.uploads) == (1, 1)
+            answer = await read_exactly(slow, header.body_length + header.bulk_length)
+            assert answer.endswith(LARGE[6 * number * MIB : (6 * number + 6) * MIB])
+        traffic.tally.added_at = -math.inf  # nobody reads small ones any more
+        await slow.send(ask_for(2))
+        *_, payload = await read_frame(slow)
+        assert payload == LARGE[12 * MIB :]
+        await until(lambda: traffic.sending_threads == 0)
+        assert traffic.objects == objects + 1
 
 
 async def test_of_what_is_removed_meanwhile_no_part_comes_any_more() -> None:

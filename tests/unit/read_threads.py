@@ -45,7 +45,7 @@ class Source:
         into[: len(value)] = value
         return QuickCopy(b"slot of " + digest, b"trailer", len(value))
 
-    def lend(self, item: GetItem, reader: bytes, keeps: int) -> LentObject | None:
+    def lend(self, item: GetItem, reader: bytes, keeps: int, most_bytes: int) -> LentObject | None:
         longer = {HUGE: HUGE_VALUE, ALSO_HUGE: HUGE_VALUE, LONG: LONG_VALUE}
         value = longer.get(item.digest) or memoryview(VALUES.get(item.digest, b""))
         if not value:

@@ -89,6 +89,35 @@ def test_after_the_end_it_does_not_wait() -> None:
         assert ended(serving) == b""
 
 
+def test_while_small_ones_are_read_it_begins_with_the_next_object(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(part_thread, "NEXT_OBJECT_SECONDS", 30.0)
+    with served(kind=PartThread) as serving:
+        serving.tally.added_at = math.inf
+        requests = [GetItem(HUGE, 48, 16), GetItem(ALSO_HUGE, 0, 16), GetItem(ALSO_HUGE, 16, 48)]
+        serving.far.sendall(b"".join(get(n, item) for n, item in enumerate(requests)))
+        for number, item in enumerate(requests):
+            answered, _, value = serving.reply()
+            assert answered == number
+            assert value == item.of(HUGE_VALUE)
+        serving.far.sendall(get(3, GetItem(HUGE, 0, 16)))
+        assert serving.reply()[2] == HUGE_VALUE[: 16 * MIB]
+        other = get(4, GetItem(SMALL))
+        serving.far.sendall(other)
+        assert ended(serving) == other
+        assert serving.tally.take(10)[0] == [ALSO_HUGE, HUGE]
+        assert len(serving.source.lent) == 3
+
+
+def test_it_waits_a_moment_for_the_next_object() -> None:
+    with served(kind=PartThread) as serving:
+        serving.tally.added_at = math.inf
+        serving.far.sendall(get(1, GetItem(HUGE, 63, 16)))
+        assert len(serving.reply()[2]) == MIB
+        assert ended(serving) == b""
+
+
 @pytest.fixture
 def sends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many parts left with each call."""
