@@ -48,6 +48,7 @@ from p2pstore.transfer.shm import ShmTransport, copy_in_pieces, expired, read_ma
 from p2pstore.transfer.small_reads import Parts
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
+    BufferDestination,
     Destination,
     Pulled,
     PullFailed,
@@ -105,13 +106,15 @@ class Fetcher:
         destination: Destination,
         wait_seconds: float = 0.0,
         before: PullReport | None = None,
+        only: OnlyHolder | None = None,
     ) -> Copied | Pulled:
-        """Bring the object to the destination. `before`: how it failed a moment ago to read it from its only holder.
-        Raises, when it is still so after `wait_seconds`, `NoSuchKey` or `Unavailable`; at once what the destination
-        raises, `DeadlineExceeded`, `StoreClosed`."""
+        """Bring the object to the destination. `before`: how it failed a moment ago to read it from its only holder;
+        `only`: what was found out about that just now, when nothing of the object was here. Raises, when it is still so
+        after `wait_seconds`, `NoSuchKey` or `Unavailable`; at once what the destination raises, `DeadlineExceeded`,
+        `StoreClosed`."""
         destination = resumable(destination)
         if before is None:
-            first = await self._pull_from_only_holder(key, digest, destination)
+            first = await self._pull_from_only_holder(key, digest, destination, only)
             if isinstance(first, Pulled):
                 return first
             before = first
@@ -137,6 +140,24 @@ class Fetcher:
             await self._link.driver.sleep(min(pause_seconds, left_seconds))
             pause_seconds = min(2 * pause_seconds, LAST_PAUSE_SECONDS)
 
+    async def fetch_into(
+        self, key: str, digest: bytes, view: memoryview, wait_seconds: float = 0.0
+    ) -> int:
+        """`fetch` to the beginning of a buffer, the shortest way there is: the object's length. Raises as `fetch`, and
+        `BufferTooSmall`."""
+        copied = await self.read_here_into(digest, view)
+        if copied is not None:
+            return copied.length
+        before: PullReport | None = None
+        only = self._known.only(digest)
+        if only is not None and (not is_far(only.copy) or only.expected_bytes <= CHUNK_BYTES):
+            outcome = await self._pull_only(only, key, digest, view)
+            if isinstance(outcome, int):
+                return outcome
+            before, only = outcome, None
+        destination = BufferDestination(view)
+        return (await self.fetch(key, digest, destination, wait_seconds, before, only)).length
+
     async def _read_here_watched(
         self, digest: bytes, destination: Destination, *, leased: bool = False
     ) -> Copied | None:
@@ -150,17 +171,18 @@ class Fetcher:
         return copied
 
     async def _pull_from_only_holder(
-        self, key: str, digest: bytes, destination: Destination
+        self, key: str, digest: bytes, destination: Destination, only: OnlyHolder | None
     ) -> Pulled | PullReport | None:
         """The shortest way to what one other host is known to hold: no plan, no list of attempts. Otherwise how
         that failed, or None when it is not the case; then all that there is to try is tried."""
         if watch_of(destination) is not None:
             return None
-        only = self._known.only(digest)
-        if only is None or not is_far(only.copy):
-            return None
-        if any(reader.contains(digest) for reader in self._link.readers):
-            return None
+        if only is None:
+            only = self._known.only(digest)
+            if only is None or not is_far(only.copy):
+                return None
+            if any(reader.contains(digest) for reader in self._link.readers):
+                return None
         copy, slot_hint, expected_bytes = only
         if (
             expected_bytes >= SLICED_BYTES
@@ -177,19 +199,14 @@ class Fetcher:
         self._link.note_pull(key, digest, report, time.monotonic() - began)
         return pulled
 
-    async def pull_into(self, key: str, digest: bytes, view: memoryview) -> int | PullReport | None:
-        """What one other peer is known to hold, the shortest way there is: its length. Otherwise how that failed, or
-        None when there is no such way. Raises `BufferTooSmall`."""
-        only = self._known.only(digest)
-        return None if only is None else await self._pull_only(only, key, digest, view)
-
     def expected_bytes(self, digest: bytes) -> int:
         """How long an object is at most that one other peer is known to hold; 0 where that is not known."""
         only = self._known.only(digest)
         return 0 if only is None else only.expected_bytes
 
     async def pull_small_value(self, key: str, digest: bytes) -> bytes | PullReport | None:
-        """`pull_into`, of what has 64 KiB at most, in memory of its own: the value."""
+        """What one other peer is known to hold, of 64 KiB at most: the value. Otherwise how that failed, or None when
+        there is no such way."""
         only = self._known.only(digest)
         if only is None or not 0 < only.expected_bytes <= SMALL_OBJECT_BYTES:
             return None
@@ -203,10 +220,10 @@ class Fetcher:
     async def _pull_only(
         self, only: OnlyHolder, key: str, digest: bytes, view: memoryview
     ) -> int | PullReport | None:
+        """What one other peer is known to hold, the shortest way there is: its length. Otherwise how that failed, or
+        None when there is no such way. Raises `BufferTooSmall`."""
         if not is_far(only.copy):
             return await self._copy_from_neighbour(key, digest, view, only.copy)
-        if only.expected_bytes > CHUNK_BYTES:
-            return None
         return await self._pull_chunk_of(only, key, digest, view)
 
     async def _copy_from_neighbour(

@@ -298,13 +298,7 @@ class ClientSession:
             watch = ReadWatch(time.perf_counter, progress, trace)
             watched = BufferDestination(view, watch)
             return (await fetcher.fetch(key, digest, watched, wait)).length
-        copied = await fetcher.read_here_into(digest, view)
-        if copied is not None:
-            return copied.length
-        pulled = await fetcher.pull_into(key, digest, view)
-        if isinstance(pulled, int):
-            return pulled
-        return (await fetcher.fetch(key, digest, BufferDestination(view), wait, pulled)).length
+        return await fetcher.fetch_into(key, digest, view, wait)
 
     async def get_tensor(
         self, key: str, *, wait: float = 0.0, framework: Framework | None = None

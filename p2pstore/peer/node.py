@@ -83,6 +83,7 @@ from p2pstore.transfer.transport import (
     Transport,
     pull_with_failover,
 )
+from p2pstore.transfer.uploads import Uploads
 from p2pstore.wire import Code, Failure, Message, code_of, error_of
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Node:
         self.rng = rng
         self.watch = PeerWatch(core, config.slow_operation)
         self.checkup = Checkup(self)
-        self.served = Traffic()
+        self.served = Traffic(Uploads(ServerLimits().uploads))
         self.started_at = trio.current_time()
         self.load = LoadMeter(self.now, time.process_time(), ServerLimits().uploads)
         self.leave_requested = trio.Event()
@@ -225,7 +226,7 @@ class Node:
             self.process()
             self._keep_neighbours()
             if self.load.sample(
-                self.now, time.process_time(), self.served.upload_seconds(self.now)
+                self.now, time.process_time(), self.served.uploads.seconds(self.now)
             ):
                 self.core.gossip.own_record.changed()
 

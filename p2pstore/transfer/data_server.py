@@ -61,6 +61,7 @@ from p2pstore.transfer.tickets import (
 )
 from p2pstore.transfer.tls_serving import TlsServing
 from p2pstore.transfer.tls_streams import AcceptedTlsStream
+from p2pstore.transfer.uploads import Uploads
 from p2pstore.trio_streams import TrioStream
 from p2pstore.wire import (
     DATA_REQUEST_LIMITS,
@@ -202,7 +203,7 @@ class DataServer:
         self._tls = TlsServing(signer, unix_clock) if tls else None
         self._limits = limits or ServerLimits()
         self.connections = 0
-        self.traffic = Traffic()
+        self.traffic = Traffic(Uploads(self._limits.uploads))
         self._ring = ring
         self._allowed = allowed if allowed is not None else AllowList()
         self._sessions: dict[DataSession, tuple[TicketClaims, trio.CancelScope]] = {}

@@ -68,6 +68,7 @@ from p2pstore.transfer.read_thread import (
 from p2pstore.transfer.store_intake import StoreBackend, receive_value
 from p2pstore.transfer.swarm_serving import UNSENT_PIECE_BYTES, OpenedPiece, SwarmBackend
 from p2pstore.transfer.tickets import Scope, TicketClaims
+from p2pstore.transfer.uploads import Uploads
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
     HEADER_BYTES,
@@ -201,38 +202,18 @@ class ServerLimits:
 class Traffic:
     """What was served so far, for statistics; `busy` are reads that were sent to other holders."""
 
+    uploads: Uploads
     objects: int = 0
     bytes: int = 0
     busy: int = 0
-    uploads: int = 0
-    """Connections with a large answer on its way now."""
-    ended_upload_seconds: float = 0.0
-    """How long such answers took, all together that have ended."""
-    uploads_began: float = 0.0
-    """The sum of when those on their way began, in monotonic seconds."""
     sending_threads: int = 0
-    """Those of them that are sent in threads."""
+    """Connections whose large answers are sent in threads."""
     small_read_at: float = -math.inf
     """When the event loop answered a small read last, in monotonic seconds."""
     read_threads: int = 0
     """Connections whose reads are answered in threads."""
     tally: ReadTally = field(default_factory=ReadTally)
     """What these have answered, and nobody took in."""
-
-    def upload_seconds(self, now: float) -> float:
-        """How long upload slots were taken until now (monotonic seconds), all of them together."""
-        return self.ended_upload_seconds + self.uploads * now - self.uploads_began
-
-    def upload_begins(self, now: float) -> None:
-        """A large answer is on its way."""
-        self.uploads += 1
-        self.uploads_began += now
-
-    def upload_ends(self, began: float, now: float) -> None:
-        """One that began then is there, or has failed."""
-        self.uploads -= 1
-        self.uploads_began -= began
-        self.ended_upload_seconds += now - began
 
     @property
     def wants_thread(self) -> bool:
@@ -375,6 +356,7 @@ class DataSession:
             self._backend,
             self._claims.issuer,
             self._traffic.tally,
+            self._traffic.uploads,
             lambda: not self._retiring,
             self._limits.progress_seconds,
         )
@@ -387,14 +369,11 @@ class DataSession:
             self._sends_parts = False
             if not self._may_lend(traffic.sending_threads, MAX_SENDING_THREADS):
                 return
-            began = time.monotonic()
             traffic.sending_threads += 1
-            traffic.upload_begins(began)
             try:
                 self._frames.feed(await self._stream.lend(self._thread(PartThread).serve))
             finally:
                 traffic.sending_threads -= 1
-                traffic.upload_ends(began, time.monotonic())
                 self._take_in_some()
             await self._answer_all(nursery)
 
@@ -426,7 +405,6 @@ class DataSession:
         digests, length_bytes = self._traffic.tally.take(TAKE_IN_READS)
         self._traffic.objects += len(digests)
         self._traffic.bytes += length_bytes
-        self._traffic.ended_upload_seconds += self._traffic.tally.take_upload_seconds()
         if digests:
             self._backend.note_reads(digests)
         return len(digests) == TAKE_IN_READS
@@ -606,13 +584,10 @@ class DataSession:
         """Whether a large answer may be sent now; if so, this connection has one on its way until the next flush
         is over."""
         if not self._uploads:
-            if may_refuse and self._traffic.uploads >= self._limits.uploads:
-                self._traffic.busy += 1
-                return False
-            self._uploads = True
             self._upload_began = time.monotonic()
-            self._traffic.upload_begins(self._upload_began)
-        return True
+            self._uploads = self._traffic.uploads.begin(self._upload_began, may_refuse=may_refuse)
+            self._traffic.busy += not self._uploads
+        return self._uploads
 
     def _gather(self, frame: bytes) -> None:
         self._parts.append(frame)
@@ -653,7 +628,7 @@ class DataSession:
     def _let_go_all(self) -> None:
         if self._uploads:
             self._uploads = False
-            self._traffic.upload_ends(self._upload_began, time.monotonic())
+            self._traffic.uploads.end(self._upload_began, time.monotonic())
         held, self._held = self._held, []
         held_small, self._held_small = self._held_small, []
         self._parts = []

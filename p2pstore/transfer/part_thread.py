@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -27,6 +28,7 @@ from p2pstore.transfer.read_thread import (
     request_in,
     send_all,
 )
+from p2pstore.transfer.uploads import Uploads
 from p2pstore.wire import HEADER_BYTES
 
 PAUSE_SECONDS: Final = 0.1
@@ -48,12 +50,14 @@ class PartThread:
         source: QuickSource,
         reader: bytes,
         tally: ReadTally,
+        uploads: Uploads,
         wanted: Callable[[], bool],
         progress_seconds: float,
     ) -> None:
         self._source = source
         self._reader = reader
         self._tally = tally
+        self._uploads = uploads
         self._wanted = wanted
         self._progress_seconds = progress_seconds
         self._request = memoryview(bytearray(REQUEST_BYTES))
@@ -65,11 +69,14 @@ class PartThread:
     def serve(self, sock: socket.socket) -> bytes:
         """As `ReadThread.serve`."""
         limits = {"send_seconds": self._progress_seconds, "receive_seconds": PAUSE_SECONDS}
-        with waiting_in_kernel(sock, **limits):
-            try:
+        began = time.monotonic()
+        self._uploads.begin(began)
+        try:
+            with waiting_in_kernel(sock, **limits):
                 return self._serve(sock)
-            finally:
-                self._end_loan()
+        finally:
+            self._end_loan()
+            self._uploads.end(began, time.monotonic())
 
     def _serve(self, sock: socket.socket) -> bytes:
         request = self._request

@@ -31,6 +31,7 @@ from p2pstore.transfer.messages import (
     ObjectStatus,
     SmallObjects,
 )
+from p2pstore.transfer.uploads import Uploads
 from p2pstore.wire import DATA_REQUEST_LIMITS, HEADER, HEADER_BYTES, REPLY
 
 BRISK_READS: Final = 8
@@ -43,8 +44,8 @@ MAX_READ_THREADS: Final = 16
 """Of a peer. What does not get one is answered by the event loop."""
 QUICK_BYTES: Final = 64 * KIB
 """Values up to this are copied before they are sent, so that nobody needs to keep them in place."""
-LENT_BYTES: Final = 1 * MIB
-"""Values up to this are sent in threads. Larger ones take so long that a turn of the event loop hardly counts."""
+LENT_BYTES: Final = 16 * MIB
+"""Values up to this are sent in threads. Larger ones take so long that turns of the event loop hardly count."""
 VALUES_BYTES: Final = 2 * MIB
 """Of values in one answer."""
 MIXED_SECONDS: Final = 0.1
@@ -109,7 +110,6 @@ class ReadTally:
     def __init__(self) -> None:
         self._digests: deque[bytes] = deque(maxlen=MAX_TALLY)
         self._bytes: deque[int] = deque(maxlen=MAX_TALLY)
-        self._upload_seconds: deque[float] = deque(maxlen=MAX_TALLY)
         self.added_at = -math.inf
         """When an answer was sent last, in monotonic seconds."""
 
@@ -129,15 +129,6 @@ class ReadTally:
         """Whether small reads are answered just now."""
         return time.monotonic() - self.added_at < MIXED_SECONDS
 
-    def add_upload(self, seconds: float) -> None:
-        """It took so long to send an object that was lent."""
-        self._upload_seconds.append(seconds)
-
-    def take_upload_seconds(self) -> float:
-        """What `add_upload` was told since the last call."""
-        some = self._upload_seconds
-        return math.fsum(some.popleft() for _ in range(len(some)))
-
     def take(self, limit: int) -> tuple[list[bytes], int]:
         """Up to `limit` reads that nobody took yet, and the bytes sent since the last call. Not for several threads."""
         digests = [self._digests.popleft() for _ in range(min(limit, len(self._digests)))]
@@ -153,12 +144,14 @@ class ReadThread:
         source: QuickSource,
         reader: bytes,
         tally: ReadTally,
+        uploads: Uploads,
         wanted: Callable[[], bool],
         progress_seconds: float,
     ) -> None:
         self._source = source
         self._reader = reader
         self._tally = tally
+        self._uploads = uploads
         self._wanted = wanted
         self._progress_seconds = progress_seconds
         self._request = memoryview(bytearray(REQUEST_BYTES))
@@ -235,16 +228,20 @@ class ReadThread:
         if item.first_chunk:
             return False
         began = time.monotonic()
-        lent = self._source.lend(item, self._reader, get.keeps, LENT_BYTES)
-        if lent is None:
+        if not self._uploads.begin(began, may_refuse=get.may_refuse):
             return False
         try:
-            payload = item.of(lent.value)
-            reply = ObjectReply(OK, lent.slot, lent.trailer, len(payload))
-            self._reply(sock, request_id, [reply], payload)
+            lent = self._source.lend(item, self._reader, get.keeps, LENT_BYTES)
+            if lent is None:
+                return False
+            try:
+                payload = item.of(lent.value)
+                reply = ObjectReply(OK, lent.slot, lent.trailer, len(payload))
+                self._reply(sock, request_id, [reply], payload)
+            finally:
+                self._source.end_loan(lent)
         finally:
-            self._source.end_loan(lent)
-            self._tally.add_upload(time.monotonic() - began)
+            self._uploads.end(began, time.monotonic())
         return True
 
     def _take(self, items: Sequence[GetItem]) -> list[ObjectReply]:

@@ -350,9 +350,10 @@ async def test_one_that_was_overtaken_is_asked_again_when_the_others_fail(side: 
 async def test_a_busy_holder_does_not_help(side: Side) -> None:
     buffer = bytearray(len(VALUE))
     async with cluster(STEADY, STEADY, uploads=1) as holders:
-        holders.harnesses[1].server.traffic.uploads = 1  # somebody else's
+        uploads = holders.harnesses[1].server.traffic.uploads
+        uploads.begin(0.0)  # somebody else's
         report = await holders.read(side, BufferDestination(buffer))
-        holders.harnesses[1].server.traffic.uploads = 0
+        uploads.end(0.0, 0.0)
         assert buffer == VALUE
         assert report.failures == ()
         assert report.shares == ()

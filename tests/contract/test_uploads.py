@@ -68,10 +68,10 @@ async def holder(number: int) -> AsyncIterator[TcpHarness]:
 async def occupied(harness: TcpHarness) -> AsyncIterator[ByteStream]:
     slow = await authenticated(harness.address)
     await slow.send(encode_frame(DataKind.GET, 1, Get([GetItem(DIGEST)])))
-    await until(lambda: harness.server.traffic.uploads == 1)
+    await until(lambda: harness.server.traffic.uploads.taken == 1)
     yield slow
     slow.close()
-    await until(lambda: harness.server.traffic.uploads == 0)
+    await until(lambda: harness.server.traffic.uploads.taken == 0)
 
 
 async def read(side: Side, harness: TcpHarness, *copies: RemoteCopy) -> PullReport:
@@ -112,13 +112,13 @@ async def test_a_busy_holder_serves_when_the_others_fail(busy: TcpHarness, side:
 
 async def test_how_long_slots_are_taken_is_known_while_they_are(busy: TcpHarness) -> None:
     traffic = busy.server.traffic
-    await until(lambda: traffic.upload_seconds(time.monotonic()) > 0.05)
-    assert traffic.ended_upload_seconds == 0.0
+    await until(lambda: traffic.uploads.seconds(time.monotonic()) > 0.05)
+    assert traffic.uploads.taken == 1
     async with holder(2) as other:
         async with occupied(other):
             pass
-        traffic = other.server.traffic
-        assert traffic.upload_seconds(0.0) == traffic.ended_upload_seconds > 0.0
+        uploads = other.server.traffic.uploads
+        assert uploads.seconds(0.0) == uploads.seconds(time.monotonic()) > 0.0
 
 
 async def test_the_only_holder_serves(busy: TcpHarness, side: Side) -> None:
@@ -149,7 +149,7 @@ async def test_a_place_is_free_when_its_reader_is_done_or_gone() -> None:
                     await _pull(harness)
                 if reads:
                     await read_frame(stream)
-                    await until(lambda: harness.server.traffic.uploads == 0)
+                    await until(lambda: harness.server.traffic.uploads.taken == 0)
                     await _pull(harness)
             await _pull(harness)
         assert harness.server.traffic.busy == 2
@@ -201,7 +201,7 @@ async def in_the_second_part(harness: TcpHarness) -> AsyncIterator[tuple[ByteStr
     yield slow, header.body_length + header.bulk_length
     slow.close()
     await until(lambda: harness.server.traffic.sending_threads == 0)
-    assert harness.server.traffic.uploads == 0
+    assert harness.server.traffic.uploads.taken == 0
     harness.segment.expire(0)  # takes in which loans are over
     assert not harness.segment.has_loans
 
@@ -210,7 +210,7 @@ async def test_the_thread_that_sent_a_part_sends_those_after_it() -> None:
     async with holder(1) as harness:
         traffic = harness.server.traffic
         async with in_the_second_part(harness) as (slow, rest):
-            assert (traffic.sending_threads, traffic.uploads) == (1, 1)
+            assert (traffic.sending_threads, traffic.uploads.taken) == (1, 1)
             with pytest.raises(PullFailed, match="much to send already"):
                 await _pull(harness)
             await _pull_small(harness)
@@ -237,7 +237,7 @@ async def test_the_thread_begins_with_the_next_object_while_small_ones_are_read(
             await slow.send(ask_for(number))
             header = decode_header(await read_exactly(slow, HEADER_BYTES), DATA_REPLY_LIMITS)
             assert harness.segment.has_loans, "a thread sends"
-            assert (traffic.sending_threads, traffic.uploads) == (1, 1)
+            assert (traffic.sending_threads, traffic.uploads.taken) == (1, 1)
             answer = await read_exactly(slow, header.body_length + header.bulk_length)
             assert answer.endswith(LARGE[6 * number * MIB : (6 * number + 6) * MIB])
         traffic.tally.added_at = -math.inf  # nobody reads small ones any more

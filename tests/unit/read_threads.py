@@ -12,6 +12,7 @@ from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.messages import DataKind, Get, GetItem, GetSmall, Objects
 from p2pstore.transfer.part_thread import PartThread
 from p2pstore.transfer.read_thread import LentObject, ReadTally, ReadThread
+from p2pstore.transfer.uploads import Uploads
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
     HEADER_BYTES,
@@ -81,7 +82,10 @@ class Served:
         self.source = Source()
         self.tally = ReadTally()
         self.wanted = True
-        self.thread = kind(self.source, READER, self.tally, lambda: self.wanted, progress_seconds)
+        self.uploads = Uploads(1)
+        self.thread = kind(
+            self.source, READER, self.tally, self.uploads, lambda: self.wanted, progress_seconds
+        )
         self.left: bytes | None = None
         self.error: Exception | None = None
         self.ended = threading.Event()
@@ -129,6 +133,7 @@ def served(
             thread.join()
             assert near.getblocking() is False
             assert serving.source.ended == len(serving.source.lent)
+            assert serving.uploads.taken == 0
 
 
 def get(number: int, *items: GetItem, flags: int = 0) -> bytes:

@@ -11,6 +11,7 @@ from p2pstore.objects import MIB
 from p2pstore.transfer import read_thread
 from p2pstore.transfer.messages import (
     DataKind,
+    Get,
     GetItem,
     Ping,
     SmallObjects,
@@ -68,8 +69,23 @@ def test_small_values_are_copied_and_larger_ones_sent_from_their_place() -> None
         digests, length_bytes = serving.tally.take(10)
         assert digests == [SMALL, LARGE, SMALL]
         assert length_bytes > len(VALUES[LARGE]) + 2 * len(VALUES[SMALL])
-        assert serving.tally.take_upload_seconds() > 0
+        assert serving.uploads.seconds(0.0) > 0
         assert serving.tally.take(10) == ([], 0)
+
+
+def test_when_all_places_are_taken_the_event_loop_refuses_larger_ones() -> None:
+    with served() as serving:
+        serving.uploads.begin(0.0)
+        serving.far.sendall(get(1, GetItem(LARGE)))  # its reader knows nobody else
+        assert serving.reply()[2] == VALUES[LARGE]
+        small, large = (
+            encode_frame(DataKind.GET, 2, Get([GetItem(digest)], may_refuse=True))
+            for digest in (SMALL, LARGE)
+        )
+        serving.far.sendall(small + large)
+        assert serving.reply()[2] == VALUES[SMALL]
+        assert ended(serving) == large
+        serving.uploads.end(0.0, 0.0)
 
 
 def test_pipelined_requests_and_batches_are_answered_in_order() -> None:
