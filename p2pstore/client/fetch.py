@@ -109,9 +109,9 @@ class Fetcher:
         only: OnlyHolder | None = None,
     ) -> Copied | Pulled:
         """Bring the object to the destination. `before`: how it failed a moment ago to read it from its only holder;
-        `only`: what was found out about that just now, when nothing of the object was here. Raises, when it is still so
-        after `wait_seconds`, `NoSuchKey` or `Unavailable`; at once what the destination raises, `DeadlineExceeded`,
-        `StoreClosed`."""
+        `only`: what was found out about that just now, when the local peer listed nothing of it. Raises, when it is
+        still so after `wait_seconds`, `NoSuchKey` or `Unavailable`; at once what the destination raises,
+        `DeadlineExceeded`, `StoreClosed`."""
         destination = resumable(destination)
         if before is None:
             first = await self._pull_from_only_holder(key, digest, destination, only)
@@ -155,6 +155,8 @@ class Fetcher:
             if isinstance(outcome, int):
                 return outcome
             before, only = outcome, None
+        if self._is_listed_here(digest):  # and could not be read just now: all ways are tried
+            only = None
         destination = BufferDestination(view)
         return (await self.fetch(key, digest, destination, wait_seconds, before, only)).length
 
@@ -181,7 +183,7 @@ class Fetcher:
             only = self._known.only(digest)
             if only is None or not is_far(only.copy):
                 return None
-            if any(reader.contains(digest) for reader in self._link.readers):
+            if self._is_listed_here(digest):
                 return None
         copy, slot_hint, expected_bytes = only
         if (
@@ -304,7 +306,7 @@ class Fetcher:
         could not be read just now."""
         if watch_of(destination) is not None:
             return None
-        if any(reader.contains(digest) for reader in self._link.readers):
+        if self._is_listed_here(digest):
             return None
         return self._known.plan(digest)
 
@@ -515,7 +517,10 @@ class Fetcher:
         only = self._known.only(digest)
         if only is None or not is_far(only.copy) or only.expected_bytes > SMALL_OBJECT_BYTES:
             return None
-        return None if any(each.contains(digest) for each in self._link.readers) else only.copy
+        return None if self._is_listed_here(digest) else only.copy
+
+    def _is_listed_here(self, digest: bytes) -> bool:
+        return any(reader.contains(digest) for reader in self._link.readers)
 
     def only_holders(self, digests: Sequence[bytes]) -> list[RemoteCopy | None]:
         """Of each object the one other peer that is known to hold it, where there is just one."""

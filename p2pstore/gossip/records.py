@@ -36,11 +36,11 @@ ED25519_PREFIX: Final = bytes.fromhex("002408011220")
 """Multihash and protobuf header before the 32 public key bytes of an ed25519 peer id."""
 
 _MEMBER_PERSON: Final = b"p2pstore.peer.1"
-MAX_REMEMBERED: Final = 4096
+_REMEMBERED_NAMES: Final = 4096
 """Names of peers: holders look up that of a reader with each read."""
 
 
-@lru_cache(MAX_REMEMBERED)
+@lru_cache(_REMEMBERED_NAMES)
 def member_of(peer_id: PeerId) -> Member:
     """The peer's 64-bit short name."""
     return int.from_bytes(

@@ -32,7 +32,7 @@ from p2pstore.transfer.get_requests import (
     refusal,
 )
 from p2pstore.transfer.inbox import INBOX_BYTES
-from p2pstore.transfer.layout import Slot, TrailerBody, decode_slot, is_only_chunk
+from p2pstore.transfer.layout import Slot, TrailerBody, is_longer, is_only_chunk
 from p2pstore.transfer.messages import (
     REPLIES,
     STORE_VERSION,
@@ -298,7 +298,8 @@ class DataConnection(DataRequests):
         size = self.bulk_left
         if reply.status:
             raise refusal(reply)
-        if reply.bulk_bytes != size or not 0 < size <= min(len(view), CHUNK_BYTES):
+        comes_whole = reply.bulk_bytes == size and not is_longer(reply.slot, size)
+        if not comes_whole or not 0 < size <= min(len(view), CHUNK_BYTES):
             await self._discard_small(size)
             return -1
         target = view[:size]
@@ -310,9 +311,6 @@ class DataConnection(DataRequests):
             payload_sum = chunk_sum(payload)
         self.bulk_left = 0
         if not is_only_chunk(reply.slot, digest, size, payload_sum):
-            slot = decode_slot(reply.slot)
-            if slot is not None and slot.length > size:
-                return -1
             raise PullFailed(Code.STALE, "the object arrived damaged; nothing was delivered")
         if payload is not target:
             target[:] = payload

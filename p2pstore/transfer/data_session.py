@@ -9,7 +9,6 @@ task of its own, so that it holds nothing up.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -58,7 +57,6 @@ from p2pstore.transfer.rdma_serving import RdmaBackend, ReadableEnd
 from p2pstore.transfer.read_thread import (
     LENT_BYTES,
     MAX_READ_THREADS,
-    MIXED_SECONDS,
     Briskness,
     LentObject,
     ReadTally,
@@ -208,8 +206,6 @@ class Traffic:
     busy: int = 0
     sending_threads: int = 0
     """Connections whose large answers are sent in threads."""
-    small_read_at: float = -math.inf
-    """When the event loop answered a small read last, in monotonic seconds."""
     read_threads: int = 0
     """Connections whose reads are answered in threads."""
     tally: ReadTally = field(default_factory=ReadTally)
@@ -218,10 +214,7 @@ class Traffic:
     @property
     def wants_thread(self) -> bool:
         """Whether a large answer should leave the event loop to others, who just read small objects."""
-        return (
-            time.monotonic() - max(self.small_read_at, self.tally.added_at) < MIXED_SECONDS
-            and self.sending_threads < MAX_SENDING_THREADS
-        )
+        return self.tally.small_reads_go_on and self.sending_threads < MAX_SENDING_THREADS
 
 
 class DataSession:
@@ -277,7 +270,7 @@ class DataSession:
         self._measured_bytes = 0
         self._held: list[OpenedObject] = []
         self._held_small: list[SmallObjectsLent] = []
-        self._uploads = False
+        self._has_upload = False
         self._has_more = self._sends_parts = False
         """Whether the object in the last answer has later parts; and whether that was sent in a thread, as these
         should be."""
@@ -560,9 +553,11 @@ class DataSession:
         self._gathered_bytes += bulk_bytes
         self._traffic.objects += len(payloads)
         now = time.monotonic()
-        if payloads and not self._uploads:
-            self._traffic.small_read_at = now
-        self._briskness.answered(now, quick=bool(payloads) and bulk_bytes <= LENT_BYTES)
+        if payloads and not self._has_upload:
+            self._traffic.tally.small_read_at = now
+        whole = not self._has_more and not any(item.first_chunk for item in get.items)
+        quick = bool(payloads) and whole and bulk_bytes <= LENT_BYTES
+        self._briskness.answered(now, quick=quick)
 
     def _gather_small(self, request_id: int, digests: bytes) -> None:
         """Put the answer to GET_SMALL with those that are to be sent next; its objects are held from here on."""
@@ -577,17 +572,19 @@ class DataSession:
         self._traffic.objects += len(lent.digests)
         if lent.digests:
             self._backend.note_reads(lent.digests)
-            self._traffic.small_read_at = time.monotonic()
+            self._traffic.tally.small_read_at = time.monotonic()
         self._briskness.answered(time.monotonic(), quick=bool(lent.digests))
 
     def _take_upload(self, may_refuse: bool) -> bool:
         """Whether a large answer may be sent now; if so, this connection has one on its way until the next flush
         is over."""
-        if not self._uploads:
+        if not self._has_upload:
             self._upload_began = time.monotonic()
-            self._uploads = self._traffic.uploads.begin(self._upload_began, may_refuse=may_refuse)
-            self._traffic.busy += not self._uploads
-        return self._uploads
+            self._has_upload = self._traffic.uploads.begin(
+                self._upload_began, may_refuse=may_refuse
+            )
+            self._traffic.busy += not self._has_upload
+        return self._has_upload
 
     def _gather(self, frame: bytes) -> None:
         self._parts.append(frame)
@@ -610,7 +607,7 @@ class DataSession:
         except trio.WouldBlock:
             await self._sending.acquire()
         try:
-            if self._uploads and self._traffic.wants_thread:
+            if self._has_upload and self._traffic.wants_thread:
                 await self._send_in_thread(parts)
                 self._sends_parts = self._has_more
             else:
@@ -626,8 +623,8 @@ class DataSession:
             self._traffic.sending_threads -= 1
 
     def _let_go_all(self) -> None:
-        if self._uploads:
-            self._uploads = False
+        if self._has_upload:
+            self._has_upload = False
             self._traffic.uploads.end(self._upload_began, time.monotonic())
         held, self._held = self._held, []
         held_small, self._held_small = self._held_small, []

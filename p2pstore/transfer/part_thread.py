@@ -80,7 +80,9 @@ class PartThread:
 
     def _serve(self, sock: socket.socket) -> bytes:
         request = self._request
-        while self._wanted() and not (self._at_the_end and not self._another_comes(sock)):
+        while self._wanted():
+            if self._at_the_end and not self._another_comes(sock):
+                return b""
             try:
                 # Without polling: the next request is here by then, and others of this process may poll.
                 count = sock.recv_into(request)
@@ -96,7 +98,7 @@ class PartThread:
     def _answer(self, sock: socket.socket, data: memoryview) -> int:
         """Answer the requests for parts of one object that `data` begins with; how long they were, 0 when the first one
         is not for here."""
-        if self._at_the_end and not self._goes_on():
+        if self._at_the_end and not self._tally.small_reads_go_on:
             return 0
         self._at_the_end = False
         parts: list[BytesLike] = []
@@ -111,31 +113,31 @@ class PartThread:
             if not answer:
                 break
             parts += answer
-            begun += [item.digest for item in get.items if not item.first_chunk]
+            if _begins(get):
+                begun.append(get.items[0].digest)
             done += HEADER_BYTES + len(body)
         if parts:
             send_all(sock, parts)
-            self._tally.add_parts(begun, sum(map(len, parts)))
+            self._tally.add(begun, sum(map(len, parts)))
         return done
 
-    def _goes_on(self) -> bool:
-        """Whether the next object is sent here as well."""
-        return self._tally.added_lately
-
     def _another_comes(self, sock: socket.socket) -> bool:
-        """Whether it is asked for soon."""
+        """Whether the next object is to be sent here as well, and is asked for soon."""
+        if not self._tally.small_reads_go_on:
+            return False
         poll = select.poll()
         poll.register(sock, select.POLLIN)
-        return self._goes_on() and bool(poll.poll(NEXT_OBJECT_SECONDS * 1000))
+        return bool(poll.poll(NEXT_OBJECT_SECONDS * 1000))
 
     def _borrow(self, get: Get, *, may_change: bool) -> bool:
         """Whether the object whose part is asked for is lent now. It stays so until another one is to be, which must
         not happen (`may_change`) while parts of it wait to be sent."""
         (item,) = get.items
         lent = self._lent
-        if lent is not None and lent.digest == item.digest and lent.is_current():
+        begins = _begins(get)  # each reading is lent anew: its source counts who reads what
+        if not begins and lent is not None and lent.digest == item.digest and lent.is_current():
             return True
-        if not may_change:
+        if not may_change or (begins and not self._tally.small_reads_go_on):
             return False
         self._end_loan()
         self._lent = self._source.lend(item, self._reader, get.keeps, MAX_OBJECT_BYTES)
@@ -156,6 +158,11 @@ class PartThread:
         lent, self._lent = self._lent, None
         if lent is not None:
             self._source.end_loan(lent)
+
+
+def _begins(get: Get) -> bool:
+    """Whether the first part of an object is asked for."""
+    return not get.items[0].first_chunk
 
 
 def _get_of_part(kind: int, body: memoryview) -> Get | None:

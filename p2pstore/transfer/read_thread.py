@@ -46,6 +46,8 @@ QUICK_BYTES: Final = 64 * KIB
 """Values up to this are copied before they are sent, so that nobody needs to keep them in place."""
 LENT_BYTES: Final = 16 * MIB
 """Values up to this are sent in threads. Larger ones take so long that turns of the event loop hardly count."""
+SMALL_ANSWER_BYTES: Final = MIB + 64 * KIB
+"""A lent object of 1 MiB with its head counts as a small read, a larger one does not."""
 VALUES_BYTES: Final = 2 * MIB
 """Of values in one answer."""
 MIXED_SECONDS: Final = 0.1
@@ -110,24 +112,18 @@ class ReadTally:
     def __init__(self) -> None:
         self._digests: deque[bytes] = deque(maxlen=MAX_TALLY)
         self._bytes: deque[int] = deque(maxlen=MAX_TALLY)
-        self.added_at = -math.inf
-        """When an answer was sent last, in monotonic seconds."""
+        self.small_read_at = -math.inf
+        """When a small read was answered last, by a thread or by the event loop, in monotonic seconds."""
 
     def add(self, digests: Sequence[bytes], length_bytes: int) -> None:
-        """An answer was sent. From any thread."""
+        """An answer was sent, or parts of large objects, of which the first one was asked for. From any thread."""
         self._digests.extend(digests)
-        self._bytes.append(length_bytes)
-        self.added_at = time.monotonic()
-
-    def add_parts(self, begun: Sequence[bytes], length_bytes: int) -> None:
-        """Parts of large objects were sent, of these the first ones. From any thread."""
-        self._digests.extend(begun)
         self._bytes.append(length_bytes)
 
     @property
-    def added_lately(self) -> bool:
-        """Whether small reads are answered just now."""
-        return time.monotonic() - self.added_at < MIXED_SECONDS
+    def small_reads_go_on(self) -> bool:
+        """Whether one was answered a moment ago."""
+        return time.monotonic() - self.small_read_at < MIXED_SECONDS
 
     def take(self, limit: int) -> tuple[list[bytes], int]:
         """Up to `limit` reads that nobody took yet, and the bytes sent since the last call. Not for several threads."""
@@ -207,6 +203,8 @@ class ReadThread:
         elif len(items) != 1 or not self._reply_lent(sock, request_id, get):
             return False
         self._tally.add([each.digest for each in items], self._sent_bytes)
+        if replies or self._sent_bytes <= SMALL_ANSWER_BYTES:
+            self._tally.small_read_at = time.monotonic()
         return True
 
     def _answer_small(self, sock: socket.socket, request_id: int, digests: bytes) -> bool:
@@ -220,6 +218,7 @@ class ReadThread:
         finally:
             self._source.end_small_loan(lent)
         self._tally.add(lent.digests, sum(map(len, parts)))
+        self._tally.small_read_at = time.monotonic()
         return True
 
     def _reply_lent(self, sock: socket.socket, request_id: int, get: Get) -> bool:
@@ -308,14 +307,14 @@ def send_all(sock: socket.socket, parts: Sequence[BytesLike]) -> None:
 
 
 class Briskness:
-    """Whether small reads follow one another. Pure."""
+    """Whether reads that a thread can answer follow one another. Pure."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
         self._answered_at = 0.0
 
     def answered(self, now: float, *, quick: bool) -> None:
-        """A request was answered; `quick`: it was a small read."""
+        """A request was answered; `quick`: a thread could have done that."""
         soon = now - self._answered_at < BRISK_SECONDS
         self._in_a_row = (self._in_a_row + 1 if soon else 1) if quick else 0
         self._answered_at = now

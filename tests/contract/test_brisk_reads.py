@@ -83,6 +83,7 @@ async def test_what_takes_the_long_way(holder: TcpHarness, side: Side) -> None:
         await connect(pool, holder)
         for digest, view in ((long, room), (empty, room), (whole, room[:4999])):
             assert await pool.pull_chunk(holder.copy(), digest, view) == -1
+        assert not any(bytes(room)), "nothing was written of what does not come whole"
         with pytest.raises(PullFailed) as caught:
             await pool.pull_chunk(holder.copy(), key_digest("absent"), room)
         assert caught.value.code is Code.NO_SUCH_KEY

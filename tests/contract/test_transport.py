@@ -257,6 +257,9 @@ class Backend:
             return None
         loan, entry = lent
         segment = self._segment
+        if not item.first_chunk and entry.length > most_bytes:
+            segment.end_loan(loan)
+            return None
         slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
         return LentObject(
             item.digest,

@@ -16,6 +16,7 @@ from p2pstore.transfer import part_thread
 from p2pstore.transfer.data_server import ServerLimits
 from p2pstore.transfer.data_session import MAX_SENDING_THREADS
 from p2pstore.transfer.messages import DataKind, Get, GetItem
+from p2pstore.transfer.read_thread import BRISK_READS
 from p2pstore.transfer.transport import (
     BufferDestination,
     PullFailed,
@@ -180,6 +181,20 @@ async def test_without_small_reads_there_is_no_thread() -> None:
         assert harness.server.traffic.sending_threads == 0
 
 
+async def test_parts_of_one_object_are_no_small_reads_in_a_row() -> None:
+    """A thread could answer none of them."""
+    async with holder(1) as harness:
+        stream = await authenticated(harness.address)
+        for number in range(1, 3 * BRISK_READS):
+            await stream.send(
+                encode_frame(DataKind.GET, number, Get([GetItem(DIGEST, number % 15, 1)]))
+            )
+            *_, payload = await read_frame(stream)
+            assert len(payload) == MIB
+            assert harness.server.traffic.read_threads == 0
+        stream.close()
+
+
 def ask_for(part: int) -> bytes:
     """A third of the large object; a socket holds less than that."""
     return encode_frame(DataKind.GET, part, Get([GetItem(DIGEST, 6 * part, 6)]))
@@ -231,7 +246,7 @@ async def test_the_thread_begins_with_the_next_object_while_small_ones_are_read(
     async with holder(1) as harness, in_the_second_part(harness) as (slow, rest):
         traffic = harness.server.traffic
         objects = traffic.objects
-        traffic.tally.added_at = math.inf
+        traffic.tally.small_read_at = math.inf
         await read_exactly(slow, rest)
         for number in (2, 0):
             await slow.send(ask_for(number))
@@ -240,7 +255,7 @@ async def test_the_thread_begins_with_the_next_object_while_small_ones_are_read(
             assert (traffic.sending_threads, traffic.uploads.taken) == (1, 1)
             answer = await read_exactly(slow, header.body_length + header.bulk_length)
             assert answer.endswith(LARGE[6 * number * MIB : (6 * number + 6) * MIB])
-        traffic.tally.added_at = -math.inf  # nobody reads small ones any more
+        traffic.tally.small_read_at = -math.inf  # nobody reads small ones any more
         await slow.send(ask_for(2))
         *_, payload = await read_frame(slow)
         assert payload == LARGE[12 * MIB :]

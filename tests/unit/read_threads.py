@@ -11,7 +11,7 @@ from p2pstore.objects import KIB, MIB
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.messages import DataKind, Get, GetItem, GetSmall, Objects
 from p2pstore.transfer.part_thread import PartThread
-from p2pstore.transfer.read_thread import LentObject, ReadTally, ReadThread
+from p2pstore.transfer.read_thread import LENT_BYTES, LentObject, ReadTally, ReadThread
 from p2pstore.transfer.uploads import Uploads
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
@@ -22,11 +22,16 @@ from p2pstore.wire import (
     encode_frame,
 )
 
-SMALL, LARGE, HUGE, ALSO_HUGE, LONG = (name * 16 for name in (b"s", b"l", b"h", b"a", b"L"))
+SMALL, LARGE, LARGER, LARGEST, HUGE, ALSO_HUGE, LONG = (bytes([name]) * 16 for name in b"slrthaL")
 READER = b"reader"
 NOT_NOW = b"n" * 16
-VALUES = {SMALL: b"small value", LARGE: bytes(range(256)) * 4 * KIB}
+VALUES = {
+    SMALL: b"small value",
+    LARGE: bytes(range(256)) * 4 * KIB,
+    LARGER: bytes(range(256)) * 8 * KIB,
+}
 HUGE_VALUE = memoryview(bytearray(64 * MIB))
+LARGEST_VALUE = HUGE_VALUE[:LENT_BYTES]
 LONG_VALUE = memoryview(bytearray(66 * MIB))
 
 
@@ -47,9 +52,9 @@ class Source:
         return QuickCopy(b"slot of " + digest, b"trailer", len(value))
 
     def lend(self, item: GetItem, reader: bytes, keeps: int, most_bytes: int) -> LentObject | None:
-        longer = {HUGE: HUGE_VALUE, ALSO_HUGE: HUGE_VALUE, LONG: LONG_VALUE}
+        longer = {HUGE: HUGE_VALUE, ALSO_HUGE: HUGE_VALUE, LONG: LONG_VALUE, LARGEST: LARGEST_VALUE}
         value = longer.get(item.digest) or memoryview(VALUES.get(item.digest, b""))
-        if not value:
+        if not value or (not item.first_chunk and len(value) > most_bytes):
             return None
         self.lent.append((reader, keeps))
         slot = b"slot of " + item.digest

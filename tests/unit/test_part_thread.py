@@ -1,4 +1,4 @@
-"""Later parts of large objects, sent in a thread: which, in how many steps, and when it ends."""
+"""Parts of large objects, sent in a thread: which, in how many steps, and when it ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_later_parts_of_a_large_object_are_sent_up_to_its_end() -> None:
         digests, length_bytes = serving.tally.take(10)
         assert not digests  # nobody began to read
         assert length_bytes > 48 * MIB
-        assert serving.tally.added_at == -math.inf  # no small read
+        assert serving.tally.small_read_at == -math.inf  # no small read
         assert (len(serving.source.lent), serving.source.ended) == (1, 1), (
             "lent once, for all parts"
         )
@@ -94,7 +94,7 @@ def test_while_small_ones_are_read_it_begins_with_the_next_object(
 ) -> None:
     monkeypatch.setattr(part_thread, "NEXT_OBJECT_SECONDS", 30.0)
     with served(kind=PartThread) as serving:
-        serving.tally.added_at = math.inf
+        serving.tally.small_read_at = math.inf
         requests = [GetItem(HUGE, 48, 16), GetItem(ALSO_HUGE, 0, 16), GetItem(ALSO_HUGE, 16, 48)]
         serving.far.sendall(b"".join(get(n, item) for n, item in enumerate(requests)))
         for number, item in enumerate(requests):
@@ -110,12 +110,34 @@ def test_while_small_ones_are_read_it_begins_with_the_next_object(
         assert len(serving.source.lent) == 3
 
 
-def test_it_waits_a_moment_for_the_next_object() -> None:
+def test_it_does_not_wait_for_long_for_the_next_object() -> None:
     with served(kind=PartThread) as serving:
-        serving.tally.added_at = math.inf
+        serving.tally.small_read_at = math.inf
         serving.far.sendall(get(1, GetItem(HUGE, 63, 16)))
         assert len(serving.reply()[2]) == MIB
         assert ended(serving) == b""
+
+
+def test_each_reading_of_an_object_is_lent_anew() -> None:
+    """Its source counts them, and may say who else has what is hot."""
+    with served(kind=PartThread) as serving:
+        serving.tally.small_read_at = math.inf
+        requests = [GetItem(HUGE, first, 32) for first in (0, 32)] * 3
+        serving.far.sendall(b"".join(get(n, item) for n, item in enumerate(requests)))
+        for item in requests:
+            assert serving.reply()[2] == item.of(HUGE_VALUE)
+        serving.far.sendall(get_small(9, SMALL))
+        ended(serving)
+        assert len(serving.source.lent) == 3
+        assert serving.tally.take(10)[0] == [HUGE] * 3
+
+
+def test_when_nobody_reads_small_ones_it_begins_with_no_object() -> None:
+    with served(kind=PartThread) as serving:
+        first = get(2, GetItem(ALSO_HUGE, 0, 16))
+        serving.far.sendall(get(1, GetItem(HUGE, 16, 16)) + first)
+        assert len(serving.reply()[2]) == 16 * MIB
+        assert ended(serving) == first
 
 
 @pytest.fixture

@@ -35,8 +35,10 @@ from p2pstore.wire import (
 )
 from tests.unit.read_threads import (
     HUGE,
-    HUGE_VALUE,
     LARGE,
+    LARGER,
+    LARGEST,
+    LARGEST_VALUE,
     NOT_NOW,
     READER,
     SMALL,
@@ -86,6 +88,25 @@ def test_when_all_places_are_taken_the_event_loop_refuses_larger_ones() -> None:
         assert serving.reply()[2] == VALUES[SMALL]
         assert ended(serving) == large
         serving.uploads.end(0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("item", "is_small"),
+    [(GetItem(SMALL), True), (GetItem(LARGE), True), (GetItem(LARGER), False)],
+)
+def test_larger_reads_do_not_count_as_small_ones(item: GetItem, is_small: bool) -> None:
+    with served() as serving:
+        serving.far.sendall(get(1, item))
+        serving.reply()
+        serving.far.sendall(get(2))
+        ended(serving)
+        assert serving.tally.small_reads_go_on is is_small
+
+
+def test_what_is_too_large_is_left_to_the_event_loop() -> None:
+    with served() as serving:
+        serving.far.sendall(get(1, GetItem(HUGE)))
+        assert ended(serving) == get(1, GetItem(HUGE))
 
 
 def test_pipelined_requests_and_batches_are_answered_in_order() -> None:
@@ -175,7 +196,7 @@ def test_it_ends_with_a_pause_the_connection_or_when_it_is_not_wanted(
 
 def test_who_does_not_read_is_cut() -> None:
     with served(progress_seconds=0.1) as serving:
-        serving.far.sendall(get(1, GetItem(HUGE)))
+        serving.far.sendall(get(1, GetItem(LARGEST)))
         serving.ended.wait(30)
         assert isinstance(serving.error, DeadlineExceeded)
         assert serving.source.ended == 1
@@ -183,9 +204,9 @@ def test_who_does_not_read_is_cut() -> None:
 
 def test_a_value_that_the_socket_takes_in_parts_arrives_whole() -> None:
     with served() as serving:
-        serving.far.sendall(get(1, GetItem(HUGE)))
-        HUGE_VALUE[-1] = 7
-        assert serving.reply()[2] == HUGE_VALUE
+        serving.far.sendall(get(1, GetItem(LARGEST)))
+        LARGEST_VALUE[-1] = 7
+        assert serving.reply()[2] == LARGEST_VALUE
 
 
 def test_a_tally_forgets_the_oldest() -> None:

@@ -1,0 +1,75 @@
+"""What a peer lends to the threads that answer reads, and what it leaves to its event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from p2pstore.core.hot_objects import HOT_READS
+from p2pstore.objects import MIB, key_digest
+from p2pstore.peer.data_backend import PeerDataBackend
+from p2pstore.transfer.messages import GetItem, Keeps
+from tests.contract.worlds import Cluster, open_cluster
+
+CHUNK, LONGER = key_digest("chunk"), key_digest("longer")
+STRANGER = b"a peer that nobody knows"
+
+
+class Lender:
+    """The near peer of a cluster, as its threads see it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.segment = cluster.near.node.core.segment
+        self.other = cluster.far.node.core.peer_id
+        self._cluster = cluster
+        self._backend = PeerDataBackend(cluster.near.node, cast(Any, None))
+
+    def lends(
+        self, item: GetItem, most_bytes: int, reader: bytes = STRANGER, keeps: int = Keeps.NO
+    ) -> bytes | None:
+        """The bytes that it lends."""
+        lent = self._backend.lend(item, reader, keeps, most_bytes)
+        if lent is None:
+            return None
+        try:
+            return bytes(item.of(lent.value))
+        finally:
+            self._backend.end_loan(lent)
+
+
+@pytest.fixture
+def lender() -> Iterator[Lender]:
+    with open_cluster() as cluster:
+        store = cluster.stores["blocking"]
+        store.put("chunk", b"c" * MIB)
+        store.put("longer", b"l" * 2 * MIB)
+        lender = Lender(cluster)
+        yield lender
+
+        def nothing_is_lent() -> bool:
+            lender.segment.expire(0)  # takes in which loans are over
+            return not lender.segment.has_loans
+
+        assert cluster.on_near(nothing_is_lent)
+
+
+def test_what_it_lends_has_a_limit_but_for_later_parts(lender: Lender) -> None:
+    assert lender.lends(GetItem(CHUNK), MIB) == b"c" * MIB
+    assert lender.lends(GetItem(CHUNK), MIB - 1) is None
+    assert lender.lends(GetItem(LONGER), MIB) is None
+    assert lender.lends(GetItem(LONGER), 2 * MIB) == b"l" * 2 * MIB
+    assert lender.lends(GetItem(LONGER, 1, 1), MIB) == b"l" * MIB
+    assert lender.lends(GetItem(key_digest("absent")), MIB) is None
+
+
+def test_what_is_hot_is_left_to_the_event_loop(lender: Lender) -> None:
+    """That tells the reader to have its own peer keep it. Each reading counts, the parts of one do not."""
+    for _ in range(int(HOT_READS) + 1):
+        assert lender.lends(GetItem(LONGER), 2 * MIB, lender.other, Keeps.BY_PEER)
+        for _ in range(3):
+            assert lender.lends(GetItem(LONGER, 1, 1), MIB, lender.other, Keeps.BY_PEER)
+    assert lender.lends(GetItem(LONGER), 2 * MIB, lender.other, Keeps.BY_PEER) is None
+    assert lender.lends(GetItem(LONGER, 1, 1), MIB, lender.other, Keeps.BY_PEER)
+    assert lender.lends(GetItem(LONGER), 2 * MIB, lender.other, Keeps.NO)
