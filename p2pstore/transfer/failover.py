@@ -165,14 +165,15 @@ class PullAttempts:
 
     `next()` says what to try; after it failed, `failed()` takes the reason. Transports of one holder are
     tried cheapest first, and the next one only when the way failed and not the holder. Holders that were busy
-    are asked once more when no other delivered; they do not refuse then.
+    are asked once more when no other delivered; they do not refuse then. So are those that replaced the object while it
+    was read, for what they have now.
     """
 
     def __init__(self, copies: Sequence[RemoteCopy], transports: Sequence[TransportLike]) -> None:
         self._copies = list(copies[:MAX_ATTEMPTS])
         self._transports = transports
         self._ways: list[Attempt] = []
-        self._busy: list[RemoteCopy] = []
+        self._again: list[RemoteCopy] = []
         self._second_round = False
         self._current: Attempt | None = None
         self.reports: list[HolderReport] = []
@@ -183,13 +184,13 @@ class PullAttempts:
         """What to try now; None when nothing is left."""
         while not self._ways:
             if not self._copies and not self._second_round:
-                self._copies, self._busy, self._second_round = self._busy, [], True
+                self._copies, self._again, self._second_round = self._again, [], True
             if not self._copies:
                 self._current = None
                 return None
             copy = self._copies.pop(0)
             offered = self._offered(copy)
-            hurried = not self._second_round and bool(self._copies or self._busy)
+            hurried = not self._second_round and bool(self._copies or self._again)
             self._ways = [Attempt(copy, number, hurried) for number in offered]
             if not offered:
                 self.reports.append(
@@ -225,8 +226,9 @@ class PullAttempts:
             self.fallbacks.append(report)  # the holder itself is not to blame yet
             return
         self._ways = []
-        if failure.code is Code.BUSY and attempt.hurried and not failure.keep:
-            self._busy.append(attempt.copy)
+        was_busy = failure.code is Code.BUSY and attempt.hurried and not failure.keep
+        if was_busy or (isinstance(failure, AnotherVersion) and not self._second_round):
+            self._again.append(attempt.copy)
             return
         self.reports.append(report)
 
@@ -259,7 +261,7 @@ class PullAttempts:
     def helper_failed(self, copy: RemoteCopy, transport: int, failure: PullFailed) -> None:
         """A helper, or the attempt itself when its helpers did without it, ended like this."""
         if failure.code is Code.BUSY or isinstance(failure, AnotherVersion):
-            self._busy.append(copy)
+            self._again.append(copy)
             return
         self.reports.append(
             HolderReport(

@@ -16,6 +16,7 @@ import trio
 from p2pstore import blocking
 from p2pstore.local import messages as local
 from p2pstore.objects import MIB
+from p2pstore.transfer.arriving import ALONE, resumable
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.trace import ReadWatch
 from p2pstore.transfer.transport import (
@@ -122,6 +123,23 @@ async def test_versions_are_never_mixed(side: Side) -> None:
                 report = await read(side, first, copies, BufferDestination(buffer))
             assert report.unwrap().slot.version.clock == 3
             assert buffer[: len(second_value)] == second_value
+
+
+async def test_what_its_only_holder_replaces_meanwhile_is_read_anew(side: Side) -> None:
+    old, new = pattern(6 * MIB), pattern(5 * MIB + 9, seed=1)
+    async with holder(24 * MIB, old) as only:
+
+        def replace_it(done_bytes: int, all_bytes: int) -> None:
+            if all_bytes == len(old) and done_bytes == 3 * MIB:
+                put(only.segment, "key", new, clock=2)
+
+        buffer = bytearray(len(old))
+        watch = ReadWatch(time.perf_counter, replace_it, None)
+        destination = resumable(BufferDestination(buffer, watch))
+        destination.share(replace(ALONE, slice_chunks=2, ahead_chunks=0))
+        report = await read(side, only, [only.copy()], destination)
+        assert report.unwrap().length == len(new)
+        assert buffer[: len(new)] == new
 
 
 async def test_other_memory_is_filled_from_the_beginning(side: Side) -> None:

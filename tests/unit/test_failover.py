@@ -278,6 +278,16 @@ def test_helpers_are_of_the_same_version_and_reached_the_same_way() -> None:
     assert [each.member for each in attempts.reports] == [4, 1, 2, 3, 5]
 
 
+def test_who_replaced_the_object_is_asked_once_more() -> None:
+    attempts = PullAttempts([copy(1), copy(2)], [TCP])
+    asked = []
+    while attempt := attempts.next():
+        asked.append(attempt.copy.member)
+        attempts.failed(AnotherVersion())
+    assert asked == [1, 2, 1, 2]
+    assert [each.code for each in attempts.reports] == [Code.STALE] * 2
+
+
 def test_a_helper_with_another_version_is_asked_when_the_rest_failed() -> None:
     attempts = PullAttempts([copy(1), copy(2)], [TCP])
     attempts.next()
