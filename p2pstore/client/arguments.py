@@ -16,6 +16,8 @@ from p2pstore.results import Framework, PinName
 PIN_NAMES: Final[tuple[PinName, ...]] = get_args(PinName)
 FRAMEWORKS: Final[tuple[Framework, ...]] = get_args(Framework)
 MAX_COUNT: Final = 2**31 - 1
+_KEY: Final = operator.itemgetter(0)
+_BUFFER: Final = operator.itemgetter(1)
 MAX_SECONDS: Final = 1e9
 """31 years: what is longer is a mistake, such as milliseconds, or infinity."""
 
@@ -91,17 +93,18 @@ def key_list(keys: Any) -> list[str]:
     return list(keys)
 
 
-def item_list(items: Any) -> list[tuple[str, Any]]:
-    """The (key, buffer) pairs of a batch."""
+def item_columns(items: Any) -> tuple[list[str], list[Any]]:
+    """The keys, and the buffers, of a batch's (key, buffer) pairs."""
     if isinstance(items, str | bytes) or not isinstance(items, Iterable):
         raise TypeError(f"items must be a sequence of (key, buffer) pairs, not {_shown(items)}")
     pairs = list(items)
-    if set(map(type, pairs)) <= {tuple, list} and set(map(len, pairs)) <= {2}:
-        return pairs  # a look at each takes as long as all else that is done for it
-    for position, pair in enumerate(pairs):
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TypeError(f"items[{position}] must be a (key, buffer) pair, not {_shown(pair)}")
-    return pairs
+    # A look at each takes as long as all else that is done for it.
+    if not set(map(type, pairs)) <= {tuple, list} or not set(map(len, pairs)) <= {2}:
+        for position, pair in enumerate(pairs):
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                shown = _shown(pair)
+                raise TypeError(f"items[{position}] must be a (key, buffer) pair, not {shown}")
+    return list(map(_KEY, pairs)), list(map(_BUFFER, pairs))
 
 
 def _shown(value: Any) -> str:

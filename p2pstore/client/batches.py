@@ -19,7 +19,7 @@ from p2pstore.objects import KIB, SIZE_UNIT_BYTES
 from p2pstore.transfer.failover import SilentHolders, is_silence
 from p2pstore.transfer.messages import SMALL_OBJECT_BYTES
 from p2pstore.transfer.reader import Copied, SegmentReader
-from p2pstore.transfer.small_reads import Part, in_parts, part_slices
+from p2pstore.transfer.small_reads import PARTS_TOGETHER, Part, in_parts, part_slices
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
     BufferDestination,
@@ -30,6 +30,7 @@ from p2pstore.transfer.transport import (
 )
 
 R = TypeVar("R")
+T_co = TypeVar("T_co", covariant=True)
 
 BROUGHT_AHEAD: Final = 8
 COPIED_BYTES: Final = 16 * KIB
@@ -50,6 +51,13 @@ class NewMemory(Destination, Protocol):
 
 
 D = TypeVar("D", bound=NewMemory)
+
+
+class _ByNumber(Protocol[T_co]):
+    """A sequence, or a dict by number."""
+
+    def __getitem__(self, number: int, /) -> T_co: ...
+
 
 DigestsOf = Callable[[Sequence[str]], list[bytes]]
 """The digests of many keys. Raises `ValueError` or `TypeError` for one that is no key."""
@@ -89,8 +97,8 @@ class _Batch(ABC, Generic[R]):
         self.outcomes: list[Outcome] = [_UNDER_WAY] * len(keys)
         self._fetcher = fetcher
         self._keys = keys
-        self._digests: dict[int, bytes] = {}
-        self._rooms: dict[int, R] = {}
+        self._digests: _ByNumber[bytes] = {}
+        self._rooms: _ByNumber[R] = {}
         self._wanted: dict[int, None] = {}
         """The items that are not settled, in order."""
         self._plans: dict[int, PlanItem] = {}
@@ -99,7 +107,7 @@ class _Batch(ABC, Generic[R]):
         """Items that the local peer is to bring and keep."""
         self._here: list[int] | None = None
         """Items that the local peer seems to have; None until that was looked up."""
-        self._only: dict[int, RemoteCopy | None] = {}
+        self._only: list[RemoteCopy | None] = [None] * len(keys)
         """The one other peer that is known to hold each of the rest, where there is just one."""
 
     async def fetch(self) -> list[Outcome]:
@@ -141,24 +149,27 @@ class _Batch(ABC, Generic[R]):
         self, digests_of: DigestsOf, places: Sequence[Any], rooms_of: RoomsOf[R] | None
     ) -> None:
         """Settle what was asked for wrongly. None: the places are rooms."""
+        if len(places) != len(self._keys):
+            raise ValueError(f"{len(self._keys)} keys, but {len(places)} places for their values")
         try:
-            digests = digests_of(self._keys)
-            rooms = places if rooms_of is None else rooms_of(places)
-            self._rooms = dict(zip(range(len(digests)), rooms, strict=True))
-            self._digests = dict(enumerate(digests))
+            self._digests = digests_of(self._keys)
+            self._rooms = places if rooms_of is None else rooms_of(places)
+            self._wanted = dict.fromkeys(range(len(self._keys)))
         except (P2PStoreError, ValueError, TypeError):
             self._prepare_one_by_one(digests_of, places, rooms_of)
-        self._wanted = dict.fromkeys(self._digests)
 
     def _prepare_one_by_one(
         self, digests_of: DigestsOf, places: Sequence[Any], rooms_of: RoomsOf[R] | None
     ) -> None:
+        digests: dict[int, bytes] = {}
+        rooms: dict[int, R] = {}
         for number, (key, place) in enumerate(zip(self._keys, places, strict=True)):
             try:
                 room = place if rooms_of is None else rooms_of([place])[0]
-                self._digests[number], self._rooms[number] = digests_of([key])[0], room
+                digests[number], rooms[number] = digests_of([key])[0], room
             except (P2PStoreError, ValueError, TypeError) as error:
                 self.outcomes[number] = plain_error(error)
+        self._digests, self._rooms, self._wanted = digests, rooms, dict.fromkeys(digests)
 
     def _digests_of(self, numbers: Iterable[int]) -> list[bytes]:
         return list(map(self._digests.__getitem__, numbers))
@@ -171,13 +182,20 @@ class _Batch(ABC, Generic[R]):
 
     def _look_up(self) -> None:
         """Find out what is here, and which of the rest one other peer alone is known to hold."""
-        digests = self._digests_of(self._wanted)
+        wanted = list(self._wanted)
+        digests = self._digests_of(wanted)
         copies = self._fetcher.only_holders(digests)
-        self._only = dict(zip(self._wanted, copies, strict=True))
-        here = self._fetcher.are_here(digests)
-        self._here = [number for number, is_here in zip(self._only, here, strict=True) if is_here]
+        if len(wanted) == len(self._only):
+            self._only = copies
+        else:
+            for number, copy in zip(wanted, copies, strict=True):
+                self._only[number] = copy
+        self._here = [wanted[place] for place in self._fetcher.which_are_here(digests)]
         for number in self._here:
             self._only[number] = None
+
+    def _is_only_holder_of_all(self, copy: RemoteCopy) -> bool:
+        return self._only.count(copy) == len(self._only)
 
     async def read_here(self) -> None:
         """What the local peer holds."""
@@ -380,35 +398,42 @@ class _IntoBuffers(_Batch[memoryview]):
         copy = self._fetcher.likely_holder(self._digests[numbers[0]])
         if copy is None:
             return
+        digests = self._digests_of(numbers)
         first, *others = part_slices(views)
         asked: list[int] = []
 
         def steps() -> Iterator[Sequence[Part]]:
             asked[:] = numbers[first]
-            yield [self._part(asked)]
+            yield [Part(digests[first], views[first])]
             self._look_up()
-            for some in others:
-                there = [number for number in numbers[some] if self._only[number] is copy]
-                if there:
-                    asked.extend(there)
-                    yield [self._part(there)]
+            has_all = self._is_only_holder_of_all(copy)
+            for at in range(0, len(others), PARTS_TOGETHER):
+                parts: list[Part] = []
+                for some in others[at : at + PARTS_TOGETHER]:
+                    if has_all:
+                        there, part = numbers[some], Part(digests[some], views[some])
+                    else:
+                        there = [number for number in numbers[some] if self._only[number] is copy]
+                        part = Part(self._digests_of(there), self._rooms_of(there))
+                    if there:
+                        asked.extend(there)
+                        parts.append(part)
+                yield parts
 
         lengths, failure = await self._fetcher.pull_small(copy, steps, asked, others=False)
-        for place, number in enumerate(asked[first][: len(lengths)]):
-            if self._only[number] is not copy:
-                lengths[place] = -1
+        if not self._is_only_holder_of_all(copy):
+            for place, number in enumerate(asked[first][: len(lengths)]):
+                if self._only[number] is not copy:
+                    lengths[place] = -1
         self._settle_small(asked, lengths)
         if not self._wanted:
             return
-        again = [number for number in asked if self._only.get(number) is copy]
+        again = [number for number in asked if self._only[number] is copy]
         left = self._not_tried(again, asked, copy, lengths, failure, others=False)
         await self._pull_many(copy, left, others=False)
-        for number in asked if failure is None else list(self._only):
-            if self._only.get(number) is copy:  # it has been asked there
+        for number in asked if failure is None else range(len(self._only)):
+            if self._only[number] is copy:  # it has been asked there
                 self._only[number] = None
-
-    def _part(self, numbers: Sequence[int]) -> Part:
-        return Part(self._digests_of(numbers), self._rooms_of(numbers))
 
 
 class _IntoNewMemory(_Batch[D]):

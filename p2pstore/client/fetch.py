@@ -502,14 +502,14 @@ class Fetcher:
                 ]
             )
 
-    def are_here(self, digests: Sequence[bytes]) -> list[bool]:
-        """Which of these objects the local peer seems to have."""
+    def which_are_here(self, digests: Sequence[bytes]) -> list[int]:
+        """The places of those objects that the local peer seems to have."""
         packed = b"".join(digests)
         here = np.zeros(len(digests), np.bool_)
         for reader in self._link.readers:
             here |= reader.contains_many(packed)
-        listed: list[bool] = here.tolist()
-        return listed
+        places: list[int] = here.nonzero()[0].tolist()
+        return places
 
     def likely_holder(self, digest: bytes) -> RemoteCopy | None:
         """The one peer of another host that is known to hold a small object which is not here; None where there is no

@@ -125,7 +125,7 @@ class KnownElsewhere:
                 held[start:end], asked[start:end] = found
         return held, asked
 
-    def only_members(self, digests: bytes) -> list[int]:
+    def only_members(self, digests: bytes) -> NDArray[np.uint64]:
         """Of packed digests: the one live member that is known to hold each; 0 where there is none or several, or
         the local peer must be asked."""
         count = len(digests) // DIGEST_BYTES
@@ -136,8 +136,7 @@ class KnownElsewhere:
             found = self._settled(some, self._match_only)
             if found is not None:
                 members[start:end] = found
-        listed: list[int] = members.tolist()
-        return listed
+        return members
 
     def _is_fresh(self) -> bool:
         alive_at = self._words[_ALIVE_AT]

@@ -118,12 +118,15 @@ class KnownHolders:
             return [None] * len(digests)
         members = elsewhere.only_members(b"".join(digests))
         now = time.monotonic()
-        ways: dict[int, RemoteCopy | None] = {}
-        for member in set(members):
-            named = self._trusted(member, now)
-            direct = named is not None and not named.holder.through_peer_bytes
-            ways[member] = named.copy if named is not None and direct else None
-        return [ways[member] for member in members]
+        if (first := members[:1].tolist()) and (members == first[0]).all():  # nearly always
+            return [self._direct_way(first[0], now)] * len(members)
+        listed: list[int] = members.tolist()
+        ways = {member: self._direct_way(member, now) for member in set(listed)}
+        return list(map(ways.__getitem__, listed))
+
+    def _direct_way(self, member: int, now: float) -> RemoteCopy | None:
+        named = self._trusted(member, now)
+        return None if named is None or named.holder.through_peer_bytes else named.copy
 
     def plan(self, digest: bytes) -> OwnPlan | None:
         """Holders of the newest version that is known, best first; None when the peer must be asked."""

@@ -110,8 +110,9 @@ class _Batch:
 
     async def lease_here(self) -> None:
         """What the local peer holds."""
-        here = self._fetcher.are_here(list(self._wanted.values()))
-        numbers = [number for number, is_here in zip(self._wanted, here, strict=True) if is_here]
+        wanted = list(self._wanted)
+        here = self._fetcher.which_are_here(list(self._wanted.values()))
+        numbers = [wanted[place] for place in here]
         for some in _slices(numbers, LEASES_PER_REQUEST):
             await self._lease(self._link, some)
 

@@ -242,11 +242,8 @@ class ClientSession:
         """Store many values in few requests; one result per item, in order. Never raises for one
         item that fails: its result carries the error."""
         options = put_options(replicas, pin, ttl, overwrite, durable)
-        pairs, live = arguments.item_list(items), self._live
-        sources, staging = await device_memory.stage_all(
-            self._link.driver, [value for _, value in pairs], take_them=True
-        )
-        keys = [key for key, _ in pairs]
+        (keys, values), live = arguments.item_columns(items), self._live
+        sources, staging = await device_memory.stage_all(self._link.driver, values, take_them=True)
         results = await live.writer.put_many(list(zip(keys, sources, strict=True)), options)
         for number, staged in staging.items():
             if isinstance(staged, Exception):
@@ -339,12 +336,9 @@ class ClientSession:
     async def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult[int]]:
         """`get_into` for many keys; one result (the length, or the error) per item, in order. Never
         raises for one item that fails."""
-        pairs = arguments.item_list(items)
-        keys = [key for key, _ in pairs]
+        keys, places = arguments.item_columns(items)
         fetcher, driver = self._live.fetcher, self._link.driver
-        buffers, staging = await device_memory.stage_all(
-            driver, [buffer for _, buffer in pairs], take_them=False
-        )
+        buffers, staging = await device_memory.stage_all(driver, places, take_them=False)
         outcomes = await fetch_many(fetcher, keys, buffers, self._digests)
         for number, staged in staging.items():
             length = outcomes[number]

@@ -564,11 +564,11 @@ class DataSession:
         lent = self._backend.lend_small(digests)
         if lent is None:
             nothing = bytes(len(digests) // DIGEST_BYTES * SLOT_BYTES)
-            lent = SmallObjectsLent(nothing, [], [], None)
+            lent = SmallObjectsLent(nothing, [], [], 0, None)
         self._held_small.append(lent)
         parts = small_answer(request_id, lent)
         self._parts += parts
-        self._gathered_bytes += sum(map(len, parts))
+        self._gathered_bytes += len(parts[0]) + lent.length_bytes
         self._traffic.objects += len(lent.digests)
         if lent.digests:
             self._backend.note_reads(lent.digests)

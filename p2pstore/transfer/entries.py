@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import operator
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgspec
 
@@ -81,13 +82,41 @@ class QuickCopy(NamedTuple):
 
 class SmallObjectsLent(NamedTuple):
     """Small objects that stay where they are until the loan ends. `slots`: 64 bytes for each that was asked for, zero
-    for those that are none of them; `digests` and `payloads` of the others. `handle` is whose they are; None for
-    nothing."""
+    for those that are none of them; `digests` and `payloads` of the others, `length_bytes` in all. `handle` is whose
+    they are; None for nothing."""
 
     slots: bytes
     digests: list[bytes]
     payloads: list[memoryview]
+    length_bytes: int
     handle: Any
+
+
+_LENGTH: Final = operator.attrgetter("length")
+_EXPIRES: Final = operator.attrgetter("expires_unix_ms")
+
+
+def small_entries(
+    found: Sequence[ObjectEntry | None], most_bytes: int, most_bytes_in_all: int, now: float
+) -> tuple[Sequence[int], Sequence[ObjectEntry]]:
+    """The places of those that have 1 to `most_bytes` bytes and did not expire, up to that many bytes in all; and these
+    entries."""
+    if found and all(found):
+        entries = cast(Sequence[ObjectEntry], found)
+        lengths = list(map(_LENGTH, entries))  # a look at each by itself takes twice as long
+        fit = min(lengths) > 0 and max(lengths) <= most_bytes and sum(lengths) <= most_bytes_in_all
+        if fit and not any(map(_EXPIRES, entries)):
+            return range(len(entries)), entries
+    places, entries, total = [], [], 0
+    for place, entry in enumerate(found):
+        if entry is None or not 0 < entry.length <= most_bytes or entry.expired(now):
+            continue
+        total += entry.length
+        if total > most_bytes_in_all:
+            break
+        places.append(place)
+        entries.append(entry)
+    return places, entries
 
 
 class Reservation(msgspec.Struct, frozen=True):

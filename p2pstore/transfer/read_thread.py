@@ -217,7 +217,7 @@ class ReadThread:
             send_all(sock, parts)
         finally:
             self._source.end_small_loan(lent)
-        self._tally.add(lent.digests, sum(map(len, parts)))
+        self._tally.add(lent.digests, len(parts[0]) + lent.length_bytes)
         self._tally.small_read_at = time.monotonic()
         return True
 
@@ -291,8 +291,7 @@ def answer_head(request_id: int, replies: list[ObjectReply], bulk_length: int) -
 def small_answer(request_id: int, lent: SmallObjectsLent) -> list[BytesLike]:
     """The frame that answers GET_SMALL with what was lent, in parts."""
     body = _encode_body(SmallObjects(lent.slots))
-    bulk_length = sum(map(len, lent.payloads))
-    head = HEADER.pack(GET_SMALL, REPLY, request_id, len(body), bulk_length) + body
+    head = HEADER.pack(GET_SMALL, REPLY, request_id, len(body), lent.length_bytes) + body
     return [head, *lent.payloads]
 
 

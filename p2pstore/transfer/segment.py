@@ -18,7 +18,13 @@ import numpy as np
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.objects import DIGEST_BYTES, Version, format_bytes
 from p2pstore.transfer.areas import Areas, Places, QuotaUse
-from p2pstore.transfer.entries import ObjectEntry, QuickCopy, Reservation, SmallObjectsLent
+from p2pstore.transfer.entries import (
+    ObjectEntry,
+    QuickCopy,
+    Reservation,
+    SmallObjectsLent,
+    small_entries,
+)
 from p2pstore.transfer.eviction import EvictionOrder, WhoKeeps, rank_of
 from p2pstore.transfer.eviction_policies import make_policy
 from p2pstore.transfer.expiry import ExpiryTimers
@@ -457,29 +463,22 @@ class Segment:
         """The live entries under packed digests that have 1 to `most_bytes` bytes each; their bytes stay until
         `end_loan`. For any thread of the process. None when one is given up in this moment."""
         wanted: list[bytes] = np.frombuffer(digests, _DIGEST).tolist()
-        places, entries, total = [], [], 0
-        for place, entry in enumerate(map(self._entries.get, wanted)):
-            if entry is None or not 0 < entry.length <= most_bytes:
-                continue
-            if entry.expires_unix_ms and entry.expired(now):
-                continue
-            total += entry.length
-            if total > most_bytes_in_all:
-                break
-            places.append(place)
-            entries.append(entry)
-        slots = np.zeros((len(wanted), SLOT_BYTES), np.uint8)
+        found = list(map(self._entries.get, wanted))
+        places, entries = small_entries(found, most_bytes, most_bytes_in_all, now)
         if not entries:
-            return SmallObjectsLent(slots.tobytes(), [], [], None)
+            return SmallObjectsLent(bytes(len(wanted) * SLOT_BYTES), [], [], 0, None)
         loan = self._loans.begin(*entries)
         if loan is None:
             return None
-        slots[places] = self._table.slot_rows([entry.slot for entry in entries])
+        slots = self._table.slot_rows([entry.slot for entry in entries])
+        if len(entries) < len(wanted):
+            found_slots, slots = slots, np.zeros((len(wanted), SLOT_BYTES), np.uint8)
+            slots[places] = found_slots
+            wanted = [wanted[place] for place in places]
         buffer = self._buffer
         payloads = [buffer[entry.offset : entry.offset + entry.length] for entry in entries]
-        return SmallObjectsLent(
-            slots.tobytes(), [entry.digest for entry in entries], payloads, loan
-        )
+        total = sum(map(len, payloads))
+        return SmallObjectsLent(slots.tobytes(), wanted, payloads, total, loan)
 
     def end_loan(self, loan: Loan) -> None:
         """The end of `lend` or `lend_small`, by the same thread."""

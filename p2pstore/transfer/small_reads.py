@@ -16,10 +16,11 @@ from xxhash import xxh3_64_digest
 
 from p2pstore.errors import ProtocolError
 from p2pstore.objects import KIB, MIB
-from p2pstore.transfer.batch_reads import BATCHES_AHEAD, batch_items
+from p2pstore.transfer.batch_reads import MIN_BATCH_ITEMS
 from p2pstore.transfer.data_requests import DataRequests
 from p2pstore.transfer.layout import SLOT_BYTES, SlotRows
 from p2pstore.transfer.messages import (
+    MAX_SMALL_ITEMS,
     SMALL_OBJECT_BYTES,
     SMALL_VERSION,
     DataKind,
@@ -32,6 +33,10 @@ BATCH_BYTES: Final = 2 * MIB
 """Of room for objects that one request asks for."""
 GROUP_BYTES: Final = 256 * KIB
 """Of objects that are received together."""
+PARTS_TOGETHER: Final = 2
+"""So many are asked for with one send: each may have to wake the other side, which takes 50 us."""
+PARTS_AHEAD: Final = 3
+"""As long as fewer are under way, more are asked for."""
 _HEAD_BYTES: Final = HEADER_BYTES + len(encode_body(SmallObjects(bytes(SLOT_BYTES))))
 
 
@@ -54,10 +59,8 @@ def in_parts(digests: Sequence[bytes], views: Sequence[memoryview]) -> Parts:
 
 def _steps(digests: Sequence[bytes], views: Sequence[memoryview]) -> Iterator[Sequence[Part]]:
     parts = [Part(digests[some], views[some]) for some in part_slices(views)]
-    if parts:
-        yield parts[:BATCHES_AHEAD]
-    for part in parts[BATCHES_AHEAD:]:
-        yield [part]
+    for at in range(0, len(parts), PARTS_TOGETHER):
+        yield parts[at : at + PARTS_TOGETHER]
 
 
 async def pull_small(
@@ -79,14 +82,15 @@ async def pull_small(
         asked: deque[tuple[int, bytes, Sequence[memoryview]]] = deque()
         try:
             while True:
-                while len(asked) < BATCHES_AHEAD and (step := next(steps, None)) is not None:
+                while len(asked) < PARTS_AHEAD and (step := next(steps, None)) is not None:
                     frames: list[bytes] = []
                     for part in step:
                         packed = b"".join(part.digests)
                         number, frame = connection.frame(DataKind.GET_SMALL, GetSmall(packed))
                         frames.append(frame)
                         asked.append((number, packed, part.views))
-                    await connection.stream.send(*frames)
+                    if frames:
+                        await connection.stream.send(*frames)
                 if not asked:
                     return
                 number, packed, views = asked.popleft()
@@ -99,8 +103,8 @@ async def pull_small(
 
 
 def part_slices(views: Sequence[memoryview]) -> list[slice]:
-    """Which of them one request asks for: a quarter, so that both sides have work all the time, and not too much."""
-    size = batch_items(len(views))
+    """Which of them one request asks for: a third, so that both sides have work all the time, and not too much."""
+    size = max(MIN_BATCH_ITEMS, min(MAX_SMALL_ITEMS, -(-len(views) // 3)))
     if size * max(map(len, views), default=0) <= BATCH_BYTES:
         return [slice(at, min(at + size, len(views))) for at in range(0, len(views), size)]
     slices: list[slice] = []

@@ -216,6 +216,10 @@ async def test_what_came_in_columns_before_the_connection_broke_stands(side: Sid
         assert decode_body(GetSmall, body).digests == b"".join(digests[:32])
         await stream.send(small_frame(*values[:32])(request_id))
         _, _, request_id, _, _ = await read()
+        for _ in range(
+            2
+        ):  # a connection that is closed before all is read takes back what was sent
+            await read()
         await stream.send(small_frame(*values[:32])(request_id)[:700_000])
 
     async with scripted_owner(script, version=3) as bad:

@@ -71,7 +71,7 @@ class Source:
         slots = b"".join((digest * 4 if digest in there else bytes(64)) for digest in wanted)
         values = [memoryview(VALUES[digest]) for digest in there]
         self.lent.append((READER, len(there)))
-        return SmallObjectsLent(slots, there, values, None)
+        return SmallObjectsLent(slots, there, values, sum(map(len, values)), None)
 
     def end_small_loan(self, lent: SmallObjectsLent) -> None:
         self.ended += 1

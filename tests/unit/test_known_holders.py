@@ -8,8 +8,10 @@ import time
 from collections import Counter
 from random import Random
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
 from p2pstore.client.known_holders import (
@@ -35,9 +37,9 @@ class Table(KnownElsewhere):
     def holders(self, digest: bytes) -> list[KnownRecord] | None:
         return self.records
 
-    def only_members(self, digests: bytes) -> list[int]:
+    def only_members(self, digests: bytes) -> NDArray[np.uint64]:
         alone = self.records[0].member if self.records and len(self.records) == 1 else 0
-        return [alone] * (len(digests) // len(DIGEST))
+        return np.full(len(digests) // len(DIGEST), alone, np.uint64)
 
 
 def record(member: int, clock: int = 5, slot: int = 3) -> KnownRecord:

@@ -226,15 +226,16 @@ def test_arguments_that_can_be() -> None:
     assert arguments.seconds("n", np.float32(0.5)) == 0.5
     assert arguments.seconds("n", 0) == 0.0
     assert [arguments.milliseconds("n", each) for each in (None, 1e-9, 2)] == [0, 1, 2000]
-    assert arguments.item_list(iter([("a", b""), ["b", b""]])) == [("a", b""), ["b", b""]]
+    assert arguments.item_columns(iter([("a", b"x"), ["b", b"y"]])) == (["a", "b"], [b"x", b"y"])
+    assert arguments.item_columns([]) == ([], [])
     assert arguments.key_list(key for key in "ab") == ["a", "b"]
     for bad in ("ab", b"ab", 7):
         with pytest.raises(TypeError, match="keys must be a sequence of str"):
             arguments.key_list(bad)
         with pytest.raises(TypeError, match="items must be a sequence of"):
-            arguments.item_list(bad)
+            arguments.item_columns(bad)
     with pytest.raises(TypeError, match=r"items\[1\] must be a \(key, buffer\) pair"):
-        arguments.item_list([("a", b""), "b"])
+        arguments.item_columns([("a", b""), "b"])
     for wrong, error in ((3, TypeError), ("firm", ValueError)):
         with pytest.raises(error, match="pin must be 'none', 'soft' or 'hard'"):
             arguments.pin_number(wrong)
