@@ -63,3 +63,7 @@ async def test_more_small_values_than_are_received_together(tmp_path: Path) -> N
         for _ in range(2):
             got = await reader.get_many([key for key, _ in items])
             assert [(each.key, each.value) for each in got] == items
+        room = memoryview(bytearray(12))
+        with pytest.raises(ValueError, match="2 keys, but 1 places"):
+            await reader.get_into_views(["k1", "k2"], [room])
+        assert await reader.get_into_views(["k7"], [room]) == [12]

@@ -358,6 +358,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         assert lent.digests == [each.digest for each in expected]
         values = [self.model[each.key].value for each in expected]
         assert [bytes(each) for each in lent.payloads] == values
+        assert lent.length_bytes == sum(map(len, values))
         if lent.handle is not None:
             self.small_loans.append((lent, expected, values))
 
