@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -153,7 +154,7 @@ class _Batch(ABC, Generic[R]):
             raise ValueError(f"{len(self._keys)} keys, but {len(places)} places for their values")
         try:
             self._digests = digests_of(self._keys)
-            self._rooms = places if rooms_of is None else rooms_of(places)
+            self._rooms = list(places) if rooms_of is None else rooms_of(places)
             self._wanted = dict.fromkeys(range(len(self._keys)))
         except (P2PStoreError, ValueError, TypeError):
             self._prepare_one_by_one(digests_of, places, rooms_of)
@@ -180,11 +181,12 @@ class _Batch(ABC, Generic[R]):
     async def pull_ahead(self) -> None:
         """Ask the likely holder of all for the first ones, and look up meanwhile what is where."""
 
-    def _look_up(self) -> None:
-        """Find out what is here, and which of the rest one other peer alone is known to hold."""
+    def _look_up(self, most_bytes: float = math.inf) -> None:
+        """Find out what is here, and which of the rest one other peer alone is known to hold. No value that is longer
+        than that is wanted."""
         wanted = list(self._wanted)
         digests = self._digests_of(wanted)
-        copies = self._fetcher.only_holders(digests)
+        copies = self._fetcher.only_holders(digests, most_bytes)
         if len(wanted) == len(self._only):
             self._only = copies
         else:
@@ -398,6 +400,7 @@ class _IntoBuffers(_Batch[memoryview]):
         copy = self._fetcher.likely_holder(self._digests[numbers[0]])
         if copy is None:
             return
+        most_bytes = SMALL_OBJECT_BYTES if len(numbers) == len(self._wanted) else math.inf
         digests = self._digests_of(numbers)
         first, *others = part_slices(views)
         asked: list[int] = []
@@ -405,7 +408,7 @@ class _IntoBuffers(_Batch[memoryview]):
         def steps() -> Iterator[Sequence[Part]]:
             asked[:] = numbers[first]
             yield [Part(digests[first], views[first])]
-            self._look_up()
+            self._look_up(most_bytes)
             has_all = self._is_only_holder_of_all(copy)
             for at in range(0, len(others), PARTS_TOGETHER):
                 parts: list[Part] = []
@@ -413,7 +416,7 @@ class _IntoBuffers(_Batch[memoryview]):
                     if has_all:
                         there, part = numbers[some], Part(digests[some], views[some])
                     else:
-                        there = [number for number in numbers[some] if self._only[number] is copy]
+                        there = [number for number in numbers[some] if self._only[number] == copy]
                         part = Part(self._digests_of(there), self._rooms_of(there))
                     if there:
                         asked.extend(there)
@@ -423,16 +426,16 @@ class _IntoBuffers(_Batch[memoryview]):
         lengths, failure = await self._fetcher.pull_small(copy, steps, asked, others=False)
         if not self._is_only_holder_of_all(copy):
             for place, number in enumerate(asked[first][: len(lengths)]):
-                if self._only[number] is not copy:
+                if self._only[number] != copy:
                     lengths[place] = -1
         self._settle_small(asked, lengths)
         if not self._wanted:
             return
-        again = [number for number in asked if self._only[number] is copy]
+        again = [number for number in asked if self._only[number] == copy]
         left = self._not_tried(again, asked, copy, lengths, failure, others=False)
         await self._pull_many(copy, left, others=False)
         for number in asked if failure is None else range(len(self._only)):
-            if self._only[number] is copy:  # it has been asked there
+            if self._only[number] == copy:  # it has been asked there
                 self._only[number] = None
 
 

@@ -522,9 +522,10 @@ class Fetcher:
     def _is_listed_here(self, digest: bytes) -> bool:
         return any(reader.contains(digest) for reader in self._link.readers)
 
-    def only_holders(self, digests: Sequence[bytes]) -> list[RemoteCopy | None]:
-        """Of each object the one other peer that is known to hold it, where there is just one."""
-        return self._known.only_many(digests)
+    def only_holders(self, digests: Sequence[bytes], most_bytes: float) -> list[RemoteCopy | None]:
+        """Of each object the one other peer that is known to hold it, where there is just one, and objects of up to
+        that length are best asked for there."""
+        return self._known.only_many(digests, most_bytes)
 
     async def pull_many(
         self, copy: RemoteCopy, items: Sequence[tuple[bytes, Destination]], *, others: bool

@@ -8,6 +8,7 @@ asked as ever.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -111,22 +112,27 @@ class KnownHolders:
             return None
         return OnlyHolder(named.copy, record.slot, record.size_units * SIZE_UNIT_BYTES)
 
-    def only_many(self, digests: Sequence[bytes]) -> list[RemoteCopy | None]:
-        """For many objects, `only` without what is known of each: how to get to the holder."""
+    def only_many(
+        self, digests: Sequence[bytes], most_bytes: float = math.inf
+    ) -> list[RemoteCopy | None]:
+        """For many objects, of which nobody wants one that is longer than that, `only` without what is known of each:
+        how to get to the holder."""
         elsewhere = self._elsewhere  # another thread may close it
         if elsewhere is None:
             return [None] * len(digests)
         members = elsewhere.only_members(b"".join(digests))
         now = time.monotonic()
         if (first := members[:1].tolist()) and (members == first[0]).all():  # nearly always
-            return [self._direct_way(first[0], now)] * len(members)
+            return [self._direct_way(first[0], most_bytes, now)] * len(members)
         listed: list[int] = members.tolist()
-        ways = {member: self._direct_way(member, now) for member in set(listed)}
+        ways = {member: self._direct_way(member, most_bytes, now) for member in set(listed)}
         return list(map(ways.__getitem__, listed))
 
-    def _direct_way(self, member: int, now: float) -> RemoteCopy | None:
+    def _direct_way(self, member: int, most_bytes: float, now: float) -> RemoteCopy | None:
         named = self._trusted(member, now)
-        return None if named is None or named.holder.through_peer_bytes else named.copy
+        if named is None or 0 < named.holder.through_peer_bytes <= most_bytes:
+            return None
+        return named.copy
 
     def plan(self, digest: bytes) -> OwnPlan | None:
         """Holders of the newest version that is known, best first; None when the peer must be asked."""

@@ -167,19 +167,22 @@ class ReadThread:
             return self._serve(sock)
 
     def _serve(self, sock: socket.socket) -> bytes:
-        request = self._request
+        request, held = self._request, 0
         while self._wanted():
             try:
-                count = self._polling.receive_into(sock, request)
+                received = self._polling.receive_into(sock, request[held:])
             except BlockingIOError:  # a pause
-                return b""
+                break
+            count = held + received
             done, began = 0, time.monotonic()
             while done < count and (answered := self._answer(sock, request[done:count])):
                 done += answered
-            if done < count or not count:
-                return bytes(request[done:count])
+            held = count - done
+            request[:held] = request[done:count]
+            if not received or (held and not _may_be_here_soon(request[:held])):
+                break
             self._polling.sent(time.monotonic() - began)
-        return b""
+        return bytes(request[:held])
 
     def _answer(self, sock: socket.socket, data: memoryview) -> int:
         """Answer the request that `data` begins with; how long it was, 0 when it is not for here."""
@@ -280,6 +283,17 @@ def request_in(data: memoryview) -> tuple[int, int, memoryview]:
     if flags or bulk_length or len(data) < end or body_length > DATA_REQUEST_LIMITS.body_bytes:
         return nothing
     return kind, request_id, data[HEADER_BYTES:end]
+
+
+def _may_be_here_soon(data: memoryview) -> bool:
+    """Whether this is the beginning of a request that may be for here: a network brings long ones in several pieces."""
+    if len(data) < HEADER_BYTES:
+        return True
+    kind, flags, _, body_length, bulk_length = HEADER.unpack_from(data)
+    end = HEADER_BYTES + body_length
+    return (
+        kind in (GET, GET_SMALL) and not (flags or bulk_length) and len(data) < end <= REQUEST_BYTES
+    )
 
 
 def answer_head(request_id: int, replies: list[ObjectReply], bulk_length: int) -> bytes:

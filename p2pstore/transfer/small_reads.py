@@ -16,6 +16,7 @@ from xxhash import xxh3_64_digest
 
 from p2pstore.errors import ProtocolError
 from p2pstore.objects import KIB, MIB
+from p2pstore.streams import MAX_GATHER
 from p2pstore.transfer.batch_reads import MIN_BATCH_ITEMS
 from p2pstore.transfer.data_requests import DataRequests
 from p2pstore.transfer.layout import SLOT_BYTES, SlotRows
@@ -35,6 +36,8 @@ GROUP_BYTES: Final = 256 * KIB
 """Of objects that are received together."""
 PARTS_TOGETHER: Final = 2
 """So many are asked for with one send: each may have to wake the other side, which takes 50 us."""
+MOST_ITEMS: Final = min(MAX_SMALL_ITEMS, MAX_GATHER - 1)
+"""Of a request, so that its answer can be sent with one call: a head and as many values."""
 PARTS_AHEAD: Final = 3
 """As long as fewer are under way, more are asked for."""
 _HEAD_BYTES: Final = HEADER_BYTES + len(encode_body(SmallObjects(bytes(SLOT_BYTES))))
@@ -104,7 +107,7 @@ async def pull_small(
 
 def part_slices(views: Sequence[memoryview]) -> list[slice]:
     """Which of them one request asks for: a third, so that both sides have work all the time, and not too much."""
-    size = max(MIN_BATCH_ITEMS, min(MAX_SMALL_ITEMS, -(-len(views) // 3)))
+    size = max(MIN_BATCH_ITEMS, min(MOST_ITEMS, -(-len(views) // 3)))
     if size * max(map(len, views), default=0) <= BATCH_BYTES:
         return [slice(at, min(at + size, len(views))) for at in range(0, len(views), size)]
     slices: list[slice] = []

@@ -83,6 +83,7 @@ def test_what_the_peer_reads_faster_it_is_asked_about() -> None:
         assert (found.plan(DIGEST) is not None) == direct
         assert (found.only(DIGEST) is not None) == direct
         assert (found.only_many([DIGEST]) != [None]) == (from_bytes == 0)  # no sizes are known
+        assert (found.only_many([DIGEST], 7 * 4096) != [None]) == direct
 
 
 def test_only_the_newest_version_counts() -> None:

@@ -146,20 +146,20 @@ def test_many_small_objects_are_sent_from_their_places() -> None:
         get(2, GetItem(LARGE, 1)),
         get(2, GetItem(SMALL), flags=ONE_WAY),
         get(2),
-        get(2, GetItem(SMALL))[:-1],
         get_small(2, SMALL, NOT_NOW),
         get_small(2, SMALL[:-1]),
         get_small(2),
         get_small(2, *[SMALL] * 513),
-        b"\x00",
+        encode_frame(DataKind.PING, 2, Ping())[:-1],
+        get(2, GetItem(SMALL), flags=ONE_WAY)[:-1],
         get(2, GetItem(SMALL))[:HEADER_BYTES] + b"\xc1" * 60,
         b"\xff" * 100,
     ],
     ids=[
         *("another kind", "absent", "one of two is absent", "two large ones", "another chunk"),
-        *("another chunk of a large one", "one-way", "no items", "half a request"),
-        *("not now", "half a digest", "no digests", "too many digests", "a byte"),
-        *("no body", "garbage"),
+        *("another chunk of a large one", "one-way", "no items"),
+        *("not now", "half a digest", "no digests", "too many digests"),
+        *("half a request of another kind", "half of one that is one-way", "no body", "garbage"),
     ],
 )
 def test_what_it_cannot_answer_is_left_to_the_event_loop(request_bytes: bytes) -> None:
@@ -168,6 +168,34 @@ def test_what_it_cannot_answer_is_left_to_the_event_loop(request_bytes: bytes) -
         assert serving.reply()[2] == VALUES[SMALL]
         assert ended(serving) == request_bytes
         assert serving.tally.take(10)[0] == [SMALL]
+
+
+@pytest.mark.parametrize("length", [1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, -1])
+def test_a_request_that_comes_in_pieces_is_answered(length: int) -> None:
+    request = get_small(2, *[SMALL] * 300)
+    with served() as serving:
+        serving.far.sendall(get(1, GetItem(SMALL)) + request[:length])
+        assert serving.reply()[0] == 1  # what came with it was received as well
+        serving.far.sendall(request[length:] + get(3, GetItem(LARGE)))
+        header = decode_header(serving.receive(HEADER_BYTES), DATA_REPLY_LIMITS)
+        assert (header.kind, header.request_id) == (DataKind.GET_SMALL, 2)
+        serving.receive(header.body_length + header.bulk_length)
+        assert serving.reply()[::2] == (3, VALUES[LARGE])
+        assert not serving.ended.is_set()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_the_half_of_a_request_of_which_no_more_comes_is_left_to_the_event_loop(
+    closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_thread, "PAUSE_SECONDS", 30.0 if closes else 0.2)
+    half = get(2, GetItem(SMALL))[:-1]
+    with served() as serving:
+        serving.far.sendall(get(1, GetItem(SMALL)) + half)
+        assert serving.reply()[0] == 1
+        if closes:
+            serving.far.shutdown(socket.SHUT_WR)
+        assert ended(serving) == half
 
 
 def test_more_than_an_answer_holds_is_left_to_the_event_loop() -> None:
