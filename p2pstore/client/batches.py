@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,9 +16,8 @@ from p2pstore.client.known_holders import is_far, remote_copy
 from p2pstore.client.values import destination_views
 from p2pstore.errors import P2PStoreError
 from p2pstore.local.messages import PlanItem
-from p2pstore.objects import KIB, SIZE_UNIT_BYTES
+from p2pstore.objects import CHUNK_BYTES, KIB, SIZE_UNIT_BYTES
 from p2pstore.transfer.failover import SilentHolders, is_silence
-from p2pstore.transfer.messages import SMALL_OBJECT_BYTES
 from p2pstore.transfer.reader import Copied, SegmentReader
 from p2pstore.transfer.small_reads import PARTS_TOGETHER, Part, in_parts, part_slices
 from p2pstore.transfer.transport import (
@@ -41,6 +40,14 @@ MOST_COPIED: Final = 1024
 Outcome = int | P2PStoreError | ValueError
 """The length, or why there is none."""
 _UNDER_WAY: Final = -1
+
+
+class _SmallRooms(NamedTuple):
+    """Items that may be asked for by GET_SMALL, and room for each, none empty and none of more than `most_bytes`."""
+
+    numbers: Sequence[int]
+    views: Sequence[memoryview]
+    most_bytes: int
 
 
 class NewMemory(Destination, Protocol):
@@ -137,9 +144,9 @@ class _Batch(ABC, Generic[R]):
     ) -> Copied | None:
         """A verified copy out of the mapped memory of another peer of this host."""
 
-    def _small_rooms(self, numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[memoryview]]:
-        """Which of these may be asked for as small objects, and room for each of them."""
-        return (), ()
+    def _small_rooms(self, numbers: Sequence[int]) -> _SmallRooms:
+        """Which of these may be asked for by GET_SMALL, and room for each of them."""
+        return _SmallRooms((), (), 0)
 
     def _filled(
         self, numbers: Sequence[int], views: Sequence[memoryview], lengths: Sequence[int]
@@ -303,9 +310,9 @@ class _Batch(ABC, Generic[R]):
 
     async def _pull(self, copy: RemoteCopy, numbers: Sequence[int], *, others: bool) -> None:
         """Those of one holder. `others`: other peers hold them as well."""
-        small, views = self._small_rooms(numbers)
+        small, views, most_bytes = self._small_rooms(numbers)
         if small:
-            parts = in_parts(self._digests_of(small), views)
+            parts = in_parts(self._digests_of(small), views, most_bytes)
             lengths, failure = await self._fetcher.pull_small(copy, parts, small, others=others)
             self._filled(small, views, lengths)
             self._settle_small(small, lengths)
@@ -379,45 +386,45 @@ class _IntoBuffers(_Batch[memoryview]):
     ) -> Copied | None:
         return await self._fetcher.copy_mapped_into(readers, digest, room)
 
-    def _small_rooms(self, numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[memoryview]]:
+    def _small_rooms(self, numbers: Sequence[int]) -> _SmallRooms:
         views = self._rooms_of(numbers)
         sizes = list(map(len, views))
-        if min(sizes, default=0) > 0 and max(sizes) <= SMALL_OBJECT_BYTES:
-            return numbers, views
+        most_bytes = max(sizes, default=0)
+        if most_bytes <= CHUNK_BYTES and min(sizes, default=0) > 0:
+            return _SmallRooms(numbers, views, most_bytes)
         small = [
-            number
-            for number, size in zip(numbers, sizes, strict=True)
-            if 0 < size <= SMALL_OBJECT_BYTES
+            number for number, size in zip(numbers, sizes, strict=True) if 0 < size <= CHUNK_BYTES
         ]
-        return small, self._rooms_of(small)
+        views = self._rooms_of(small)
+        return _SmallRooms(small, views, max(map(len, views), default=0))
 
     async def pull_ahead(self) -> None:
         """What a batch asks for is at one holder nearly always: so who has the first object is asked for the first part
         of all before anything is known of the others. What turns out to be elsewhere, too, is read anew."""
-        numbers, views = self._small_rooms(list(self._wanted))
+        numbers, views, most_bytes = self._small_rooms(list(self._wanted))
         if not numbers:
             return
         copy = self._fetcher.likely_holder(self._digests[numbers[0]])
         if copy is None:
             return
-        most_bytes = SMALL_OBJECT_BYTES if len(numbers) == len(self._wanted) else math.inf
+        most_wanted = most_bytes if len(numbers) == len(self._wanted) else math.inf
         digests = self._digests_of(numbers)
-        first, *others = part_slices(views)
+        first, *others = part_slices(views, most_bytes)
         asked: list[int] = []
 
         def steps() -> Iterator[Sequence[Part]]:
             asked[:] = numbers[first]
-            yield [Part(digests[first], views[first])]
-            self._look_up(most_bytes)
+            yield [Part(digests[first], views[first], most_bytes)]
+            self._look_up(most_wanted)
             has_all = self._is_only_holder_of_all(copy)
             for at in range(0, len(others), PARTS_TOGETHER):
                 parts: list[Part] = []
                 for some in others[at : at + PARTS_TOGETHER]:
                     if has_all:
-                        there, part = numbers[some], Part(digests[some], views[some])
+                        there, part = numbers[some], Part(digests[some], views[some], most_bytes)
                     else:
                         there = [number for number in numbers[some] if self._only[number] == copy]
-                        part = Part(self._digests_of(there), self._rooms_of(there))
+                        part = Part(self._digests_of(there), self._rooms_of(there), most_bytes)
                     if there:
                         asked.extend(there)
                         parts.append(part)
@@ -453,14 +460,15 @@ class _IntoNewMemory(_Batch[D]):
     ) -> Copied | None:
         return await self._fetcher.copy_mapped(readers, digest, room)
 
-    def _small_rooms(self, numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[memoryview]]:
+    def _small_rooms(self, numbers: Sequence[int]) -> _SmallRooms:
         """Where the first one is small, all of them are likely to be: in memory that they share."""
         if not 0 < self._fetcher.expected_bytes(self._digests[numbers[0]]) <= COPIED_BYTES:
-            return (), ()
+            return _SmallRooms((), (), 0)
         small = numbers[:MOST_COPIED]
         shared = np.empty(len(small) * COPIED_BYTES, np.uint8).data
         starts = range(0, len(shared), COPIED_BYTES)
-        return small, [shared[start : start + COPIED_BYTES] for start in starts]
+        views = [shared[start : start + COPIED_BYTES] for start in starts]
+        return _SmallRooms(small, views, COPIED_BYTES)
 
     def _filled(
         self, numbers: Sequence[int], views: Sequence[memoryview], lengths: Sequence[int]

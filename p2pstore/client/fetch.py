@@ -512,10 +512,10 @@ class Fetcher:
         return places
 
     def likely_holder(self, digest: bytes) -> RemoteCopy | None:
-        """The one peer of another host that is known to hold a small object which is not here; None where there is no
-        such one, or several."""
+        """The one peer of another host that is known to hold an object which is not here; None where there is no such
+        one, or several."""
         only = self._known.only(digest)
-        if only is None or not is_far(only.copy) or only.expected_bytes > SMALL_OBJECT_BYTES:
+        if only is None or not is_far(only.copy):
             return None
         return None if self._is_listed_here(digest) else only.copy
 
@@ -553,8 +553,8 @@ class Fetcher:
     async def pull_small(
         self, copy: RemoteCopy, parts: Parts, asked: Sized, *, others: bool
     ) -> tuple[list[int], PullFailed | None]:
-        """`pull_many` of objects of at most 64 KiB each, in fewer steps: their lengths, in the order of the parts, -1
-        where `pull_many` is to say more; and what kept it from telling of the rest. `asked` has as many items as the
+        """`pull_many` of objects of at most one chunk each, in fewer steps: their lengths, in the order of the parts,
+        -1 where `pull_many` is to say more; and what kept it from telling of the rest. `asked` has as many items as the
         parts that were taken, once it is over."""
         lengths, failure = await self._pool.pull_small_parts(
             hurried(copy) if others else copy, parts

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from random import Random
 from typing import Any, Final
 
@@ -52,7 +52,7 @@ from p2pstore.gossip.records import (
     writer_of,
 )
 from p2pstore.local.messages import HolderFailure
-from p2pstore.objects import HybridClock, Version, namespace_digest
+from p2pstore.objects import CHUNK_BYTES, HybridClock, Version, namespace_digest
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.layout import (
     Pin,
@@ -62,7 +62,6 @@ from p2pstore.transfer.layout import (
 from p2pstore.transfer.loans import Loan
 from p2pstore.transfer.messages import (
     MAX_SMALL_BULK_BYTES,
-    SMALL_OBJECT_BYTES,
     DataKind,
     Locations,
     Objects,
@@ -491,12 +490,19 @@ class PeerCore:
             return False
         return entry.state is SlotState.LIVE and not entry.expired(self.unix(now))
 
-    def lend_small(self, digests: bytes, now: float) -> SmallObjectsLent | None:
+    def lend_small(
+        self,
+        digests: bytes,
+        most_bytes: int,
+        now: float,
+        declines: Callable[[ObjectEntry], bool] | None = None,
+    ) -> SmallObjectsLent | None:
         """`Segment.lend_small` of what GET_SMALL answers, for any thread. None when this takes more than a look."""
         if self.floors.sweep.pending:
             return None
+        most_bytes = min(most_bytes, CHUNK_BYTES)
         return self.segment.lend_small(
-            digests, SMALL_OBJECT_BYTES, MAX_SMALL_BULK_BYTES, self.unix(now)
+            digests, most_bytes, MAX_SMALL_BULK_BYTES, self.unix(now), declines
         )
 
     def held_back(self, digest: bytes) -> Version | None:

@@ -29,6 +29,7 @@ from p2pstore.transfer.messages import (
     DataKind,
     GetItem,
     GetManifest,
+    GetSmall,
     Keeps,
     ObjectReply,
     ObjectStatus,
@@ -196,9 +197,16 @@ class PeerDataBackend:
         """It was sent, or will not be."""
         self._segment.end_loan(lent.handle)
 
-    def lend_small(self, digests: bytes) -> SmallObjectsLent | None:
-        """Many small objects, for any thread."""
-        return self._core.lend_small(digests, self._node.now)
+    def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
+        """Many objects of one chunk, for any thread."""
+        now = self._node.now
+        if asked.most_bytes < HOT_BYTES:
+            return self._core.lend_small(asked.digests, asked.most_bytes, now)
+
+        def is_sent_on(entry: ObjectEntry) -> bool:
+            return self._is_sent_on(entry, reader, asked.keeps, now)
+
+        return self._core.lend_small(asked.digests, asked.most_bytes, now, is_sent_on)
 
     def end_small_loan(self, lent: SmallObjectsLent) -> None:
         """They were sent, or will not be."""

@@ -318,18 +318,19 @@ class DataPool:
         self, peer: RemotePeer, digests: Sequence[bytes], views: Sequence[memoryview]
     ) -> tuple[list[int], PullFailed | None]:
         """`pull_small_parts` of all of these."""
-        return await self.pull_small_parts(peer, in_parts(digests, views))
+        most_bytes = max(map(len, views), default=0)
+        return await self.pull_small_parts(peer, in_parts(digests, views, most_bytes))
 
     async def pull_small_parts(
         self, peer: RemotePeer, parts: Parts
     ) -> tuple[list[int], PullFailed | None]:
-        """Read many small objects of one holder into their views, in as few steps as possible: see
+        """Read many objects of one chunk of one holder into their views, in as few steps as possible: see
         `small_reads.pull_small`. The lengths, and how the connection failed when they are not all. Raises what the
         parts raise, and cancellation."""
         lengths: list[int] = []
 
         def pull(connection: DataConnection) -> Awaitable[None]:
-            return pull_small(connection, parts, lengths, peer.answer_seconds)
+            return pull_small(connection, parts, lengths, peer.answer_seconds, peer.keeps)
 
         try:
             await self._use(peer, self._progress_seconds, pull)

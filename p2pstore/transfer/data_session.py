@@ -62,6 +62,7 @@ from p2pstore.transfer.read_thread import (
     ReadTally,
     ReadThread,
     small_answer,
+    takes_upload,
 )
 from p2pstore.transfer.store_intake import StoreBackend, receive_value
 from p2pstore.transfer.swarm_serving import UNSENT_PIECE_BYTES, OpenedPiece, SwarmBackend
@@ -154,7 +155,7 @@ class DataBackend(Protocol):
         """See `QuickSource`."""
         ...
 
-    def lend_small(self, digests: bytes) -> SmallObjectsLent | None:
+    def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
         """See `QuickSource`."""
         ...
 
@@ -434,7 +435,7 @@ class DataSession:
             if self._gathered_bytes >= GATHER_BYTES or len(self._parts) >= GATHER_PARTS:
                 await self._flush()
         elif isinstance(message, GetSmall):
-            self._gather_small(header.request_id, message.digests)
+            self._gather_small(header.request_id, message)
             await self._flush()
         elif isinstance(message, Store):
             await self._flush()
@@ -530,6 +531,7 @@ class DataSession:
                 continue
             payload = item.of(each.payload)
             if len(payload) > SMALL_READ_BYTES and not self._take_upload(get.may_refuse):
+                self._traffic.busy += 1
                 replies.append(ObjectReply(ObjectStatus.BUSY))
                 continue
             body_bytes += len(each.trailer) + 128
@@ -559,12 +561,10 @@ class DataSession:
         quick = bool(payloads) and whole and bulk_bytes <= LENT_BYTES
         self._briskness.answered(now, quick=quick)
 
-    def _gather_small(self, request_id: int, digests: bytes) -> None:
+    def _gather_small(self, request_id: int, asked: GetSmall) -> None:
         """Put the answer to GET_SMALL with those that are to be sent next; its objects are held from here on."""
-        lent = self._backend.lend_small(digests)
-        if lent is None:
-            nothing = bytes(len(digests) // DIGEST_BYTES * SLOT_BYTES)
-            lent = SmallObjectsLent(nothing, [], [], 0, None)
+        lent = self._lend_small(asked)
+        self._has_more = False
         self._held_small.append(lent)
         parts = small_answer(request_id, lent)
         self._parts += parts
@@ -572,8 +572,20 @@ class DataSession:
         self._traffic.objects += len(lent.digests)
         if lent.digests:
             self._backend.note_reads(lent.digests)
-            self._traffic.tally.small_read_at = time.monotonic()
+            if not self._has_upload:
+                self._traffic.tally.small_read_at = time.monotonic()
         self._briskness.answered(time.monotonic(), quick=bool(lent.digests))
+
+    def _lend_small(self, asked: GetSmall) -> SmallObjectsLent:
+        reader = self._claims.issuer
+        lent = self._backend.lend_small(asked, reader)
+        if lent is not None and takes_upload(lent) and not self._take_upload(may_refuse=True):
+            self._backend.end_small_loan(lent)
+            lent = self._backend.lend_small(GetSmall(asked.digests), reader)
+        if lent is None:
+            nothing = bytes(len(asked.digests) // DIGEST_BYTES * SLOT_BYTES)
+            return SmallObjectsLent(nothing, [], [], 0, None)
+        return lent
 
     def _take_upload(self, may_refuse: bool) -> bool:
         """Whether a large answer may be sent now; if so, this connection has one on its way until the next flush
@@ -583,7 +595,6 @@ class DataSession:
             self._has_upload = self._traffic.uploads.begin(
                 self._upload_began, may_refuse=may_refuse
             )
-            self._traffic.busy += not self._has_upload
         return self._has_upload
 
     def _gather(self, frame: bytes) -> None:

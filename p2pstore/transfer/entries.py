@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -97,11 +97,15 @@ _EXPIRES: Final = operator.attrgetter("expires_unix_ms")
 
 
 def small_entries(
-    found: Sequence[ObjectEntry | None], most_bytes: int, most_bytes_in_all: int, now: float
+    found: Sequence[ObjectEntry | None],
+    most_bytes: int,
+    most_bytes_in_all: int,
+    now: float,
+    declines: Callable[[ObjectEntry], bool] | None = None,
 ) -> tuple[Sequence[int], Sequence[ObjectEntry]]:
-    """The places of those that have 1 to `most_bytes` bytes and did not expire, up to that many bytes in all; and these
-    entries."""
-    if found and all(found):
+    """The places of those that have 1 to `most_bytes` bytes, did not expire and are not declined, up to that many bytes
+    in all; and these entries."""
+    if declines is None and found and all(found):
         entries = cast(Sequence[ObjectEntry], found)
         lengths = list(map(_LENGTH, entries))  # a look at each by itself takes twice as long
         fit = min(lengths) > 0 and max(lengths) <= most_bytes and sum(lengths) <= most_bytes_in_all
@@ -111,9 +115,11 @@ def small_entries(
     for place, entry in enumerate(found):
         if entry is None or not 0 < entry.length <= most_bytes or entry.expired(now):
             continue
-        total += entry.length
-        if total > most_bytes_in_all:
+        if total + entry.length > most_bytes_in_all:
             break
+        if declines is not None and declines(entry):
+            continue
+        total += entry.length
         places.append(place)
         entries.append(entry)
     return places, entries

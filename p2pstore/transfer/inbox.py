@@ -37,9 +37,11 @@ class Inbox:
         """So many bytes will come that are read by `read_into`: few of them should come with a head."""
         self._ahead_bytes = HEAD_BYTES if payload_bytes >= INBOX_BYTES else INBOX_BYTES
 
-    def expect_head(self, head_bytes: int) -> None:
-        """What comes next has a head of so many bytes, and then payloads that are read by `fill`."""
-        self._ahead_bytes = head_bytes if self._receive_all is not None else INBOX_BYTES
+    def expect_head(self, head_bytes: int, payload_bytes: int) -> None:
+        """What comes next has a head of so many bytes, and then payloads of up to `payload_bytes` each, that are read
+        by `fill` and `read_summed`."""
+        in_place = self._receive_all is not None or payload_bytes >= INBOX_BYTES
+        self._ahead_bytes = head_bytes if in_place else INBOX_BYTES
 
     async def fill(self, views: Sequence[memoryview]) -> None:
         """Fill many views, none empty, one after the other. Raises as `read_into`."""

@@ -128,21 +128,26 @@ class Get(Message, frozen=True):
 
 
 SMALL_OBJECT_BYTES: Final = 64 * 1024
+"""Objects up to this are small; what GET_SMALL is answered with at most, unless it says otherwise."""
 MAX_SMALL_ITEMS: Final = 512
 MAX_SMALL_BULK_BYTES: Final = 4 * 1024 * 1024
 
 
 class GetSmall(Message, frozen=True):
-    """Many small objects (1 byte to 64 KiB). `digests` are packed, at most 512."""
+    """Many objects of one chunk, of 1 to `most_bytes` bytes. `digests` are packed, at most 512. `keeps` as for GET.
+    Peers that know only of the digests answer with what has up to 64 KiB."""
 
     digests: Annotated[
         bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_SMALL_ITEMS)
     ]
+    most_bytes: int = SMALL_OBJECT_BYTES
+    keeps: int = 0
 
 
 class SmallObjects(Message, frozen=True):
     """A slot (64 bytes) for each, exactly as in the owner's memory, and all zero for what GET has to say more of: it is
-    not there, is larger, is on the SSD, or the values before it were 4 MiB. The bulk is the values of the others, one
+    not there, is larger, is on the SSD, is hot, or the values before it were 4 MiB; and the holder may be too busy for
+    more than 64 KiB of each. The bulk is the values of the others, one
     after the other. Without trailers: of an object of one chunk, length and value give the slot's root."""
 
     slots: bytes

@@ -22,6 +22,7 @@ from p2pstore.polling import Polling
 from p2pstore.streams import MAX_GATHER, BytesLike, advance, flatten_parts, waiting_in_kernel
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.messages import (
+    SMALL_OBJECT_BYTES,
     DataKind,
     Get,
     GetItem,
@@ -95,9 +96,9 @@ class QuickSource(Protocol):
         """The end of `lend`, in the same thread."""
         ...
 
-    def lend_small(self, digests: bytes) -> SmallObjectsLent | None:
-        """What GET_SMALL is answered with, by packed digests; it stays there until `end_small_loan`. None when it takes
-        the event loop to say, or another look."""
+    def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
+        """What GET_SMALL of the peer `reader`, or of a client of it, is answered with; it stays there until
+        `end_small_loan`. None when it takes the event loop to say, or another look."""
         ...
 
     def end_small_loan(self, lent: SmallObjectsLent) -> None:
@@ -191,7 +192,7 @@ class ReadThread:
             if kind == GET:
                 done = self._answer_get(sock, request_id, decode_get(body))
             elif kind == GET_SMALL:
-                done = self._answer_small(sock, request_id, _decode_get_small(body).digests)
+                done = self._answer_small(sock, request_id, _decode_get_small(body))
             else:
                 return 0
         except MALFORMED:
@@ -210,18 +211,27 @@ class ReadThread:
             self._tally.small_read_at = time.monotonic()
         return True
 
-    def _answer_small(self, sock: socket.socket, request_id: int, digests: bytes) -> bool:
+    def _answer_small(self, sock: socket.socket, request_id: int, asked: GetSmall) -> bool:
         """Whether that could be done here."""
-        lent = None if len(digests) % DIGEST_BYTES else self._source.lend_small(digests)
+        if len(asked.digests) % DIGEST_BYTES:
+            return False
+        lent = self._source.lend_small(asked, self._reader)
         if lent is None:
             return False
+        is_upload, began = takes_upload(lent), time.monotonic()
+        if is_upload and not self._uploads.begin(began, may_refuse=True):
+            self._source.end_small_loan(lent)
+            return self._answer_small(sock, request_id, GetSmall(asked.digests))
         try:
             parts = small_answer(request_id, lent)
             send_all(sock, parts)
         finally:
             self._source.end_small_loan(lent)
+            if is_upload:
+                self._uploads.end(began, time.monotonic())
         self._tally.add(lent.digests, len(parts[0]) + lent.length_bytes)
-        self._tally.small_read_at = time.monotonic()
+        if not is_upload:
+            self._tally.small_read_at = time.monotonic()
         return True
 
     def _reply_lent(self, sock: socket.socket, request_id: int, get: Get) -> bool:
@@ -300,6 +310,12 @@ def answer_head(request_id: int, replies: list[ObjectReply], bulk_length: int) -
     """The frame that answers GET, up to its bulk."""
     body = _encode_body(Objects(replies))
     return HEADER.pack(GET, REPLY, request_id, len(body), bulk_length) + body
+
+
+def takes_upload(lent: SmallObjectsLent) -> bool:
+    """Whether sending this counts as a large answer; if there are too many of those, GET is to say what becomes of what
+    has more than 64 KiB."""
+    return lent.length_bytes > SMALL_OBJECT_BYTES * len(lent.digests)
 
 
 def small_answer(request_id: int, lent: SmallObjectsLent) -> list[BytesLike]:

@@ -458,13 +458,19 @@ class Segment:
         return loan, entry
 
     def lend_small(
-        self, digests: bytes, most_bytes: int, most_bytes_in_all: int, now: float
+        self,
+        digests: bytes,
+        most_bytes: int,
+        most_bytes_in_all: int,
+        now: float,
+        declines: Callable[[ObjectEntry], bool] | None = None,
     ) -> SmallObjectsLent | None:
-        """The live entries under packed digests that have 1 to `most_bytes` bytes each; their bytes stay until
-        `end_loan`. For any thread of the process. None when one is given up in this moment."""
+        """The live entries under packed digests that have 1 to `most_bytes` bytes each, but for those that `declines`
+        names; their bytes stay until `end_loan`. For any thread of the process. None when one is given up in this
+        moment."""
         wanted: list[bytes] = np.frombuffer(digests, _DIGEST).tolist()
         found = list(map(self._entries.get, wanted))
-        places, entries = small_entries(found, most_bytes, most_bytes_in_all, now)
+        places, entries = small_entries(found, most_bytes, most_bytes_in_all, now, declines)
         if not entries:
             return SmallObjectsLent(bytes(len(wanted) * SLOT_BYTES), [], [], 0, None)
         loan = self._loans.begin(*entries)

@@ -1,5 +1,5 @@
-"""Many small objects straight into buffers, by GET_SMALL: packed digests there, packed slots and the values back,
-without a message or a trailer for each object. Over any `ByteStream`.
+"""Many objects of one chunk straight into buffers, by GET_SMALL: packed digests there, packed slots and the values
+back, without a message or a trailer for each object. Over any `ByteStream`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from p2pstore.objects import KIB, MIB
 from p2pstore.streams import MAX_GATHER
 from p2pstore.transfer.batch_reads import MIN_BATCH_ITEMS
 from p2pstore.transfer.data_requests import DataRequests
+from p2pstore.transfer.inbox import INBOX_BYTES
 from p2pstore.transfer.layout import SLOT_BYTES, SlotRows
 from p2pstore.transfer.messages import (
     MAX_SMALL_ITEMS,
@@ -26,12 +27,13 @@ from p2pstore.transfer.messages import (
     SMALL_VERSION,
     DataKind,
     GetSmall,
+    Keeps,
     SmallObjects,
 )
 from p2pstore.wire import HEADER_BYTES, encode_body
 
-BATCH_BYTES: Final = 2 * MIB
-"""Of room for objects that one request asks for."""
+BATCH_BYTES: Final = 4 * MIB
+"""Of room for objects that one request asks for: what is answered at once."""
 GROUP_BYTES: Final = 256 * KIB
 """Of objects that are received together."""
 PARTS_TOGETHER: Final = 2
@@ -40,14 +42,16 @@ MOST_ITEMS: Final = min(MAX_SMALL_ITEMS, MAX_GATHER - 1)
 """Of a request, so that its answer can be sent with one call: a head and as many values."""
 PARTS_AHEAD: Final = 3
 """As long as fewer are under way, more are asked for."""
+SUM_BYTES: Final = 8
 _HEAD_BYTES: Final = HEADER_BYTES + len(encode_body(SmallObjects(bytes(SLOT_BYTES))))
 
 
 class Part(NamedTuple):
-    """What one request asks for: digests, and a view for each value, none empty."""
+    """What one request asks for: digests, and a view for each value, none empty and none of more than `most_bytes`."""
 
     digests: Sequence[bytes]
     views: Sequence[memoryview]
+    most_bytes: int
 
 
 Parts = Callable[[], Iterator[Sequence[Part]]]
@@ -55,13 +59,17 @@ Parts = Callable[[], Iterator[Sequence[Part]]]
 step after the first is taken while what was sent is on its way, and may find out meanwhile what else to ask for."""
 
 
-def in_parts(digests: Sequence[bytes], views: Sequence[memoryview]) -> Parts:
-    """All of them, the first parts together: each would wake the other side."""
-    return partial(_steps, digests, views)
+def in_parts(digests: Sequence[bytes], views: Sequence[memoryview], most_bytes: int) -> Parts:
+    """All of them, the first parts together: each would wake the other side. No view has more than `most_bytes`."""
+    return partial(_steps, digests, views, most_bytes)
 
 
-def _steps(digests: Sequence[bytes], views: Sequence[memoryview]) -> Iterator[Sequence[Part]]:
-    parts = [Part(digests[some], views[some]) for some in part_slices(views)]
+def _steps(
+    digests: Sequence[bytes], views: Sequence[memoryview], most_bytes: int
+) -> Iterator[Sequence[Part]]:
+    parts = [
+        Part(digests[some], views[some], most_bytes) for some in part_slices(views, most_bytes)
+    ]
     for at in range(0, len(parts), PARTS_TOGETHER):
         yield parts[at : at + PARTS_TOGETHER]
 
@@ -71,71 +79,74 @@ async def pull_small(
     parts: Parts,
     lengths: list[int],
     answer_seconds: float = math.inf,
+    keeps: Keeps = Keeps.NO,
 ) -> None:
-    """Read many objects of 1 byte to 64 KiB into the beginnings of their views: adds the length of each to `lengths`,
-    in the order of the parts, and -1 where `pull_many` is to say more, which costs nothing but a request. Nothing is
-    known of a view whose length is not told. The first answer is to begin within `answer_seconds`. Raises as every
-    operation, for all that is left."""
+    """Read many objects of 1 byte to one chunk into the beginnings of their views: adds the length of each to
+    `lengths`, in the order of the parts, and -1 where `pull_many` is to say more, which costs nothing but a request.
+    Nothing is known of a view whose length is not told. The first answer is to begin within `answer_seconds`; `keeps`
+    as for `pull_many`. Raises as every operation, for all that is left."""
     steps = parts()
     if connection.version < SMALL_VERSION:
         lengths += [-1 for step in steps for part in step for _ in part.digests]
         return
     inbox = connection.inbox
     with connection.operation():
-        asked: deque[tuple[int, bytes, Sequence[memoryview]]] = deque()
+        asked: deque[tuple[int, GetSmall, Part]] = deque()
         try:
             while True:
                 while len(asked) < PARTS_AHEAD and (step := next(steps, None)) is not None:
                     frames: list[bytes] = []
                     for part in step:
-                        packed = b"".join(part.digests)
-                        number, frame = connection.frame(DataKind.GET_SMALL, GetSmall(packed))
+                        request = GetSmall(b"".join(part.digests), part.most_bytes, int(keeps))
+                        number, frame = connection.frame(DataKind.GET_SMALL, request)
                         frames.append(frame)
-                        asked.append((number, packed, part.views))
+                        asked.append((number, request, part))
                     if frames:
                         await connection.stream.send(*frames)
                 if not asked:
                     return
-                number, packed, views = asked.popleft()
-                inbox.expect_head(_HEAD_BYTES + SLOT_BYTES * len(views))
+                number, request, part = asked.popleft()
+                head_bytes = _HEAD_BYTES + SLOT_BYTES * len(part.views)
+                inbox.expect_head(head_bytes, part.most_bytes)
                 if not lengths:
                     await connection.wait_for_answer(answer_seconds)
-                lengths += await _receive(connection, number, packed, views)
+                lengths += await _receive(connection, number, request, part.views)
         finally:
             inbox.expect(0)
 
 
-def part_slices(views: Sequence[memoryview]) -> list[slice]:
-    """Which of them one request asks for: a third, so that both sides have work all the time, and not too much."""
+def part_slices(views: Sequence[memoryview], most_bytes: int) -> list[slice]:
+    """Which of them one request asks for: a third, so that both sides have work all the time, and not too much. No view
+    has more than `most_bytes`."""
     size = max(MIN_BATCH_ITEMS, min(MOST_ITEMS, -(-len(views) // 3)))
-    if size * max(map(len, views), default=0) <= BATCH_BYTES:
+    if size * most_bytes <= BATCH_BYTES:
         return [slice(at, min(at + size, len(views))) for at in range(0, len(views), size)]
     slices: list[slice] = []
     first = room_bytes = 0
     for place, view in enumerate(views):
+        if place > first and (place - first == size or room_bytes + len(view) > BATCH_BYTES):
+            slices.append(slice(first, place))
+            first, room_bytes = place, 0
         room_bytes += len(view)
-        if place + 1 - first == size or room_bytes >= BATCH_BYTES:
-            slices.append(slice(first, place + 1))
-            first, room_bytes = place + 1, 0
-    if first < len(views):
-        slices.append(slice(first, len(views)))
+    slices.append(slice(first, len(views)))
     return slices
 
 
 async def _receive(
-    connection: DataRequests, number: int, digests: bytes, views: Sequence[memoryview]
+    connection: DataRequests, number: int, asked: GetSmall, views: Sequence[memoryview]
 ) -> list[int]:
     """One answer: the lengths, as `pull_small` tells them."""
+    most_bytes = max(asked.most_bytes, SMALL_OBJECT_BYTES)  # older peers know no other limit
     answer = await connection.receive(DataKind.GET_SMALL, number, SmallObjects)
     if len(answer.slots) != SLOT_BYTES * len(views):
         raise ProtocolError("the reply to GET_SMALL has another number of slots than digests")
     slots = SlotRows(answer.slots)
     lengths, room = slots.lengths, list(map(len, views))
-    if sum(lengths) != connection.bulk_left or max(lengths) > SMALL_OBJECT_BYTES:
+    if sum(lengths) != connection.bulk_left or max(lengths) > most_bytes:
         raise ProtocolError("the slots of a reply do not add up to its bulk bytes")
     targets = views if lengths == room else list(map(_room, views, lengths))
     sums = await _receive_values(connection, targets, lengths)
-    good = slots.are_only_chunks(digests, b"".join(sums))
+    good = slots.are_only_chunks(asked.digests, b"".join(sums))
     if lengths == room and good.all():
         return lengths
     return [
@@ -153,6 +164,12 @@ async def _receive_values(
     ends = list(accumulate(lengths))
     first = start = 0
     while first < len(targets):
+        if lengths[first] >= INBOX_BYTES:
+            value_sum = await connection.inbox.read_summed(targets[first])
+            connection.bulk_left -= lengths[first]
+            sums.append(value_sum.to_bytes(SUM_BYTES, "big"))
+            first, start = first + 1, ends[first]
+            continue
         last = min(bisect_left(ends, start + GROUP_BYTES) + 1, len(targets))
         group = targets[first:last]
         filled = group if all(lengths[first:last]) else [each for each in group if len(each)]

@@ -32,7 +32,7 @@ from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.data_server import DataServer, listener_address, open_data_listeners
 from p2pstore.transfer.data_session import OpenedObject
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
-from p2pstore.transfer.messages import DataKind, GetItem, GetManifest, Keeps, ObjectReply
+from p2pstore.transfer.messages import DataKind, GetItem, GetManifest, GetSmall, Keeps, ObjectReply
 from p2pstore.transfer.read_thread import LentObject
 from p2pstore.transfer.tickets import TicketClaims
 from p2pstore.transfer.transport import RemotePeer
@@ -72,7 +72,7 @@ class _Backend:
     def end_loan(self, lent: LentObject) -> None:
         raise AssertionError("there are no objects")
 
-    def lend_small(self, digests: bytes) -> SmallObjectsLent | None:
+    def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
         raise AssertionError("there are no objects")
 
     def end_small_loan(self, lent: SmallObjectsLent) -> None:

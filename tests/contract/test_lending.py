@@ -10,7 +10,7 @@ import pytest
 from p2pstore.core.hot_objects import HOT_READS
 from p2pstore.objects import MIB, key_digest
 from p2pstore.peer.data_backend import PeerDataBackend
-from p2pstore.transfer.messages import GetItem, Keeps
+from p2pstore.transfer.messages import GetItem, GetSmall, Keeps
 from tests.contract.worlds import Cluster, open_cluster
 
 CHUNK, LONGER = key_digest("chunk"), key_digest("longer")
@@ -37,6 +37,17 @@ class Lender:
             return bytes(item.of(lent.value))
         finally:
             self._backend.end_loan(lent)
+
+    def lends_small(
+        self, digest: bytes, most_bytes: int, reader: bytes = STRANGER, keeps: int = Keeps.NO
+    ) -> bytes:
+        """The bytes that it lends for GET_SMALL."""
+        lent = self._backend.lend_small(GetSmall(digest, most_bytes, keeps), reader)
+        assert lent is not None
+        try:
+            return b"".join(lent.payloads)
+        finally:
+            self._backend.end_small_loan(lent)
 
 
 @pytest.fixture
@@ -73,3 +84,20 @@ def test_what_is_hot_is_left_to_the_event_loop(lender: Lender) -> None:
     assert lender.lends(GetItem(LONGER), 2 * MIB, lender.other, Keeps.BY_PEER) is None
     assert lender.lends(GetItem(LONGER, 1, 1), MIB, lender.other, Keeps.BY_PEER)
     assert lender.lends(GetItem(LONGER), 2 * MIB, lender.other, Keeps.NO)
+
+
+def test_by_small_reads_it_lends_one_chunk_at_most(lender: Lender) -> None:
+    assert lender.lends_small(CHUNK, MIB) == b"c" * MIB
+    assert lender.lends_small(CHUNK, MIB - 1) == b""
+    assert lender.lends_small(LONGER, 1 << 62) == b""
+    assert lender.lends_small(CHUNK, 1 << 62) == b"c" * MIB
+    assert lender.lends_small(CHUNK, -1) == b""
+
+
+def test_what_is_hot_is_not_lent_by_small_reads(lender: Lender) -> None:
+    """GET is to say who keeps it."""
+    for _ in range(int(HOT_READS) + 1):
+        assert lender.lends_small(CHUNK, MIB, lender.other, Keeps.BY_PEER)
+    assert lender.lends_small(CHUNK, MIB, lender.other, Keeps.BY_PEER) == b""
+    assert lender.lends(GetItem(CHUNK), MIB, lender.other, Keeps.BY_PEER) is None
+    assert lender.lends_small(CHUNK, MIB, lender.other, Keeps.NO)

@@ -95,6 +95,57 @@ async def test_many_small_objects_in_columns(tcp: TcpHarness, side: Side) -> Non
     assert again == ([1], None)
 
 
+async def test_objects_of_one_chunk_in_columns(tcp: TcpHarness, side: Side) -> None:
+    """Between small ones, in several answers: more than one holds."""
+    sizes = [MIB, 5, 64 * KIB + 1, 128 * KIB - 1, 128 * KIB, MIB - 1, 300_000, 64 * KIB, 1, 700_000]
+    values = [pattern(size, seed) for seed, size in enumerate(sizes * 2)]
+    values[11] = pattern(MIB + 1)
+    digests = [put(tcp.segment, f"key {i}", value) for i, value in enumerate(values)]
+    room = [len(value) for value in values]
+    room[0], room[2], room[11], room[12] = MIB, MIB, MIB, 64 * KIB
+    views = [memoryview(bytearray(size)) for size in room]
+    digests[13] = key_digest("absent")
+    entry = tcp.segment.find(digests[15], time.time())
+    assert entry is not None
+    _buffers[SEGMENT_BYTES][entry.offset + 400_000] ^= 1
+    pool = tcp.pool(side.driver)
+    for _ in range(3):
+        lengths, failure = await side.run(lambda: pool.pull_small(tcp.copy(), digests, views))
+        assert failure is None
+        told_otherwise = {11, 12, 13, 15}
+        for number, (length, view, value) in enumerate(zip(lengths, views, values, strict=True)):
+            assert length == (-1 if number in told_otherwise else len(value))
+            assert number in told_otherwise or view[:length] == value
+        assert not any(any(views[number]) for number in (11, 12, 13))
+        assert pool.open_connections == 1
+    await until(lambda: nothing_is_lent(tcp.segment))
+
+
+async def test_a_large_object_is_not_sent_to_who_has_no_room_for_it(
+    tcp: TcpHarness, side: Side
+) -> None:
+    digests = [put(tcp.segment, f"key {i}", pattern(MIB, i)) for i in range(8)]
+    views = [memoryview(bytearray(100_000)) for _ in digests]
+    pool = tcp.pool(side.driver)
+    lengths, _ = await side.run(lambda: pool.pull_small(tcp.copy(), digests, views))
+    assert lengths == [-1] * 8
+    assert tcp.server.traffic.bytes < MIB
+
+
+async def test_a_holder_that_knows_no_limit_but_64_kib_is_asked_otherwise(side: Side) -> None:
+    """One of the first version that knew GET_SMALL."""
+    digests = [key_digest(f"key {i}") for i in range(3)]
+    views = [memoryview(bytearray(MIB)) for _ in digests]
+    values = pattern(64 * KIB), b"small"
+    slots = [object_reply(value, f"key {2 * i}").slot for i, value in enumerate(values)]
+    frame = small_frame(*values, slots=slots[0] + bytes(64) + slots[1])
+    async with scripted_owner(answer(frame), version=3) as older:
+        pool = DataPool(side.driver)
+        lengths, failure = await side.run(lambda: pool.pull_small(older, digests, views))
+        assert (lengths, failure) == ([64 * KIB, -1, 5], None)
+        pool.close()
+
+
 async def test_small_objects_into_one_buffer_are_delivered_or_asked_for_again(
     tcp: TcpHarness, side: Side
 ) -> None:
@@ -149,8 +200,11 @@ async def test_digests_that_are_none_end_the_connection(tcp: TcpHarness, length:
 # --- holders that misbehave ---
 
 
-def small_frame(*values: bytes, bulk: bytes | None = None) -> Callable[[int], bytes]:
-    slots = b"".join(object_reply(value, f"key {i}").slot for i, value in enumerate(values))
+def small_frame(
+    *values: bytes, bulk: bytes | None = None, slots: bytes | None = None
+) -> Callable[[int], bytes]:
+    if slots is None:
+        slots = b"".join(object_reply(value, f"key {i}").slot for i, value in enumerate(values))
     sent = b"".join(values) if bulk is None else bulk
     return lambda request_id: (
         encode_frame(
@@ -164,7 +218,7 @@ SMALL_MISBEHAVIOUR: dict[str, tuple[Callable[[int], bytes], Code | None]] = {
     "another number of slots": (small_frame(b"a", b"b"), Code.MALFORMED),
     "no slots": (small_frame(), Code.MALFORMED),
     "bulk does not add up": (small_frame(b"a", b"b", b"c", bulk=b"abcd"), Code.MALFORMED),
-    "a large one": (small_frame(b"a", b"b", bytes(64 * KIB + 1)), Code.MALFORMED),
+    "one too large": (small_frame(b"a", b"b", bytes(64 * KIB + 1)), Code.MALFORMED),
     "GET's answer": (objects_frame(object_reply(b"a")), Code.MALFORMED),
     "wrong bytes": (small_frame(b"a", b"b", b"c", bulk=b"xyz"), None),
 }
@@ -208,26 +262,26 @@ async def test_a_holder_that_refuses_columns_fails_the_pull_and_nothing_else(
 
 async def test_what_came_in_columns_before_the_connection_broke_stands(side: Side) -> None:
     values = [pattern(64 * KIB, seed) for seed in range(100)]
-    digests = [key_digest(f"key {i % 32}") for i in range(100)]
+    digests = [key_digest(f"key {i % 34}") for i in range(100)]
     views = [memoryview(bytearray(64 * KIB)) for _ in digests]
 
     async def script(stream: Any, read: Any) -> None:
         _, _, request_id, body, _ = await read()
-        assert decode_body(GetSmall, body).digests == b"".join(digests[:32])
-        await stream.send(small_frame(*values[:32])(request_id))
+        assert decode_body(GetSmall, body).digests == b"".join(digests[:34])
+        await stream.send(small_frame(*values[:34])(request_id))
         _, _, request_id, _, _ = await read()
         for _ in range(
             2
         ):  # a connection that is closed before all is read takes back what was sent
             await read()
-        await stream.send(small_frame(*values[:32])(request_id)[:700_000])
+        await stream.send(small_frame(*values[:34])(request_id)[:700_000])
 
     async with scripted_owner(script, version=3) as bad:
         pool = DataPool(side.driver)
         lengths, failure = await side.run(lambda: pool.pull_small(bad, digests, views))
         pool.close()
-    assert lengths == [64 * KIB] * 32
-    assert [view == value for view, value in zip(views[:32], values, strict=False)] == [True] * 32
+    assert lengths == [64 * KIB] * 34
+    assert [view == value for view, value in zip(views[:34], values, strict=False)] == [True] * 34
     assert failure is not None
     assert failure.retriable
 
@@ -322,7 +376,7 @@ async def test_values_that_change_all_the_time_are_read_right_or_not_at_all(tls:
         read[how] += 1
 
     def read_for_a_while(pool: DataPool, copy: RemoteCopy, rng: Random) -> None:
-        views = [memoryview(bytearray(64 * KIB)) for _ in keys]
+        views = [memoryview(bytearray(300_000)) for _ in keys]
         deadline = time.monotonic() + 30
         while min(read.values()) < 500 and time.monotonic() < deadline:
             lengths, failure = run_blocking(pool.pull_small(copy, digests, views))

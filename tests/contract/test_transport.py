@@ -43,7 +43,7 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.keyring import KeyRing
-from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.streams import BlockingDriver, BytesLike, ByteStream, Driver, run_blocking
 from p2pstore.transfer import transport as transport_module
 from p2pstore.transfer.data_addresses import over_tls
@@ -66,11 +66,11 @@ from p2pstore.transfer.layout import (
 )
 from p2pstore.transfer.messages import (
     MAX_SMALL_BULK_BYTES,
-    SMALL_OBJECT_BYTES,
     ClusterRecords,
     DataKind,
     Get,
     GetItem,
+    GetSmall,
     Hello,
     HelloReply,
     Keeps,
@@ -273,9 +273,9 @@ class Backend:
     def end_loan(self, lent: LentObject) -> None:
         self._segment.end_loan(lent.handle)
 
-    def lend_small(self, digests: bytes) -> SmallObjectsLent | None:
+    def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
         return self._segment.lend_small(
-            digests, SMALL_OBJECT_BYTES, MAX_SMALL_BULK_BYTES, time.time()
+            asked.digests, min(asked.most_bytes, CHUNK_BYTES), MAX_SMALL_BULK_BYTES, time.time()
         )
 
     def end_small_loan(self, lent: SmallObjectsLent) -> None:

@@ -15,7 +15,7 @@ from p2pstore.streams import ByteStream
 from p2pstore.transfer import part_thread
 from p2pstore.transfer.data_server import ServerLimits
 from p2pstore.transfer.data_session import MAX_SENDING_THREADS
-from p2pstore.transfer.messages import DataKind, Get, GetItem
+from p2pstore.transfer.messages import DataKind, Get, GetItem, GetSmall
 from p2pstore.transfer.read_thread import BRISK_READS
 from p2pstore.transfer.transport import (
     BufferDestination,
@@ -160,6 +160,27 @@ async def _pull(harness: TcpHarness) -> None:
     pool = harness.pool(TrioDriver())
     await pool.pull(hurried(harness.copy()), DIGEST, BufferDestination(bytearray(len(LARGE))))
     pool.close()
+
+
+async def test_when_all_places_are_taken_small_reads_bring_small_objects_only() -> None:
+    async with holder(1) as harness:
+        chunk = put(harness.segment, "chunk", LARGE[:MIB])
+        asked = GetSmall(key_digest("small") + chunk, MIB)
+        stream = await authenticated(harness.address, max_version=3)
+
+        async def ask() -> bytes:
+            await stream.send(encode_frame(DataKind.GET_SMALL, 1, asked))
+            *_, bulk = await read_frame(stream)
+            return bulk
+
+        assert await ask() == SMALL + LARGE[:MIB]
+        async with occupied(harness):
+            assert await ask() == SMALL
+        assert harness.server.traffic.busy == 0, "GET is to say that"
+        await until(lambda: harness.server.traffic.uploads.taken == 0)
+        assert await ask() == SMALL + LARGE[:MIB]
+        stream.close()
+    assert not harness.segment.has_loans
 
 
 # --- small reads beside a large one --------------------------------------------------------------

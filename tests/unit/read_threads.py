@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from p2pstore.objects import KIB, MIB
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
-from p2pstore.transfer.messages import DataKind, Get, GetItem, GetSmall, Objects
+from p2pstore.transfer.messages import DataKind, Get, GetItem, GetSmall, Objects, SmallObjects
 from p2pstore.transfer.part_thread import PartThread
 from p2pstore.transfer.read_thread import LENT_BYTES, LentObject, ReadTally, ReadThread
 from p2pstore.transfer.uploads import Uploads
@@ -63,11 +63,14 @@ class Source:
     def end_loan(self, lent: LentObject) -> None:
         self.ended += 1
 
-    def lend_small(self, digests: bytes) -> SmallObjectsLent | None:
+    def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
+        digests = asked.digests
         wanted = [digests[at : at + 16] for at in range(0, len(digests), 16)]
         if NOT_NOW in wanted:
             return None
-        there = [digest for digest in wanted if digest in VALUES]
+        there = [
+            digest for digest in wanted if 0 < len(VALUES.get(digest, b"")) <= asked.most_bytes
+        ]
         slots = b"".join((digest * 4 if digest in there else bytes(64)) for digest in wanted)
         values = [memoryview(VALUES[digest]) for digest in there]
         self.lent.append((READER, len(there)))
@@ -108,6 +111,14 @@ class Served:
         assert (header.kind, header.flags) == (DataKind.GET, REPLY)
         objects = decode_body(Objects, self.receive(header.body_length))
         return header.request_id, objects, self.receive(header.bulk_length)
+
+    def small_reply(self) -> tuple[list[bool], bytes]:
+        """Which of those that were asked for came, and their values."""
+        header = decode_header(self.receive(HEADER_BYTES), DATA_REPLY_LIMITS)
+        assert (header.kind, header.flags) == (DataKind.GET_SMALL, REPLY)
+        slots = decode_body(SmallObjects, self.receive(header.body_length)).slots
+        came = [any(slots[at : at + 64]) for at in range(0, len(slots), 64)]
+        return came, self.receive(header.bulk_length)
 
 
 @contextmanager
@@ -152,5 +163,5 @@ def ended(serving: Served) -> bytes:
     return serving.left
 
 
-def get_small(number: int, *digests: bytes) -> bytes:
-    return encode_frame(DataKind.GET_SMALL, number, GetSmall(b"".join(digests)))
+def get_small(number: int, *digests: bytes, most_bytes: int = MIB) -> bytes:
+    return encode_frame(DataKind.GET_SMALL, number, GetSmall(b"".join(digests), most_bytes))

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.keyring import KeyRing
-from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
+from p2pstore.objects import KIB, MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.transfer.messages import (
@@ -103,7 +103,7 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     "proof": (DataKind.PROOF, 0, Proof(b"p" * 4), 0, 0),
     "get": (DataKind.GET, 1, Get([GetItem(DIGEST), GetItem(DIGEST, 64, 64, 7)]), 0, 0),
     "get elsewhere": (DataKind.GET, 1, Get([GetItem(DIGEST)], may_refuse=True), 0, 0),
-    "get small": (DataKind.GET_SMALL, 1, GetSmall(DIGEST + b"d" * 16), 0, 0),
+    "get small": (DataKind.GET_SMALL, 1, GetSmall(DIGEST + b"d" * 16, MIB, 1), 0, 0),
     "get small reply": (DataKind.GET_SMALL, 1, SmallObjects(SLOT + bytes(64)), REPLY, 12),
     "get reply": (
         DataKind.GET,
@@ -180,8 +180,8 @@ GOLDEN: dict[str, str] = {
         "10000000010000001a00000000000000939194c410dccec363d9fb256bb2d52a0704475a00000000c300"
     ),
     "get small": (
-        "1d00000001000000230000000000000091c420dccec363d9fb256bb2d52a0704475a006464646464"
-        "6464646464646464646464"
+        "1d00000001000000290000000000000093c420dccec363d9fb256bb2d52a0704475a006464646464"
+        "6464646464646464646464ce0010000001"
     ),
     "get small reply": (
         "1d00010001000000830000000c00000091c480010206002c000000dccec363d9fb256bb2d52a0704"
@@ -251,6 +251,12 @@ def test_frames(name: str) -> None:
     kind, request_id, message, flags, bulk_length = FRAMES[name]
     frame = encode_frame(kind, request_id, message, flags=flags, bulk_length=bulk_length)
     assert frame.hex() == GOLDEN[name]
+
+
+def test_a_small_read_of_an_earlier_version() -> None:
+    """It ends after the digests, and is answered with what has up to 64 KiB."""
+    asked = decode_body(GetSmall, bytes.fromhex("91c410") + DIGEST)
+    assert asked == GetSmall(DIGEST, 64 * KIB, Keeps.NO)
 
 
 def test_a_push_of_an_earlier_version() -> None:

@@ -135,6 +135,31 @@ def test_many_small_objects_are_sent_from_their_places() -> None:
         assert length_bytes == HEADER_BYTES + header.body_length + header.bulk_length
 
 
+@pytest.mark.parametrize("digest", [SMALL, LARGE])
+def test_large_objects_sent_together_are_an_upload_and_no_small_read(digest: bytes) -> None:
+    with served() as serving:
+        serving.far.sendall(get_small(1, digest, digest) + get_small(2, digest))
+        for count in (2, 1):
+            assert serving.small_reply() == ([True] * count, VALUES[digest] * count)
+        serving.far.sendall(get(3))
+        ended(serving)
+        assert serving.tally.small_reads_go_on is (digest is SMALL)
+        assert (serving.uploads.seconds(0.0) > 0.0) is (digest is LARGE)
+
+
+def test_when_all_places_are_taken_only_small_objects_are_sent_together() -> None:
+    """GET is to say what becomes of the others."""
+    with served() as serving:
+        serving.uploads.begin(0.0)
+        serving.far.sendall(get_small(1, SMALL, LARGE, LARGE))
+        assert serving.small_reply() == ([True, False, False], VALUES[SMALL])
+        serving.far.sendall(get_small(2, LARGE))
+        assert serving.small_reply() == ([False], b"")
+        serving.far.sendall(get(3))
+        ended(serving)
+        serving.uploads.end(0.0, 0.0)
+
+
 @pytest.mark.parametrize(
     "request_bytes",
     [
