@@ -404,7 +404,7 @@ class _IntoBuffers(_Batch[memoryview]):
         numbers, views, most_bytes = self._small_rooms(list(self._wanted))
         if not numbers:
             return
-        copy = self._fetcher.likely_holder(self._digests[numbers[0]])
+        copy = self._fetcher.likely_holder(self._digests[numbers[0]], most_bytes)
         if copy is None:
             return
         most_wanted = most_bytes if len(numbers) == len(self._wanted) else math.inf

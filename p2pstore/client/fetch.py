@@ -511,10 +511,10 @@ class Fetcher:
         places: list[int] = here.nonzero()[0].tolist()
         return places
 
-    def likely_holder(self, digest: bytes) -> RemoteCopy | None:
+    def likely_holder(self, digest: bytes, most_bytes: float) -> RemoteCopy | None:
         """The one peer of another host that is known to hold an object which is not here; None where there is no such
-        one, or several."""
-        only = self._known.only(digest)
+        one, or several, or objects of up to that length are not best asked for there."""
+        only = self._known.only(digest, most_bytes)
         if only is None or not is_far(only.copy):
             return None
         return None if self._is_listed_here(digest) else only.copy

@@ -98,8 +98,9 @@ class KnownHolders:
             ):
                 del self._asked_until[member]
 
-    def only(self, digest: bytes) -> OnlyHolder | None:
-        """The holder, when just one is known; None when `plan` is to say more."""
+    def only(self, digest: bytes, most_bytes: float = 0) -> OnlyHolder | None:
+        """The holder, when just one is known, and objects of up to `most_bytes` are best asked for there as well; None
+        when `plan` is to say more."""
         elsewhere = self._elsewhere  # another thread may close it
         if elsewhere is None:
             return None
@@ -108,9 +109,10 @@ class KnownHolders:
             return None
         record = records[0]
         named = self._trusted(record.member, time.monotonic())
-        if named is None or _goes_through_peer(named.holder, record):
+        expected_bytes = record.size_units * SIZE_UNIT_BYTES
+        if named is None or _goes_through_peer(named.holder, max(expected_bytes, most_bytes)):
             return None
-        return OnlyHolder(named.copy, record.slot, record.size_units * SIZE_UNIT_BYTES)
+        return OnlyHolder(named.copy, record.slot, expected_bytes)
 
     def only_many(
         self, digests: Sequence[bytes], most_bytes: float = math.inf
@@ -130,7 +132,7 @@ class KnownHolders:
 
     def _direct_way(self, member: int, most_bytes: float, now: float) -> RemoteCopy | None:
         named = self._trusted(member, now)
-        if named is None or 0 < named.holder.through_peer_bytes <= most_bytes:
+        if named is None or _goes_through_peer(named.holder, most_bytes):
             return None
         return named.copy
 
@@ -157,7 +159,9 @@ class KnownHolders:
         now, holders = time.monotonic(), []
         for record in records:
             named = self._trusted(record.member, now)
-            if named is None or _goes_through_peer(named.holder, record):
+            if named is None or _goes_through_peer(
+                named.holder, record.size_units * SIZE_UNIT_BYTES
+            ):
                 return None
             clock, writer = record.version
             holders.append(
@@ -182,9 +186,9 @@ class KnownHolders:
         return None if asked else named
 
 
-def _goes_through_peer(holder: Holder, record: KnownRecord) -> bool:
-    """Whether the local peer has a faster way to an object, and is to say whether it takes it."""
-    return 0 < holder.through_peer_bytes <= record.size_units * SIZE_UNIT_BYTES
+def _goes_through_peer(holder: Holder, length_bytes: float) -> bool:
+    """Whether the local peer has a faster way to an object of that length, and is to say whether it takes it."""
+    return 0 < holder.through_peer_bytes <= length_bytes
 
 
 def is_far(copy: RemoteCopy) -> bool:

@@ -82,6 +82,8 @@ def test_what_the_peer_reads_faster_it_is_asked_about() -> None:
         found.note([PlanItem([replace(holder(1), through_peer_bytes=from_bytes)])])
         assert (found.plan(DIGEST) is not None) == direct
         assert (found.only(DIGEST) is not None) == direct
+        assert (found.only(DIGEST, 1) is not None) == direct
+        assert (found.only(DIGEST, 8 * 4096) is not None) == (from_bytes == 0)
         assert (found.only_many([DIGEST]) != [None]) == (from_bytes == 0)  # no sizes are known
         assert (found.only_many([DIGEST], 7 * 4096) != [None]) == direct
 
