@@ -22,6 +22,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
+from p2pstore.objects import KIB
 from p2pstore.polling import Polling
 
 T = TypeVar("T")
@@ -242,28 +243,28 @@ def received_descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[in
 
 
 ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_PASSED_DESCRIPTORS * array.array("i").itemsize)
+_TCP_NOTSENT_LOWAT: Final = 25
+"""Linux' number of the option; Python has no name for it before 3.13."""
+UNSENT_BYTES: Final = 256 * KIB
+"""So much may wait in the kernel beyond what is on its way. The kernel sends what waits when an acknowledgement comes:
+within a host on the receiver's processor, while the sender's thread sends on its own one. So pieces of large objects
+overtook each other, were taken for lost and sent again, and a connection to which that had happened was up to twice as
+slow from then on. With 512 KiB it still happens, with 256 hardly ever. More would also stand in the way of messages
+where the link is slow."""
 
 
 def tune_tcp(sock: socket.socket) -> None:
-    """Options for every data connection: no Nagle delay, and a congestion control that does not pace.
+    """Options for every data connection: no Nagle delay, little that waits in the kernel, and a congestion control that
+    does not pace.
 
     bbr, the default of many distributions, halves loopback and same-rack throughput.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     for congestion_control in (b"cubic", b"reno"):
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion_control)
             return
-
-
-_TCP_NOTSENT_LOWAT: Final = 25
-"""Linux' number of the option; Python has no name for it before 3.13."""
-
-
-def limit_unsent(stream: ByteStream, length_bytes: int) -> None:
-    """From now on at most so many bytes wait in the kernel to be sent; a send takes as long as all else does."""
-    with socket.socket(fileno=os.dup(stream.fileno())) as sock:
-        sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, length_bytes)
 
 
 class BlockingStream:

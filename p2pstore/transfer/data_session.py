@@ -19,7 +19,7 @@ import trio
 
 from p2pstore.errors import P2PStoreError, ProtocolError
 from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES, GIB, KIB, MIB, PART_BYTES
-from p2pstore.streams import AcceptedStream, BytesLike, limit_unsent
+from p2pstore.streams import AcceptedStream, BytesLike
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.frame_link import FrameLink
 from p2pstore.transfer.frame_reading import Refused, skip_bulk
@@ -65,7 +65,7 @@ from p2pstore.transfer.read_thread import (
     takes_upload,
 )
 from p2pstore.transfer.store_intake import StoreBackend, receive_value
-from p2pstore.transfer.swarm_serving import UNSENT_PIECE_BYTES, OpenedPiece, SwarmBackend
+from p2pstore.transfer.swarm_serving import OpenedPiece, SwarmBackend
 from p2pstore.transfer.tickets import Scope, TicketClaims
 from p2pstore.transfer.uploads import Uploads
 from p2pstore.wire import (
@@ -236,7 +236,6 @@ class DataSession:
         swarms: SwarmBackend | None = None,
     ) -> None:
         self._swarms = swarms
-        self._sends_pieces = False
         self._sent_piece: OpenedPiece | None = None
         """The one sent last, until the other side says something: then it has it."""
         self._backend = backend
@@ -710,9 +709,6 @@ class DataSession:
     async def _send_opened(self, header: FrameHeader, opened: OpenedPiece) -> None:
         self._sent_piece = opened
         try:
-            if not self._sends_pieces:
-                self._sends_pieces = True
-                limit_unsent(self._stream, UNSENT_PIECE_BYTES)
             size = len(opened.data)
             frame = encode_frame(
                 header.kind, header.request_id, PieceReply(), flags=REPLY, bulk_length=size

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
-from p2pstore.objects import KIB
 from p2pstore.streams import BytesLike
 from p2pstore.transfer.frame_link import FrameLink
 from p2pstore.transfer.messages import GetPiece, PieceReply
-
-UNSENT_PIECE_BYTES: Final = 256 * KIB
-"""Of a piece so much may wait in the kernel beyond what is on its way: more would only stand in the way of messages."""
 
 
 @dataclass(frozen=True, slots=True)
