@@ -168,8 +168,8 @@ class ReadThread:
             return self._serve(sock)
 
     def _serve(self, sock: socket.socket) -> bytes:
-        request, held = self._request, 0
-        while self._wanted():
+        request, held, rest_by = self._request, 0, math.inf
+        while self._wanted() and time.monotonic() < rest_by:
             try:
                 received = self._polling.receive_into(sock, request[held:])
             except BlockingIOError:  # a pause
@@ -182,6 +182,10 @@ class ReadThread:
             request[:held] = request[done:count]
             if not received or (held and not _may_be_here_soon(request[:held])):
                 break
+            if not held:
+                rest_by = math.inf
+            elif done or rest_by == math.inf:
+                rest_by = began + PAUSE_SECONDS
             self._polling.sent(time.monotonic() - began)
         return bytes(request[:held])
 

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 WAIT_SECONDS = 90.0
 READERS = 2
 KEYS = 24
+VALUE_BYTES = 200_000
 MOST_WRITES = 60
 """All of it, twice, fits into the memory of two peers: what is evicted would be missed."""
 PACE_SECONDS = 0.01
@@ -49,7 +50,7 @@ def old_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def value_of(key: str) -> bytes:
-    return random.Random(key).randbytes(200_000)
+    return random.Random(key).randbytes(VALUE_BYTES)
 
 
 class Load:
@@ -91,6 +92,8 @@ class Load:
                     clients[peer, life] = client
                 if rng.random() < 0.1 and self.writes < MOST_WRITES:
                     self._write(client, f"{number}/{self.writes}")
+                elif rng.random() < 0.1:
+                    self._read_together(client, [*self.keys])
                 elif client.get(key) != value_of(key):
                     self.problems.append(f"{peer.name}: other bytes under {key}")
                 self.reads += 1
@@ -100,6 +103,12 @@ class Load:
                         self.problems.append(f"{peer.name}: {key}: {error!r}")
         for client in clients.values():
             client.close()
+
+    def _read_together(self, client: BlockingClient, keys: list[str]) -> None:
+        items = [(key, bytearray(VALUE_BYTES)) for key in keys]
+        for result, (key, buffer) in zip(client.get_many_into(items), items, strict=True):
+            if result.unwrap() != VALUE_BYTES or buffer != value_of(key):
+                self.problems.append(f"other bytes under {key}, read with others")
 
     def _write(self, client: BlockingClient, key: str) -> None:
         result = client.put(key, value_of(key), replicas=2)

@@ -223,6 +223,21 @@ def test_the_half_of_a_request_of_which_no_more_comes_is_left_to_the_event_loop(
         assert ended(serving) == half
 
 
+def test_a_request_that_drips_in_is_left_to_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes within a pause, and all of them would have the thread for minutes."""
+    monkeypatch.setattr(read_thread, "PAUSE_SECONDS", 0.2)
+    request = get_small(2, *[SMALL] * 400)
+    with served() as serving:
+        serving.far.sendall(get(1, GetItem(SMALL)))
+        assert serving.reply()[0] == 1
+        sent = 0
+        while not serving.ended.wait(0.02):
+            serving.far.sendall(request[sent : sent + 1])
+            sent += 1
+        assert serving.left == request[: len(serving.left or b"")]
+        assert 0 < len(serving.left) <= sent < 100
+
+
 def test_more_than_an_answer_holds_is_left_to_the_event_loop() -> None:
     VALUES[b"q" * 16] = bytes(QUICK_BYTES)
     with served() as serving:
