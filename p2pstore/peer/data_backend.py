@@ -17,7 +17,7 @@ from p2pstore.core.put import SLOT_ONLY
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import member_of
-from p2pstore.objects import CHUNK_BYTES, KIB
+from p2pstore.objects import KIB
 from p2pstore.peer.checkpoints.running import RunningSwarms
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import peer_document
@@ -93,10 +93,6 @@ class PeerDataBackend:
             if sent_on is not None:
                 return sent_on
         segment = self._segment
-        # Who reads it in several requests, or from several holders, reads it once.
-        begins = not 0 < item.first_chunk * CHUNK_BYTES < entry.length
-        segment.used(entry, int(begins), self._core.unix(now))
-        self._core.counters["reads_served"] += begins
         slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
         payload = segment.payload(entry)
         if entry.length <= COPIED_BYTES:
@@ -214,7 +210,7 @@ class PeerDataBackend:
             self._segment.end_loan(lent.handle)
 
     def note_reads(self, digests: Sequence[bytes]) -> None:
-        """Threads have served these."""
+        """These are served."""
         unix = self._core.unix(self._node.now)
         for digest, count in Counter(digests).items():
             self._segment.touch(digest, count, unix)

@@ -124,8 +124,8 @@ class DataBackend(Protocol):
     def open_objects(
         self, items: Sequence[GetItem], reader: bytes, keeps: Keeps
     ) -> Sequence[OpenedObject | ObjectReply]:
-        """Hold objects that are about to be sent to the peer `reader`, or a client of it, one result per item: an
-        `ObjectReply` says why not, such as that others have a hot object.
+        """Hold objects that may be sent to the peer `reader`, or a client of it, one result per item: an
+        `ObjectReply` says why not, such as that others have a hot object. What is sent, `note_reads` hears of.
 
         Every `OpenedObject` with a handle is given back by `let_go`, whatever happens. Never blocks.
         """
@@ -164,7 +164,8 @@ class DataBackend(Protocol):
         ...
 
     def note_reads(self, digests: Sequence[bytes]) -> None:
-        """These were served, some more than once, otherwise than by `open_objects`."""
+        """These are served, some more than once. Who reads one in several requests, or from several holders, reads it
+        once."""
         ...
 
     async def handle(
@@ -517,6 +518,7 @@ class DataSession:
         """Put the answer to a GET with those that are to be sent next; its objects are held from here on."""
         replies: list[ObjectReply] = []
         payloads: list[memoryview] = []
+        begun: list[bytes] = []
         bulk_bytes = body_bytes = 0
         keeps = keeps_of(get.keeps)
         opened = self._backend.open_objects(get.items, self._claims.issuer, keeps)
@@ -545,6 +547,8 @@ class DataSession:
             bulk_bytes += len(payload)
             replies.append(ObjectReply(OK, each.slot, each.trailer, len(payload)))
             payloads.append(payload)
+            if not 0 < item.first_chunk * CHUNK_BYTES < len(each.payload):
+                begun.append(item.digest)
         self._gather(
             encode_frame(
                 DataKind.GET, request_id, Objects(replies), flags=REPLY, bulk_length=bulk_bytes
@@ -553,6 +557,8 @@ class DataSession:
         self._parts += payloads
         self._gathered_bytes += bulk_bytes
         self._traffic.objects += len(payloads)
+        if begun:
+            self._backend.note_reads(begun)
         now = time.monotonic()
         if payloads and not self._has_upload:
             self._traffic.tally.small_read_at = now

@@ -53,6 +53,8 @@ async def test_values_of_every_length_come_the_short_way(holder: TcpHarness, sid
     values = {f"key {length}": pattern(length) for length in LENGTHS}
     digests = {put(holder.segment, key, value): value for key, value in values.items()}
 
+    threads: list[int] = []
+
     async def read() -> None:
         assert await pool.pull_chunk(holder.copy(), next(iter(digests)), memoryview(b"")) == -1
         await connect(pool, holder)
@@ -63,12 +65,11 @@ async def test_values_of_every_length_come_the_short_way(holder: TcpHarness, sid
                 length = await pool.pull_chunk(holder.copy(), digest, view, 0, len(value))
                 assert length == len(value)
                 assert buffer == value + b"\xaa" * 10
+        threads.append(holder.server.traffic.read_threads)
 
     await side.run(read)
-    if split_data_address(holder.address).tls:
-        assert not holder.server.traffic.read_threads
-    else:
-        await until(lambda: len(holder.backend.read_in_threads) > len(LENGTHS))
+    assert threads == [0 if split_data_address(holder.address).tls else 1]
+    await until(lambda: len(holder.backend.noted) == BRISK_READS * len(LENGTHS))
     assert pool.open_connections == 1
 
 

@@ -182,7 +182,7 @@ async def test_small_objects_read_in_a_row_are_answered_in_threads(tcp: TcpHarne
             assert run_blocking(pool.pull_small(tcp.copy(), digests, views))[0] == [4096] * 64
 
     await trio.to_thread.run_sync(read)
-    await until(lambda: len(backend.read_in_threads) == 40 * 64)
+    await until(lambda: len(backend.noted) == 40 * 64)
     assert all(view == pattern(4096, i) for i, view in enumerate(views))
     await until(lambda: nothing_is_lent(tcp.segment))
 

@@ -222,7 +222,7 @@ class Backend:
         self.waiting = 0
         self.most_waiting = 0
         self.pushes: list[tuple[bytes, Push]] = []
-        self.read_in_threads: list[bytes] = []
+        self.noted: list[bytes] = []
 
     def must_bring(self, items: Sequence[GetItem]) -> bool:
         return False  # all of it is in memory
@@ -283,7 +283,7 @@ class Backend:
             self._segment.end_loan(lent.handle)
 
     def note_reads(self, digests: Sequence[bytes]) -> None:
-        self.read_in_threads += digests
+        self.noted += digests
 
     async def handle(
         self, kind: DataKind, message: Message, claims: TicketClaims

@@ -162,6 +162,17 @@ async def _pull(harness: TcpHarness) -> None:
     pool.close()
 
 
+async def test_a_read_that_is_refused_is_none() -> None:
+    async with holder(1) as harness:
+        async with occupied(harness):
+            before = list(harness.backend.noted)
+            with pytest.raises(PullFailed, match="much to send already"):
+                await _pull(harness)
+            assert harness.backend.noted == before
+        await _pull(harness)
+        assert harness.backend.noted == [*before, DIGEST]
+
+
 async def test_when_all_places_are_taken_small_reads_bring_small_objects_only() -> None:
     async with holder(1) as harness:
         chunk = put(harness.segment, "chunk", LARGE[:MIB])
