@@ -93,6 +93,8 @@ class PeerDataBackend:
             if sent_on is not None:
                 return sent_on
         segment = self._segment
+        if item.first_chunk:  # a read that goes on; those that begin are noted when they are sent
+            segment.used(entry, 0, self._core.unix(now))
         slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
         payload = segment.payload(entry)
         if entry.length <= COPIED_BYTES:

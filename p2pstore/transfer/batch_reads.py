@@ -1,6 +1,6 @@
 """Many objects in few GETs, each with a message and a trailer of its own. Over any `ByteStream`.
 
-See `p2pstore.transfer.small_reads` for small objects that go into buffers.
+See `p2pstore.transfer.small_reads` for objects of one chunk that go into buffers.
 """
 
 from __future__ import annotations

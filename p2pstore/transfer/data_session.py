@@ -584,7 +584,11 @@ class DataSession:
     def _lend_small(self, asked: GetSmall) -> SmallObjectsLent:
         reader = self._claims.issuer
         lent = self._backend.lend_small(asked, reader)
-        if lent is not None and takes_upload(lent) and not self._take_upload(may_refuse=True):
+        if (
+            lent is not None
+            and takes_upload(asked, lent)
+            and not self._take_upload(may_refuse=True)
+        ):
             self._backend.end_small_loan(lent)
             lent = self._backend.lend_small(GetSmall(asked.digests), reader)
         if lent is None:

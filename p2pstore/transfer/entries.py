@@ -81,9 +81,9 @@ class QuickCopy(NamedTuple):
 
 
 class SmallObjectsLent(NamedTuple):
-    """Small objects that stay where they are until the loan ends. `slots`: 64 bytes for each that was asked for, zero
-    for those that are none of them; `digests` and `payloads` of the others, `length_bytes` in all. `handle` is whose
-    they are; None for nothing."""
+    """Objects of one chunk that stay where they are until the loan ends. `slots`: 64 bytes for each that was asked for,
+    zero for those that are none of them; `digests` and `payloads` of the others, `length_bytes` in all. `handle` is
+    whose they are; None for nothing."""
 
     slots: bytes
     digests: list[bytes]

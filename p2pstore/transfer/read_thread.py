@@ -222,7 +222,7 @@ class ReadThread:
         lent = self._source.lend_small(asked, self._reader)
         if lent is None:
             return False
-        is_upload, began = takes_upload(lent), time.monotonic()
+        is_upload, began = takes_upload(asked, lent), time.monotonic()
         if is_upload and not self._uploads.begin(began, may_refuse=True):
             self._source.end_small_loan(lent)
             return self._answer_small(sock, request_id, GetSmall(asked.digests))
@@ -316,10 +316,12 @@ def answer_head(request_id: int, replies: list[ObjectReply], bulk_length: int) -
     return HEADER.pack(GET, REPLY, request_id, len(body), bulk_length) + body
 
 
-def takes_upload(lent: SmallObjectsLent) -> bool:
-    """Whether sending this counts as a large answer; if there are too many of those, GET is to say what becomes of what
-    has more than 64 KiB."""
-    return lent.length_bytes > SMALL_OBJECT_BYTES * len(lent.digests)
+def takes_upload(asked: GetSmall, lent: SmallObjectsLent) -> bool:
+    """Whether what was lent counts as a large answer; if there are too many of those, GET is to say what becomes of
+    what has more than 64 KiB."""
+    if asked.most_bytes <= SMALL_OBJECT_BYTES:
+        return False
+    return max(map(len, lent.payloads), default=0) > SMALL_OBJECT_BYTES
 
 
 def small_answer(request_id: int, lent: SmallObjectsLent) -> list[BytesLike]:

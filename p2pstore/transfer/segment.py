@@ -418,7 +418,7 @@ class Segment:
     def used(self, entry: ObjectEntry, count: int, now: float) -> None:
         """`touch` for an entry at hand."""
         self._order.read(entry, count, now)
-        if count:  # a read that goes on, or is to be refused, is none
+        if count:  # a read that goes on is none
             self.most_read.read(entry.digest, count, now)
 
     def payload(self, entry: ObjectEntry) -> memoryview:

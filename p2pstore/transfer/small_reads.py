@@ -15,13 +15,14 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64_digest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.objects import KIB, MIB
+from p2pstore.objects import KIB
 from p2pstore.streams import MAX_GATHER
 from p2pstore.transfer.batch_reads import MIN_BATCH_ITEMS
 from p2pstore.transfer.data_requests import DataRequests
 from p2pstore.transfer.inbox import INBOX_BYTES
 from p2pstore.transfer.layout import SLOT_BYTES, SlotRows
 from p2pstore.transfer.messages import (
+    MAX_SMALL_BULK_BYTES,
     MAX_SMALL_ITEMS,
     SMALL_OBJECT_BYTES,
     SMALL_VERSION,
@@ -32,7 +33,7 @@ from p2pstore.transfer.messages import (
 )
 from p2pstore.wire import HEADER_BYTES, encode_body
 
-BATCH_BYTES: Final = 4 * MIB
+BATCH_BYTES: Final = MAX_SMALL_BULK_BYTES
 """Of room for objects that one request asks for: what is answered at once."""
 GROUP_BYTES: Final = 256 * KIB
 """Of objects that are received together."""
@@ -128,7 +129,8 @@ def part_slices(views: Sequence[memoryview], most_bytes: int) -> list[slice]:
             slices.append(slice(first, place))
             first, room_bytes = place, 0
         room_bytes += len(view)
-    slices.append(slice(first, len(views)))
+    if views:
+        slices.append(slice(first, len(views)))
     return slices
 
 
@@ -142,7 +144,8 @@ async def _receive(
         raise ProtocolError("the reply to GET_SMALL has another number of slots than digests")
     slots = SlotRows(answer.slots)
     lengths, room = slots.lengths, list(map(len, views))
-    if sum(lengths) != connection.bulk_left or max(lengths) > most_bytes:
+    in_all = sum(lengths)
+    if in_all != connection.bulk_left or in_all > MAX_SMALL_BULK_BYTES or max(lengths) > most_bytes:
         raise ProtocolError("the slots of a reply do not add up to its bulk bytes")
     targets = views if lengths == room else list(map(_room, views, lengths))
     sums = await _receive_values(connection, targets, lengths)
@@ -173,6 +176,7 @@ async def _receive_values(
         last = min(bisect_left(ends, start + GROUP_BYTES) + 1, len(targets))
         group = targets[first:last]
         filled = group if all(lengths[first:last]) else [each for each in group if len(each)]
+        connection.inbox.expect(0)  # small ones may come along with each other again
         await connection.inbox.fill(filled)
         connection.bulk_left -= ends[last - 1] - start
         sums += map(xxh3_64_digest, group)

@@ -20,6 +20,7 @@ from p2pstore.streams import BlockingDriver, run_blocking
 from p2pstore.transfer import data_server
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.data_server import ServerLimits
+from p2pstore.transfer.inbox import Inbox
 from p2pstore.transfer.layout import SlotRows
 from p2pstore.transfer.messages import DataKind, GetSmall, SmallObjects
 from p2pstore.transfer.read_thread import BRISK_READS
@@ -130,6 +131,46 @@ async def test_a_large_object_is_not_sent_to_who_has_no_room_for_it(
     lengths, _ = await side.run(lambda: pool.pull_small(tcp.copy(), digests, views))
     assert lengths == [-1] * 8
     assert tcp.server.traffic.bytes < MIB
+
+
+async def test_small_values_in_large_rooms_come_by_few_receives(
+    tcp: TcpHarness, side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = [put(tcp.segment, f"key {i}", pattern(64 * KIB, i)) for i in range(16)]
+    views = [memoryview(bytearray(MIB)) for _ in digests]
+    received: list[int] = []
+    receive = Inbox._receive
+
+    async def counted(inbox: Inbox, *arguments: Any, **options: Any) -> None:
+        received.append(1)
+        await receive(inbox, *arguments, **options)
+
+    monkeypatch.setattr(Inbox, "_receive", counted)
+    pool = tcp.pool(side.driver)
+    lengths, _ = await side.run(lambda: pool.pull_small(tcp.copy(), digests, views))
+    assert lengths == [64 * KIB] * 16
+    assert all(view[: 64 * KIB] == pattern(64 * KIB, i) for i, view in enumerate(views))
+    assert len(received) < 20 * len(
+        digests
+    )  # with as little at once as a head has, it was 200 each
+
+
+async def test_a_holder_that_claims_more_than_an_answer_holds_is_not_believed(side: Side) -> None:
+    """The reader would make room for all of it."""
+    digests = [key_digest("key 0")] * 5
+    views = [memoryview(bytearray(1)) for _ in digests[1:]] + [memoryview(bytearray(MIB))]
+    value = pattern(MIB)
+    slots = object_reply(value, "key 0").slot * 5
+    frame = encode_frame(
+        DataKind.GET_SMALL, 1, SmallObjects(slots), flags=REPLY, bulk_length=5 * MIB
+    )
+    async with scripted_owner(answer(lambda _: frame), version=3) as bad:
+        pool = DataPool(side.driver)
+        lengths, failure = await side.run(lambda: pool.pull_small(bad, digests, views))
+        assert lengths == []
+        assert failure is not None
+        assert failure.code == Code.MALFORMED
+        pool.close()
 
 
 async def test_a_holder_that_knows_no_limit_but_64_kib_is_asked_otherwise(side: Side) -> None:

@@ -16,7 +16,7 @@ SIZES = st.one_of(st.integers(1, CHUNK_BYTES), st.sampled_from((1, 4 * KIB, 64 *
 @given(st.lists(SIZES, max_size=700))
 def test_parts_are_all_of_them_in_order_and_fit_into_an_answer(sizes: list[int]) -> None:
     views = [ROOM[:size] for size in sizes]
-    most_bytes = max(sizes, default=0)
+    most_bytes = max(sizes, default=CHUNK_BYTES)
     parts = part_slices(views, most_bytes)
     assert [number for some in parts for number in range(len(sizes))[some]] == [*range(len(sizes))]
     for some in parts:
