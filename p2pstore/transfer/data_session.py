@@ -547,7 +547,7 @@ class DataSession:
             bulk_bytes += len(payload)
             replies.append(ObjectReply(OK, each.slot, each.trailer, len(payload)))
             payloads.append(payload)
-            if not 0 < item.first_chunk * CHUNK_BYTES < len(each.payload):
+            if not item.first_chunk:
                 begun.append(item.digest)
         self._gather(
             encode_frame(

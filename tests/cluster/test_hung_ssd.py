@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -69,11 +70,10 @@ async def cool(owner: Peer, key: str) -> None:
 
 async def push_out(owner: Peer, key: str) -> None:
     """Of its memory: what was read more than once outlives a few rounds of others, each of a hundred."""
-    for number in range(1000):
-        if not in_memory(owner, key):
-            break
-        await owner.put(f"filler-{number}", COLD)
-    assert not in_memory(owner, key)
+    fillers = count()
+    with trio.fail_after(30.0):
+        while in_memory(owner, key):
+            await owner.put(f"filler-{next(fillers)}", COLD)
     assert owner.node.core.cold.find(key_digest(key, "default"), owner.node.now)
 
 
