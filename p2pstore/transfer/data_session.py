@@ -61,8 +61,10 @@ from p2pstore.transfer.read_thread import (
     LentObject,
     ReadTally,
     ReadThread,
+    has_large,
+    only_small,
     small_answer,
-    takes_upload,
+    wants_large,
 )
 from p2pstore.transfer.store_intake import StoreBackend, receive_value
 from p2pstore.transfer.swarm_serving import OpenedPiece, SwarmBackend
@@ -435,6 +437,7 @@ class DataSession:
             if self._gathered_bytes >= GATHER_BYTES or len(self._parts) >= GATHER_PARTS:
                 await self._flush()
         elif isinstance(message, GetSmall):
+            await self._flush()  # it may take an upload's place of its own
             self._gather_small(header.request_id, message)
             await self._flush()
         elif isinstance(message, Store):
@@ -582,15 +585,11 @@ class DataSession:
         self._briskness.answered(time.monotonic(), quick=bool(lent.digests))
 
     def _lend_small(self, asked: GetSmall) -> SmallObjectsLent:
-        reader = self._claims.issuer
-        lent = self._backend.lend_small(asked, reader)
-        if (
-            lent is not None
-            and takes_upload(asked, lent)
-            and not self._take_upload(may_refuse=True)
-        ):
-            self._backend.end_small_loan(lent)
-            lent = self._backend.lend_small(GetSmall(asked.digests), reader)
+        has_place = wants_large(asked) and self._take_upload(may_refuse=True)
+        request = asked if has_place else only_small(asked)
+        lent = self._backend.lend_small(request, self._claims.issuer)
+        if has_place and (lent is None or not has_large(lent)):
+            self._end_upload()
         if lent is None:
             nothing = bytes(len(asked.digests) // DIGEST_BYTES * SLOT_BYTES)
             return SmallObjectsLent(nothing, [], [], 0, None)
@@ -605,6 +604,11 @@ class DataSession:
                 self._upload_began, may_refuse=may_refuse
             )
         return self._has_upload
+
+    def _end_upload(self) -> None:
+        if self._has_upload:
+            self._has_upload = False
+            self._traffic.uploads.end(self._upload_began, time.monotonic())
 
     def _gather(self, frame: bytes) -> None:
         self._parts.append(frame)
@@ -643,9 +647,7 @@ class DataSession:
             self._traffic.sending_threads -= 1
 
     def _let_go_all(self) -> None:
-        if self._has_upload:
-            self._has_upload = False
-            self._traffic.uploads.end(self._upload_began, time.monotonic())
+        self._end_upload()
         held, self._held = self._held, []
         held_small, self._held_small = self._held_small, []
         self._parts = []

@@ -146,9 +146,9 @@ class GetSmall(Message, frozen=True):
 
 class SmallObjects(Message, frozen=True):
     """A slot (64 bytes) for each, exactly as in the owner's memory, and all zero for what GET has to say more of: it is
-    not there, is larger, is on the SSD, is hot, or the values before it were 4 MiB; and the holder may be too busy for
-    more than 64 KiB of each. The bulk is the values of the others, one
-    after the other. Without trailers: of an object of one chunk, length and value give the slot's root."""
+    not there, is larger, is on the SSD, is hot, the values before it were 4 MiB, or it has more than 64 KiB and the
+    holder has much to send already. The bulk is the values of the others, one after the other. Without trailers: of an
+    object of one chunk, length and value give the slot's root."""
 
     slots: bytes
 

@@ -219,22 +219,25 @@ class ReadThread:
         """Whether that could be done here."""
         if len(asked.digests) % DIGEST_BYTES:
             return False
-        lent = self._source.lend_small(asked, self._reader)
-        if lent is None:
-            return False
-        is_upload, began = takes_upload(asked, lent), time.monotonic()
-        if is_upload and not self._uploads.begin(began, may_refuse=True):
-            self._source.end_small_loan(lent)
-            return self._answer_small(sock, request_id, GetSmall(asked.digests))
+        began = time.monotonic()
+        has_place = wants_large(asked) and self._uploads.begin(began, may_refuse=True)
         try:
-            parts = small_answer(request_id, lent)
-            send_all(sock, parts)
+            lent = self._source.lend_small(asked if has_place else only_small(asked), self._reader)
+            if lent is None:
+                return False
+            if has_place and not has_large(lent):
+                has_place = False
+                self._uploads.end(began, began)
+            try:
+                parts = small_answer(request_id, lent)
+                send_all(sock, parts)
+            finally:
+                self._source.end_small_loan(lent)
         finally:
-            self._source.end_small_loan(lent)
-            if is_upload:
+            if has_place:
                 self._uploads.end(began, time.monotonic())
         self._tally.add(lent.digests, len(parts[0]) + lent.length_bytes)
-        if not is_upload:
+        if not has_place:
             self._tally.small_read_at = time.monotonic()
         return True
 
@@ -316,11 +319,19 @@ def answer_head(request_id: int, replies: list[ObjectReply], bulk_length: int) -
     return HEADER.pack(GET, REPLY, request_id, len(body), bulk_length) + body
 
 
-def takes_upload(asked: GetSmall, lent: SmallObjectsLent) -> bool:
-    """Whether what was lent counts as a large answer; if there are too many of those, GET is to say what becomes of
-    what has more than 64 KiB."""
-    if asked.most_bytes <= SMALL_OBJECT_BYTES:
-        return False
+def wants_large(asked: GetSmall) -> bool:
+    """Whether the answer may be a large one, which takes a place among the uploads before anything is lent: who lends
+    notes who reads what is hot."""
+    return asked.most_bytes > SMALL_OBJECT_BYTES
+
+
+def only_small(asked: GetSmall) -> GetSmall:
+    """Without what takes a place: of that, GET is to say what becomes of it."""
+    return GetSmall(asked.digests) if wants_large(asked) else asked
+
+
+def has_large(lent: SmallObjectsLent) -> bool:
+    """Whether it needs that place."""
     return max(map(len, lent.payloads), default=0) > SMALL_OBJECT_BYTES
 
 

@@ -43,7 +43,6 @@ MOST_ITEMS: Final = min(MAX_SMALL_ITEMS, MAX_GATHER - 1)
 """Of a request, so that its answer can be sent with one call: a head and as many values."""
 PARTS_AHEAD: Final = 3
 """As long as fewer are under way, more are asked for."""
-SUM_BYTES: Final = 8
 _HEAD_BYTES: Final = HEADER_BYTES + len(encode_body(SmallObjects(bytes(SLOT_BYTES))))
 
 
@@ -146,7 +145,9 @@ async def _receive(
     lengths, room = slots.lengths, list(map(len, views))
     in_all = sum(lengths)
     if in_all != connection.bulk_left or in_all > MAX_SMALL_BULK_BYTES or max(lengths) > most_bytes:
-        raise ProtocolError("the slots of a reply do not add up to its bulk bytes")
+        raise ProtocolError(
+            "a reply's slots do not add up to its bulk, or to more than was asked for"
+        )
     targets = views if lengths == room else list(map(_room, views, lengths))
     sums = await _receive_values(connection, targets, lengths)
     good = slots.are_only_chunks(asked.digests, b"".join(sums))
@@ -170,7 +171,7 @@ async def _receive_values(
         if lengths[first] >= INBOX_BYTES:
             value_sum = await connection.inbox.read_summed(targets[first])
             connection.bulk_left -= lengths[first]
-            sums.append(value_sum.to_bytes(SUM_BYTES, "big"))
+            sums.append(value_sum.to_bytes(8, "big"))  # as xxh3_64_digest has it
             first, start = first + 1, ends[first]
             continue
         last = min(bisect_left(ends, start + GROUP_BYTES) + 1, len(targets))

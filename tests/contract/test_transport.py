@@ -43,7 +43,7 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.keyring import KeyRing
-from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.objects import CHUNK_BYTES, KIB, MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.streams import BlockingDriver, BytesLike, ByteStream, Driver, run_blocking
 from p2pstore.transfer import transport as transport_module
 from p2pstore.transfer.data_addresses import over_tls
@@ -753,6 +753,30 @@ async def test_many_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
     assert failed[11].code is Code.STALE
     for number, (buffer, value) in enumerate(zip(buffers, values, strict=True)):
         if number not in failed:
+            assert buffer == value
+
+
+async def test_larger_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
+    """Received in place; what arrives damaged costs no other its result."""
+    sizes = [64 * KIB + 1, 300_000, MIB, MIB + 1, 3 * MIB] * 2
+    values = [pattern(size, seed) for seed, size in enumerate(sizes)]
+    digests = [put(tcp.segment, f"key {i}", value) for i, value in enumerate(values)]
+    buffers = [bytearray(size) for size in sizes]
+    items = [(d, BufferDestination(b)) for d, b in zip(digests, buffers, strict=True)]
+    damaged = range(3, 8)
+    for number in damaged:
+        entry = tcp.segment.find(digests[number], time.time())
+        assert entry is not None
+        _buffers[SEGMENT_BYTES][entry.offset + entry.length - 1] ^= 1
+    pool = tcp.pool(side.driver)
+    results = await side.run(lambda: pool.pull_many(tcp.copy(), items))
+    for number, (result, buffer, value) in enumerate(zip(results, buffers, values, strict=True)):
+        if number in damaged:
+            assert isinstance(result, PullFailed)
+            assert result.code is Code.STALE
+        else:
+            assert isinstance(result, Pulled)
+            assert result.length == len(value)
             assert buffer == value
 
 

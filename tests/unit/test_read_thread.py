@@ -155,6 +155,8 @@ def test_when_all_places_are_taken_only_small_objects_are_sent_together() -> Non
         assert serving.small_reply() == ([True, False, False], VALUES[SMALL])
         serving.far.sendall(get_small(2, LARGE))
         assert serving.small_reply() == ([False], b"")
+        # Asked once, for small ones alone: what is lent counts for what is hot.
+        assert serving.source.lent == [(READER, 1), (READER, 0)]
         serving.far.sendall(get(3))
         ended(serving)
         serving.uploads.end(0.0, 0.0)
