@@ -19,7 +19,7 @@ from p2pstore.local.messages import PlanItem
 from p2pstore.objects import CHUNK_BYTES, KIB, SIZE_UNIT_BYTES
 from p2pstore.transfer.failover import SilentHolders, is_silence
 from p2pstore.transfer.reader import Copied, SegmentReader
-from p2pstore.transfer.small_reads import PARTS_TOGETHER, Part, in_parts, part_slices
+from p2pstore.transfer.small_reads import PARTS_TOGETHER, Part, in_parts, part_items, part_slices
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
     BufferDestination,
@@ -30,7 +30,6 @@ from p2pstore.transfer.transport import (
 )
 
 R = TypeVar("R")
-T_co = TypeVar("T_co", covariant=True)
 
 BROUGHT_AHEAD: Final = 8
 COPIED_BYTES: Final = 16 * KIB
@@ -61,12 +60,6 @@ class NewMemory(Destination, Protocol):
 D = TypeVar("D", bound=NewMemory)
 
 
-class _ByNumber(Protocol[T_co]):
-    """A sequence, or a dict by number."""
-
-    def __getitem__(self, number: int, /) -> T_co: ...
-
-
 DigestsOf = Callable[[Sequence[str]], list[bytes]]
 """The digests of many keys. Raises `ValueError` or `TypeError` for one that is no key."""
 RoomsOf = Callable[[Sequence[Any]], Sequence[R]]
@@ -83,32 +76,42 @@ async def fetch_many(
 ) -> list[Outcome]:
     """Write each key's value to the beginning of its buffer; per item the length, or the error. `are_views`: the
     buffers are writable views of bytes."""
-    batch = _IntoBuffers(fetcher, keys)
-    batch.prepare(digests_of, buffers, None if are_views else destination_views)
-    return await batch.fetch()
+    rooms_of = None if are_views else destination_views
+    return await _IntoBuffers(fetcher, keys, digests_of, buffers, rooms_of).fetch()
 
 
 async def fetch_many_new(
     fetcher: Fetcher, keys: Sequence[str], destinations: Sequence[D], digests_of: DigestsOf
 ) -> list[Outcome]:
     """`fetch_many` to new memory."""
-    batch = _IntoNewMemory[D](fetcher, keys)
-    batch.prepare(digests_of, destinations, None)
-    return await batch.fetch()
+    return await _IntoNewMemory[D](fetcher, keys, digests_of, destinations, None).fetch()
 
 
 class _Batch(ABC, Generic[R]):
     """Many reads at once, each to a room of its own. Each step settles some of the items, which are known by their
-    numbers."""
+    numbers. `rooms_of` None: the places are rooms."""
 
-    def __init__(self, fetcher: Fetcher, keys: Sequence[str]) -> None:
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        keys: Sequence[str],
+        digests_of: DigestsOf,
+        places: Sequence[Any],
+        rooms_of: RoomsOf[R] | None,
+    ) -> None:
+        if len(places) != len(keys):
+            raise ValueError(f"{len(keys)} keys, but {len(places)} places for their values")
         self.outcomes: list[Outcome] = [_UNDER_WAY] * len(keys)
         self._fetcher = fetcher
         self._keys = keys
-        self._digests: _ByNumber[bytes] = {}
-        self._rooms: _ByNumber[R] = {}
+        self._digests_of_keys = digests_of
+        self._places = places
+        self._rooms_in_places = rooms_of
+        self._digests: list[bytes] = []
+        self._rooms: list[R] = []
+        """Of the items that were looked at. What was asked for wrongly has none, but something in its place."""
         self._wanted: dict[int, None] = {}
-        """The items that are not settled, in order."""
+        """The items that were looked at and are not settled, in order."""
         self._plans: dict[int, PlanItem] = {}
         self._silent = SilentHolders()
         self._hot: set[int] = set()
@@ -121,6 +124,7 @@ class _Batch(ABC, Generic[R]):
     async def fetch(self) -> list[Outcome]:
         """What became of each item."""
         await self.pull_ahead()
+        self._prepare(len(self._keys))
         if self._wanted:
             if self._here is None:
                 self._look_up()
@@ -153,31 +157,28 @@ class _Batch(ABC, Generic[R]):
     ) -> None:
         """Small rooms have got their values: so long, or -1."""
 
-    def prepare(
-        self, digests_of: DigestsOf, places: Sequence[Any], rooms_of: RoomsOf[R] | None
-    ) -> None:
-        """Settle what was asked for wrongly. None: the places are rooms."""
-        if len(places) != len(self._keys):
-            raise ValueError(f"{len(self._keys)} keys, but {len(places)} places for their values")
+    def _prepare(self, stop: int) -> None:
+        """Look at the items before number `stop`, and settle what was asked for wrongly."""
+        start = len(self._digests)
+        keys, places = self._keys[start:stop], self._places[start:stop]
         try:
-            self._digests = digests_of(self._keys)
-            self._rooms = list(places) if rooms_of is None else rooms_of(places)
-            self._wanted = dict.fromkeys(range(len(self._keys)))
+            self._take_up(keys, places)
         except (P2PStoreError, ValueError, TypeError):
-            self._prepare_one_by_one(digests_of, places, rooms_of)
+            for key, place in zip(keys, places, strict=True):
+                try:
+                    self._take_up([key], [place])
+                except (P2PStoreError, ValueError, TypeError) as error:
+                    self.outcomes[len(self._digests)] = plain_error(error)
+                    self._digests.append(b"")
+                    self._rooms.append(place)
 
-    def _prepare_one_by_one(
-        self, digests_of: DigestsOf, places: Sequence[Any], rooms_of: RoomsOf[R] | None
-    ) -> None:
-        digests: dict[int, bytes] = {}
-        rooms: dict[int, R] = {}
-        for number, (key, place) in enumerate(zip(self._keys, places, strict=True)):
-            try:
-                room = place if rooms_of is None else rooms_of([place])[0]
-                digests[number], rooms[number] = digests_of([key])[0], room
-            except (P2PStoreError, ValueError, TypeError) as error:
-                self.outcomes[number] = plain_error(error)
-        self._digests, self._rooms, self._wanted = digests, rooms, dict.fromkeys(digests)
+    def _take_up(self, keys: Sequence[str], places: Sequence[Any]) -> None:
+        digests = self._digests_of_keys(keys)
+        rooms = places if self._rooms_in_places is None else self._rooms_in_places(places)
+        start = len(self._digests)
+        self._digests += digests
+        self._rooms += rooms
+        self._wanted.update(dict.fromkeys(range(start, start + len(digests))))
 
     def _digests_of(self, numbers: Iterable[int]) -> list[bytes]:
         return list(map(self._digests.__getitem__, numbers))
@@ -401,34 +402,27 @@ class _IntoBuffers(_Batch[memoryview]):
     async def pull_ahead(self) -> None:
         """What a batch asks for is at one holder nearly always: so who has the first object is asked for the first part
         of all before anything is known of the others. What turns out to be elsewhere, too, is read anew."""
-        numbers, views, most_bytes = self._small_rooms(list(self._wanted))
-        if not numbers:
+        items = part_items(len(self._keys))
+        self._prepare(min(items, len(self._keys)))
+        begin = self._small_rooms(list(self._wanted))
+        if not begin.numbers:
             return
-        copy = self._fetcher.likely_holder(self._digests[numbers[0]], most_bytes)
+        copy = self._fetcher.likely_holder(self._digests[begin.numbers[0]], begin.most_bytes)
         if copy is None:
             return
-        most_wanted = most_bytes if len(numbers) == len(self._wanted) else math.inf
-        digests = self._digests_of(numbers)
-        first, *others = part_slices(views, most_bytes)
+        first = part_slices(begin.views, begin.most_bytes, items)[0]
         asked: list[int] = []
 
         def steps() -> Iterator[Sequence[Part]]:
-            asked[:] = numbers[first]
-            yield [Part(digests[first], views[first], most_bytes)]
-            self._look_up(most_wanted)
-            has_all = self._is_only_holder_of_all(copy)
-            for at in range(0, len(others), PARTS_TOGETHER):
-                parts: list[Part] = []
-                for some in others[at : at + PARTS_TOGETHER]:
-                    if has_all:
-                        there, part = numbers[some], Part(digests[some], views[some], most_bytes)
-                    else:
-                        there = [number for number in numbers[some] if self._only[number] == copy]
-                        part = Part(self._digests_of(there), self._rooms_of(there), most_bytes)
-                    if there:
-                        asked.extend(there)
-                        parts.append(part)
-                yield parts
+            asked[:] = begin.numbers[first]
+            yield [Part(self._digests_of(asked), begin.views[first], begin.most_bytes)]
+            rest = self._look_up_all_but(asked, copy)
+            slices = part_slices(rest.views, rest.most_bytes, items)
+            digests = self._digests_of(rest.numbers)
+            for at in range(0, len(slices), PARTS_TOGETHER):
+                some = slices[at : at + PARTS_TOGETHER]
+                asked.extend(rest.numbers[some[0].start : some[-1].stop])
+                yield [Part(digests[part], rest.views[part], rest.most_bytes) for part in some]
 
         lengths, failure = await self._fetcher.pull_small(copy, steps, asked, others=False)
         if not self._is_only_holder_of_all(copy):
@@ -444,6 +438,17 @@ class _IntoBuffers(_Batch[memoryview]):
         for number in asked if failure is None else range(len(self._only)):
             if self._only[number] == copy:  # it has been asked there
                 self._only[number] = None
+
+    def _look_up_all_but(self, asked: Sequence[int], copy: RemoteCopy) -> _SmallRooms:
+        """Find out what is where, and which small ones are to be asked for at that holder after the first."""
+        self._prepare(len(self._keys))
+        numbers, views, most_bytes = self._small_rooms(list(self._wanted))
+        self._look_up(most_bytes if len(numbers) == len(self._wanted) else math.inf)
+        numbers, views = numbers[len(asked) :], views[len(asked) :]  # they come first
+        if not self._is_only_holder_of_all(copy):
+            numbers = [number for number in numbers if self._only[number] == copy]
+            views = self._rooms_of(numbers)
+        return _SmallRooms(numbers, views, most_bytes)
 
 
 class _IntoNewMemory(_Batch[D]):

@@ -8,13 +8,16 @@ Both hold the interpreter's lock, so at least one of them sees what the other di
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator
-from typing import NewType
+from typing import Final, NewType
 
 from p2pstore.transfer.entries import ObjectEntry
 from p2pstore.transfer.layout import SlotState
 
 Loan = NewType("Loan", object)
+
+_STATE: Final = operator.attrgetter("state")
 
 
 class Loans:
@@ -32,10 +35,9 @@ class Loans:
         """The entries' bytes stay until `end`. None when one of them is given up already."""
         loan = Loan(object())
         self._under_way[loan] = entries if len(entries) == 1 else frozenset(entries)
-        for entry in entries:
-            if entry.state is not SlotState.LIVE:
-                del self._under_way[loan]
-                return None
+        if list(map(_STATE, entries)).count(SlotState.LIVE) < len(entries):
+            del self._under_way[loan]
+            return None
         return loan
 
     def end(self, loan: Loan) -> None:

@@ -67,9 +67,8 @@ def in_parts(digests: Sequence[bytes], views: Sequence[memoryview], most_bytes: 
 def _steps(
     digests: Sequence[bytes], views: Sequence[memoryview], most_bytes: int
 ) -> Iterator[Sequence[Part]]:
-    parts = [
-        Part(digests[some], views[some], most_bytes) for some in part_slices(views, most_bytes)
-    ]
+    slices = part_slices(views, most_bytes, part_items(len(views)))
+    parts = [Part(digests[some], views[some], most_bytes) for some in slices]
     for at in range(0, len(parts), PARTS_TOGETHER):
         yield parts[at : at + PARTS_TOGETHER]
 
@@ -115,10 +114,13 @@ async def pull_small(
             inbox.expect(0)
 
 
-def part_slices(views: Sequence[memoryview], most_bytes: int) -> list[slice]:
-    """Which of them one request asks for: a third, so that both sides have work all the time, and not too much. No view
-    has more than `most_bytes`."""
-    size = max(MIN_BATCH_ITEMS, min(MOST_ITEMS, -(-len(views) // 3)))
+def part_items(count: int) -> int:
+    """How many of `count` objects one request asks for: a third, so that both sides have work all the time."""
+    return max(MIN_BATCH_ITEMS, min(MOST_ITEMS, -(-count // 3)))
+
+
+def part_slices(views: Sequence[memoryview], most_bytes: int, size: int) -> list[slice]:
+    """Which of them one request asks for: `size`, but not too much. No view has more than `most_bytes`."""
     if size * most_bytes <= BATCH_BYTES:
         return [slice(at, min(at + size, len(views))) for at in range(0, len(views), size)]
     slices: list[slice] = []

@@ -251,7 +251,12 @@ def test_a_batch_asks_the_first_ones_holder_before_it_looks_up_the_others(
     def read(client: BlockingClient, some: list[str]) -> None:
         into = [(key, bytearray(len(values[key]))) for key in some]
         into += [("nowhere", bytearray(9)), (keys[8], bytearray(5))]
-        *results, nowhere, short = client.get_many_into(into)
+        wrong: list[tuple[str, Any]] = [("", bytearray(9)), (keys[9], b"read-only")]
+        *results, nowhere, short = client.get_many_into(
+            [*into[:10], wrong[0], *into[10:60], wrong[1], *into[60:]]
+        )
+        assert isinstance(results.pop(61).error, ValueError)
+        assert isinstance(results.pop(10).error, ValueError)
         assert isinstance(nowhere.error, NoSuchKey)
         assert isinstance(short.error, BufferTooSmall)
         for result, (key, buffer) in zip(results, into, strict=False):
@@ -268,8 +273,9 @@ def test_a_batch_asks_the_first_ones_holder_before_it_looks_up_the_others(
             """Not at once, perhaps: what was removed or replaced here may still be in the table."""
             steps.clear()
             read(reader, keys)
-            # A third of the 81 of one chunk, at least 32; of the others not what is here, removed or nowhere.
-            return steps[:2] == [32, "looked up"] and sum(map(int, steps[2:])) == 47
+            # Of the first 32 not what is asked for wrongly, or longer than one chunk; of the others not what is here
+            # or nowhere, either.
+            return steps[:2] == [30, "looked up"] and sum(map(int, steps[2:])) == 49
 
         until(as_meant, SECONDS)
         steps.clear()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from p2pstore.objects import CHUNK_BYTES, KIB
 from p2pstore.transfer.messages import MAX_SMALL_BULK_BYTES
-from p2pstore.transfer.small_reads import MOST_ITEMS, in_parts, part_slices
+from p2pstore.transfer.small_reads import MOST_ITEMS, in_parts, part_items, part_slices
 
 ROOM = memoryview(bytearray(CHUNK_BYTES))
 SIZES = st.one_of(st.integers(1, CHUNK_BYTES), st.sampled_from((1, 4 * KIB, 64 * KIB, CHUNK_BYTES)))
@@ -17,7 +17,7 @@ SIZES = st.one_of(st.integers(1, CHUNK_BYTES), st.sampled_from((1, 4 * KIB, 64 *
 def test_parts_are_all_of_them_in_order_and_fit_into_an_answer(sizes: list[int]) -> None:
     views = [ROOM[:size] for size in sizes]
     most_bytes = max(sizes, default=CHUNK_BYTES)
-    parts = part_slices(views, most_bytes)
+    parts = part_slices(views, most_bytes, part_items(len(views)))
     assert [number for some in parts for number in range(len(sizes))[some]] == [*range(len(sizes))]
     for some in parts:
         assert 0 < len(views[some]) <= MOST_ITEMS
