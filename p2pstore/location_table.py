@@ -178,6 +178,7 @@ class LocationTable:
         rows = parts[8][: self.row_limit * LOCATION_BYTES]
         self._rows_start = _part_starts(blocks)[8]
         self.begins = rows.cast("H")
+        self._many_begins = np.frombuffer(rows, "<u2")
         """Of every 17, the first is the first two bytes of a row, as a quick look at it."""
         self.whole: npt.NDArray[np.void] = np.frombuffer(rows, WHOLE)
         self.fields = np.frombuffer(rows, RECORD)
@@ -290,9 +291,12 @@ class LocationTable:
             rows = self.following(rows)
             most_rows -= 1
         queries, rows = np.concatenate(found_queries), np.concatenate(found_rows)
-        same = (self.first[rows] == wanted[:, 0].take(queries)).nonzero()[0]
-        queries, rows = queries.take(same), rows.take(same)
-        same = self.second[rows] == wanted[:, 1].take(queries)
+        begins = wanted[:, 0].astype("<u2")
+        alike = self._many_begins.take(rows * HALF_WORDS) == begins.take(queries)
+        some = alike.nonzero()[0]
+        queries, rows = queries.take(some), rows.take(some)
+        same = self.first[rows] == wanted[:, 0].take(queries)
+        same &= self.second[rows] == wanted[:, 1].take(queries)
         same &= rows != 0
         if not same.all():
             queries, rows = queries[same], rows[same]

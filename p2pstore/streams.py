@@ -346,21 +346,21 @@ class BlockingStream:
         except BlockingIOError:
             raise stalled(self._receive_limit) from None
 
-    async def receive_all(self, views: Sequence[memoryview]) -> None:
-        """Fill all of them, none empty, in as few calls as possible: the kernel waits for each to be full. Raises
-        `ConnectionResetError` when the other side closes before, and `DeadlineExceeded` when nothing comes."""
+    async def receive_all(self, views: Sequence[memoryview], length_bytes: int) -> None:
+        """Fill all of them, none empty and so many bytes in all, in as few calls as possible: the kernel waits for each
+        to be full. Raises `ConnectionResetError` when the other side closes before, and `DeadlineExceeded` when nothing
+        comes."""
         wanted, first = list(views), 0
-        while first < len(wanted):
-            some = wanted[first : first + MAX_GATHER]
+        while length_bytes:
             try:
+                some = wanted[first : first + MAX_GATHER]
                 count = self._sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
                 raise stalled(self._receive_limit) from None
             if not count:
                 raise ConnectionResetError("the other side closed the connection")
-            if count == sum(map(len, some)):
-                first += len(some)
-            else:
+            length_bytes -= count
+            if length_bytes:
                 first = advance(wanted, first, count)
 
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:

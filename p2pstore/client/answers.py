@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import repeat
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from p2pstore.client.arguments import PIN_NAMES
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
@@ -199,18 +198,14 @@ def peer_infos(reply: PeersReply) -> list[PeerInfo]:
     ]
 
 
-_make_result: Final[Callable[[tuple[Any, ...]], ItemResult[Any]]] = partial(
-    tuple.__new__, ItemResult
-)
-
-
 def item_results(
     keys: Sequence[str], outcomes: Sequence[T | P2PStoreError | ValueError]
 ) -> list[ItemResult[T]]:
     """The results of a batch: per key what came of it, or why nothing did."""
     if not any(issubclass(kind, Exception) for kind in set(map(type, outcomes))):
         # A call of `ItemResult` for each would take twice as long.
-        return list(map(_make_result, zip(keys, outcomes, repeat(None), strict=False)))
+        rows = zip(keys, outcomes, repeat(None), strict=False)
+        return list(map(tuple.__new__, repeat(ItemResult), rows))
     return [
         ItemResult(key, None, outcome)
         if isinstance(outcome, (P2PStoreError, ValueError))

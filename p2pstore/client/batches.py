@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -180,10 +180,16 @@ class _Batch(ABC, Generic[R]):
         self._rooms += rooms
         self._wanted.update(dict.fromkeys(range(start, start + len(digests))))
 
-    def _digests_of(self, numbers: Iterable[int]) -> list[bytes]:
+    def _digests_of(self, numbers: Sequence[int]) -> list[bytes]:
+        """Of items in order."""
+        if len(numbers) == len(self._digests):
+            return self._digests
         return list(map(self._digests.__getitem__, numbers))
 
-    def _rooms_of(self, numbers: Iterable[int]) -> list[R]:
+    def _rooms_of(self, numbers: Sequence[int]) -> list[R]:
+        """Of items in order."""
+        if len(numbers) == len(self._rooms):
+            return self._rooms
         return list(map(self._rooms.__getitem__, numbers))
 
     async def pull_ahead(self) -> None:

@@ -43,8 +43,8 @@ class Inbox:
         in_place = self._receive_all is not None or payload_bytes >= INBOX_BYTES
         self._ahead_bytes = head_bytes if in_place else INBOX_BYTES
 
-    async def fill(self, views: Sequence[memoryview]) -> None:
-        """Fill many views, none empty, one after the other. Raises as `read_into`."""
+    async def fill(self, views: Sequence[memoryview], length_bytes: int) -> None:
+        """Fill many views, none empty and so many bytes in all, one after the other. Raises as `read_into`."""
         first = 0
         if self._receive_all is None:
             for view in views:
@@ -52,12 +52,13 @@ class Inbox:
             return
         while self._start < self._end and first < len(views):
             count = self._move_into(views[first])
+            length_bytes -= count
             if count < len(views[first]):
                 views = [views[first][count:], *views[first + 1 :]]
                 first = 0
                 break
             first += 1
-        await self._receive_all(views[first:])
+        await self._receive_all(views[first:], length_bytes)
         self.received_any = True
 
     def held(self, length: int) -> memoryview | None:

@@ -177,11 +177,11 @@ async def _receive_values(
             first, start = first + 1, ends[first]
             continue
         last = min(bisect_left(ends, start + GROUP_BYTES) + 1, len(targets))
-        group = targets[first:last]
+        group, length_bytes = targets[first:last], ends[last - 1] - start
         filled = group if all(lengths[first:last]) else [each for each in group if len(each)]
         connection.inbox.expect(0)  # small ones may come along with each other again
-        await connection.inbox.fill(filled)
-        connection.bulk_left -= ends[last - 1] - start
+        await connection.inbox.fill(filled, length_bytes)
+        connection.bulk_left -= length_bytes
         sums += map(xxh3_64_digest, group)
         first, start = last, ends[last - 1]
     return sums
