@@ -323,11 +323,14 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
         await get(keys[start])  # from here on it knows how to get there
         expected = client._live.fetcher.expected_bytes
         until(lambda: all(expected(key_digest(key)) for key in keys[start:][:20]), SECONDS)
-        asked.clear()
         some, others = keys[start : start + 10], keys[start + 10 : start + 20]
         reads = [*(partial(get, key) for key in some), *(partial(get_into, key) for key in others)]
-        with holder.stopped():
-            await gather(reads, lambda: holder.signal(signal.SIGCONT))
+        for _ in range(3):
+            asked.clear()  # who looks while the peer changes its table asks the peer instead
+            with holder.stopped():
+                await gather(reads, lambda: holder.signal(signal.SIGCONT))
+            if asked == [20]:
+                break
         assert asked == [20]
 
     async def gather_in_trio(reads: Sequence[Read], asked_all: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -372,9 +373,12 @@ def test_batches_cancelled_at_any_point_leak_nothing(
     until_seconds = time.monotonic() + 30
     while rounds < 40 or not cut:  # on a busy machine all answers may be there before anybody waits
         assert time.monotonic() < until_seconds
+        new = f"{key}new {rounds}"  # what was leased once, and is still there, needs no request
+        cluster.distant.put(new, b"new" * 1000)
+        until(partial(store.contains, new))
         for call in ("take_leases", "get_many"):
             seconds = max(0.0, rng.uniform(-0.001, 0.004))
-            cut += store.cancelled_after(seconds, call, rng.sample(names, 100))
+            cut += store.cancelled_after(seconds, call, [*rng.sample(names, 100), new])
         rounds += 1
     views = store.take_leases(names)
     assert [bytes(each.unwrap()) for each in views] == [bytes([n]) * 5000 for n in range(200)]
