@@ -352,8 +352,8 @@ class BlockingStream:
         comes."""
         wanted, first = list(views), 0
         while length_bytes:
+            some = wanted[first : first + MAX_GATHER]
             try:
-                some = wanted[first : first + MAX_GATHER]
                 count = self._sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
                 raise stalled(self._receive_limit) from None

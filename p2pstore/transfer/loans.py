@@ -35,6 +35,7 @@ class Loans:
         """The entries' bytes stay until `end`. None when one of them is given up already."""
         loan = Loan(object())
         self._under_way[loan] = entries if len(entries) == 1 else frozenset(entries)
+        # Hundreds at once, as a batch asks for: one pass without a step of the interpreter for each.
         if list(map(_STATE, entries)).count(SlotState.LIVE) < len(entries):
             del self._under_way[loan]
             return None

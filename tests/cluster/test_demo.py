@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from p2pstore.objects import MIB
+from tests.cluster.test_cli import eventually
 
 DEMO = [sys.executable, "-m", "mooncake_p2p", "demo"]
 DEMO_SECONDS = 90.0
@@ -51,13 +51,6 @@ def traces() -> Iterator[Traces]:
         yield traces
         for process_id in traces.processes():  # only when the test has failed
             os.kill(process_id, signal.SIGKILL)
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not become so in time"
-        time.sleep(0.02)
 
 
 def test_the_demo_works_and_cleans_up(traces: Traces) -> None:

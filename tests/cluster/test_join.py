@@ -13,14 +13,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from p2pstore import blocking
+from tests.cluster.test_cli import eventually
 
 COMMAND = [sys.executable, "-m", "mooncake_p2p"]
 COMMAND_SECONDS = 60.0
@@ -106,13 +106,6 @@ def machine() -> Iterator[Machine]:
         yield machine
     finally:
         machine.close()
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not become so in time"
-        time.sleep(0.02)
 
 
 def exists(process_id: int) -> bool:

@@ -5,23 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import Network, new_network, why_not
+from tests.cluster.test_cli import eventually
 
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not become so in time"
-        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ import re
 import socket
 import subprocess
 import threading
-import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from p2pstore import blocking
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.objects import MIB
-from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster
+from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
 from tests.optional import require_prometheus
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -138,12 +137,15 @@ def work(cluster: ProcessCluster) -> None:
     (folder / "weights").write_bytes(value)
     first.client.checkpoints.publish("model", str(folder))
     threading.Thread(target=follow, args=(second, cluster.folder / "followed"), daemon=True).start()
-    wait_for(
-        lambda: "p2pstore_checkpoint_follower_ready{" in metrics_page(second), "nobody follows"
+    until(
+        lambda: "p2pstore_checkpoint_follower_ready{" in metrics_page(second),
+        SECONDS,
+        lambda: "nobody follows",
     )
-    wait_for(
+    until(
         lambda: "p2pstore_clock_ahead_seconds" in metrics_page(first),
-        "no ping told what time it is elsewhere",
+        SECONDS,
+        lambda: "no ping told what time it is elsewhere",
     )
 
 
@@ -157,13 +159,6 @@ def metrics_page(peer: PeerProcess) -> str:
     with urllib.request.urlopen(f"http://{peer.ready['metrics']}/metrics", timeout=SECONDS) as page:
         text: str = page.read().decode()
     return text
-
-
-def wait_for(what: Callable[[], bool], why: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not what():
-        assert time.monotonic() < deadline, why
-        time.sleep(0.2)
 
 
 def labels_by_name(peers: list[PeerProcess]) -> dict[str, set[str]]:
@@ -260,12 +255,13 @@ def test_a_real_prometheus_understands_peers_rules_and_dashboard(
     cluster: ProcessCluster, tmp_path: Path
 ) -> None:
     with running_prometheus(tmp_path, cluster.peers) as prometheus:
-        wait_for(
+        until(
             lambda: (
                 prometheus.value("sum(up)") == 3
                 and prometheus.value("count(count_over_time(p2pstore_members[1m]) >= 3)") == 12
             ),
-            "it does not ask three peers",
+            SECONDS,
+            lambda: "it does not ask three peers",
         )
         for expression in dashboard_expressions():
             prometheus.query(expression)
@@ -274,20 +270,23 @@ def test_a_real_prometheus_understands_peers_rules_and_dashboard(
         (groups,) = prometheus.api("rules", type="alert").values()
         rules = [rule for group in groups for rule in group["rules"]]
         assert {rule["name"] for rule in rules} == {rule["alert"] for rule in alerts()}
-        wait_for(
+        until(
             lambda: all(
                 rule["health"] == "ok"
                 for group in prometheus.api("rules")["groups"]
                 for rule in group["rules"]
             ),
-            "a rule cannot be evaluated",
+            SECONDS,
+            lambda: "a rule cannot be evaluated",
         )
         cluster.peers[2].kill()
-        wait_for(
+        until(
             lambda: prometheus.value('count(ALERTS{alertname="P2PStorePeerDown"})') == 1,
-            "nobody is told that a peer is gone",
+            SECONDS,
+            lambda: "nobody is told that a peer is gone",
         )
-        wait_for(
+        until(
             lambda: prometheus.value('count(ALERTS{alertname="P2PStoreMemberDied"})') == 1,
-            "nobody is told that a member died",
+            SECONDS,
+            lambda: "nobody is told that a member died",
         )

@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import why_not
+from tests.cluster.processes import until
 from tests.long_runs import only_in_long_runs
 from tests.soak.ledger import KEPT, OWN_CHANGES, RIGHT_BYTES
 from tests.soak.stage import PREFIX, remove_left_overs
@@ -62,12 +61,12 @@ def test_what_is_left_when_it_is_ended(tmp_path: Path, number: int) -> None:
     before = left_overs()
     with (tmp_path / "said").open("wb") as said:
         process = subprocess.Popen(soak(tmp_path / "output"), stdout=said, stderr=said)
-    eventually(lambda: (tmp_path / "output" / "logs" / "peer7.log").exists())
+    until(lambda: (tmp_path / "output" / "logs" / "peer7.log").exists(), END_SECONDS)
     (folder,) = left_overs() - before
     assert running(folder), "peers"
     process.send_signal(number)
     assert process.wait(END_SECONDS) == (128 + number if number == signal.SIGTERM else -number)
-    eventually(lambda: not running(folder))
+    until(lambda: not running(folder), END_SECONDS)
     assert folder.exists() == (number == signal.SIGKILL)
     remove_left_overs()
     assert not folder.exists()
@@ -84,10 +83,3 @@ def command_line(pid: str) -> bytes:
         return Path("/proc", pid, "cmdline").read_bytes()
     except OSError:
         return b""
-
-
-def eventually(condition: Callable[[], bool], seconds: float = END_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not become so in time"
-        time.sleep(0.1)

@@ -15,7 +15,6 @@ import importlib.util
 import os
 import select
 import sys
-import time
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ import pytest
 from p2pstore import blocking
 from p2pstore.errors import ConfigError
 from p2pstore.integrations.lasting_client import LastingClient
-from tests.contract.worlds import PeerProcess, peer_process
+from tests.contract.worlds import PeerProcess, peer_process, until
 from tests.optional import require_torch
 
 WEIGHTS = "model@v1"
@@ -104,13 +103,6 @@ def test_a_peer_that_comes_back_is_used_again_and_until_then_all_is_missing(
         assert client.call(lambda each: each.get("k"), b"nothing") == b"new"
         client.close()
         assert client.call(lambda each: each.get("k"), b"nothing") == b"nothing"
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # --- SGLang ---------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from p2pstore.integrations import mooncake
 from p2pstore.integrations.mooncake.own_peer import OwnPeer
 from p2pstore.local import paths
 from tests.contract import mooncake_calls
-from tests.contract.worlds import peer_process
+from tests.contract.worlds import peer_process, until
 from tests.ports import free_port
 
 RECORDED = json.loads(Path(__file__).with_name("mooncake_outcomes.json").read_text())
@@ -30,7 +29,6 @@ RECORDED = json.loads(Path(__file__).with_name("mooncake_outcomes.json").read_te
 
 DIFFERENT = mooncake_calls.DIFFERENT
 TORCH = ("tensors", "tensor_headers", "safetensors")
-DEADLINE_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -324,10 +322,3 @@ def is_running(process_id: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
