@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import trio
@@ -211,12 +210,12 @@ class PeerDataBackend:
         if lent.handle is not None:
             self._segment.end_loan(lent.handle)
 
-    def note_reads(self, digests: Sequence[bytes]) -> None:
-        """These are served."""
+    def note_reads(self, counts: Mapping[bytes, int]) -> None:
+        """These are served, each so many times."""
         unix = self._core.unix(self._node.now)
-        for digest, count in Counter(digests).items():
+        for digest, count in counts.items():
             self._segment.touch(digest, count, unix)
-        self._core.counters["reads_served"] += len(digests)
+        self._core.counters["reads_served"] += sum(counts.values())
 
     async def handle(
         self, kind: DataKind, message: Message, claims: TicketClaims

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, PART_BYTES
-from p2pstore.streams import BytesLike, waiting_in_kernel
+from p2pstore.streams import BytesLike, taking_no_core, waiting_in_kernel
 from p2pstore.transfer.messages import Get, GetItem, ObjectReply
 from p2pstore.transfer.read_thread import (
     GET,
@@ -72,7 +72,7 @@ class PartThread:
         began = time.monotonic()
         self._uploads.begin(began)
         try:
-            with waiting_in_kernel(sock, **limits):
+            with waiting_in_kernel(sock, **limits), taking_no_core():
                 return self._serve(sock)
         finally:
             self._end_loan()

@@ -6,7 +6,7 @@ Gossip is what the world says at once: who is there, and who has a part in which
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -78,7 +78,7 @@ class _Backend:
     def end_small_loan(self, lent: SmallObjectsLent) -> None:
         raise AssertionError("there are no objects")
 
-    def note_reads(self, digests: Sequence[bytes]) -> None:
+    def note_reads(self, counts: Mapping[bytes, int]) -> None:
         raise AssertionError("there are no objects")
 
     async def handle(

@@ -19,7 +19,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -282,8 +283,8 @@ class Backend:
         if lent.handle is not None:
             self._segment.end_loan(lent.handle)
 
-    def note_reads(self, digests: Sequence[bytes]) -> None:
-        self.noted += digests
+    def note_reads(self, counts: Mapping[bytes, int]) -> None:
+        self.noted += Counter(counts).elements()
 
     async def handle(
         self, kind: DataKind, message: Message, claims: TicketClaims

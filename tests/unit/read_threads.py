@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -96,6 +97,8 @@ class Served:
         )
         self.left: bytes | None = None
         self.error: Exception | None = None
+        self.policy = -1
+        """The kernel's, of the thread, when it has ended."""
         self.ended = threading.Event()
 
     def receive(self, length: int) -> bytes:
@@ -137,6 +140,7 @@ def served(
         except Exception as error:
             serving.error = error
         finally:
+            serving.policy = os.sched_getscheduler(0)
             serving.ended.set()
 
     thread = threading.Thread(target=serve)
@@ -148,6 +152,7 @@ def served(
             far.shutdown(socket.SHUT_RDWR)
             thread.join()
             assert near.getblocking() is False
+            assert serving.policy == os.SCHED_OTHER, "others use the thread again"
             assert serving.source.ended == len(serving.source.lent)
             assert serving.uploads.taken == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 from collections.abc import Sequence
 
@@ -44,8 +45,8 @@ def test_the_later_parts_of_a_large_object_are_sent_up_to_its_end() -> None:
             assert (answered, objects.items[0].bulk_bytes) == (number, 16 * MIB)
             assert value == HUGE_VALUE[number * 16 * MIB : (number + 1) * 16 * MIB]
         assert ended(serving) == another
-        digests, length_bytes = serving.tally.take(10)
-        assert not digests  # nobody began to read
+        counts, length_bytes = serving.tally.take(10)
+        assert not counts  # nobody began to read
         assert length_bytes > 48 * MIB
         assert serving.tally.small_read_at == -math.inf  # no small read
         assert (len(serving.source.lent), serving.source.ended) == (1, 1), (
@@ -106,7 +107,7 @@ def test_while_small_ones_are_read_it_begins_with_the_next_object(
         other = get(4, GetItem(SMALL))
         serving.far.sendall(other)
         assert ended(serving) == other
-        assert serving.tally.take(10)[0] == [ALSO_HUGE, HUGE]
+        assert serving.tally.take(10)[0] == {ALSO_HUGE: 1, HUGE: 1}
         assert len(serving.source.lent) == 3
 
 
@@ -129,7 +130,7 @@ def test_each_reading_of_an_object_is_lent_anew() -> None:
         serving.far.sendall(get_small(9, SMALL))
         ended(serving)
         assert len(serving.source.lent) == 3
-        assert serving.tally.take(10)[0] == [HUGE] * 3
+        assert serving.tally.take(10)[0] == {HUGE: 3}
 
 
 def test_when_nobody_reads_small_ones_it_begins_with_no_object() -> None:
@@ -165,6 +166,20 @@ def test_what_was_asked_for_by_then_is_sent_with_one_call(sends: list[int]) -> N
             assert value == HUGE_VALUE[(1 + number) * MIB : (2 + number) * MIB]
         assert sends == [MAX_PARTS, 3, 2, 1]
         assert (len(serving.source.lent), serving.source.ended) == (3, 2)
+
+
+def test_while_it_sends_it_takes_no_core_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    policies: list[int] = []
+
+    def send_all(sock: socket.socket, parts: Sequence[BytesLike]) -> None:
+        policies.append(os.sched_getscheduler(0))
+        read_thread.send_all(sock, parts)
+
+    monkeypatch.setattr(part_thread, "send_all", send_all)
+    with served(kind=PartThread) as serving:
+        serving.far.sendall(get(1, GetItem(HUGE, 48, 16)))
+        serving.reply()
+    assert policies == [os.SCHED_BATCH]
 
 
 def test_what_waits_to_be_sent_stays_lent(monkeypatch: pytest.MonkeyPatch) -> None:

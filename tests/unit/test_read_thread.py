@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 
 import pytest
 
@@ -19,6 +20,7 @@ from p2pstore.transfer.messages import (
 from p2pstore.transfer.read_thread import (
     BRISK_READS,
     BRISK_SECONDS,
+    COUNTED_READS,
     MAX_TALLY,
     QUICK_BYTES,
     Briskness,
@@ -68,11 +70,11 @@ def test_small_values_are_copied_and_larger_ones_sent_from_their_place() -> None
         assert serving.source.lent == [(READER, 1)]
         serving.far.shutdown(socket.SHUT_WR)
         assert ended(serving) == b""  # answers are counted after they are sent
-        digests, length_bytes = serving.tally.take(10)
-        assert digests == [SMALL, LARGE, SMALL]
+        counts, length_bytes = serving.tally.take(10)
+        assert counts == {SMALL: 2, LARGE: 1}
         assert length_bytes > len(VALUES[LARGE]) + 2 * len(VALUES[SMALL])
         assert serving.uploads.seconds(0.0) > 0
-        assert serving.tally.take(10) == ([], 0)
+        assert serving.tally.take(10) == ({}, 0)
 
 
 def test_when_all_places_are_taken_the_event_loop_refuses_larger_ones() -> None:
@@ -130,8 +132,8 @@ def test_many_small_objects_are_sent_from_their_places() -> None:
         assert values == VALUES[SMALL] + VALUES[LARGE] + VALUES[SMALL]
         serving.far.sendall(get(8))  # after that, what was read is noted
         assert ended(serving) == get(8)
-        digests, length_bytes = serving.tally.take(10)
-        assert digests == [SMALL, LARGE, SMALL]
+        counts, length_bytes = serving.tally.take(10)
+        assert counts == {SMALL: 2, LARGE: 1}
         assert length_bytes == HEADER_BYTES + header.body_length + header.bulk_length
 
 
@@ -194,7 +196,7 @@ def test_what_it_cannot_answer_is_left_to_the_event_loop(request_bytes: bytes) -
         serving.far.sendall(get(1, GetItem(SMALL)) + request_bytes)
         assert serving.reply()[2] == VALUES[SMALL]
         assert ended(serving) == request_bytes
-        assert serving.tally.take(10)[0] == [SMALL]
+        assert serving.tally.take(10)[0] == {SMALL: 1}
 
 
 @pytest.mark.parametrize("length", [1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, -1])
@@ -284,8 +286,33 @@ def test_a_tally_forgets_the_oldest() -> None:
     for _ in range(3):
         tally.add([SMALL] * (MAX_TALLY // 2), 1)
     tally.add([LARGE], 1)
-    digests, length_bytes = tally.take(2 * MAX_TALLY)
-    assert (len(digests), digests[-1], length_bytes) == (MAX_TALLY, LARGE, 4)
+    counts, length_bytes = all_of(tally)
+    assert counts == {SMALL: MAX_TALLY - 1, LARGE: 1}
+    assert length_bytes == 4
+
+
+def test_a_tally_is_counted_in_steps_and_given_in_steps() -> None:
+    tally = ReadTally()
+    digests = [bytes([number]) * 16 for number in range(25)]
+    for _ in range(100):
+        tally.add(digests, 3)
+    steps = []
+    while tally.has_more:
+        steps.append(tally.take(10))
+    given = [counts for counts, _ in steps if counts]
+    assert len(steps) - len(given) == 25 * 100 // COUNTED_READS
+    assert [len(counts) for counts in given] == [10, 10, 5]
+    assert all(set(counts.values()) == {100} for counts in given), "each at once"
+    assert sum(length_bytes for _, length_bytes in steps) == 300
+
+
+def all_of(tally: ReadTally) -> tuple[Counter[bytes], int]:
+    counts, length_bytes = Counter[bytes](), 0
+    while tally.has_more:
+        some, some_bytes = tally.take(10)
+        counts.update(some)
+        length_bytes += some_bytes
+    return counts, length_bytes
 
 
 def test_reads_are_brisk_that_follow_one_another() -> None:
