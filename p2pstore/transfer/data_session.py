@@ -386,16 +386,23 @@ class DataSession:
         finally:
             traffic.read_threads -= 1
             taking.cancel()
-            self._take_in_some()
         self._briskness = Briskness()
         await self._answer_all(nursery)
 
     async def _take_in_reads(self, scope: trio.CancelScope) -> None:
-        with scope:
-            while True:
-                await trio.sleep(TAKE_IN_SECONDS)
-                while self._take_in_some():
-                    await trio.lowlevel.checkpoint()
+        try:
+            with scope:
+                while True:
+                    await trio.sleep(TAKE_IN_SECONDS)
+                    await self._take_in_all()
+        finally:
+            # The last ones as well, also of a connection that has ended: nothing is waited for.
+            with trio.CancelScope(shield=True):
+                await self._take_in_all()
+
+    async def _take_in_all(self) -> None:
+        while self._take_in_some():
+            await trio.lowlevel.checkpoint()
 
     def _take_in_some(self) -> bool:
         """Tell the backend of some reads that threads answered; whether there may be more."""

@@ -17,9 +17,10 @@ import trio
 from p2pstore.errors import CapacityExceeded
 from p2pstore.objects import KIB, MIB, key_digest
 from p2pstore.streams import BlockingDriver, run_blocking
-from p2pstore.transfer import data_server
+from p2pstore.transfer import data_server, data_session
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.data_server import ServerLimits
+from p2pstore.transfer.data_session import TAKE_IN_OBJECTS
 from p2pstore.transfer.inbox import Inbox
 from p2pstore.transfer.layout import SlotRows
 from p2pstore.transfer.messages import DataKind, GetSmall, SmallObjects
@@ -226,6 +227,25 @@ async def test_small_objects_read_in_a_row_are_answered_in_threads(tcp: TcpHarne
     await until(lambda: len(backend.noted) == 40 * 64)
     assert all(view == pattern(4096, i) for i, view in enumerate(views))
     await until(lambda: nothing_is_lent(tcp.segment))
+
+
+async def test_what_was_read_until_the_end_of_a_connection_is_taken_in(
+    tcp: TcpHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_session, "TAKE_IN_SECONDS", 3600.0)  # not while it lasts
+    count = 2 * TAKE_IN_OBJECTS
+    digests = [put(tcp.segment, f"key {i}", b"value") for i in range(count)]
+    views = [memoryview(bytearray(5)) for _ in digests]
+    pool = tcp.pool(BlockingDriver())
+
+    def read() -> None:
+        for _ in range(10):
+            assert run_blocking(pool.pull_small(tcp.copy(), digests, views))[0] == [5] * count
+        assert tcp.server.traffic.read_threads == 1
+        pool.close()
+
+    await trio.to_thread.run_sync(read)
+    await until(lambda: len(tcp.backend.noted) == 10 * count)
 
 
 @pytest.mark.parametrize("length", [8, 16 * 513, 0])
