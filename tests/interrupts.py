@@ -30,6 +30,7 @@ class Interrupted:
     def call(self, function: Callable[[], object]) -> None:
         """Call it; the interrupt goes no further."""
         before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = self._after_calls  # Python 3.12 looks at it in `settrace`
         sys.settrace(self._trace)
         try:
             function()
