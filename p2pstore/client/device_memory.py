@@ -9,15 +9,17 @@ programs that did not.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from p2pstore.client.values import check_dense, source_view
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import check_object_length
 from p2pstore.streams import Driver
+
+T = TypeVar("T")
 
 DEVICE_TYPES: Final = frozenset({"cuda"})
 """torch's name of NVIDIA's and of AMD's."""
@@ -61,63 +63,95 @@ class Staged:
         import torch
 
         self._device = device
-        pinned = torch.cuda.is_available()
         try:
             self._host = torch.empty(
-                device.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned
+                device.nbytes,
+                dtype=torch.uint8,
+                device="cpu",
+                pin_memory=device.stream is not None,
             )
         except RuntimeError as error:
             raise P2PStoreError(f"no pinned memory for a tensor on a GPU: {error}") from error
         self.host = source_view(self._host)
 
-    def take(self) -> None:
-        """Copy the tensor to `host`."""
-        self._copy(self._host, self._device.bytes)
+    @property
+    def stream(self) -> Any:
+        """Where the GPU copies; None where none does."""
+        return self._device.stream
 
-    def give(self, length_bytes: int) -> None:
-        """Copy so many bytes of `host` to the beginning of the tensor."""
-        self._copy(self._device.bytes[:length_bytes], self._host[:length_bytes])
+    def begin_to_take(self) -> None:
+        """Have the GPU copy the tensor to `host`."""
+        self._begin(self._host, self._device.bytes)
 
-    def _copy(self, target: Any, source: Any) -> None:
-        import torch
+    def begin_to_give(self, length_bytes: int) -> None:
+        """Have the GPU copy so many bytes of `host` to the beginning of the tensor."""
+        self._begin(self._device.bytes[:length_bytes], self._host[:length_bytes])
 
-        stream = self._device.stream
-        try:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
-            if stream is not None:
-                stream.record_event().synchronize()
-        except RuntimeError as error:
-            raise P2PStoreError(f"a tensor on a GPU could not be copied: {error}") from error
+    def _begin(self, target: Any, source: Any) -> None:
+        with _current(self.stream):
+            target.copy_(source, non_blocking=True)
+
+
+def _current(stream: Any) -> AbstractContextManager[Any]:
+    """Within this, `stream` is the current one."""
+    import torch
+
+    if stream is None or stream == torch.cuda.current_stream(stream.device):
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+    return context
+
+
+def _take_all(those: Sequence[Staged]) -> None:
+    """Copy the tensors to this host. Raises `P2PStoreError`."""
+    _copy_all([(staged.stream, staged.begin_to_take) for staged in those])
+
+
+def _give_all(those: Sequence[tuple[Staged, int]]) -> None:
+    """Copy so many bytes of each to its tensor. Raises `P2PStoreError`."""
+    _copy_all([(staged.stream, partial(staged.begin_to_give, length)) for staged, length in those])
+
+
+def _copy_all(copies: Sequence[tuple[Any, Callable[[], None]]]) -> None:
+    """The streams of copies, and what begins them: all are begun, and then waited for."""
+    try:
+        for _, begin in copies:
+            begin()
+        for stream in {stream for stream, _ in copies} - {None}:
+            stream.record_event().synchronize()
+    except RuntimeError as error:
+        raise P2PStoreError(f"a tensor on a GPU could not be copied: {error}") from error
 
 
 Staging = dict[int, Staged | Exception]
 """Of the items of a batch that are on a GPU, by their numbers; or why that cannot be."""
 
 
-def _taken(device: OnDevice) -> Staged:
-    staged = Staged(device)
-    staged.take()
-    return staged
-
-
 async def take(driver: Driver, device: OnDevice) -> memoryview:
-    """The bytes, in pinned memory."""
-    return (await _run(driver, device, _taken)).host
+    """The bytes, in pinned memory. Raises `P2PStoreError`."""
+
+    def step() -> Staged:
+        staged = Staged(device)
+        _take_all([staged])
+        return staged
+
+    return (await _run(driver, device.nbytes, step)).host
 
 
 async def make_room(driver: Driver, device: OnDevice) -> Staged:
-    """Pinned memory to read into: what was not used before takes milliseconds to make."""
-    return await _run(driver, device, Staged)
+    """Pinned memory to read into: what was not used before takes milliseconds to make. Raises `P2PStoreError`."""
+    return await _run(driver, device.nbytes, partial(Staged, device))
 
 
 async def give(driver: Driver, staged: Staged, length_bytes: int) -> None:
-    """Copy what was read to where it is to go."""
-    step = partial(staged.give, length_bytes)
-    if length_bytes <= AT_ONCE_BYTES:
-        step()
-    else:
-        await driver.run_in_thread(step)
+    """Copy what was read to where it is to go. Raises `P2PStoreError`."""
+    await give_all(driver, [(staged, length_bytes)])
+
+
+async def give_all(driver: Driver, those: Sequence[tuple[Staged, int]]) -> None:
+    """`give` for many, so many bytes of each: the GPU copies one after the other, and all are waited for together.
+    Raises `P2PStoreError`, and then any of them may have been copied."""
+    await _run(driver, sum(length for _, length in those), partial(_give_all, those))
 
 
 async def stage_all(
@@ -125,26 +159,43 @@ async def stage_all(
 ) -> tuple[list[Any], Staging]:
     """The values of a batch, with pinned memory in place of tensors on a GPU: with `take_them`, it has their bytes.
     In place of what cannot be staged is None, which fails as a value."""
+    views = list(values)
     if "torch" not in sys.modules:  # then none of them is a tensor
-        return list(values), {}
-    views: list[Any] = []
+        return views, {}
     staging: Staging = {}
-    for number, value in enumerate(values):
-        view = value
+    devices: dict[int, OnDevice] = {}
+    for number, value in enumerate(views):
         try:
             device = on_device(value)
-            if device is not None:
-                view = None
-                made = await _run(driver, device, _taken if take_them else Staged)
-                staging[number], view = made, made.host
         except (P2PStoreError, ValueError) as error:
             staging[number] = error
-        views.append(view)
+        else:
+            if device is not None:
+                devices[number] = device
+    if devices:
+        total_bytes = sum(device.nbytes for device in devices.values())
+        step = partial(_stage, devices, take_them=take_them)
+        staging |= await _run(driver, total_bytes, step)
+    for number, staged in staging.items():
+        views[number] = staged.host if isinstance(staged, Staged) else None
     return views, staging
 
 
-async def _run(driver: Driver, device: OnDevice, step: Callable[[OnDevice], Staged]) -> Staged:
+def _stage(devices: Mapping[int, OnDevice], *, take_them: bool) -> Staging:
+    staging: Staging = {}
+    for number, device in devices.items():
+        try:
+            staging[number] = Staged(device)
+        except P2PStoreError as error:
+            staging[number] = error
+    if take_them:
+        try:
+            _take_all([staged for staged in staging.values() if isinstance(staged, Staged)])
+        except P2PStoreError as error:
+            return dict.fromkeys(devices, error)
+    return staging
+
+
+async def _run(driver: Driver, length_bytes: int, step: Callable[[], T]) -> T:
     """Never left half done: a thread's step is waited for."""
-    if device.nbytes <= AT_ONCE_BYTES:
-        return step(device)
-    return await driver.run_in_thread(partial(step, device))
+    return step() if length_bytes <= AT_ONCE_BYTES else await driver.run_in_thread(step)

@@ -340,16 +340,26 @@ class ClientSession:
         fetcher, driver = self._live.fetcher, self._link.driver
         buffers, staging = await device_memory.stage_all(driver, places, take_them=False)
         outcomes = await fetch_many(fetcher, keys, buffers, self._digests)
+        if staging:
+            await self._give_staged(staging, outcomes)
+        return answers.item_results(keys, outcomes)
+
+    async def _give_staged(
+        self, staging: device_memory.Staging, outcomes: list[int | P2PStoreError | ValueError]
+    ) -> None:
+        """Have what a batch read for tensors on a GPU copied there; what fails is put in place of its outcome."""
+        read: dict[int, tuple[device_memory.Staged, int]] = {}
         for number, staged in staging.items():
             length = outcomes[number]
             if isinstance(staged, Exception):
                 outcomes[number] = plain_error(staged)
             elif isinstance(length, int):
-                try:
-                    await device_memory.give(driver, staged, length)
-                except P2PStoreError as error:
-                    outcomes[number] = plain_error(error)
-        return answers.item_results(keys, outcomes)
+                read[number] = staged, length
+        try:
+            await device_memory.give_all(self._link.driver, list(read.values()))
+        except P2PStoreError as error:
+            for number in read:
+                outcomes[number] = plain_error(error)
 
     async def get_into_views(
         self, keys: Sequence[str], views: Sequence[memoryview]

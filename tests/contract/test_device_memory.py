@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from p2pstore.client import device_memory
-from p2pstore.errors import BufferTooSmall, NoSuchKey
+from p2pstore.errors import BufferTooSmall, NoSuchKey, P2PStoreError
 from p2pstore.objects import MIB
 from p2pstore.results import TransferOperation, TransferRequest
 from tests.contract.small_peer import SmallPeer, small_peer
@@ -119,6 +119,53 @@ async def test_batches_mix_both_memories(store: Any, device: str) -> None:
     assert int(into[3].sum()) == 0
 
 
+@pytest.mark.parametrize("length", [3000, 5 * MIB])
+async def test_a_batch_whose_copies_fail_says_so_of_each(
+    store: Any, device: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of a GPU is no error of one tensor: it may tell of what was asked before."""
+
+    def broken(self: device_memory.Staged, *_: int) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    values = [filled(device, length, seed) for seed in range(3)]
+    await store.put_many([(f"k{number}", value) for number, value in enumerate(values[:2])])
+    monkeypatch.setattr(device_memory.Staged, "begin_to_take", broken)
+    results = await store.put_many([("n0", values[0]), ("host", b"host"), ("n1", values[1])])
+    assert [each.ok for each in results] == [False, True, False]
+    assert all("illegal memory access" in str(results[number].error) for number in (0, 2))
+    with pytest.raises(P2PStoreError, match="illegal memory access"):
+        await store.put("n0", values[0])
+    assert not await store.contains("n0")
+
+    monkeypatch.setattr(device_memory.Staged, "begin_to_give", broken)
+    into = [torch.zeros_like(values[0]), bytearray(4), torch.zeros_like(values[0])]
+    results = await store.get_many_into(list(zip(["k0", "host", "k1"], into, strict=True)))
+    assert [each.ok for each in results] == [False, True, False]
+    assert all(isinstance(results[number].error, P2PStoreError) for number in (0, 2))
+    assert into[1] == b"host"
+    with pytest.raises(P2PStoreError, match="illegal memory access"):
+        await store.get_into("k0", into[0])
+
+
+@pytest.mark.parametrize("rows", [256, 1536])
+async def test_batches_wait_for_the_current_stream(store: Any, device: str, rows: int) -> None:
+    """Copies of up to 4 MiB in all are waited for where they were asked for, more in a thread."""
+    if device != "cuda":
+        pytest.skip("only a GPU has streams")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        factor = torch.ones(2048, 2048, device=device)
+        for _ in range(100):
+            factor = factor @ factor / 2048
+        values = [(factor[:rows] * number).to(torch.uint8) for number in range(1, 4)]
+        await store.put_many([(f"k{number}", value) for number, value in enumerate(values)])
+        into = [torch.zeros_like(value) for value in values]
+        results = await store.get_many_into([(f"k{at}", each) for at, each in enumerate(into)])
+        assert [each.value for each in results] == [rows * 2048] * 3
+        for number, each in enumerate(into, start=1):
+            assert int(each.min()) == int(each.max()) == number
+
+
 async def test_what_has_no_bytes_in_a_row_is_refused(store: Any, device: str) -> None:
     scattered = filled(device, 64).reshape(8, 8).t()
     with pytest.raises(ValueError, match="contiguous"):
@@ -146,14 +193,14 @@ async def test_cancelled_or_not_a_copy_is_never_left_half_done(
         await client.put("k", filled(device, 9 * MIB))
         into = torch.zeros(9 * MIB, dtype=torch.uint8, device=device)
         scope, given = trio.CancelScope(), []
-        give = device_memory.Staged.give
+        begin_to_give = device_memory.Staged.begin_to_give
 
         def cancelled_meanwhile(self: device_memory.Staged, length: int) -> None:
             trio.from_thread.run_sync(scope.cancel)
-            give(self, length)
+            begin_to_give(self, length)
             given.append(length)
 
-        monkeypatch.setattr(device_memory.Staged, "give", cancelled_meanwhile)
+        monkeypatch.setattr(device_memory.Staged, "begin_to_give", cancelled_meanwhile)
         with scope:
             await client.get_into("k", into)
         assert given == [9 * MIB]
