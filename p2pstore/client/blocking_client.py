@@ -434,6 +434,9 @@ class BlockingClient:
     def register(self, buffer: Buffer) -> RegisteredBuffer:
         return self._session.register(buffer)
 
+    def register_gpu(self) -> None:
+        run_blocking(self._session.register_gpu())
+
     def contains(self, key: str) -> bool:
         return run_blocking(self._session.contains(key))
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from p2pstore.client.values import check_dense, source_view
 from p2pstore.errors import P2PStoreError
@@ -56,6 +56,15 @@ def on_device(value: Any) -> OnDevice | None:
     return OnDevice(value) if value.device.type in DEVICE_TYPES else None
 
 
+class Copy(NamedTuple):
+    """Bytes that a GPU is to copy from one tensor to the other, and the stream in which it does; None where no GPU
+    has a part in it."""
+
+    stream: Any
+    target: Any
+    source: Any
+
+
 class Staged:
     """Pinned memory for the bytes of a tensor on a GPU: `host`. Raises `P2PStoreError` when there is none."""
 
@@ -74,22 +83,30 @@ class Staged:
             raise P2PStoreError(f"no pinned memory for a tensor on a GPU: {error}") from error
         self.host = source_view(self._host)
 
-    @property
-    def stream(self) -> Any:
-        """Where the GPU copies; None where none does."""
-        return self._device.stream
+    def to_take(self) -> Copy:
+        """Of the tensor to `host`."""
+        return Copy(self._device.stream, self._host, self._device.bytes)
 
-    def begin_to_take(self) -> None:
-        """Have the GPU copy the tensor to `host`."""
-        self._begin(self._host, self._device.bytes)
+    def to_give(self, length_bytes: int) -> Copy:
+        """Of so many bytes of `host` to the beginning of the tensor."""
+        target, source = self._device.bytes[:length_bytes], self._host[:length_bytes]
+        return Copy(self._device.stream, target, source)
 
-    def begin_to_give(self, length_bytes: int) -> None:
-        """Have the GPU copy so many bytes of `host` to the beginning of the tensor."""
-        self._begin(self._device.bytes[:length_bytes], self._host[:length_bytes])
 
-    def _begin(self, target: Any, source: Any) -> None:
-        with _current(self.stream):
-            target.copy_(source, non_blocking=True)
+def copy_all(copies: Sequence[Copy], meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Begin all copies, do something `meanwhile`, and wait for the copies, in any case. Raises `P2PStoreError` when a
+    GPU fails, and then any of them may have been made."""
+    try:
+        try:
+            for copy in copies:
+                with _current(copy.stream):
+                    copy.target.copy_(copy.source, non_blocking=True)
+            meanwhile()
+        finally:
+            for stream in {copy.stream for copy in copies} - {None}:
+                stream.record_event().synchronize()
+    except RuntimeError as error:
+        raise P2PStoreError(f"a tensor on a GPU could not be copied: {error}") from error
 
 
 def _current(stream: Any) -> AbstractContextManager[Any]:
@@ -102,27 +119,6 @@ def _current(stream: Any) -> AbstractContextManager[Any]:
     return context
 
 
-def _take_all(those: Sequence[Staged]) -> None:
-    """Copy the tensors to this host. Raises `P2PStoreError`."""
-    _copy_all([(staged.stream, staged.begin_to_take) for staged in those])
-
-
-def _give_all(those: Sequence[tuple[Staged, int]]) -> None:
-    """Copy so many bytes of each to its tensor. Raises `P2PStoreError`."""
-    _copy_all([(staged.stream, partial(staged.begin_to_give, length)) for staged, length in those])
-
-
-def _copy_all(copies: Sequence[tuple[Any, Callable[[], None]]]) -> None:
-    """The streams of copies, and what begins them: all are begun, and then waited for."""
-    try:
-        for _, begin in copies:
-            begin()
-        for stream in {stream for stream, _ in copies} - {None}:
-            stream.record_event().synchronize()
-    except RuntimeError as error:
-        raise P2PStoreError(f"a tensor on a GPU could not be copied: {error}") from error
-
-
 Staging = dict[int, Staged | Exception]
 """Of the items of a batch that are on a GPU, by their numbers; or why that cannot be."""
 
@@ -132,15 +128,15 @@ async def take(driver: Driver, device: OnDevice) -> memoryview:
 
     def step() -> Staged:
         staged = Staged(device)
-        _take_all([staged])
+        copy_all([staged.to_take()])
         return staged
 
-    return (await _run(driver, device.nbytes, step)).host
+    return (await run(driver, device.nbytes, step)).host
 
 
 async def make_room(driver: Driver, device: OnDevice) -> Staged:
     """Pinned memory to read into: what was not used before takes milliseconds to make. Raises `P2PStoreError`."""
-    return await _run(driver, device.nbytes, partial(Staged, device))
+    return await run(driver, device.nbytes, partial(Staged, device))
 
 
 async def give(driver: Driver, staged: Staged, length_bytes: int) -> None:
@@ -151,7 +147,8 @@ async def give(driver: Driver, staged: Staged, length_bytes: int) -> None:
 async def give_all(driver: Driver, those: Sequence[tuple[Staged, int]]) -> None:
     """`give` for many, so many bytes of each: the GPU copies one after the other, and all are waited for together.
     Raises `P2PStoreError`, and then any of them may have been copied."""
-    await _run(driver, sum(length for _, length in those), partial(_give_all, those))
+    copies = [staged.to_give(length) for staged, length in those]
+    await run(driver, sum(length for _, length in those), partial(copy_all, copies))
 
 
 async def stage_all(
@@ -175,7 +172,7 @@ async def stage_all(
     if devices:
         total_bytes = sum(device.nbytes for device in devices.values())
         step = partial(_stage, devices, take_them=take_them)
-        staging |= await _run(driver, total_bytes, step)
+        staging |= await run(driver, total_bytes, step)
     for number, staged in staging.items():
         views[number] = staged.host if isinstance(staged, Staged) else None
     return views, staging
@@ -190,12 +187,13 @@ def _stage(devices: Mapping[int, OnDevice], *, take_them: bool) -> Staging:
             staging[number] = error
     if take_them:
         try:
-            _take_all([staged for staged in staging.values() if isinstance(staged, Staged)])
+            copy_all([each.to_take() for each in staging.values() if isinstance(each, Staged)])
         except P2PStoreError as error:
             return dict.fromkeys(devices, error)
     return staging
 
 
-async def _run(driver: Driver, length_bytes: int, step: Callable[[], T]) -> T:
-    """Never left half done: a thread's step is waited for."""
+async def run(driver: Driver, length_bytes: int, step: Callable[[], T]) -> T:
+    """Do a step that copies so many bytes, in a thread where that takes longer than a thread costs. It is never left
+    half done."""
     return step() if length_bytes <= AT_ONCE_BYTES else await driver.run_in_thread(step)

@@ -1,16 +1,45 @@
-"""A value that lies in several places: put without being joined first, so each byte moves once."""
+"""Values that are no buffer: put from where they lie, without being joined first, so each byte moves once."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from p2pstore.client.values import source_view
+from p2pstore.objects import chunk_bounds, chunk_sum
+
+SMALL_COPY_BYTES: Final = 64 * 1024
+"""Up to here a plain copy, which holds the interpreter's lock for a few microseconds, is quicker."""
 
 
-class Gathered:
+class PutSource(ABC):
+    """A value that is no buffer, whose bytes are copied to where they belong when it is put."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The length in bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """The same."""
+        return len(self)
+
+    @abstractmethod
+    def copy_and_sum(self, target: memoryview, start: int) -> bytes:
+        """Copy the bytes from `start` on, as many as `target` has; the sums of its chunks, packed u64s. `start` is the
+        beginning of a chunk."""
+
+    @abstractmethod
+    def joined(self) -> memoryview:
+        """All of it in memory of its own. May take its time."""
+
+
+class Gathered(PutSource):
     """Buffers that are one value, one after the other. Raises as `source_view` for what is none. The caller may change
     them meanwhile: the sums are of what was copied."""
 
@@ -23,10 +52,15 @@ class Gathered:
     def __len__(self) -> int:
         return self._length
 
-    @property
-    def nbytes(self) -> int:
-        """The length in bytes."""
-        return self._length
+    def copy_and_sum(self, target: memoryview, start: int) -> bytes:
+        sums = []
+        for at, end in chunk_bounds(len(target)):
+            place = at
+            for piece in self.between(start + at, start + end):
+                copy_bytes(target[place : place + len(piece)], piece)
+                place += len(piece)
+            sums.append(chunk_sum(target[at:end]))
+        return np.array(sums, "<u8").tobytes()
 
     def between(self, start: int, end: int) -> list[memoryview]:
         """The pieces of the parts that make up these bytes of the value."""
@@ -42,14 +76,21 @@ class Gathered:
         return pieces
 
     def joined(self) -> memoryview:
-        """All of it in memory of its own."""
         return self._parts[0] if len(self._parts) == 1 else memoryview(b"".join(self._parts))
 
 
-Source = memoryview | Gathered
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy as many bytes as `target` has; large ones without the interpreter's lock."""
+    if len(source) <= SMALL_COPY_BYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+Source = memoryview | PutSource
 """What a put takes its bytes from."""
 
 
 def value_of(value: Any) -> Source:
-    """`source_view`, for what may be `Gathered` already."""
-    return value if type(value) is Gathered else source_view(value)
+    """`source_view`, for what may lie elsewhere."""
+    return value if isinstance(value, PutSource) else source_view(value)

@@ -141,6 +141,16 @@ async def _lease_at(holder: Holder, key: str, digest: bytes, link: PeerLink) -> 
 def share(link: PeerLink, digest: bytes, at_least: Version = ZERO_VERSION) -> memoryview | None:
     """A view that needs no request: under a lease that this client has already, or one that it takes by itself. None
     when there is none, or only one of a version older than `at_least`."""
+    view = shared_view(link, digest, at_least)
+    if view is not None:
+        link.note_read(digest, len(view), is_view=True)
+    return view
+
+
+def shared_view(
+    link: PeerLink, digest: bytes, at_least: Version = ZERO_VERSION
+) -> memoryview | None:
+    """`share`, for a look that is no view to those who count them."""
     view = None
     try:
         if link.leases.covers(digest):
@@ -148,7 +158,6 @@ def share(link: PeerLink, digest: bytes, at_least: Version = ZERO_VERSION) -> me
         if view is None:  # a view of no bytes is one, too
             view = _share_seen(link, digest, at_least)
         if view is not None:
-            link.note_read(digest, len(view), is_view=True)
             link.stir()
     except BaseException:  # interrupted: what was taken is to be given back
         link.stir()

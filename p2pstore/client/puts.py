@@ -9,14 +9,13 @@ from typing import Final
 
 import numpy as np
 
-from p2pstore.client.gathered import Gathered, Source
+from p2pstore.client.gathered import SMALL_COPY_BYTES, Source
 from p2pstore.local.messages import Reservation, ReserveItem
 from p2pstore.objects import MIB, chunk_bounds, chunk_count, chunk_sum
 from p2pstore.streams import Driver
 from p2pstore.transfer.trace import Progress
 
 PIECE_BYTES: Final = 4 * MIB
-SMALL_COPY_BYTES: Final = 64 * 1024
 AHEAD_MAX_BYTES: Final = MIB
 """Beyond this a round trip is little beside the copy, and the idle reservation much."""
 AHEAD_SHARE: Final = 256
@@ -60,26 +59,6 @@ def copy_and_sum(target: memoryview, source: memoryview) -> bytes:
     return np.array(sums, "<u8").tobytes()
 
 
-def gather_and_sum(target: memoryview, source: Gathered, start: int) -> bytes:
-    """`copy_and_sum` of the bytes of `source` from `start` on, as many as `target` has."""
-    sums = []
-    for at, end in chunk_bounds(len(target)):
-        place = at
-        for piece in source.between(start + at, start + end):
-            copy_bytes(target[place : place + len(piece)], piece)
-            place += len(piece)
-        sums.append(chunk_sum(target[at:end]))
-    return np.array(sums, "<u8").tobytes()
-
-
-def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy as many bytes as `target` has; large ones without the interpreter's lock."""
-    if len(source) <= SMALL_COPY_BYTES:
-        target[:] = source
-    else:
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-
 async def fill(
     driver: Driver,
     target: memoryview,
@@ -104,9 +83,9 @@ async def fill(
 
 
 def _copy_part(target: memoryview, source: Source, start: int) -> bytes:
-    if isinstance(source, Gathered):
-        return gather_and_sum(target, source, start)
-    return copy_and_sum(target, source[start : start + len(target)])
+    if isinstance(source, memoryview):
+        return copy_and_sum(target, source[start : start + len(target)])
+    return source.copy_and_sum(target, start)
 
 
 def groups(sizes: Sequence[int]) -> list[range]:

@@ -7,7 +7,8 @@ import os
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
 from p2pstore.client import answers, arguments, device_memory
@@ -20,7 +21,8 @@ from p2pstore.client.destinations import (
     TensorDestination,
 )
 from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
-from p2pstore.client.gathered import value_of
+from p2pstore.client.gathered import Source, value_of
+from p2pstore.client.gpu_mapping import GpuMapping, GpuSource, read_in_place, usable_gpu
 from p2pstore.client.lease_batches import take_many
 from p2pstore.client.leasing import Leaser
 from p2pstore.client.link import PeerLink
@@ -29,7 +31,7 @@ from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.client.presence import Presence
 from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.transfers import TransferBatch
-from p2pstore.client.values import describe_tensor, destination_view, source_view
+from p2pstore.client.values import describe_tensor, destination_view
 from p2pstore.client.writing import Writer, put_options
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.local import messages as local
@@ -126,6 +128,7 @@ class ClientSession:
         self._digests = batch_key_hasher(namespace)
         self._parts: _Parts | None = None
         self._registered: weakref.WeakSet[RegisteredBuffer] = weakref.WeakSet()
+        self._gpus: GpuMapping | None = None
 
     async def open(self) -> None:
         """Connect. Raises `NoLocalPeer`, `AmbiguousLocalPeer`, `ProtocolMismatch`."""
@@ -150,6 +153,7 @@ class ClientSession:
         """
         for registered in list(self._registered):
             registered.close()
+        self._gpus = None
         if self._parts is not None:
             self._parts.close()
 
@@ -197,15 +201,15 @@ class ClientSession:
         `progress` is called with the bytes copied so far and the bytes in all; the replicas are made
         after that."""
         options = put_options(replicas, pin, ttl, overwrite, durable)
-        return await self._live.writer.put(
-            key, value_of(await self._on_host(key, value)), options, progress
-        )
+        return await self._live.writer.put(key, await self._source(key, value), options, progress)
 
-    async def _on_host(self, key: str, value: Any) -> Any:
-        """The value, or its bytes in pinned memory when they are on a GPU."""
+    async def _source(self, key: str, value: Any) -> Source:
+        """What is to be put. The bytes of a tensor on a GPU are in pinned memory, unless the GPU copies them itself."""
         device = device_memory.on_device(value)
         if device is None:
-            return value
+            return value_of(value)
+        if self._gpus is not None:
+            return GpuSource(self._gpus, device)
         self._link.check()  # before anything is copied
         encode_key(key)
         return await device_memory.take(self._link.driver, device)
@@ -224,10 +228,8 @@ class ClientSession:
         """`put` for a numpy array or torch tensor, with its dtype and shape."""
         dtype, shape = describe_tensor(tensor)
         options = put_options(replicas, pin, ttl, overwrite, durable)
-        tensor = await self._on_host(key, tensor)
-        return await self._live.writer.put(
-            key, source_view(tensor), options | {"dtype": dtype, "shape": shape}
-        )
+        source = await self._source(key, tensor)
+        return await self._live.writer.put(key, source, options | {"dtype": dtype, "shape": shape})
 
     async def put_many(
         self,
@@ -243,12 +245,23 @@ class ClientSession:
         item that fails: its result carries the error."""
         options = put_options(replicas, pin, ttl, overwrite, durable)
         (keys, values), live = arguments.item_columns(items), self._live
-        sources, staging = await device_memory.stage_all(self._link.driver, values, take_them=True)
+        sources, staging = await self._sources(values)
         results = await live.writer.put_many(list(zip(keys, sources, strict=True)), options)
         for number, staged in staging.items():
             if isinstance(staged, Exception):
                 results[number] = ItemResult(keys[number], error=plain_error(staged))
         return results
+
+    async def _sources(self, values: Sequence[Any]) -> tuple[list[Any], device_memory.Staging]:
+        """`_source` for the values of a batch, and what was staged for it."""
+        if self._gpus is not None:
+            values = list(values)
+            for number, value in enumerate(values):
+                with suppress(P2PStoreError, ValueError):  # raised again where it is staged
+                    device = device_memory.on_device(value)
+                    if device is not None:
+                        values[number] = GpuSource(self._gpus, device)
+        return await device_memory.stage_all(self._link.driver, values, take_them=True)
 
     # --- get ---------------------------------------------------------------------------------
 
@@ -282,6 +295,10 @@ class ClientSession:
         filled with where the value came from and what took how long."""
         device = device_memory.on_device(buffer)
         if device is not None:
+            if progress is None and trace is None:
+                (done,) = await self._read_in_place([(self._digest(key), device)])
+                if done is not None:
+                    return done
             driver = self._link.driver
             staged = await device_memory.make_room(driver, device)
             length = await self.get_into(
@@ -296,6 +313,15 @@ class ClientSession:
             watched = BufferDestination(view, watch)
             return (await fetcher.fetch(key, digest, watched, wait)).length
         return await fetcher.fetch_into(key, digest, view, wait)
+
+    async def _read_in_place(
+        self, items: Sequence[tuple[bytes, device_memory.OnDevice]]
+    ) -> list[int | None]:
+        """The lengths of what GPUs copied from the local peer's memory; None for what is to be read in another way."""
+        link = self._live.link
+        if self._gpus is None:
+            return [None] * len(items)
+        return await read_in_place(link.driver, link, self._gpus, items)
 
     async def get_tensor(
         self, key: str, *, wait: float = 0.0, framework: Framework | None = None
@@ -337,12 +363,43 @@ class ClientSession:
         """`get_into` for many keys; one result (the length, or the error) per item, in order. Never
         raises for one item that fails."""
         keys, places = arguments.item_columns(items)
+        if self._gpus is None:
+            outcomes = await self._fetch_many_staged(keys, places)
+        else:
+            done = await self._read_many_in_place(keys, places)
+            left = [number for number in range(len(keys)) if number not in done]
+            fetched = await self._fetch_many_staged(
+                [keys[number] for number in left], [places[number] for number in left]
+            )
+            by_number = done | dict(zip(left, fetched, strict=True))
+            outcomes = [by_number[number] for number in range(len(keys))]
+        return answers.item_results(keys, outcomes)
+
+    async def _read_many_in_place(
+        self, keys: Sequence[str], places: Sequence[Any]
+    ) -> dict[int, int | P2PStoreError | ValueError]:
+        """`_read_in_place` for those places of a batch that are on a GPU: the lengths of what was read, by numbers."""
+        items: dict[int, tuple[bytes, device_memory.OnDevice]] = {}
+        for number, (key, place) in enumerate(zip(keys, places, strict=True)):
+            with suppress(P2PStoreError, ValueError, TypeError):  # raised again where it is staged
+                device = device_memory.on_device(place)
+                if device is not None:
+                    items[number] = self._digest(key), device
+        done = await self._read_in_place(list(items.values()))
+        return {
+            number: length for number, length in zip(items, done, strict=True) if length is not None
+        }
+
+    async def _fetch_many_staged(
+        self, keys: Sequence[str], places: Sequence[Any]
+    ) -> list[int | P2PStoreError | ValueError]:
+        """Per key the length of what was read, or the error; by way of pinned memory to tensors on a GPU."""
         fetcher, driver = self._live.fetcher, self._link.driver
         buffers, staging = await device_memory.stage_all(driver, places, take_them=False)
         outcomes = await fetch_many(fetcher, keys, buffers, self._digests)
         if staging:
             await self._give_staged(staging, outcomes)
-        return answers.item_results(keys, outcomes)
+        return outcomes
 
     async def _give_staged(
         self, staging: device_memory.Staging, outcomes: list[int | P2PStoreError | ValueError]
@@ -431,6 +488,16 @@ class ClientSession:
         registered = RegisteredBuffer(destination_view(buffer))
         self._registered.add(registered)
         return registered
+
+    async def register_gpu(self) -> None:
+        """Have GPUs copy straight out of the local peer's memory, and into it, from now on: what is read into tensors
+        on a GPU, or put from them, and is or goes there, is not copied by a processor any more. The memory is
+        page-locked for that, some 0.1 s a GiB in which other work with the GPU may have to wait: do it at the start.
+        Raises `P2PStoreError` where torch knows no GPU, or its driver refuses; then all is as without it."""
+        link = self._live.link
+        if self._gpus is None:
+            step = partial(GpuMapping, link.connection.segment(0), usable_gpu())
+            self._gpus = await link.driver.run_in_thread(step)
 
     @property
     def checkpoints(self) -> Checkpoints:

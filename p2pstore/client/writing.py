@@ -8,7 +8,7 @@ from typing import Any, Final
 from p2pstore.client import answers, arguments
 from p2pstore.client.elsewhere import ElsewhereWriter
 from p2pstore.client.fetch import deadline_ms
-from p2pstore.client.gathered import Gathered, Source, value_of
+from p2pstore.client.gathered import Source, value_of
 from p2pstore.client.link import PeerLink
 from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.client.puts import fill, groups, trailer_bound
@@ -82,7 +82,9 @@ class Writer:
             reservation = await self._room_for(key, item)
         except (CapacityExceeded, ObjectTooLarge) as refusal:
             seconds = _replication_seconds(len(source), options["replicas"])
-            whole = source.joined() if isinstance(source, Gathered) else source
+            whole = source
+            if not isinstance(whole, memoryview):
+                whole = await link.driver.run_in_thread(whole.joined)
             return await self._elsewhere.put(key, whole, options, refusal, seconds, progress)
         try:
             if follows is None:

@@ -1,16 +1,19 @@
-"""Tensors on a GPU as values and as destinations. Where there is no GPU, the same steps are run with tensors on the CPU
-that are taken for ones on a GPU: only that the GPU copies is then not tested."""
+"""Tensors on a GPU as values and as destinations: by way of pinned memory, and copied in place. Where there is no GPU,
+the same steps are run with tensors on the CPU that are taken for ones on a GPU: only that the GPU copies is then not
+tested."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 
-from p2pstore.client import device_memory
+from p2pstore.client import device_memory, gpu_mapping
 from p2pstore.errors import BufferTooSmall, NoSuchKey, P2PStoreError
 from p2pstore.objects import MIB
 from p2pstore.results import TransferOperation, TransferRequest
@@ -32,13 +35,60 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture
 def peer(tmp_path: Path) -> Iterator[SmallPeer]:
-    with small_peer(tmp_path / "peer.sock") as running:
+    with small_peer(tmp_path / "peer.sock", gives_pages=True) as running:
         yield running
 
 
+class Driver:
+    """Stands for what a GPU's driver is asked: which memory is page-locked now."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, tuple[int, int]] = {}
+        self.refuses = False
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if self.refuses:
+            return 801
+        self.locked[address] = size, flags
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return f"operation not supported ({error})"
+
+
+@pytest.fixture
+def driver(device: str, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    if device == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    return made
+
+
 @pytest.fixture(params=["blocking", "trio"])
-async def store(request: pytest.FixtureRequest, peer: SmallPeer) -> AsyncIterator[Any]:
+async def staging(
+    request: pytest.FixtureRequest, peer: SmallPeer, device: str
+) -> AsyncIterator[Any]:
+    """A client whose tensors go by way of pinned memory."""
     async with connected(request.param, peer) as opened:
+        yield opened
+
+
+@pytest.fixture(params=["blocking", "trio", "blocking, in place", "trio, in place"])
+async def store(
+    request: pytest.FixtureRequest, peer: SmallPeer, driver: Driver
+) -> AsyncIterator[Any]:
+    """A client of any kind."""
+    kind, _, in_place = request.param.partition(", ")
+    async with connected(kind, peer) as opened:
+        if in_place:
+            await opened.register_gpu()
         yield opened
 
 
@@ -121,16 +171,19 @@ async def test_batches_mix_both_memories(store: Any, device: str) -> None:
 
 @pytest.mark.parametrize("length", [3000, 5 * MIB])
 async def test_a_batch_whose_copies_fail_says_so_of_each(
-    store: Any, device: str, length: int, monkeypatch: pytest.MonkeyPatch
+    staging: Any, device: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error of a GPU is no error of one tensor: it may tell of what was asked before."""
 
-    def broken(self: device_memory.Staged, *_: int) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    class Broken:
+        def copy_(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    broken = device_memory.Copy(None, Broken(), None)
+    store = staging
     values = [filled(device, length, seed) for seed in range(3)]
     await store.put_many([(f"k{number}", value) for number, value in enumerate(values[:2])])
-    monkeypatch.setattr(device_memory.Staged, "begin_to_take", broken)
+    monkeypatch.setattr(device_memory.Staged, "to_take", lambda _: broken)
     results = await store.put_many([("n0", values[0]), ("host", b"host"), ("n1", values[1])])
     assert [each.ok for each in results] == [False, True, False]
     assert all("illegal memory access" in str(results[number].error) for number in (0, 2))
@@ -138,7 +191,7 @@ async def test_a_batch_whose_copies_fail_says_so_of_each(
         await store.put("n0", values[0])
     assert not await store.contains("n0")
 
-    monkeypatch.setattr(device_memory.Staged, "begin_to_give", broken)
+    monkeypatch.setattr(device_memory.Staged, "to_give", lambda *_: broken)
     into = [torch.zeros_like(values[0]), bytearray(4), torch.zeros_like(values[0])]
     results = await store.get_many_into(list(zip(["k0", "host", "k1"], into, strict=True)))
     assert [each.ok for each in results] == [False, True, False]
@@ -192,15 +245,15 @@ async def test_cancelled_or_not_a_copy_is_never_left_half_done(
     async with connected("trio", peer) as client:
         await client.put("k", filled(device, 9 * MIB))
         into = torch.zeros(9 * MIB, dtype=torch.uint8, device=device)
-        scope, given = trio.CancelScope(), []
-        begin_to_give = device_memory.Staged.begin_to_give
+        scope, given = trio.CancelScope(), list[int]()
+        copy_all = device_memory.copy_all
 
-        def cancelled_meanwhile(self: device_memory.Staged, length: int) -> None:
+        def cancelled_meanwhile(copies: list[device_memory.Copy]) -> None:
             trio.from_thread.run_sync(scope.cancel)
-            begin_to_give(self, length)
-            given.append(length)
+            copy_all(copies)
+            given.extend(copy.target.nbytes for copy in copies)
 
-        monkeypatch.setattr(device_memory.Staged, "begin_to_give", cancelled_meanwhile)
+        monkeypatch.setattr(device_memory, "copy_all", cancelled_meanwhile)
         with scope:
             await client.get_into("k", into)
         assert given == [9 * MIB]
@@ -220,3 +273,151 @@ async def test_transfers_side_by_side(peer: SmallPeer, device: str) -> None:
                 for number in numbers:
                     (await transfers.wait(number)).unwrap()
     assert all(torch.equal(into[key], value) for key, value in values.items())
+
+
+# --- in place ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def passing_by(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what went by way of pinned memory."""
+    sizes: list[int] = []
+    made = device_memory.Staged.__init__
+
+    def note(self: device_memory.Staged, on: device_memory.OnDevice) -> None:
+        sizes.append(on.nbytes)
+        made(self, on)
+
+    monkeypatch.setattr(device_memory.Staged, "__init__", note)
+    return sizes
+
+
+@pytest.fixture(params=["blocking", "trio"])
+async def in_place(
+    request: pytest.FixtureRequest, peer: SmallPeer, driver: Driver
+) -> AsyncIterator[Any]:
+    async with connected(request.param, peer) as opened:
+        await opened.register_gpu()
+        yield opened
+
+
+async def test_what_is_in_the_local_peer_is_copied_in_place(
+    in_place: Any, peer: SmallPeer, device: str, passing_by: list[int]
+) -> None:
+    """Also what takes several threads to verify; and no lease is left."""
+    sizes = [1, 5000, MIB, 9 * MIB + 3]
+    for size in sizes:
+        tensor = filled(device, size)
+        assert (await in_place.put(f"k{size}", tensor)).status == "created"
+        into = torch.zeros(size + 8, dtype=torch.uint8, device=device)
+        assert await in_place.get_into(f"k{size}", into) == size
+        assert torch.equal(into[:size], tensor)
+        assert int(into[size:].sum()) == 0
+        assert await in_place.get(f"k{size}") == bytes(tensor.cpu().numpy())
+        await in_place.remove(f"k{size}")
+    values = [filled(device, 3 * MIB, seed) for seed in range(4)]
+    await in_place.put_many([(f"m{number}", value) for number, value in enumerate(values)])
+    rooms = [torch.zeros_like(value) for value in values]
+    with_threads = gpu_mapping.ALONE_BYTES
+    gpu_mapping.ALONE_BYTES = 0  # type: ignore[misc] # this peer is smaller than what takes threads
+    try:
+        results = await in_place.get_many_into([(f"m{at}", room) for at, room in enumerate(rooms)])
+    finally:
+        gpu_mapping.ALONE_BYTES = with_threads  # type: ignore[misc]
+    assert [each.value for each in results] == [3 * MIB] * 4
+    assert all(map(torch.equal, rooms, values))
+    assert passing_by == []
+    await in_place.remove_many([f"m{number}" for number in range(4)])
+    await in_place.put("last", bytes(15 * MIB))  # so that all memory is needed again
+
+
+async def test_what_cannot_be_copied_in_place_goes_by_way_of_pinned_memory(
+    in_place: Any, peer: SmallPeer, device: str, passing_by: list[int]
+) -> None:
+    await in_place.put("k", filled(device, 5000))
+    small = torch.zeros(10, dtype=torch.uint8, device=device)
+    with pytest.raises(BufferTooSmall) as raised:
+        await in_place.get_into("k", small)
+    assert raised.value.needed == 5000
+    with pytest.raises(NoSuchKey):
+        await in_place.get_into("none", small)
+    room = torch.zeros(5000, dtype=torch.uint8, device=device)
+    results = await in_place.get_many_into([("none", small), ("k", room), ("", small), ("k", 7)])
+    assert [type(each.error) for each in results] == [NoSuchKey, type(None), ValueError, ValueError]
+    assert results[1].value == 5000
+    assert torch.equal(room, filled(device, 5000))
+    assert passing_by == [10, 10, 10, 10]
+
+
+async def test_a_spoilt_object_is_not_taken_for_right(
+    in_place: Any, peer: SmallPeer, device: str
+) -> None:
+    await in_place.put("k", filled(device, 2 * MIB))
+    (found,) = peer.call(peer.backend.segment.entries)
+    peer.backend.memory.view[found.offset + MIB + 17] ^= 1
+    room = torch.zeros(2 * MIB, dtype=torch.uint8, device=device)
+    with pytest.raises(P2PStoreError):
+        await in_place.get_into("k", room)
+    results = await in_place.get_many_into([("k", room)])
+    assert not results[0].ok
+
+
+async def test_what_is_overwritten_meanwhile_is_never_a_mixture(
+    in_place: Any, peer: SmallPeer, device: str
+) -> None:
+    """The lease keeps what the GPU copies: all of the memory is used anew again and again."""
+    size = 3 * MIB
+    room = torch.zeros(size, dtype=torch.uint8, device=device)
+    await in_place.put("k", filled(device, size, 0))
+    seen: set[int] = set()
+    with trio.fail_after(60):
+        async with connected("trio", peer) as other, trio.open_nursery() as nursery:
+            ended = trio.Event()
+
+            async def overwrite() -> None:
+                seed = 0
+                while not ended.is_set():
+                    seed = (seed + 1) % 250
+                    await other.put("k", filled("cpu", size, seed), overwrite=True)
+
+            nursery.start_soon(overwrite)
+            while len(seen) < 20:
+                assert await in_place.get_into("k", room) == size
+                seed = int(room[0])
+                assert torch.equal(room, filled(device, size, seed))
+                seen.add(seed)
+                await trio.lowlevel.checkpoint()
+            ended.set()
+
+
+async def test_memory_is_page_locked_until_its_clients_are_closed(
+    peer: SmallPeer, device: str, driver: Driver
+) -> None:
+    if device != "cpu":
+        pytest.skip("a GPU's driver does not tell what is page-locked")
+    async with connected("trio", peer) as first, connected("blocking", peer) as second:
+        await first.register_gpu()
+        await first.register_gpu()
+        ((size, flags),) = driver.locked.values()
+        assert (size, flags) == (len(peer.backend.memory.view), 1)
+        await second.register_gpu()
+        assert len(driver.locked) == 2
+        tensor = filled(device, 100)
+        await first.put("k", tensor)
+    gc.collect()
+    assert driver.locked == {}
+    async with connected("trio", peer) as refused:
+        driver.refuses = True
+        with pytest.raises(P2PStoreError, match=r"not supported \(801\)"):
+            await refused.register_gpu()
+        room = torch.zeros(100, dtype=torch.uint8)
+        assert await refused.get_into("k", room) == 100  # as without it
+        assert torch.equal(room, tensor)
+
+
+async def test_without_a_gpu_there_is_nothing_to_register(peer: SmallPeer) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    async with connected("trio", peer) as client:
+        with pytest.raises(P2PStoreError, match="knows no GPU on this machine"):
+            await client.register_gpu()
