@@ -24,7 +24,7 @@ from p2pstore.client.gathered import PutSource
 from p2pstore.client.leasing import shared_view
 from p2pstore.client.link import PeerLink
 from p2pstore.errors import P2PStoreError
-from p2pstore.objects import CHUNK_BYTES, MIB, chunk_count, chunk_sums
+from p2pstore.objects import CHUNK_BYTES, KIB, MIB, chunk_count, chunk_sums
 from p2pstore.streams import Driver
 
 _PORTABLE: Final = 1
@@ -32,6 +32,8 @@ _READ_ONLY: Final = 8
 """Flags of cudaHostRegister: for all GPUs; memory that this process may not write."""
 VERIFYING_THREADS: Final = 4
 """At most. One core sums 9 to 26 GB/s of what is in no cache; a GPU copies 50."""
+LEAST_BYTES: Final = 64 * KIB
+"""What has room for less is read by way of pinned memory: to have it under a lease takes longer than to copy it."""
 ALONE_BYTES: Final = 16 * MIB
 """Up to so many bytes are verified by one thread: to start others takes as long."""
 PIECE_BYTES: Final = 4 * MIB
@@ -50,7 +52,7 @@ class GpuMapping:
         self._length = len(segment)
         # In a thread that has used none yet, the driver would begin to use the first one, which takes memory there.
         with torch.cuda.device(gpu):
-            _page_lock(torch.cuda.cudart(), self.address, segment)
+            _page_lock(torch, self.address, segment)
         undo = partial(_unlock, self.address, segment, gpu, os.getpid())
         weakref.finalize(self, undo).atexit = False
         with warnings.catch_warnings():  # of memory that may not be written, which nobody does
@@ -83,14 +85,23 @@ def usable_gpu() -> int:
     return number
 
 
-def _page_lock(runtime: Any, address: int, segment: memoryview) -> None:
+def _page_lock(torch: Any, address: int, segment: memoryview) -> None:
+    runtime = torch.cuda.cudart()
     flags = _PORTABLE | (_READ_ONLY if segment.readonly else 0)
     error = runtime.cudaHostRegister(address, len(segment), flags)
     if int(error):
+        _forget_error(torch)
         raise P2PStoreError(
-            f"the GPU's driver does not page-lock the local peer's {len(segment):,} bytes of memory: "
-            f"{runtime.cudaGetErrorString(error)}. Copies go by way of pinned memory, as without register_gpu"
+            f"the GPU's driver does not page-lock the local peer's {len(segment):,} bytes of memory "
+            f"({runtime.cudaGetErrorString(error)}), as of memory in a file that is not on /dev/shm. Copies go by way "
+            "of pinned memory, as without register_gpu"
         )
+
+
+def _forget_error(torch: Any) -> None:
+    """CUDA keeps an error for the next launch of a kernel to report: here, not where this program computes."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda").add_(1)
 
 
 def _unlock(address: int, segment: memoryview, gpu: int, process_id: int) -> None:
@@ -128,16 +139,15 @@ async def read_in_place(
 def _in_place(
     link: PeerLink, mapping: GpuMapping, digest: bytes, device: OnDevice
 ) -> _InPlace | None:
-    view = shared_view(link, digest)
+    view = shared_view(link, digest) if device.nbytes >= LEAST_BYTES else None
     if not view or len(view) > device.nbytes:
         return None
-    offset = mapping.offset_of(view)
-    found = link.readers[0].find(digest)
-    # Under the lease it is the same object, unless it was replaced or removed just now.
-    if found is None or (found[0].offset, found[0].length) != (offset, len(view)):
+    offset, seen = mapping.offset_of(view), link.leases.sighting(digest)
+    # Another thread may have seen another version meanwhile.
+    if seen is None or (seen.slot.offset, seen.slot.length) != (offset, len(view)):
         return None
     link.note_read(digest, len(view))
-    return _InPlace(device, view, found[0].offset, found[1].sums)
+    return _InPlace(device, view, seen.slot.offset, seen.sums)
 
 
 def _copy_verified(mapping: GpuMapping, those: Sequence[_InPlace]) -> list[bool]:

@@ -174,6 +174,11 @@ class LeaseBook:
         """Whether some lease, live or not given back yet, is of this object."""
         return digest in self._by_digest
 
+    def sighting(self, digest: bytes) -> Sighting | None:
+        """What was seen when a view of this object was last shared, or taken without asking."""
+        lease = self._by_digest.get(digest)
+        return None if lease is None else lease.sighting
+
     def give_back(self, number: int) -> None:
         """End a lease of which no view was made, and none will be. It is told with the next request: who copies one
         object after another would keep all of the last 50 ms in the peer's memory, for nothing."""

@@ -73,6 +73,8 @@ class Sighting(NamedTuple):
     packed: bytes
     slot: Slot
     expires_unix_ms: int
+    sums: bytes
+    """Of its chunks, packed u64s."""
 
     def still_stands(self, segment: memoryview) -> bool:
         """Whether a look at the mapped segment shows the same, and the object has not expired."""
@@ -140,7 +142,10 @@ class SegmentReader:
     def sight(self, digest: bytes) -> Sighting | None:
         """`find`, for who will want to know again and again whether it is still so."""
         seen = self._look(digest)
-        return None if seen is None else Sighting(*seen[:4], seen[4].expires_unix_ms)
+        if seen is None:
+            return None
+        number, start, packed, slot, trailer = seen
+        return Sighting(number, start, packed, slot, trailer.expires_unix_ms, trailer.sums)
 
     def find(self, digest: bytes) -> tuple[Slot, TrailerBody] | None:
         """The object's verified slot and trailer, or None. Its bytes are not looked at."""

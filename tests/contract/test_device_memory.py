@@ -67,6 +67,7 @@ def driver(device: str, monkeypatch: pytest.MonkeyPatch) -> Driver:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(gpu_mapping, "_forget_error", lambda _: None)
         monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     return made
 
@@ -309,7 +310,7 @@ async def test_what_is_in_the_local_peer_is_copied_in_place(
     for size in sizes:
         tensor = filled(device, size)
         assert (await in_place.put(f"k{size}", tensor)).status == "created"
-        into = torch.zeros(size + 8, dtype=torch.uint8, device=device)
+        into = torch.zeros(size + gpu_mapping.LEAST_BYTES, dtype=torch.uint8, device=device)
         assert await in_place.get_into(f"k{size}", into) == size
         assert torch.equal(into[:size], tensor)
         assert int(into[size:].sum()) == 0
@@ -334,19 +335,24 @@ async def test_what_is_in_the_local_peer_is_copied_in_place(
 async def test_what_cannot_be_copied_in_place_goes_by_way_of_pinned_memory(
     in_place: Any, peer: SmallPeer, device: str, passing_by: list[int]
 ) -> None:
-    await in_place.put("k", filled(device, 5000))
-    small = torch.zeros(10, dtype=torch.uint8, device=device)
+    await in_place.put("k", filled(device, MIB))
+    await in_place.put("small", filled(device, 5000))
+    short = torch.zeros(MIB - 1, dtype=torch.uint8, device=device)
     with pytest.raises(BufferTooSmall) as raised:
-        await in_place.get_into("k", small)
-    assert raised.value.needed == 5000
+        await in_place.get_into("k", short)
+    assert raised.value.needed == MIB
     with pytest.raises(NoSuchKey):
-        await in_place.get_into("none", small)
-    room = torch.zeros(5000, dtype=torch.uint8, device=device)
-    results = await in_place.get_many_into([("none", small), ("k", room), ("", small), ("k", 7)])
+        await in_place.get_into("none", short)
+    small = torch.zeros(5000, dtype=torch.uint8, device=device)
+    assert await in_place.get_into("small", small) == 5000
+    assert torch.equal(small, filled(device, 5000))
+    assert passing_by == [MIB - 1, MIB - 1, 5000]
+    room = torch.zeros(MIB, dtype=torch.uint8, device=device)
+    results = await in_place.get_many_into([("none", short), ("k", room), ("", short), ("k", 7)])
     assert [type(each.error) for each in results] == [NoSuchKey, type(None), ValueError, ValueError]
-    assert results[1].value == 5000
-    assert torch.equal(room, filled(device, 5000))
-    assert passing_by == [10, 10, 10, 10]
+    assert results[1].value == MIB
+    assert torch.equal(room, filled(device, MIB))
+    assert passing_by[3:] == [MIB - 1, MIB - 1]
 
 
 async def test_a_spoilt_object_is_not_taken_for_right(
@@ -413,6 +419,23 @@ async def test_memory_is_page_locked_until_its_clients_are_closed(
         room = torch.zeros(100, dtype=torch.uint8)
         assert await refused.get_into("k", room) == 100  # as without it
         assert torch.equal(room, tensor)
+
+
+async def test_a_refusal_does_not_show_in_what_the_program_does_next(
+    peer: SmallPeer, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA keeps an error for the next kernel's launch to report."""
+    if device != "cuda":
+        pytest.skip("only a GPU has kernels")
+    async with connected("trio", peer) as client:
+        segment = client._link.connection.segment(0)
+        locked = gpu_mapping.GpuMapping(segment, 0)
+        with pytest.raises(P2PStoreError, match="does not page-lock"):
+            await client.register_gpu()  # the same pages again
+        assert int(torch.ones(4, device="cuda").add_(1).sum()) == 8
+        del locked
+        gc.collect()
+        await client.register_gpu()
 
 
 async def test_without_a_gpu_there_is_nothing_to_register(peer: SmallPeer) -> None:
