@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from p2pstore.client import answers
 from p2pstore.client.link import PeerLink
-from p2pstore.client.puts import PIECE_BYTES
 from p2pstore.errors import (
     AuthenticationFailed,
     CapacityExceeded,
@@ -24,6 +23,7 @@ from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
 from p2pstore.objects import chunk_sums, format_bytes, key_digest, root_checksum
 from p2pstore.results import PutResult
+from p2pstore.side_by_side import PIECE_BYTES
 from p2pstore.streams import Driver
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.messages import Store, Stored, Ticket

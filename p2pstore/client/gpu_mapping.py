@@ -11,7 +11,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,20 +23,15 @@ from p2pstore.client.gathered import PutSource
 from p2pstore.client.leasing import shared_view
 from p2pstore.client.link import PeerLink
 from p2pstore.errors import P2PStoreError
-from p2pstore.objects import CHUNK_BYTES, KIB, MIB, chunk_count, chunk_sums
+from p2pstore.objects import CHUNK_BYTES, KIB, chunk_count, chunk_sums
+from p2pstore.side_by_side import PIECE_BYTES, side_by_side, threads_for
 from p2pstore.streams import Driver
 
 _PORTABLE: Final = 1
 _READ_ONLY: Final = 8
 """Flags of cudaHostRegister: for all GPUs; memory that this process may not write."""
-VERIFYING_THREADS: Final = 4
-"""At most. One core sums 9 to 26 GB/s of what is in no cache; a GPU copies 50."""
 LEAST_BYTES: Final = 64 * KIB
 """What has room for less is read by way of pinned memory: to have it under a lease takes longer than to copy it."""
-ALONE_BYTES: Final = 16 * MIB
-"""Up to so many bytes are verified by one thread: to start others takes as long."""
-PIECE_BYTES: Final = 4 * MIB
-"""That one thread verifies at a time."""
 
 
 class GpuMapping:
@@ -177,11 +171,7 @@ def _match(those: Sequence[_InPlace]) -> list[bool]:
             views.append(each.view[start : start + PIECE_BYTES])
             first = start // CHUNK_BYTES
             sums.append(each.sums[8 * first : 8 * (first + chunk_count(len(views[-1])))])
-    if sum(map(len, views)) <= ALONE_BYTES:
-        made = list(map(chunk_sums, views))
-    else:
-        with ThreadPoolExecutor(min(VERIFYING_THREADS, len(os.sched_getaffinity(0)))) as threads:
-            made = list(threads.map(chunk_sums, views))
+    made = side_by_side(threads_for(sum(map(len, views))), chunk_sums, views)
     wrong = {number for number, one, other in zip(numbers, made, sums, strict=True) if one != other}
     return [number not in wrong for number in range(len(those))]
 

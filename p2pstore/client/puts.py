@@ -12,10 +12,10 @@ import numpy as np
 from p2pstore.client.gathered import SMALL_COPY_BYTES, Source
 from p2pstore.local.messages import Reservation, ReserveItem
 from p2pstore.objects import MIB, chunk_bounds, chunk_count, chunk_sum
+from p2pstore.side_by_side import PIECE_BYTES, side_by_side, step_bytes, threads_for
 from p2pstore.streams import Driver
 from p2pstore.transfer.trace import Progress
 
-PIECE_BYTES: Final = 4 * MIB
 AHEAD_MAX_BYTES: Final = MIB
 """Beyond this a round trip is little beside the copy, and the idle reservation much."""
 AHEAD_SHARE: Final = 256
@@ -66,19 +66,25 @@ async def fill(
     check: Callable[[], None],
     progress: Progress | None = None,
 ) -> bytes:
-    """`copy_and_sum`; what is over 4 MiB goes in pieces of that on a thread, and can be cancelled
-    between them: after that nothing writes to `target` any more. `check` is called before each piece, and
-    raises once `target` is not ours any more; `progress` hears of each piece."""
-    if len(source) <= PIECE_BYTES:
+    """`copy_and_sum`; what is over 4 MiB goes in steps of that, or of more where several threads do it, on a thread,
+    and can be cancelled between them: after that nothing writes to `target` any more. `check` is called before each
+    step, and raises once `target` is not ours any more; `progress` hears of each step."""
+    length = len(source)
+    if length <= PIECE_BYTES:
         return _copy_part(target, source, 0)
-    sums = []
-    for start in range(0, len(source), PIECE_BYTES):
+    threads = threads_for(length)
+
+    def copy_piece(start: int) -> bytes:
+        return _copy_part(target[start : min(start + PIECE_BYTES, length)], source, start)
+
+    sums: list[bytes] = []
+    for start in range(0, length, step_bytes(threads)):
         check()
-        end = min(start + PIECE_BYTES, len(source))
-        copy = partial(_copy_part, target[start:end], source, start)
-        sums.append(await driver.run_in_thread(copy))
+        end = min(start + step_bytes(threads), length)
+        pieces = range(start, end, PIECE_BYTES)
+        sums += await driver.run_in_thread(partial(side_by_side, threads, copy_piece, pieces))
         if progress is not None:
-            progress(end, len(source))
+            progress(end, length)
     return b"".join(sums)
 
 

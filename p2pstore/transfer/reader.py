@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,11 +20,11 @@ from numpy.typing import NDArray
 from p2pstore.errors import BufferTooSmall, ProtocolError
 from p2pstore.objects import (
     CHUNK_BYTES,
-    MIB,
     chunk_bounds,
     chunk_sum,
     format_bytes,
 )
+from p2pstore.side_by_side import PIECE_BYTES, side_by_side, step_bytes, threads_for
 from p2pstore.transfer.layout import (
     GRANULE_BYTES,
     INDEX_ENTRY_BYTES,
@@ -43,7 +44,6 @@ from p2pstore.transfer.layout import (
     trailer_offset,
 )
 
-PIECE_BYTES: Final = 4 * MIB
 PROBE_LIMIT: Final = 4096
 """Index entries looked at before a search gives up; at half load, runs are far shorter."""
 
@@ -188,8 +188,8 @@ class SegmentReader:
     def copy_pieces(
         self, digest: bytes, destination: memoryview
     ) -> Generator[int, None, Copied | None]:
-        """`copy_into` in pieces of 4 MiB: yields the bytes done so far between pieces and returns
-        the result, so that a caller can run pieces on a thread, or stop."""
+        """`copy_into` in steps of 4 MiB, or of more where several threads do it: yields the bytes done so far between
+        steps and returns the result, so that a caller can run steps on a thread, or stop."""
         found = self.find(digest)
         if found is None:
             return None
@@ -205,16 +205,30 @@ class SegmentReader:
             target[:] = self._view[slot.offset : slot.offset + slot.length]
             good = slot.length == 0 or chunk_sum(target) == _SUM.unpack(trailer.sums)[0]
             return Copied(slot.length, slot, trailer) if good else None
-        source = self._bytes[slot.offset : slot.offset + slot.length]
-        into = np.frombuffer(destination, dtype=np.uint8, count=slot.length)
-        for start, end in chunk_bounds(slot.length):
-            if start and start % PIECE_BYTES == 0:
+        threads = threads_for(slot.length)
+        copy = partial(self._copy_piece, slot, trailer, destination)
+        for start in range(0, slot.length, step_bytes(threads)):
+            if start or threads > 1:  # more than a thread's piece is for threads alone
                 yield start
-            np.copyto(into[start:end], source[start:end])
-            expected = _SUM.unpack_from(trailer.sums, start // CHUNK_BYTES * _SUM.size)[0]
-            if chunk_sum(destination[start:end]) != expected:
+            end = min(start + step_bytes(threads), slot.length)
+            if not all(side_by_side(threads, copy, range(start, end, PIECE_BYTES))):
                 return None
         return Copied(slot.length, slot, trailer)
+
+    def _copy_piece(
+        self, slot: Slot, trailer: TrailerBody, destination: memoryview, first: int
+    ) -> bool:
+        """Copy a piece, which begins with this byte; whether its chunks match their sums."""
+        length = min(PIECE_BYTES, slot.length - first)
+        source = self._bytes[slot.offset + first : slot.offset + first + length]
+        target = destination[first : first + length]
+        into = np.frombuffer(target, dtype=np.uint8)
+        for start, end in chunk_bounds(length):
+            np.copyto(into[start:end], source[start:end])
+            at = (first + start) // CHUNK_BYTES * _SUM.size
+            if chunk_sum(target[start:end]) != _SUM.unpack_from(trailer.sums, at)[0]:
+                return False
+        return True
 
     def view_of(self, slot: Slot) -> memoryview:
         """The payload in place, read-only. Only under a lease, and after `find` under it, is it

@@ -47,14 +47,14 @@ async def copy_in_pieces(
     view: memoryview,
     watch: ReadWatch | None = None,
 ) -> Copied | None:
-    """`reader.copy_into`, after the first 4 MiB in pieces on a thread, and to be cancelled
-    between them. `watch` hears of each piece; it counts against the whole `view`."""
+    """`reader.copy_into`, after the first 4 MiB in steps on a thread, and to be cancelled
+    between them. `watch` hears of each step; it counts against the whole `view`."""
     pieces = reader.copy_pieces(digest, view)
 
     def step() -> tuple[bool, Copied | None]:
         try:
             done_bytes = next(pieces)
-            if watch is not None:
+            if watch is not None and done_bytes:
                 watch.advanced(done_bytes, len(view))
         except StopIteration as stop:
             return True, stop.value

@@ -20,6 +20,7 @@ from p2pstore.results import TransferOperation, TransferRequest
 from tests.contract.small_peer import SmallPeer, small_peer
 from tests.contract.test_local import connected
 from tests.optional import require_torch
+from tests.threads import with_threads
 
 torch = require_torch()
 
@@ -303,7 +304,11 @@ async def in_place(
 
 
 async def test_what_is_in_the_local_peer_is_copied_in_place(
-    in_place: Any, peer: SmallPeer, device: str, passing_by: list[int]
+    in_place: Any,
+    peer: SmallPeer,
+    device: str,
+    passing_by: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also what takes several threads to verify; and no lease is left."""
     sizes = [1, 5000, MIB, 9 * MIB + 3]
@@ -319,12 +324,8 @@ async def test_what_is_in_the_local_peer_is_copied_in_place(
     values = [filled(device, 3 * MIB, seed) for seed in range(4)]
     await in_place.put_many([(f"m{number}", value) for number, value in enumerate(values)])
     rooms = [torch.zeros_like(value) for value in values]
-    with_threads = gpu_mapping.ALONE_BYTES
-    gpu_mapping.ALONE_BYTES = 0  # type: ignore[misc] # this peer is smaller than what takes threads
-    try:
-        results = await in_place.get_many_into([(f"m{at}", room) for at, room in enumerate(rooms)])
-    finally:
-        gpu_mapping.ALONE_BYTES = with_threads  # type: ignore[misc]
+    with_threads(monkeypatch, 3)
+    results = await in_place.get_many_into([(f"m{at}", room) for at, room in enumerate(rooms)])
     assert [each.value for each in results] == [3 * MIB] * 4
     assert all(map(torch.equal, rooms, values))
     assert passing_by == []

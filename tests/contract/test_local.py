@@ -57,6 +57,7 @@ from p2pstore.trio_streams import TrioDriver, TrioStream
 from p2pstore.wire import HEADER, PREFACE_LOCAL, Code, Empty, Message, encode_frame
 from tests.contract.small_peer import PEER_ID, SmallPeer, small_peer
 from tests.interrupts import interrupted_after_each_call, interrupted_at_each_line
+from tests.threads import with_threads
 
 
 class PlainStore:
@@ -1281,3 +1282,26 @@ async def test_it_satisfies_the_protocol(peer: SmallPeer) -> None:
         for name in dir(client):
             if not name.startswith("_") and callable(getattr(client, name)):
                 assert name in ("open", "close") or hasattr(blocking.BlockingClient, name), name
+
+
+@both
+async def test_large_values_by_several_threads(
+    kind: str, peer: SmallPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_threads(monkeypatch, 3)
+    value = np.random.default_rng(5).integers(0, 256, 13 * MIB + 7, np.uint8)
+    done: list[tuple[int, int]] = []
+
+    def note(done_bytes: int, total_bytes: int) -> None:
+        done.append((done_bytes, total_bytes))
+
+    async with connected(kind, peer) as client:
+        await client.put("k", value, progress=note)
+        assert done[-1] == (len(value), len(value))
+        into = np.zeros_like(value)
+        assert await client.get_into("k", into) == len(value)
+        assert np.array_equal(into, value)
+        into[:] = 0
+        assert await client.get_into("k", into, progress=note) == len(value)
+        assert np.array_equal(into, value)
+        assert await client.get("k") == value.tobytes()

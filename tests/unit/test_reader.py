@@ -14,6 +14,7 @@ import pytest
 
 from p2pstore.errors import BufferTooSmall, ProtocolError
 from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.side_by_side import PIECE_BYTES
 from p2pstore.transfer import reader as reader_module
 from p2pstore.transfer.entries import ObjectEntry
 from p2pstore.transfer.layout import (
@@ -26,8 +27,9 @@ from p2pstore.transfer.layout import (
     trailer_offset,
 )
 from p2pstore.transfer.memory import create_memory, map_read_only
-from p2pstore.transfer.reader import PIECE_BYTES, SegmentReader
+from p2pstore.transfer.reader import SegmentReader
 from p2pstore.transfer.segment import Segment
+from tests.threads import with_threads
 
 KEYS = [f"key {number}" for number in range(40)]
 DIGESTS = {key: key_digest(key) for key in KEYS}
@@ -247,6 +249,28 @@ def test_what_changes_between_pieces_counts_only_while_it_is_not_copied() -> Non
         view[entry.offset + place] ^= 1
         assert (stop.value.value is not None) == survives
         assert not survives or target == value
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_each_piece_is_verified_whoever_copies_it(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    with_threads(monkeypatch, threads)
+    length = 13 * PIECE_BYTES + 5
+    segment, view = new_segment(64 * MIB)
+    value = random.Random(2).randbytes(length)
+    entry = put(segment, "k", 1, value)
+    reader = SegmentReader(view)
+    target = empty(length)
+    copied = reader.copy_into(key_digest("k"), target)
+    assert copied is not None
+    assert copied.length == length
+    assert target == value
+    for place in (*range(17, length, PIECE_BYTES), length - 1):
+        view[entry.offset + place] ^= 1
+        assert reader.copy_into(key_digest("k"), target) is None
+        view[entry.offset + place] ^= 1
+    assert reader.copy_into(key_digest("k"), target) is not None
 
 
 def test_a_copy_from_an_extent_that_is_reused_meanwhile_fails() -> None:
