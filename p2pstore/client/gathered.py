@@ -12,6 +12,7 @@ import numpy as np
 
 from p2pstore.client.values import source_view
 from p2pstore.objects import chunk_bounds, chunk_sum
+from p2pstore.side_by_side import threads_for
 
 SMALL_COPY_BYTES: Final = 64 * 1024
 """Up to here a plain copy, which holds the interpreter's lock for a few microseconds, is quicker."""
@@ -28,6 +29,11 @@ class PutSource(ABC):
     def nbytes(self) -> int:
         """The same."""
         return len(self)
+
+    @property
+    def threads(self) -> int:
+        """How many may copy side by side."""
+        return threads_for(len(self))
 
     @abstractmethod
     def copy_and_sum(self, target: memoryview, start: int) -> bytes:

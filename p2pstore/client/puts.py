@@ -72,7 +72,7 @@ async def fill(
     length = len(source)
     if length <= PIECE_BYTES:
         return _copy_part(target, source, 0)
-    threads = threads_for(length)
+    threads = threads_for(length) if isinstance(source, memoryview) else source.threads
 
     def copy_piece(start: int) -> bytes:
         return _copy_part(target[start : min(start + PIECE_BYTES, length)], source, start)

@@ -325,6 +325,7 @@ async def test_what_is_in_the_local_peer_is_copied_in_place(
     await in_place.put_many([(f"m{number}", value) for number, value in enumerate(values)])
     rooms = [torch.zeros_like(value) for value in values]
     with_threads(monkeypatch, 3)
+    monkeypatch.setattr(gpu_mapping, "ALONE_BYTES", MIB)
     results = await in_place.get_many_into([(f"m{at}", room) for at, room in enumerate(rooms)])
     assert [each.value for each in results] == [3 * MIB] * 4
     assert all(map(torch.equal, rooms, values))
