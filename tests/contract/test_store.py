@@ -819,6 +819,7 @@ EVERY_METHOD: list[tuple[str, tuple[Any, ...]]] = [
     *(("get", ("k",)), ("get_into", ("k", bytearray(1))), ("get_tensor", ("k",))),
     *(("get_many", ([],)), ("take_leases", ([],))),
     *(("get_many_into", ([],)), ("take_lease", ("k",)), ("register", (bytearray(1),))),
+    ("register_gpu", ()),
     *(("contains", ("k",)), ("contains_many", ([],)), ("locate", ("k",))),
     ("match_prefix_by_peer", ([],)),
     *(("match_prefix", ([],)), ("list_keys", ()), ("peers", ()), ("statistics", ())),
