@@ -7,9 +7,10 @@ the interpreter's lock. Where there are few cores nothing is gained: what one th
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from p2pstore.objects import MIB
 
@@ -39,9 +40,77 @@ def step_bytes(threads: int) -> int:
 
 
 def side_by_side(threads: int, function: Callable[[T], R], pieces: Iterable[T]) -> list[R]:
-    """The results for all pieces, in their order. All threads have ended when it returns; raises what `function`
-    raises."""
-    if threads == 1:
-        return list(map(function, pieces))
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(function, pieces))
+    """The results for all pieces, in their order, by this thread and so many others as there may be, up to `threads` in
+    all. No other one is at work any more when it ends, also by an interrupt; raises what `function` raises."""
+    work = _Work(function, list(pieces))
+    others: list[threading.Thread] = []
+    try:
+        for _ in range(min(threads, len(work.pieces)) - 1):
+            if not _begin_another(work, others):
+                break
+        work.do()
+    finally:
+        work.waiting.clear()
+        try:
+            _await_all(others)
+        except BaseException:  # interrupted: they still write
+            _await_all(others)
+            raise
+    if work.errors:
+        raise work.errors[0]
+    return work.results
+
+
+class _Work(Generic[T, R]):
+    """Pieces, of which each thread takes the next one."""
+
+    def __init__(self, function: Callable[[T], R], pieces: list[T]) -> None:
+        self.pieces = pieces
+        self.results: list[Any] = [None] * len(pieces)
+        self.errors: list[BaseException] = []
+        self.waiting = deque(range(len(pieces)))
+        self._function = function
+
+    def do(self) -> None:
+        """Do pieces until none is left, or one of them failed."""
+        while self.waiting:
+            try:
+                number = self.waiting.popleft()
+            except IndexError:  # another thread took it
+                return
+            try:
+                self.results[number] = self._function(self.pieces[number])
+            except BaseException as error:
+                self.errors.append(error)
+                self.waiting.clear()
+
+    def help(self) -> None:
+        """`do`, in a thread of those that may be at once."""
+        try:
+            self.do()
+        finally:
+            _others.release()
+
+
+_others: Final = threading.BoundedSemaphore(MOST_THREADS)
+"""How many more threads may be at this, of all values together."""
+
+
+def _begin_another(work: _Work[Any, Any], others: list[threading.Thread]) -> bool:
+    if not _others.acquire(blocking=False):
+        return False
+    thread = threading.Thread(target=work.help, name="p2pstore copy")
+    others.append(thread)
+    try:
+        thread.start()
+    except RuntimeError:  # there may be no more, or the program is about to end: it goes without
+        _others.release()
+        others.remove(thread)
+        return False
+    return True
+
+
+def _await_all(others: Iterable[threading.Thread]) -> None:
+    for thread in others:
+        if thread.ident is not None:
+            thread.join()

@@ -9,7 +9,7 @@ programs that did not.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
@@ -25,6 +25,10 @@ DEVICE_TYPES: Final = frozenset({"cuda"})
 """torch's name of NVIDIA's and of AMD's."""
 AT_ONCE_BYTES: Final = 4 * 1024 * 1024
 """Copies up to this are waited for where they were begun: they take less than what a thread costs."""
+
+
+class GpuCopyFailed(P2PStoreError):
+    """A GPU did not copy. Its driver may be telling of what was asked of it before."""
 
 
 class OnDevice:
@@ -57,8 +61,8 @@ def on_device(value: Any) -> OnDevice | None:
 
 
 class Copy(NamedTuple):
-    """Bytes that a GPU is to copy from one tensor to the other, and the stream in which it does; None where no GPU
-    has a part in it."""
+    """Bytes that a GPU is to copy from one tensor to the other, in `stream`; that is None where no GPU has a part in
+    it."""
 
     stream: Any
     target: Any
@@ -94,19 +98,48 @@ class Staged:
 
 
 def copy_all(copies: Sequence[Copy], meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Begin all copies, do something `meanwhile`, and wait for the copies, in any case. Raises `P2PStoreError` when a
-    GPU fails, and then any of them may have been made."""
+    """Begin all copies, do something `meanwhile`, and wait for the copies, also after an error or an interrupt: what
+    they read and write may be somebody else's then. Raises `GpuCopyFailed`, and then any of them may have been made."""
+    import torch
+
     try:
         try:
-            for copy in copies:
-                with _current(copy.stream):
-                    copy.target.copy_(copy.source, non_blocking=True)
+            # Tensors of a caller in inference mode may be written in that mode alone, which is a thread's own.
+            with torch.inference_mode():
+                for copy in copies:
+                    with _current(copy.stream):
+                        copy.target.copy_(copy.source, non_blocking=True)
             meanwhile()
         finally:
-            for stream in {copy.stream for copy in copies} - {None}:
-                stream.record_event().synchronize()
+            try:
+                _await_all(copies)
+            except BaseException:  # interrupted: once more
+                _await_all(copies)
+                raise
     except RuntimeError as error:
-        raise P2PStoreError(f"a tensor on a GPU could not be copied: {error}") from error
+        raise GpuCopyFailed(f"a tensor on a GPU could not be copied: {error}") from error
+
+
+def _await_all(copies: Sequence[Copy]) -> None:
+    failures: list[RuntimeError] = []
+    for stream in {copy.stream for copy in copies} - {None}:
+        try:
+            stream.record_event().synchronize()
+        except RuntimeError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+async def await_computed(driver: Driver, devices: Iterable[OnDevice]) -> None:
+    """Return when what was asked of GPUs before these tensors were named is done. Raises `GpuCopyFailed`."""
+    try:
+        for stream in {device.stream for device in devices if device.stream is not None}:
+            event = stream.record_event()
+            if not event.query():
+                await driver.run_in_thread(event.synchronize)
+    except RuntimeError as error:
+        raise GpuCopyFailed(f"a tensor on a GPU could not be computed: {error}") from error
 
 
 def _current(stream: Any) -> AbstractContextManager[Any]:
@@ -185,11 +218,12 @@ def _stage(devices: Mapping[int, OnDevice], *, take_them: bool) -> Staging:
             staging[number] = Staged(device)
         except P2PStoreError as error:
             staging[number] = error
-    if take_them:
+    taken = {number: each for number, each in staging.items() if isinstance(each, Staged)}
+    if take_them and taken:
         try:
-            copy_all([each.to_take() for each in staging.values() if isinstance(each, Staged)])
-        except P2PStoreError as error:
-            return dict.fromkeys(devices, error)
+            copy_all([each.to_take() for each in taken.values()])
+        except GpuCopyFailed as error:
+            staging |= {number: GpuCopyFailed(str(error)) for number in taken}
     return staging
 
 

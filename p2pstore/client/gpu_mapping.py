@@ -2,13 +2,13 @@
 
 No processor of this host moves these bytes any more: a value is read by the GPU while its bytes are verified where they
 lie, under a lease that keeps them there; and a value that is put is written by the GPU into the room that was reserved.
-What is not in that memory, or changes meanwhile, goes by way of pinned memory as ever (`device_memory`).
+What is not in that memory, or changes meanwhile, goes by way of pinned memory as ever (`device_memory`). As with views,
+all of this holds as long as the session does: so a read counts only when the session had not ended by its end.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,8 +28,7 @@ from p2pstore.side_by_side import PIECE_BYTES, side_by_side, threads_for
 from p2pstore.streams import Driver
 
 _PORTABLE: Final = 1
-_READ_ONLY: Final = 8
-"""Flags of cudaHostRegister: for all GPUs; memory that this process may not write."""
+"""A flag of cudaHostRegister: for all GPUs."""
 LEAST_BYTES: Final = 64 * KIB
 """What has room for less is read by way of pinned memory: to have it under a lease takes longer than to copy it."""
 ALONE_BYTES: Final = 16 * MIB
@@ -46,14 +45,10 @@ class GpuMapping:
         memory = np.frombuffer(segment, np.uint8)
         self.address: int = memory.ctypes.data
         self._length = len(segment)
-        # In a thread that has used none yet, the driver would begin to use the first one, which takes memory there.
-        with torch.cuda.device(gpu):
-            _page_lock(torch, self.address, segment)
-        undo = partial(_unlock, self.address, segment, gpu, os.getpid())
-        weakref.finalize(self, undo).atexit = False
-        with warnings.catch_warnings():  # of memory that may not be written, which nobody does
-            warnings.simplefilter("ignore", UserWarning)
-            self._bytes = torch.from_numpy(memory)
+        lock = _PageLock(self.address, segment, gpu)
+        weakref.finalize(self, lock.end).atexit = False
+        lock.begin()
+        self._bytes = torch.from_numpy(memory)
 
     def at(self, offset: int, length: int) -> Any:
         """These bytes, as a tensor in page-locked memory."""
@@ -66,32 +61,41 @@ class GpuMapping:
         return int(offset) if inside else None
 
 
-def usable_gpu() -> int:
-    """The number of the GPU that is current in this thread. Raises `P2PStoreError` where torch knows none."""
-    try:
+class _PageLock:
+    """A segment's pages, which the GPU's driver keeps where they are from `begin` to `end`. The segment is kept mapped
+    for as long."""
+
+    def __init__(self, address: int, segment: memoryview, gpu: int) -> None:
+        self._address, self._segment, self._gpu = address, segment, gpu
+        self._process_id = os.getpid()
+        self._is_locked = False
+
+    def begin(self) -> None:
+        """Raises `P2PStoreError`."""
         import torch
-    except ImportError as error:
-        raise P2PStoreError("register_gpu needs torch: pip install p2pstore[gpu]") from error
-    if not torch.cuda.is_available():
-        raise P2PStoreError(
-            f"torch {torch.__version__} knows no GPU on this machine: install a build of it that does, or leave "
-            "register_gpu out"
-        )
-    number: int = torch.cuda.current_device()
-    return number
 
+        # In a thread that has used none yet, the driver would begin to use the first GPU, which takes memory there.
+        with torch.cuda.device(self._gpu):
+            runtime = torch.cuda.cudart()
+            self._is_locked = True  # an interrupt may come right behind what the driver does
+            error = runtime.cudaHostRegister(self._address, len(self._segment), _PORTABLE)
+            if int(error):
+                self._is_locked = False
+                _forget_error(torch)
+                raise P2PStoreError(
+                    f"the GPU's driver does not page-lock the local peer's {len(self._segment):,} bytes of memory "
+                    f"({runtime.cudaGetErrorString(error)}), as of memory in a file that is not on /dev/shm. Copies go "
+                    "by way of pinned memory, as without register_gpu"
+                )
 
-def _page_lock(torch: Any, address: int, segment: memoryview) -> None:
-    runtime = torch.cuda.cudart()
-    flags = _PORTABLE | (_READ_ONLY if segment.readonly else 0)
-    error = runtime.cudaHostRegister(address, len(segment), flags)
-    if int(error):
-        _forget_error(torch)
-        raise P2PStoreError(
-            f"the GPU's driver does not page-lock the local peer's {len(segment):,} bytes of memory "
-            f"({runtime.cudaGetErrorString(error)}), as of memory in a file that is not on /dev/shm. Copies go by way "
-            "of pinned memory, as without register_gpu"
-        )
+    def end(self) -> None:
+        """May be called by a finalizer, in whatever thread. A forked child has no part in what the driver does."""
+        if self._is_locked and os.getpid() == self._process_id:
+            import torch
+
+            with suppress(RuntimeError), torch.cuda.device(self._gpu):
+                if int(torch.cuda.cudart().cudaHostUnregister(self._address)):
+                    _forget_error(torch)
 
 
 def _forget_error(torch: Any) -> None:
@@ -100,17 +104,26 @@ def _forget_error(torch: Any) -> None:
         torch.zeros(1, device="cuda").add_(1)
 
 
-def _unlock(address: int, segment: memoryview, gpu: int, process_id: int) -> None:
-    """Nobody uses the mapping any more. `segment` was kept mapped until now."""
-    if os.getpid() == process_id:  # a forked child has no part in what the GPU's driver does
+def usable_gpu() -> int:
+    """The number of the GPU that is current in this thread. Raises `P2PStoreError` where torch knows none."""
+    try:
         import torch
 
-        with suppress(RuntimeError), torch.cuda.device(gpu):
-            torch.cuda.cudart().cudaHostUnregister(address)
+        if not torch.cuda.is_available():
+            raise P2PStoreError(
+                f"torch {torch.__version__} knows no GPU on this machine: install a build of it that does, or leave "
+                "register_gpu out"
+            )
+        number: int = torch.cuda.current_device()
+    except ImportError as error:
+        raise P2PStoreError("register_gpu needs torch: pip install p2pstore[gpu]") from error
+    except (OSError, RuntimeError) as error:
+        raise P2PStoreError(f"torch cannot use a GPU here: {error}") from error
+    return number
 
 
 @dataclass(slots=True)
-class _InPlace:
+class _Leased:
     """An object under a lease, and where it is to go. `view` is all of it; without it the lease ends."""
 
     device: OnDevice
@@ -124,17 +137,30 @@ async def read_in_place(
 ) -> list[int | None]:
     """Have GPUs copy objects (by digest) out of the segment, each to the beginning of its tensor: the lengths. None for
     what is not there, does not fit, or did not match its sums: what its tensor has then means nothing. Raises
-    `P2PStoreError` when a GPU does not copy."""
-    found = [_in_place(link, mapping, *item) for item in items]
-    those = [each for each in found if each is not None]
-    total_bytes = sum(len(each.view) for each in those)
-    right = iter(await run(driver, total_bytes, partial(_copy_verified, mapping, those)))
-    return [len(each.view) if each is not None and next(right) else None for each in found]
+    `GpuCopyFailed`, and `StoreClosed` when the session ended before all was copied."""
+    found = [_leased(link, mapping, *item) for item in items]
+    leased = [each for each in found if each is not None]
+    if not leased:
+        return [None] * len(items)
+    total_bytes = sum(len(each.view) for each in leased)
+    try:
+        verified = iter(await run(driver, total_bytes, partial(_copy_verified, mapping, leased)))
+        link.connection.peer_is_gone()  # asked now: a lease may have ended with the session
+        link.connection.check_usable()
+        lengths = [
+            len(each.view) if each is not None and next(verified) else None for each in found
+        ]
+    finally:
+        found.clear()
+        leased.clear()
+        link.leases.end_unasked()  # the memory may be wanted by the next call of another client
+    for (digest, _), length in zip(items, lengths, strict=True):
+        if length is not None:
+            link.note_read(digest, length)
+    return lengths
 
 
-def _in_place(
-    link: PeerLink, mapping: GpuMapping, digest: bytes, device: OnDevice
-) -> _InPlace | None:
+def _leased(link: PeerLink, mapping: GpuMapping, digest: bytes, device: OnDevice) -> _Leased | None:
     view = shared_view(link, digest) if device.nbytes >= LEAST_BYTES else None
     if not view or len(view) > device.nbytes:
         return None
@@ -142,16 +168,15 @@ def _in_place(
     # Another thread may have seen another version meanwhile.
     if seen is None or (seen.slot.offset, seen.slot.length) != (offset, len(view)):
         return None
-    link.note_read(digest, len(view))
-    return _InPlace(device, view, seen.slot.offset, seen.sums)
+    return _Leased(device, view, seen.slot.offset, seen.sums)
 
 
-def _copy_verified(mapping: GpuMapping, those: Sequence[_InPlace]) -> list[bool]:
+def _copy_verified(mapping: GpuMapping, leased: Sequence[_Leased]) -> list[bool]:
     """Copy them all; which of them match their sums. They are verified while GPUs copy."""
-    right: list[bool] = []
+    verified: list[bool] = []
 
     def verify() -> None:
-        right.extend(_match(those))
+        verified.extend(_match(leased))
 
     copies = [
         Copy(
@@ -159,15 +184,15 @@ def _copy_verified(mapping: GpuMapping, those: Sequence[_InPlace]) -> list[bool]
             each.device.bytes[: len(each.view)],
             mapping.at(each.offset, len(each.view)),
         )
-        for each in those
+        for each in leased
     ]
     copy_all(copies, meanwhile=verify)
-    return right
+    return verified
 
 
-def _match(those: Sequence[_InPlace]) -> list[bool]:
+def _match(leased: Sequence[_Leased]) -> list[bool]:
     numbers, views, sums = [], [], []
-    for number, each in enumerate(those):
+    for number, each in enumerate(leased):
         for start in range(0, len(each.view), PIECE_BYTES):
             numbers.append(number)
             views.append(each.view[start : start + PIECE_BYTES])
@@ -177,11 +202,12 @@ def _match(those: Sequence[_InPlace]) -> list[bool]:
     threads = threads_for(total_bytes) if total_bytes > ALONE_BYTES else 1
     made = side_by_side(threads, chunk_sums, views)
     wrong = {number for number, one, other in zip(numbers, made, sums, strict=True) if one != other}
-    return [number not in wrong for number in range(len(those))]
+    return [number not in wrong for number in range(len(leased))]
 
 
 class GpuSource(PutSource):
-    """A tensor on a GPU, which copies it into the room that was reserved for it in the segment."""
+    """A tensor on a GPU, which copies it into the room that was reserved for it in the segment. What computes it is to
+    be done by then (`await_computed`): that may take longer than the room is ours."""
 
     def __init__(self, mapping: GpuMapping, device: OnDevice) -> None:
         self._mapping, self._device = mapping, device

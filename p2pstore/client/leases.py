@@ -174,6 +174,11 @@ class LeaseBook:
         """Whether some lease, live or not given back yet, is of this object."""
         return digest in self._by_digest
 
+    def end_unasked(self) -> None:
+        """End at once those leases that were not asked for and have no view any more, which the next call would."""
+        with self._lock:
+            self._keep_ended()
+
     def sighting(self, digest: bytes) -> Sighting | None:
         """What was seen when a view of this object was last shared, or taken without asking."""
         lease = self._by_digest.get(digest)

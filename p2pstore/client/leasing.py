@@ -150,7 +150,7 @@ def share(link: PeerLink, digest: bytes, at_least: Version = ZERO_VERSION) -> me
 def shared_view(
     link: PeerLink, digest: bytes, at_least: Version = ZERO_VERSION
 ) -> memoryview | None:
-    """`share`, for a look that is no view to those who count them."""
+    """`share`, but not counted as a view."""
     view = None
     try:
         if link.leases.covers(digest):

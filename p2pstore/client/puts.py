@@ -66,20 +66,20 @@ async def fill(
     check: Callable[[], None],
     progress: Progress | None = None,
 ) -> bytes:
-    """`copy_and_sum`; what is over 4 MiB goes in steps of that, or of more where several threads do it, on a thread,
-    and can be cancelled between them: after that nothing writes to `target` any more. `check` is called before each
-    step, and raises once `target` is not ours any more; `progress` hears of each step."""
+    """`copy_and_sum`; what is over 4 MiB goes in steps of that, or of up to 64 MiB where several threads do it, on a
+    thread, and can be cancelled between them: after that nothing writes to `target` any more. `check` is called before
+    each 4 MiB, and raises once `target` is not ours any more; `progress` hears of each step."""
     length = len(source)
     if length <= PIECE_BYTES:
         return _copy_part(target, source, 0)
     threads = threads_for(length) if isinstance(source, memoryview) else source.threads
 
     def copy_piece(start: int) -> bytes:
+        check()
         return _copy_part(target[start : min(start + PIECE_BYTES, length)], source, start)
 
     sums: list[bytes] = []
     for start in range(0, length, step_bytes(threads)):
-        check()
         end = min(start + step_bytes(threads), length)
         pieces = range(start, end, PIECE_BYTES)
         sums += await driver.run_in_thread(partial(side_by_side, threads, copy_piece, pieces))

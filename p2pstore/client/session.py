@@ -20,6 +20,7 @@ from p2pstore.client.destinations import (
     NewMemoryDestination,
     TensorDestination,
 )
+from p2pstore.client.device_memory import GpuCopyFailed
 from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
 from p2pstore.client.gathered import Source, value_of
 from p2pstore.client.gpu_mapping import GpuMapping, GpuSource, read_in_place, usable_gpu
@@ -88,9 +89,12 @@ class _Parts:
         self.neighbours = Neighbours(link, namespace)
         self.leaser = Leaser(link, self.fetcher, self.neighbours)
         self.presence = Presence(link, digests_of, chains)
+        self.gpus: GpuMapping | None = None
+        self.registering = link.driver.lock()
 
     def close(self) -> None:
         """Close what this process opened; what a forked child inherited is its parent's."""
+        self.gpus = None
         self.neighbours.close()
         self.link.close()
         if not self.link.connection.is_inherited:
@@ -128,7 +132,6 @@ class ClientSession:
         self._digests = batch_key_hasher(namespace)
         self._parts: _Parts | None = None
         self._registered: weakref.WeakSet[RegisteredBuffer] = weakref.WeakSet()
-        self._gpus: GpuMapping | None = None
 
     async def open(self) -> None:
         """Connect. Raises `NoLocalPeer`, `AmbiguousLocalPeer`, `ProtocolMismatch`."""
@@ -153,7 +156,6 @@ class ClientSession:
         """
         for registered in list(self._registered):
             registered.close()
-        self._gpus = None
         if self._parts is not None:
             self._parts.close()
 
@@ -208,10 +210,11 @@ class ClientSession:
         device = device_memory.on_device(value)
         if device is None:
             return value_of(value)
-        if self._gpus is not None:
-            return GpuSource(self._gpus, device)
-        self._link.check()  # before anything is copied
-        encode_key(key)
+        gpus = self._live.gpus
+        encode_key(key)  # before anything is copied
+        if gpus is not None:
+            await device_memory.await_computed(self._link.driver, [device])
+            return GpuSource(gpus, device)
         return await device_memory.take(self._link.driver, device)
 
     async def put_tensor(
@@ -254,14 +257,20 @@ class ClientSession:
 
     async def _sources(self, values: Sequence[Any]) -> tuple[list[Any], device_memory.Staging]:
         """`_source` for the values of a batch, and what was staged for it."""
-        if self._gpus is not None:
-            values = list(values)
-            for number, value in enumerate(values):
-                with suppress(P2PStoreError, ValueError):  # raised again where it is staged
-                    device = device_memory.on_device(value)
-                    if device is not None:
-                        values[number] = GpuSource(self._gpus, device)
-        return await device_memory.stage_all(self._link.driver, values, take_them=True)
+        gpus, driver = self._live.gpus, self._link.driver
+        if gpus is None:
+            return await device_memory.stage_all(driver, values, take_them=True)
+        values = list(values)
+        devices: list[device_memory.OnDevice] = []
+        for number, value in enumerate(values):
+            with suppress(P2PStoreError, ValueError):  # raised again where it is staged
+                device = device_memory.on_device(value)
+                if device is not None:
+                    devices.append(device)
+                    values[number] = GpuSource(gpus, device)
+        with suppress(GpuCopyFailed):  # which each of them will say
+            await device_memory.await_computed(driver, devices)
+        return await device_memory.stage_all(driver, values, take_them=True)
 
     # --- get ---------------------------------------------------------------------------------
 
@@ -294,10 +303,13 @@ class ClientSession:
         `progress` is called with the bytes done and the bytes in all while they arrive; `trace` is
         filled with where the value came from and what took how long."""
         device = device_memory.on_device(buffer)
+        wait = arguments.seconds("wait", wait)
         if device is not None:
-            if progress is None and trace is None:
+            if trace is None:
                 (done,) = await self._read_in_place([(self._digest(key), device)])
                 if done is not None:
+                    if progress is not None:
+                        progress(done, done)
                     return done
             driver = self._link.driver
             staged = await device_memory.make_room(driver, device)
@@ -307,7 +319,6 @@ class ClientSession:
             await device_memory.give(driver, staged, length)
             return length
         view, digest, fetcher = destination_view(buffer), self._digest(key), self._live.fetcher
-        wait = arguments.seconds("wait", wait)
         if progress is not None or trace is not None:
             watch = ReadWatch(time.perf_counter, progress, trace)
             watched = BufferDestination(view, watch)
@@ -318,10 +329,10 @@ class ClientSession:
         self, items: Sequence[tuple[bytes, device_memory.OnDevice]]
     ) -> list[int | None]:
         """The lengths of what GPUs copied from the local peer's memory; None for what is to be read in another way."""
-        link = self._live.link
-        if self._gpus is None:
+        parts = self._live
+        if parts.gpus is None:
             return [None] * len(items)
-        return await read_in_place(link.driver, link, self._gpus, items)
+        return await read_in_place(parts.link.driver, parts.link, parts.gpus, items)
 
     async def get_tensor(
         self, key: str, *, wait: float = 0.0, framework: Framework | None = None
@@ -363,7 +374,7 @@ class ClientSession:
         """`get_into` for many keys; one result (the length, or the error) per item, in order. Never
         raises for one item that fails."""
         keys, places = arguments.item_columns(items)
-        if self._gpus is None:
+        if self._live.gpus is None:
             outcomes = await self._fetch_many_staged(keys, places)
         else:
             done = await self._read_many_in_place(keys, places)
@@ -378,14 +389,18 @@ class ClientSession:
     async def _read_many_in_place(
         self, keys: Sequence[str], places: Sequence[Any]
     ) -> dict[int, int | P2PStoreError | ValueError]:
-        """`_read_in_place` for those places of a batch that are on a GPU: the lengths of what was read, by numbers."""
+        """`_read_in_place` for those places of a batch that are on a GPU: by numbers the lengths of what was read, or
+        that the GPU failed."""
         items: dict[int, tuple[bytes, device_memory.OnDevice]] = {}
         for number, (key, place) in enumerate(zip(keys, places, strict=True)):
             with suppress(P2PStoreError, ValueError, TypeError):  # raised again where it is staged
                 device = device_memory.on_device(place)
                 if device is not None:
                     items[number] = self._digest(key), device
-        done = await self._read_in_place(list(items.values()))
+        try:
+            done = await self._read_in_place(list(items.values()))
+        except GpuCopyFailed as error:
+            return {number: GpuCopyFailed(str(error)) for number in items}
         return {
             number: length for number, length in zip(items, done, strict=True) if length is not None
         }
@@ -494,10 +509,13 @@ class ClientSession:
         on a GPU, or put from them, and is or goes there, is not copied by a processor any more. The memory is
         page-locked for that, some 0.1 s a GiB in which other work with the GPU may have to wait: do it at the start.
         Raises `P2PStoreError` where torch knows no GPU, or its driver refuses; then all is as without it."""
-        link = self._live.link
-        if self._gpus is None:
-            step = partial(GpuMapping, link.connection.segment(0), usable_gpu())
-            self._gpus = await link.driver.run_in_thread(step)
+        parts = self._live
+        async with parts.registering:
+            if parts.gpus is None:
+                step = partial(GpuMapping, parts.link.connection.segment(0), usable_gpu())
+                gpus = await parts.link.driver.run_in_thread(step)
+                parts.link.check()  # closed meanwhile, it is to have none
+                parts.gpus = gpus
 
     @property
     def checkpoints(self) -> Checkpoints:

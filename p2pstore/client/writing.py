@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from p2pstore.client import answers, arguments
+from p2pstore.client.device_memory import GpuCopyFailed
 from p2pstore.client.elsewhere import ElsewhereWriter
 from p2pstore.client.fetch import deadline_ms
 from p2pstore.client.gathered import Source, value_of
@@ -186,16 +187,23 @@ class Writer:
     ) -> None:
         """Fill what was reserved, and commit it as one."""
         keys = {index: results[index].key for index in reservations}
+        commits: dict[int, local.CommitItem] = {}
         try:
-            commits = [
-                await self._fill(keys[index], sources[index], reservation, options, follows[index])
-                for index, reservation in reservations.items()
-            ]
-            reply = await self._commit(commits, [])
+            for index, reservation in reservations.items():
+                try:
+                    commits[index] = await self._fill(
+                        keys[index], sources[index], reservation, options, follows[index]
+                    )
+                except GpuCopyFailed as error:
+                    self._link.abort([reservation.reservation])
+                    results[index] = ItemResult(keys[index], error=answers.plain_error(error))
+            if not commits:
+                return
+            reply = await self._commit(list(commits.values()), [])
         except BaseException:
             self._link.abort(_numbers(reservations.values()))
             raise
-        for index, outcome in zip(reservations, reply.items, strict=True):
+        for index, outcome in zip(commits, reply.items, strict=True):
             try:
                 result = answers.put_result(keys[index], outcome, self._link.connection.hello.name)
             except (P2PStoreError, ValueError) as error:

@@ -5,7 +5,7 @@ tested."""
 from __future__ import annotations
 
 import gc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import trio
 
+import p2pstore
+from p2pstore import blocking
 from p2pstore.client import device_memory, gpu_mapping
-from p2pstore.errors import BufferTooSmall, NoSuchKey, P2PStoreError
+from p2pstore.errors import BufferTooSmall, NoSuchKey, P2PStoreError, StoreClosed
 from p2pstore.objects import MIB
 from p2pstore.results import TransferOperation, TransferRequest
 from tests.contract.small_peer import SmallPeer, small_peer
 from tests.contract.test_local import connected
+from tests.interrupts import interrupted_after_each_call, interrupted_at_each_line
 from tests.optional import require_torch
 from tests.threads import with_threads
 
@@ -45,17 +48,20 @@ class Driver:
 
     def __init__(self) -> None:
         self.locked: dict[int, tuple[int, int]] = {}
+        self.begun = 0
         self.refuses = False
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if self.refuses:
             return 801
+        if address in self.locked:
+            return 712
+        self.begun += 1
         self.locked[address] = size, flags
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        del self.locked[address]
-        return 0
+        return 0 if self.locked.pop(address, None) else 713
 
     def cudaGetErrorString(self, error: int) -> str:
         return f"operation not supported ({error})"
@@ -171,29 +177,25 @@ async def test_batches_mix_both_memories(store: Any, device: str) -> None:
     assert int(into[3].sum()) == 0
 
 
-@pytest.mark.parametrize("length", [3000, 5 * MIB])
+@pytest.mark.parametrize("length", [70_000, 3 * MIB])
 async def test_a_batch_whose_copies_fail_says_so_of_each(
-    staging: Any, device: str, length: int, monkeypatch: pytest.MonkeyPatch
+    store: Any, device: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error of a GPU is no error of one tensor: it may tell of what was asked before."""
 
-    class Broken:
-        def copy_(self, *_: Any, **__: Any) -> None:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    def broken(copies: Any, meanwhile: Any = None) -> None:
+        raise device_memory.GpuCopyFailed("CUDA error: an illegal memory access was encountered")
 
-    broken = device_memory.Copy(None, Broken(), None)
-    store = staging
     values = [filled(device, length, seed) for seed in range(3)]
     await store.put_many([(f"k{number}", value) for number, value in enumerate(values[:2])])
-    monkeypatch.setattr(device_memory.Staged, "to_take", lambda _: broken)
+    monkeypatch.setattr(device_memory, "copy_all", broken)
+    monkeypatch.setattr(gpu_mapping, "copy_all", broken)
     results = await store.put_many([("n0", values[0]), ("host", b"host"), ("n1", values[1])])
     assert [each.ok for each in results] == [False, True, False]
     assert all("illegal memory access" in str(results[number].error) for number in (0, 2))
     with pytest.raises(P2PStoreError, match="illegal memory access"):
         await store.put("n0", values[0])
     assert not await store.contains("n0")
-
-    monkeypatch.setattr(device_memory.Staged, "to_give", lambda *_: broken)
     into = [torch.zeros_like(values[0]), bytearray(4), torch.zeros_like(values[0])]
     results = await store.get_many_into(list(zip(["k0", "host", "k1"], into, strict=True)))
     assert [each.ok for each in results] == [False, True, False]
@@ -201,6 +203,34 @@ async def test_a_batch_whose_copies_fail_says_so_of_each(
     assert into[1] == b"host"
     with pytest.raises(P2PStoreError, match="illegal memory access"):
         await store.get_into("k0", into[0])
+
+
+async def test_within_inference_mode(store: Any, device: str) -> None:
+    """As engines run: threads that copy are not in it."""
+    with torch.inference_mode():
+        values = [filled(device, MIB, seed) for seed in range(6)]
+        await store.put_many([(f"k{number}", value) for number, value in enumerate(values)])
+        rooms = [torch.zeros(MIB, dtype=torch.uint8, device=device) for _ in values]
+        results = await store.get_many_into([(f"k{at}", room) for at, room in enumerate(rooms)])
+        assert [each.value for each in results] == [MIB] * 6
+        assert all(map(torch.equal, rooms, values))
+
+
+async def test_transfers_of_large_tensors(store: Any, device: str) -> None:
+    """Those that are watched."""
+    tensor, room = filled(device, 9 * MIB), torch.zeros(9 * MIB, dtype=torch.uint8, device=device)
+    if not isinstance(store, p2pstore.Client):
+        pytest.skip("the other client's are threads")
+    with trio.fail_after(20):
+        async with store.transfers() as transfers:
+            (number,) = transfers.submit([TransferRequest("k", tensor, "put")])
+            (await transfers.wait(number)).unwrap()
+            (number,) = transfers.submit([TransferRequest("k", room, "get")])
+            assert (await transfers.wait(number)).unwrap() == 9 * MIB
+            assert transfers.status(number).moved_bytes == 9 * MIB
+    assert torch.equal(room, tensor)
+    with pytest.raises(TypeError, match="wait"):
+        await store.get_into("k", room, wait="long")  # type: ignore[arg-type] # that is the point
 
 
 @pytest.mark.parametrize("rows", [256, 1536])
@@ -396,6 +426,116 @@ async def test_what_is_overwritten_meanwhile_is_never_a_mixture(
                 seen.add(seed)
                 await trio.lowlevel.checkpoint()
             ended.set()
+
+
+async def test_a_read_counts_only_if_the_session_lasted(
+    in_place: Any, peer: SmallPeer, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease ends with it, and the GPU may copy later than its bytes were verified."""
+    await in_place.put("k", filled(device, MIB))
+    copy_all = device_memory.copy_all
+
+    def ended_meanwhile(copies: Any, meanwhile: Any = None) -> None:
+        copy_all(copies, meanwhile)
+        session = getattr(in_place, "client", in_place)
+        (session if isinstance(session, p2pstore.Client) else session._session)._link.close()
+
+    monkeypatch.setattr(gpu_mapping, "copy_all", ended_meanwhile)
+    with pytest.raises(StoreClosed):
+        await in_place.get_into("k", torch.zeros(MIB, dtype=torch.uint8, device=device))
+
+
+async def test_what_was_read_in_place_can_be_evicted_at_once(
+    in_place: Any, peer: SmallPeer, device: str
+) -> None:
+    async with connected("trio", peer) as other:
+        for number in range(3):
+            await in_place.put(f"k{number}", filled(device, 9 * MIB))
+            room = torch.zeros(9 * MIB, dtype=torch.uint8, device=device)
+            assert await in_place.get_into(f"k{number}", room) == 9 * MIB
+            assert (await other.put(f"other{number}", bytes(9 * MIB))).status == "created"
+
+
+async def test_one_spoilt_object_among_several(in_place: Any, peer: SmallPeer, device: str) -> None:
+    await in_place.put_many([(f"k{number}", filled(device, MIB, number)) for number in range(3)])
+    entries = peer.call(peer.backend.segment.entries)
+    spoilt = next(each for each in entries if each.key == "k1")
+    peer.backend.memory.view[spoilt.offset + 17] ^= 1
+    rooms = [torch.zeros(MIB, dtype=torch.uint8, device=device) for _ in range(3)]
+    results = await in_place.get_many_into([(f"k{at}", room) for at, room in enumerate(rooms)])
+    assert [each.ok for each in results] == [True, False, True]
+    assert torch.equal(rooms[0], filled(device, MIB, 0))
+    assert torch.equal(rooms[2], filled(device, MIB, 2))
+
+
+async def test_several_ask_to_register_at_once(
+    peer: SmallPeer, device: str, driver: Driver
+) -> None:
+    async with connected("trio", peer) as client:
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(client.register_gpu)
+        assert driver.begun == (1 if device == "cpu" else 0)
+
+
+async def test_what_goes_elsewhere_is_copied_to_this_host(
+    in_place: Any, peer: SmallPeer, device: str
+) -> None:
+    client = getattr(in_place, "client", in_place)
+    session = client if isinstance(client, p2pstore.Client) else client._session
+    tensor = filled(device, 9 * MIB)
+    source = await session._source("k", tensor)
+    assert isinstance(source, gpu_mapping.GpuSource)
+    assert source.joined() == tensor.cpu().numpy().tobytes()
+
+
+@pytest.mark.parametrize("strike", [interrupted_at_each_line, interrupted_after_each_call])
+def test_an_interrupt_leaves_no_memory_page_locked(
+    peer: SmallPeer, device: str, driver: Driver, strike: Callable[..., Iterator[str]]
+) -> None:
+    if device != "cpu":
+        pytest.skip("a GPU's driver does not tell what is page-locked")
+    with blocking.connect(str(peer.path)) as client:
+        places = []
+        for place in strike(client.register_gpu, gpu_mapping):
+            places.append(place)
+            gc.collect()
+            assert driver.locked == {}, f"left when it was interrupted at {place}"
+        assert len(places) >= 10
+        assert len(driver.locked) == 1
+
+
+@pytest.mark.parametrize("strike", [interrupted_at_each_line, interrupted_after_each_call])
+def test_an_interrupt_leaves_no_copy_under_way(
+    device: str, monkeypatch: pytest.MonkeyPatch, strike: Callable[..., Iterator[str]]
+) -> None:
+    """With streams that do nothing before they are waited for."""
+    if device != "cpu":
+        pytest.skip("the GPU's own streams go on by themselves")
+    monkeypatch.setattr(device_memory, "_current", lambda _: nullcontext())
+    under_way: set[int] = set()
+
+    class Stream:
+        def record_event(self) -> Stream:
+            return self
+
+        def synchronize(self) -> None:
+            under_way.discard(id(self))
+
+    class Target:
+        def __init__(self, stream: Stream) -> None:
+            self.stream = stream
+
+        def copy_(self, _: Any, *, non_blocking: bool) -> None:
+            under_way.add(id(self.stream))
+
+    streams = [Stream(), Stream()]
+    copies = [device_memory.Copy(stream, Target(stream), None) for stream in streams]
+    places = []
+    for place in strike(lambda: device_memory.copy_all(copies), device_memory):
+        places.append(place)
+        assert not under_way, f"one went on when it was interrupted at {place}"
+    assert len(places) >= 5
 
 
 async def test_memory_is_page_locked_until_its_clients_are_closed(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from p2pstore import side_by_side
 from p2pstore.objects import MIB
 from p2pstore.side_by_side import FROM_BYTES, PIECE_BYTES, step_bytes, threads_for
+from tests.interrupts import interrupted_after_each_call, interrupted_at_each_line
 
 
 @pytest.mark.parametrize(
@@ -39,3 +42,61 @@ def test_results_come_in_order_and_errors_at_once(threads: int) -> None:
     with pytest.raises(ValueError, match="seven"):
         side_by_side.side_by_side(threads, fail_at_seven, range(50))
     assert threading.active_count() == before
+
+
+def test_where_there_may_be_no_more_threads_it_goes_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As at the end of a program, or at a limit."""
+
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    for _ in range(3 * side_by_side.MOST_THREADS):
+        assert side_by_side.side_by_side(3, str, range(4)) == ["0", "1", "2", "3"]
+
+
+def test_all_values_together_take_a_few_threads() -> None:
+    at_once: list[int] = []
+    begun = threading.Barrier(8 + side_by_side.MOST_THREADS)
+
+    def piece(number: int) -> int:
+        begun.wait(20)  # everybody that there may be is here
+        at_once.append(threading.active_count())
+        return number
+
+    before = threading.active_count()
+    callers = [
+        threading.Thread(target=lambda: side_by_side.side_by_side(4, piece, [0]), daemon=True)
+        for _ in range(7)
+    ]
+    for caller in callers:
+        caller.start()
+    wide = threading.Thread(
+        target=lambda: side_by_side.side_by_side(100, piece, range(1 + side_by_side.MOST_THREADS)),
+        daemon=True,
+    )
+    wide.start()
+    for thread in (*callers, wide):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert max(at_once) <= before + 8 + side_by_side.MOST_THREADS
+
+
+@pytest.mark.parametrize("strike", [interrupted_at_each_line, interrupted_after_each_call])
+def test_an_interrupt_leaves_no_thread_at_work(
+    strike: Callable[..., Iterator[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_by_side, "_others", threading.BoundedSemaphore(1000))
+
+    def copy() -> None:  # 2 ms are what a piece takes
+        side_by_side.side_by_side(3, lambda _: time.sleep(0.002), range(6))
+
+    places = []
+    for place in strike(copy, side_by_side):
+        places.append(place)
+        others = [each for each in threading.enumerate() if each.name == "p2pstore copy"]
+        assert not others, f"one was left when it was interrupted at {place}"
+    assert len(places) >= 10
+    assert side_by_side.side_by_side(3, str, range(4)) == ["0", "1", "2", "3"]
