@@ -50,11 +50,10 @@ def side_by_side(threads: int, function: Callable[[T], R], pieces: Iterable[T]) 
                 break
         work.do()
     finally:
-        work.waiting.clear()
         try:
-            _await_all(others)
+            _end_all(work, others)
         except BaseException:  # interrupted: they still write
-            _await_all(others)
+            _end_all(work, others)
             raise
     if work.errors:
         raise work.errors[0]
@@ -110,7 +109,9 @@ def _begin_another(work: _Work[Any, Any], others: list[threading.Thread]) -> boo
     return True
 
 
-def _await_all(others: Iterable[threading.Thread]) -> None:
+def _end_all(work: _Work[Any, Any], others: Iterable[threading.Thread]) -> None:
+    """Have each end what it does, and wait for that."""
+    work.waiting.clear()
     for thread in others:
         if thread.ident is not None:
             thread.join()

@@ -90,8 +90,11 @@ def test_an_interrupt_leaves_no_thread_at_work(
 ) -> None:
     monkeypatch.setattr(side_by_side, "_others", threading.BoundedSemaphore(1000))
 
-    def copy() -> None:  # 2 ms are what a piece takes
-        side_by_side.side_by_side(3, lambda _: time.sleep(0.002), range(6))
+    def piece(_: int) -> None:  # so that this thread is the one that waits
+        time.sleep(0.001 if threading.current_thread() is threading.main_thread() else 0.02)
+
+    def copy() -> None:
+        side_by_side.side_by_side(3, piece, range(6))
 
     places = []
     for place in strike(copy, side_by_side):
