@@ -513,6 +513,8 @@ def test_a_target_that_fails_in_the_middle_is_replaced_by_the_next(how: signal.S
         with blocking.connect(first.ready["socket"], timeout=1.0) as client:
             result = client.put("k", value, progress=fail)
             assert (result.status, result.location) == ("created", "other")
-            assert told.count(len(value)) == 1
+            # The one that is stopped may have taken all by then: only its last answer is missing.
+            assert told.count(told[0]) == 2
+            assert told[-1] == len(value)
             assert client.get("k") == value
         assert other.client.get("k") == value
