@@ -79,15 +79,6 @@ def driver(device: str, monkeypatch: pytest.MonkeyPatch) -> Driver:
     return made
 
 
-@pytest.fixture(params=["blocking", "trio"])
-async def staging(
-    request: pytest.FixtureRequest, peer: SmallPeer, device: str
-) -> AsyncIterator[Any]:
-    """A client whose tensors go by way of pinned memory."""
-    async with connected(request.param, peer) as opened:
-        yield opened
-
-
 @pytest.fixture(params=["blocking", "trio", "blocking, in place", "trio, in place"])
 async def store(
     request: pytest.FixtureRequest, peer: SmallPeer, driver: Driver
