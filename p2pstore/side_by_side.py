@@ -6,12 +6,15 @@ the interpreter's lock. Where there are few cores nothing is gained: what one th
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, Final, Generic, TypeVar
 
+from p2pstore.cgroups import processor_limit
 from p2pstore.objects import MIB
 
 T = TypeVar("T")
@@ -31,7 +34,15 @@ def threads_for(length_bytes: int) -> int:
     """How many threads are to share so many bytes."""
     if length_bytes < FROM_BYTES:
         return 1
-    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // CORES_A_THREAD))
+    cores = min(len(os.sched_getaffinity(0)), _processor_limit())
+    return int(max(1, min(MOST_THREADS, cores // CORES_A_THREAD)))
+
+
+@cache
+def _processor_limit() -> float:
+    """Read once: it hardly ever changes, and takes longer than to copy a megabyte."""
+    limit = processor_limit()
+    return math.inf if limit is None else limit
 
 
 def step_bytes(threads: int) -> int:

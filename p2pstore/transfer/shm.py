@@ -63,6 +63,8 @@ async def copy_in_pieces(
     done, copied = step()
     while not done:
         done, copied = await driver.run_in_thread(step)
+    if watch is not None and copied is not None:
+        watch.advanced(copied.length, len(view))
     return copied
 
 

@@ -103,7 +103,7 @@ def test_what_is_here_is_read_from_the_mapping(tmp_path: Path) -> None:
     assert value == VALUE
     total = len(VALUE)
     assert put_calls == [(4 * MIB, total), (8 * MIB, total), (total, total)]
-    assert calls == [(4 * MIB, total), (8 * MIB, total)]
+    assert calls == [(4 * MIB, total), (8 * MIB, total), (total, total)]
     assert (trace.local, trace.source, trace.transport) == (True, "small", "mapping")
     assert (trace.length_bytes, trace.tries) == (total, [])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +16,26 @@ from tests.interrupts import interrupted_after_each_call, interrupted_at_each_li
 
 
 @pytest.mark.parametrize(
-    ("cores", "threads"), [(1, 1), (2, 1), (4, 1), (7, 1), (8, 2), (16, 4), (256, 4)]
+    ("cores", "limit", "threads"),
+    [
+        (1, math.inf, 1),
+        (2, math.inf, 1),
+        (4, math.inf, 1),
+        (7, math.inf, 1),
+        (8, math.inf, 2),
+        (16, math.inf, 4),
+        (256, math.inf, 4),
+        (256, 0.5, 1),
+        (256, 7.9, 1),
+        (256, 8, 2),
+        (8, 256, 2),
+    ],
 )
 def test_a_few_threads_where_there_are_many_cores(
-    monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
+    monkeypatch: pytest.MonkeyPatch, cores: int, limit: float, threads: int
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(side_by_side, "_processor_limit", lambda: limit)
     assert threads_for(FROM_BYTES - 1) == 1
     assert threads_for(FROM_BYTES) == threads
     assert step_bytes(threads) % PIECE_BYTES == 0
