@@ -14,7 +14,7 @@ from p2pstore.client.answers import plain_error
 from p2pstore.client.fetch import Fetcher
 from p2pstore.client.known_holders import is_far, remote_copy
 from p2pstore.client.values import destination_views
-from p2pstore.errors import P2PStoreError
+from p2pstore.errors import DeadlineExceeded, P2PStoreError, StoreClosed
 from p2pstore.local.messages import PlanItem
 from p2pstore.objects import CHUNK_BYTES, KIB, SIZE_UNIT_BYTES
 from p2pstore.transfer.failover import SilentHolders, is_silence
@@ -123,6 +123,9 @@ class _Batch(ABC, Generic[R]):
 
     async def fetch(self) -> list[Outcome]:
         """What became of each item."""
+        if len(self._keys) == 1:
+            await self._fetch_alone()
+            return self.outcomes
         await self.pull_ahead()
         self._prepare(len(self._keys))
         if self._wanted:
@@ -133,6 +136,27 @@ class _Batch(ABC, Generic[R]):
         await self.pull_as_planned()
         await self.fetch_the_rest()
         return self.outcomes
+
+    async def _fetch_alone(self) -> None:
+        """One object is got as if there were no batches, which take several times as long to begin and to end."""
+        self._prepare(1)
+        if not self._wanted:
+            return
+        try:
+            length = await self._fetch_one(self._keys[0], self._digests[0], self._rooms[0])
+        except (
+            StoreClosed,
+            DeadlineExceeded,
+        ):  # the local peer is gone or hangs: not this object's fault
+            raise
+        except (P2PStoreError, ValueError) as error:
+            self._settle(0, plain_error(error))
+        else:
+            self._settle(0, length)
+
+    @abstractmethod
+    async def _fetch_one(self, key: str, digest: bytes, room: R) -> int:
+        """`Fetcher.fetch`, whatever it takes: the length."""
 
     @abstractmethod
     def _destination(self, room: R) -> Destination:
@@ -160,6 +184,8 @@ class _Batch(ABC, Generic[R]):
     def _prepare(self, stop: int) -> None:
         """Look at the items before number `stop`, and settle what was asked for wrongly."""
         start = len(self._digests)
+        if start >= stop:
+            return
         keys, places = self._keys[start:stop], self._places[start:stop]
         try:
             self._take_up(keys, places)
@@ -382,6 +408,9 @@ class _Batch(ABC, Generic[R]):
 class _IntoBuffers(_Batch[memoryview]):
     """The rooms are the callers' buffers."""
 
+    async def _fetch_one(self, key: str, digest: bytes, room: memoryview) -> int:
+        return await self._fetcher.fetch_into(key, digest, room)
+
     def _destination(self, room: memoryview) -> Destination:
         return BufferDestination(room)
 
@@ -459,6 +488,9 @@ class _IntoBuffers(_Batch[memoryview]):
 
 class _IntoNewMemory(_Batch[D]):
     """The rooms are made when it is known how long the values are."""
+
+    async def _fetch_one(self, key: str, digest: bytes, room: D) -> int:
+        return (await self._fetcher.fetch(key, digest, room)).length
 
     def _destination(self, room: D) -> Destination:
         return room

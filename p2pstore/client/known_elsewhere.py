@@ -7,6 +7,7 @@ the answer is None, "ask".
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from p2pstore.location_table import (
     APART_COUNTERS,
     CLOCK,
+    FEW_DIGESTS,
     FLOOR_CLOCKS,
     LOCATION,
     TIER_FLAGS,
@@ -40,6 +42,9 @@ _AT_ONCE: Final = 1024
 
 _FLOOR_BITS: Final = np.uint32(FLOOR_CLOCKS - 1)
 _APART_BITS: Final = np.uint32(APART_COUNTERS - 1)
+
+_BEGIN_AND_CLOCK: Final = struct.Struct(f"<I{DIGEST_BYTES - 4}xQ")
+"""The first 32 bits of a packed record's digest, and its version's clock."""
 
 # Plain numbers: these are looked at for every key.
 _CHANGES, _ALIVE_AT = int(Word.CHANGES), int(Word.ALIVE_AT)
@@ -125,17 +130,17 @@ class KnownElsewhere:
                 held[start:end], asked[start:end] = found
         return held, asked
 
-    def only_members(self, digests: bytes) -> NDArray[np.uint64]:
+    def only_members(self, digests: bytes) -> list[int]:
         """Of packed digests: the one live member that is known to hold each; 0 where there is none or several, or
         the local peer must be asked."""
         count = len(digests) // DIGEST_BYTES
-        members = np.zeros(count, np.uint64)
+        look_up = self._match_only_of_few if count <= FEW_DIGESTS else self._match_only
+        members: list[int] = []
         for start in range(0, count, _AT_ONCE):
             end = min(start + _AT_ONCE, count)
             some = digests[start * DIGEST_BYTES : end * DIGEST_BYTES]
-            found = self._settled(some, self._match_only)
-            if found is not None:
-                members[start:end] = found
+            found = self._settled(some, look_up)
+            members += [0] * (end - start) if found is None else found
         return members
 
     def _is_fresh(self) -> bool:
@@ -189,7 +194,32 @@ class KnownElsewhere:
         apart = self._are_apart(begins)
         return held & ~apart, asked | apart
 
-    def _match_only(self, digests: bytes) -> NDArray[np.uint64]:
+    def _match_only_of_few(self, digests: bytes) -> list[int]:
+        counted, names, apart, floors = (
+            self._counted,
+            self._table.members,
+            self._apart,
+            self._floors,
+        )
+        after, before = self._words[_AFTER], self._words[_BEFORE]
+        members = [0] * (len(digests) // DIGEST_BYTES)
+        matched = set()
+        for number, slot, record in self._table.find_few(digests, _MOST_ROWS):
+            if counted[slot]:
+                begin, clock = _BEGIN_AND_CLOCK.unpack_from(record)
+                if (
+                    number not in matched
+                    and not apart[begin & (APART_COUNTERS - 1)]
+                    and after < clock < before
+                    and floors[begin & (FLOOR_CLOCKS - 1)] < clock
+                ):
+                    members[number] = names[slot]
+                else:
+                    members[number] = 0
+                matched.add(number)
+        return members
+
+    def _match_only(self, digests: bytes) -> list[int]:
         table = self._table
         begins = _beginnings(digests)
         matches = table.find_many(digests, _MOST_ROWS)
@@ -204,7 +234,8 @@ class KnownElsewhere:
         if queries.size > np.count_nonzero(members):  # not all are believed, or some have several
             members[np.bincount(queries, minlength=len(begins)) > 1] = 0
         members *= ~self._are_apart(begins)
-        return members
+        listed: list[int] = members.tolist()
+        return listed
 
     def _are_believed(self, begins: NDArray[np.uint32], rows: Rows) -> NDArray[np.bool_]:
         """`_believed` of the versions in rows, which are of these digests."""

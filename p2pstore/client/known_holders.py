@@ -124,11 +124,8 @@ class KnownHolders:
             return [None] * len(digests)
         members = elsewhere.only_members(b"".join(digests))
         now = time.monotonic()
-        if (first := members[:1].tolist()) and (members == first[0]).all():  # nearly always
-            return [self._direct_way(first[0], most_bytes, now)] * len(members)
-        listed: list[int] = members.tolist()
-        ways = {member: self._direct_way(member, most_bytes, now) for member in set(listed)}
-        return list(map(ways.__getitem__, listed))
+        ways = {member: self._direct_way(member, most_bytes, now) for member in set(members)}
+        return list(map(ways.__getitem__, members))
 
     def _direct_way(self, member: int, most_bytes: float, now: float) -> RemoteCopy | None:
         named = self._trusted(member, now)

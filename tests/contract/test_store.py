@@ -331,6 +331,34 @@ def test_batches_of_values_of_all_sizes(
         assert not any(each.readonly for each in views[:-1])
 
 
+def test_a_batch_of_one_gives_what_it_gives_among_others(
+    store: Store, key: str, cluster: Cluster
+) -> None:
+    store.put(f"{key}here", b"here")
+    for name, value in (("there", b"there"), ("empty", b""), ("large", bytes(2 * MIB))):
+        cluster.distant.put(f"{key}{name}", value)
+    names = [f"{key}{name}" for name in ("here", "there", "empty", "large")]
+    until(lambda: all(store.contains_many(names)))
+    keys: list[Any] = [*names, f"{key}there", f"{key}nope", "", "\ud800", 7]
+    places: list[Any] = [*map(bytearray, (9, 5, 0, 2 * MIB, 1, 5, 5, 5, 5))]
+    keys += [f"{key}here", f"{key}here", f"{key}there"]
+    places += [bytearray(1), b"read-only", "no buffer"]
+
+    def told(result: Any) -> tuple[type, Any]:
+        error = result.error
+        return type(error), result.value if error is None else str(error)
+
+    for _ in range(2):  # the second time it is known how to get there
+        many = store.get_many_into(list(zip(keys, places, strict=True)))
+        for item, among_others in zip(zip(keys, places, strict=True), many, strict=True):
+            (alone,) = store.get_many_into([item])
+            assert (alone.key, told(alone)) == (item[0], told(among_others))
+        for name, among_others in zip(keys, store.get_many(keys), strict=True):
+            (alone,) = store.get_many([name])
+            assert (alone.key, told(alone)) == (name, told(among_others))
+    assert [bytes(place[:5]) for place in places[:2]] == [b"here\0", b"there"]
+
+
 def test_results_that_are_errors_keep_no_buffers_and_no_views(
     store: Store, key: str, cluster: Cluster
 ) -> None:
@@ -343,9 +371,10 @@ def test_results_that_are_errors_keep_no_buffers_and_no_views(
         keys = [f"{key}here", f"{key}there", f"{key}here", f"{key}there", f"{key}nope", "\ud800"]
         buffers[2:4] = [bytearray(1), bytearray(1)]
         got = store.get_many_into(list(zip(keys, buffers, strict=True)))
+        got += [store.get_many_into([each])[0] for each in zip(keys, buffers, strict=True)]
         put = store.put_many([(key, bytearray(200 * MIB)), ("", buffers[0])])
         put += store.put_many([(f"{key}durable", buffers[1])], durable=True)  # there is no SSD
-        assert [each.ok for each in [*got, *put]] == [True, True, *[False] * 7]
+        assert [each.ok for each in [*got, *put]] == [*(True, True, *[False] * 4) * 2, *[False] * 3]
         for buffer in buffers:
             buffer.append(0)  # BufferError while there is a view of it
         views = store.take_leases([f"{key}here", f"{key}there", f"{key}nope", "", "\ud800"])

@@ -8,10 +8,8 @@ import time
 from collections import Counter
 from random import Random
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
 from p2pstore.client.known_holders import (
@@ -37,9 +35,9 @@ class Table(KnownElsewhere):
     def holders(self, digest: bytes) -> list[KnownRecord] | None:
         return self.records
 
-    def only_members(self, digests: bytes) -> NDArray[np.uint64]:
+    def only_members(self, digests: bytes) -> list[int]:
         alone = self.records[0].member if self.records and len(self.records) == 1 else 0
-        return np.full(len(digests) // len(DIGEST), alone, np.uint64)
+        return [alone] * (len(digests) // len(DIGEST))
 
 
 def record(member: int, clock: int = 5, slot: int = 3) -> KnownRecord:
