@@ -13,7 +13,13 @@ from p2pstore.client.gathered import Source, value_of
 from p2pstore.client.link import PeerLink
 from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.client.puts import fill, groups, trailer_bound
-from p2pstore.errors import CapacityExceeded, ObjectTooLarge, P2PStoreError
+from p2pstore.errors import (
+    CapacityExceeded,
+    DeadlineExceeded,
+    ObjectTooLarge,
+    P2PStoreError,
+    StoreClosed,
+)
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
 from p2pstore.objects import (
@@ -151,6 +157,13 @@ class Writer:
     ) -> None:
         """Put what one pair of requests can, then the others one by one: what the group reserved may have
         been in their way. `results` has the keys and gets the results."""
+        if len(sources) == 1:  # one round trip, where room was reserved by the put before
+            (index,) = sources
+            await self._put_alone(index, sources[index], follows[index], options, results)
+            problem = results[index].error
+            if isinstance(problem, StoreClosed | DeadlineExceeded):  # of the local peer, as of many
+                raise problem
+            return
         keys = {index: results[index].key for index in sources}
         reserved = await self._reserve(
             [self._reserve_item(keys[index], sources[index], options) for index in sources]
@@ -168,14 +181,23 @@ class Writer:
         if reservations:
             await self._put_reserved(sources, follows, reservations, options, results)
         for index in alone:
-            try:
-                result = await self.put(
-                    keys[index], sources[index], options, follows=follows[index]
-                )
-            except (P2PStoreError, ValueError) as problem:
-                results[index] = ItemResult(keys[index], error=answers.plain_error(problem))
-            else:
-                results[index] = ItemResult(keys[index], result)
+            await self._put_alone(index, sources[index], follows[index], options, results)
+
+    async def _put_alone(
+        self,
+        index: int,
+        source: Source,
+        follows: bytes,
+        options: PutOptions,
+        results: list[ItemResult],
+    ) -> None:
+        key = results[index].key
+        try:
+            result = await self.put(key, source, options, follows=follows)
+        except (P2PStoreError, ValueError) as problem:
+            results[index] = ItemResult(key, error=answers.plain_error(problem))
+        else:
+            results[index] = ItemResult(key, result)
 
     async def _put_reserved(
         self,

@@ -764,6 +764,14 @@ async def test_the_peer_stops_under_a_client(kind: str, tmp_path: Path) -> None:
             for call in (store.put("k", b"v"), store.get("k"), store.contains("k")):
                 with pytest.raises(StoreClosed):
                     await call
+            for keys in (["k"], ["k", "l"]):  # one or more: it is no fault of theirs
+                for batch in (
+                    store.put_many([(key, b"v") for key in keys]),
+                    store.get_many(keys),
+                    store.get_many_into([(key, bytearray(5)) for key in keys]),
+                ):
+                    with pytest.raises(StoreClosed):
+                        await batch
     assert not (tmp_path / "s").exists()
 
 

@@ -357,6 +357,19 @@ def test_a_batch_of_one_gives_what_it_gives_among_others(
             (alone,) = store.get_many([name])
             assert (alone.key, told(alone)) == (name, told(among_others))
     assert [bytes(place[:5]) for place in places[:2]] == [b"here\0", b"there"]
+    values: list[Any] = [b"other", b"v", b"v", "text", b"v", bytearray(999 * MIB), b""]
+    keys = [f"{key}here", "", "\ud800", f"{key}s", 7, f"{key}huge", f"{key}nothing"]
+    many = store.put_many(list(zip(keys, values, strict=True)), overwrite=False)
+    for item, among_others in zip(zip(keys, values, strict=True), many, strict=True):
+        store.remove(f"{key}nothing")
+        (alone,) = store.put_many([item], overwrite=False)
+        assert (alone.key, type(alone.error)) == (item[0], type(among_others.error))
+        assert alone.ok == among_others.ok
+        if alone.ok:
+            assert (alone.value.status, alone.value.location) == (
+                among_others.value.status,
+                among_others.value.location,
+            )
 
 
 def test_results_that_are_errors_keep_no_buffers_and_no_views(
