@@ -133,8 +133,9 @@ class _Batch(ABC, Generic[R]):
                 self._look_up()
             await self.read_here()
             await self.pull_from_only_holders()
-        await self.pull_as_planned()
-        await self.fetch_the_rest()
+        if self._wanted:
+            await self.pull_as_planned()
+            await self.fetch_the_rest()
         return self.outcomes
 
     async def _fetch_alone(self) -> None:
@@ -290,8 +291,6 @@ class _Batch(ABC, Generic[R]):
 
     async def pull_as_planned(self) -> None:
         """The rest by one plan for all, in a batch for each holder."""
-        if not self._wanted:
-            return
         numbers = list(self._wanted)
         digests = self._digests_of(numbers)
         plans = await self._fetcher.plan(self._keys[numbers[0]], digests)
