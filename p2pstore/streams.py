@@ -297,7 +297,7 @@ class BlockingStream:
         sock.settimeout(None)
         self._polling = Polling()
         self._receive_seconds: float | None = None
-        self._send_limit = self._receive_limit = 0.0
+        self._progress_seconds = self._send_limit = self._receive_limit = 0.0
         self.progress_seconds = progress_seconds
 
     @property
@@ -306,6 +306,8 @@ class BlockingStream:
 
     @progress_seconds.setter
     def progress_seconds(self, seconds: float) -> None:
+        if seconds == self._progress_seconds:  # nearly always
+            return
         self._progress_seconds = seconds
         if _differs(seconds, self._send_limit):
             self._send_limit = seconds

@@ -104,7 +104,7 @@ class KnownElsewhere:
             if not changes & 1:
                 found = []
                 try:
-                    for slot, record in self._table.find(digest, _MOST_ROWS):
+                    for _, slot, record in self._table.find_few(digest, _MOST_ROWS):
                         if counted[slot]:
                             found.append(_known_record(members[slot], record))
                 except IndexError:
@@ -155,7 +155,7 @@ class KnownElsewhere:
     def _look_up(self, digest: bytes) -> bool | None:
         counted = self._counted
         answer: bool | None = False
-        for slot, record in self._table.find(digest, _MOST_ROWS):
+        for _, slot, record in self._table.find_few(digest, _MOST_ROWS):
             if counted[slot]:
                 clock = int.from_bytes(record[CLOCK], "little")
                 after, before = self._believed(digest)
