@@ -272,9 +272,9 @@ def test_a_mapping_may_be_longer_than_the_table() -> None:
 
 def test_an_old_count_of_changes_voids_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     published, _, client = known_table()
-    find, reads = client._table.find, 0
+    find, reads = client._table.find_few, 0
 
-    def changed_meanwhile(digest: bytes, most_rows: int) -> list[tuple[int, bytes]]:
+    def changed_meanwhile(digest: bytes, most_rows: int) -> list[tuple[int, int, bytes]]:
         nonlocal reads
         reads += 1
         if reads < 3:
@@ -283,7 +283,7 @@ def test_an_old_count_of_changes_voids_what_was_read(monkeypatch: pytest.MonkeyP
             return []
         return find(digest, most_rows)
 
-    monkeypatch.setattr(client._table, "find", changed_meanwhile)
+    monkeypatch.setattr(client._table, "find_few", changed_meanwhile)
     assert client.contains(KEYS[0]) is True
     assert reads == 3
 
