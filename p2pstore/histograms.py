@@ -33,8 +33,11 @@ class Histogram:
         self.total += value * count
 
     def add_seconds(self, seconds: float) -> None:
-        """One duration, kept in microseconds."""
-        self.add(ceil(seconds * 1e6))
+        """`add` of one duration, kept in microseconds."""
+        value = ceil(seconds * 1e6)
+        bucket = (value - 1).bit_length() if value > 1 else 0
+        self.counts[bucket if bucket < BUCKETS else BUCKETS - 1] += 1
+        self.total += value
 
     def merge(self, counts: Sequence[int], total: int) -> None:
         """What somebody else counted. Numbers that are no counts are passed over."""

@@ -147,20 +147,26 @@ class Fetcher:
     ) -> int:
         """`fetch` to the beginning of a buffer, the shortest way there is: the object's length. Raises as `fetch`, and
         `BufferTooSmall`."""
-        copied = await self.read_here_into(digest, view)
-        if copied is not None:
-            return copied.length
-        before: PullReport | None = None
+        link = self._link
+        for reader in link.readers:  # as `read_here_into`, for which a call would take as long
+            if reader.contains(digest):
+                copied = await self._copy_out_of(reader, digest, view)
+                if copied is not None:
+                    link.note_read(digest, copied.length)
+                    return copied.length
+        outcome: int | PullReport | None = None
         only = self._known.only(digest)
-        if only is not None and (not is_far(only.copy) or only.expected_bytes <= CHUNK_BYTES):
-            outcome = await self._pull_only(only, key, digest, view)
-            if isinstance(outcome, int):
-                return outcome
-            before, only = outcome, None
+        if only is not None:
+            if not is_far(only.copy):
+                outcome, only = await self._copy_from_neighbour(key, digest, view, only.copy), None
+            elif only.expected_bytes <= CHUNK_BYTES:
+                outcome, only = await self._pull_chunk_of(only, key, digest, view), None
+        if isinstance(outcome, int):
+            return outcome
         if self._is_listed_here(digest):  # and could not be read just now: all ways are tried
             only = None
         destination = BufferDestination(view)
-        return (await self.fetch(key, digest, destination, wait_seconds, before, only)).length
+        return (await self.fetch(key, digest, destination, wait_seconds, outcome, only)).length
 
     async def _read_here_watched(
         self, digest: bytes, destination: Destination, *, leased: bool = False
@@ -262,12 +268,17 @@ class Fetcher:
         """`copy_mapped` into the beginning of a buffer, which may be longer than the object; it looks the object up
         once instead of twice. Raises `BufferTooSmall`."""
         for reader in readers:
-            if not reader.contains(digest):
-                continue
-            copied = await copy_in_pieces(self._link.driver, reader, digest, view)
-            if copied is not None and not expired(copied.trailer):
-                return copied
+            if reader.contains(digest):
+                copied = await self._copy_out_of(reader, digest, view)
+                if copied is not None:
+                    return copied
         return None
+
+    async def _copy_out_of(
+        self, reader: SegmentReader, digest: bytes, view: memoryview
+    ) -> Copied | None:
+        copied = await copy_in_pieces(self._link.driver, reader, digest, view)
+        return None if copied is None or expired(copied.trailer) else copied
 
     def note_copied_nearby(self, member: int, *, objects: int, length_bytes: int) -> None:
         """Have the local peer told of copies out of the memory of a peer of this host."""

@@ -117,6 +117,12 @@ class KnownElsewhere:
                     return found
         return None
 
+    def only_record(self, digest: bytes) -> tuple[int, bytes] | None:
+        """The one live member that is known to hold the key, and its packed record; None where there is none or
+        several, or the local peer must be asked."""
+        found = self._settled(digest, self._only_records)
+        return found[0] if found else None
+
     def contains_many(self, digests: bytes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Of packed digests: which are known to be held by some live peer, and of which the local one must be
         asked."""
@@ -195,14 +201,17 @@ class KnownElsewhere:
         return held & ~apart, asked | apart
 
     def _match_only_of_few(self, digests: bytes) -> list[int]:
-        counted, names, apart, floors = (
-            self._counted,
-            self._table.members,
-            self._apart,
-            self._floors,
-        )
-        after, before = self._words[_AFTER], self._words[_BEFORE]
         members = [0] * (len(digests) // DIGEST_BYTES)
+        for number, (member, _) in self._only_records(digests).items():
+            members[number] = member
+        return members
+
+    def _only_records(self, digests: bytes) -> dict[int, tuple[int, bytes]]:
+        """By the numbers of the digests, which are few, the one member that holds each, and its record."""
+        counted, names = self._counted, self._table.members
+        apart, floors = self._apart, self._floors
+        after, before = self._words[_AFTER], self._words[_BEFORE]
+        only: dict[int, tuple[int, bytes]] = {}
         matched = set()
         for number, slot, record in self._table.find_few(digests, _MOST_ROWS):
             if counted[slot]:
@@ -213,11 +222,11 @@ class KnownElsewhere:
                     and after < clock < before
                     and floors[begin & (FLOOR_CLOCKS - 1)] < clock
                 ):
-                    members[number] = names[slot]
+                    only[number] = names[slot], record
                 else:
-                    members[number] = 0
+                    only.pop(number, None)
                 matched.add(number)
-        return members
+        return only
 
     def _match_only(self, digests: bytes) -> list[int]:
         table = self._table

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
 from p2pstore.local.messages import Holder, PlanItem
+from p2pstore.location_table import LOCATION
 from p2pstore.objects import SIZE_UNIT_BYTES, Version
 from p2pstore.transfer.messages import Keeps, Ticket
 from p2pstore.transfer.tickets import GrantedTicket
@@ -104,15 +105,16 @@ class KnownHolders:
         elsewhere = self._elsewhere  # another thread may close it
         if elsewhere is None:
             return None
-        records = elsewhere.holders(digest)
-        if not records or len(records) > 1:
+        found = elsewhere.only_record(digest)
+        if found is None:
             return None
-        record = records[0]
-        named = self._trusted(record.member, time.monotonic())
-        expected_bytes = record.size_units * SIZE_UNIT_BYTES
+        member, record = found
+        _, _, _, slot, size, _ = LOCATION.unpack(record)
+        named = self._trusted(member, time.monotonic())
+        expected_bytes = int.from_bytes(size, "little") * SIZE_UNIT_BYTES
         if named is None or _goes_through_peer(named.holder, max(expected_bytes, most_bytes)):
             return None
-        return OnlyHolder(named.copy, record.slot, expected_bytes)
+        return OnlyHolder(named.copy, slot, expected_bytes)
 
     def only_many(
         self, digests: Sequence[bytes], most_bytes: float = math.inf

@@ -96,7 +96,7 @@ class PullLedger:
         seconds: float,
     ) -> None:
         """`pulled`, for an object that came from its only holder at once."""
-        counted = self._counted(member, transport)
+        counted = self._counts.get((member, transport)) or self._counted(member, transport)
         if counted is not None:
             counted.objects += 1
             counted.bytes += length_bytes

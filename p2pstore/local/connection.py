@@ -239,7 +239,7 @@ class LocalConnection:
 
     def check_usable(self) -> None:
         """Raises `ClientForked` in a forked child and `StoreClosed` after the end."""
-        if self.is_inherited:
+        if os.getpid() != self._process_id:  # `is_inherited`, without another call
             raise ClientForked(
                 "this client was connected before the process forked: connect again in the child"
             )

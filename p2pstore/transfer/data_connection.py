@@ -319,7 +319,7 @@ class DataConnection(DataRequests):
     async def _receive_only(self, number: int, items: list[GetItem]) -> ObjectReply:
         """The head of the answer to a GET of one item."""
         inbox = self.inbox
-        head = inbox.held(HEADER_BYTES) or await inbox.take(HEADER_BYTES, soon=True)
+        head = await inbox.take(HEADER_BYTES, soon=True)
         kind, flags, request_id, body_length, bulk_length = HEADER.unpack(head)
         if (kind, flags, request_id) != (_GET, REPLY, number) or not (
             body_length <= MAX_HELD_BODY_BYTES and bulk_length <= CHUNK_BYTES

@@ -498,12 +498,13 @@ class DataPool:
             if places[-1] is not place:
                 places.remove(place)
                 places.append(place)
-            if not _is_open(place):  # others first
+            is_open = _is_open(place)
+            if not is_open:  # others first
                 places.insert(0, places.pop())
-            elif _is_spare(places[0], place.idle_since):
+            elif len(places) > 1 and _is_spare(places[0], place.idle_since):
                 _close_oldest(places[:1], 0)
                 del places[0]
-            if len(places) <= self._idle_per_peer and _is_open(place) and self._few_peers():
+            if len(places) <= self._idle_per_peer and is_open and self._few_peers():
                 return
             _close_oldest(places, self._idle_per_peer)
             self._drop_empty(peer_id)

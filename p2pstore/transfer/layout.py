@@ -171,6 +171,15 @@ def index_home(digest: bytes, index_entries: int) -> int:
     return int.from_bytes(digest[:8], "little") & (index_entries - 1)
 
 
+def index_entry_at_home(
+    data: bytes | memoryview, index_offset: int, index_entries: int, digest: bytes
+) -> tuple[bytes, int, bool]:
+    """`decode_index_entry` where the search for `digest` begins."""
+    home = int.from_bytes(digest[:8], "little") & (index_entries - 1)
+    found, slot, used = _INDEX_ENTRY.unpack_from(data, index_offset + home * INDEX_ENTRY_BYTES)
+    return found, slot, used == INDEX_USED
+
+
 def encode_index_entry(digest: bytes, slot: int) -> bytes:
     """An entry in use; an unused one is all zero."""
     return _INDEX_ENTRY.pack(digest, slot, INDEX_USED)

@@ -38,6 +38,7 @@ from p2pstore.transfer.layout import (
     decode_segment_header,
     decode_slot,
     decode_trailer,
+    index_entry_at_home,
     index_home,
     slot_matches,
     trailer_matches,
@@ -112,9 +113,8 @@ class SegmentReader:
     def contains(self, digest: bytes) -> bool:
         """Whether the index lists `digest` now. Not verified: expired objects count until the
         owner collects them, and a key may be missed for the moment in which its entry moves."""
-        home = index_home(digest, self._index_entries)
-        there, _, used = decode_index_entry(
-            self._view, self._index_offset + home * INDEX_ENTRY_BYTES
+        there, _, used = index_entry_at_home(
+            self._view, self._index_offset, self._index_entries, digest
         )
         if not used or there == digest:  # nearly always that settles it
             return used

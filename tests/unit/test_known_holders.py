@@ -22,6 +22,7 @@ from p2pstore.client.known_holders import (
     remote_copy,
 )
 from p2pstore.local.messages import Holder, PlanItem
+from p2pstore.location_table import LOCATION
 
 DIGEST = bytes(16)
 
@@ -34,6 +35,13 @@ class Table(KnownElsewhere):
 
     def holders(self, digest: bytes) -> list[KnownRecord] | None:
         return self.records
+
+    def only_record(self, digest: bytes) -> tuple[int, bytes] | None:
+        if not self.records or len(self.records) > 1:
+            return None
+        (only,) = self.records
+        size = only.size_units.to_bytes(3, "little")
+        return only.member, LOCATION.pack(digest, *only.version, only.slot, size, only.tier)
 
     def only_members(self, digests: bytes) -> list[int]:
         alone = self.records[0].member if self.records and len(self.records) == 1 else 0

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
+from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord, _known_record
 from p2pstore.errors import ProtocolError, ProtocolMismatch
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.locations.directory import Directory, DirectoryConfig
@@ -165,6 +165,13 @@ class Cluster:
         for start in range(0, len(KEYS), FEW_DIGESTS):
             few = slice(start, start + FEW_DIGESTS)
             assert self.client.only_members(b"".join(KEYS[few])) == only[few]
+        for digest, held_by in zip(KEYS, map(self._held, KEYS), strict=True):
+            record = self.client.only_record(digest)
+            if len(held_by) != 1:
+                assert record is None
+            else:
+                assert record is not None
+                assert _known_record(*record) == held_by[0]
         return sum(answer is not None for answer in answers)
 
     def _held(self, digest: bytes) -> list[KnownRecord]:
