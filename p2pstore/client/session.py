@@ -168,20 +168,15 @@ class ClientSession:
     def _link(self) -> PeerLink:
         """The connection, which may have ended. Raises `RuntimeError` before there was one."""
         if self._parts is None:
-            raise self._not_connected()
+            raise RuntimeError(f"this client is not connected: {self.how_to_connect}")
         return self._parts.link
-
-    def _not_connected(self) -> RuntimeError:
-        return RuntimeError(f"this client is not connected: {self.how_to_connect}")
 
     @property
     def _live(self) -> _Parts:
         """What does the work. Raises `StoreClosed` once the peer is gone, `ClientForked` in a forked child."""
-        parts = self._parts
-        if parts is None:
-            raise self._not_connected()
-        parts.link.check()
-        return parts
+        self._link.check()
+        assert self._parts is not None
+        return self._parts
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         socket = self._wanted_socket if self._parts is None else self.socket_path
