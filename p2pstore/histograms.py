@@ -33,11 +33,8 @@ class Histogram:
         self.total += value * count
 
     def add_seconds(self, seconds: float) -> None:
-        """`add` of one duration, kept in microseconds."""
-        value = ceil(seconds * 1e6)
-        bucket = (value - 1).bit_length() if value > 1 else 0
-        self.counts[bucket if bucket < BUCKETS else BUCKETS - 1] += 1
-        self.total += value
+        """One duration, kept in microseconds."""
+        self.add(ceil(seconds * 1e6))
 
     def merge(self, counts: Sequence[int], total: int) -> None:
         """What somebody else counted. Numbers that are no counts are passed over."""

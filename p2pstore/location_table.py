@@ -222,16 +222,16 @@ class LocationTable:
         bucket = mixed & (2 * level - 1)
         return self.heads + (bucket if bucket < self.words[_BUCKETS] else mixed & (level - 1))
 
-    def find(self, digest: bytes, most_rows: int = _NO_LIMIT) -> list[tuple[int, bytes]]:
-        """Which slots hold a record of the digest, and the packed records. Raises `IndexError` when that takes a look
-        at over `most_rows` rows, or somebody changes the table meanwhile."""
+    def find(self, digest: bytes) -> list[tuple[int, bytes]]:
+        """Which slots hold a record of the digest, and the packed records."""
         if len(digest) != DIGEST_BYTES:
             return []
-        return [(slot, record) for _, slot, record in self.find_few(digest, most_rows)]
+        return [(slot, record) for _, slot, record in self.find_few(digest)]
 
     def find_few(self, digests: bytes, most_rows: int = _NO_LIMIT) -> list[tuple[int, int, bytes]]:
         """`find` of digests, packed one after the other: each record behind the number of its digest. `find_many` is
-        slower for up to `FEW_DIGESTS`."""
+        slower for up to `FEW_DIGESTS`. Raises `IndexError` when one of them takes a look at over `most_rows` rows, or
+        somebody changes the table meanwhile."""
         found = []
         link, begins, memory, factors = self.link, self.begins, self._memory, self._factors
         heads, rows_start = self.heads, self._rows_start
@@ -245,8 +245,8 @@ class LocationTable:
             ) >> 32
             bucket = mixed & (2 * level - 1)
             row = link[heads + (bucket if bucket < buckets_there else mixed & (level - 1))]
-            begin = first & 0xFFFF
-            while row and most_rows:
+            begin, rows_left = first & 0xFFFF, most_rows
+            while row and rows_left:
                 if begins[row * HALF_WORDS] == begin:
                     start = rows_start + row * LOCATION_BYTES
                     record = memory[start : start + LOCATION_BYTES]
@@ -257,7 +257,7 @@ class LocationTable:
                         if owner != NOBODY:
                             found.append((number, owner, record))
                 row = link[row]
-                most_rows -= 1
+                rows_left -= 1
             if row:
                 raise IndexError("the chain of rows is too long")
         return found

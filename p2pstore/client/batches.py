@@ -14,7 +14,7 @@ from p2pstore.client.answers import plain_error
 from p2pstore.client.fetch import Fetcher
 from p2pstore.client.known_holders import is_far, remote_copy
 from p2pstore.client.values import destination_views
-from p2pstore.errors import DeadlineExceeded, P2PStoreError, StoreClosed
+from p2pstore.errors import P2PStoreError, StoreClosed
 from p2pstore.local.messages import PlanItem
 from p2pstore.objects import CHUNK_BYTES, KIB, SIZE_UNIT_BYTES
 from p2pstore.transfer.failover import SilentHolders, is_silence
@@ -145,10 +145,7 @@ class _Batch(ABC, Generic[R]):
             return
         try:
             length = await self._fetch_one(self._keys[0], self._digests[0], self._rooms[0])
-        except (
-            StoreClosed,
-            DeadlineExceeded,
-        ):  # the local peer is gone or hangs: not this object's fault
+        except StoreClosed:  # the local peer is gone: not this object's fault
             raise
         except (P2PStoreError, ValueError) as error:
             self._settle(0, plain_error(error))
@@ -489,7 +486,14 @@ class _IntoNewMemory(_Batch[D]):
     """The rooms are made when it is known how long the values are."""
 
     async def _fetch_one(self, key: str, digest: bytes, room: D) -> int:
-        return (await self._fetcher.fetch(key, digest, room)).length
+        fetcher = self._fetcher
+        if (copied := await fetcher.read_here(digest, room)) is not None:
+            return copied.length
+        pulled = await fetcher.pull_small_value(key, digest)
+        if isinstance(pulled, bytes):
+            room.take(memoryview(pulled))
+            return len(pulled)
+        return (await fetcher.fetch(key, digest, room, before=pulled)).length
 
     def _destination(self, room: D) -> Destination:
         return room

@@ -163,7 +163,7 @@ class Fetcher:
                 outcome, only = await self._pull_chunk_of(only, key, digest, view), None
         if isinstance(outcome, int):
             return outcome
-        if self._is_listed_here(digest):  # and could not be read just now: all ways are tried
+        if self._link.lists(digest):  # and could not be read just now: all ways are tried
             only = None
         destination = BufferDestination(view)
         return (await self.fetch(key, digest, destination, wait_seconds, outcome, only)).length
@@ -191,7 +191,7 @@ class Fetcher:
             only = self._known.only(digest)
             if only is None or not is_far(only.copy):
                 return None
-            if self._is_listed_here(digest):
+            if self._link.lists(digest):
                 return None
         copy, slot_hint, expected_bytes = only
         if (
@@ -222,19 +222,13 @@ class Fetcher:
             return None
         view = memoryview(bytearray(only.expected_bytes))
         try:
-            outcome = await self._pull_only(only, key, digest, view)
+            if is_far(only.copy):
+                outcome = await self._pull_chunk_of(only, key, digest, view)
+            else:
+                outcome = await self._copy_from_neighbour(key, digest, view, only.copy)
         except BufferTooSmall:  # replaced meanwhile by a longer one
             return None
         return bytes(view[:outcome]) if isinstance(outcome, int) else outcome
-
-    async def _pull_only(
-        self, only: OnlyHolder, key: str, digest: bytes, view: memoryview
-    ) -> int | PullReport | None:
-        """What one other peer is known to hold, the shortest way there is: its length. Otherwise how that failed, or
-        None when there is no such way. Raises `BufferTooSmall`."""
-        if not is_far(only.copy):
-            return await self._copy_from_neighbour(key, digest, view, only.copy)
-        return await self._pull_chunk_of(only, key, digest, view)
 
     async def _copy_from_neighbour(
         self, key: str, digest: bytes, view: memoryview, copy: RemoteCopy
@@ -319,7 +313,7 @@ class Fetcher:
         could not be read just now."""
         if watch_of(destination) is not None:
             return None
-        if self._is_listed_here(digest):
+        if self._link.lists(digest):
             return None
         return self._known.plan(digest)
 
@@ -518,7 +512,8 @@ class Fetcher:
     def which_are_here(self, digests: Sequence[bytes]) -> list[int]:
         """The places of those objects that the local peer seems to have."""
         if len(digests) <= FEW_LISTED:
-            return [place for place, digest in enumerate(digests) if self._is_listed_here(digest)]
+            lists = self._link.lists
+            return [place for place, digest in enumerate(digests) if lists(digest)]
         packed = b"".join(digests)
         here = np.zeros(len(digests), np.bool_)
         for reader in self._link.readers:
@@ -532,13 +527,7 @@ class Fetcher:
         only = self._known.only(digest, most_bytes)
         if only is None or not is_far(only.copy):
             return None
-        return None if self._is_listed_here(digest) else only.copy
-
-    def _is_listed_here(self, digest: bytes) -> bool:
-        for reader in self._link.readers:  # noqa: SIM110 - `any` takes as long as two looks
-            if reader.contains(digest):
-                return True
-        return False
+        return None if self._link.lists(digest) else only.copy
 
     def only_holders(self, digests: Sequence[bytes], most_bytes: float) -> list[RemoteCopy | None]:
         """Of each object the one other peer that is known to hold it, where there is just one, and objects of up to

@@ -65,18 +65,12 @@ class Presence:
 
     def _look_up_one(self, digest: bytes) -> bool | None:
         """What is known without asking; None: the peer must be asked."""
-        if self._is_here(digest):
+        if self._link.lists(digest):
             return True
         elsewhere = self._link.elsewhere
         known = None if elsewhere is None else elsewhere.contains(digest)
         # What is here may be missed for the moment in which its entry moves.
-        return self._is_here(digest) if known is False else known
-
-    def _is_here(self, digest: bytes) -> bool:
-        for reader in self._link.readers:  # noqa: SIM110 - a generator would take as long again
-            if reader.contains(digest):
-                return True
-        return False
+        return self._link.lists(digest) if known is False else known
 
     async def contains_many(self, keys: Sequence[str]) -> list[bool]:
         """`contains` for many keys, in at most one request per 4,096: the peer looks some up while the next
@@ -133,6 +127,7 @@ class Presence:
             self._link.check()
             starts = range(0, len(packed), DIGEST_BYTES)
             answers = [self._look_up_one(packed[start : start + DIGEST_BYTES]) for start in starts]
+            self._link.check()  # closed meanwhile, it would have listed nothing
             return (
                 np.array([answer is True for answer in answers], np.bool_),
                 np.array([answer is None for answer in answers], np.bool_),

@@ -15,7 +15,6 @@ from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.client.puts import fill, groups, trailer_bound
 from p2pstore.errors import (
     CapacityExceeded,
-    DeadlineExceeded,
     ObjectTooLarge,
     P2PStoreError,
     StoreClosed,
@@ -137,6 +136,9 @@ class Writer:
                 sources[index] = source
         good = list(sources)
         follows = self._chain([items[index][0] for index in good])
+        if len(items) == 1 and good:  # one round trip, where room was reserved by the put before
+            await self._put_alone(0, sources[0], follows[0], options, results)
+            return results
         for group in groups([len(source) for source in sources.values()]):
             some = {good[position]: sources[good[position]] for position in group}
             before = {good[position]: follows[position] for position in group}
@@ -157,13 +159,6 @@ class Writer:
     ) -> None:
         """Put what one pair of requests can, then the others one by one: what the group reserved may have
         been in their way. `results` has the keys and gets the results."""
-        if len(sources) == 1:  # one round trip, where room was reserved by the put before
-            (index,) = sources
-            await self._put_alone(index, sources[index], follows[index], options, results)
-            problem = results[index].error
-            if isinstance(problem, StoreClosed | DeadlineExceeded):  # of the local peer, as of many
-                raise problem
-            return
         keys = {index: results[index].key for index in sources}
         reserved = await self._reserve(
             [self._reserve_item(keys[index], sources[index], options) for index in sources]
@@ -194,6 +189,8 @@ class Writer:
         key = results[index].key
         try:
             result = await self.put(key, source, options, follows=follows)
+        except StoreClosed:  # the local peer is gone: not this value's fault
+            raise
         except (P2PStoreError, ValueError) as problem:
             results[index] = ItemResult(key, error=answers.plain_error(problem))
         else:

@@ -57,14 +57,15 @@ async def copy_in_pieces(
             if watch is not None and done_bytes:
                 watch.advanced(done_bytes, len(view))
         except StopIteration as stop:
-            return True, stop.value
+            copied: Copied | None = stop.value
+            if watch is not None and copied is not None and copied.length:
+                watch.advanced(copied.length, len(view))
+            return True, copied
         return False, None
 
     done, copied = step()
     while not done:
         done, copied = await driver.run_in_thread(step)
-    if watch is not None and copied is not None:
-        watch.advanced(copied.length, len(view))
     return copied
 
 

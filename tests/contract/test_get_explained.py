@@ -108,6 +108,15 @@ def test_what_is_here_is_read_from_the_mapping(tmp_path: Path) -> None:
     assert (trace.length_bytes, trace.tries) == (total, [])
 
 
+def test_nothing_is_told_of_an_empty_value(tmp_path: Path) -> None:
+    """Programs divide by its length."""
+    with small_peer(tmp_path / "peer.sock") as peer:
+        with blocking.connect(str(peer.path)) as client:
+            client.put("k", b"")
+        value, trace, calls = read(peer, "k")
+    assert (value, trace.local, calls) == (b"", True, [])
+
+
 def test_what_another_peer_of_this_host_has_is_read_over_shm(tmp_path: Path) -> None:
     with (
         small_peer(tmp_path / "peer.sock") as peer,

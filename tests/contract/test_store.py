@@ -372,6 +372,51 @@ def test_a_batch_of_one_gives_what_it_gives_among_others(
             )
 
 
+@pytest.mark.parametrize("count", [2, 15, 16, 17, 31, 32, 33, 70])
+def test_batches_of_few_and_of_many_say_the_same(
+    store: Store, key: str, cluster: Cluster, count: int
+) -> None:
+    """Up to some number keys are looked up one after the other, above it side by side."""
+    for number in range(count):
+        if number % 4 == 0:
+            store.put(f"{key}{number}", bytes([number]) * 3)
+        elif number % 4 < 3:
+            cluster.distant.put(f"{key}{number}", bytes([number]) * 3)
+    keys = [f"{key}{number}" for number in range(count)]
+    there = [number % 4 < 3 for number in range(count)]
+    present = list(itertools.compress(keys, there))
+    until(lambda: all(store.contains(name) for name in present))
+    for _ in range(2):  # the second time it is known how to get there
+        assert store.contains_many(keys) == there
+        assert store.match_prefix(keys) == min(3, count)
+        assert store.match_prefix(keys[4:]) == min(3, len(keys[4:]))
+        expected = [bytes([n]) * 3 if is_there else None for n, is_there in enumerate(there)]
+        assert [each.value for each in store.get_many(keys)] == expected
+        buffers = [bytearray(3) for _ in keys]
+        got = store.get_many_into(list(zip(keys, buffers, strict=True)))
+        assert [each.ok for each in got] == there
+        assert [bytes(b) if ok else None for b, ok in zip(buffers, there, strict=True)] == expected
+
+
+def test_new_views_of_one(store: Store, key: str, cluster: Cluster) -> None:
+    store.put(f"{key}here", b"here")
+    cluster.distant.put(f"{key}there", b"there")
+    until(lambda: store.contains(f"{key}there"))
+
+    def refuse(length: int) -> memoryview:
+        raise ValueError(f"no memory for {length} bytes")
+
+    for name in ("here", "there", "here", "there"):
+        (view,) = store.get_new_views([key + name], lambda n: memoryview(bytearray(n)))
+        assert isinstance(view, memoryview)
+        assert (bytes(view), view.readonly) == (name.encode(), False)
+        (refused,) = store.get_new_views([key + name], refuse)
+        assert isinstance(refused, ValueError)
+        assert str(refused) == f"no memory for {len(name)} bytes"
+    (missing,) = store.get_new_views([f"{key}nope"], refuse)
+    assert isinstance(missing, errors.NoSuchKey)
+
+
 def test_results_that_are_errors_keep_no_buffers_and_no_views(
     store: Store, key: str, cluster: Cluster
 ) -> None:
