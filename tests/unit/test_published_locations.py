@@ -295,6 +295,26 @@ def test_an_old_count_of_changes_voids_what_was_read(monkeypatch: pytest.MonkeyP
     assert reads == 3
 
 
+def test_the_limit_of_rows_is_each_digests_own() -> None:
+    """Else what many hold would keep other keys of a batch from being found."""
+    _, _, client = known_table()
+    table, together = client._table, b"".join(KEYS)
+
+    def is_enough(limit: int) -> bool:
+        try:
+            for digest in KEYS:
+                table.find_few(digest, limit)
+        except IndexError:
+            return False
+        return True
+
+    longest = next(filter(is_enough, range(100)))
+    assert 0 < longest < len(KEYS)
+    assert table.find_few(together, longest) == table.find_few(together)
+    with pytest.raises(IndexError):
+        table.find_few(together, longest - 1)
+
+
 def test_what_does_not_look_like_a_table_is_refused() -> None:
     memory, _ = published_table()
     with pytest.raises(ProtocolError):
