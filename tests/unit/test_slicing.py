@@ -7,11 +7,16 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from p2pstore.transfer.slicing import CHANGE_SECONDS, PATIENCE, Slices
+from p2pstore.transfer.slicing import (
+    ASSUMED_CHUNK_SECONDS,
+    CHANGE_SECONDS,
+    PATIENCE,
+    Slices,
+)
 
 
 def test_chunks_are_handed_out_in_runs_and_come_back() -> None:
@@ -143,7 +148,8 @@ class Race:
         self._runs.pop(reader)
         self.slices.leave(reader, self.now)
         for other in list(self._waiting):
-            self._act(other)
+            if other in self._waiting:  # it may have acted meanwhile, when another one stopped
+                self._act(other)
 
     def _next_chunk(self, reader: int) -> None:
         speed = self.speeds[reader]
@@ -204,13 +210,23 @@ SPEEDS = st.builds(
 @given(
     st.integers(1, 200), st.integers(1, 20), st.floats(0.001, 0.01), st.lists(SPEEDS, max_size=3)
 )
+@example(19, 19, 0.0078125, [Speed(0.1875)])
+@example(16, 8, 0.0078125, [Speed(0.001, dies_after=8)])
+@example(17, 17, 0.002, [Speed(0.0034, dies_after=2), Speed(0.5, dies_after=0)])
 def test_whatever_the_others_do_one_steady_reader_completes_it_soon(
     chunks: int, slice_chunks: int, chunk_seconds: float, others: list[Speed]
 ) -> None:
     race = Race(Slices(chunks, slice_chunks), [*others, Speed(chunk_seconds)])
     alone = chunks * chunk_seconds
-    assert race.run() < 3 * alone + 3.0
-    assert sorted(chain.from_iterable(race.brought)) == list(range(chunks))  # each once
+    # As long as it has brought nothing, nobody knows that it is faster than is assumed of any.
+    patience = PATIENCE * (min(chunks, slice_chunks) * ASSUMED_CHUNK_SECONDS + CHANGE_SECONDS)
+    seconds = race.run()
+    brought = sorted(chain.from_iterable(race.brought))
+    assert len(set(brought)) == len(brought)
+    if len(others) in race.overtaken:  # by a faster one, which may have died: it is asked again
+        return
+    assert seconds < 3 * alone + len(others) * patience + 1.0
+    assert brought == list(range(chunks))
 
 
 @given(st.integers(1, 100), st.lists(SPEEDS, min_size=1, max_size=4))
