@@ -111,7 +111,9 @@ class ColdCopies:
         if entry is None or 0 < entry.expires_unix_ms <= self._core.unix(now) * 1000:
             return None
         namespace = self._core.namespace_digest(entry.namespace)
-        forbidden = self._core.gossip.cluster_records.forbids(digest, namespace, entry.version)
+        forbidden = self._core.gossip.cluster_records.floors.forbids(
+            digest, namespace, entry.version
+        )
         if forbidden or self._core.floors.holds_back(digest, namespace, entry.version):
             return None
         return None if self._is_about_to_go(entry.version) else entry

@@ -102,7 +102,7 @@ class CopyDestination:
             raise NoSuchKey(
                 "the holder's version is from over 10 s in the future: check the clocks"
             )
-        forbidden = core.gossip.cluster_records.forbids(
+        forbidden = core.gossip.cluster_records.floors.forbids(
             slot.digest, namespace_digest(trailer.namespace), slot.version
         )
         if forbidden:

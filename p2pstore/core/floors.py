@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.cold_return import ColdObject, ColdReturn
 from p2pstore.core.effects import AskPeer, SaveClusterRecord
 from p2pstore.core.memory_return import MemoryReturn
 from p2pstore.core.sweeping import Sweep
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import CapacityExceeded, ProtocolError
+from p2pstore.gossip.floors.floor_set import COMPACT_ABOVE
 from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
+    MAX_KEYS_OF_FLOOR,
     SCOPE_KEY,
+    SCOPE_NAMESPACE,
     ClusterRecord,
     ClusterRecordKind,
     FloorBody,
     PeerId,
     SignedRecord,
+    floor_of_keys,
+    keys_of_floor,
     open_cluster_record,
     sign_cluster_record,
 )
-from p2pstore.objects import Version
+from p2pstore.objects import Version, unix_seconds_from_clock
 from p2pstore.transfer.messages import ClusterRecords, DataKind
 from p2pstore.wire import encode_body
 
@@ -33,6 +39,12 @@ if TYPE_CHECKING:
     from p2pstore.transfer.segment import ObjectEntry
 
 COLD_PER_STEP: Final = 2_000
+PACE_ABOVE: Final = 0.8
+"""Share of the limit of floors above which removals are slowed down."""
+MAX_NOTES: Final = 100
+BURST_SECONDS: Final = 2.0
+PACE_SECONDS: Final = 10.0
+"""Longer than compaction takes in a small cluster whose members are all well: some seven seconds."""
 
 
 class Floors:
@@ -40,7 +52,7 @@ class Floors:
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
-        self._records = core.gossip.cluster_records
+        self._records = core.gossip.cluster_records.floors
         self._sync = core.gossip.floors
         self.sweep = Sweep(core)
         self._clock_at_start = core.clock.latest
@@ -52,6 +64,10 @@ class Floors:
         self._unsettled = 0
         self._seen_before_cold: Stamps | None = None
         self._seen_before_sweep: Stamps | None = None
+        self._allowance = 0.0
+        self._allowed_at = 0.0
+        self._slowed = False
+        self._notes: list[str] = []
 
     # --- floors ------------------------------------------------------------------------------
 
@@ -78,6 +94,75 @@ class Floors:
             encode_body(FloorBody(namespace)) if namespace else b"",
         )
         return self.keep(record, now)
+
+    def write_keys(
+        self, digests: Sequence[bytes], namespace: bytes, version: Version, now: float
+    ) -> list[tuple[SignedRecord, Sequence[bytes]]]:
+        """Forbid all copies of some keys of a namespace up to `version`, with one signature for 64 keys. Each record
+        with its keys; one a key while there are older peers, which know no others."""
+        size = MAX_KEYS_OF_FLOOR if self._core.gossip.all_know_floors_of_keys else 1
+        parts = [digests[at : at + size] for at in range(0, len(digests), size)]
+        return [
+            (self.keep(floor_of_keys(part, namespace, version, self._core.peer_id), now), part)
+            for part in parts
+        ]
+
+    # --- room --------------------------------------------------------------------------------
+
+    def may_write(self, wanted: int, now: float) -> int:
+        """How many keys of `wanted` this peer may forbid now. Floors of others are heard of a second later: so all
+        writers together fill at most half of what is free in a second, and a tenth of it when floors are crowded, so
+        that compaction comes before the limit does."""
+        floors = self._records
+        crowding = floors.crowding
+        free = float(floors.limit - floors.count)
+        if crowding > 0.0:
+            free = min(free, floors.count * (1.0 / crowding - 1.0))
+        fill_seconds = PACE_SECONDS if crowding >= PACE_ABOVE else BURST_SECONDS
+        rate = max(0.0, free) / (fill_seconds * (1 + len(floors.writers)))
+        elapsed, self._allowed_at = now - self._allowed_at, now
+        self._allowance = min(max(1.0, rate), self._allowance + elapsed * rate)
+        allowed = min(wanted, int(self._allowance))
+        self._allowance -= allowed
+        self._note_pace(slowed=allowed < wanted and crowding >= PACE_ABOVE, crowding=crowding)
+        return allowed
+
+    def _note_pace(self, *, slowed: bool, crowding: float) -> None:
+        if slowed:
+            self._core.counters["removals_slowed"] += 1
+            if not self._slowed:
+                self._notes.append(f"removals are slowed down: {self._room_text()}")
+        self._slowed = slowed or (self._slowed and crowding > COMPACT_ABOVE)
+
+    @property
+    def full(self) -> bool:
+        """Whether no further key may be forbidden."""
+        return self._records.crowding >= 1.0
+
+    def no_room(self) -> CapacityExceeded:
+        """The error of an operation that may not write a floor."""
+        return CapacityExceeded(
+            f"too many removals and overwrites: {self._room_text()}. Try again in some seconds; "
+            "`mooncake-p2p doctor` tells more"
+        )
+
+    def _room_text(self) -> str:
+        waits_for = self.waits_for()
+        names = f"; {', '.join(waits_for[:3])} did not confirm that yet" if waits_for else ""
+        return (
+            f"{self._records.count:,} removed keys are remembered until all living peers have heard of them, which is "
+            f"{100 * self._records.crowding:.0f} % of what there is room for{names}"
+        )
+
+    def waits_for(self) -> list[str]:
+        """Names of living members that keep floors from being dropped."""
+        gossip = self._core.gossip
+        return [gossip.name_of(peer_id) for peer_id in gossip.floors_wait_for()]
+
+    def take_notes(self) -> list[str]:
+        """What an operator ought to know of, since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def keep(self, record: ClusterRecord, now: float) -> SignedRecord:
         """Sign a cluster record of this peer's, of whatever kind; keep and spread it."""
@@ -209,23 +294,34 @@ class Floors:
         if record.kind != ClusterRecordKind.FLOOR:
             core.checkpoints.heard(record)
             return
-        if record.scope != SCOPE_KEY:
+        if record.scope == SCOPE_NAMESPACE:
             core.cold.sweep(record.name, record.version)
             self.sweep.begin(now)
             return
-        entry = core.segment.find(record.name, core.unix(now))
-        if entry is not None and record.version.covers(entry.version):
+        for digest in keys_of_floor(record):
+            self._forbid(digest, record.version, now)
+
+    def _forbid(self, digest: bytes, version: Version, now: float) -> None:
+        core = self._core
+        entry = core.segment.find(digest, core.unix(now))
+        if entry is not None and version.covers(entry.version):
             core.withdraw(entry, now)
-        returned = core.segment.find_returned(record.name)
-        if returned is not None and record.version.covers(returned.version):
+        returned = core.segment.find_returned(digest)
+        if returned is not None and version.covers(returned.version):
             core.segment.drop_returned(returned)
-        core.cold.discard(record.name, record.version, now)
+        core.cold.discard(digest, version, now)
 
     def _distrust(self, clock: int, now: float) -> None:
         core = self._core
         self._distrusted_before = max(self._distrusted_before, clock)
         self._trusted_operation = core.next_operation
         core.counters["horizons_missed"] += 1
+        if len(self._notes) < MAX_NOTES:
+            when = datetime.fromtimestamp(unix_seconds_from_clock(clock), UTC)
+            self._notes.append(
+                "this peer was out of touch for so long that others have forgotten which keys were removed meanwhile: "
+                f"it discards its copies of objects that were put before {when:%Y-%m-%d %H:%M:%S} UTC"
+            )
         core.cold.sweep(None, Version(clock, 0xFFFF))
         self.sweep.begin(now, distrusted=clock)
 

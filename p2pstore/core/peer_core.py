@@ -348,7 +348,7 @@ class PeerCore:
             copies.append(KnownCopy(self.member, self.peer_id, mine, reachable=True, local=True))
         for holding in self.gossip.holders(digest, now):
             version = holding.record.version
-            if self.gossip.cluster_records.forbids(digest, namespace, version):
+            if self.gossip.cluster_records.floors.forbids(digest, namespace, version):
                 continue
             if self.gossip.doubts(holding.member, version, now):
                 continue
@@ -462,7 +462,7 @@ class PeerCore:
     def forbids(self, entry: ObjectEntry) -> bool:
         """Whether a floor forbids an object that is here (and will be withdrawn in a moment)."""
         namespace = self.namespace_digest(entry.namespace)
-        return self.gossip.cluster_records.forbids(entry.digest, namespace, entry.version)
+        return self.gossip.cluster_records.floors.forbids(entry.digest, namespace, entry.version)
 
     def find(self, digest: bytes, now: float) -> ObjectEntry | None:
         """The object here that may be served: while a sweep is under way, some may not."""
@@ -557,7 +557,7 @@ class PeerCore:
         Raises `NoSuchKey` when a floor forbids the version (the key was removed meanwhile).
         """
         namespace = self.namespace_digest(trailer.namespace)
-        if self.gossip.cluster_records.forbids(digest, namespace, version):
+        if self.gossip.cluster_records.floors.forbids(digest, namespace, version):
             raise NoSuchKey("the object was removed, or replaced by a newer version, meanwhile")
         entry = self.segment.commit(
             reservation,

@@ -19,7 +19,7 @@ def is_known(core: PeerCore, digest: bytes, now: float, namespace: bytes | None 
     locations = core.gossip.holders(digest, now)
     if not locations:
         return False
-    floors = core.gossip.cluster_records
+    floors = core.gossip.cluster_records.floors
     end = newest_accepted_clock(core.unix(now)) + 1
     for location in locations:
         version = location.record.version
@@ -45,7 +45,7 @@ def known_keys(
     here = wanted & core.segment.digests()
     here |= core.cold.held_only_here(wanted - here, now)
 
-    flushed = core.gossip.cluster_records.floor_for(b"", namespace).clock
+    flushed = core.gossip.cluster_records.floors.floor_for(b"", namespace).clock
     end = newest_accepted_clock(core.unix(now)) + 1
 
     def believed(member: Member) -> range:
@@ -55,10 +55,10 @@ def known_keys(
         return range(max(flushed, core.gossip.doubted_up_to(member, now) + 1), end)
 
     elsewhere = core.gossip.locations.held(wanted - here, believed, now)
-    floors = core.gossip.cluster_records
+    floors = core.gossip.cluster_records.floors
     under_a_floor = (
         [digest for digest in elsewhere if floors.floor_for(digest) is not ZERO_VERSION]
-        if floors.floor_count
+        if floors.count
         else []
     )
     for digest in under_a_floor:  # few: their versions decide

@@ -128,6 +128,9 @@ class PutOperation(Operation):
                 ProtocolError("the chunk sums of a put do not give its root checksum"), now
             )
             return
+        if spec.overwrite and self.core.floors.full:
+            self._give_up(self.core.floors.no_room(), now)
+            return
         existing = self.core.find(self.digest, now)
         cold = self.core.cold.find(self.digest, now) if existing is None else None
         if existing is not None and (existing.version.root == spec.root or not spec.overwrite):
@@ -205,7 +208,7 @@ class PutOperation(Operation):
 
     def _is_void(self, version: Version) -> bool:
         """Whether what a holder has was removed, or may have been: it does not stand in a put's way."""
-        floors = self.core.gossip.cluster_records
+        floors = self.core.gossip.cluster_records.floors
         return floors.forbids(self.digest, self._namespace, version) or self.core.floors.distrusts(
             self, version
         )

@@ -10,24 +10,27 @@ from typing import TYPE_CHECKING, Any, Final
 from p2pstore.core.effects import KnownCopy, Reply
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
-from p2pstore.gossip.records import PeerId, SignedRecord
+from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR, PeerId, SignedRecord
 from p2pstore.objects import Version, key_digest, namespace_digest
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 REMOVE_TIMEOUT_SECONDS: Final = 2.0
-FLOORS_PER_PUSH: Final = 64
-"""Signature checks that the receiver makes at a time: about 5 ms."""
-KEYS_PER_STEP: Final = 24
-"""Floors written and signed at a time, 0.1 to 0.2 ms each."""
+KEYS_PER_PUSH: Final = 1_024
+RECORDS_PER_PUSH: Final = 40
+"""What the receiver of a push checks and forbids at a time: about 5 ms."""
+WAIT_SECONDS: Final = 4.0
+"""Longest wait for room among the floors, within the five seconds that clients wait for progress."""
+WAIT_STEP_SECONDS: Final = 0.05
 
 
 class RemoveOperation(Operation):
     """Remove keys everywhere: write floors, tell holders and home peers at once, gossip tells the rest.
 
     The result is a list of whether any copy was known. Many keys are removed some at a time, one step a
-    tick.
+    tick. Where floors are crowded, steps are put off; `CapacityExceeded` when none was made for four seconds, and then
+    the first of the keys are removed already.
     """
 
     def __init__(self, core: PeerCore, namespace: str, keys: Sequence[str]) -> None:
@@ -37,9 +40,11 @@ class RemoveOperation(Operation):
         self._lookup: LookupOperation | None = None
         self._existed: list[bool] = []
         self._to_remove: deque[tuple[bytes, Version, list[KnownCopy]]] = deque()
-        self._to_tell: dict[PeerId, list[SignedRecord]] = {}
+        self._to_tell: dict[PeerId, list[tuple[SignedRecord, int]]] = {}
+        """Records, each with how many keys it forbids."""
         self._pending: set[int] = set()
         self._next_tag = 0
+        self._removed_at = 0.0
 
     def start(self, now: float) -> None:
         self._lookup = LookupOperation(self.core, self._digests, on_finish=self._found)
@@ -65,30 +70,53 @@ class RemoveOperation(Operation):
             self._existed.append(bool(versions))
             if versions:
                 self._to_remove.append((digest, max(versions), copies))
+        self._removed_at = now
         self._remove_on(now)
 
     def wake(self, now: float) -> None:
         self._remove_on(now)
 
     def _remove_on(self, now: float) -> None:
-        for _ in range(min(KEYS_PER_STEP, len(self._to_remove))):
-            self._remove(*self._to_remove.popleft(), now)
+        wanted = min(MAX_KEYS_OF_FLOOR, len(self._to_remove))
+        allowed = self.core.floors.may_write(wanted, now) if wanted else 0
+        if allowed:
+            self._remove([self._to_remove.popleft() for _ in range(allowed)], now)
+            self._removed_at = now
+        elif wanted and now >= self._removed_at + WAIT_SECONDS:
+            self.finish(self.core.floors.no_room(), now)
+            return
         more = bool(self._to_remove)
-        for peer_id, records in list(self._to_tell.items()):
-            while len(records) >= FLOORS_PER_PUSH or (records and not more):
-                self._push(peer_id, records[:FLOORS_PER_PUSH])
-                del records[:FLOORS_PER_PUSH]
-        self.wake_at = now if more else math.inf
+        self._push_what_is_due(last=not more)
+        self.wake_at = math.inf if not more else now if allowed else now + WAIT_STEP_SECONDS
         if more:
             self.core.set_alarm(self)
         self._settle(now)
 
-    def _remove(self, digest: bytes, newest: Version, copies: list[KnownCopy], now: float) -> None:
-        version = self.core.version_above(newest, now)
-        signed = self.core.floors.write(digest, version, now, namespace=self._namespace)
-        concerned = {copy.peer_id for copy in copies if copy.reachable}
-        for peer_id in sorted(concerned.union(self.core.homes(digest)) - {self.core.peer_id}):
-            self._to_tell.setdefault(peer_id, []).append(signed)
+    def _remove(self, keys: list[tuple[bytes, Version, list[KnownCopy]]], now: float) -> None:
+        version = self.core.version_above(max(newest for _, newest, _ in keys), now)
+        copies = {digest: known for digest, _, known in keys}
+        for signed, digests in self.core.floors.write_keys(
+            list(copies), self._namespace, version, now
+        ):
+            concerned = {self.core.peer_id}
+            for digest in digests:
+                concerned.update(copy.peer_id for copy in copies[digest] if copy.reachable)
+                concerned.update(self.core.homes(digest))
+            for peer_id in sorted(concerned - {self.core.peer_id}):
+                self._to_tell.setdefault(peer_id, []).append((signed, len(digests)))
+
+    def _push_what_is_due(self, *, last: bool) -> None:
+        """Tell every peer of its floors, many at a time; of fewer when they are the `last`."""
+        for peer_id, floors in self._to_tell.items():
+            while floors:
+                keys = count = 0
+                while count < min(len(floors), RECORDS_PER_PUSH) and keys < KEYS_PER_PUSH:
+                    keys += floors[count][1]
+                    count += 1
+                if not last and count < RECORDS_PER_PUSH and keys < KEYS_PER_PUSH:
+                    break
+                self._push(peer_id, [signed for signed, _ in floors[:count]])
+                del floors[:count]
 
     def _push(self, peer_id: PeerId, records: list[SignedRecord]) -> None:
         tag, self._next_tag = self._next_tag, self._next_tag + 1

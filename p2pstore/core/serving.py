@@ -137,7 +137,7 @@ def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
     for known in core.gossip.holders(digest, now):
         version = known.record.version
         if not (
-            core.gossip.cluster_records.forbids(digest, None, version)
+            core.gossip.cluster_records.floors.forbids(digest, None, version)
             or core.gossip.doubts(known.member, version, now)
         ):
             (dead if known.hidden else alive).append(home_messages.holding_of(known))

@@ -65,6 +65,7 @@ class Sweep:
                 if withdrawn == WITHDRAWN_PER_STEP:
                     count = entry.slot - self._at
                     break
+                core.counters["objects_distrusted"] += entry.version.clock <= self._distrusted
                 core.withdraw(entry, now)
                 withdrawn += 1
         self._left -= count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from p2pstore.gossip.floors.cluster_records import DEFAULT_KEPT_SECONDS, DEFAULT_LIMIT
+from p2pstore.gossip.floors.floor_set import DEFAULT_KEPT_SECONDS, DEFAULT_LIMIT
 from p2pstore.gossip.homes.directory_mode import DirectorySetting, ModeLimits
 from p2pstore.gossip.homes.partitions import PartitionConfig
 from p2pstore.gossip.locations.directory import DirectoryConfig

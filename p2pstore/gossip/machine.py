@@ -112,6 +112,8 @@ __all__ = [
 ]
 
 HOUSEKEEPING_SECONDS: Final = 0.25
+PURGING_SECONDS: Final = 0.05
+"""While floors are dropped, step by step."""
 
 
 class Gossip:
@@ -169,7 +171,7 @@ class Gossip:
             accepts_peer,
         )
         self.own_record = OwnRecord(
-            signer, self._describe, config, self.membership, self.log, self.cluster_records
+            signer, self._describe, config, self.membership, self.log, self.floors
         )
         self._offer = describe
         self.questions = Questions(config)
@@ -336,6 +338,15 @@ class Gossip:
             return record.name
         return format_peer_id(peer_id)[-8:]
 
+    @property
+    def all_know_floors_of_keys(self) -> bool:
+        """Whether no living member is of a version that knows floors of single keys only."""
+        return all(state.floors_end for state in self.membership.others())
+
+    def floors_wait_for(self) -> list[PeerId]:
+        """Living members that keep floors from being dropped."""
+        return self._peer_ids(self.floors.waits_for)
+
     def neighbours(self) -> list[PeerId]:
         """The members that this peer talks to all the time: connections with them are worth keeping."""
         return self.view.neighbours()
@@ -385,7 +396,7 @@ class Gossip:
             self.membership.expel(state.peer_id)
             self.partitions.drop(state.member)
             self._forget_at.pop(state.member, None)
-            self.floors.went(state.member)
+            self.floors.expelled(state.member)
             self._exchanges.forget(state.peer_id)
         return [state.peer_id for state in gone]
 
@@ -505,8 +516,9 @@ class Gossip:
         if self.directory.work_pending and self.directory.work():
             self._exchanges.hurry()
         if now >= self._housekeeping_at:
-            self._housekeeping_at = now + HOUSEKEEPING_SECONDS
             effects += self._housekeep(now)
+            purging = self.cluster_records.floors.purging
+            self._housekeeping_at = now + (PURGING_SECONDS if purging else HOUSEKEEPING_SECONDS)
         alone = not self.membership.others()
         for addresses in self.contacts.due(now, self._is_live, alone):
             effects.append(Contact(addresses))
@@ -645,7 +657,9 @@ class Gossip:
             self._forget_at = {m: due for m, due in self._forget_at.items() if due > now}
         for member in overdue:
             self.partitions.forget(member)
-        self.floors.housekeep(now, alone=self.alone_by_configuration, shown=self._shown_horizon)
+        self.floors.housekeep(
+            now, alone=self.alone_by_configuration, members=self.membership.others()
+        )
         self.questions.give_up_lost(now)
         self._vouch(now)
         return [*self._doubt_the_late(now), *self._fetch_snapshots(now)]
@@ -692,7 +706,7 @@ class Gossip:
             self._probing.follow(change)
             if change.new > Status.SUSPECT:
                 self.losses += change.old is not None
-                self.floors.went(change.member)
+                self.floors.went(change.member, now)
                 self.partitions.hide(change.member)
                 self._forget_at[change.member] = now + self.config.forget_seconds
                 self._exchanges.forget(change.peer_id)
@@ -734,10 +748,6 @@ class Gossip:
             return True
         state = self.membership.get(peer_id)
         return state is not None and state.live
-
-    def _shown_horizon(self, member: Member) -> int:
-        state = self.membership.resolve(member)
-        return 0 if state is None else state.floors_horizon
 
     def _members(self) -> list[Member]:
         version, members = self._placement

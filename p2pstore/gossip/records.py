@@ -9,7 +9,7 @@ location logs are vouched for by the set hash in their owner's signed record.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -20,7 +20,7 @@ import xxhash
 from p2pstore.errors import ProtocolError
 from p2pstore.location_table import LOCATION
 from p2pstore.location_table import LOCATION_BYTES as LOCATION_BYTES
-from p2pstore.objects import Version
+from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.objects import format_peer_id as format_peer_id
 from p2pstore.wire import Message, decode_body, encode_body
 
@@ -247,6 +247,8 @@ class PeerRecord(Message, frozen=True):
     the host that `host_id` names. Sizes in bytes, `load_permille` of one core. `floors_horizon` is a
     hash of the floors' horizon that the peer has taken in (`floor_stamps`), 0 while there is none.
     `directory` is a `directory_mode.KeptDirectory`. `checkpoints` are those that the peer takes part in.
+    `floors_end`, `floors_hash`, `floors_seen`: see `floor_sync`; an end of 0 comes from an older peer, which does not
+    know floors of several keys.
     """
 
     format: int
@@ -275,6 +277,9 @@ class PeerRecord(Message, frozen=True):
     floors_horizon: int = 0
     directory: int = 0
     checkpoints: list[Participation] = []  # noqa: RUF012  # msgspec copies it
+    floors_end: int = 0
+    floors_hash: int = 0
+    floors_seen: int = 0
 
 
 class ClusterRecordKind(IntEnum):
@@ -285,13 +290,17 @@ class ClusterRecordKind(IntEnum):
 
 SCOPE_KEY: Final = 0
 SCOPE_NAMESPACE: Final = 1
+SCOPE_KEYS: Final = 2
+MAX_KEYS_OF_FLOOR: Final = 64
+"""Keys of one floor record: forbidding them takes its receiver about as long as checking the signature."""
 
 
 class ClusterRecord(Message, frozen=True):
     """Something the whole cluster keeps, whatever becomes of its writer. Highest version per (kind, name) wins.
 
-    A floor's name is the digest of a key or of a namespace (`scope` 0 or 1); its version forbids all
-    copies that it covers. That of a checkpoint's head or switch is made of its publisher, too: see `checkpoints`.
+    A floor's name is the digest of a key, of a namespace, or of the keys in its body (`scope` 0, 1, 2); its version
+    forbids all copies that it covers. That of a checkpoint's head or switch is made of its publisher, too: see
+    `checkpoints`.
     """
 
     format: int
@@ -309,21 +318,41 @@ class ClusterRecord(Message, frozen=True):
 
 
 class FloorBody(Message, frozen=True):
-    """What a floor of a key says besides: the digest of the key's namespace. A floor of that namespace
-    makes it superfluous."""
+    """What a floor of keys says besides: the digest of their namespace, and with `SCOPE_KEYS` up to 64 digests of keys,
+    16 bytes each."""
 
     namespace: bytes = b""
+    keys: bytes = b""
 
 
-def namespace_of_floor(record: ClusterRecord) -> bytes:
-    """The namespace's digest that a key's floor names; empty when it names none, as older peers' floors
-    do, or when the record is no floor of a key."""
-    if not record.body or record.kind != ClusterRecordKind.FLOOR or record.scope != SCOPE_KEY:
-        return b""
-    try:
-        return decode_body(FloorBody, record.body).namespace
-    except ProtocolError:  # it forbids what it forbids, whatever else it meant to say
-        return b""
+def floor_of_keys(
+    digests: Sequence[bytes], namespace: bytes, version: Version, signer: PeerId
+) -> ClusterRecord:
+    """A floor for at most 64 keys of one namespace; for one key in the form that older peers know, too."""
+    keys = b"".join(digests)
+    alone = len(digests) == 1
+    return ClusterRecord(
+        CLUSTER_RECORD_FORMAT,
+        int(ClusterRecordKind.FLOOR),
+        keys if alone else hashlib.blake2b(keys, digest_size=DIGEST_BYTES).digest(),
+        version.clock,
+        version.writer,
+        signer,
+        SCOPE_KEY if alone else SCOPE_KEYS,
+        encode_body(FloorBody(namespace, b"" if alone else keys)),
+    )
+
+
+def keys_of_floor(record: ClusterRecord) -> tuple[bytes, ...]:
+    """The digests that a floor forbids: of keys, or of one namespace with `SCOPE_NAMESPACE`. Raises `ProtocolError` for
+    a list of keys that is empty, too long, or not whole."""
+    if record.scope != SCOPE_KEYS:
+        return (record.name,)
+    keys = decode_body(FloorBody, record.body).keys
+    count, rest = divmod(len(keys), DIGEST_BYTES)
+    if rest or not 1 <= count <= MAX_KEYS_OF_FLOOR:
+        raise ProtocolError(f"a floor with {len(keys):,} bytes of keys")
+    return tuple(keys[at : at + DIGEST_BYTES] for at in range(0, len(keys), DIGEST_BYTES))
 
 
 class NewerFormat(ProtocolError):
@@ -381,10 +410,12 @@ def sign_cluster_record(record: ClusterRecord, signer: Signer) -> SignedRecord:
 
 
 def open_cluster_record(signed: SignedRecord, verifier: Verifier) -> ClusterRecord:
-    """`read_cluster_record` and check the signature. Raises `ProtocolError` when its signer did not
-    sign it."""
+    """`read_cluster_record`, and check the signature and the keys of a floor. Raises `ProtocolError` when its signer
+    did not sign it, or the keys are no list of keys."""
     record = read_cluster_record(signed)
     public_key_from_peer_id(record.signer)
+    if record.kind == ClusterRecordKind.FLOOR:
+        keys_of_floor(record)
     if not verifier.verify(record.signer, _CLUSTER_CONTEXT + signed.body, signed.signature):
         raise ProtocolError("a cluster record with a wrong signature")
     return record

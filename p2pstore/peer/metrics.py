@@ -43,6 +43,8 @@ _GAUGES: Final = (
     ("operations", "Operations under way."),
     ("known_locations", "Copies of others that this peer knows of."),
     ("floors", "Removals that are remembered."),
+    ("floors_permille", "Of what there is room for: removals are slowed from 800 on."),
+    ("floors_refused", "Removals by others that had to wait, as there was no room."),
     ("local_clients", "Clients on this machine that are connected."),
     ("cluster_keys", "Keys that this peer accepts: more than one while a key is being replaced."),
     ("bootstrap_addresses", "Addresses at which this peer is to find others."),

@@ -78,7 +78,7 @@ class StateSaver:
             lost, self._lost_unsaved = self._lost_unsaved, False
             all_floors = kept.dump() if crowded or lost else None
             # As of now: what is seen is among the floors that are written first.
-            stamps = self._core.floors.seen_to_save, dict(kept.horizon)
+            stamps = self._core.floors.seen_to_save, dict(kept.floors.horizon)
             checkpoints = self._core.checkpoints
             version = checkpoints.pins_version
             pins = (checkpoints.pins, checkpoints.forgotten)

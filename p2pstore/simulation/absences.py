@@ -15,7 +15,6 @@ from typing import Final
 
 from p2pstore.core.put import PutEnd
 from p2pstore.errors import P2PStoreError
-from p2pstore.gossip.floors.cluster_records import LAST_FACTOR
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import Version, key_digest, namespace_digest
@@ -39,7 +38,7 @@ class AbsenceScenario:
     keys: int = 100
     """In each namespace."""
     operations_per_second: float = 1.0
-    floor_limit: int = 40
+    floor_limit: int = 80
     floor_kept_seconds: float = 30.0
     absences: int = 5
     longest_absence_seconds: float = 500.0
@@ -249,13 +248,13 @@ class Absences:
         self.outcome.problems.append(f"{self.kernel.now:.3f} s: {text}")
 
     def _check_bounds(self) -> None:
-        most = self.scenario.floor_limit * LAST_FACTOR + FLOOR_SLACK
+        most = self.scenario.floor_limit + FLOOR_SLACK
         for peer in self.cluster.running:
             assert peer.core is not None
             records = peer.core.gossip.cluster_records
-            if len(records) > most or len(records.horizon) > self.scenario.peers:
+            if len(records) > most or len(records.floors.horizon) > self.scenario.peers:
                 self._problem(
-                    f"{peer.address} keeps {len(records)} floors and {len(records.horizon)} stamps"
+                    f"{peer.address} keeps {len(records)} floors and {len(records.floors.horizon)} stamps"
                 )
 
     def _come_together(self) -> None:
@@ -272,7 +271,7 @@ class Absences:
             self.kernel.run_until(self.kernel.now + 5.0)
             problems = self.cluster.disagreements()
             cores = [peer.core for peer in self.cluster.running if peer.core is not None]
-            if len({core.gossip.cluster_records.horizon_hash for core in cores}) > 1:
+            if len({core.gossip.cluster_records.floors.horizon_hash for core in cores}) > 1:
                 problems.append("horizons differ")
             if not all(core.gossip.floors.synchronised for core in cores):
                 problems.append("somebody does not know whether it heard of all floors")

@@ -61,7 +61,10 @@ class Disk:
         kept = core.gossip.cluster_records
         state = self.state
         state.clock, state.incarnation = core.clock.latest, core.incarnation
-        state.floors_seen, state.floors_horizon = core.floors.seen_to_save, dict(kept.horizon)
+        state.floors_seen, state.floors_horizon = (
+            core.floors.seen_to_save,
+            dict(kept.floors.horizon),
+        )
         state.addresses = [(peer_id, list(book)) for peer_id, book in core.gossip.address_book()]
         state.cluster_records = kept.dump()
 

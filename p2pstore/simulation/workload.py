@@ -230,7 +230,7 @@ class Workload:
             entry = core.segment.find(digest, core.unix(self.kernel.now))
             if entry is None:
                 continue
-            if core.gossip.cluster_records.forbids(digest, None, entry.version):
+            if core.gossip.cluster_records.floors.forbids(digest, None, entry.version):
                 self._problem(f"{peer.address} holds a version of {key} that a floor forbids")
             version = (entry.version.clock, entry.version.writer)
             value = bytes(core.segment.payload(entry))

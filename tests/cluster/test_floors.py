@@ -83,7 +83,7 @@ async def test_what_was_seen_of_floors_survives_a_restart(tmp_path: Path) -> Non
         await one.remove("k")
         member = one.node.core.member
         await until(lambda: one.node.core.gossip.floors.synchronised)
-        one.node.core.gossip.cluster_records.raise_horizon({7: 1 << 60, 8: 5})
+        one.node.core.gossip.cluster_records.floors.raise_horizon({7: 1 << 60, 8: 5})
         stamp = one.node.core.clock.latest
         one.node.core.gossip.floors.seen[77] = stamp
     kept = json.loads((tmp_path / "a" / "state.json").read_text())
@@ -91,7 +91,7 @@ async def test_what_was_seen_of_floors_survives_a_restart(tmp_path: Path) -> Non
     assert kept["floors_horizon"] == {"0000000000000007": 1 << 60, "0000000000000008": 5}
     async with open_peer(config(tmp_path, "a")) as one:
         records = one.node.core.gossip.cluster_records
-        assert records.horizon[7] == 1 << 60
+        assert records.floors.horizon[7] == 1 << 60
         assert len(records) == 1
         seen = one.node.core.gossip.floors.seen
         assert seen.keys() == {member, 77}
@@ -108,8 +108,8 @@ async def test_a_horizon_reaches_a_peer_that_was_away(tmp_path: Path) -> None:
         await other.put("k", b"value")
         await until(lambda: one.contains_nowait("k"))
         clock = other.node.core.clock.latest
-        one.node.core.gossip.cluster_records.raise_horizon({7: clock})
-        await until(lambda: other.node.core.gossip.cluster_records.horizon == {7: clock})
+        one.node.core.gossip.cluster_records.floors.raise_horizon({7: clock})
+        await until(lambda: other.node.core.gossip.cluster_records.floors.horizon == {7: clock})
         await until(lambda: not other.node.core.segment.object_count)
         await until(lambda: not one.contains_nowait("k"))
         assert other.node.core.counters["horizons_missed"] == 1

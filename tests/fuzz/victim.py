@@ -157,7 +157,7 @@ class Victim:
             raise Problem("somebody made the peer believe that it left")
         if len(list(membership.states())) > membership.config.max_members:
             raise Problem("more members than a cluster may have")
-        if len(gossip.cluster_records) > gossip.cluster_records.limit:
+        if len(gossip.cluster_records) > gossip.cluster_records.floors.limit:
             raise Problem("more cluster records than are allowed")
         if len(gossip.questions) > MAX_ASKED + MAX_IN_FLIGHT_EXCHANGES:
             raise Problem(f"{len(gossip.questions)} requests of gossip are under way")

@@ -13,23 +13,29 @@ from p2pstore.objects import key_digest
 from p2pstore.simulation.absences import AbsenceScenario, run_absences
 from p2pstore.simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
 from p2pstore.simulation.kernel import Faults, FaultyNetwork, Kernel
+from p2pstore.simulation.removals import RemovalScenario, run_removals
 
-LIMIT = 12
+LIMIT = 24
 COMPACTED_SECONDS = 420.0
 """Long enough that the floors from before are gone, and every peer in touch has seen them."""
 
 
 class World:
-    """A few peers with an SSD each, or with memory that is kept, whose floors are compacted above twelve."""
+    """A few peers with an SSD each, or with memory that is kept, whose floors are compacted above half of `limit`."""
 
     def __init__(
-        self, peers: int, skews: Iterable[float] = (), *, keeps_memory: bool = False
+        self,
+        peers: int,
+        skews: Iterable[float] = (),
+        *,
+        keeps_memory: bool = False,
+        limit: int = LIMIT,
     ) -> None:
         self.kernel = Kernel(7)
         self.network = FaultyNetwork(self.kernel, Faults())
         self.cluster = SimulatedCluster(self.kernel, self.network, peers)
         self.cluster.gossip_config = GossipConfig(
-            cluster="sim", cluster_record_limit=LIMIT, floor_kept_seconds=30.0
+            cluster="sim", cluster_record_limit=limit, floor_kept_seconds=30.0
         )
         for peer in self.cluster.peers:
             peer.keeps_cold = not keeps_memory
@@ -104,7 +110,7 @@ class World:
     def problems(self) -> list[str]:
         problems = self.cluster.disagreements()
         cores = [peer.core for peer in self.cluster.running if peer.core is not None]
-        hashes = {core.gossip.cluster_records.horizon_hash for core in cores}
+        hashes = {core.gossip.cluster_records.floors.horizon_hash for core in cores}
         waiting = not all(core.gossip.floors.synchronised for core in cores)
         return (
             problems + ["horizons differ"] * (len(hashes) > 1) + ["copies are held back"] * waiting
@@ -113,7 +119,7 @@ class World:
     def horizon(self, number: int) -> int:
         core = self.peer(number).core
         assert core is not None
-        return core.gossip.cluster_records.compacted_before
+        return core.gossip.cluster_records.floors.compacted_before
 
     def distrusted(self) -> int:
         """How often running peers distrusted what they held."""
@@ -122,7 +128,7 @@ class World:
     def has_floor(self, number: int, key: str) -> bool:
         core = self.peer(number).core
         assert core is not None
-        return core.gossip.cluster_records.floor_for(key_digest(key, NAMESPACE)).clock > 0
+        return core.gossip.cluster_records.floors.floor_for(key_digest(key, NAMESPACE)).clock > 0
 
 
 KEEPING = pytest.mark.parametrize("keeps_memory", [False, True], ids=["ssd", "memory"])
@@ -347,14 +353,14 @@ def test_a_peer_that_knows_of_others_waits_for_one(
 
 
 def test_clocks_an_hour_wrong_harm_only_their_own_peers() -> None:
-    world = World(5, skews=(0.0, 4.0, 8.0, 3600.0, -3600.0))
+    world = World(5, skews=(0.0, 4.0, 8.0, 3600.0, -3600.0), limit=80)
     world.put(0, "kept", b"value")
     world.put(1, "k", b"value", replicas=2)
     world.remove(2, "k")
-    world.churn(1, 330.0)
+    world.churn(1, 900.0)
     world.run(30.0)
     right = [world.peer(number).core for number in range(3)]
-    hashes = {core.gossip.cluster_records.horizon_hash for core in right if core is not None}
+    hashes = {core.gossip.cluster_records.floors.horizon_hash for core in right if core is not None}
     assert hashes != {0}
     assert len(hashes) == 1
     assert [core.counters["horizons_missed"] for core in right if core] == [0, 0, 0]
@@ -363,7 +369,7 @@ def test_clocks_an_hour_wrong_harm_only_their_own_peers() -> None:
         assert isinstance(world.read(number, "k"), Exception)
         core = world.peer(number).core
         assert core is not None
-        assert len(core.gossip.cluster_records) <= 3 * LIMIT
+        assert len(core.gossip.cluster_records) <= 80
 
 
 # --- long random lives -----------------------------------------------------------------------
@@ -400,3 +406,31 @@ def test_short_absences_and_shutdowns_lose_nothing(seed: int) -> None:
     assert not outcome.problems, f"seed {seed}: {outcome.problems[:5]}"
     assert outcome.horizons_missed == 0, f"seed {seed}: copies were distrusted without need"
     assert outcome.cold_returned > 20, f"seed {seed}: hardly anything was held back"
+
+
+# --- removals all day ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        RemovalScenario(seconds=120.0, removals_per_second=200.0, limit=3_000),
+        RemovalScenario(
+            seconds=250.0, removals_per_second=60.0, limit=6_000, crash_every_seconds=100.0
+        ),
+        RemovalScenario(
+            seconds=120.0,
+            removals_per_second=60.0,
+            limit=6_000,
+            faults=Faults(loss=0.02, duplication=0.02, slow=0.05, slow_latency=0.4),
+        ),
+    ],
+    ids=["crowded", "killed one by one", "lossy"],
+)
+def test_what_is_not_removed_stays_however_many_removals_there_are(
+    scenario: RemovalScenario,
+) -> None:
+    outcome = run_removals(1, scenario)
+    assert not outcome.problems
+    assert outcome.removed > outcome.most_floors, "no floor has gone: the test has lost its power"
+    assert outcome.longest_wait_seconds < 4.0, "removals would have failed"

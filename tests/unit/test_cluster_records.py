@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from functools import reduce
 from operator import xor
 from random import Random
@@ -16,6 +17,7 @@ from p2pstore.gossip.records import (
     ClusterRecordKind,
     FloorBody,
     SignedRecord,
+    floor_of_keys,
     member_of,
     read_cluster_record,
     sign_cluster_record,
@@ -66,40 +68,89 @@ def test_any_order_gives_the_same_set(
     assert state(one) == state(other)
     for key in range(6):
         versions = [r.version for r, _ in given_floors if r.name == digest_of(key) and not r.scope]
-        assert one.floor_for(digest_of(key)) == max(versions, default=ZERO_VERSION)
+        assert one.floors.floor_for(digest_of(key)) == max(versions, default=ZERO_VERSION)
 
 
-def test_equal_versions_are_ordered_by_their_body() -> None:
-    one, other = ClusterRecords(), ClusterRecords()
-    low, high = floor(1, 5, body=b"a"), floor(1, 5, body=b"b")
+def test_of_equal_versions_of_other_records_the_body_decides() -> None:
+    def other(body: bytes) -> tuple[ClusterRecord, SignedRecord]:
+        record = ClusterRecord(1, 77, digest_of(1), 5, 1, SIGNER.peer_id, 0, body)
+        return record, sign_cluster_record(record, SIGNER)
+
+    one, another = ClusterRecords(), ClusterRecords()
+    low, high = other(b"a"), other(b"b")
     assert one.offer(*low)
     assert one.offer(*high)
-    assert other.offer(*high)
-    assert not other.offer(*low)
-    assert state(one) == state(other)
+    assert another.offer(*high)
+    assert not another.offer(*low)
+    assert state(one) == state(another)
+    assert len(one) == 1
 
 
 def test_a_floor_forbids_what_it_covers() -> None:
     records = ClusterRecords()
     key, space = digest_of(1), digest_of(2)
-    assert not records.forbids(key, space, Version(1, 1))
+    assert not records.floors.forbids(key, space, Version(1, 1))
     records.offer(*floor(1, 5))
     records.offer(*floor(2, 8, scope=1))
-    assert records.forbids(key, None, Version(5, 1, 99))
-    assert not records.forbids(key, None, Version(5, 2))
-    assert records.forbids(key, space, Version(8, 1))
-    assert not records.forbids(key, space, Version(9, 0))
-    assert not records.forbids(space, None, Version(1, 1))  # a namespace is not a key
-    assert records.floor_for(key, space) == Version(8, 1)
+    assert records.floors.forbids(key, None, Version(5, 1, 99))
+    assert not records.floors.forbids(key, None, Version(5, 2))
+    assert records.floors.forbids(key, space, Version(8, 1))
+    assert not records.floors.forbids(key, space, Version(9, 0))
+    assert not records.floors.forbids(space, None, Version(1, 1))  # a namespace is not a key
+    assert records.floors.floor_for(key, space) == Version(8, 1)
 
 
 def test_only_what_is_new_is_new() -> None:
     records = ClusterRecords()
     assert records.offer(*floor(1, 5))
     assert not records.offer(*floor(1, 5))
-    assert not records.offer(*floor(1, 4))
+    assert records.offer(*floor(1, 4)), "its peer has said so: whoever has it not is another set"
+    assert records.floors.floor_for(digest_of(1)).clock == 5
     assert records.offer(*floor(1, 6))
-    assert len(records) == 1
+    assert records.floors.floor_for(digest_of(1)).clock == 6
+    assert len(records) == records.floors.count == 3
+
+
+def test_one_record_forbids_many_keys() -> None:
+    records = ClusterRecords()
+    record = floor_of_keys([digest_of(key) for key in range(64)], b"n" * 16, Version(9, 1), PEER)
+    assert records.offer(record, sign_cluster_record(record, SIGNER))
+    assert (len(records), records.floors.count) == (1, 64)
+    assert all(
+        records.floors.forbids(digest_of(key), None, Version(9, 1)) is (key < 64)
+        for key in range(70)
+    )
+    records.offer(*floor(7, 20))
+    records.floors.raise_horizon({ME: 9})
+    purged(records)
+    assert (len(records), records.floors.count) == (1, 1)
+    assert records.floors.floor_for(digest_of(7)).clock == 20
+    assert records.floors.floor_for(digest_of(8)) == ZERO_VERSION
+    assert records.floors.crowding < 1e-4
+
+
+def test_keys_of_a_floor_are_known_to_cost_what_they_do() -> None:
+    """What is counted is within a third of what is allocated, for records of one key and of 64."""
+    for size in (1, 64):
+        pairs = []
+        for number in range(0, 6_400, size):
+            keys = [digest_of(key) for key in range(number, number + size)]
+            record = floor_of_keys(keys, b"n" * 16, Version(number + 1 << 27, 1), PEER)
+            pairs.append((record.clock, sign_cluster_record(record, SIGNER)))
+        tracemalloc.start()
+        try:
+            records = ClusterRecords(limit=1 << 40, limit_bytes=1 << 30)
+            for _, signed in pairs:
+                again = SignedRecord(
+                    bytes(bytearray(signed.body)), bytes(bytearray(signed.signature))
+                )
+                records.offer(read_cluster_record(again), again)
+            records.load([])  # rumours end
+            used = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        estimate = records.floors.crowding * (1 << 30)
+        assert 0.66 < used / estimate < 1.5, (size, used / 6_400, estimate / 6_400)
 
 
 def test_cells_hold_all_records_and_add_up_to_their_buckets() -> None:
@@ -107,8 +158,6 @@ def test_cells_hold_all_records_and_add_up_to_their_buckets() -> None:
     pairs = [floor(key, key + 1) for key in range(200)]
     for pair in pairs:
         records.offer(*pair)
-    for key in range(0, 200, 3):
-        records.offer(*floor(key, key + 500))  # in the place of the one before
     listed: dict[bytes, tuple[int, int]] = {}
     for bucket in range(64):
         hashes = records.cell_hashes(bucket)
@@ -137,7 +186,8 @@ def test_rumours_ride_a_bounded_number_of_times() -> None:
 # --- bounds ----------------------------------------------------------------------------------
 
 NOW = clock_at(10_000.0)
-ME = member_of(SIGNER.peer_id)
+PEER = SIGNER.peer_id
+ME = member_of(PEER)
 ALL_SEEN = {ME: NOW}
 
 
@@ -146,24 +196,27 @@ def at(seconds: float) -> int:
     return NOW - clock_at(seconds)
 
 
-def compacted(records: ClusterRecords, seen: dict[int, int] = ALL_SEEN) -> None:
-    records.compact(seen, NOW)
-    while records.purging:
+def purged(records: ClusterRecords) -> None:
+    while records.floors.purging:
         records.purge()
 
 
-def test_above_the_limit_the_oldest_floors_go_and_do_not_come_back() -> None:
+def compacted(records: ClusterRecords, agreed: int = NOW, seen: dict[int, int] = ALL_SEEN) -> None:
+    records.floors.raise_horizon(records.floors.compaction(agreed, seen, NOW))
+    purged(records)
+
+
+def test_above_half_of_the_limit_the_oldest_floors_go_and_do_not_come_back() -> None:
     records = ClusterRecords(limit=20)
-    pairs = [floor(key, at(2000.0 - key)) for key in range(21)]
+    pairs = [floor(key, at(2000.0 - 2 * key)) for key in range(11)]
     for pair in pairs:
         records.offer(*pair)
-    assert len(records) == 21
     compacted(records)
-    assert len(records) == 18
-    assert records.horizon == {ME: records.compacted_before}
-    assert pairs[2][0].clock <= records.compacted_before < pairs[3][0].clock
-    assert records.floor_for(digest_of(2)) == ZERO_VERSION
-    assert records.floor_for(digest_of(3)) == pairs[3][0].version
+    assert len(records) == 8
+    assert records.floors.horizon == {ME: records.floors.compacted_before}
+    assert pairs[2][0].clock <= records.floors.compacted_before < pairs[3][0].clock
+    assert records.floors.floor_for(digest_of(2)) == ZERO_VERSION
+    assert records.floors.floor_for(digest_of(3)) == pairs[3][0].version
     assert not records.offer(*pairs[0])
     assert records.offer(*floor(0, at(1000.0)))
     fresh = ClusterRecords()
@@ -172,36 +225,49 @@ def test_above_the_limit_the_oldest_floors_go_and_do_not_come_back() -> None:
     assert state(fresh) == state(records)
 
 
-def test_at_the_limit_nothing_goes() -> None:
+def test_at_half_of_the_limit_nothing_goes() -> None:
     records = ClusterRecords(limit=20)
-    for key in range(20):
+    for key in range(10):
         records.offer(*floor(key, at(2000.0)))
     compacted(records)
-    assert len(records) == 20
-    assert not records.horizon
+    assert len(records) == 10
+    assert not records.floors.horizon
 
 
-def test_young_floors_stay_until_there_are_far_too_many() -> None:
+def test_young_floors_stay_until_there_are_many() -> None:
     records = ClusterRecords(limit=20, kept_seconds=600.0)
-    for key in range(30):
-        records.offer(*floor(key, at(500.0 - key)))
+    for key in range(14):
+        records.offer(*floor(key, at(500.0 - 2 * key)))
     compacted(records)
-    assert len(records) == 30
+    assert len(records) == 14
     records.offer(*floor(30, at(400.0)))
     compacted(records)
-    assert len(records) == 18
+    assert len(records) == 8
 
 
-def test_floors_that_others_may_not_have_seen_stay_longer_still() -> None:
+def test_floors_that_others_may_not_have_stay_however_many_there_are() -> None:
     records = ClusterRecords(limit=20)
     for key in range(40):
-        records.offer(*floor(key, at(2000.0 - key)))
-    compacted(records, {ME: at(1990.0)})
-    assert len(records) == 40
-    assert records.compacted_before <= at(1990.0 + 120.0)
-    records.offer(*floor(40, at(1000.0)))
-    compacted(records, {ME: at(1990.0)})
-    assert len(records) == 18, "memory is bounded, whoever has seen them"
+        records.offer(*floor(key, at(2000.0 - 2 * key)))
+    compacted(records, agreed=at(1990.0))
+    assert len(records) == 35
+    assert records.floors.compacted_before < at(1990.0)
+    compacted(records, seen={ME: at(1980.0)})
+    assert len(records) == 29, "nor those that this peer may not have"
+    compacted(records)
+    assert len(records) == 8
+
+
+def test_far_above_the_limit_floors_of_others_wait() -> None:
+    records = ClusterRecords(limit=20)
+    for key in range(41):
+        assert records.offer(*floor(key, at(2000.0 - 2 * key)))
+    waiting = floor(99, at(10.0))
+    assert not records.wants(*waiting)
+    assert not records.offer(*waiting)
+    assert records.floors_refused == 2
+    compacted(records)
+    assert records.offer(*waiting)
 
 
 def test_the_floors_of_a_writer_that_was_cut_off_stay() -> None:
@@ -210,37 +276,35 @@ def test_the_floors_of_a_writer_that_was_cut_off_stay() -> None:
     late = floor(100, at(5000.0), signer=other)
     records.offer(*late)
     for key in range(21):
-        records.offer(*floor(key, at(2000.0 - key)))
-    compacted(records, {ME: NOW, member_of(other.peer_id): at(6000.0)})
-    assert records.floor_for(digest_of(100)) == late[0].version
-    assert records.compacted_before > late[0].clock
+        records.offer(*floor(key, at(2000.0 - 2 * key)))
+    compacted(records, seen={ME: NOW, member_of(other.peer_id): at(6000.0)})
+    assert records.floors.floor_for(digest_of(100)) == late[0].version
+    assert records.floors.compacted_before > late[0].clock
     again = ClusterRecords(limit=20)
-    again.raise_horizon(records.horizon)
+    again.floors.raise_horizon(records.floors.horizon)
     assert again.offer(*late), "it is not below the horizon of its writer"
-    while again.purging:
-        again.purge()
+    purged(again)
     assert len(again) == 1
-    again.raise_horizon({member_of(other.peer_id): at(4000.0)})
-    while again.purging:
-        again.purge()
+    again.floors.raise_horizon({member_of(other.peer_id): at(4000.0)})
+    purged(again)
     assert len(again) == 0
 
 
 def test_horizons_meet_whatever_the_order() -> None:
     """Two peers of which one compacted agree as soon as the other has its horizon."""
     pairs = [floor(key, at(2000.0 - key)) for key in range(50)]
-    one, other = ClusterRecords(limit=20), ClusterRecords(limit=1000)
+    one, other = ClusterRecords(limit=60), ClusterRecords(limit=1000)
     for pair in pairs:
         one.offer(*pair)
         other.offer(*pair)
     compacted(one)
     assert one.hash != other.hash
-    assert other.raise_horizon(one.horizon)
-    assert not other.raise_horizon(one.horizon)
-    while other.purging:
+    assert other.floors.raise_horizon(one.floors.horizon)
+    assert not other.floors.raise_horizon(one.floors.horizon)
+    while other.floors.purging:
         other.purge()
     assert state(one) == state(other)
-    assert one.horizon_hash == other.horizon_hash != 0
+    assert one.floors.horizon_hash == other.floors.horizon_hash != 0
     for signed in other.dump():
         assert signed in one.dump()
 
@@ -248,22 +312,22 @@ def test_horizons_meet_whatever_the_order() -> None:
 def test_purging_takes_steps() -> None:
     records = ClusterRecords()
     for key in range(50):
-        records.offer(*floor(key, at(100.0)))
-    records.raise_horizon({ME: at(50.0)})
-    records.purge(limit=20)
+        records.offer(*floor(key, at(200.0 - 2 * key)))
+    records.floors.raise_horizon({ME: at(50.0)})
+    records.purge(limit_keys=20)
     assert len(records) == 30
-    assert records.purging
-    assert not records.wants(floor(99, at(60.0))[0]), "at once, though there is work left"
-    records.purge(limit=31)
-    assert (len(records), records.purging) == (0, False)
+    assert records.floors.purging
+    assert not records.wants(*floor(99, at(60.0))), "at once, though there is work left"
+    records.purge(limit_keys=100)
+    assert (len(records), records.floors.purging) == (0, False)
 
 
 def test_bytes_are_bounded_too() -> None:
     records = ClusterRecords(limit_bytes=100_000)
     for key in range(20):
-        records.offer(*floor(key, at(2000.0 - key), body=bytes(10_000)))
+        records.offer(*floor(key, at(2000.0 - 2 * key), body=bytes(10_000)))
     compacted(records)
-    assert sum(len(signed.body) for signed in records.dump()) < 100_000
+    assert sum(len(signed.body) for signed in records.dump()) < 50_000
 
 
 def test_of_records_that_are_no_floors_the_oldest_go() -> None:
@@ -275,7 +339,7 @@ def test_of_records_that_are_no_floors_the_oldest_go() -> None:
     assert len(records) < 1100
     assert records.get(77, 0, digest_of(0)) is None
     assert records.get(77, 0, digest_of(1099)) is not None
-    assert not records.horizon
+    assert not records.floors.horizon
 
 
 def test_heads_of_a_name_are_found_as_long_as_they_are_kept() -> None:
@@ -311,86 +375,34 @@ def in_namespace(space: int) -> bytes:
     return encode_body(FloorBody(digest_of(space)))
 
 
-def test_a_namespace_s_floor_takes_the_place_of_its_keys_floors() -> None:
-    records = ClusterRecords()
-    below = [floor(key, 5 + key, body=in_namespace(1000)) for key in range(3)]
-    above = floor(10, 20, body=in_namespace(1000))
-    elsewhere = floor(11, 5, body=in_namespace(1001))
-    unnamed = floor(12, 5)
-    for pair in (*below, above, elsewhere, unnamed):
-        records.offer(*pair)
-    whole = floor(1000, 10, scope=1)
-    records.offer(*whole)
-    while records.purging:
-        records.purge()
-    kept = {signed.body for signed in records.dump()}
-    assert kept == {signed.body for _, signed in (above, elsewhere, unnamed, whole)}
-    assert not records.offer(*below[0])
-    assert not records.wants(floor(77, 10, body=in_namespace(1000))[0])
-    assert records.offer(*floor(77, 11, body=in_namespace(1000)))
-    fresh = ClusterRecords()
-    for pair in (whole, *below, above, elsewhere, unnamed, floor(77, 11, body=in_namespace(1000))):
-        fresh.offer(*pair)
-    assert state(fresh) == state(records)
-
-
 def test_a_floor_with_a_body_that_means_nothing_here_forbids_all_the_same() -> None:
     records = ClusterRecords()
     assert records.offer(*floor(1, 5, body=b"\xff\xff"))
-    assert records.forbids(digest_of(1), None, Version(5, 0))
+    assert records.floors.forbids(digest_of(1), None, Version(5, 0))
 
 
-# --- epochs ----------------------------------------------------------------------------------
+# --- what two peers have known ---------------------------------------------------------------
 
 
-def test_epochs_agree_about_the_past_while_new_floors_come_in() -> None:
+def test_peers_agree_about_the_past_while_new_floors_come_in() -> None:
     one, other = ClusterRecords(), ClusterRecords()
-    old = [floor(key, at(300.0 + key)) for key in range(5)]
-    for records in (one, other):
-        for pair in old:
-            records.offer(*pair)
-        records.roll_epochs(NOW)
-    end, epoch_hash = one.settled_epoch(NOW)
-    assert at(66.0) <= end <= at(32.0)
-    assert other.agrees(end, epoch_hash)
-    one.offer(*floor(0, at(1.0)))  # takes the place of one that counts
-    one.offer(*floor(50, at(1.0)))
-    assert other.agrees(*one.settled_epoch(NOW))
-    assert one.agrees(*other.settled_epoch(NOW))
+    end = NOW >> 26 << 26
+    for records, order in ((one, range(100)), (other, reversed(range(100)))):
+        for key in order:
+            records.offer(*floor(key, at(300.0 - 3 * key + 3)))
+    one.offer(*floor(0, NOW))  # of a key that has one
+    assert one.floors.hash_below(end) == other.floors.hash_below(end)
+    assert one.floors.hash_below(end + (1 << 26)) != other.floors.hash_below(end + (1 << 26))
     one.offer(*floor(51, at(200.0)))  # was late
-    assert not other.agrees(*one.settled_epoch(NOW))
+    assert one.floors.hash_below(end) != other.floors.hash_below(end)
     other.offer(*floor(51, at(200.0)))
-    assert other.agrees(*one.settled_epoch(NOW))
-
-
-def test_epochs_begun_later_are_the_same() -> None:
-    one, other = ClusterRecords(), ClusterRecords()
-    pairs = [floor(key, at(3.0 * key)) for key in range(100)]
-    one.roll_epochs(NOW)
-    for pair in pairs:
-        one.offer(*pair)
-    for pair in pairs:
-        other.offer(*pair)
-    other.roll_epochs(NOW)
-    assert other.agrees(*one.settled_epoch(NOW))
+    assert one.floors.hash_below(end) == other.floors.hash_below(end)
     for records in (one, other):
-        records.raise_horizon({ME: at(150.0)})
-    one.purge()
-    other.purge(20)
-    assert not other.agrees(*one.settled_epoch(NOW))
-    other.purge()
-    assert other.agrees(*one.settled_epoch(NOW))
-
-
-def test_an_epoch_that_is_not_kept_agrees_with_nothing() -> None:
-    records = ClusterRecords()
-    assert records.settled_epoch(NOW) == (0, 0)
-    records.roll_epochs(NOW)
-    end, epoch_hash = records.settled_epoch(NOW)
-    assert records.agrees(end, epoch_hash)
-    assert not records.agrees(end + 1, epoch_hash)
-    records.roll_epochs(NOW + clock_at(200.0))
-    assert not records.agrees(end, epoch_hash)
+        records.floors.raise_horizon({ME: at(150.0)})
+    purged(one)
+    assert one.floors.hash_below(end) != other.floors.hash_below(end)
+    purged(other)
+    assert one.floors.hash_below(end) == other.floors.hash_below(end)
 
 
 # --- persisting ------------------------------------------------------------------------------
@@ -406,7 +418,7 @@ def test_what_was_saved_comes_back_and_is_no_rumour() -> None:
     assert state(loaded) == state(records)
     assert not loaded.has_rumors
     assert not loaded.offer(*floor(77, 3))
-    assert loaded.compacted_before == 3
+    assert loaded.floors.compacted_before == 3
 
 
 events = st.lists(
@@ -431,7 +443,7 @@ def test_floors_flushes_and_horizons_commute(
         kind, subject, clock, space = event
         signer = signers[(subject + clock) % 2]
         if kind == "horizon":
-            records.raise_horizon({member_of(signers[subject].peer_id): clock << 26})
+            records.floors.raise_horizon({member_of(signers[subject].peer_id): clock << 26})
         elif kind == "flush":
             records.offer(*floor(subject, clock << 26, scope=1, signer=signer))
         else:
@@ -453,4 +465,4 @@ def test_floors_flushes_and_horizons_commute(
             records.purge()
             records.purge()
     assert state(one) == state(other)
-    assert one.floor_count == len(one)
+    assert one.floors.count == len(one)

@@ -34,7 +34,7 @@ def flush(world: Harness, timeout_seconds: float = 10.0) -> FlushOperation:
 
 
 def floor_of(world: Harness) -> Version:
-    return world.gossip.cluster_records.floor_for(b"", NAME)
+    return world.gossip.cluster_records.floors.floor_for(b"", NAME)
 
 
 # --- flush -----------------------------------------------------------------------------------

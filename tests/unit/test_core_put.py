@@ -169,10 +169,10 @@ def test_overwriting_makes_a_new_version_and_a_floor_below_it() -> None:
     assert end.version > old.version
     assert world.value("k") == b"other"
     records = world.gossip.cluster_records
-    floor = records.floor_for(digest_of("k"))
+    floor = records.floors.floor_for(digest_of("k"))
     assert floor == Version(end.version.clock - 1, 0xFFFF)
-    assert records.forbids(digest_of("k"), None, old.version)
-    assert not records.forbids(digest_of("k"), None, end.version)
+    assert records.floors.forbids(digest_of("k"), None, old.version)
+    assert not records.floors.forbids(digest_of("k"), None, end.version)
     announced = world.announced("k")
     assert announced is not None
     assert announced.version == Version(end.version.clock, end.version.writer)

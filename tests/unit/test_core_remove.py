@@ -7,9 +7,14 @@ import pytest
 from p2pstore.core import remove as removing
 from p2pstore.core.effects import AskPeer, SaveClusterRecord
 from p2pstore.core.remove import RemoveOperation
-from p2pstore.errors import NoSuchKey, ProtocolError
+from p2pstore.errors import CapacityExceeded, NoSuchKey, ProtocolError
 from p2pstore.gossip.messages import ControlKind, Delta
-from p2pstore.gossip.records import SCOPE_NAMESPACE, SignedRecord, open_cluster_record
+from p2pstore.gossip.records import (
+    SCOPE_NAMESPACE,
+    SignedRecord,
+    keys_of_floor,
+    open_cluster_record,
+)
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import Version, namespace_digest
 from p2pstore.simulation.signer import SimulatedVerifier
@@ -36,15 +41,21 @@ def answer_lookups(world: Harness) -> None:
         world.answer(ask, Locations([[] for _ in digests_asked(ask)]))
 
 
+def bodies_in(ask: AskPeer) -> list[bytes]:
+    """The records in a push."""
+    assert isinstance(ask.request, ClusterRecords)
+    return ask.request.bodies
+
+
 def floors_in(ask: AskPeer) -> dict[bytes, Version]:
-    """The floors in a push."""
+    """The keys that a push forbids, and up to which version."""
     request = ask.request
     assert isinstance(request, ClusterRecords)
     records = [
         open_cluster_record(SignedRecord(body, signature), SimulatedVerifier())
         for body, signature in zip(request.bodies, request.signatures, strict=True)
     ]
-    return {record.name: record.version for record in records}
+    return {digest: record.version for record in records for digest in keys_of_floor(record)}
 
 
 def finish_pushes(world: Harness) -> list[AskPeer]:
@@ -58,7 +69,7 @@ def test_removing_writes_a_floor_above_the_newest_version_and_drops_the_copy_her
     world = Harness()
     entry = world.stored("k", b"value")
     assert remove(world, "k").result == [True]
-    floor = world.gossip.cluster_records.floor_for(digest_of("k"))
+    floor = world.gossip.cluster_records.floors.floor_for(digest_of("k"))
     assert floor.covers(entry.version)
     assert floor.clock > entry.version.clock
     assert floor.writer == world.writer
@@ -75,7 +86,7 @@ def test_the_floor_is_above_the_newest_of_all_known_copies(ahead_seconds: float)
     world.hold(world.others[0], "k", b"old", clock=clock_at(-70.0))
     newest = world.hold(world.others[1], "k", b"new", clock=clock_at(ahead_seconds), writer=0xFFFF)
     remove(world, "k")
-    floor = world.gossip.cluster_records.floor_for(digest_of("k"))
+    floor = world.gossip.cluster_records.floors.floor_for(digest_of("k"))
     assert floor.clock > newest.version.clock
     assert world.core.known_copies(digest_of("k"), world.now) == []
 
@@ -92,7 +103,7 @@ def test_holders_and_homes_are_told_at_once_and_others_are_not() -> None:
     concerned = homes | {holders[0].peer_id}
     assert {ask.peer_id for ask in asks} == concerned
     assert len(asks) == len(concerned)
-    floor = world.gossip.cluster_records.floor_for(digest_of("k"))
+    floor = world.gossip.cluster_records.floors.floor_for(digest_of("k"))
     assert all(floors_in(ask) == {digest_of("k"): floor} for ask in asks)
     for ask in asks[:-1]:
         world.answer(ask, Empty())
@@ -129,8 +140,10 @@ def test_the_result_tells_which_existed_and_what_did_not_gets_no_floor() -> None
     finish_pushes(world)
     assert operation.result == [False, True, True, True]
     records = world.gossip.cluster_records
-    assert not records.floor_for(digest_of("absent")).clock
-    assert records.floor_for(digest_of("held by the dead")).clock, "it must not come back with it"
+    assert not records.floors.floor_for(digest_of("absent")).clock
+    assert records.floors.floor_for(digest_of("held by the dead")).clock, (
+        "it must not come back with it"
+    )
 
 
 def test_a_copy_that_only_a_home_knows_is_removed_too() -> None:
@@ -179,7 +192,7 @@ def test_a_later_put_is_above_the_floor() -> None:
     operation = world.put("k", b"value")
     assert operation.result.status == PutStatus.CREATED
     assert world.value("k") == b"value"
-    floor = world.gossip.cluster_records.floor_for(digest_of("k"))
+    floor = world.gossip.cluster_records.floors.floor_for(digest_of("k"))
     assert not floor.covers(operation.result.version)
 
 
@@ -222,10 +235,8 @@ def test_a_lower_floor_after_a_higher_one_changes_nothing() -> None:
     world = Harness(others=1)
     entry = world.stored("k", b"value")
     world.learn_floor(world.others[0], digest_of("k"), entry.version)
-    world.forget_effects()
     world.learn_floor(world.others[0], digest_of("k"), Version(entry.version.clock - 5, 1))
-    assert not world.effects(SaveClusterRecord)
-    assert world.gossip.cluster_records.floor_for(digest_of("k")) == Version(
+    assert world.gossip.cluster_records.floors.floor_for(digest_of("k")) == Version(
         entry.version.clock, entry.version.writer
     )
 
@@ -322,20 +333,6 @@ def test_a_namespace_s_floor_refuses_older_arrivals() -> None:
         destination.prepare(thing.slot, thing.trailer)
 
 
-def test_the_floors_of_a_namespace_s_keys_go_with_its_own() -> None:
-    world = Harness()
-    world.stored("removed", b"value")
-    world.stored("replaced", b"value")
-    remove(world, "removed")
-    world.put("replaced", b"another", overwrite=True)
-    assert len(world.gossip.cluster_records) == 2
-    floor = world.core.version_above(Version(0, 0), world.now)
-    name = namespace_digest(NAMESPACE)
-    world.core.floors.write(name, floor, world.now, scope=SCOPE_NAMESPACE)
-    world.pass_time(1.0)
-    assert len(world.gossip.cluster_records) == 1
-
-
 # --- newer versions of what is here ----------------------------------------------------------
 
 
@@ -402,31 +399,110 @@ def test_a_withdrawal_of_an_old_version_leaves_the_new_one_announced() -> None:
     assert not world.segment.take_withdrawn(), "announced with the put, not some time later"
 
 
-def test_many_keys_are_removed_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each floor is signed here, and checked where it is pushed to."""
-    monkeypatch.setattr(removing, "KEYS_PER_STEP", 3)
-    monkeypatch.setattr(removing, "FLOORS_PER_PUSH", 4)
-    world = Harness(others=1)
-    keys = [f"k{number}" for number in range(10)]
+def known_keys(world: Harness, count: int) -> list[str]:
+    keys = [f"k{number}" for number in range(count)]
     for key in keys:
         world.hold(world.others[0], key, b"value")
+    return keys
+
+
+def test_many_keys_are_removed_in_steps_with_one_signature_for_64() -> None:
+    world = Harness(others=1)
+    world.offer(world.others[0], floors_end=1)
+    keys = known_keys(world, 150)
     operation = remove(world, *keys)
-    assert len(world.effects(SaveClusterRecord)) == 3
+    assert len(world.effects(SaveClusterRecord)) == 1, "one step: others want the loop, too"
     world.pass_time(0.01)
-    pushes = finish_pushes(world)
-    assert [len(floors_in(ask)) for ask in pushes] == [4, 4, 2]
-    assert {name for ask in pushes for name in floors_in(ask)} == {digest_of(key) for key in keys}
-    assert operation.result == [True] * 10
+    world.pass_time(0.01)
+    assert len(world.effects(SaveClusterRecord)) == 2, "two more"
+    (push,) = finish_pushes(world)
+    assert floors_in(push).keys() == {digest_of(key) for key in keys}
+    assert len(bodies_in(push)) == 3
+    assert operation.result == [True] * 150
     world.check_idle()
 
 
-def test_cancelling_a_removal_of_many_keys_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(removing, "KEYS_PER_STEP", 3)
-    world = Harness()
-    for number in range(5):
-        world.stored(f"k{number}", b"value")
-    operation = remove(world, *[f"k{number}" for number in range(5)])
+def test_pushes_are_no_larger_than_their_receiver_takes_in_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(removing, "KEYS_PER_PUSH", 128)
+    world = Harness(others=1)
+    world.offer(world.others[0], floors_end=1)
+    operation = remove(world, *known_keys(world, 300))
+    for _ in range(5):
+        world.pass_time(0.01)
+    assert [len(floors_in(ask)) for ask in finish_pushes(world)] == [128, 128, 44]
+    assert operation.result == [True] * 300
+
+
+def test_an_older_peer_is_told_of_each_key_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removing, "RECORDS_PER_PUSH", 4)
+    world = Harness(others=2)
+    world.offer(world.others[1], floors_end=1)
+    keys = known_keys(world, 10)
+    operation = remove(world, *keys)
+    answer_lookups(world)
+    world.pass_time(0.01)
+    told = [ask for ask in finish_pushes(world) if ask.peer_id == world.others[0].peer_id]
+    assert [len(bodies_in(ask)) for ask in told] == [4, 4, 2]
+    assert {name for ask in told for name in floors_in(ask)} == {digest_of(key) for key in keys}
+    assert operation.result == [True] * 10
+
+
+def test_cancelling_a_removal_of_many_keys_leaves_the_rest() -> None:
+    world = Harness(others=1)
+    world.offer(world.others[0], floors_end=1)
+    operation = remove(world, *known_keys(world, 200))
+    removed = world.gossip.cluster_records.floors.count
+    assert 0 < removed < 200, "the first steps"
     world.core.cancel(operation, world.now)
     world.pass_time(0.1)
-    assert world.segment.object_count == 2
+    assert world.gossip.cluster_records.floors.count == removed
     world.check_idle()
+
+
+# --- too many removals -----------------------------------------------------------------------
+
+
+def test_crowded_floors_slow_removals_down_and_then_end_them_with_an_error() -> None:
+    world = Harness(others=1)
+    world.offer(world.others[0], floors_end=1)
+    world.gossip.cluster_records.floors.limit = 100
+    operation = remove(world, *known_keys(world, 120))
+    for _ in range(60):
+        world.pass_time(0.1)
+        finish_pushes(world)
+    floors = world.gossip.cluster_records.floors
+    assert not operation.done
+    assert 80 <= floors.count < 100, "the rest is made one by one"
+    (note,) = world.core.floors.take_notes()
+    assert "removals are slowed down" in note
+    assert world.core.counters["removals_slowed"]
+    for _ in range(600):
+        world.pass_time(0.1)
+        finish_pushes(world)
+        if operation.done:
+            break
+    assert isinstance(operation.result, CapacityExceeded)
+    assert "until all living" in str(operation.result)
+    assert floors.count <= 100, "the limit holds"
+    put = world.put("other", b"value", overwrite=True)
+    assert isinstance(put.result, CapacityExceeded) is (floors.crowding >= 1.0)
+    world.check_idle()
+
+
+def test_removals_go_on_when_floors_have_gone() -> None:
+    world = Harness(others=1)
+    world.offer(world.others[0], floors_end=1)
+    floors = world.gossip.cluster_records.floors
+    floors.limit = 100
+    operation = remove(world, *known_keys(world, 95))
+    world.pass_time(0.5)
+    assert not operation.done
+    floors.raise_horizon({world.core.member: world.core.clock.latest})
+    while floors.purging:
+        world.gossip.cluster_records.purge()
+    for _ in range(60):
+        world.pass_time(0.1)
+        finish_pushes(world)
+    assert operation.result == [True] * 95

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +23,7 @@ from p2pstore.gossip.floors.floor_stamps import (
     unpack_stamps,
     without_older,
 )
-from p2pstore.gossip.floors.floor_sync import FloorAnswer, FloorSync
+from p2pstore.gossip.floors.floor_sync import FloorAnswer, FloorSync, ShownFloors
 from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,
@@ -39,6 +42,17 @@ def clock(seconds: float) -> int:
     return clock_from_unix_seconds(START + seconds)
 
 
+@dataclass
+class Shown:
+    """What a peer's record says."""
+
+    member: int
+    floors_horizon: int = 0
+    floors_end: int = 1
+    floors_hash: int = 0
+    floors_seen: int = 0
+
+
 class Side:
     """One peer's part."""
 
@@ -54,11 +68,15 @@ class Side:
             lambda now: clock_from_unix_seconds(START + now + self.skew),
         )
 
-    def tick(self, now: float, alone: bool = False) -> None:
-        self.sync.housekeep(now, alone=alone, shown=lambda member: 0)
+    def tick(self, now: float, alone: bool = False, members: Sequence[ShownFloors] = ()) -> None:
+        self.sync.housekeep(now, alone=alone, members=members)
 
-    def hear(self, key: int, at: float) -> None:
-        signer = FakeSigner(peer_id_of(9))
+    def announce(self, now: float) -> Shown:
+        end, floors_hash, seen = self.sync.announcement(now, 0.2)
+        return Shown(self.member, self.records.floors.horizon_hash, end, floors_hash, seen)
+
+    def hear(self, key: int, at: float, writer: int = 9) -> None:
+        signer = FakeSigner(peer_id_of(writer))
         record = ClusterRecord(
             1, int(ClusterRecordKind.FLOOR), digest_of(key), clock(at), 1, signer.peer_id
         )
@@ -146,7 +164,7 @@ def test_old_stamps_and_too_many_go() -> None:
 def test_who_agrees_about_an_epoch_has_seen_what_the_other_has_seen() -> None:
     one, other = pair(100.0)
     other.sync.load({WRITER: clock(20.0), 77: clock(90.0)})
-    end = one.records.settled_epoch(clock(100.0))[0]
+    end = one.sync.settled_epoch(clock(100.0))[0]
     one.ask(other, 100.0)
     assert one.sync.synchronised
     assert one.sync.seen == {WRITER: clock(20.0), 77: end, one.member: end}
@@ -229,7 +247,124 @@ def test_alone_it_has_seen_all_there_is() -> None:
     side = Side(1)
     side.tick(100.0, alone=True)
     assert side.sync.synchronised
-    assert side.sync.seen == {side.member: side.records.settled_epoch(clock(100.0))[0]}
+    assert side.sync.seen == {side.member: side.sync.settled_epoch(clock(100.0))[0]}
+
+
+# --- which floors all living members have ----------------------------------------------------
+
+
+class Cluster:
+    """Peers that see each other's announcements, but nothing else of each other."""
+
+    def __init__(self, count: int, skews: Sequence[float] = ()) -> None:
+        self.sides = [Side(number + 1, skews[number] if skews else 0.0) for number in range(count)]
+        self.shown: dict[Side, Shown] = {}
+        for side in self.sides:
+            side.records.floors.limit = 20
+            side.tick(0.0, alone=True)
+
+    def hear(self, key: int, at: float, *sides: Side) -> None:
+        for side in sides or self.sides:
+            side.hear(key, at, writer=1)
+
+    def run(self, begin: int, end: int, living: Sequence[Side] = ()) -> None:
+        """Seconds in which all announce and compare; a peer sees the others of `living`."""
+        living = living or self.sides
+        for now in range(begin, end):
+            for side in living:
+                self.shown[side] = side.announce(now)
+            for side in living:
+                side.tick(now, members=[self.shown[other] for other in living if other is not side])
+
+    def horizons(self) -> list[int]:
+        return [side.records.floors.compacted_before for side in self.sides]
+
+
+def test_floors_go_when_all_living_members_say_that_they_have_them() -> None:
+    cluster = Cluster(3, skews=(0.0, 7.0, 3.0))
+    for key in range(16):
+        cluster.hear(key, at=10.0 + key)
+    cluster.run(62, 79)
+    first = min(cluster.sides, key=lambda side: side.member)
+    assert first.records.floors.compacted_before > clock(16.0), "it lets eight of them stay"
+    assert sorted(cluster.horizons())[:2] == [0, 0], "the others take its horizon over"
+    assert len(first.records) == 8
+    for side in cluster.sides:
+        if side is not first:
+            side.ask(first, 80.0)
+            assert side.sync.take_distrusted() == 0
+            assert side.records.floors.horizon == first.records.floors.horizon
+
+
+def test_floors_stay_as_long_as_one_living_member_lacks_one() -> None:
+    cluster = Cluster(3)
+    for key in range(16):
+        cluster.hear(key, 10.0 + key)
+    one, other, third = cluster.sides
+    cluster.hear(99, 10.5, one, other)
+    cluster.run(62, 95)
+    assert cluster.horizons() == [0, 0, 0]
+    assert one.sync.waits_for == [third.member]
+    cluster.hear(99, 10.5, third)
+    cluster.run(95, 100)
+    assert any(cluster.horizons())
+    assert one.sync.waits_for == []
+
+
+def test_a_member_that_confirms_nothing_is_passed_over_in_the_end() -> None:
+    cluster = Cluster(3)
+    one, other, third = cluster.sides
+    for key in range(16):
+        cluster.hear(key, 10.0 + key, one, other)
+    cluster.run(62, 650)
+    assert not any(cluster.horizons())
+    cluster.run(650, 700)
+    assert any(cluster.horizons())
+    assert one.sync.passed_over == other.sync.passed_over == [third.member]
+
+
+def test_a_member_that_died_is_waited_for_until_all_know() -> None:
+    cluster = Cluster(3)
+    one, other, third = cluster.sides
+    cluster.run(62, 70)
+    for key in range(16):
+        cluster.hear(key, 71.0 + key / 4, one, other)
+    for side in (one, other):
+        side.sync.went(third.member, 72.0)
+    cluster.run(72, 131, [one, other])
+    assert not any(cluster.horizons())
+    cluster.run(131, 140, [one, other])
+    assert any(cluster.horizons())
+
+
+def test_floors_that_a_member_wrote_before_it_went_stay_three_minutes_longer() -> None:
+    cluster = Cluster(3)
+    one, other, third = cluster.sides
+    for key in range(16):
+        for side in cluster.sides:
+            side.hear(key, 62.0 + key / 8, writer=3)
+    for side in cluster.sides:
+        side.records.floors.limit = 50
+    cluster.run(60, 70)  # others know up to where it promised to write none
+    for side in cluster.sides:
+        side.records.floors.limit = 20
+    for side in (one, other):
+        side.sync.went(third.member, 70.0)
+    cluster.run(70, 240, [one, other])
+    assert cluster.horizons() == [0, 0, 0]
+    cluster.run(240, 260, [one, other])
+    assert any(cluster.horizons())
+
+
+def test_nothing_is_announced_before_all_floors_were_heard_of() -> None:
+    side = Side(1)
+    side.tick(100.0)
+    assert side.sync.announcement(100.0, 0.2) == (1, 0, 0), "0 would be an older peer's"
+    side.sync.synchronised = True
+    end, _, _ = side.sync.announcement(100.0, 0.2)
+    assert clock(95.9) < end <= clock(97.0)
+    assert side.clock.tick(START) > end, "the promise to write no floor below that"
+    assert side.sync.announcement(100.0, 80.0)[0] < clock(81.0), "large clusters take longer"
 
 
 # --- distrust --------------------------------------------------------------------------------
@@ -238,12 +373,12 @@ def test_alone_it_has_seen_all_there_is() -> None:
 def test_a_horizon_above_what_was_seen_makes_a_peer_distrust_its_copies() -> None:
     one, other = pair(100.0)
     one.sync.load({WRITER: clock(10.0)})
-    other.records.raise_horizon({WRITER: clock(20.0)})
+    other.records.floors.raise_horizon({WRITER: clock(20.0)})
     other.sync.load({WRITER: clock(90.0)})
     one.ask(other, 100.0)
     assert one.sync.take_distrusted() == clock(20.0)
     assert one.sync.take_distrusted() == 0
-    assert one.records.horizon == other.records.horizon
+    assert one.records.floors.horizon == other.records.floors.horizon
     one.ask(other, 100.0)
     assert one.sync.take_distrusted() == 0
     assert one.sync.seen[WRITER] > clock(20.0)
@@ -252,18 +387,18 @@ def test_a_horizon_above_what_was_seen_makes_a_peer_distrust_its_copies() -> Non
 def test_a_horizon_that_was_seen_costs_nothing() -> None:
     one, other = pair(100.0)
     one.sync.load({WRITER: clock(20.0)})
-    other.records.raise_horizon({WRITER: clock(20.0)})
+    other.records.floors.raise_horizon({WRITER: clock(20.0)})
     one.ask(other, 100.0)
     assert one.sync.take_distrusted() == 0
-    assert one.records.horizon == other.records.horizon
+    assert one.records.floors.horizon == other.records.floors.horizon
 
 
 def test_a_horizon_from_the_future_is_not_believed() -> None:
     one, other = pair(100.0)
-    other.records.raise_horizon({WRITER: clock(111.0)})
+    other.records.floors.raise_horizon({WRITER: clock(111.0)})
     one.ask(other, 100.0)
     assert one.sync.take_distrusted() == 0
-    assert one.records.horizon == {}
+    assert one.records.floors.horizon == {}
     assert not one.sync.synchronised
 
 
@@ -278,15 +413,15 @@ def test_what_was_loaded_is_compared_at_once() -> None:
 def test_stamps_of_a_month_ago_are_forgotten_together() -> None:
     one, other = pair(0.0)
     month = 31 * 86_400.0
-    other.records.raise_horizon({WRITER: clock(0.0), 5: clock(month - 10)})
+    other.records.floors.raise_horizon({WRITER: clock(0.0), 5: clock(month - 10)})
     one.sync.load({WRITER: clock(0.0), 5: clock(month)})
-    one.records.raise_horizon({WRITER: clock(0.0)})
+    one.records.floors.raise_horizon({WRITER: clock(0.0)})
     one.tick(month)
     assert one.sync.seen == {5: clock(month)}
-    assert one.records.horizon == {}
+    assert one.records.floors.horizon == {}
     one.ask(other, month)
     assert one.sync.take_distrusted() == 0
-    assert one.records.horizon == {5: clock(month - 10)}
+    assert one.records.floors.horizon == {5: clock(month - 10)}
     assert one.sync.was_away_too_long(clock(0.0), month)
     assert not one.sync.was_away_too_long(clock(month - 86_400.0), month)
 
@@ -297,7 +432,7 @@ def test_stamps_of_a_month_ago_are_forgotten_together() -> None:
 def test_what_was_discarded_for_a_horizon_is_not_discarded_for_it_again() -> None:
     """Its writer may never be heard of again: nobody will ever say that its floors were seen."""
     one, other = pair(100.0)
-    other.records.raise_horizon({WRITER: clock(50.0)})
+    other.records.floors.raise_horizon({WRITER: clock(50.0)})
     one.ask(other, 100.0)
     assert one.sync.take_distrusted() == clock(50.0)
     for now in (105.0, 200.0, 300.0):
@@ -305,45 +440,35 @@ def test_what_was_discarded_for_a_horizon_is_not_discarded_for_it_again() -> Non
             side.tick(now)
         one.ask(other, now)
         assert one.sync.take_distrusted() == 0
-    other.records.raise_horizon({WRITER: clock(60.0)})
+    other.records.floors.raise_horizon({WRITER: clock(60.0)})
     one.ask(other, 305.0)
     assert one.sync.take_distrusted() == clock(60.0)
 
 
-def test_who_drops_floors_beyond_what_it_has_seen_is_not_spared() -> None:
-    """Of so many floors that memory alone counts: an older one may be on its way, and is refused now."""
-    side = Side(1)
-    side.records.limit = 10
-    for key in range(30):
-        side.hear(key, 50.0 + key)
-    side.tick(100.0)
-    assert side.records.horizon
-    assert side.sync.take_distrusted() == side.records.compacted_before > clock(50.0)
-    side.tick(101.0)
-    assert side.sync.take_distrusted() == 0
-
-
 def test_no_floor_that_is_yet_to_be_written_is_below_the_horizon() -> None:
     side = Side(1)
-    side.records.limit = 10
-    for key in range(30):
-        side.hear(key, 105.0)  # by a clock that is ahead
-    side.tick(100.0)
-    assert max(side.records.horizon.values(), default=0) < clock(100.0)
+    side.records.floors.limit = 10
+    side.tick(0.0, alone=True)
+    for key in range(15):
+        side.hear(key, 105.0, writer=1)  # by a clock that is ahead
+    for now in range(90, 104):
+        side.announce(now)
+        side.tick(now)
+    assert max(side.records.floors.horizon.values(), default=0) < clock(103.0)
 
 
 def test_a_member_that_came_is_doubted_until_it_shows_the_same_horizon() -> None:
     side = Side(1)
-    side.records.raise_horizon({WRITER: clock(50.0)})
+    side.records.floors.raise_horizon({WRITER: clock(50.0)})
     side.tick(100.0)
-    without, same = peer_record(2), peer_record(2, floors_horizon=side.records.horizon_hash)
+    without, same = peer_record(2), peer_record(2, floors_horizon=side.records.floors.horizon_hash)
     assert side.sync.doubted_up_to(5, without.floors_horizon, 100.0) == -1, (
         "it may take its time: it was here before"
     )
     side.sync.came(5)
     assert side.sync.doubted_up_to(5, without.floors_horizon, 100.0) == clock(50.0)
     assert side.sync.doubted_up_to(5, same.floors_horizon, 100.0) == -1
-    side.sync.housekeep(101.0, alone=False, shown=lambda member: side.records.horizon_hash)
+    side.tick(101.0, members=[Shown(5, side.records.floors.horizon_hash)])
     assert side.sync.doubted_up_to(5, without.floors_horizon, 101.0) == -1, "it has shown it once"
     assert side.sync.doubted_up_to(6, without.floors_horizon, 161.0) == clock(50.0), (
         "and who never follows is doubted in the end"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
+from p2pstore.errors import ProtocolError
 from p2pstore.gossip.checkpoints import HeadBody, SwitchBody, checkpoint_digest
 from p2pstore.gossip.exchange.digests import (
     Run,
@@ -41,10 +43,11 @@ from p2pstore.gossip.records import (
     Tier,
     TransportOffer,
     decode_location,
+    floor_of_keys,
     format_peer_id,
+    keys_of_floor,
     location_hash,
     member_of,
-    namespace_of_floor,
     peer_id_from_public_key,
     sign_cluster_record,
     sign_peer_record,
@@ -180,14 +183,17 @@ def test_peer_record() -> None:
         floors_horizon=11,
         directory=1,
         checkpoints=[Participation(b"n", b"v", 1, 500, True, b"c", "w", 7)],
+        floors_end=12,
+        floors_hash=13,
+        floors_seen=14,
     )
     signer = RecordingSigner()
     signed = sign_peer_record(record, signer)
     assert signed.body.hex() == (
-        "dc001a01c426002408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
+        "dc001d01c426002408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
         "1c1d1e1fa764656661756c74a46e6f6465cf0000018bcfe5680002c4016891ae31302e302e302e31"
         "3a313739343691ae31302e302e302e313a3137393437a22f739192a3746370c401709192c4037365"
-        "67cd100003040506079308090ac3a1780101c401740b019198c4016ec4017601cd01f4c3c40163a17707"
+        "67cd100003040506079308090ac3a1780101c401740b019198c4016ec4017601cd01f4c3c40163a177070c0d0e"
     )
     assert signer.message == b"p2pstore peer record 1\0" + signed.body
     assert decode_body(PeerRecord, signed.body) == record
@@ -262,13 +268,22 @@ def test_horizon_hash() -> None:
     assert hash_stamps({2: 3, 1: 1 << 56}) == 977_694_753_469_879_511
 
 
-def test_what_a_floor_of_a_key_says() -> None:
-    body = FloorBody(bytes(range(16)))
-    assert encode_body(body).hex() == "91c410000102030405060708090a0b0c0d0e0f"
-    record = ClusterRecord(1, int(ClusterRecordKind.FLOOR), bytes(16), 1, 2, PEER)
-    assert namespace_of_floor(record) == b""
-    assert namespace_of_floor(replace(record, body=encode_body(body))) == bytes(range(16))
-    assert namespace_of_floor(replace(record, scope=1, body=encode_body(body))) == b""
+def test_what_floors_of_keys_say() -> None:
+    space, keys = bytes(range(16)), [b"a" * 16, b"b" * 16]
+    alone = floor_of_keys(keys[:1], space, Version(1, 2), PEER)
+    assert alone == ClusterRecord(
+        1, int(ClusterRecordKind.FLOOR), keys[0], 1, 2, PEER, 0, encode_body(FloorBody(space))
+    )
+    assert alone.body.hex() == "92c410000102030405060708090a0b0c0d0e0fc400"
+    assert decode_body(FloorBody, bytes.fromhex("91c410" + space.hex())) == FloorBody(space)
+    both = floor_of_keys(keys, space, Version(1, 2), PEER)
+    assert (both.scope, both.name.hex()) == (2, "3106330ede3673ae78e9b017358c794a")
+    assert both.body.hex() == f"92c410{space.hex()}c420{b''.join(keys).hex()}"
+    assert keys_of_floor(alone) == (keys[0],)
+    assert keys_of_floor(both) == tuple(keys)
+    for nonsense in (b"", bytes(15), bytes(16 * 65)):
+        with pytest.raises(ProtocolError):
+            keys_of_floor(replace(both, body=encode_body(FloorBody(space, nonsense))))
 
 
 def test_cluster_record() -> None:

@@ -364,7 +364,6 @@ def test_floors_are_seen_at_once_and_newer_versions_count() -> None:
     assert not asks(client, KEYS[0])
     assert client.contains(KEYS[0]) is True
     assert client.only_members(KEYS[0]) == [1]
-    records._remove(*next(iter(records._kept.items())))
     older, signed = floor(0, 4)
     assert records.offer(older, signed)
     assert client.contains(KEYS[0]) is True
@@ -378,8 +377,7 @@ def test_floors_with_names_that_are_no_digests_do_no_harm(name: bytes) -> None:
     for clock in (5, 6):
         record, signed = floor(0, clock)
         assert records.offer(replace(record, name=name), signed)
-    assert records.floor_count == 1
-    records._remove(*next(iter(records._kept.items())))
+    assert records.floors.count == 2
     assert not any(published.table.apart)
     assert not published.table.floor_clocks.any()
 

@@ -58,6 +58,8 @@ from p2pstore.gossip.records import (
 
 MAX_CHECKS: Final = 40
 """Signatures of one delta that are checked: 4 ms."""
+MAX_CLUSTER_BYTES: Final = 24 * 1024
+"""Of cluster records in one delta that are taken in, and sent: 1,300 keys of floors, each 2 to 3 us of work."""
 MAX_READ_RECORDS: Final = 160
 """Peer records, and cluster records, of one delta that are looked at: 2 ms."""
 SEND_RECORDS: Final = MAX_CHECKS
@@ -178,7 +180,7 @@ class Knowledge:
                 self.cluster_records,
                 their_records,
                 SEND_RECORDS - len(records),
-                limit_bytes,
+                min(limit_bytes, MAX_CLUSTER_BYTES),
                 self._rng,
             )
             if their_records is not None
@@ -277,18 +279,21 @@ class Knowledge:
                 break
             if (pair := self.check_record(signed)) is not None:
                 records.append(pair)
+        cluster_bytes = 0
         for signed in delta.cluster_records[:MAX_READ_RECORDS]:
-            if len(records) + len(cluster_records) == MAX_CHECKS:
+            full = len(records) + len(cluster_records) == MAX_CHECKS
+            if full or cluster_bytes > MAX_CLUSTER_BYTES:
                 break
             if (record := self._check_cluster_record(signed, now)) is not None:
                 cluster_records.append((record, signed))
+                cluster_bytes += len(signed.body)
         return records, cluster_records
 
     def _check_cluster_record(self, signed: SignedRecord, now: float) -> ClusterRecord | None:
         """A cluster record that is right; None for one that is no news, or of a format that is not known.
         Raises `ProtocolError`."""
         try:
-            if not self.cluster_records.wants(read_cluster_record(signed)):
+            if not self.cluster_records.wants(read_cluster_record(signed), signed):
                 return None
         except NewerFormat:
             return None

@@ -371,7 +371,7 @@ class Exchanges:
         return (
             state is not None
             and state.signed is not None
-            and state.floors_horizon != self._records.horizon_hash
+            and state.floors_horizon != self._records.floors.horizon_hash
         )
 
 

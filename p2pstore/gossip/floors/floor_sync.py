@@ -1,28 +1,36 @@
-"""Has this peer heard of every floor? What a peer that was away, or cut off, must find out. Pure.
+"""Has this peer heard of every floor, and which floors have all living members heard of? Pure.
 
-*Seen* (see `floor_stamps`) is established by comparing epochs. Every few seconds a peer asks another for
-its view of the last settled epoch. When their hashes of that epoch agree, whatever the other has seen up
-to the epoch's end, this peer has seen as well: the answer names it, writer by writer. The other's own
-floors are complete by nature, and it promises to make no more below that end.
+*Seen* (see `floor_stamps`) says up to where this peer has heard of each writer's floors. Two ways establish it.
 
-With every answer comes the other's *horizon*: floors up to there it has dropped. A floor below the
-horizon that this peer had not seen may have forbidden one of its copies, and nobody can tell any more.
-So copies that are not newer than the newest such floor can be are to be discarded (`take_distrusted`),
-and then the horizon becomes this peer's own. A cluster that is in touch drops only floors that all have
-seen, so nothing is discarded there.
+1. Every few seconds a peer asks another for its view of the last settled epoch. When their hashes of the floors below
+   that epoch's end agree, whatever the other has seen up to there, this peer has seen as well: the answer names it,
+   writer by writer. The other's own floors are complete by nature, and it promises to make no more below that end.
+2. Every peer's signed record announces the hash of the floors that it has below a recent end, with the same promise. A
+   peer with the same hash has seen the announcing peer's floors up to there. The record also says up to where its peer
+   has found all other living members to agree (`floors_seen`).
 
-A member that has just come (back) and whose record does not show the same horizon may still hold such
-copies: until it does, this peer does not believe its locations of such versions (`doubted_up_to`).
+*Compaction* waits for 2.: floors are dropped only up to where this peer agrees with every living member, and every
+living member says that it agrees with all of them. A member that confirms nothing for ten minutes while floors are
+crowded is not waited for any longer, as if it were away. What crowds out compaction slows the writers down
+(`core.floors`); it never drops a floor early.
+
+With every answer comes the other's *horizon*: floors up to there it has dropped. A floor below the horizon that this
+peer had not seen may have forbidden one of its copies, and nobody can tell any more. So a peer that was away discards
+copies that are not newer than the newest such floor can be (`take_distrusted`), and then takes the horizon over.
+
+A member that has just come (back) and whose record does not show the same horizon may still hold such copies: until it
+does, this peer does not believe its locations of such versions (`doubted_up_to`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.floors.floor_set import COMPACT_ABOVE, SLICE_BITS
 from p2pstore.gossip.floors.floor_stamps import (
     Stamps,
     newest_unseen,
@@ -38,6 +46,30 @@ COMPARE_SOON_SECONDS: Final = 0.5
 """Shortest time between two comparisons when another horizon was seen."""
 CATCH_UP_SECONDS: Final = 60.0
 """How long a member that was here all the time may take to follow a horizon."""
+EPOCH_BITS: Final = 31
+"""An epoch is 32.8 s: 2^31 of the hybrid clock, which counts 65,536 a millisecond."""
+EPOCHS_BACK: Final = 4
+"""Questions about older epochs are not answered."""
+ANNOUNCED_BACK: Final = clock_from_unix_seconds(600.0)
+"""Nor are older announcements compared."""
+SETTLE_SECONDS: Final = 3.0
+"""Floors are announced when they are this old: they ought to have been heard of everywhere by then."""
+CROWDED: Final = COMPACT_ABOVE / 2
+"""Above this share of the limit a peer announces its floors although nothing else of its record has changed."""
+HURRY_ABOVE: Final = 0.9
+"""Above this share every peer compacts, not only the first of the living."""
+PATIENCE_SECONDS: Final = 300.0
+"""Shortest time for which a living member that confirms nothing is waited for."""
+SAVED_SLACK: Final = clock_from_unix_seconds(30.0)
+"""Floors stay for so long after all have confirmed them: a peer that is killed knows only what it had saved that it had
+seen, every ten seconds, and would distrust its objects when it is back."""
+GONE_SECONDS: Final = 60.0
+"""How long a member that died is waited for: until all have heard of it, some may count it among the living."""
+GONE_SLACK: Final = clock_from_unix_seconds(180.0)
+"""Floors of members that are gone stay so much longer: who has seen them spreads by questions and answers only."""
+LOST_AFTER: Final = clock_from_unix_seconds(3600.0)
+"""Of a writer that is gone, older floors which no living member has heard of are given up: else what nobody can confirm
+would crowd out everything else."""
 LONGEST_ABSENCE: Final = clock_from_unix_seconds(30 * 86_400.0)
 """A peer that was away for longer than 30 days is trusted with nothing it kept: older stamps are
 forgotten."""
@@ -51,6 +83,29 @@ class FloorAnswer:
     epoch_end: int = 0
     seen: Stamps = field(default_factory=dict)
     horizon: Stamps = field(default_factory=dict)
+
+
+class ShownFloors(Protocol):
+    """What a member's latest record says of floors."""
+
+    @property
+    def member(self) -> Member: ...
+    @property
+    def floors_horizon(self) -> int: ...
+    @property
+    def floors_end(self) -> int: ...
+    @property
+    def floors_hash(self) -> int: ...
+    @property
+    def floors_seen(self) -> int: ...
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Up to where a member was found to agree, and since when that has not moved."""
+
+    agreed: int
+    since: float
 
 
 class FloorSync:
@@ -71,7 +126,9 @@ class FloorSync:
         self.newest_heard = 0
         """The highest clock of any version of which a location was heard of."""
         self._me = me
+        self._floors = records.floors
         self._started_clock: int | None = None
+        self._started_at = math.inf
         self._accepts_clock = accepts_clock
         self._wall_clock = wall_clock
         self._distrusted = 0
@@ -80,11 +137,22 @@ class FloorSync:
         self._horizon_hash = 0
         self._horizon_since = -math.inf
         self._unproven: set[Member] = set()
+        self._agreed: dict[Member, int] = {}
+        """Member -> end below which it announced the same floors as this peer has."""
+        self._living = {me}
+        self._gone_at: dict[Member, float] = {}
+        self._waiting: dict[Member, _Waiting] = {}
+        self._announced_end = 0
+        self._agreed_by_all = 0
+        self.waits_for: list[Member] = []
+        """Living members that have not confirmed floors for a while, though floors are crowded."""
+        self.passed_over: list[Member] = []
+        """Those of them that are not waited for any longer."""
 
     def load(self, seen: Mapping[Member, int]) -> None:
         """What was seen in an earlier life, from the state directory; the records were loaded before."""
         self.seen = dict(seen)
-        self._distrusted = newest_unseen(self.records.horizon, self.seen)
+        self._distrusted = newest_unseen(self._floors.horizon, self.seen)
 
     # --- comparing ---------------------------------------------------------------------------
 
@@ -99,16 +167,30 @@ class FloorSync:
             self._compared_soon_at = now
         else:
             return 0, 0
-        end, epoch_hash = self.records.settled_epoch(self._wall_clock(now))
+        if self._started_clock is None:
+            return 0, 0
+        end, epoch_hash = self.settled_epoch(self._wall_clock(now))
         # Accepted, the end raises this peer's clock: no floor that it makes from now on is below.
         return (end, epoch_hash) if end and self._accepts_clock(end, now) else (0, 0)
+
+    def settled_epoch(self, clock_now: int) -> tuple[int, int]:
+        """The end of an epoch, 33 to 66 s ago, and the hash of the floors below it."""
+        end = ((clock_now >> EPOCH_BITS) - 1) << EPOCH_BITS
+        return end, self._floors.hash_below(end)
+
+    def _agrees(self, epoch_end: int, epoch_hash: int, clock_now: int) -> bool:
+        """Whether the floors known here below the end of an epoch have this hash."""
+        number, rest = divmod(epoch_end, 1 << EPOCH_BITS)
+        last = clock_now >> EPOCH_BITS
+        known = not rest and last - EPOCHS_BACK < number <= last
+        return known and self._floors.hash_below(epoch_end) == epoch_hash
 
     def answer(self, epoch_end: int, epoch_hash: int, now: float) -> FloorAnswer:
         """Answer another peer's question."""
         if not epoch_end:
             return FloorAnswer()
-        horizon = self.records.horizon
-        agrees = self.records.agrees(epoch_end, epoch_hash)
+        horizon = self._floors.horizon
+        agrees = self._agrees(epoch_end, epoch_hash, self._wall_clock(now))
         if not agrees or not self._accepts_clock(
             epoch_end, now
         ):  # which raises the clock, as above
@@ -130,7 +212,7 @@ class FloorSync:
         horizon = without_older(answer.horizon, oldest)
         if horizon and not self._accepts_clock(max(horizon.values()), now):
             return  # one of the two clocks is wrong: nothing that is said of time can be believed
-        self.records.raise_horizon(horizon)
+        self._floors.raise_horizon(horizon)
         self._follow(horizon)
         self._note_horizon(now)
         agreed = asked_end > 0 and answer.epoch_end == asked_end
@@ -142,30 +224,128 @@ class FloorSync:
         raise_stamps(self.seen, {member: min(asked_end, stamp) for member, stamp in seen.items()})
         raise_stamps(self.seen, {self._me: asked_end})
 
+    # --- announcing --------------------------------------------------------------------------
+
+    @property
+    def crowded(self) -> bool:
+        """Whether members are to hear soon of which floors this peer has."""
+        return self._floors.crowding > CROWDED
+
+    def announcement(self, now: float, head_interval_seconds: float) -> tuple[int, int, int]:
+        """`floors_end`, `floors_hash` and `floors_seen` for this peer's record, which others hear of after
+        `head_interval_seconds`. The end is 1 while there is nothing to say: 0 means an older peer."""
+        settle = max(SETTLE_SECONDS, head_interval_seconds / 4)
+        end = self._wall_clock(now) - clock_from_unix_seconds(settle)
+        end = end >> SLICE_BITS << SLICE_BITS
+        ready = self.synchronised and not self._floors.purging and end > 0
+        # Accepted, the end raises this peer's clock: no floor that it makes from now on is below.
+        if not ready or not self._accepts_clock(end, now):
+            return 1, 0, self._agreed_by_all
+        raise_stamps(self.seen, {self._me: end})
+        self._announced_end = max(self._announced_end, end)
+        return end, self._floors.hash_below(end), self._agreed_by_all
+
+    def _compare(self, members: Sequence[ShownFloors], now: float) -> None:
+        """Note which members announced the same floors as this peer has."""
+        clock_now = self._wall_clock(now)
+        hashes: dict[int, int] = {}
+        for shown in members:
+            end = shown.floors_end
+            new = end > max(self._agreed.get(shown.member, 0), clock_now - ANNOUNCED_BACK)
+            if not new or end % (1 << SLICE_BITS):
+                continue
+            if shown.floors_horizon != self._floors.horizon_hash:
+                continue
+            # The member's clock may be ahead. No floor that this peer makes from now on is below the end.
+            if not self._accepts_clock(end, now):
+                continue
+            if end not in hashes:
+                hashes[end] = self._floors.hash_below(end)
+            if hashes[end] == shown.floors_hash:
+                self._agreed[shown.member] = end
+                raise_stamps(self.seen, {shown.member: end})
+
+    def _settle_agreement(self, members: Sequence[ShownFloors], now: float) -> int:
+        """Up to where floors may be dropped: all members agree with this peer and say that they agree with all."""
+        patience = max(self._floors.kept_seconds, PATIENCE_SECONDS)
+        mine, everybody = self._announced_end, self._announced_end
+        waits_for, passed_over = [], []
+        for shown in members:
+            agreed = self._agreed.get(shown.member, 0)
+            waiting = self._waiting.setdefault(shown.member, _Waiting(agreed, now))
+            if agreed > waiting.agreed:
+                waiting.agreed, waiting.since = agreed, now
+            if now > waiting.since + patience:
+                passed_over.append(shown.member)
+                continue
+            if now > waiting.since + patience / 20:
+                waits_for.append(shown.member)
+            mine = min(mine, agreed)
+            everybody = min(everybody, agreed, shown.floors_seen)
+        mine = min([mine, *(self._agreed.get(member, 0) for member in self._gone_at)])
+        self._agreed_by_all = mine
+        self.waits_for, self.passed_over = waits_for, passed_over
+        return min(everybody, self._agreed_by_all) - SAVED_SLACK
+
+    def _compact(self, members: Sequence[ShownFloors], now: float) -> None:
+        up_to = self._settle_agreement(members, now)
+        if now < self._started_at + GONE_SECONDS:
+            return  # members of before the start may be about to come back, too
+        living = self._living
+        if self._me != min(living) and self._floors.crowding <= HURRY_ABOVE:
+            return
+        clock_now = self._wall_clock(now)
+        confirmed = {
+            writer: self.seen.get(writer, 0)
+            if writer in living
+            else max(min(self.seen.get(writer, 0), clock_now - GONE_SLACK), up_to - LOST_AFTER)
+            for writer in self._floors.writers
+        }
+        self._floors.raise_horizon(self._floors.compaction(up_to, confirmed, clock_now))
+
     # --- time --------------------------------------------------------------------------------
 
-    def housekeep(self, now: float, *, alone: bool, shown: Callable[[Member], int]) -> None:
-        """Do what is due a few times a second. `alone`: there is nobody else, nor anybody to wait for.
-        `shown(member)` is the horizon's hash in a member's record."""
+    def housekeep(self, now: float, *, alone: bool, members: Sequence[ShownFloors]) -> None:
+        """Do what is due a few times a second. `alone`: there is nobody else, nor anybody to wait for. `members` are
+        the other living members."""
         clock_now = self._wall_clock(now)
         if self._started_clock is None:
-            self._started_clock = clock_now
-        self.records.roll_epochs(clock_now)
+            self._started_clock, self._started_at = clock_now, now
+        self.records.note_time(clock_now)
         if alone:
             self.synchronised = True
-            end, _ = self.records.settled_epoch(clock_now)
+            end, _ = self.settled_epoch(clock_now)
             raise_stamps(self.seen, {self._me: end})
-        before = self.records.horizon_hash
-        self.records.compact(self.seen, clock_now)
-        if self.records.horizon_hash != before:
-            self._follow(self.records.horizon)
+        if self._gone_at:
+            self._forget_gone(now)
+        if not self.crowded:
+            self._waiting.clear()
+            self.waits_for, self.passed_over = [], []
+        else:
+            self._living = {shown.member for shown in members} | {self._me}
+            self._compare(members, now)
+            self._compact(members, now)
         self.records.purge()
         oldest = self._oldest(now)
-        self.records.forget_horizon(oldest)
+        self._floors.forget_horizon(oldest)
         if min(self.seen.values(), default=oldest + 1) <= oldest:
             self.seen = without_older(self.seen, oldest)
         self._note_horizon(now)
-        self._unproven = {m for m in self._unproven if shown(m) != self._horizon_hash}
+        proven = {m.member for m in members if m.floors_horizon == self._horizon_hash}
+        self._unproven -= proven
+        late = now > self._horizon_since + CATCH_UP_SECONDS
+        self._floors.doubt_members(bool(self._unproven) or (late and len(proven) < len(members)))
+
+    def _forget_gone(self, now: float) -> None:
+        """Members that died so long ago that all have heard of it are not waited for any more."""
+        forgotten = [m for m, gone_at in self._gone_at.items() if now > gone_at + GONE_SECONDS]
+        if not forgotten:
+            return
+        for member in forgotten:
+            self._agreed.pop(member, None)
+            self._waiting.pop(member, None)
+        # A dictionary that was large once stays so: a smaller one takes its place.
+        self._gone_at = {m: at for m, at in self._gone_at.items() if m not in set(forgotten)}
 
     def heard_of(self, operations: bytes | bytearray | memoryview, now: float) -> None:
         """Locations were heard of, in packed records. Those from a clock that is too far ahead do not
@@ -184,18 +364,29 @@ class FloorSync:
     def came(self, member: Member) -> None:
         """A member has just come, or come back."""
         self._unproven.add(member)
+        self._floors.doubt_members(True)
+        self._gone_at.pop(member, None)
+        self._waiting.pop(member, None)
 
-    def went(self, member: Member) -> None:
+    def went(self, member: Member, now: float) -> None:
         """A member is gone."""
         self._unproven.discard(member)
+        self._gone_at[member] = now
+
+    def expelled(self, member: Member) -> None:
+        """A member does not belong to the cluster any more: nothing of it is waited for."""
+        self._unproven.discard(member)
+        self._gone_at.pop(member, None)
+        self._agreed.pop(member, None)
+        self._waiting.pop(member, None)
 
     def doubted_up_to(self, member: Member, shown: int | None, now: float) -> int:
         """The member's copies of versions up to this clock may have been removed while it was away; -1 when
         all of them are believed. `shown` is the horizon's hash in its record, None without one."""
-        if shown == self.records.horizon_hash:
+        if shown == self._floors.horizon_hash:
             return -1
         late = member in self._unproven or now > self._horizon_since + CATCH_UP_SECONDS
-        return self.records.compacted_before if late else -1
+        return self._floors.compacted_before if late else -1
 
     def was_away_too_long(self, last_clock: int, now: float) -> bool:
         """Whether a peer whose clock last stood at `last_clock` may have missed floors whose stamps are
@@ -205,12 +396,14 @@ class FloorSync:
     def _follow(self, horizon: Mapping[Member, int]) -> None:
         """Distrust what floors may have forbidden that were dropped before they were seen here. After that
         nothing is to be feared of them: they count as seen, or the same copies would go again and again."""
-        self._distrusted = max(self._distrusted, newest_unseen(horizon, self.seen))
+        lost = self._agreed_by_all - LOST_AFTER
+        seen = {w: max(self.seen.get(w, 0), 0 if w in self._living else lost) for w in horizon}
+        self._distrusted = max(self._distrusted, newest_unseen(horizon, seen))
         raise_stamps(self.seen, horizon)
 
     def _note_horizon(self, now: float) -> None:
-        if self._horizon_hash != self.records.horizon_hash:
-            self._horizon_hash, self._horizon_since = self.records.horizon_hash, now
+        if self._horizon_hash != self._floors.horizon_hash:
+            self._horizon_hash, self._horizon_since = self._floors.horizon_hash, now
 
     def _oldest(self, now: float) -> int:
         return max(0, self._wall_clock(now) - LONGEST_ABSENCE)

@@ -59,6 +59,7 @@ class PublishedLocations:
         self.table = table
         self.apart = ApartKeys(table.apart)
         self._words = table.words
+        self._forbidden_up_to = 0
 
     def begin(self) -> None:
         """Rows or links are about to be changed."""
@@ -76,7 +77,12 @@ class PublishedLocations:
 
     def forbid_up_to(self, clock: int) -> None:
         """Versions up to this clock may be forbidden: of those, clients ask."""
+        self._forbidden_up_to = max(self._forbidden_up_to, clock)
         self._words[Word.BELIEVED_AFTER] = max(self._words[Word.BELIEVED_AFTER], clock)
+
+    def doubt_up_to(self, clock: int) -> None:
+        """As `forbid_up_to`, until the next call: some member's copies of versions up to this clock are not believed."""
+        self._words[Word.BELIEVED_AFTER] = max(self._forbidden_up_to, clock)
 
     def forbid_key_up_to(self, digest: bytes, clock: int) -> None:
         """`forbid_up_to` for one key. It is not taken back: what is newer counts all the same. What is no digest is

@@ -117,6 +117,9 @@ class MemberState:
     ssd_used: int = 0
     directory: int = 0
     floors_horizon: int = 0
+    floors_end: int = 0
+    floors_hash: int = 0
+    floors_seen: int = 0
     leaving: bool = False
     """Whether it says there that it left on purpose."""
     checkpoints: tuple[Participation, ...] = ()
@@ -144,6 +147,8 @@ class MemberState:
         self.memory_capacity, self.memory_used = record.memory_capacity, record.memory_used
         self.ssd_capacity, self.ssd_used = record.ssd_capacity, record.ssd_used
         self.directory, self.floors_horizon = record.directory, record.floors_horizon
+        self.floors_end, self.floors_hash = record.floors_end, record.floors_hash
+        self.floors_seen = record.floors_seen
         self.leaving = record.leaving
         self.checkpoints = tuple(record.checkpoints[:MAX_PARTICIPATIONS])
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
 from p2pstore.gossip.config import GossipConfig
-from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.members.membership import MAX_INCARNATION, Membership
 from p2pstore.gossip.records import PeerRecord, SignedRecord, Signer, sign_peer_record
+
+FLOORS_SECONDS: Final = 1.0
+"""Shortest time between two signatures made only to announce which floors this peer has."""
 
 
 class OwnRecord:
@@ -24,7 +28,7 @@ class OwnRecord:
         config: GossipConfig,
         membership: Membership,
         log: OwnLog,
-        cluster_records: ClusterRecords,
+        floors: FloorSync,
     ) -> None:
         self.leaving = False
         self.duplicate: PeerRecord | None = None
@@ -34,7 +38,7 @@ class OwnRecord:
         self._config = config
         self._membership = membership
         self._log = log
-        self._cluster_records = cluster_records
+        self._floors = floors
         self._changed = True
         self._signed_at = -math.inf
 
@@ -50,11 +54,16 @@ class OwnRecord:
         """The record, signed anew when something changed."""
         own = self._membership.own
         interval = self._config.head_interval_seconds(len(self._membership.live()))
+        horizon = self._floors.records.floors.horizon_hash
         moved = own.signed is not None and (
-            own.log_sequence != self._log.sequence
-            or own.floors_horizon != self._cluster_records.horizon_hash
+            own.log_sequence != self._log.sequence or own.floors_horizon != horizon
         )
-        if self._changed or (moved and now >= self._signed_at + interval):
+        if (
+            self._changed
+            or (moved and now >= self._signed_at + interval)
+            or (self._floors.crowded and now >= self._signed_at + max(interval, FLOORS_SECONDS))
+        ):
+            end, floors_hash, seen = self._floors.announcement(now, interval)
             record = msgspec.structs.replace(
                 self.describe(),
                 peer_id=own.peer_id,
@@ -63,7 +72,10 @@ class OwnRecord:
                 sequence=own.record_sequence + 1,
                 head=self._log.head,
                 leaving=self.leaving,
-                floors_horizon=self._cluster_records.horizon_hash,
+                floors_horizon=horizon,
+                floors_end=end,
+                floors_hash=floors_hash,
+                floors_seen=seen,
             )
             self._membership.observe_record(record, sign_peer_record(record, self._signer), now)
             self._changed, self._signed_at = False, now

@@ -23,6 +23,8 @@ CLOCK_REFUSED_SECONDS: Final = 10.0
 DISTRUST: Final = 3
 """Of 8: probes and suspicions take four times as long, and more."""
 LEASED_SHARE: Final = 0.9
+FLOORS_PERMILLE: Final = 800
+"""From here on removals are slowed down."""
 FAILED_PUTS: Final = 0.01
 """Of all."""
 OVERLOADED_PERMILLE: Final = 1000
@@ -71,6 +73,12 @@ class Facts:
     leased_share: float = 0.0
     lost_rdma_devices: int = 0
     lacking: int = 0
+    floors_permille: int = 0
+    """How much of the room for removals that are remembered is used."""
+    floors_wait_for: Sequence[str] = ()
+    """Living members that have not confirmed them."""
+    distrusted: int = 0
+    """How often this peer discarded older objects, as others had forgotten what was removed meanwhile."""
     ssd: SsdReading | None = None
     lately: Mapping[str, int] = field(default_factory=dict)
     failed_checkpoints: Sequence[FailedCheckpoint] = ()
@@ -267,6 +275,30 @@ def _copies(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _floors(facts: Facts) -> Iterator[Finding]:
+    if facts.floors_permille >= FLOORS_PERMILLE:
+        waits = len(facts.floors_wait_for)
+        cause = "more keys are removed and overwritten than all peers can confirm to have heard of"
+        cure = "wait, or remove less; whole namespaces are removed by one `mooncake-p2p flush`"
+        if waits:
+            cause = f"{_names(facts.floors_wait_for, waits)} did not confirm to have heard of them"
+            cure = "look at their clocks, load and version; after ten minutes they are not waited for any longer"
+        yield warning(
+            "removals",
+            f"Removals are slowed down: {facts.floors_permille / 10:.0f} % of the room for those that are remembered "
+            "is used",
+            cause,
+            cure,
+        )
+    if facts.distrusted:
+        yield warning(
+            "removals",
+            f"This peer discarded older objects {_count(facts.distrusted, 'time', 'times')} since it started",
+            "it was out of touch for so long that others have forgotten which keys were removed meanwhile",
+            "look in the log for how long its network or process stood still; what others hold is not concerned",
+        )
+
+
 def _kept(facts: Facts) -> Iterator[Finding]:
     if facts.kept_damaged:
         yield warning(
@@ -329,7 +361,7 @@ def _checkpoints(facts: Facts) -> Iterator[Finding]:
 
 
 _JUDGES: Final[Sequence[Callable[[Facts], Iterator[Finding]]]] = (
-    *(_this_peer, _members, _copies, _kept, _ssd, _transports, _checkpoints),
+    *(_this_peer, _members, _copies, _floors, _kept, _ssd, _transports, _checkpoints),
 )
 
 

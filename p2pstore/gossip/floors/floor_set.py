@@ -1,0 +1,316 @@
+"""The floors of one peer: which versions are forbidden, in order of time, and how many may be kept. Pure.
+
+A floor record forbids all copies of one key, of some keys of a namespace, or of all its keys, up to its version.
+Records are never changed nor replaced: a record leaves the set only when the *horizon* of its writer passes it. So two
+peers have known the same floors exactly when the hashes of their sets are equal, whatever order they heard them in.
+
+Records lie in slices of one second of the hybrid clock. A slice has a hash, so the hash of all records below the end
+of a slice (`hash_below`) takes a step for each later slice.
+
+The horizon says, writer by writer, up to which stamp floors were dropped. Nobody takes them in again, so that all
+peers' sets stay alike. Records go in steps (`purge`): an event loop that is held up declares others dead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
+
+from p2pstore.gossip.floors.floor_stamps import Stamps, hash_stamps, raise_stamps, without_older
+from p2pstore.gossip.locations.published_locations import PublishedLocations
+from p2pstore.gossip.records import (
+    SCOPE_NAMESPACE,
+    ClusterRecord,
+    Member,
+    SignedRecord,
+    keys_of_floor,
+    member_of,
+    read_cluster_record,
+)
+from p2pstore.objects import ZERO_VERSION, Version, clock_from_unix_seconds
+
+DEFAULT_LIMIT: Final = 500_000
+"""Keys of floors: what 64 MiB hold when they come in batches."""
+DEFAULT_LIMIT_BYTES: Final = 64 * 1024 * 1024
+DEFAULT_KEPT_SECONDS: Final = 600.0
+RECORD_BYTES: Final = 520
+"""Memory of a record beside its body, and of a key beside its record: measured, CPython 3.11, x86-64."""
+KEY_BYTES: Final = 115
+
+COMPACT_ABOVE: Final = 0.5
+"""Shares of the limit. Above this one, floors go that are older than ten minutes, down to ..."""
+COMPACT_TO: Final = 0.4
+COMPACT_YOUNG_ABOVE: Final = 0.7
+"""... and above this one those go that are younger, too."""
+REFUSE_ABOVE: Final = 2.0
+"""Above this one, floors of others are not taken in before some have gone: memory is bounded, and nothing is lost,
+since those who have them offer them again."""
+SLICE_BITS: Final = 26
+"""A slice of time is 1.024 s: 2^26 of the hybrid clock, which counts 65,536 a millisecond."""
+LOOKED_AT: Final = 2_000
+"""Of the oldest floors, before a horizon is raised."""
+MINUTE_BITS: Final = 32
+"""A minute is 64 slices. There are at most some ten thousands of minutes, however many slices."""
+
+
+@dataclass(slots=True, eq=False)
+class Floor:
+    """One record. `hash` is the xxh3-64 of its body, `keys` how many it forbids (1 for a namespace)."""
+
+    signed: SignedRecord
+    hash: int
+    version: Version
+    signer: Member
+    keys: int
+
+    @property
+    def cost_bytes(self) -> int:
+        """Estimate of the memory it takes."""
+        return RECORD_BYTES + len(self.signed.body) + KEY_BYTES * self.keys
+
+
+@dataclass(slots=True)
+class _Slice:
+    hash: int = 0
+    floors: list[Floor] = field(default_factory=list)
+
+
+class FloorSet:
+    """See the module's docstring. `published` is where clients see what floors forbid."""
+
+    def __init__(
+        self,
+        limit: int = DEFAULT_LIMIT,
+        limit_bytes: int = DEFAULT_LIMIT_BYTES,
+        kept_seconds: float = DEFAULT_KEPT_SECONDS,
+        published: PublishedLocations | None = None,
+    ) -> None:
+        self.limit = limit
+        """Keys of floors, which their writers do not exceed (`core.floors`)."""
+        self.limit_bytes = limit_bytes
+        self.kept_seconds = kept_seconds
+        """Younger floors stay while there is room."""
+        self.horizon: Stamps = {}
+        """Writer -> clock up to which its floors are gone. Raise it with `raise_horizon` only."""
+        self.horizon_hash = 0
+        self.compacted_before = 0
+        """The highest stamp of the horizon: no floor above it was dropped."""
+        self.count = 0
+        """Keys and namespaces that floors forbid, each as often as there is a floor for it."""
+        self._cost_bytes = 0
+        self._hash = 0
+        self._published = published
+        self._doubting = False
+        self._keys: dict[bytes, Floor] = {}
+        """The highest floor of each key ..."""
+        self._namespaces: dict[bytes, Floor] = {}
+        """... and of each namespace."""
+        self._slices: dict[int, _Slice] = {}
+        self._newest = -1
+        """No slice has a higher number."""
+        self._minutes: Counter[int] = Counter()
+        """Keys in each minute."""
+        self._records_of: Counter[Member] = Counter()
+        self._to_purge: list[int] = []
+        """Minutes that the horizon has reached since they were looked at last, the oldest last ..."""
+        self._in_minute: list[int] = []
+        """... and slices of the one being looked at."""
+
+    # --- asking ------------------------------------------------------------------------------
+
+    def floor_for(self, key_digest: bytes, namespace_digest: bytes | None = None) -> Version:
+        """The highest version that is forbidden for the key; `ZERO_VERSION` when none is."""
+        of_key = self._keys.get(key_digest)
+        of_all = None if namespace_digest is None else self._namespaces.get(namespace_digest)
+        if of_key is None:
+            return ZERO_VERSION if of_all is None else of_all.version
+        return of_key.version if of_all is None else max(of_key.version, of_all.version)
+
+    def forbids(self, digest: bytes, namespace_digest: bytes | None, version: Version) -> bool:
+        """Whether copies of this version may not exist. Without a namespace, by the key's floor."""
+        floor = self.floor_for(digest, namespace_digest)
+        return floor is not ZERO_VERSION and floor.covers(version)
+
+    def is_dropped(self, record: ClusterRecord) -> bool:
+        """Whether the horizon has passed this floor, so that nobody takes it in any more."""
+        return bool(self.horizon) and record.clock <= self.horizon.get(member_of(record.signer), 0)
+
+    @property
+    def crowding(self) -> float:
+        """Which share of the limit is used."""
+        return max(self.count / max(1, self.limit), self._cost_bytes / max(1, self.limit_bytes))
+
+    def hash_below(self, end: int) -> int:
+        """XOR of the hashes of all records with a clock below `end`, the end of a slice."""
+        total = self._hash
+        for number in range(end >> SLICE_BITS, self._newest + 1):
+            part = self._slices.get(number)
+            if part is not None:
+                total ^= part.hash
+        return total
+
+    # --- changing ----------------------------------------------------------------------------
+
+    def add(self, record: ClusterRecord, signed: SignedRecord, record_hash: int) -> Floor:
+        """Keep a floor that is not here yet and that `is_dropped` does not refuse."""
+        digests = keys_of_floor(record)
+        floor = Floor(
+            signed, record_hash, record.version, member_of(record.signer), max(1, len(digests))
+        )
+        index = self._namespaces if record.scope == SCOPE_NAMESPACE else self._keys
+        for digest in digests:
+            known = index.get(digest)
+            if known is None or floor.version > known.version:
+                index[digest] = floor
+        self._publish(record, digests)
+        number = record.clock >> SLICE_BITS
+        part = self._slices.get(number)
+        if part is None:
+            part = self._slices[number] = _Slice()
+            self._newest = max(self._newest, number)
+        part.floors.append(floor)
+        self._tally(floor, part, 1)
+        return floor
+
+    def _tally(self, floor: Floor, part: _Slice, sign: int) -> None:
+        """Count a floor in (1) or out (-1)."""
+        part.hash ^= floor.hash
+        self._hash ^= floor.hash
+        self.count += sign * floor.keys
+        self._cost_bytes += sign * floor.cost_bytes
+        for counter, key in (
+            (self._minutes, floor.version.clock >> MINUTE_BITS),
+            (self._records_of, floor.signer),
+        ):
+            counter[key] += sign * (floor.keys if counter is self._minutes else 1)
+            if not counter[key]:
+                del counter[key]
+
+    def _publish(self, record: ClusterRecord, digests: tuple[bytes, ...]) -> None:
+        if self._published is None:
+            return
+        if record.scope == SCOPE_NAMESPACE:
+            self._published.forbid_up_to(record.clock)
+        else:
+            for digest in digests:
+                self._published.forbid_key_up_to(digest, record.clock)
+
+    def raise_horizon(self, stamps: Mapping[Member, int]) -> bool:
+        """Floors up to these stamps are gone, here or elsewhere. Whether that was new."""
+        if not raise_stamps(self.horizon, stamps):
+            return False
+        self._horizon_changed()
+        self._in_minute = []
+        last = self.compacted_before >> MINUTE_BITS
+        self._to_purge = sorted((m for m in self._minutes if m <= last), reverse=True)
+        return True
+
+    def forget_horizon(self, oldest: int) -> None:
+        """Forget stamps up to `oldest`: no peer that was away for so long is trusted anyway."""
+        kept = without_older(self.horizon, oldest)
+        if len(kept) != len(self.horizon):
+            self.horizon = kept
+            self._horizon_changed()
+
+    def _horizon_changed(self) -> None:
+        self.horizon_hash = hash_stamps(self.horizon)
+        self.compacted_before = max(self.horizon.values(), default=0)
+        self.doubt_members(self._doubting)
+
+    def doubt_members(self, doubting: bool) -> None:
+        """Whether some member's copies of versions below the horizon are doubted: clients ask about these then."""
+        self._doubting = doubting
+        if self._published is not None:
+            self._published.doubt_up_to(self.compacted_before if doubting else 0)
+
+    @property
+    def purging(self) -> bool:
+        """Whether records below the horizon wait for `purge`."""
+        return bool(self._to_purge or self._in_minute)
+
+    def purge(self, limit_keys: int) -> list[tuple[Floor, ClusterRecord]]:
+        """Drop records below the horizon, slice by slice, until `limit_keys` keys were looked at."""
+        dropped: list[tuple[Floor, ClusterRecord]] = []
+        while self.purging and limit_keys > 0:
+            if not self._in_minute:
+                numbers = reversed(_slices_of(self._to_purge.pop()))
+                self._in_minute = [number for number in numbers if number in self._slices]
+                continue
+            number = self._in_minute.pop()
+            part = self._slices[number]
+            limit_keys -= sum(floor.keys for floor in part.floors)
+            going = [f for f in part.floors if f.version.clock <= self.horizon.get(f.signer, 0)]
+            if not going:
+                continue
+            part.floors = [
+                f for f in part.floors if f.version.clock > self.horizon.get(f.signer, 0)
+            ]
+            dropped += [(floor, self._drop(floor, part)) for floor in going]
+            if not part.floors:
+                del self._slices[number]
+        return dropped
+
+    def _drop(self, floor: Floor, part: _Slice) -> ClusterRecord:
+        record = read_cluster_record(floor.signed)
+        index = self._namespaces if record.scope == SCOPE_NAMESPACE else self._keys
+        for digest in keys_of_floor(record):
+            if index.get(digest) is floor:
+                del index[digest]
+        self._tally(floor, part, -1)
+        return record
+
+    # --- bounds ------------------------------------------------------------------------------
+
+    @property
+    def writers(self) -> list[Member]:
+        """Who wrote the floors that are kept."""
+        return list(self._records_of)
+
+    def compaction(self, agreed: int, confirmed: Mapping[Member, int], clock_now: int) -> Stamps:
+        """The horizon that leaves four tenths of the limit, as far as it can: never above `agreed`, below which all
+        living members have the same floors, nor above what is `confirmed` of a writer."""
+        crowding = self.crowding
+        if crowding <= COMPACT_ABOVE or self.purging:
+            return {}
+        if crowding <= COMPACT_YOUNG_ABOVE:
+            agreed = min(agreed, clock_now - clock_from_unix_seconds(self.kept_seconds))
+        before = min(self._cut(1.0 - COMPACT_TO / crowding), agreed) - 1
+        stamps = {writer: min(before, confirmed.get(writer, 0)) for writer in self._records_of}
+        return stamps if self._would_drop(stamps) else {}
+
+    def _would_drop(self, stamps: Mapping[Member, int]) -> bool:
+        """Whether a horizon drops any of the oldest floors: each new one costs all peers a few messages."""
+        for floor in islice(self._oldest_first(), LOOKED_AT):
+            if floor.version.clock <= stamps.get(floor.signer, 0):
+                return True
+        return False
+
+    def _oldest_first(self) -> Iterator[Floor]:
+        for minute in sorted(self._minutes):
+            for number in _slices_of(minute):
+                part = self._slices.get(number)
+                if part is not None:
+                    yield from part.floors
+
+    def _cut(self, share: float) -> int:
+        """The end of the slice up to which that share of all keys lies."""
+        wanted, end = share * self.count, 0
+        for minute in sorted(self._minutes):
+            if self._minutes[minute] < wanted:
+                wanted -= self._minutes[minute]
+                continue
+            for number in _slices_of(minute):
+                end = (number + 1) << SLICE_BITS
+                part = self._slices.get(number)
+                wanted -= 0 if part is None else sum(floor.keys for floor in part.floors)
+                if wanted <= 0:
+                    return end
+        return end
+
+
+def _slices_of(minute: int) -> range:
+    first = minute << (MINUTE_BITS - SLICE_BITS)
+    return range(first, first + (1 << (MINUTE_BITS - SLICE_BITS)))
