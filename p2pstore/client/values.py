@@ -205,10 +205,21 @@ def _why_not_dense(tensor: Any) -> str | None:
         return "the tensor is not contiguous: call .contiguous() first"
     if tensor.is_conj() or tensor.is_neg():
         return "the tensor is a lazy view: call .resolve_conj().resolve_neg() first"
-    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    if tensor.numel() and tensor.untyped_storage().nbytes() < end:
+    if memory_was_freed(tensor):
         return "the memory of the tensor was freed (a sharded parameter, say): gather it first"
     return None
+
+
+def memory_was_freed(tensor: Any) -> bool:
+    """Whether elements of a strided torch tensor lie behind the end of its memory, where torch itself would read them:
+    so it is with a parameter whose storage was resized to nothing."""
+    if not tensor.numel():
+        return False
+    last = sum(
+        (length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return bool(tensor.untyped_storage().nbytes() < end)
 
 
 def device_type(tensor: Any) -> str:

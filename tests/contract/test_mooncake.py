@@ -22,6 +22,8 @@ from p2pstore.integrations.mooncake.own_peer import OwnPeer
 from p2pstore.local import paths
 from tests.contract import mooncake_calls
 from tests.contract.worlds import peer_process, until
+from tests.odd_tensors import odd_arrays, odd_tensors
+from tests.optional import require_torch
 from tests.ports import free_port
 
 RECORDED = json.loads(Path(__file__).with_name("mooncake_outcomes.json").read_text())
@@ -179,6 +181,110 @@ def test_batches_of_tensors_are_not_loops(
     assert store.put_tensor_with_tp("tensors in one go", torch.arange(8.0), 0, 4, 0) == 0
     [shard] = store.batch_get_tensor_with_tp(["tensors in one go"], 1, 4)
     assert shard.tolist() == [2.0, 3.0]
+
+
+def test_odd_tensors_are_the_code_of_their_item_and_the_others_are_stored_and_filled(
+    calls: mooncake_calls.Calls,
+) -> None:
+    torch = require_torch()
+    store, whole = calls.store, torch.arange(16.0).reshape(4, 4)
+    assert store.put_tensor("for odd tensors", whole) == 0
+    ways = ("", "_with_tp", "_with_parallelism")
+    for name, odd in {**odd_arrays(), **odd_tensors()}.items():
+        for way in ways:
+            put = getattr(store, f"batch_put_tensor{way}")
+            codes = put([f"{way} {name} {number}" for number in range(3)], [whole, odd, whole])
+            stored = name in ("expanded", "overlapping")  # these can be copied
+            assert codes == [0, 0 if stored else -600, 0], (name, way)
+        first, last = torch.zeros(4, 4), torch.zeros(4, 4)
+        filled = store.batch_get_tensor_into_cuda(
+            ["for odd tensors", "for odd tensors", "nobody has it", "for odd tensors"],
+            [first, odd, first, last],
+        )
+        assert filled == [0, -600, -704, 0], name
+        assert torch.equal(first, whole), name
+        assert torch.equal(last, whole), name
+    assert torch.equal(store.get_tensor(" expanded 1"), torch.zeros(4, 4))
+
+
+def test_tensors_of_all_usual_kinds_are_stored_and_filled(calls: mooncake_calls.Calls) -> None:
+    torch = require_torch()
+    store, whole = calls.store, torch.arange(16.0).reshape(4, 4)
+    with torch.inference_mode():
+        in_inference = torch.zeros(4, 4)
+    rooms = {
+        "parameter": torch.nn.Parameter(torch.zeros(4, 4)),
+        "computed": torch.nn.Parameter(torch.zeros(4, 4)) * 2,
+        "turned": torch.zeros(4, 4).t(),
+        "lazily negated": torch._neg_view(torch.zeros(4, 4)),
+        "part": torch.zeros(8, 8)[::2, ::2],
+        "in inference": in_inference,
+    }
+    for name, room in rooms.items():
+        assert store.put_tensor(f"usual {name}", room + whole) == 0
+        assert store.batch_get_tensor_into_cuda([f"usual {name}"], [room]) == [0], name
+        assert torch.equal(room, whole), name
+        assert store.batch_put_tensor([f"again {name}"], [room]) == [0], name
+        assert torch.equal(store.get_tensor(f"again {name}"), whole), name
+
+
+def test_an_item_that_cannot_be_takes_no_other_down(calls: mooncake_calls.Calls) -> None:
+    store, long_key = calls.store, "k" * 2000
+    torch = require_torch()
+    place, _ = calls.memory(b"0123456789")
+    keys = ["one of three", "", "three of three"]
+    nowhere = [place, 2**60, place]
+    assert store.batch_put_from(keys, [place] * 3, [5, 5, 5]) == [0, -600, 0]
+    assert store.batch_put_from(["nowhere 1", "nowhere 2", "nowhere 3"], nowhere, [5] * 3) == [
+        *(0, -600, 0)
+    ]
+    assert store.batch_upsert_from(["nowhere 1", "nothing 2"], [place] * 2, [5, 0]) == [0, -600]
+    several = [[place, place], [2**60], [place], [place]]
+    sizes = [[1, 2], [5], [-5], [5]]
+    keys = [f"several odd {number}" for number in range(4)]
+    assert store.batch_put_from_multi_buffers(keys, several, sizes) == [0, -600, -600, 0]
+    assert store.batch_upsert_from_multi_buffers(keys[3:], [[place]], [[7]]) == [0]
+    assert store.get(keys[3]) == b"0123456"
+    assert store.batch_put_session_start(["begun odd", long_key], [5, 5]) == [0, -600]
+    written = store.batch_put_from_multi_buffer_ranges(
+        ["begun odd", "begun odd"], [[-1], [place]], [[5], [5]], [[0], [0]]
+    )
+    assert written == [-600, 5]
+    assert store.batch_put_session_revoke(["begun odd"]) == [0]
+    tensor = torch.ones(4)
+    wrong = mooncake.TensorParallelism([mooncake.ParallelAxis("tp", 0, "x", 0)])  # type: ignore[arg-type]
+    codes = store.batch_put_tensor_with_parallelism(
+        ["axes 1", "axes 2", "axes 3"], [tensor] * 3, [None, wrong, None]
+    )
+    assert codes == [0, -600, 0]
+    targets = [None, mooncake.ReadTarget("nonsense"), None]
+    got = store.batch_get_tensor_with_parallelism(["axes 1"] * 3, targets)
+    assert [each is None for each in got] == [False, True, False]
+
+
+def test_ranges_that_do_not_fit_each_other_are_a_code_each(calls: mooncake_calls.Calls) -> None:
+    """As Mooncake 0.3.13.post1 answers, but for a key without ranges, which has a code as well."""
+    store = calls.store
+    place, array = calls.memory(bytes(100))
+    assert store.put_batch(["ranges a", "ranges b"], [b"a" * 50, b"b" * 50]) == 0
+    keys, zero, five, both = [["ranges a"]], [[[0]]], [[[5]]], [["ranges a", "ranges b"]]
+    for arguments, wanted in (
+        (([place], keys, zero, zero, five), [[[5]]]),
+        (([place], both, zero, zero, five), [[[-600], [-600]]]),
+        (([place], both, [[[0], [1]]], [[[0], [1]]], five), [[[-600], [-600]]]),
+        (([place, place], keys, zero, zero, five), [[[-600]], [[-600]]]),
+        (([place], keys, zero, zero, []), [[[-600]]]),
+        (([place], keys, [], zero, five), [[[-600]]]),
+        (([place], keys, [[[0, 1]]], zero, five), [[[-600, -600]]]),
+        (([place], keys, zero, zero, [[[5, 6]]]), [[[-600]]]),
+        (([place], keys, zero, zero, [[]]), [[[-600]]]),
+        (([place], keys, [[[]]], [[[]]], five), [[[-600]]]),
+        (([], keys, zero, zero, five), []),
+        (([place], [["ranges a", "nobody"]], *[[[[0], [9]]]] * 2, [[[5], [5]]]), [[[5], [-704]]]),
+    ):
+        array[:] = 0
+        assert store.get_into_ranges(*arguments) == wanted, arguments
+        assert array.sum() == (5 * ord("a") if wanted and wanted[0][0] == [5] else 0)
 
 
 def test_remove_all_stays_in_the_namespace_of_the_tenant(

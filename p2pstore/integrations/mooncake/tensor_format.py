@@ -13,6 +13,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any, Final
 
+from p2pstore.client.values import memory_was_freed
+
 HEADER_BYTES: Final = 304
 MAX_RANK: Final = 8
 MAGIC: Final = 0x4D4F4F4E
@@ -145,6 +147,8 @@ def describe(
                 f"a tensor that is {tensor.layout}, nested or on {tensor.device} cannot be used: "
                 "make it dense on the host or a GPU first"
             )
+        if memory_was_freed(tensor):
+            raise ValueError("the memory of the tensor was freed: gather a sharded parameter first")
         shape = tuple(tensor.shape)
         name = str(tensor.dtype).removeprefix("torch.")
         size = tensor.numel() * tensor.element_size()
