@@ -31,7 +31,7 @@ def odd_tensors() -> dict[str, Any]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    class Strange(torch.Tensor):
+    class Strange(torch.Tensor):  # type: ignore[misc] # torch need not be there to be checked
         """Refuses whatever is asked of it, with an error of its own."""
 
         @classmethod
@@ -41,7 +41,7 @@ def odd_tensors() -> dict[str, Any]:
     freed = torch.ones(4, 4)
     turned = freed.t()
     freed.untyped_storage().resize_(0)
-    with warnings.catch_warnings(), FakeTensorMode():  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings(), FakeTensorMode():
         warnings.simplefilter("ignore")
         fake, on_no_gpu = torch.empty(4, 4), torch.empty(4, 4, device="cuda")
     values = torch.arange(16.0).reshape(4, 4)

@@ -377,6 +377,7 @@ def test_a_setup_that_fails_says_why_within_seconds(
         assert name in said(code := store.setup({"local_hostname": "x", name: value}))
         assert code == mooncake.ErrorCode.INVALID_PARAMS
     assert "local_buffer_size" in said(store.setup_dummy(1, "x", ""))  # type: ignore[arg-type]
+    assert "server_address" in said(store.setup_dummy(1, 1, "10.0.0.1:99999"))
     (tmp_path / "file").touch()
     for path in ("file/below", "\0"):
         values = {"enable_ssd_offload": True, "ssd_offload_path": f"{tmp_path}/{path}"}

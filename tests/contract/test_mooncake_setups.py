@@ -226,6 +226,16 @@ def test_closing_while_others_call_gives_codes_and_never_wrong_bytes(peer: OwnPe
             3,
         )
 
+    def others() -> None:
+        address, _ = room(16)
+        store.health_check(), store.get_hostname(), store.is_exist("x"), store.get_size(keys[0])
+        store.register_buffer(address, 16), store.put_from("x", address, 16)
+        store.unregister_buffer(address), store.remove("x"), store.get_replica_desc(keys[0])
+        store.batch_put_session_start(["y"], [5]), store.batch_put_session_end(["y"])
+        store.batch_is_exist(keys), store.get_buffer(keys[0]), store.batch_get_buffer(keys)
+        store.query_task((1, 2)), store.get_tensor("x"), store.remove_by_regex("nothing")
+        store.alloc_from_mem_pool(10), store.batch_replica_clear(["x"], store.get_hostname())
+
     def again(call: Callable[[], None]) -> None:
         while not ended.is_set():
             try:
@@ -235,7 +245,8 @@ def test_closing_while_others_call_gives_codes_and_never_wrong_bytes(peer: OwnPe
                 return
 
     threads = [
-        threading.Thread(target=again, args=(each,)) for each in (get, sessions, ranges, buffers)
+        threading.Thread(target=again, args=(each,))
+        for each in (get, sessions, ranges, buffers, others)
     ]
     for each in threads:
         each.start()
@@ -313,13 +324,13 @@ def test_ranks_of_one_host_may_name_one_folder_and_one_port(
     stores = [Store() for _ in range(2)]
     codes: list[int] = []
     threads = [
-        threading.Thread(target=lambda each=each: codes.append(each.setup(values)))  # type: ignore[misc]
-        for each in stores
+        threading.Thread(target=lambda store=store: codes.append(store.setup(values)))
+        for store in stores
     ]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(DEADLINE_SECONDS)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_SECONDS)
     assert codes == [0, 0]
     peers = [each.current._own_peer for each in stores]
     metrics = {peer.ready["metrics"] for peer in peers if peer is not None}

@@ -109,32 +109,25 @@ def test_a_master_is_a_peer_and_no_server_of_metadata() -> None:
             from_arguments({"master_server_addr": server}, {})
 
 
+WRONG: dict[str, list[Any]] = {
+    "local_hostname": ["a b", "host:99999", "tcp://h", "::1:99999", 5, "a,b", "[::1"],
+    "rdma_devices": ["mlx5_0,,mlx5_1", "mlx5_0;mlx5_1", '{"0": "x"}', ",", 5, ["x"]],
+    "device_name": ["mlx5_0 mlx5_1"],
+    "protocol": ["tpc", 5, ["tcp"]],
+    "client_http_port": ["x", 0, 70000, -1, True, 1.5, float("inf"), []],
+    "enable_ssd_offload": ["maybe"],
+    "enable_client_http_server": [7],
+    "ssd_offload_path": [5, "a\0b"],
+    "tenant_id": [5],
+    "namespace": ["n" * 2000],
+    "socket": [5],
+    "local_buffer_size": ["x"],
+    "global_segment_size": ["16 apples"],
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *[
-            ("local_hostname", each)
-            for each in ("a b", "host:99999", "tcp://h", "::1:99999", 5, "a,b", "[::1")
-        ],
-        *[
-            ("rdma_devices", each)
-            for each in ("mlx5_0,,mlx5_1", "mlx5_0;mlx5_1", '{"0": "x"}', ",", 5, ["x"])
-        ],
-        *[
-            ("device_name", "mlx5_0 mlx5_1"),
-            ("protocol", "tpc"),
-            ("protocol", 5),
-            ("protocol", ["tcp"]),
-        ],
-        *[("client_http_port", each) for each in ("x", 0, 70000, -1, True, 1.5, float("inf"), [])],
-        *[
-            ("enable_ssd_offload", "maybe"),
-            ("enable_client_http_server", 7),
-            ("ssd_offload_path", 5),
-        ],
-        *[("ssd_offload_path", "a\0b"), ("tenant_id", 5), ("namespace", "n" * 2000), ("socket", 5)],
-        *[("local_buffer_size", "x"), ("global_segment_size", "16 apples")],
-    ],
+    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
 )
 def test_what_is_wrong_with_a_setting_is_said_with_its_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):

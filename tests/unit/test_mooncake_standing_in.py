@@ -41,7 +41,9 @@ def test_install_makes_its_names_resolve() -> None:
         package = importlib.import_module("mooncake")
         assert package.__version__ == store.__version__ == mooncake.__version__
         assert (package.store, package.BufferPool) == (store, mooncake.BufferPool)
-        assert importlib.util.find_spec("mooncake.store").submodule_search_locations is not None
+        spec = importlib.util.find_spec("mooncake.store")
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("mooncake.store.anything")
         with pytest.raises(ModuleNotFoundError):

@@ -157,7 +157,8 @@ class AddressCalls(ObjectCalls):
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
         """Write each value to several places, one after the other; a length or a code for each. Places with more room
-        than the value has are filled as far as it goes (Mooncake: -800)."""
+        than the value has are filled as far as it goes (Mooncake: -800). What is on this host is read here in any case,
+        whatever `prefer_alloc_in_same_node` says."""
         if not alike(keys, all_buffer_ptrs, all_sizes):
             return [INVALID] * len(keys)
         codes = [INVALID] * len(keys)

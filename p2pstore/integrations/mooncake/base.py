@@ -39,6 +39,7 @@ QUIET_SECONDS: Final = 10.0
 START_ATTEMPTS: Final = 16
 """Of starting a peer, when other programs of this host take the addresses that were free."""
 HEALTHY, NOT_SET_UP, UNREACHABLE = 0, 1, 2
+NO_SEGMENT: Final = "localhost:0"
 
 
 class Closable(Protocol):
@@ -133,26 +134,29 @@ class StoreBase:
 
     def health_check(self) -> int:
         """0 when the peer answers, 1 before `setup` and after `close`, 2 when it does not answer."""
-        if self._client is None:
+        client = self._client
+        if client is None:
             return NOT_SET_UP
         try:
-            self._live.statistics(cluster=False)
+            client.statistics(cluster=False)
         except P2PStoreError as error:
             self._code(error)
-            return UNREACHABLE
+            return NOT_SET_UP if self._closed else UNREACHABLE
         return HEALTHY
 
     def get_hostname(self) -> str:
         """The name of this peer's segment, `HOST:PORT`: the `local_hostname` that `setup` was told and, unless that
         has a port, the one where others read it. `localhost:0` before `setup`."""
-        if self._client is None:
-            return "localhost:0"
+        client = self._client
+        if client is None:
+            return NO_SEGMENT
         try:
-            return next(self._segment_name(peer) for peer in self._live.peers() if peer.me)
-        except (P2PStoreError, StopIteration) as error:
-            if isinstance(error, P2PStoreError):
-                self._code(error)
-            return "localhost:0"
+            return next(
+                (self._segment_name(each) for each in client.peers() if each.me), NO_SEGMENT
+            )
+        except P2PStoreError as error:
+            self._code(error)
+            return NO_SEGMENT
 
     # --- for the calls -----------------------------------------------------------------------
 
@@ -191,13 +195,13 @@ class StoreBase:
         as `local_hostname`."""
         name = self._settings.hostname if peer.me and self._settings is not None else peer.name
         if not peer.data or has_port(name):
-            return name if peer.data else "localhost:0"
+            return name if peer.data else NO_SEGMENT
         return f"{name}:{peer.data[0].rpartition(':')[2]}"
 
     def _segments_by_name(self) -> dict[str, str]:
         """The ids of the living peers by the names of their segments, and by the addresses where they are read. Raises
         what the client raises."""
-        peers = self._live.peers()
+        peers = sorted(self._live.peers(), key=lambda peer: peer.me)  # of one name, this one
         names = {each.removeprefix("tls://"): peer.peer_id for peer in peers for each in peer.data}
         return names | {self._segment_name(peer): peer.peer_id for peer in peers}
 

@@ -203,6 +203,8 @@ _SETTINGS: Final[Mapping[str, tuple[Callable[[Any, str], Any], Any]]] = {
     "enable_client_http_server": (yes_or_no, False),
     "client_http_port": (port_number, DEFAULT_HTTP_PORT),
     "socket": (_path, ""),
+    "server_address": (_peer, ""),
+    "mem_pool_size": (size_in_bytes, 0),
 }
 """What reads a setting, and what it is when it is not said, which None and "" mean but for sizes."""
 _NEVER_USED: Final = {
@@ -269,6 +271,10 @@ def _unused(said: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
         for name, why in _NEVER_USED.items()
         if values.get(name)
     ]
+    if said["server_address"]:
+        texts.append(
+            "setup_dummy: the server's address is not needed: this machine's peer is found by its socket"
+        )
     if said["protocol"] in _OTHER_PROTOCOLS:
         texts.append(
             f"setup: protocol {said['protocol']!r} is not used: peers read by shared memory, TCP or RDMA"

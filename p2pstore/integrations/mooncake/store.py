@@ -77,10 +77,11 @@ class MooncakeDistributedStore(StoreCalls):
         return self._set_up(local_hostname if isinstance(local_hostname, dict) else arguments)
 
     def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
-        """Connect to this machine's peer and never start one. `server_address` is its socket's path; anything else,
-        such as the address of a Mooncake client, means the only one that there is. Returns as `setup`."""
-        named = {"socket": server_address} if "/" in server_address else {}
-        sizes = {"global_segment_size": mem_pool_size, "local_buffer_size": local_buffer_size}
+        """Connect to this machine's peer and never start one. `server_address` is its socket's path; that of a Mooncake
+        client means the only peer that there is, and the log says so. Returns as `setup`."""
+        is_path = "/" in str(server_address)
+        sizes = {"mem_pool_size": mem_pool_size, "local_buffer_size": local_buffer_size}
+        named = {"socket" if is_path else "server_address": server_address}
         return self._set_up({**sizes, **named}, may_start=False)
 
     def _set_up(self, values: Mapping[str, Any], *, may_start: bool = True) -> int:
