@@ -82,7 +82,10 @@ def describe_tensor(tensor: Any) -> tuple[str, tuple[int, ...]]:
     """The dtype's name and the shape that are stored with a tensor. Raises `TypeError` for what is
     none, `ValueError` for elements that are not plain numbers or text."""
     if _is_torch_tensor(tensor):
-        return str(tensor.dtype), tuple(tensor.shape)
+        try:
+            return str(tensor.dtype), tuple(tensor.shape)
+        except Exception as error:  # nested ones have no shape, and a subclass may raise anything
+            raise ValueError(f"the tensor does not say its dtype and shape ({error!r})") from error
     if not isinstance(tensor, np.ndarray):
         raise TypeError(f"a tensor is a numpy array or a torch tensor, not {type(tensor).__name__}")
     dtype = tensor.dtype

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -321,8 +322,12 @@ def test_odd_values_and_buffers_fail_alone_and_stay_as_they_are(store: Store, ke
         put = store.put_many(items)
         assert [each.ok for each in put] == [True, False, True], name
         assert not store.contains(f"{key}{name}"), name
-        with pytest.raises((ValueError, TypeError)):
-            store.put(f"{key}{name}", value)
+        for call in (store.put, store.put_tensor):
+            with pytest.raises((ValueError, TypeError)):
+                call(f"{key}{name}", value)
+        for call in (store.register, partial(store.get_into, f"{key}value")):
+            with pytest.raises((ValueError, TypeError)):
+                call(value)
         rooms = [bytearray(64), value, bytearray(64)]
         got = store.get_many_into([(f"{key}value", each) for each in rooms])
         assert [each.ok for each in got] == [True, False, True], name

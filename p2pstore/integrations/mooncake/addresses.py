@@ -208,7 +208,7 @@ class AddressCalls(ObjectCalls):
                 )
             else:
                 answer.append([[INVALID] for _ in keys])
-        if self._client is not client:  # closed meanwhile, whose memory it was then nobody knows
+        if self._client is not client:  # its leases have ended: the bytes may be another object's
             lost = int(ErrorCode.RPC_FAIL)
             return [[[lost for _ in codes] for codes in keys] for keys in answer]
         return answer

@@ -182,8 +182,8 @@ class ObjectCalls(StoreBase):
     def _say_lease(self, options: ExistOptions | None) -> None:
         if options is not None and options.asked:
             self._say_once(
-                "ExistOptions change nothing: an answer keeps no object from being evicted; who must have it takes "
-                "get_buffer or a get session"
+                "ExistOptions change nothing: an answer keeps no object from being evicted; get_buffer and get "
+                "sessions hold objects"
             )
 
     def _say_errors(self, errors: Sequence[Exception | None]) -> None:

@@ -46,7 +46,7 @@ class SessionCalls(AddressCalls):
             if isinstance(held, memoryview):
                 self._read[key] = held
             codes.append(held if isinstance(held, int) else 0)
-        if self._client is not client:  # closed meanwhile, and what it held with it
+        if self._client is not client:  # closed meanwhile: these leases have ended
             self._read.clear()
             return [int(ErrorCode.RPC_FAIL)] * len(keys)
         return codes
@@ -80,7 +80,7 @@ class SessionCalls(AddressCalls):
             for outside, inside in places:
                 copy(outside, inside)
             codes.append(sum(sizes))
-        if self._client is not client:  # closed meanwhile, whose memory it was then nobody knows
+        if self._client is not client:  # its leases have ended: the bytes may be another object's
             return [int(ErrorCode.RPC_FAIL)] * len(keys)
         return codes
 
