@@ -34,6 +34,9 @@ MAX_NAME_BYTES: Final = 64
 NOT_SPELLED: Final[Mapping[str, str]] = MappingProxyType({})
 
 _PORT: Final = re.compile(r"[0-9]{1,5}")
+MAX_HOST_LENGTH: Final = 253
+_LABEL: Final = re.compile(r"[\w-]{1,63}")
+"""One part of a host's name, between dots."""
 
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
 NetworkName = Literal["lan", "wan", "local"]
@@ -307,13 +310,7 @@ class PeerConfig(
         if self.metrics is not None:
             split_address(self.metrics, says["metrics"])
         for address in self.bootstrap:
-            host, port = split_address(address, says["bootstrap"])
-            if port == 0:
-                raise ConfigError(
-                    f"{says['bootstrap']}: {address} has port 0; write the port of a running peer"
-                )
-            _refuse_link_local(host, says["bootstrap"])
-            _refuse_wildcard(host, says["bootstrap"])
+            split_peer_address(address, says["bootstrap"])
         told = [("advertise", self.advertise)] if self.advertise is not None else []
         told += [("data_advertise", address) for address in self.data_advertise]
         for setting, address in told:
@@ -435,13 +432,21 @@ def usable_memory_bytes() -> int:
 
 
 def split_address(address: str, setting: str, default_port: int | None = None) -> tuple[str, int]:
-    """(host, port) of `HOST:PORT` or `[v6]:PORT`. Raises `ConfigError` naming the setting."""
+    """(host, port) of `HOST:PORT` or `[v6]:PORT`; the port may be missing where there is a default. The host is an IP
+    address or can be a name. Raises `ConfigError` naming the setting."""
+    if "://" in address:
+        raise ConfigError(
+            f"{setting}: {address!r} is a URL; write HOST:PORT alone, such as 10.0.0.1:17946"
+        )
+    if "," in address or ";" in address:
+        raise ConfigError(f"{setting}: {address!r} is more than one address; write one HOST:PORT")
     host, colon, port_text = address.rpartition(":")
     if (not colon and default_port is not None) or (
         address.endswith("]") and default_port is not None
     ):
         host, port_text = address, str(default_port)
-    if host.startswith("[") and host.endswith("]"):
+    in_brackets = host.startswith("[") and host.endswith("]")
+    if in_brackets:
         host = host[1:-1]
     elif ":" in host:
         raise ConfigError(
@@ -449,7 +454,35 @@ def split_address(address: str, setting: str, default_port: int | None = None) -
         )
     if not host or not _PORT.fullmatch(port_text) or int(port_text) > 65535:
         raise ConfigError(f"{setting}: {address!r} is not HOST:PORT, such as 10.0.0.1:17946")
+    if not (is_ip_address(host) or (not in_brackets and _is_host_name(host))):
+        raise ConfigError(f"{setting}: {host!r} is neither an IP address nor the name of a host")
     return host, int(port_text)
+
+
+def split_peer_address(address: str, setting: str) -> tuple[str, int]:
+    """`split_address` of where a running peer is to be found: it can be connected to. Raises `ConfigError`."""
+    host, port = split_address(address, setting)
+    if port == 0:
+        raise ConfigError(f"{setting}: {address} has port 0; write the port of a running peer")
+    _refuse_link_local(host, setting)
+    _refuse_wildcard(host, setting)
+    return host, port
+
+
+def is_ip_address(host: str) -> bool:
+    """Whether it is an IPv4 or IPv6 address, without brackets and port."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_host_name(host: str) -> bool:
+    """Whether a name server may know it. What has only digits and dots is meant as an IPv4 address."""
+    if len(host) > MAX_HOST_LENGTH or re.fullmatch(r"[0-9.]+", host):
+        return False
+    return all(_LABEL.fullmatch(label) for label in host.removesuffix(".").split("."))
 
 
 def join_address(host: str, port: int) -> str:

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 import xxhash
 
-from p2pstore.config import is_wildcard, split_address
+from p2pstore.config import split_peer_address
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.keyring import KEY_BYTES, KEYLESS, MAX_KEYS
 from p2pstore.objects import encode_namespace
@@ -121,9 +121,7 @@ def _check(invite: Invite) -> None:
     for address in invite.bootstrap:
         if len(address) > MAX_ADDRESS_LENGTH:
             raise ConfigError(f"the invite names an address of {len(address):,} characters")
-        host, port = split_address(address, "the invite's address")
-        if port == 0 or is_wildcard(host):
-            raise ConfigError(f"the invite's address: {address!r} cannot be connected to")
+        split_peer_address(address, "the invite's address")
     if len(invite.keys) > MAX_KEYS:
         raise ConfigError(f"the invite holds {len(invite.keys)} keys; at most {MAX_KEYS}")
     unique = set(invite.keys)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
-from p2pstore.client.values import check_dense, source_view
+from p2pstore.client.values import dense_bytes, device_type, source_view
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import check_object_length
 from p2pstore.streams import Driver
@@ -39,15 +39,14 @@ class OnDevice:
     def __init__(self, tensor: Any) -> None:
         import torch
 
-        check_dense(tensor)
-        try:
-            self.bytes = tensor.detach().reshape(-1).view(torch.uint8)
-        except (RuntimeError, TypeError) as error:  # quantized, fake and wrapped tensors
-            raise ValueError(f"the tensor has no plain memory of its own ({error})") from error
+        self.bytes = dense_bytes(tensor)
         self.nbytes: int = self.bytes.numel()
         check_object_length(self.nbytes)
         device = self.bytes.device
-        self.stream = torch.cuda.current_stream(device) if device.type != "cpu" else None
+        try:
+            self.stream = torch.cuda.current_stream(device) if device.type != "cpu" else None
+        except (RuntimeError, AssertionError) as error:  # a fake tensor, where there is no GPU
+            raise ValueError(f"the GPU of the tensor cannot be used ({error})") from error
 
 
 def on_device(value: Any) -> OnDevice | None:
@@ -57,7 +56,7 @@ def on_device(value: Any) -> OnDevice | None:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
         return None
-    return OnDevice(value) if value.device.type in DEVICE_TYPES else None
+    return OnDevice(value) if device_type(value) in DEVICE_TYPES else None
 
 
 class Copy(NamedTuple):

@@ -42,7 +42,7 @@ def source_view(value: Any) -> memoryview:
         value = _array_bytes(value)
     try:
         view = memoryview(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, BufferError) as error:
         raise TypeError(
             "a value is bytes, a buffer, a numpy array or a torch tensor, "
             f"not {type(value).__name__}"
@@ -82,7 +82,10 @@ def describe_tensor(tensor: Any) -> tuple[str, tuple[int, ...]]:
     """The dtype's name and the shape that are stored with a tensor. Raises `TypeError` for what is
     none, `ValueError` for elements that are not plain numbers or text."""
     if _is_torch_tensor(tensor):
-        return str(tensor.dtype), tuple(tensor.shape)
+        try:
+            return str(tensor.dtype), tuple(tensor.shape)
+        except Exception as error:  # nested ones have no shape, and a subclass may raise anything
+            raise ValueError(f"the tensor does not say its dtype and shape ({error!r})") from error
     if not isinstance(tensor, np.ndarray):
         raise TypeError(f"a tensor is a numpy array or a torch tensor, not {type(tensor).__name__}")
     dtype = tensor.dtype
@@ -177,29 +180,68 @@ def _is_torch_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def check_dense(tensor: Any) -> None:
-    """Raise `ValueError` for a torch tensor whose elements do not lie one after the other in memory."""
+def dense_bytes(tensor: Any) -> Any:
+    """The elements of a torch tensor as one row of `uint8`, in place, outside of any graph of gradients. Raises
+    `ValueError` unless they lie one after the other in memory of their own, and says what to do."""
+    import torch
+
+    try:
+        if problem := _why_not_dense(tensor):
+            raise ValueError(problem)
+        return tensor.detach().reshape(-1).view(torch.uint8)
+    except ValueError:
+        raise
+    except Exception as error:  # what a subclass of Tensor raises, it alone knows
+        raise ValueError(
+            f"the tensor has no plain memory of its own ({error}): pass an ordinary dense tensor"
+        ) from error
+
+
+def _why_not_dense(tensor: Any) -> str | None:
     import torch
 
     if tensor.layout is not torch.strided:
-        raise ValueError(f"the tensor is {tensor.layout}: call .to_dense() first")
+        return f"the tensor is {tensor.layout}: call .to_dense() first"
+    if tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        return "the tensor is nested, quantized or on 'meta': pass an ordinary dense tensor"
     if not tensor.is_contiguous():
-        raise ValueError("the tensor is not contiguous: call .contiguous() first")
+        return "the tensor is not contiguous: call .contiguous() first"
     if tensor.is_conj() or tensor.is_neg():
-        raise ValueError("the tensor is a lazy view: call .resolve_conj().resolve_neg() first")
+        return "the tensor is a lazy view: call .resolve_conj().resolve_neg() first"
+    if memory_was_freed(tensor):
+        return "the memory of the tensor was freed (a sharded parameter, say): gather it first"
+    return None
+
+
+def memory_was_freed(tensor: Any) -> bool:
+    """Whether elements of a strided torch tensor lie behind the end of its memory, where torch itself would read them:
+    so it is with a parameter whose storage was resized to nothing."""
+    if not tensor.numel():
+        return False
+    last = sum(
+        (length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return bool(tensor.untyped_storage().nbytes() < end)
+
+
+def device_type(tensor: Any) -> str:
+    """What kind of device a torch tensor is on: `cpu`, `cuda`, `meta`... Raises `ValueError` where it does not say."""
+    try:
+        return str(tensor.device.type)
+    except Exception as error:  # what a subclass of Tensor raises, it alone knows
+        raise ValueError(f"the tensor does not say where it is ({error!r})") from error
 
 
 def _tensor_bytes(tensor: Any) -> memoryview:
-    import torch
-
-    if tensor.device.type != "cpu":
-        raise ValueError(f"a tensor on {tensor.device} cannot be used here: call .cpu() first")
-    check_dense(tensor)
-    if tensor.numel() == 0:
+    if (kind := device_type(tensor)) != "cpu":
+        raise ValueError(f"a tensor on {kind} cannot be used here: call .cpu() first")
+    flat = dense_bytes(tensor)
+    if not flat.numel():
         return memoryview(b"")
     try:
-        return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
-    except (RuntimeError, TypeError) as error:  # quantized, fake and wrapped tensors
+        return memoryview(flat.numpy())
+    except (RuntimeError, TypeError) as error:  # fake and wrapped tensors
         raise ValueError(
             f"the tensor has no plain memory of its own ({error}): pass an ordinary dense tensor"
         ) from error
@@ -208,6 +250,8 @@ def _tensor_bytes(tensor: Any) -> memoryview:
 def _array_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if array.dtype.hasobject:
         raise TypeError("an array of Python objects has no bytes of its own")
+    if np.ma.getmask(array) is not np.ma.nomask:
+        raise ValueError("the array is masked, and its mask would be lost: call .filled() first")
     if not array.flags.c_contiguous:
         raise ValueError("the array is not contiguous: call numpy.ascontiguousarray first")
     if array.nbytes == 0:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from p2pstore import blocking
@@ -67,6 +68,13 @@ class LastingClient:
                 self._quiet_until.clear()
             self._quiet_until[text] = now + QUIET_SECONDS
             LOG.warning("%s", text)
+
+    def say_unknown(self, given: Iterable[str], known: Sequence[str]) -> None:
+        """Say in the log which of the settings that were given mean nothing here."""
+        for name in sorted(set(given) - set(known)):
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f": did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
+            LOG.warning("there is no setting %r, so it changes nothing%s", name, meant)
 
     def close(self) -> None:
         """Disconnect; may be called twice. Calls then give what they give when the store fails."""

@@ -66,6 +66,8 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         self._client = LastingClient(
             extra.get("p2pstore_weight_version", ""), extra.get("p2pstore_socket")
         )
+        ours = [name for name in extra if name.startswith("p2pstore_")]
+        self._client.say_unknown(ours, ["p2pstore_weight_version", "p2pstore_socket"])
         self._loop = loop
         self._memory = local_cpu_backend
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="p2pstore-lmcache")
@@ -225,6 +227,7 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
     def __init__(self, params: dict[str, Any], l1_memory_desc: Any = None, **_others: Any) -> None:
         super().__init__()
         self._client = LastingClient(params.get("weight_version", ""), params.get("socket"))
+        self._client.say_unknown(params, ["weight_version", "socket", "threads"])
         self._pool = ThreadPoolExecutor(
             int(params.get("threads", THREADS)), thread_name_prefix="p2pstore-l2"
         )

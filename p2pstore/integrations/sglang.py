@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from p2pstore.client.values import destination_view, source_view
+from p2pstore.client.values import source_view
 from p2pstore.integrations.lasting_client import LastingClient
 from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.results import ItemResult
@@ -223,12 +223,14 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         """Read one value into a tensor that is given; None when it is not there."""
         if target_location is None:
             return None
-        view = destination_view(target_location)
         name = self._pages.prefix + key
-        length = self._client.call(
-            lambda client: client.get_many_into([(name, view)])[0].value, None
+        (result,) = self._client.call(
+            lambda client: client.get_many_into([(name, target_location)]), [ItemResult(name)]
         )
-        return target_location if length == len(view) else None
+        if isinstance(result.error, ValueError):
+            self._client.say(f"{key}: {result.error}")
+        whole = result.value is not None and result.value == target_location.nbytes
+        return target_location if whole else None
 
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
@@ -245,7 +247,12 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         source = value if value is not None else target_location
         if source is None:
             return False
-        name, view = self._pages.prefix + key, source_view(source.detach().cpu().contiguous())
+        name = self._pages.prefix + key
+        try:
+            view = source_view(source.detach().cpu().contiguous())
+        except (RuntimeError, ValueError) as error:
+            self._client.say(f"{key} is not stored: {error}")
+            return False
         return self._client.call(lambda client: client.put(name, view), None) is not None
 
     def batch_set(

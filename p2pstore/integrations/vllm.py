@@ -47,10 +47,11 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         weight_version: str = "",
         socket: str | None = None,
         threads: int = 4,
-        **_others: Any,
+        **others: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._client = LastingClient(weight_version, socket)
+        self._client.say_unknown(others, ["weight_version", "socket", "threads"])
         self._rows = np.asarray(primary_kv_view).view(np.uint8).reshape(len(primary_kv_view), -1)
         self._prefix = _prefix(offloading_spec, self._rows.shape[1])
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="p2pstore-tier")

@@ -74,6 +74,19 @@ def test_the_weight_version_has_to_be_named() -> None:
         LastingClient("")
 
 
+def test_settings_that_mean_nothing_are_named(
+    peer: PeerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = LastingClient(WEIGHTS, peer.socket)
+    known = ["weight_version", "socket", "threads"]
+    client.say_unknown(known, known)
+    assert not caplog.records
+    client.say_unknown(["thread", "weight_version", "else"], known)
+    assert ["'threads'" in each.getMessage() for each in caplog.records] == [False, True]
+    assert all("changes nothing" in each.getMessage() for each in caplog.records)
+    client.close()
+
+
 def test_engines_that_hash_otherwise_are_told(
     peer: PeerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,6 +198,9 @@ def test_sglang_pages_come_back_in_another_engine(
     assert got is not None
     assert torch.equal(got, tensor)
     assert reader.get("nobody", torch.zeros(10, dtype=torch.int64)) is None
+    assert not writer.set("sparse", torch.eye(3).to_sparse())
+    places = [torch.zeros(1, dtype=torch.int64).expand(10), torch.zeros(10, dtype=torch.int64)]
+    assert [each is None for each in reader.batch_get(["whole"] * 2, places)] == [True, False]
     writer.clear()
     assert reader.batch_exists(keys) == 0
     with pytest.raises(ConfigError, match="weight_version"):

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from tests.contract.worlds import (
     peer_process,
     until,
 )
+from tests.odd_tensors import odd_arrays, odd_tensors
 from tests.optional import require_torch
 
 
@@ -309,6 +311,35 @@ def test_batches(store: Store, key: str, cluster: Cluster) -> None:
     removed = store.remove_many([f"{key}1", f"{key}299", key + "nope", ""])
     assert [each.value for each in removed] == [True, True, False, None]
     assert isinstance(removed[3].error, ValueError)
+
+
+def test_odd_values_and_buffers_fail_alone_and_stay_as_they_are(store: Store, key: str) -> None:
+    """Each with good ones before and behind it, which are put and got."""
+    torch = require_torch()
+    store.put(f"{key}value", bytes(range(64)))
+    for name, value in {**odd_arrays(), **odd_tensors()}.items():
+        items = [(f"{key}{name} 1", b"1"), (f"{key}{name}", value), (f"{key}{name} 2", b"2")]
+        put = store.put_many(items)
+        assert [each.ok for each in put] == [True, False, True], name
+        assert not store.contains(f"{key}{name}"), name
+        for call in (store.put, store.put_tensor):
+            with pytest.raises((ValueError, TypeError)):
+                call(f"{key}{name}", value)
+        for call in (store.register, partial(store.get_into, f"{key}value")):
+            with pytest.raises((ValueError, TypeError)):
+                call(value)
+        rooms = [bytearray(64), value, bytearray(64)]
+        got = store.get_many_into([(f"{key}value", each) for each in rooms])
+        assert [each.ok for each in got] == [True, False, True], name
+        assert rooms[0] == rooms[2] == bytes(range(64)), name
+        assert str(got[1].error), name
+    parameter = torch.nn.Parameter(torch.zeros(16))
+    (got_it,) = store.get_many_into([(f"{key}value", parameter)])
+    assert got_it.value == store.get_into(f"{key}value", parameter) == 64
+    assert parameter.detach().numpy().tobytes() == bytes(range(64))
+    expanded = odd_tensors()["expanded"]
+    assert not store.get_many_into([(f"{key}value", expanded)])[0].ok
+    assert expanded.sum() == 0
 
 
 @pytest.mark.parametrize("first", [10, 100_000])

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.integrations.mooncake import base
 from p2pstore.integrations.mooncake.memory import Registrations, handle_of, view_at, views_at
@@ -23,20 +24,140 @@ from p2pstore.integrations.mooncake.tensor_format import (
     encode_header,
     tp_shard,
 )
+from tests.ports import free_port
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [(5, 5), ("16MB", 2**24), ("4gb", 2**32), ("1.5 KiB", 1536), ("1024", 1024), ("3B", 3)],
+    [
+        *[(5, 5), ("16MB", 2**24), ("4gb", 2**32), ("1.5 KiB", 1536), ("1024", 1024), ("3B", 3)],
+        *[
+            ("1e6", 10**6),
+            (1e9, 10**9),
+            ("1.5E3", 1500),
+            ("2e3 k", 2000 * 1024),
+            ("1.0", 1),
+            (0, 0),
+        ],
+    ],
 )
 def test_sizes(text: Any, size: int) -> None:
     assert size_in_bytes(text, "x") == size
 
 
-@pytest.mark.parametrize("text", ["50%", "", "-1", -1, True, None, "16 MBit", 1.5])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *["50%", "", "-1", -1, True, None, "16 MBit", 1.5, "1.5", "1e", "e6", "1e-3", "1e400"],
+        *[
+            "nan",
+            "inf",
+            float("nan"),
+            float("inf"),
+            "1,000",
+            "0x10",
+            b"1",
+            [],
+            {},
+            "9999999 TB",
+            2**61,
+        ],
+    ],
+)
 def test_what_is_no_size(text: Any) -> None:
     with pytest.raises(ConfigError, match="global_segment_size"):
         size_in_bytes(text, "global_segment_size")
+
+
+MALFORMED = [
+    *("::1:21311", "host", "host:99999", "host:", ":50051", "host:port", "host:-1", "host:0"),
+    *(
+        "10.0.0.1:1,10.0.0.2:1",
+        "10.0.0.1:1;10.0.0.2:1",
+        "tcp://10.0.0.1:50051",
+        "rdma://h:1",
+        "h:1/x",
+    ),
+    *(
+        "etcd:10.0.0.1:1",
+        "a b:1",
+        "10.0.0.300:1",
+        "10.0.0:1",
+        "[host]:1",
+        "[::1]",
+        "[::1:1",
+        "::1]:1",
+    ),
+    *("0.0.0.0:1", "[::]:1", "[fe80::1]:1", "a..b:1", f"{'h' * 64}:1", "user@host:1", "*:1", " "),
+    *("host:1\n2", "ho\0st:1", "host:\uff11", 5, ["h:1"], b"h:1", True),
+]
+
+
+@pytest.mark.parametrize("address", MALFORMED)
+def test_a_malformed_address_is_an_error_and_never_dropped(address: Any) -> None:
+    for name in ("master_server_addr", "master_server_address", "metadata_server"):
+        with pytest.raises(ConfigError, match=name):
+            from_arguments({name: address}, {})
+    if isinstance(address, str) and address.strip():
+        with pytest.raises(ConfigError, match="bootstrap"):
+            PeerConfig(bootstrap=[address]).checked()
+
+
+def test_a_master_is_a_peer_and_no_server_of_metadata() -> None:
+    for server in ("P2PHANDSHAKE", "etcd://h:2379", "http://h:8080/metadata"):
+        with pytest.raises(ConfigError, match="master_server_addr"):
+            from_arguments({"master_server_addr": server}, {})
+
+
+WRONG: dict[str, list[Any]] = {
+    "local_hostname": ["a b", "host:99999", "tcp://h", "::1:99999", 5, "a,b", "[::1"],
+    "rdma_devices": ["mlx5_0,,mlx5_1", "mlx5_0;mlx5_1", '{"0": "x"}', ",", 5, ["x"]],
+    "device_name": ["mlx5_0 mlx5_1"],
+    "protocol": ["tpc", 5, ["tcp"]],
+    "client_http_port": ["x", 0, 70000, -1, True, 1.5, float("inf"), []],
+    "enable_ssd_offload": ["maybe"],
+    "enable_client_http_server": [7],
+    "ssd_offload_path": [5, "a\0b"],
+    "tenant_id": [5],
+    "namespace": ["n" * 2000],
+    "socket": [5],
+    "local_buffer_size": ["x"],
+    "global_segment_size": ["16 apples"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
+)
+def test_what_is_wrong_with_a_setting_is_said_with_its_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        from_arguments({name: value}, {})
+
+
+def test_what_changes_nothing_is_named() -> None:
+    values = {
+        **{"engine": object(), "protocol": "efa", "rdma_devices": "x", "globl_segment_size": 5},
+        **{"ipc_socket_path": "/x", "master_server_addr": "h:1", "enable_ssd_offload": False},
+    }
+    settings = from_arguments(values, {})
+    unused = "\n".join(settings.unused)
+    for text in (
+        "engine",
+        "'efa'",
+        "RDMA devices",
+        "did you mean 'global_segment_size'",
+        "ipc_socket",
+    ):
+        assert text in unused
+    assert settings.for_own_peer == ("master_server_addr", "rdma_devices")
+    plain = from_arguments({"protocol": "RDMA", "device_name": "mlx5_0", "local_hostname": ""}, {})
+    assert (plain.unused, plain.rdma_devices, plain.host) == ((), ("mlx5_0",), "localhost")
+
+
+def test_a_local_hostname_may_have_a_port() -> None:
+    for given, host in (("node7:5", "node7"), ("[fd00::1]:5", "fd00::1"), ("fd00::1", "fd00::1")):
+        settings = from_arguments({"local_hostname": given}, {})
+        assert (settings.hostname, settings.host) == (given, host)
 
 
 def test_servers_that_are_nobodys_peers_are_ignored_and_others_are_bootstrap_peers() -> None:
@@ -81,9 +202,18 @@ def test_other_options_of_a_peer() -> None:
     devices = {"rdma_devices": "mlx5_0, mlx5_1", "protocol": "rdma"}
     assert "--rdma-device mlx5_0 --rdma-device mlx5_1" in options(devices)
     assert "--rdma-device" not in options({**devices, "protocol": "tcp"})
-    assert "--ssd /x" in options({"enable_ssd_offload": "true", "ssd_offload_path": "/x"})
-    assert "--ssd" not in options({"enable_ssd_offload": False, "ssd_offload_path": "/x"})
-    assert "--metrics 127.0.0.1:9300" in options({"enable_client_http_server": True})
+    settings = from_arguments({"enable_client_http_server": True, "client_http_port": "9400"}, {})
+    assert settings.http_port == 9400
+    with_folder = " ".join(peer_options(settings, {}, ssd_path="/x/store-1", http_port=9401))
+    assert "--ssd /x/store-1 --metrics 127.0.0.1:9401" in with_folder
+    assert (
+        from_arguments({"enable_ssd_offload": "true", "ssd_offload_path": "/x"}, {}).ssd_path
+        == "/x"
+    )
+    assert not from_arguments({"enable_ssd_offload": False, "ssd_offload_path": "/x"}, {}).ssd_path
+    assert "--name node7:5" in options({"local_hostname": "node7:5"})
+    assert "--name" not in options({"local_hostname": "node7"}, NAME="other")
+    assert "--name" not in options({"local_hostname": "n" * 63 + ".example"})
     with pytest.raises(ConfigError, match="ssd_offload_path"):
         options({"enable_ssd_offload": True})
 
@@ -91,8 +221,9 @@ def test_other_options_of_a_peer() -> None:
 def test_an_address_that_nobody_listens_at_is_taken_over() -> None:
     import socket
 
-    settings = from_arguments({"master_server_addr": "127.0.0.1:0"}, {})
-    assert takes_over(settings, {}) == "127.0.0.1:0"
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    settings = from_arguments({"master_server_addr": address}, {})
+    assert takes_over(settings, {}) == address
     assert takes_over(settings, {"MOONCAKE_P2P_LISTEN": "127.0.0.1:5"}) is None
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -144,7 +275,7 @@ def test_a_store_that_found_nobody_says_so(
     class Alone:
         ready: ClassVar = {"joined": False}
 
-        def __init__(self, options: list[str]) -> None:
+        def __init__(self, options: list[str], inherited: int | None = None) -> None:
             pass
 
     monkeypatch.setattr(base, "OwnPeer", Alone)

@@ -36,6 +36,16 @@ def test_install_makes_its_names_resolve() -> None:
         later = importlib.import_module("mooncake.async_store")
         assert later.MooncakeDistributedStoreAsync is mooncake.MooncakeDistributedStoreAsync
         assert importlib.import_module("mooncake.buffer_pool").BufferPool is mooncake.BufferPool
+        config = importlib.import_module("mooncake.mooncake_config").MooncakeConfig
+        assert config is store.MooncakeConfig is mooncake.MooncakeConfig
+        package = importlib.import_module("mooncake")
+        assert package.__version__ == store.__version__ == mooncake.__version__
+        assert (package.store, package.BufferPool) == (store, mooncake.BufferPool)
+        spec = importlib.util.find_spec("mooncake.store")
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("mooncake.store.anything")
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("mooncake.engine")
     finally:

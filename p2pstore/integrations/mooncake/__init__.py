@@ -10,6 +10,7 @@ from p2pstore.integrations.mooncake.buffer_pool import (
 )
 from p2pstore.integrations.mooncake.codes import ErrorCode
 from p2pstore.integrations.mooncake.memory import BufferHandle
+from p2pstore.integrations.mooncake.mooncake_config import MooncakeConfig
 from p2pstore.integrations.mooncake.parallelism import (
     ParallelAxis,
     ReadTarget,
@@ -17,6 +18,7 @@ from p2pstore.integrations.mooncake.parallelism import (
     WriterPartition,
 )
 from p2pstore.integrations.mooncake.placement import (
+    ExistOptions,
     ObjectDataType,
     ReplicaStatus,
     ReplicateConfig,
@@ -33,6 +35,9 @@ from p2pstore.integrations.mooncake.replicas import (
 )
 from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
 
+__version__ = "0.3.14"
+"""Of Mooncake, whose calls these are."""
+
 __all__ = [
     "BufferHandle",
     "BufferLease",
@@ -40,7 +45,9 @@ __all__ = [
     "Descriptor",
     "DiskDescriptor",
     "ErrorCode",
+    "ExistOptions",
     "MemoryDescriptor",
+    "MooncakeConfig",
     "MooncakeDistributedStore",
     "MooncakeDistributedStoreAsync",
     "MooncakeHostMemAllocator",

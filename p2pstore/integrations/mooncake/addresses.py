@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from p2pstore.client.gathered import Gathered
 from p2pstore.errors import P2PStoreError
-from p2pstore.integrations.mooncake.codes import alike
+from p2pstore.integrations.mooncake.allocator import MooncakeHostMemAllocator
+from p2pstore.integrations.mooncake.codes import ErrorCode, alike
 from p2pstore.integrations.mooncake.memory import view_at, views_at
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ObjectCalls
 from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
@@ -22,6 +23,7 @@ class AddressCalls(ObjectCalls):
     def __init__(self) -> None:
         super().__init__()
         self._scratch = Scratch()
+        self._allocator = MooncakeHostMemAllocator()
 
     # --- registering -------------------------------------------------------------------------
 
@@ -39,13 +41,14 @@ class AddressCalls(ObjectCalls):
         return 0 if self._buffers.drop(buffer_ptr) else INVALID
 
     def alloc_from_mem_pool(self, size: int) -> int:
-        """The address of `size` bytes of new memory, which is freed when the store is closed."""
-        from p2pstore.integrations.mooncake.allocator import MooncakeHostMemAllocator
-
-        allocator = MooncakeHostMemAllocator()
-        address = allocator.alloc(size)
-        self._at_close.append(lambda: allocator.close())
-        return address
+        """The address of `size` bytes of new memory, which is freed when the store is closed; 0 before `setup` and when
+        there is no memory."""
+        try:
+            self._live  # noqa: B018 - raises when there is no connection
+            return self._allocator.alloc(size)
+        except (*FAILURES, OSError) as error:
+            self._code(error)
+            return 0
 
     # --- one object --------------------------------------------------------------------------
 
@@ -134,15 +137,17 @@ class AddressCalls(ObjectCalls):
         config: ReplicateConfig = DEFAULT_CONFIG,
     ) -> list[int]:
         """Store objects of which each lies in several places, one after the other; a code for each."""
-        if not alike(keys, all_buffer_ptrs, all_sizes):
-            return [INVALID] * len(keys)
-        codes = [INVALID] * len(keys)
-        good = _several_views(all_buffer_ptrs, all_sizes)
-        some, values = [keys[number] for number in good], [Gathered(each) for each in good.values()]
-        stored = self._store_many(some, values, config, same_node=True) if good else []
-        for number, code in zip(good, stored, strict=True):
-            codes[number] = code
-        return codes
+        return self._put_from_several(keys, all_buffer_ptrs, all_sizes, config)
+
+    def batch_upsert_from_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        config: ReplicateConfig = DEFAULT_CONFIG,
+    ) -> list[int]:
+        """`batch_put_from_multi_buffers` that replaces objects that exist."""
+        return self._put_from_several(keys, all_buffer_ptrs, all_sizes, config, overwrite=True)
 
     def batch_get_into_multi_buffers(
         self,
@@ -152,7 +157,8 @@ class AddressCalls(ObjectCalls):
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
         """Write each value to several places, one after the other; a length or a code for each. Places with more room
-        than the value has are filled as far as it goes (Mooncake: -800)."""
+        than the value has are filled as far as it goes (Mooncake: -800). What is on this host is read here in any case,
+        whatever `prefer_alloc_in_same_node` says."""
         if not alike(keys, all_buffer_ptrs, all_sizes):
             return [INVALID] * len(keys)
         codes = [INVALID] * len(keys)
@@ -181,26 +187,30 @@ class AddressCalls(ObjectCalls):
     ) -> list[list[list[int]]]:
         """Copy ranges of objects to places in buffers: for each buffer its keys, for each of these offsets in the
         buffer, offsets in the object and sizes. The answer has that shape: bytes copied, or a code, -600 for a range
-        that the object or the registered buffer does not have. An object that is not on this machine is brought to
-        its peer's memory as a whole."""
-        if not alike(buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes):
+        that the object or the registered buffer does not have. Where lists differ in length nothing is copied: -600
+        for each range, or once for a key without ranges. An object that is not on this machine is brought to its peer's
+        memory as a whole."""
+        lists = all_keys, all_dst_offsets, all_src_offsets, all_sizes
+        if not alike(buffer_ptrs, *lists):
             return [
-                [[INVALID for _ in some] for some in sizes]
-                for sizes in all_sizes[: len(buffer_ptrs)]
+                [[INVALID] for _ in (all_keys[number] if number < len(all_keys) else [""])]
+                for number in range(len(buffer_ptrs))
             ]
+        client = self._client
         wanted = list(dict.fromkeys(key for keys in all_keys for key in keys))
         objects = dict(zip(wanted, self._wholes(wanted), strict=True))
         answer = []
-        for pointer, keys, targets, sources, sizes in zip(
-            buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes, strict=True
-        ):
-            if not alike(keys, targets, sources, sizes):
-                answer.append([[INVALID for _ in some] for some in sizes])
-                continue
-            codes = []
-            for key, into, out_of, lengths in zip(keys, targets, sources, sizes, strict=True):
-                codes.append(self._copy_ranges(objects[key], pointer, into, out_of, lengths))
-            answer.append(codes)
+        for pointer, keys, *columns in zip(buffer_ptrs, *lists, strict=True):
+            if alike(keys, *columns):
+                ranges = zip(keys, *columns, strict=True)
+                answer.append(
+                    [self._copy_ranges(objects[key], pointer, *each) for key, *each in ranges]
+                )
+            else:
+                answer.append([[INVALID] for _ in keys])
+        if self._client is not client:  # its leases have ended: the bytes may be another object's
+            lost = int(ErrorCode.RPC_FAIL)
+            return [[[lost for _ in codes] for codes in keys] for keys in answer]
         return answer
 
     # --- for the other calls -----------------------------------------------------------------
@@ -214,7 +224,7 @@ class AddressCalls(ObjectCalls):
         lengths: Sequence[int],
     ) -> list[int]:
         if not alike(into, out_of, lengths):
-            return [INVALID] * len(lengths)
+            return [INVALID] * max(1, len(into))
         if isinstance(value, int):
             return [value] * len(lengths)
         room = self._buffers.size_at(pointer)
@@ -226,7 +236,7 @@ class AddressCalls(ObjectCalls):
                 continue
             try:
                 copy(view_at(pointer + target, length), value[source : source + length])
-            except ValueError:
+            except (ValueError, TypeError):
                 codes.append(INVALID)
             else:
                 codes.append(length)
@@ -249,6 +259,25 @@ class AddressCalls(ObjectCalls):
         except FAILURES as error:
             return self._code(error)
 
+    def _put_from_several(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        config: ReplicateConfig,
+        *,
+        overwrite: bool = False,
+    ) -> list[int]:
+        if not alike(keys, all_buffer_ptrs, all_sizes):
+            return [INVALID] * len(keys)
+        codes = [INVALID] * len(keys)
+        good = _several_views(all_buffer_ptrs, all_sizes)
+        some, values = [keys[number] for number in good], [Gathered(each) for each in good.values()]
+        stored = self._store_many(some, values, config, overwrite=overwrite, same_node=True)
+        for number, code in zip(good, stored, strict=True):
+            codes[number] = code
+        return codes
+
     def _batch_put_from(
         self,
         keys: Sequence[str],
@@ -260,16 +289,19 @@ class AddressCalls(ObjectCalls):
     ) -> list[int]:
         if not alike(keys, buffer_ptrs, sizes):
             return [INVALID] * len(keys)
-        if 0 in sizes or 0 in buffer_ptrs:
-            return [
-                self._put_from(key, pointer, size, config, overwrite=overwrite) if size else INVALID
-                for key, pointer, size in zip(keys, buffer_ptrs, sizes, strict=True)
-            ]
-        try:
-            views = [view_at(*each) for each in zip(buffer_ptrs, sizes, strict=True)]
-        except ValueError as error:
-            return [self._code(error)] * len(keys)
-        return self._store_many(keys, views, config, overwrite=overwrite)
+        codes = [INVALID] * len(keys)
+        views: dict[int, memoryview] = {}
+        for number, (pointer, size) in enumerate(zip(buffer_ptrs, sizes, strict=True)):
+            try:
+                if size:
+                    views[number] = view_at(pointer, size)
+            except ValueError as error:
+                codes[number] = self._code(error)
+        good = [keys[number] for number in views]
+        stored = self._store_many(good, list(views.values()), config, overwrite=overwrite)
+        for number, code in zip(views, stored, strict=True):
+            codes[number] = code
+        return codes
 
     def _get_many_into(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
         try:
@@ -288,7 +320,7 @@ def _several_views(
         if pointers and len(pointers) == len(sizes):
             try:
                 found[number] = [view_at(*each) for each in zip(pointers, sizes, strict=True)]
-            except ValueError:
+            except (ValueError, TypeError):
                 continue
     return found
 

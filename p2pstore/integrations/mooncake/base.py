@@ -1,4 +1,4 @@
-"""What all calls of a store stand on: its connection, and errors as codes."""
+"""What all calls of a set-up store stand on: its connection, and errors as codes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Final
+import weakref
+from typing import Final, Protocol
 
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
+from p2pstore.config import split_address
 from p2pstore.errors import (
     AmbiguousLocalPeer,
+    ConfigError,
     NoLocalPeer,
     NoSuchKey,
     P2PStoreError,
@@ -20,25 +22,36 @@ from p2pstore.errors import (
 )
 from p2pstore.integrations.mooncake.codes import ErrorCode, code_of
 from p2pstore.integrations.mooncake.memory import Registrations
-from p2pstore.integrations.mooncake.own_peer import OwnPeer
+from p2pstore.integrations.mooncake.own_peer import OwnPeer, ssd_folder
 from p2pstore.integrations.mooncake.settings import (
-    DEFAULT_SEGMENT_BYTES,
     SetupSettings,
-    from_arguments,
+    free_port,
     peer_options,
     takes_over,
 )
 from p2pstore.local.paths import SOCKET_VARIABLE, find_socket
+from p2pstore.results import PeerInfo
 
 LOG: Final = logging.getLogger("p2pstore.mooncake")
 RECONNECT_SECONDS: Final = 1.0
 RESTART_SECONDS: Final = 10.0
 QUIET_SECONDS: Final = 10.0
+START_ATTEMPTS: Final = 16
+"""Of starting a peer, when other programs of this host take the addresses that were free."""
 HEALTHY, NOT_SET_UP, UNREACHABLE = 0, 1, 2
+NO_SEGMENT: Final = "localhost:0"
+
+
+class Closable(Protocol):
+    """What is told that its store was closed."""
+
+    def store_closed(self) -> None: ...
 
 
 class StoreBase:
-    """A store that can be set up and closed. Its methods may be called from any thread."""
+    """One set-up of a store: all that lives between `setup` and `close`, and nothing else. It connects once (`_begin`),
+    is closed once, and then dropped whole, so that the next set-up begins with nothing. Calls of other threads that
+    are under way when it is closed end in errors, and keep to this one. Its methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._client: BlockingClient | None = None
@@ -47,71 +60,32 @@ class StoreBase:
         self._lock = threading.Lock()
         self._retry_at = 0.0
         self._said: dict[str, float] = {}
+        self._once: set[str] = set()
         self._buffers = Registrations()
         self._pooled: dict[int, object] = {}
         """Memory of buffer pools, by its address: it must be there as long as it is registered."""
-        self._at_close: list[Callable[[], None]] = []
+        self._pools: weakref.WeakSet[Closable] = weakref.WeakSet()
+        self._closed = False
 
-    def setup(
-        self,
-        local_hostname: str | dict[str, Any] = "localhost",
-        metadata_server: str = "",
-        global_segment_size: int | str = DEFAULT_SEGMENT_BYTES,
-        local_buffer_size: int | str = DEFAULT_SEGMENT_BYTES,
-        protocol: str = "tcp",
-        rdma_devices: str = "",
-        master_server_addr: str = "",
-        engine: object = None,
-        enable_ssd_offload: bool = False,
-        ssd_offload_path: str = "",
-        tenant_id: str = "default",
-        enable_client_http_server: bool = False,
-        client_http_port: int = 9300,
-    ) -> int:
-        """Connect to this machine's peer; where none runs, start one that lives as long as this store. Returns 0. A
-        peer that ends under its store (killed for memory, say) is started again, empty, with the next calls.
-
-        The peer is the one whose socket is named (`socket` in a dict, or `MOONCAKE_P2P_SOCKET`), else the only one in
-        the usual places. One that is started offers `global_segment_size` bytes; all other settings of a peer may
-        come from the environment (`MOONCAKE_P2P_CLUSTER_KEY_FILE` and so on: see `mooncake-p2p join`).
-
-        Where this differs from Mooncake: there is no master and no metadata server. Their addresses are optional, and
-        taken as those of peers to join. When nobody is at one that belongs to this machine, the peer that is started
-        listens there itself, so that programs given the same address find each other; an address that no peer can
-        have (etcd, http, P2PHANDSHAKE) is ignored. `engine` is not needed, `local_buffer_size` is what a
-        `BufferPool` may have. `tenant_id` (or
-        `namespace` in a dict, or `MOONCAKE_P2P_NAMESPACE`) is the namespace of all keys. A failure is raised, within
-        seconds: `P2PStoreError` or one of its kinds.
-
-        The settings may also be one dict with the parameters' names, values as text such as "16MB" included.
-        """
-        arguments = dict(locals())
-        del arguments["self"]
-        values = local_hostname if isinstance(local_hostname, dict) else arguments
-        settings = from_arguments(values, os.environ)
+    def _begin(self, settings: SetupSettings, *, may_start: bool = True) -> None:
+        """Connect to this machine's peer; where none runs, start one if that `may_start`. Raises `P2PStoreError`,
+        `ValueError` or `OSError`."""
+        for text in settings.ignored:
+            LOG.info("%s is nobody's peer: ignored, as nothing but peers is needed", text)
         with self._lock:
-            if self._client is not None:
-                self._say("this store is set up already: close() it first")
-                return int(ErrorCode.INVALID_PARAMS)
-            for address in settings.ignored:
-                LOG.info("%s is nobody's peer: ignored, as nothing but peers is needed", address)
-            self._connect(settings)
             self._settings = settings
-        return 0
-
-    def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
-        """Connect to this machine's peer and never start one. `server_address` is its socket's path; anything else,
-        such as the address of a Mooncake client, means the only one that there is. Returns 0, and raises as `setup`.
-        """
-        named = {"socket": server_address} if "/" in server_address else {}
-        sizes = {"global_segment_size": mem_pool_size, "local_buffer_size": local_buffer_size}
-        settings = from_arguments({**sizes, **named}, os.environ)
-        with self._lock:
-            if self._client is not None:
-                return int(ErrorCode.INVALID_PARAMS)
-            self._client = blocking.connect(settings.socket, namespace=settings.namespace)
-            self._settings = settings
-        return 0
+            if may_start:
+                self._connect(settings)
+            else:
+                self._client = blocking.connect(settings.socket, namespace=settings.namespace)
+        if self._own_peer is None and may_start and settings.for_own_peer:
+            said = ", ".join(settings.for_own_peer)
+            self._say(
+                f"the peer at {self._live.socket_path} runs already and is used as it is: {said} count "
+                "only for a peer that setup starts"
+            )
+        for text in settings.unused:
+            self._say_once(text)
 
     def _connect(self, settings: SetupSettings) -> None:
         try:
@@ -130,14 +104,26 @@ class StoreBase:
                 self._own_peer = None
             raise
 
+    @property
+    def is_set_up(self) -> bool:
+        """Whether there is a connection, or was until its peer ended."""
+        return self._client is not None
+
+    @property
+    def current(self) -> StoreBase:
+        """This set-up; a store's is the one that it has now."""
+        return self
+
     def close(self) -> int:
         """Disconnect, and end the peer that `setup` started: it first hands over to others what it alone holds, where
         there are others. Returns 0; may be called twice, and before `setup`."""
         with self._lock:
             client, self._client = self._client, None
             peer, self._own_peer = self._own_peer, None
-        while self._at_close:
-            self._at_close.pop()()
+            pools = list(self._pools)
+            self._closed = True
+        for pool in pools:
+            pool.store_closed()
         self._buffers.clear()
         self._pooled.clear()
         if client is not None:
@@ -148,25 +134,29 @@ class StoreBase:
 
     def health_check(self) -> int:
         """0 when the peer answers, 1 before `setup` and after `close`, 2 when it does not answer."""
-        if self._client is None:
+        client = self._client
+        if client is None:
             return NOT_SET_UP
         try:
-            self._live.statistics(cluster=False)
+            client.statistics(cluster=False)
         except P2PStoreError as error:
             self._code(error)
-            return UNREACHABLE
+            return NOT_SET_UP if self._closed else UNREACHABLE
         return HEALTHY
 
     def get_hostname(self) -> str:
-        """The name of this peer's segment, `HOST:PORT`: where others read it. `localhost:0` before `setup`."""
-        if self._client is None:
-            return "localhost:0"
+        """The name of this peer's segment, `HOST:PORT`: the `local_hostname` that `setup` was told and, unless that
+        has a port, the one where others read it. `localhost:0` before `setup`."""
+        client = self._client
+        if client is None:
+            return NO_SEGMENT
         try:
-            return next(segment_name(peer.data) for peer in self._live.peers() if peer.me)
-        except (P2PStoreError, StopIteration) as error:
-            if isinstance(error, P2PStoreError):
-                self._code(error)
-            return "localhost:0"
+            return next(
+                (self._segment_name(each) for each in client.peers() if each.me), NO_SEGMENT
+            )
+        except P2PStoreError as error:
+            self._code(error)
+            return NO_SEGMENT
 
     # --- for the calls -----------------------------------------------------------------------
 
@@ -192,6 +182,34 @@ class StoreBase:
         if type(error) is ValueError and self._client is not None:
             return int(ErrorCode.OBJECT_NOT_FOUND)
         return self._code(error)
+
+    def _add_pool(self, pool: Closable) -> None:
+        """Tell a pool when the store is closed. Raises `RuntimeError` when it was."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("MooncakeDistributedStore was closed")
+            self._pools.add(pool)
+
+    def _segment_name(self, peer: PeerInfo) -> str:
+        """What the memory of a peer is called. Other stores know a peer by its name, which is what its own one was told
+        as `local_hostname`."""
+        name = self._settings.hostname if peer.me and self._settings is not None else peer.name
+        if not peer.data or has_port(name):
+            return name if peer.data else NO_SEGMENT
+        return f"{name}:{peer.data[0].rpartition(':')[2]}"
+
+    def _segments_by_name(self) -> dict[str, str]:
+        """The ids of the living peers by the names of their segments, and by the addresses where they are read. Raises
+        what the client raises."""
+        peers = sorted(self._live.peers(), key=lambda peer: peer.me)  # of one name, this one
+        names = {each.removeprefix("tls://"): peer.peer_id for peer in peers for each in peer.data}
+        return names | {self._segment_name(peer): peer.peer_id for peer in peers}
+
+    def _say_once(self, text: str) -> None:
+        """Say in the log, once as long as the store is set up, that something is not done."""
+        if text not in self._once:
+            self._once.add(text)
+            LOG.warning("%s", text)
 
     def _say(self, text: str) -> None:
         """Say it in the log, the same thing every ten seconds at most."""
@@ -223,7 +241,7 @@ class StoreBase:
                 ).start()
             else:
                 self._client = blocking.connect(client.socket_path, namespace=client.namespace)
-                client.close()
+                self._lost(client)
         except (P2PStoreError, OSError):
             pass  # whoever called is told that the peer is gone
         finally:
@@ -247,24 +265,46 @@ class StoreBase:
                 self._own_peer = before
                 return
             before.close()
-            client.close()
+            self._lost(client)
+
+    def _lost(self, client: BlockingClient) -> None:
+        """Let go of a connection whose peer has gone, when another one has taken its place."""
+        client.close()
 
 
-def segment_name(data_addresses: list[str]) -> str:
-    """The name of a peer's segment, by the addresses where its data is served."""
-    return data_addresses[0].removeprefix("tls://") if data_addresses else "localhost:0"
+def has_port(name: str) -> bool:
+    """Whether the name of a host ends with a port."""
+    try:
+        split_address(name, "name")
+    except ConfigError:
+        return False
+    return True
 
 
 def _start_peer(settings: SetupSettings) -> OwnPeer:
-    """Start a peer; at an address that was named and is free here, if there is one."""
-    place = takes_over(settings, os.environ)
-    if place is not None:
-        try:
-            return OwnPeer(peer_options(settings, os.environ, listen=place))
-        except P2PStoreError as error:  # somebody else took it just now
-            LOG.info("%s cannot be taken: %s", place, error)
-    peer = OwnPeer(peer_options(settings, os.environ))
-    if settings.bootstrap and not peer.ready["joined"]:
+    """Start a peer; at an address that was named and is free here, if there is one. What another program takes in the
+    meantime is not asked for again."""
+    for attempt in range(1, START_ATTEMPTS + 1):
+        place = takes_over(settings, os.environ)
+        port = None if settings.http_port is None else free_port(settings.http_port)
+        with ssd_folder(settings.ssd_path) as (folder, lock):
+            options = peer_options(
+                settings, os.environ, listen=place, ssd_path=folder, http_port=port
+            )
+            try:
+                peer = OwnPeer(options, inherited=lock)
+                break
+            except P2PStoreError as error:
+                free = place is None or takes_over(settings, os.environ) == place
+                free = free and (port is None or free_port(port) == port)
+                if free or attempt == START_ATTEMPTS:
+                    raise
+                LOG.info("started again, as an address was taken meanwhile: %s", error)
+    if port != settings.http_port:
+        LOG.warning(
+            "client_http_port %s is taken: metrics are at 127.0.0.1:%s", settings.http_port, port
+        )
+    if settings.bootstrap and place is None and not peer.ready["joined"]:
         LOG.warning(
             "no peer answered at %s: this store shares with nobody until one does (it goes on trying)",
             ", ".join(settings.bootstrap),

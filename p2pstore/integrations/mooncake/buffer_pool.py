@@ -101,8 +101,8 @@ class BufferPool:
     It has at most `max_bytes` (by default what `setup` was told as `local_buffer_size`), lent and kept together, in at
     most `max_regions` pieces: of `min_size_class` bytes, then powers of two up to `alignment`, then multiples of it;
     what is larger than `max_size_class` is not kept. Who finds nothing waits, for `default_timeout` seconds or until
-    something comes back; or is refused when `block_on_exhaustion` is False. Everything that is refused is a
-    `RuntimeError`, as in Mooncake.
+    something comes back; or is refused when `block_on_exhaustion` is False. A pool is closed with its store.
+    Everything that is refused is a `RuntimeError`, as in Mooncake.
     """
 
     def __init__(
@@ -118,14 +118,15 @@ class BufferPool:
         prewarm_size: int | None = None,
         prewarm_count: int = 0,
     ) -> None:
-        settings = store._settings if isinstance(store, StoreBase) else None
-        if settings is None:
+        base = store.current if isinstance(store, StoreBase) else None
+        settings = None if base is None else base._settings
+        if base is None or settings is None:
             raise RuntimeError("MooncakeDistributedStore is not initialized")
         if min_size_class <= 0 or alignment <= 0:
             raise RuntimeError("min_size_class and alignment must be positive")
         if alignment < LEAST_ALIGNMENT or alignment & (alignment - 1):
             raise RuntimeError("alignment must be a power of two and at least sizeof(void*)")
-        self._store = store
+        self._store = base
         self._max_bytes = max_bytes or settings.local_buffer_bytes
         if self._max_bytes <= 0:
             raise RuntimeError("max_bytes must be positive")
@@ -141,6 +142,7 @@ class BufferPool:
         self._lent: set[int] = set()
         self._bytes = 0
         self._closed = False
+        base._add_pool(self)
         if prewarm_size is not None and prewarm_count:
             self.prewarm(prewarm_size, prewarm_count)
 
@@ -191,6 +193,11 @@ class BufferPool:
             self._take_collected()
             if self._lent:
                 raise RuntimeError("cannot close buffer pool with active leases")
+            self.store_closed()
+
+    def store_closed(self) -> None:
+        """The store was closed: what is lent stays as it is until it is given back, and nothing more is lent."""
+        with self._changed:
             self._closed = True
             while self._kept:
                 self._drop(self._kept.pop())

@@ -60,6 +60,7 @@ _CODES: Final[Sequence[tuple[type[Exception], ErrorCode]]] = (
     (errors.StoreClosed, ErrorCode.RPC_FAIL),
     (errors.NoLocalPeer, ErrorCode.RPC_FAIL),
     (errors.ClientForked, ErrorCode.ILLEGAL_CLIENT),
+    (errors.ConfigError, ErrorCode.INVALID_PARAMS),
     (ValueError, ErrorCode.INVALID_PARAMS),
 )
 

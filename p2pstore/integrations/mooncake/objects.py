@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from p2pstore.client.gathered import Gathered
@@ -20,8 +19,10 @@ from p2pstore.integrations.mooncake.codes import ErrorCode, alike
 from p2pstore.integrations.mooncake.memory import BufferHandle, handle_of
 from p2pstore.integrations.mooncake.placement import (
     DEFAULT_CONFIG,
+    ExistOptions,
     ReplicateConfig,
     put_options,
+    unused_fields,
 )
 from p2pstore.results import Buffer
 
@@ -110,10 +111,11 @@ class ObjectCalls(StoreBase):
             handle_of(each) if isinstance(each, memoryview) else None for each in self._wholes(keys)
         ]
 
-    def is_exist(self, key: str) -> int:
+    def is_exist(self, key: str, options: ExistOptions | None = None) -> int:
         """1 when some living peer is known to hold the key, else 0; -600 before `setup` and after `close`. Never
         negative otherwise: callers take the answer for a truth value. It costs no round trip, may lag behind by a
         moment, and does not keep the object from being evicted or removed, as Mooncake's does."""
+        self._say_lease(options)
         client = self._client
         if client is None:
             return INVALID
@@ -123,8 +125,9 @@ class ObjectCalls(StoreBase):
             self._read_code(error)
             return 0
 
-    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+    def batch_is_exist(self, keys: Sequence[str], options: ExistOptions | None = None) -> list[int]:
         """`is_exist` for many; -1 for all of them when the peer does not answer."""
+        self._say_lease(options)
         try:
             return [1 if each else 0 for each in self._live.contains_many(keys)]
         except ValueError:
@@ -132,6 +135,16 @@ class ObjectCalls(StoreBase):
         except P2PStoreError as error:
             self._code(error)
             return [-1] * len(keys)
+
+    def probe_key(self, key: str) -> int:
+        """`is_exist`, which grants no lease either."""
+        return self.is_exist(key)
+
+    def batch_probe_key(
+        self, keys: Sequence[str], options: ExistOptions | None = None
+    ) -> list[int]:
+        """`batch_is_exist`, which grants no leases either."""
+        return self.batch_is_exist(keys, options)
 
     def get_size(self, key: str) -> int:
         """The length of the value in bytes, or -704 for a key that nobody has."""
@@ -165,6 +178,13 @@ class ObjectCalls(StoreBase):
                 assert each.error is not None
                 wholes.append(self._read_code(each.error))
         return wholes
+
+    def _say_lease(self, options: ExistOptions | None) -> None:
+        if options is not None and options.asked:
+            self._say_once(
+                "ExistOptions change nothing: an answer keeps no object from being evicted; get_buffer and get "
+                "sessions hold objects"
+            )
 
     def _say_errors(self, errors: Sequence[Exception | None]) -> None:
         """Log what went wrong, but for keys that nobody has."""
@@ -216,14 +236,20 @@ class ObjectCalls(StoreBase):
         codes = self._store_many(keys, views, config, overwrite=overwrite)
         return next((code for code in codes if code), 0)
 
+    def _put_options(self, config: ReplicateConfig, *, same_node: bool = False) -> dict[str, Any]:
+        """`put_options`; what the config asks for in vain is said once."""
+        options = put_options(config, same_node=same_node)
+        for text in unused_fields(config):
+            self._say_once(text)
+        return options
+
     def _store(
         self, key: str, value: Buffer, config: ReplicateConfig, *, overwrite: bool = False
     ) -> int:
         """Put one value; one that lies in several places is `Gathered`. Raises what the client raises."""
         client = self._live
-        client.put(key, value, overwrite=overwrite, **put_options(config))
-        self._keep_pinned([key], config)
-        return 0
+        client.put(key, value, overwrite=overwrite, **self._put_options(config))
+        return self._keep_pinned([key], config)[0]
 
     def _store_many(
         self,
@@ -239,20 +265,27 @@ class ObjectCalls(StoreBase):
             results = self._live.put_many(
                 list(zip(keys, values, strict=True)),
                 overwrite=overwrite,
-                **put_options(config, same_node=same_node),
-            )
-            codes = [0 if each.error is None else self._code(each.error) for each in results]
-            self._keep_pinned(
-                [key for key, code in zip(keys, codes, strict=True) if not code], config
+                **self._put_options(config, same_node=same_node),
             )
         except FAILURES as error:
             return [self._code(error)] * len(keys)
+        codes = [0 if each.error is None else self._code(each.error) for each in results]
+        stored = [number for number, code in enumerate(codes) if not code]
+        pinned = self._keep_pinned([keys[number] for number in stored], config)
+        for number, code in zip(stored, pinned, strict=True):
+            codes[number] = code
         return codes
 
-    def _keep_pinned(self, keys: Sequence[str], config: ReplicateConfig) -> None:
-        """Give the soft pins their length, where that is not the usual half an hour. What went to another peer, for
-        want of room here, keeps that."""
-        if config.soft_pin_ttl_ms:
-            for key in keys:
-                with suppress(NoSuchKey):
-                    self._live.pin(key, "soft", ttl=config.soft_pin_ttl_ms / 1000)
+    def _keep_pinned(self, keys: Sequence[str], config: ReplicateConfig) -> list[int]:
+        """Give the soft pins of what was stored their length, where that is not the usual half an hour; a code for
+        each. What went to another peer, for want of room here, keeps that."""
+        codes = [0] * len(keys)
+        seconds = (config.soft_pin_ttl_ms or 0) / 1000
+        for number, key in enumerate(keys if seconds else ()):
+            try:
+                self._live.pin(key, "soft", ttl=seconds)
+            except NoSuchKey:
+                continue
+            except FAILURES as error:
+                codes[number] = self._code(error)
+        return codes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
 import select
@@ -13,16 +14,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
-from p2pstore.errors import DeadlineExceeded, P2PStoreError
+from p2pstore.errors import ConfigError, DeadlineExceeded, P2PStoreError
+from p2pstore.ssd_tier.opening import FILE_NAME
 
 READY_SECONDS: Final = 30.0
 STOP_SECONDS: Final = 15.0
 LOG_LINES: Final = 5
+MAX_FOLDERS: Final = 256
 LONGEST_FOLDER: Final = 60
 """A socket's path has at most 107 bytes."""
 
@@ -35,7 +38,9 @@ class OwnPeer:
     must last.
     """
 
-    def __init__(self, options: Sequence[str]) -> None:
+    def __init__(self, options: Sequence[str], *, inherited: int | None = None) -> None:
+        """`inherited` is a descriptor that stays open in the peer. Raises `P2PStoreError` or `OSError`."""
+        self._inherited = () if inherited is None else (inherited,)
         self._made_by = os.getpid()
         place = tempfile.gettempdir()
         self.folder = Path(
@@ -90,6 +95,7 @@ class OwnPeer:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=log,
+                    pass_fds=self._inherited,
                     process_group=0,  # Ctrl-C in the terminal is for the program, which then closes it
                 )
         except OSError as error:
@@ -131,6 +137,43 @@ class OwnPeer:
             if process.stdout is not None:
                 process.stdout.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def ssd_folder(path: str) -> Iterator[tuple[str, int | None]]:
+    """Where under `path` a peer may have its SSD tier, and the descriptor of a lock for it to keep: a folder of its own
+    for each of the peers that are told one path, the first one that no living peer has. What is no directory, such as a
+    device, is taken as it is; nothing is "". Raises `ConfigError`."""
+    if not path or (os.path.exists(path) and not os.path.isdir(path)):
+        yield path, None
+        return
+    descriptor = -1
+    try:
+        for number in range(MAX_FOLDERS):
+            folder = Path(path)
+            if number or not (folder / FILE_NAME).exists():  # one that an earlier version made
+                folder /= f"store-{number}"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(
+                    folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+                )
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                descriptor = -1
+                continue
+            except OSError as error:
+                raise ConfigError(
+                    f"ssd_offload_path: {folder} cannot be used ({error.strerror}): name a directory that this "
+                    "program may write to"
+                ) from error
+            yield str(folder), descriptor
+            return
+        raise ConfigError(f"ssd_offload_path: {path} is used by {MAX_FOLDERS} peers already")
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)  # the peer's own copy keeps the lock
 
 
 def _read_line(pipe: IO[bytes], deadline: float) -> bytes:

@@ -41,7 +41,13 @@ from p2pstore.integrations.mooncake.tensor_format import (
     tensor_in,
     tp_shard,
 )
-from p2pstore.integrations.mooncake.tensors import Place, Tensor, TensorCalls, fresh_memory
+from p2pstore.integrations.mooncake.tensors import (
+    Place,
+    Tensor,
+    TensorCalls,
+    fresh_memory,
+    tensor_in_answer,
+)
 
 Axes = Sequence[LayoutAxis]
 
@@ -114,7 +120,7 @@ class ParallelTensorCalls(TensorCalls):
     ) -> list[int]:
         """`put_tensor_with_parallelism` for many; a code for each."""
         put = self.put_tensor_with_parallelism
-        return _each(put, config, keys, [tensors_list], parallelisms, writer_partitions)
+        return self._each(put, config, keys, [tensors_list], parallelisms, writer_partitions)
 
     def batch_upsert_tensor_with_parallelism(
         self,
@@ -126,7 +132,7 @@ class ParallelTensorCalls(TensorCalls):
     ) -> list[int]:
         """`upsert_tensor_with_parallelism` for many; a code for each."""
         put = self.upsert_tensor_with_parallelism
-        return _each(put, config, keys, [tensors_list], parallelisms, writer_partitions)
+        return self._each(put, config, keys, [tensors_list], parallelisms, writer_partitions)
 
     def put_tensor_with_parallelism_from(
         self,
@@ -166,7 +172,7 @@ class ParallelTensorCalls(TensorCalls):
     ) -> list[int]:
         """`put_tensor_with_parallelism_from` for many; a code for each."""
         put = self.put_tensor_with_parallelism_from
-        return _each(put, config, keys, [buffer_ptrs, sizes], parallelisms, writer_partitions)
+        return self._each(put, config, keys, [buffer_ptrs, sizes], parallelisms, writer_partitions)
 
     def batch_upsert_tensor_with_parallelism_from(
         self,
@@ -179,7 +185,7 @@ class ParallelTensorCalls(TensorCalls):
     ) -> list[int]:
         """`upsert_tensor_with_parallelism_from` for many; a code for each."""
         put = self.upsert_tensor_with_parallelism_from
-        return _each(put, config, keys, [buffer_ptrs, sizes], parallelisms, writer_partitions)
+        return self._each(put, config, keys, [buffer_ptrs, sizes], parallelisms, writer_partitions)
 
     # --- get -----------------------------------------------------------------------------------
 
@@ -194,7 +200,7 @@ class ParallelTensorCalls(TensorCalls):
         wanted = [None] * len(keys) if targets is None else targets
         if not alike(keys, wanted):
             return [None] * len(keys)
-        return [self._read_parallel(*each, None) for each in zip(keys, wanted, strict=True)]
+        return [self._read_in_batch(*each, None) for each in zip(keys, wanted, strict=True)]
 
     def get_tensor_with_parallelism_into(
         self, key: str, buffer_ptr: int, size: int, target: Any = None
@@ -215,9 +221,35 @@ class ParallelTensorCalls(TensorCalls):
         if not alike(keys, buffer_ptrs, sizes, wanted):
             return [None] * len(keys)
         return [
-            self._read_parallel(key, target, (pointer, size))
+            self._read_in_batch(key, target, (pointer, size))
             for key, pointer, size, target in zip(keys, buffer_ptrs, sizes, wanted, strict=True)
         ]
+
+    def _each(
+        self,
+        put: Callable[..., int],
+        config: ReplicateConfig,
+        keys: Sequence[str],
+        values: Sequence[Sequence[Any]],
+        parallelisms: Sequence[Any] | None,
+        partitions: Sequence[Any] | None,
+    ) -> list[int]:
+        """A put for each key; -600 for all of them when lists differ in length, or both kinds of division are given."""
+        nothing = [None] * len(keys)
+        if parallelisms is not None and partitions is not None:
+            return [INVALID] * len(keys)
+        each_by = nothing if parallelisms is None else parallelisms
+        each_of = nothing if partitions is None else partitions
+        if not alike(keys, *values, each_by, each_of):
+            return [INVALID] * len(keys)
+        codes = []
+        for key, *value, by, of in zip(keys, *values, each_by, each_of, strict=True):
+            try:
+                codes.append(put(key, *value, by, config, of))
+            except TypeError as error:
+                self._say(f"{key!r} is not stored: {error}")
+                codes.append(INVALID)
+        return codes
 
     # --- writing -------------------------------------------------------------------------------
 
@@ -306,6 +338,14 @@ class ParallelTensorCalls(TensorCalls):
 
     # --- reading -------------------------------------------------------------------------------
 
+    def _read_in_batch(self, key: str, target: Any, place: Place) -> Tensor | None:
+        """`_read_parallel` that raises nothing: the others of the batch are read as well."""
+        try:
+            return self._read_parallel(key, target, place)
+        except (RuntimeError, TypeError) as error:
+            self._say(f"{key!r} is not read: {error}")
+            return None
+
     def _read_parallel(self, key: str, target: Any, place: Place) -> Tensor | None:
         try:
             mode, axes = mode_of(target)
@@ -334,8 +374,7 @@ class ParallelTensorCalls(TensorCalls):
         return None
 
     def _tensor_at(self, key: str, place: Place) -> Tensor | None:
-        found = self._read_tensor(key, place)
-        return None if found is None else found[1]
+        return tensor_in_answer(self._read_tensor(key, place))
 
     def _as_asked(self, key: str, axes: Axes, place: Place) -> Tensor | None:
         """The shard that was stored with these very axes."""
@@ -345,7 +384,7 @@ class ParallelTensorCalls(TensorCalls):
             keys.append(writer_key(key, cut))
         for each in keys:
             found = self._read_tensor(each, place)
-            if found is not None and set(found[0].axes) == set(axes):
+            if not isinstance(found, int) and set(found[0].axes) == set(axes):
                 return found[1]
         return None
 
@@ -436,28 +475,6 @@ class ParallelTensorCalls(TensorCalls):
                 rows = source[:, first - rank * each : last - rank * each]
                 np.copyto(target[:, first - start : last - start], rows)
         return tensor_in(header, memory)
-
-
-def _each(
-    put: Callable[..., int],
-    config: ReplicateConfig,
-    keys: Sequence[str],
-    values: Sequence[Sequence[Any]],
-    parallelisms: Sequence[Any] | None,
-    partitions: Sequence[Any] | None,
-) -> list[int]:
-    """A put for each key; -600 for all of them when lists differ in length, or both kinds of division are given."""
-    nothing = [None] * len(keys)
-    if parallelisms is not None and partitions is not None:
-        return [INVALID] * len(keys)
-    each_by = nothing if parallelisms is None else parallelisms
-    each_of = nothing if partitions is None else partitions
-    if not alike(keys, *values, each_by, each_of):
-        return [INVALID] * len(keys)
-    return [
-        put(key, *value, by, config, of)
-        for key, *value, by, of in zip(keys, *values, each_by, each_of, strict=True)
-    ]
 
 
 def _one_of(parallelism: Any, partition: Any) -> list[LayoutAxis]:

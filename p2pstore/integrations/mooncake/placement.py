@@ -128,9 +128,9 @@ class ReplicateConfig:
 
     `replica_num`: copies that the put waits for, as far as there are peers; a copy that is lost later is made again.
     `with_hard_pin`: never evicted. `soft_pin_action`: ENABLE has the object evicted last, for `soft_pin_ttl_ms` or half
-    an hour. Without a master nobody places objects: a put goes to the memory of the writer's own peer, and copies to
-    peers that the object's key chooses; so the preferred segments, `prefer_alloc_in_same_node`, `nof_replica_num`,
-    `dfs_replica_num` and `group_ids` change nothing, nor does `data_type`.
+    an hour. Without a master nobody places objects: a put goes to the memory of the writer's own peer (so
+    `prefer_alloc_in_same_node` is always so), and copies to peers that the object's key chooses. The preferred
+    segments, `nof_replica_num`, `dfs_replica_num`, `group_ids` and `data_type` change nothing; the log says so once.
     """
 
     __slots__ = tuple(_FIELDS)
@@ -167,6 +167,46 @@ class ReplicateConfig:
 
 
 DEFAULT_CONFIG: Final = ReplicateConfig()
+
+_PLACED: Final = "a put goes to this machine's peer, and copies to peers that the key chooses"
+_UNUSED: Final[dict[str, str]] = {
+    "nof_replica_num": "there are no copies on NVMe-oF; peers with an SSD keep some there by themselves",
+    "dfs_replica_num": "there are no copies in a file system; peers with an SSD keep some there by themselves",
+    "preferred_segment": _PLACED,
+    "preferred_segments": _PLACED,
+    "preferred_nof_segments": _PLACED,
+    "data_type": "all objects are kept alike",
+    "group_ids": "each object is kept and evicted for itself, the later blocks of a batch before the earlier ones",
+}
+"""Fields that change nothing -> why."""
+
+
+def unused_fields(config: ReplicateConfig) -> list[str]:
+    """What to say of fields that were set and change nothing."""
+    if config is DEFAULT_CONFIG:
+        return []
+    return [
+        f"ReplicateConfig.{name} changes nothing: {why}"
+        for name, why in _UNUSED.items()
+        if getattr(config, name) != getattr(DEFAULT_CONFIG, name)
+    ]
+
+
+class ExistOptions:
+    """What Mooncake 0.3.14 may be told with a question whether objects are there: of which to extend the leases. Fields
+    of any name are taken, as here there are no leases to extend."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+    @property
+    def asked(self) -> bool:
+        """Whether any field asks for something."""
+        return any(self.__dict__.values())
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
+        return f"ExistOptions({fields})"
 
 
 def put_options(config: ReplicateConfig, *, same_node: bool = False) -> dict[str, Any]:

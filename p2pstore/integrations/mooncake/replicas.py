@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from p2pstore.integrations.mooncake.base import segment_name
 from p2pstore.integrations.mooncake.codes import ErrorCode
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
 from p2pstore.integrations.mooncake.placement import ReplicaStatus, TaskStatus, TaskType
@@ -122,13 +121,34 @@ class ReplicaCalls(RemovingCalls):
             return {}
 
     def batch_replica_clear(self, keys: Sequence[str], segment_name: str = "") -> list[str]:
-        """Remove all copies of these objects; returns the keys of those that were there. With a segment's name nothing
-        is cleared: each peer decides alone what it keeps, and lets go of copies that others have when it needs room.
-        """
+        """Remove all copies of these objects, or, with a segment's name, of those that only this segment holds; returns
+        the keys of what was removed. A copy that other peers have too stays: each peer decides alone what it keeps, and
+        lets go of such copies first when it needs room."""
         if segment_name:
-            return []
+            keys = self._only_in(segment_name, keys)
         codes = self.batch_remove(keys) if keys else []
         return [key for key, code in zip(keys, codes, strict=True) if not code]
+
+    def _only_in(self, name: str, keys: Sequence[str]) -> list[str]:
+        """Those of the objects all of whose copies are in one segment."""
+        try:
+            holder = self._segments_by_name().get(name)
+            if holder is None:
+                raise ValueError(f"batch_replica_clear: no segment is called {name!r}")
+            client, found = self._live, []
+            for key in keys:
+                holders = {copy.peer_id for copy in client.locate(key)}
+                if holders == {holder}:
+                    found.append(key)
+                elif holder in holders:
+                    self._say_once(
+                        "batch_replica_clear with a segment's name leaves objects that other segments hold too: peers "
+                        "let go of such copies by themselves when they need room"
+                    )
+        except FAILURES as error:
+            self._code(error)
+            return []
+        return found
 
     def create_copy_task(self, key: str, targets: Sequence[str]) -> tuple[tuple[int, int], int]:
         """Have as many more copies of an object as there are targets; returns a number for `query_task`, and 0; or -704
@@ -141,11 +161,14 @@ class ReplicaCalls(RemovingCalls):
             here = len(self._described([key]).get(key, []))
             if not here:
                 return NO_TASK, int(ErrorCode.OBJECT_NOT_FOUND)
-            known = {segment_name(peer.data) for peer in self._live.peers()}
+            known = self._segments_by_name().keys()
         except FAILURES as error:
             return NO_TASK, self._read_code(error)
-        if not targets or not known.issuperset(targets):
+        if not targets or not known >= set(targets):
             return NO_TASK, INVALID
+        self._say_once(
+            "create_copy_task: the targets say only how many copies are made; where, the object's key decides"
+        )
         if len(self._tasks) >= MAX_TASKS and not self._forget_ended():
             return NO_TASK, int(ErrorCode.TASK_PENDING_LIMIT_EXCEEDED)
         task = QueryTaskResponse(_new_number())
@@ -189,7 +212,7 @@ class ReplicaCalls(RemovingCalls):
             if not copies:
                 continue
             if not {copy.peer_id for copy in copies} <= names.keys():
-                names = {peer.peer_id: segment_name(peer.data) for peer in client.peers()}
+                names = {peer.peer_id: self._segment_name(peer) for peer in client.peers()}
             size = self.get_size(key)
             described[key] = [_described(copy, names, size) for copy in copies]
         return described

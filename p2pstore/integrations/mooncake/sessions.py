@@ -6,16 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from p2pstore.blocking import BlockingClient
 from p2pstore.integrations.mooncake.addresses import AddressCalls
 from p2pstore.integrations.mooncake.codes import ErrorCode, alike
 from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
-from p2pstore.integrations.mooncake.placement import (
-    DEFAULT_CONFIG,
-    ReplicateConfig,
-    put_options,
-)
+from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
 from p2pstore.integrations.mooncake.scratch import copy
+from p2pstore.objects import encode_key
 
 MAX_BYTES = 2**32
 """An object has at most 4 GiB."""
@@ -29,16 +27,28 @@ class SessionCalls(AddressCalls):
         super().__init__()
         self._read: dict[str, memoryview] = {}
         self._written: dict[str, tuple[memoryview, ReplicateConfig]] = {}
-        self._at_close.append(self._read.clear)
-        self._at_close.append(self._written.clear)
+
+    def close(self) -> int:
+        """End all sessions with the store."""
+        code = super().close()
+        self._read.clear()
+        self._written.clear()
+        return code
+
+    def _lost(self, client: BlockingClient) -> None:
+        super()._lost(client)
+        self._read.clear()  # the peer that held them has gone
 
     def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
         """Hold objects for reading parts of them: 0, or a code, for each."""
-        codes = []
+        codes, client = [], self._client
         for key, held in zip(keys, self._wholes(keys), strict=True):
             if isinstance(held, memoryview):
                 self._read[key] = held
             codes.append(held if isinstance(held, int) else 0)
+        if self._client is not client:  # closed meanwhile: these leases have ended
+            self._read.clear()
+            return [int(ErrorCode.RPC_FAIL)] * len(keys)
         return codes
 
     def batch_get_session_end(self, keys: Sequence[str]) -> int:
@@ -58,7 +68,7 @@ class SessionCalls(AddressCalls):
         -600: when it is not held, or has no such part."""
         if not alike(keys, all_buffer_ptrs, all_sizes, all_src_offsets):
             return [INVALID] * len(keys)
-        codes = []
+        codes, client = [], self._client
         for key, pointers, sizes, offsets in zip(
             keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=True
         ):
@@ -70,6 +80,8 @@ class SessionCalls(AddressCalls):
             for outside, inside in places:
                 copy(outside, inside)
             codes.append(sum(sizes))
+        if self._client is not client:  # its leases have ended: the bytes may be another object's
+            return [int(ErrorCode.RPC_FAIL)] * len(keys)
         return codes
 
     def batch_put_session_start(
@@ -80,13 +92,15 @@ class SessionCalls(AddressCalls):
         if not alike(keys, sizes):
             return [INVALID] * len(keys)
         try:
-            put_options(config)
-            exist = self._live.contains_many(keys)
+            self._put_options(config)
+            exist = self._live.contains_many([key for key in keys if is_key(key)])
         except FAILURES as error:
             return [self._code(error)] * len(keys)
-        codes = []
-        for key, size, exists in zip(keys, sizes, exist, strict=True):
-            if exists or key in self._written:
+        codes, there = [], iter(exist)
+        for key, size in zip(keys, sizes, strict=True):
+            if not is_key(key):
+                codes.append(INVALID)
+            elif next(there) or key in self._written:
                 codes.append(int(ErrorCode.OBJECT_ALREADY_EXISTS))
             elif not 0 < size <= MAX_BYTES:
                 codes.append(INVALID)
@@ -141,6 +155,15 @@ class SessionCalls(AddressCalls):
         return [INVALID if self._written.pop(key, None) is None else 0 for key in keys]
 
 
+def is_key(key: str) -> bool:
+    """Whether an object can have this key."""
+    try:
+        encode_key(key)
+    except ValueError:
+        return False
+    return True
+
+
 def _places(
     whole: memoryview, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
 ) -> list[tuple[memoryview, memoryview]] | None:
@@ -149,10 +172,10 @@ def _places(
         return None
     pairs = []
     for pointer, size, offset in zip(pointers, sizes, offsets, strict=True):
-        if offset < 0 or size < 0 or offset + size > len(whole):
-            return None
         try:
+            if offset < 0 or size < 0 or offset + size > len(whole):
+                return None
             pairs.append((view_at(pointer, size), whole[offset : offset + size]))
-        except ValueError:
+        except (ValueError, TypeError):
             return None
     return pairs

@@ -12,19 +12,30 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
+from collections.abc import Sequence
 from typing import Final
 
 from p2pstore.integrations import mooncake
-from p2pstore.integrations.mooncake.async_store import MooncakeDistributedStoreAsync
+from p2pstore.integrations.mooncake import mooncake_config
 
 MARK: Final = "p2pstore stands in"
 """The docstring of the modules made here."""
-_MODULES: Final = ("mooncake", "mooncake.store", "mooncake.async_store", "mooncake.buffer_pool")
+_POOLS: Final = ("BufferPool", "RegisteredBufferPool")
+_MODULES: Final[dict[str, Sequence[str]]] = {
+    "mooncake": ("__version__", *_POOLS),
+    "mooncake.store": ("__version__", *mooncake.__all__),
+    "mooncake.async_store": ("MooncakeDistributedStoreAsync", "MooncakeDistributedStore"),
+    "mooncake.buffer_pool": _POOLS,
+    "mooncake.mooncake_config": (
+        *("MooncakeConfig", "DEFAULT_GLOBAL_SEGMENT_SIZE", "DEFAULT_LOCAL_BUFFER_SIZE"),
+    ),
+}
+"""Each module, and what of this package is in it."""
+_PACKAGES: Final = ("mooncake", "mooncake.store")
 
 
 def install() -> None:
-    """From now on, in this process, `mooncake.store`, `mooncake.async_store` and `mooncake.buffer_pool` are this
-    package. May be called twice.
+    """From now on, in this process, `mooncake.store` and the others of the table are this package. May be called twice.
 
     Where Mooncake is installed as well, its other modules (such as `mooncake.engine`) stay what they are. Raises
     `ImportError` when its store was imported already: whoever did that would have the wrong one.
@@ -34,26 +45,22 @@ def install() -> None:
         if current.__doc__ == MARK:
             return
         raise ImportError("mooncake.store was imported already: call install() before that")
-    package = sys.modules.get("mooncake") or types.ModuleType("mooncake", MARK)
-    if not hasattr(package, "__path__"):
-        package.__path__ = _others()
-    store = types.ModuleType("mooncake.store", MARK)
-    for name in mooncake.__all__:
-        setattr(store, name, getattr(mooncake, name))
-    later = types.ModuleType("mooncake.async_store", MARK)
-    later.__dict__["MooncakeDistributedStoreAsync"] = MooncakeDistributedStoreAsync
-    pools = types.ModuleType("mooncake.buffer_pool", MARK)
-    pools.__dict__.update(
-        BufferPool=mooncake.BufferPool, RegisteredBufferPool=mooncake.RegisteredBufferPool
-    )
-    for name, module in zip(_MODULES, (package, store, later, pools), strict=True):
+    for name, has in _MODULES.items():
+        module = sys.modules.get(name) or types.ModuleType(name, MARK)
+        if name in _PACKAGES and not hasattr(module, "__path__"):
+            module.__path__ = _others() if name == "mooncake" else []
+        for each in has:
+            source = mooncake_config if each.startswith("DEFAULT_") else mooncake
+            setattr(module, each, getattr(source, each))
         module.__spec__ = importlib.machinery.ModuleSpec(
-            name, _AlreadyMade(module), is_package=module is package
+            name, _AlreadyMade(module), is_package=name in _PACKAGES
         )
-        if module is package:
-            module.__spec__.submodule_search_locations = list(package.__path__)
+        if name in _PACKAGES:
+            module.__spec__.submodule_search_locations = list(module.__path__)
         sys.modules[name] = module
-    package.__dict__.update(store=store, async_store=later, buffer_pool=pools)
+        package, _, last = name.rpartition(".")
+        if package:
+            setattr(sys.modules[package], last, module)
 
 
 def uninstall() -> None:

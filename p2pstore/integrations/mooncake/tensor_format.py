@@ -13,6 +13,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any, Final
 
+from p2pstore.client.values import memory_was_freed
+
 HEADER_BYTES: Final = 304
 MAX_RANK: Final = 8
 MAGIC: Final = 0x4D4F4F4E
@@ -80,9 +82,7 @@ class TensorHeader:
 
 
 def encode_header(header: TensorHeader) -> bytes:
-    """The 304 bytes. Raises `ValueError` for a dtype or rank that the format does not have."""
-    if header.dtype not in DTYPES:
-        raise ValueError(f"Mooncake's tensors cannot be of {header.dtype}")
+    """The 304 bytes. Raises `ValueError` for a rank that the format does not have."""
     if len(header.shape) > MAX_RANK:
         raise ValueError(f"a tensor has at most {MAX_RANK} dimensions, not {len(header.shape)}")
     head = _HEAD.pack(
@@ -135,15 +135,67 @@ def _decode_axes(data: memoryview | bytes) -> tuple[LayoutAxis, ...]:
 def describe(
     tensor: Any, whole: tuple[int, ...] | None = None, axes: tuple[LayoutAxis, ...] = ()
 ) -> TensorHeader:
-    """The header of a torch tensor. Raises `ValueError` for what is none, or not on this host."""
+    """The header of a torch tensor. Raises `ValueError` for what is none, and for one without elements that lie in
+    memory: sparse, nested, fake or on `meta`."""
     import torch
 
-    if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
-        raise ValueError(f"a tensor is a torch tensor with memory, not {type(tensor).__name__}")
-    shape = tuple(tensor.shape)
-    name = str(tensor.dtype).removeprefix("torch.")
-    size = tensor.numel() * tensor.element_size()
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"a tensor is a torch tensor, not {type(tensor).__name__}")
+    try:
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+            raise ValueError(
+                f"a tensor that is {tensor.layout}, nested or on {tensor.device} cannot be used: "
+                "make it dense on the host or a GPU first"
+            )
+        if memory_was_freed(tensor):
+            raise ValueError("the memory of the tensor was freed: gather a sharded parameter first")
+        shape = tuple(tensor.shape)
+        name = str(tensor.dtype).removeprefix("torch.")
+        size = tensor.numel() * tensor.element_size()
+    except (ValueError, TypeError):
+        raise
+    except Exception as error:  # what a subclass of Tensor raises, it alone knows
+        raise ValueError(f"the tensor does not say what it is ({error!r})") from error
+    if name not in DTYPES:
+        raise ValueError(f"Mooncake's tensors cannot be of {name}")
     return TensorHeader(name, shape, size, shape if whole is None else whole, axes)
+
+
+def elements_of(tensor: Any) -> Any:
+    """The elements of a tensor that was described, one after the other on this host: copied where they are not, or are
+    a lazy view. Raises `ValueError` when torch cannot do that."""
+    try:
+        return tensor.detach().cpu().resolve_neg().contiguous()
+    except Exception as error:  # a fake tensor, no memory, an error of the GPU
+        raise ValueError(f"the elements of the tensor cannot be had: {error}") from error
+
+
+def fill_tensor(tensor: Any, values: Any) -> None:
+    """Copy elements into a tensor of the caller that was described, on whatever device; one that requires a gradient
+    is filled as well. Raises `ValueError` when several of its elements share memory, or torch cannot copy."""
+    import torch
+
+    if shares_memory(tuple(tensor.shape), tensor.stride()):
+        raise ValueError("several elements of the tensor share memory: pass .contiguous() ones")
+    try:
+        # Tensors of a caller in inference mode may be written in that mode alone, which is a thread's own.
+        with torch.inference_mode():
+            tensor.copy_(values)
+    except Exception as error:
+        raise ValueError(f"the tensor cannot be written to: {error}") from error
+
+
+def shares_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether elements of a tensor may lie in the same place, as when it was expanded. Unusual strides that torch
+    itself never makes are taken to."""
+    reach = 0
+    for stride, length in sorted(
+        (stride, length) for stride, length in zip(strides, shape, strict=True) if length > 1
+    ):
+        if stride <= reach:
+            return 0 not in shape
+        reach += stride * (length - 1)
+    return False
 
 
 def tensor_in(header: TensorHeader, memory: memoryview) -> Any:
@@ -179,7 +231,10 @@ def part_of(tensor: Any, rank: int, count: int, dimension: int) -> Any:
     length = tensor.shape[dimension]
     if length % count:
         raise ValueError(f"{length} cannot be divided by {count}: shards are equal")
-    return tensor.narrow(dimension, length // count * rank, length // count)
+    try:
+        return tensor.narrow(dimension, length // count * rank, length // count)
+    except RuntimeError as error:
+        raise ValueError(f"the tensor cannot be cut: {error}") from error
 
 
 def item_bytes(dtype: str) -> int:

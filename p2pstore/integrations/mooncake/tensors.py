@@ -14,12 +14,13 @@ from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
 from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
 from p2pstore.integrations.mooncake.safetensors_file import read_one, write_one
 from p2pstore.integrations.mooncake.tensor_format import (
-    HEADER_BYTES,
     TensorHeader,
     cut,
     decode_header,
     describe,
+    elements_of,
     encode_header,
+    fill_tensor,
     tensor_in,
     tp_shard,
 )
@@ -27,8 +28,9 @@ from p2pstore.integrations.mooncake.tensor_format import (
 Tensor = Any
 Place = tuple[int, int] | None
 """An address and how much room there is; None for new memory."""
+Found = tuple[TensorHeader, Tensor] | int
+"""A tensor that was read and its header, or the code that says why there is none."""
 SMALL_BYTES: Final = 2**16
-NOT_FOUND: Final = int(ErrorCode.OBJECT_NOT_FOUND)
 
 
 class TensorCalls(AddressCalls):
@@ -105,18 +107,16 @@ class TensorCalls(AddressCalls):
 
     def get_tensor(self, key: str) -> Tensor | None:
         """A new tensor, or None: for a key that nobody has, for what is no tensor, after any failure."""
-        found = self._read_tensor(key, None)
-        return None if found is None else found[1]
+        return tensor_in_answer(self._read_tensor(key, None))
 
     def batch_get_tensor(self, keys: Sequence[str]) -> list[Tensor | None]:
         """`get_tensor` for many, in one go."""
-        return [None if each is None else each[1] for each in self._read_tensors(keys)]
+        return [tensor_in_answer(each) for each in self._read_tensors(keys)]
 
     def get_tensor_into(self, key: str, buffer_ptr: int, size: int) -> Tensor | None:
         """Write header and elements to an address; returns the tensor that they are there, or None as `get_tensor`. It
         is the caller's memory and must outlive the tensor."""
-        found = self._read_tensor(key, (buffer_ptr, size))
-        return None if found is None else found[1]
+        return tensor_in_answer(self._read_tensor(key, (buffer_ptr, size)))
 
     def batch_get_tensor_into(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
@@ -125,12 +125,12 @@ class TensorCalls(AddressCalls):
         if not alike(keys, buffer_ptrs, sizes):
             return [INVALID] * len(keys)
         places = list(zip(buffer_ptrs, sizes, strict=True))
-        return [None if each is None else each[1] for each in self._read_tensors(keys, places)]
+        return [tensor_in_answer(each) for each in self._read_tensors(keys, places)]
 
     def get_tensor_into_cuda(self, key: str, tensor: Tensor) -> int:
         """Copy the elements into a tensor of the same dtype and shape, on whatever device: 0, -704, or -600 when they
         differ. They come by way of the host."""
-        return _copy_to(tensor, self.get_tensor(key))
+        return self.batch_get_tensor_into_cuda([key], [tensor])[0]
 
     def batch_get_tensor_into_cuda(
         self, keys: Sequence[str], tensors_list: Sequence[Tensor]
@@ -138,13 +138,17 @@ class TensorCalls(AddressCalls):
         """`get_tensor_into_cuda` for many; a code for each."""
         if not alike(keys, tensors_list):
             return [INVALID] * len(keys)
-        codes = []
-        lengths = {number: tensor.nbytes for number, tensor in enumerate(tensors_list)}
+        codes = [0] * len(keys)
+        lengths: dict[int, int] = {}
+        for number, tensor in enumerate(tensors_list):
+            try:
+                lengths[number] = describe(tensor).data_bytes
+            except FAILURES as error:
+                codes[number] = self._code(error)
         for some in groups(lengths):  # so much is in the host's memory at one time
-            got = self.batch_get_tensor([keys[number] for number in some])
-            codes += [
-                _copy_to(tensors_list[number], each) for number, each in zip(some, got, strict=True)
-            ]
+            got = self._read_tensors([keys[number] for number in some])
+            for number, found in zip(some, got, strict=True):
+                codes[number] = self._copy_to(tensors_list[number], found)
         return codes
 
     # --- shards --------------------------------------------------------------------------------
@@ -304,49 +308,61 @@ class TensorCalls(AddressCalls):
 
     # -------------------------------------------------------------------------------------------
 
-    def _read_tensor(self, key: str, place: Place) -> tuple[TensorHeader, Tensor] | None:
-        """The tensor in memory of its own, or in that of the caller, and its header; None as `get_tensor`."""
+    def _read_tensor(self, key: str, place: Place) -> Found:
+        """The tensor in memory of its own, or in that of the caller, and its header; or the code that says why not."""
         [found] = self._read_tensors([key], None if place is None else [place])
         return found
 
     def _read_tensors(
         self, keys: Sequence[str], places: Sequence[tuple[int, int]] | None = None
-    ) -> list[tuple[TensorHeader, Tensor] | None]:
+    ) -> list[Found]:
         """`_read_tensor` for many, in one go."""
         if places is None:
             return self._read_new_tensors(keys)
+        found: list[Found] = [INVALID] * len(keys)
         rooms: dict[int, memoryview] = {}
         for number, place in enumerate(places):
             try:
                 rooms[number] = view_at(*place)
             except FAILURES as error:
-                self._read_code(error)
+                found[number] = self._code(error)
         lengths = self._get_many_into([keys[number] for number in rooms], list(rooms.values()))
-        found: list[tuple[TensorHeader, Tensor] | None] = [None] * len(keys)
         for (number, room), length in zip(rooms.items(), lengths, strict=True):
-            if length >= 0:
-                found[number] = self._decoded(room[:length])
+            found[number] = length if length < 0 else self._decoded(room[:length])
         return found
 
-    def _read_new_tensors(self, keys: Sequence[str]) -> list[tuple[TensorHeader, Tensor] | None]:
+    def _read_new_tensors(self, keys: Sequence[str]) -> list[Found]:
         try:
             values = self._live.get_new_views(keys, fresh_memory)
         except FAILURES as error:
-            self._read_code(error)
-            return [None] * len(keys)
-        return [self._decoded(value) for value in values]
+            return [self._read_code(error)] * len(keys)
+        return [
+            self._read_code(each) if isinstance(each, Exception) else self._decoded(each)
+            for each in values
+        ]
 
-    def _decoded(self, value: memoryview | Exception) -> tuple[TensorHeader, Tensor] | None:
+    def _decoded(self, value: memoryview) -> Found:
         try:
-            if isinstance(value, Exception):
-                raise value
-            if len(value) < HEADER_BYTES:
-                return None
             header = decode_header(value)
             return header, tensor_in(header, value)
-        except FAILURES as error:
-            self._read_code(error)
-            return None
+        except ValueError as error:
+            return self._code(error)
+
+    def _copy_to(self, tensor: Tensor, found: Found) -> int:
+        """Copy what was read into a tensor of the caller, which stays as it is unless all of it comes."""
+        if isinstance(found, int):
+            return found
+        try:
+            got = found[1]
+            if got.dtype != tensor.dtype or got.shape != tensor.shape:
+                raise ValueError(
+                    f"the object is {got.dtype} {tuple(got.shape)}, not {tensor.dtype} "
+                    f"{tuple(tensor.shape)}"
+                )
+            fill_tensor(tensor, got)
+        except ValueError as error:
+            return self._code(error)
+        return 0
 
     def _put_tensor(
         self,
@@ -467,16 +483,12 @@ class TensorCalls(AddressCalls):
 
 def _packed(header: TensorHeader, tensor: Tensor) -> Gathered:
     """Header and elements, as they are stored."""
-    return Gathered([encode_header(header), tensor.detach().cpu().contiguous()])
+    return Gathered([encode_header(header), elements_of(tensor)])
 
 
-def _copy_to(tensor: Tensor, got: Tensor | None) -> int:
-    if got is None:
-        return NOT_FOUND
-    if got.dtype != tensor.dtype or got.shape != tensor.shape:
-        return INVALID
-    tensor.copy_(got)
-    return 0
+def tensor_in_answer(found: Found) -> Tensor | None:
+    """The tensor that was read, if it was."""
+    return None if isinstance(found, int) else found[1]
 
 
 def _shard_key(key: str, rank: int, count: int) -> str:
