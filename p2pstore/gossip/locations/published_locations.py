@@ -81,7 +81,7 @@ class PublishedLocations:
         self._words[Word.BELIEVED_AFTER] = max(self._words[Word.BELIEVED_AFTER], clock)
 
     def doubt_up_to(self, clock: int) -> None:
-        """As `forbid_up_to`, until the next call: some member's copies of versions up to this clock are not believed."""
+        """As `forbid_up_to`, until the next call: a member's copies of versions up to this clock are not believed."""
         self._words[Word.BELIEVED_AFTER] = max(self._forbidden_up_to, clock)
 
     def forbid_key_up_to(self, digest: bytes, clock: int) -> None:
