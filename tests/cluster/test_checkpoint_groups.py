@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trio
 
@@ -185,8 +186,14 @@ async def test_late_ones_pruned_versions_and_two_publishers(tmp_path: Path) -> N
             await until_members(b, [(b, first, "seeding"), (b, versions[2], "seeding")])
 
             # A stranger publishes the name: b keeps to whom it knows, and d, which knows neither, is asked to choose.
+            with pytest.raises(errors.CheckpointRefused, match=f"belongs to p0 .{a.peer_id}."):
+                await c.checkpoints.publish("model", tmp_path / "v2")
+            with pytest.raises(errors.CheckpointRefused, match="belongs to p0 "):
+                await c.checkpoints.publish("model", {"w": np.zeros(3)})
+            await c.checkpoints.forget("model", a.peer_id)
             await c.checkpoints.publish("model", tmp_path / "v2")
             await until_published(d, 2)
+            await a.checkpoints.publish("model", tmp_path / "v3")  # still its own
             assert [info.mine for info in await b.checkpoints.status("model")] == [False, False]
             infos = await b.checkpoints.status("model")
             assert [info.trusted for info in infos] == [True, False]
@@ -212,3 +219,15 @@ async def test_late_ones_pruned_versions_and_two_publishers(tmp_path: Path) -> N
                 nursery.start_soon(again.run)
                 await again.until("verified", versions[-1])
                 nursery.cancel_scope.cancel()
+
+
+async def test_an_update_that_nobody_follows_ends_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updating, "FIRST_FOLLOWER_SECONDS", 0.1)
+    make_files(tmp_path / "v1", {"weights": 1000})
+    async with cluster(tmp_path, 1) as (a,):
+        await a.checkpoints.publish("model", tmp_path / "v1")
+        with pytest.raises(errors.FollowersLag, match="nobody follows it, so nobody switches: run"):
+            await a.checkpoints.update("model")  # not after ten minutes
+        assert (await a.checkpoints.update("model", quorum=0)).using == 0

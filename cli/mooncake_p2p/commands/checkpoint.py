@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -106,6 +107,11 @@ def checkpoint_publish(
             progress=watch,
         )
         if wait_followers:
+            if not sys.stderr.isatty():
+                remark(
+                    f"published {printable(name)}@{done.version}; waiting for {wait_followers} "
+                    f"follower{'' if wait_followers == 1 else 's'}, for {_followers_timeout(timeout):g} s at most"
+                )
             with progress(f"waiting for followers of {printable(name)}"):
                 client.checkpoints.wait_followers(
                     name, done.version, wait_followers, timeout=_followers_timeout(timeout)
