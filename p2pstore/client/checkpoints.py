@@ -195,8 +195,13 @@ class Checkpoints(CheckpointGroups):
         rows of a tensor are wanted, as a slice of its first dimension, None for all of them: what one rank of several
         needs.
 
-        Raises as `fetch`; `CapacityExceeded` for more than the peer's `--checkpoint-memory`, `CheckpointRefused` for
-        files that are called .safetensors and are none.
+        A file that is called .safetensors and is none, or a tensor that its header describes wrongly, is left out,
+        which the log says (`CheckpointTensors.broken`); tensors of dtypes that nobody here knows are there as bytes
+        (`CheckpointTensors.raw`).
+
+        Raises as `fetch`; `NoSuchKey` for one of `names` or `files` that nothing matches, naming the nearest,
+        `CheckpointRefused` when what is wanted is in no file that is what it should be, and `CapacityExceeded` for more
+        than the peer's `--checkpoint-memory`.
         """
         if version and not _VERSION.fullmatch(arguments.text("version", version)):
             raise ValueError(f"version must be 4 to 32 hexadecimal digits, not {version!r}")
@@ -227,7 +232,8 @@ class Checkpoints(CheckpointGroups):
                 )
                 mapped = await self._fetch_and_map(request, progress, wait)
                 before.close()
-            return CheckpointTensors(mapped, wanted.places, wanted.files)
+            await self._driver.run_in_thread(partial(wanted.check, mapped.manifest))
+            return CheckpointTensors(mapped, wanted.places, wanted.files, wanted.problems)
         except BaseException:
             mapped.close()
             raise
