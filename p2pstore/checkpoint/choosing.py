@@ -20,6 +20,25 @@ MOST_COMPARED: Final = 5_000
 WILDCARDS: Final = frozenset("*?[")
 
 
+BOOKKEEPING_FOLDERS: Final = (".git", ".cache/huggingface", ".locks", ".hg", ".svn")
+BOOKKEEPING_SUFFIXES: Final = (".incomplete", ".lock", ".crdownload", ".aria2")
+
+
+def bookkeeping_in(path: str) -> str:
+    """What makes a path one of a download's or a version control's own, which nobody who fetches needs: the name of a
+    folder, or a suffix; empty for others."""
+    around = f"/{path}/"
+    for folder in BOOKKEEPING_FOLDERS:
+        if f"/{folder}/" in around:
+            return folder
+    return next((suffix for suffix in BOOKKEEPING_SUFFIXES if path.endswith(suffix)), "")
+
+
+def is_asked_for(path: str, mark: str, include: Sequence[str]) -> bool:
+    """Whether a pattern that names such a mark matches the path: then it is wanted all the same."""
+    return any(mark in pattern and fnmatchcase(path, pattern) for pattern in include)
+
+
 def is_chosen(path: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
     """Whether a path matches some of `include`, if there are any, and none of `exclude`."""
     if any(fnmatchcase(path, pattern) for pattern in exclude):
@@ -70,7 +89,8 @@ def nearest(wanted: str, known: Collection[str]) -> str:
         pool = known
         if len(known) > MOST_COMPARED:
             pool = [name for name in known if last and last in name.lower()][:MOST_COMPARED]
-        like = get_close_matches(wanted, pool, NEAREST, 0.5)
+        lowered = {name.lower(): name for name in pool}
+        like = [lowered[each] for each in get_close_matches(plain, lowered, NEAREST, 0.4)]
     if like:
         shown = sorted(like, key=lambda name: (abs(len(name) - len(plain)), name))[:NEAREST]
         return f"; nearest: {', '.join(map(repr, shown))}"

@@ -7,11 +7,13 @@ leaves nothing running, and what was fetched stays for the next time.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec import structs
@@ -66,7 +68,11 @@ class Checkpoints(CheckpointGroups):
         that the local peer serves them from until it has a newer version that was published so, and fetched as a
         directory with `model.safetensors`, or by `fetch_tensors`. They may be changed when this returns.
 
-        Raises `CheckpointRefused` for what cannot be published, `CapacityExceeded` for tensors that have no room,
+        What belongs to a download or a version control (`.git`, `.cache/huggingface`, `*.incomplete`, `*.lock`) is left
+        out unless `include` names it. The result's `notes` say so, and which files are not what they are called.
+
+        Raises `CheckpointRefused` for what cannot be published, such as an index that names files which are not there,
+        and for a name that another peer publishes already, `CapacityExceeded` for tensors that have no room,
         `CheckpointChanged` when a file changes meanwhile, and `DeadlineExceeded` when nothing moves any more.
         """
         request = local.Publish(
@@ -78,14 +84,21 @@ class Checkpoints(CheckpointGroups):
             arguments.flag("wait_seeded", wait_seeded),
             "" if isinstance(directory, Mapping) else os.fspath(directory),
         )
+        notes: list[str] = []
         if isinstance(directory, Mapping):
             done = await self._publish_tensors(request, directory, progress)
         else:
+            notes = await self._driver.run_in_thread(partial(_inspected, request, directory))
             done = await self._do(
                 LocalKind.CHECKPOINT_PUBLISH, request, local.Published, directory, progress
             )
         return PublishedCheckpoint(
-            done.version.hex(), done.files, done.total_bytes, done.pieces, done.piece_bytes
+            done.version.hex(),
+            done.files,
+            done.total_bytes,
+            done.pieces,
+            done.piece_bytes,
+            tuple(notes),
         )
 
     async def _publish_tensors(
@@ -171,7 +184,12 @@ class Checkpoints(CheckpointGroups):
         )
         place = os.path.join(os.fspath(directory), done.directory) if done.directory else directory
         return FetchedCheckpoint(
-            done.version.hex(), os.fspath(place), done.total_bytes, done.fetched_bytes, done.whole
+            done.version.hex(),
+            os.fspath(place),
+            done.total_bytes,
+            done.fetched_bytes,
+            done.whole,
+            tuple(done.unmatched),
         )
 
     async def fetch_tensors(
@@ -316,6 +334,23 @@ class Checkpoints(CheckpointGroups):
                     f"nothing moved for {patience:g} s ({reply.phase}): nobody who has it can be reached, or the "
                     "disk does not answer"
                 )
+
+
+def _inspected(request: local.Publish, directory: str | os.PathLike[str]) -> list[str]:
+    """Notes on the files that are to be published. Raises `CheckpointRefused` and `OSError`."""
+    from p2pstore.checkpoint.inspecting import inspect
+    from p2pstore.checkpoint.source_directory import SourceDirectory
+
+    root = Path(directory)
+    if not root.is_dir():
+        os.stat(root)
+        raise NotADirectoryError(
+            errno.ENOTDIR,
+            f"{os.strerror(errno.ENOTDIR)}; publish its folder, with include",
+            str(root),
+        )
+    source = SourceDirectory(root, request.include, request.exclude)
+    return inspect(source, request.include, request.exclude)
 
 
 def _piece_bytes(piece_bytes: int) -> int:

@@ -18,7 +18,7 @@ from typing import Final
 
 import trio
 
-from p2pstore.checkpoint.choosing import choose_files
+from p2pstore.checkpoint.choosing import WILDCARDS, choose_files, nearest, unmatched
 from p2pstore.checkpoint.directory_versions import kept_manifest, kept_versions
 from p2pstore.checkpoint.hashing import hash_source
 from p2pstore.checkpoint.manifest import (
@@ -403,8 +403,7 @@ class PeerCheckpoints:
         job.version = version
         job.begin(JobPhase.CHECKING)
         signed = await self._manifest(version, publisher)
-        choose = partial(choose_files, signed.manifest, order.include, order.exclude)
-        chosen = await trio.to_thread.run_sync(choose)
+        chosen, unmatched = await trio.to_thread.run_sync(_choose, order, signed.manifest, use)
         target = await self._open_target(order, signed, directory, job, chosen)
 
         def finish() -> Iterator[None]:
@@ -417,7 +416,7 @@ class PeerCheckpoints:
             await self._stop_forgotten(directory)
         if self.swarms.get(version) is None or not self._is_store_of(store, version):
             store.close()
-        return replace(fetched, whole=target.whole)
+        return replace(fetched, whole=target.whole, unmatched=unmatched)
 
     def _is_store_of(self, store: PieceStore, version: bytes) -> bool:
         run = self.swarms.get(version)
@@ -875,6 +874,23 @@ def _copy_piece(source: PieceStore, target: Target, piece: int) -> Exception | N
     except (CheckpointChanged, StoreClosed, OSError, EOFError) as error:
         return error
     return None if target.write(piece, data) else CheckpointChanged("a file was changed")
+
+
+def _choose(
+    order: FetchOrder, manifest: Manifest, exactly: bool
+) -> tuple[frozenset[int] | None, tuple[str, ...]]:
+    """The files that are wanted, and the patterns that match none. Raises `ValueError` when no file is wanted; with
+    `exactly`, also for a name that is no file. (One who follows takes what a version has.)"""
+    chosen = choose_files(manifest, order.include, order.exclude)
+    if not order.include and not order.exclude:
+        return chosen, ()
+    paths = {file.path for file in manifest.files}
+    for name in unmatched(paths, order.include) if exactly else ():
+        if not WILDCARDS & set(name):
+            raise ValueError(
+                f"checkpoint {manifest.name!r} has no file {name!r}{nearest(name, paths)}"
+            )
+    return chosen, tuple(unmatched(paths, [*order.include, *order.exclude]))
 
 
 def _copy_extents(target: Target, piece: int, extents: Sequence[Extent]) -> bool:
