@@ -336,9 +336,9 @@ class TargetDirectory:
             yield from self._link_files(root, manifest)
         yield
         yield from self._allocate()
-        self.copies = self.manifest.copies_among(self.needed)
         for root, manifest in older:
             yield from self._copy_pieces(root, manifest)
+        self.copies = self.manifest.copies_among(self.needed, self.have)
 
     def _drop_what_is_not_needed(self, record: PieceRecord) -> None:
         """Of an earlier fetch of other files, which was interrupted."""
