@@ -48,6 +48,8 @@ def inspect(source: SourceDirectory, include: Sequence[str], exclude: Sequence[s
     notes = []
     if source.left_out:
         notes.append(f"left out, as it belongs to a download: {_some(source.left_out)}")
+    if source.empty_folders:
+        notes.append(f"empty folders are left out: {_some(source.empty_folders)}")
     for pattern in unmatched(paths, include):
         if not WILDCARDS & set(pattern):
             raise CheckpointRefused(

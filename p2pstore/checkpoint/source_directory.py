@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from p2pstore.checkpoint.choosing import bookkeeping_in, is_asked_for, is_chosen
+from p2pstore.checkpoint.choosing import bookkeeping_in, is_asked_for, is_chosen, nearest
 from p2pstore.checkpoint.manifest import Manifest
 from p2pstore.checkpoint.paths import CURRENT, RESERVED_PREFIX, check_path
 from p2pstore.checkpoint.pieces import Extent
@@ -53,13 +53,16 @@ class SourceDirectory:
         self.excluded: list[str] = []
         """What `exclude` leaves out."""
         self.not_included: list[str] = []
+        self.empty_folders: list[str] = []
+        """A version has none of them."""
         self.files = sorted(self._find(root, ""), key=lambda file: file.path)
         self.total_bytes = sum(file.size for file in self.files)
         """Of all files together."""
         if not self.files:
             which = " that matches" if include or exclude else ""
+            which += nearest(include[0], self.not_included) if self.not_included else ""
             left = f" (left out: {', '.join(self.left_out[:4])})" if self.left_out else ""
-            raise CheckpointRefused(f"{root}: there is no file{which} to publish{left}")
+            raise CheckpointRefused(f"{root}: there is no file to publish{which}{left}")
 
     @classmethod
     def as_it_was(
@@ -70,6 +73,7 @@ class SourceDirectory:
         source = cls.__new__(cls)
         source.root, source._include, source._exclude = root, (), ()
         source.left_out, source.excluded, source.not_included = [], [], []
+        source.empty_folders = []
         if len(times) != len(manifest.files):
             raise CheckpointChanged("there were other files")
         source.files = []
@@ -128,6 +132,7 @@ class SourceDirectory:
 
     def _find(self, folder: Path, prefix: str) -> list[SourceFile]:
         found = []
+        entry = None
         with os.scandir(folder) as entries:
             for entry in entries:
                 path = prefix + entry.name
@@ -142,6 +147,8 @@ class SourceDirectory:
                     self.excluded.append(path)
                 else:
                     self.not_included.append(path)
+        if entry is None and prefix:
+            self.empty_folders.append(prefix)
         return found
 
     def _leaves_out(self, path: str, is_folder: bool) -> bool:

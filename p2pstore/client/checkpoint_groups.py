@@ -350,7 +350,7 @@ def _too_late(name: str, result: CheckpointUpdate, quorum: int | None) -> str:
         waits = "" if quorum is None else f", and {quorum} were asked for"
         return (
             f"checkpoint {name!r}: nobody follows it{waits}, so nobody switches: run `checkpoint follow {name} DIR` "
-            "where it is to be used, or wait for a number of followers (--quorum)"
+            "where it is to be used, or wait for some to come (--quorum N --timeout 10m)"
         )
     wanted = result.followers if quorum is None else quorum
     return (

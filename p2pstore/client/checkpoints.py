@@ -92,6 +92,12 @@ class Checkpoints(CheckpointGroups):
             done = await self._do(
                 LocalKind.CHECKPOINT_PUBLISH, request, local.Published, directory, progress
             )
+        notes += [
+            f"{each.publisher_name} ({each.publisher}) publishes {name!r} as well: whoever trusts that one takes "
+            "nothing from here"
+            for each in await self.status(name)
+            if not each.mine
+        ]
         return PublishedCheckpoint(
             done.version.hex(),
             done.files,

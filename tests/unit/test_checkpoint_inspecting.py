@@ -40,6 +40,8 @@ def test_what_belongs_to_a_download_is_left_out_and_said(tmp_path: Path) -> None
     paths = [file.path for file in source.files]
     assert paths == [".cache/other", ".gitattributes", "a.safetensors"]
     said = told(tmp_path)
+    (tmp_path / "void").mkdir()
+    assert "empty folders are left out: void/" in told(tmp_path)
     assert said.startswith("left out, as it belongs to a download: ")
     assert "and 1 more" in said
     assert set(source.left_out) == {

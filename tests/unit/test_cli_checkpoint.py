@@ -28,7 +28,7 @@ def test_a_dry_run_says_what_would_be_published(
     document = json.loads(capsys.readouterr().out)
     assert document["files"] == [{"path": "model.safetensors", "bytes": 1_000_000}]
     assert run([*arguments, "--exclude", "*"]) == 1
-    assert "there is no file that matches to publish" in capsys.readouterr().err
+    assert "there is no file to publish that matches" in capsys.readouterr().err
     (tmp_path / ".p2pstore").mkdir()
     (tmp_path / ".p2pstore" / "lock").touch()
     assert run(arguments) == 1

@@ -138,7 +138,8 @@ def _follow_line(name: str, now: FollowedCheckpoint) -> str:
     called = f"{printable(name)}@{now.version}"
     if not now.publisher:
         in_use = f"; {now.current} is in use" if now.current else ""
-        return f"waiting until somebody publishes {printable(name)}{in_use}"
+        why = f": {printable(now.why)}" if now.why else ""
+        return f"waiting until somebody publishes {printable(name)}{in_use}{why}"
     by = printable(now.publisher_name)
     match now.stage:
         case "fetching":
@@ -185,9 +186,9 @@ def checkpoint_update(
         def watch(now: CheckpointUpdate) -> None:
             nonlocal said
             if not bar.shown:
-                if not said and not now.switched:
+                if now.version and not said and not now.switched:
                     _say_whom_it_waits_for(name, now, quorum, timeout)
-                said = True
+                    said = True
                 return
             what = f"{now.using} use it" if now.switched else f"{now.ready} have it"
             behind = ", ".join(printable(_laggard(each)) for each in now.laggards[:2])
