@@ -40,6 +40,12 @@ LOOK_SECONDS: Final = 0.25
 """Between two looks at how far it is."""
 STALLED_SECONDS: Final = 60.0
 """Without any progress, until a fetch or a publish is given up; or the client's timeout, where that is longer."""
+STALLED: Final = {
+    "waiting": "nobody publishes it",
+    "fetching": "nobody who has it can be reached, or the disk does not answer",
+    "seeding": "it is published, and nobody fetches what the others lack: fetch or follow it somewhere",
+}
+"""The likely cause, by phase."""
 MOST_BYTES_PER_SECOND: Final = 2**63 - 1
 _VERSION: Final = re.compile(r"[0-9a-fA-F]{4,32}")
 
@@ -336,10 +342,8 @@ class Checkpoints(CheckpointGroups):
                     )
                 await self._driver.sleep(LOOK_SECONDS / 2)
             elif now - moved_at > patience:
-                raise DeadlineExceeded(
-                    f"nothing moved for {patience:g} s ({reply.phase}): nobody who has it can be reached, or the "
-                    "disk does not answer"
-                )
+                why = STALLED.get(reply.phase, "the disk does not answer, or is busy")
+                raise DeadlineExceeded(f"nothing moved for {patience:g} s ({reply.phase}): {why}")
 
 
 def _inspected(request: local.Publish, directory: str | os.PathLike[str]) -> list[str]:

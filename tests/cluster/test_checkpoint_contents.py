@@ -13,6 +13,7 @@ import p2pstore
 from p2pstore import errors
 from p2pstore.checkpoint import manifest as manifest_module
 from p2pstore.checkpoint.manifest import Manifest
+from p2pstore.checkpoint.pieces import Extent
 from p2pstore.checkpoint.target_directory import FILES_A_STEP, TargetDirectory
 from p2pstore.gossip.records import TakesPart
 from p2pstore.peer import open_peer
@@ -81,7 +82,7 @@ async def test_false_hashes_of_files_cost_a_fetch_and_no_wrong_bytes(
 
     def false(
         self: Manifest, pieces: int, have: int = 0
-    ) -> dict[int, list[manifest_module.Extent]]:
+    ) -> dict[int, list[Extent]]:
         found = real(self, pieces, have)
         if not found:
             return found

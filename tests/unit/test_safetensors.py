@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pstore.checkpoint.hashing import hash_of
-from p2pstore.checkpoint.manifest import FileEntry, Manifest
+from p2pstore.checkpoint.manifest import FileEntry, Manifest, hash_of
 from p2pstore.checkpoint.piece_map import full_map
 from p2pstore.checkpoint.safetensors import (
     BITS,

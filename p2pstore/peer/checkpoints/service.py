@@ -689,18 +689,24 @@ class PeerCheckpoints:
     async def _copy_within(self, run: SwarmRun, target: Target, job: Job) -> PieceMap:
         """Make pieces of others that are here, as equal files have the same. Those that cannot be made so."""
         failed = NO_PIECES
-        for piece, extents in target.copies.items():
-            run.check_running()
-            if target.have >> piece & 1:
-                found = True
-            else:
+        copies = iter(target.copies.items())
+
+        async def work() -> None:
+            nonlocal failed
+            for piece, extents in copies:
                 copy = partial(_copy_extents, target, piece, extents)
-                found = await trio.to_thread.run_sync(copy, limiter=self.threads)
-            if found:
-                run.found(1 << piece)
-                job.at(run.done_bytes, len(run.links.members))
-            else:
-                failed |= 1 << piece
+                if run.ended.is_set():
+                    return
+                if await trio.to_thread.run_sync(copy, limiter=self.threads):
+                    run.found(1 << piece)
+                    job.at(run.done_bytes, len(run.links.members))
+                else:
+                    failed |= 1 << piece
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(THREADS):
+                nursery.start_soon(work)
+        run.check_running()
         return failed
 
     async def _until(self, part: _Part, job: Job, until: Callable[[], Awaitable[None]]) -> None:
@@ -894,9 +900,9 @@ def _choose(
 
 
 def _copy_extents(target: Target, piece: int, extents: Sequence[Extent]) -> bool:
-    """Whether the piece could be made of these ranges."""
+    """Whether the piece is there, or could be made of these ranges."""
     try:
-        return target.write(piece, target.read_extents(extents))
+        return bool(target.have >> piece & 1) or target.write(piece, target.read_extents(extents))
     except (OSError, EOFError):
         return False
 
