@@ -172,7 +172,7 @@ def test_all_dtypes_with_a_name_have_a_length() -> None:
 GOOD = file_with({"w": entry(), "v": entry(dtype="F4", shape=[4, 8], data_offsets=[16, 32])}, 32)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=64), st.integers(0, len(GOOD)), st.integers(0, 64))
 def test_whatever_the_bytes_a_file_is_read_or_is_broken(new: bytes, at: int, cut: int) -> None:
     content = GOOD[:at] + new + GOOD[at + cut :]
@@ -192,7 +192,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(json_values, json_values, json_values)
 def test_whatever_a_header_says_only_that_tensor_is_refused(a: Any, b: Any, c: Any) -> None:
     header = {"w": {"dtype": a, "shape": b, "data_offsets": c}, "x": a, "good": entry()}

@@ -236,7 +236,7 @@ def checkpoint_fetch(
     print(done.directory)
     there = done.total_bytes - done.fetched_bytes
     some = "" if done.whole else "some files of "
-    reused = f", {format_bytes(there)} were there" if there else ""
+    reused = f", {format_bytes(there)} were there or in equal files" if there else ""
     remark(
         f"fetched {some}{printable(bare)}@{done.version}: {format_transfer(done.fetched_bytes, seconds)}{reused}"
     )
