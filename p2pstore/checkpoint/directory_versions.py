@@ -160,8 +160,8 @@ def forgetting_versions(directory: Path, keep: int, placed: str = "") -> Iterato
         (state / f"{name}.manifest").unlink()
         going = state / f"{name}.going"
         (directory / name).rename(going)  # nobody finds half of it
-        yield from removing_tree(going)
         _part_file(directory, name).unlink(missing_ok=True)
+        yield from removing_tree(going)
         yield from removing_tree(state / f"{name}.rest")
 
 

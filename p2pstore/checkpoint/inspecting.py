@@ -29,11 +29,16 @@ from p2pstore.errors import CheckpointRefused
 
 MOST_LOOKED_INTO: Final = 4096
 """Files of one directory."""
+MOST_NOTES: Final = 32
 MAX_INDEX_BYTES: Final = 64 * 1024 * 1024
 MAX_HEADER_READ: Final = 8 * 1024 * 1024
 """A longer header is not read in full; its length is looked at."""
 POINTER_BYTES: Final = 4096
 """What stands for a file is shorter: git-LFS pointers, error pages."""
+INDEXES: Final = (SUFFIX + INDEX_SUFFIX, ".bin" + INDEX_SUFFIX)
+"""How indexes of tensors are called."""
+UNFINISHED: Final = (".incomplete", ".part", ".tmp", ".download", ".crdownload", ".aria2")
+"""How the names of files end that are being downloaded."""
 SUSPECTED: Final = re.compile(
     r"\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack|npz|model|json)$", re.IGNORECASE
 )
@@ -57,17 +62,19 @@ def inspect(source: SourceDirectory, include: Sequence[str], exclude: Sequence[s
                 f"{nearest(pattern, [*paths, *source.not_included])}"
             )
         notes.append(f"no file matches --include {pattern!r}")
-    for pattern in unmatched(source.excluded, exclude):
+    for pattern in unmatched([*source.excluded, *source.left_out], exclude):
         notes.append(f"no file matches --exclude {pattern!r}")
     looked_into = [file for file in source.files if SUSPECTED.search(file.path)][:MOST_LOOKED_INTO]
-    for file in looked_into:
-        notes += _look_into(source, file, paths)
+    found = [note for file in looked_into for note in _look_into(source, file, paths)]
+    notes += found[:MOST_NOTES]
+    if len(found) > MOST_NOTES:
+        notes.append(f"{len(found) - MOST_NOTES:,} more files are not what they are called")
     return notes
 
 
 def _look_into(source: SourceDirectory, file: SourceFile, paths: set[str]) -> Iterator[str]:
     try:
-        if file.path.endswith(INDEX_SUFFIX):
+        if file.path.endswith(INDEXES):
             yield from _check_index(source, file, paths)
         elif file.path.endswith(SUFFIX):
             header = _check_tensors(source.root / file.path, file.size)
@@ -103,7 +110,7 @@ def _check_index(source: SourceDirectory, file: SourceFile, paths: set[str]) -> 
     folder = file.path.rpartition("/")[0]
     named = {f"{folder}/{each}" if folder else each for each in weight_map.values()}
     missing = sorted(named - paths)
-    absent = [path for path in missing if not (source.root / path).exists()]
+    absent = [path for path in missing if path not in {*source.excluded, *source.not_included}]
     if absent:
         raise CheckpointRefused(
             f"{source.root}: {file.path} names {_some(absent)}, and there is no such file{_why(source, absent[0])}; "
@@ -115,17 +122,11 @@ def _check_index(source: SourceDirectory, file: SourceFile, paths: set[str]) -> 
 
 def _why(source: SourceDirectory, absent: str) -> str:
     """Why a file may be missing."""
-    place = source.root / absent
-    if any(path.startswith(absent) for path in source.left_out) or list(
-        place.parent.glob(f"{place.name}.*")
-    ):
+    paths = [file.path for file in source.files]
+    around = [*source.left_out, *source.excluded, *source.not_included, *paths]
+    if any(path.startswith(f"{absent}.") and path.endswith(UNFINISHED) for path in around):
         return " (its download is not finished)"
-    if (
-        any(path.endswith(".incomplete") for path in source.left_out)
-        or (source.root / ".cache/huggingface/download").is_dir()
-    ):
-        return " (perhaps its download was not finished, or chose other files)"
-    return " (perhaps the download or copy was not finished)"
+    return " (perhaps the download or copy was not finished, or chose other files)"
 
 
 def _some(paths: Sequence[str]) -> str:

@@ -482,7 +482,10 @@ class TargetDirectory:
             with self._switch:
                 self._place(number).replace(place)
                 self._moved.add(number)
-            folders[place.parent] = None
+            folder = place.parent
+            while folder not in folders and folder.is_relative_to(self._complete):
+                folders[folder] = None
+                folder = folder.parent
             if count % FILES_A_STEP == 0:
                 yield
         for folder in folders:

@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -23,7 +24,7 @@ from p2pstore.checkpoint.piece_map import pack_map
 from p2pstore.checkpoint.pieces import check_piece_bytes
 from p2pstore.client import arguments
 from p2pstore.client.checkpoint_groups import CheckpointGroups, checkpoint_name, make_directory
-from p2pstore.errors import CheckpointRefused, DeadlineExceeded
+from p2pstore.errors import CheckpointRefused, DeadlineExceeded, NoSuchKey
 from p2pstore.local import checkpoint_messages as local
 from p2pstore.local.connection import LocalConnection
 from p2pstore.local.messages import LocalKind
@@ -98,12 +99,13 @@ class Checkpoints(CheckpointGroups):
             done = await self._do(
                 LocalKind.CHECKPOINT_PUBLISH, request, local.Published, directory, progress
             )
-        notes += [
-            f"{each.publisher_name} ({each.publisher}) publishes {name!r} as well: whoever trusts that one takes "
-            "nothing from here"
-            for each in await self.status(name)
-            if not each.mine
-        ]
+        with suppress(NoSuchKey):  # removed at this moment
+            notes += [
+                f"{each.publisher_name} ({each.publisher}) publishes {name!r} as well: whoever trusts that one takes "
+                "nothing from here"
+                for each in await self.status(name)
+                if not each.mine
+            ]
         return PublishedCheckpoint(
             done.version.hex(),
             done.files,

@@ -80,9 +80,7 @@ async def test_false_hashes_of_files_cost_a_fetch_and_no_wrong_bytes(
     make_equal_files(source)
     real = Manifest.copies_among
 
-    def false(
-        self: Manifest, pieces: int, have: int = 0
-    ) -> dict[int, list[Extent]]:
+    def false(self: Manifest, pieces: int, have: int = 0) -> dict[int, list[Extent]]:
         found = real(self, pieces, have)
         if not found:
             return found

@@ -100,6 +100,10 @@ def test_an_index_that_names_an_absent_file_is_refused_with_its_likely_cause(
     write(tmp_path / "sub", {"pytorch_model.bin.index.json": INDEX})
     with pytest.raises(CheckpointRefused, match=r"sub/pytorch_model.bin.index.json"):
         told(tmp_path)
+    outside = json.dumps({"weight_map": {"w": "/etc/hostname", "v": "../a"}}).encode()
+    write(tmp_path / "sub", {"pytorch_model.bin.index.json": outside})
+    with pytest.raises(CheckpointRefused, match=r"names sub/../a, sub//etc/hostname, and there is"):
+        told(tmp_path)
 
 
 def test_what_is_not_what_it_is_called_is_said(tmp_path: Path) -> None:
@@ -140,8 +144,18 @@ def test_patterns_that_match_nothing_are_said_and_names_are_refused(tmp_path: Pa
         "no file matches --exclude 'optimizer/'",
     ]
     assert not told(tmp_path, ["*"], ["*.json"])
+    write(tmp_path, {".git/HEAD": b"x", "faiss.index.json": b"[]"})
+    assert "no file" not in told(tmp_path, exclude=[".git/*"])
+    assert "faiss" not in told(tmp_path)
     with pytest.raises(CheckpointRefused, match=r"no file 'confg.json' .*nearest: 'config.json'"):
         told(tmp_path, ["a.safetensors", "confg.json"])
+
+
+def test_of_many_broken_files_some_are_named(tmp_path: Path) -> None:
+    write(tmp_path, {f"{number:03}.bin": POINTER for number in range(50)})
+    said = told(tmp_path).splitlines()
+    assert len(said) == 33
+    assert said[-1] == "18 more files are not what they are called"
 
 
 def test_names_that_are_near() -> None:
