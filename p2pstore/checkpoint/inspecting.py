@@ -39,6 +39,7 @@ INDEXES: Final = (SUFFIX + INDEX_SUFFIX, ".bin" + INDEX_SUFFIX)
 """How indexes of tensors are called."""
 UNFINISHED: Final = (".incomplete", ".part", ".tmp", ".download", ".crdownload", ".aria2")
 """How the names of files end that are being downloaded."""
+HUB_DOWNLOADS: Final = ".cache/huggingface/download"
 SUSPECTED: Final = re.compile(
     r"\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack|npz|model|json)$", re.IGNORECASE
 )
@@ -126,6 +127,8 @@ def _why(source: SourceDirectory, absent: str) -> str:
     around = [*source.left_out, *source.excluded, *source.not_included, *paths]
     if any(path.startswith(f"{absent}.") and path.endswith(UNFINISHED) for path in around):
         return " (its download is not finished)"
+    if any((source.root / HUB_DOWNLOADS).glob("**/*.incomplete")):
+        return f" (a download is not finished, by {HUB_DOWNLOADS})"
     return " (perhaps the download or copy was not finished, or chose other files)"
 
 

@@ -89,6 +89,9 @@ def test_an_index_that_names_an_absent_file_is_refused_with_its_likely_cause(
         match=r"index.json names b.safetensors, and there is no such file \(perhaps the download",
     ):
         told(tmp_path)
+    write(tmp_path, {".cache/huggingface/download/x.1.incomplete": b""})
+    with pytest.raises(CheckpointRefused, match=r"a download is not finished, by .cache/hugg"):
+        told(tmp_path)
     write(tmp_path, {"b.safetensors.12ab.incomplete": b""})
     with pytest.raises(CheckpointRefused, match="its download is not finished"):
         told(tmp_path)
