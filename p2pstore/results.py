@@ -204,18 +204,22 @@ class PublishedCheckpoint:
     total_bytes: int
     pieces: int
     piece_bytes: int
+    notes: tuple[str, ...] = ()
+    """What is to be known of the files: what was left out, what is broken, patterns that match none."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedCheckpoint:
     """A version that is in `directory`: `whole`, or the files of it that were asked for. Of `total_bytes`,
-    `fetched_bytes` came over the network; the others were there, or on this host."""
+    `fetched_bytes` came over the network; the others were there, on this host, or in equal files. `unmatched`: patterns
+    that match no file of it."""
 
     version: str
     directory: str
     total_bytes: int
     fetched_bytes: int
     whole: bool = True
+    unmatched: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,38 @@ A pattern is for a whole relative path, and `*` in it matches anything, `/` too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Final
 
 from p2pstore.checkpoint.manifest import Manifest
 
 NAMED_FILES: Final = 8
+NEAREST: Final = 3
+"""Names that an error suggests."""
+MOST_COMPARED: Final = 5_000
+"""Names that are compared letter by letter; 0.3 s."""
+WILDCARDS: Final = frozenset("*?[")
+
+
+BOOKKEEPING_FOLDERS: Final = (".git", ".cache/huggingface", ".locks", ".hg", ".svn")
+BOOKKEEPING_SUFFIXES: Final = (".incomplete", ".lock", ".crdownload", ".aria2")
+
+
+def bookkeeping_in(path: str) -> str:
+    """What makes a path one of a download's or a version control's own, which nobody who fetches needs: the name of a
+    folder, or a suffix; empty for others."""
+    around = f"/{path}/"
+    for folder in BOOKKEEPING_FOLDERS:
+        if f"/{folder}/" in around:
+            return folder
+    return next((suffix for suffix in BOOKKEEPING_SUFFIXES if path.endswith(suffix)), "")
+
+
+def is_asked_for(path: str, mark: str, include: Sequence[str]) -> bool:
+    """Whether a pattern that names such a mark matches the path: then it is wanted all the same."""
+    return any(mark in pattern and fnmatchcase(path, pattern) for pattern in include)
 
 
 def is_chosen(path: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
@@ -39,3 +64,38 @@ def choose_files(
             + (f" and {more:,} more" if more > 0 else "")
         )
     return None if len(chosen) == len(manifest.files) else chosen
+
+
+def unmatched(paths: Collection[str], patterns: Sequence[str]) -> list[str]:
+    """The patterns that match none of these."""
+    found = []
+    for pattern in patterns:
+        if not WILDCARDS & set(pattern):
+            matches = pattern in paths
+        else:
+            matches = any(fnmatchcase(path, pattern) for path in paths)
+        if not matches:
+            found.append(pattern)
+    return found
+
+
+def nearest(wanted: str, known: Collection[str]) -> str:
+    """What may have been meant by a name or pattern that nothing matches, to be appended to an error; else some of
+    what there is."""
+    plain = wanted.strip("*?").lower()
+    like = [name for name in known if plain and plain in name.lower()]
+    if not like:
+        last = plain.rpartition(".")[2]
+        pool = known
+        if len(known) > MOST_COMPARED:
+            pool = [name for name in known if last and last in name.lower()][:MOST_COMPARED]
+        lowered = {name.lower(): name for name in pool}
+        like = [lowered[each] for each in get_close_matches(plain, lowered, NEAREST, 0.4)]
+    if like:
+        shown = sorted(like, key=lambda name: (abs(len(name) - len(plain)), name))[:NEAREST]
+        return f"; nearest: {', '.join(map(repr, shown))}"
+    if not known:
+        return "; there is none at all"
+    shown = sorted(known)[:NEAREST]
+    more = len(known) - len(shown)
+    return f"; there are {', '.join(map(repr, shown))}" + (f" and {more:,} more" if more else "")

@@ -10,14 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from p2pstore.checkpoint.choosing import choose_files
-from p2pstore.checkpoint.manifest import SignedManifest, format_version, read_manifest
+from p2pstore.checkpoint.manifest import SignedManifest, format_version
 from p2pstore.checkpoint.paths import CURRENT, RESERVED_PREFIX
 from p2pstore.checkpoint.piece_map import map_of, pack_map, pieces_in, unpack_map
 from p2pstore.errors import CheckpointRefused, ConfigError, ProtocolError
@@ -25,6 +24,7 @@ from p2pstore.wire import Message, decode_body, encode_body
 
 STATE: Final = RESERVED_PREFIX
 _VERSION_DIGITS: Final = 32
+_FILES_A_STEP: Final = 256
 _PART_FORMAT: Final = 1
 
 
@@ -69,7 +69,7 @@ def _has_chosen(
     if signed is None:
         return False
     try:
-        manifest = read_manifest(signed.body)
+        manifest = signed.manifest
         chosen = choose_files(manifest, include, exclude)
     except (CheckpointRefused, ValueError):  # a format of later, or it has no such file
         return False
@@ -150,8 +150,8 @@ def versions_in(directory: Path) -> list[str]:
     return [name for _, name in sorted(found)]
 
 
-def forget_versions(directory: Path, keep: int, placed: str = "") -> None:
-    """Remove versions until `keep` are left; never what `current` names, nor the one just placed."""
+def forgetting_versions(directory: Path, keep: int, placed: str = "") -> Iterator[None]:
+    """Remove versions, in steps, until `keep` are left; never what `current` names, nor the one just placed."""
     current = format_version(current_version(directory))
     staying = {current, placed} - {""}
     others = [name for name in versions_in(directory) if name not in staying]
@@ -160,10 +160,25 @@ def forget_versions(directory: Path, keep: int, placed: str = "") -> None:
         (state / f"{name}.manifest").unlink()
         going = state / f"{name}.going"
         (directory / name).rename(going)  # nobody finds half of it
-        shutil.rmtree(going)
         _part_file(directory, name).unlink(missing_ok=True)
-        with suppress(FileNotFoundError):
-            shutil.rmtree(state / f"{name}.rest")
+        yield from removing_tree(going)
+        yield from removing_tree(state / f"{name}.rest")
+
+
+def removing_tree(root: Path) -> Iterator[None]:
+    """Remove a folder and all below it, in steps of a folder or some files each; nothing, where there is none. Links
+    are not followed. Raises `OSError`."""
+    for folder, folders, files in os.walk(root, topdown=False):
+        for count, name in enumerate(files):
+            os.unlink(os.path.join(folder, name))
+            if count % _FILES_A_STEP == 0:
+                yield
+        for name in folders:
+            inner = os.path.join(folder, name)
+            if os.path.islink(inner):
+                os.unlink(inner)
+        os.rmdir(folder)
+        yield
 
 
 def sync(path: Path) -> None:

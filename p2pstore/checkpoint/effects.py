@@ -89,6 +89,12 @@ class Needed(msgspec.Struct, frozen=True, gc=False):
     pieces: PieceMap
 
 
+class Found(msgspec.Struct, frozen=True, gc=False):
+    """These pieces are here now though no member sent them: they are copies of others that came."""
+
+    pieces: PieceMap
+
+
 class Tick(msgspec.Struct, frozen=True, gc=False):
     """The time that `Swarm.wake_at` named has come."""
 
@@ -103,6 +109,7 @@ Event = (
     | PieceArrived
     | PieceFailed
     | Needed
+    | Found
     | Tick
 )
 

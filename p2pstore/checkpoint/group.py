@@ -246,6 +246,8 @@ class Verdict(Enum):
     WAIT = "wait"
     SWITCH = "switch"
     TOO_LATE = "too late"
+    NOBODY = "nobody follows"
+    """There is no follower, and none is waited for any longer."""
     SUPERSEDED = "superseded"
     """There is a newer version, or none any more: this one is not switched to."""
 
@@ -275,13 +277,21 @@ class GroupUpdate:
 
     Followers are those that were alive at its beginning, and all who come during it. One that dies meanwhile is waited
     for: it may be on the other side of a split, with an engine that goes on. Who says that it does not follow any more,
-    or leaves, does not count. With `quorum` as many are enough; with none, at least one must be there.
+    or leaves, does not count. With `quorum` as many are enough; with none, at least one must be there, and be heard of
+    by `first_by`.
     """
 
-    def __init__(self, version: Version, deadline: float, quorum: int | None = None) -> None:
+    def __init__(
+        self,
+        version: Version,
+        deadline: float,
+        quorum: int | None = None,
+        first_by: float = math.inf,
+    ) -> None:
         self.version = version
         self.deadline = deadline
         self.quorum = quorum
+        self._first_by = first_by
         self._followers: dict[int, FollowerState] = {}
         self._alive: frozenset[int] = frozenset()
 
@@ -302,7 +312,18 @@ class GroupUpdate:
             return Verdict.SUPERSEDED
         if self._has_enough():
             return Verdict.SWITCH
+        if self._lacks_the_first and now >= self._first_by:
+            return Verdict.NOBODY
         return Verdict.TOO_LATE if now >= self.deadline else Verdict.WAIT
+
+    @property
+    def wake_at(self) -> float:
+        """When to judge again, if nothing new is heard before."""
+        return min(self.deadline, self._first_by) if self._lacks_the_first else self.deadline
+
+    @property
+    def _lacks_the_first(self) -> bool:
+        return self.quorum is None and not self._followers
 
     @property
     def follower_count(self) -> int:

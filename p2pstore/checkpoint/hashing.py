@@ -178,11 +178,22 @@ async def hash_source(
     Raises `CheckpointChanged` when a file changes meanwhile, `CheckpointRefused` for a name or sizes that a manifest
     cannot have, `OSError` when a file cannot be read.
     """
-    sizes = [file.size for file in source.files]
-    layout = PieceLayout(sizes, piece_bytes or choose_piece_bytes(sizes, previous_piece_bytes))
+    plan = partial(_plan, source, piece_bytes, previous_piece_bytes)
+    layout = await trio.to_thread.run_sync(plan)
     hashes = PieceHashes(layout, source.opened, reader or BulkReader())
     await hashes.find(range(layout.count), threads=threads, progress=progress)
     await trio.to_thread.run_sync(source.check)
+    return await trio.to_thread.run_sync(_describe, source, name, layout, hashes)
+
+
+def _plan(source: Source, piece_bytes: int, previous_piece_bytes: int) -> PieceLayout:
+    """The pieces; 0.1 s for 100,000 files."""
+    sizes = [file.size for file in source.files]
+    return PieceLayout(sizes, piece_bytes or choose_piece_bytes(sizes, previous_piece_bytes))
+
+
+def _describe(source: Source, name: str, layout: PieceLayout, hashes: PieceHashes) -> Manifest:
+    """The manifest, when all is hashed; 0.5 s for 100,000 files."""
     empty = hash_of(b"")
     files = []
     for number, file in enumerate(source.files):

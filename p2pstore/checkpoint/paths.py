@@ -6,6 +6,7 @@ names, going nowhere but down. There are no links in a manifest at all.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
@@ -22,8 +23,15 @@ RESERVED_PREFIX: Final = ".p2pstore"
 """Files of the one who fetches, beside what was published, begin like this."""
 
 
+_PLAIN_PART: Final = r"[\w\-+=,@~ ][\w.\-+=,@~ ]*"
+_PLAIN: Final = re.compile(f"{_PLAIN_PART}(?:/{_PLAIN_PART})*", re.ASCII)
+"""Paths that need no look at each of their characters, as long as they are short."""
+
+
 def check_path(path: str) -> None:
     """Raises `CheckpointRefused` for what is not a plain relative path, saying why."""
+    if len(path) <= MAX_NAME_BYTES and path.count("/") < MAX_DEPTH and _PLAIN.fullmatch(path):
+        return
     if not path or len(path.encode(errors="surrogatepass")) > MAX_PATH_BYTES:
         raise CheckpointRefused(f"a path is 1 to {MAX_PATH_BYTES:,} bytes long: {path[:80]!r}")
     if path.startswith("/"):

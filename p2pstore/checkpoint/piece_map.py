@@ -16,6 +16,8 @@ PieceMap = int
 """Bit k is set when piece k is there."""
 
 NO_PIECES: Final = 0
+_WORD: Final = 1024
+_WORD_MASK: Final = (1 << _WORD) - 1
 
 
 def full_map(count: int) -> PieceMap:
@@ -25,19 +27,22 @@ def full_map(count: int) -> PieceMap:
 
 def map_of(pieces: Iterable[int]) -> PieceMap:
     """A map of these pieces."""
-    found = NO_PIECES
-    for piece in pieces:
-        found |= 1 << piece
-    return found
+    numbers = list(pieces)
+    bits = bytearray(max(numbers, default=0) // 8 + 1)
+    for piece in numbers:
+        bits[piece // 8] |= 1 << piece % 8
+    return int.from_bytes(bits, "little")
 
 
 def pieces_in(pieces: PieceMap) -> list[int]:
     """The numbers of the pieces that are there, in their order."""
     found = []
-    while pieces:
-        lowest = pieces & -pieces
-        found.append(lowest.bit_length() - 1)
-        pieces ^= lowest
+    for start in range(0, pieces.bit_length(), _WORD):
+        word = pieces >> start & _WORD_MASK
+        while word:
+            lowest = word & -word
+            found.append(start + lowest.bit_length() - 1)
+            word ^= lowest
     return found
 
 

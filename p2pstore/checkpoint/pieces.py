@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final, NamedTuple
 
+from p2pstore.checkpoint.piece_map import PieceMap, full_map, pieces_in
 from p2pstore.errors import CheckpointRefused
 
 MIN_PIECE_BYTES: Final = 16 * 1024
@@ -84,9 +86,26 @@ class PieceLayout:
         """Whether it has whole small files, not a range of a large one."""
         return piece >= self._shared_from
 
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Of all pieces, in bytes; each between 1 and `piece_bytes`."""
+        large = [
+            min(self.piece_bytes, self.file_sizes[file] - offset)
+            for file in self._large
+            for offset in range(0, self.file_sizes[file], self.piece_bytes)
+        ]
+        shared = [sum(extent.length for extent in extents) for extents in self._shared]
+        return (*large, *shared)
+
     def size(self, piece: int) -> int:
         """In bytes; between 1 and `piece_bytes`."""
-        return sum(extent.length for extent in self.extents(piece))
+        return self.sizes[piece]
+
+    def size_of(self, pieces: PieceMap) -> int:
+        """Of these pieces together, in bytes."""
+        if pieces == full_map(self.count):
+            return self.total_bytes
+        return sum(self.sizes[piece] for piece in pieces_in(pieces))
 
     def extents(self, piece: int) -> list[Extent]:
         """Where the piece's bytes are, in their order."""

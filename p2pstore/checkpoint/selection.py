@@ -55,6 +55,15 @@ class Selection:
         self.wanted |= new & ~self.have
         return bool(new)
 
+    def found(self, pieces: PieceMap) -> PieceMap:
+        """These are here, whether they were needed or not. Those that were not."""
+        new = pieces & full_map(self.count) & ~self.have
+        self.have |= new
+        self.needed |= new
+        self.missing &= ~new
+        self.wanted &= ~new
+        return new
+
     def on_its_way(self, piece: int) -> None:
         """Somebody was asked for the piece."""
         self.wanted &= ~(1 << piece)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from p2pstore.checkpoint.choosing import is_chosen
+from p2pstore.checkpoint.choosing import bookkeeping_in, is_asked_for, is_chosen, nearest
 from p2pstore.checkpoint.manifest import Manifest
 from p2pstore.checkpoint.paths import CURRENT, RESERVED_PREFIX, check_path
 from p2pstore.checkpoint.pieces import Extent
@@ -42,15 +42,27 @@ class SourceDirectory:
         self, root: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()
     ) -> None:
         """`include` and `exclude` are patterns for whole relative paths, in which `*` matches anything, `/` too; what
-        matches no `include` (if there are any) or some `exclude` is left out. Raises `OSError`, and
-        `CheckpointRefused` for what cannot be published."""
+        matches no `include` (if there are any) or some `exclude` is left out, and so is what belongs to a download
+        (`bookkeeping_in`), unless `include` names it. Raises `OSError`, and `CheckpointRefused` for what cannot be
+        published."""
         self.root = root
         self._include = include
         self._exclude = exclude
+        self.left_out: list[str] = []
+        """What belongs to a download: files, and folders, which end with a slash."""
+        self.excluded: list[str] = []
+        """What `exclude` leaves out."""
+        self.not_included: list[str] = []
+        self.empty_folders: list[str] = []
+        """A version has none of them."""
         self.files = sorted(self._find(root, ""), key=lambda file: file.path)
+        self.total_bytes = sum(file.size for file in self.files)
+        """Of all files together."""
         if not self.files:
             which = " that matches" if include or exclude else ""
-            raise CheckpointRefused(f"{root}: there is no file{which} to publish")
+            which += nearest(include[0], self.not_included) if self.not_included else ""
+            left = f" (left out: {', '.join(self.left_out[:4])})" if self.left_out else ""
+            raise CheckpointRefused(f"{root}: there is no file to publish{which}{left}")
 
     @classmethod
     def as_it_was(
@@ -60,6 +72,8 @@ class SourceDirectory:
         the inode of each file then. Raises `CheckpointChanged` when anything is not what it was, and `OSError`."""
         source = cls.__new__(cls)
         source.root, source._include, source._exclude = root, (), ()
+        source.left_out, source.excluded, source.not_included = [], [], []
+        source.empty_folders = []
         if len(times) != len(manifest.files):
             raise CheckpointChanged("there were other files")
         source.files = []
@@ -71,12 +85,8 @@ class SourceDirectory:
             if (found.st_size, found.st_mtime_ns, found.st_ino) != (entry.size, changed_ns, inode):
                 raise CheckpointChanged(f"{entry.path}: changed since it was published")
             source.files.append(SourceFile(entry.path, entry.size, entry.mode, _stamp(found)))
+        source.total_bytes = sum(file.size for file in source.files)
         return source
-
-    @property
-    def total_bytes(self) -> int:
-        """Of all files together."""
-        return sum(file.size for file in self.files)
 
     def read(self, extents: Sequence[Extent]) -> bytearray:
         """The bytes of these ranges, one behind the other. Raises `CheckpointChanged` when a file is not what it
@@ -122,14 +132,32 @@ class SourceDirectory:
 
     def _find(self, folder: Path, prefix: str) -> list[SourceFile]:
         found = []
+        entry = None
         with os.scandir(folder) as entries:
             for entry in entries:
                 path = prefix + entry.name
-                if entry.is_dir(follow_symlinks=False):
+                is_folder = entry.is_dir(follow_symlinks=False)
+                if self._leaves_out(path, is_folder):
+                    self.left_out.append(path + "/" * is_folder)
+                elif is_folder:
                     found += self._find(folder / entry.name, path + "/")
                 elif is_chosen(path, self._include, self._exclude):
                     found.append(_source_file(folder / entry.name, path))
+                elif is_chosen(path, self._include, ()):
+                    self.excluded.append(path)
+                else:
+                    self.not_included.append(path)
+        if entry is None and prefix:
+            self.empty_folders.append(prefix)
         return found
+
+    def _leaves_out(self, path: str, is_folder: bool) -> bool:
+        mark = bookkeeping_in(path)
+        if not mark:
+            return False
+        if is_folder:
+            return not any(mark in pattern for pattern in self._include)
+        return not is_asked_for(path, mark, self._include)
 
     def _open(self, file: SourceFile) -> _Descriptor:
         try:

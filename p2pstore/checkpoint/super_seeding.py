@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from random import Random
 
-from p2pstore.checkpoint.piece_map import Availability, PieceMap, any_piece
+from p2pstore.checkpoint.piece_map import NO_PIECES, Availability, PieceMap, any_piece
 
 
 class SuperSeeding:
     """What was sent how often, until everything was."""
 
-    def __init__(self, count: int, rng: Random) -> None:
+    def __init__(self, count: int, rng: Random, copies: PieceMap = NO_PIECES) -> None:
+        """`copies`: pieces that receivers make of others, and need not be sent."""
         self._sent = Availability(count)
+        self._sent.add(copies)
         self._rng = rng
 
     @property

@@ -36,6 +36,7 @@ from p2pstore.checkpoint.effects import (
     Event,
     Failure,
     Fetch,
+    Found,
     Linked,
     Needed,
     Participants,
@@ -148,9 +149,11 @@ class Swarm:
         publishes: bool = False,
         config: SwarmConfig | None = None,
         needed: PieceMap | None = None,
+        copies: PieceMap = NO_PIECES,
     ) -> None:
         """`have`: verified pieces that are here already. `publishes`: this peer brings the checkpoint into the
-        swarm, and sends each piece once before others choose. `needed`: the pieces to bring here; None: all."""
+        swarm, and sends each piece once before others choose. `needed`: the pieces to bring here; None: all. `copies`:
+        pieces that receivers make of others."""
         self.config = config or SwarmConfig()
         self._first_slots = QUEUED_SLOTS if publishes else USUAL_SLOTS
         """Before anything is known of the network. A publisher's link is what all wait for: it must not be idle."""
@@ -175,7 +178,7 @@ class Swarm:
         self._rng = rng
         self._selection = Selection(self._count, have, rng, needed)
         self._host = HostShare(self._count, own)
-        self._seeding = SuperSeeding(self._count, rng) if publishes else None
+        self._seeding = SuperSeeding(self._count, rng, copies) if publishes else None
         self._links = Neighbours(own, rng, now)
         self._neighbours: dict[int, _Neighbour] = {}
         self._order: list[_Neighbour] = []
@@ -203,6 +206,7 @@ class Swarm:
             PieceArrived: self._arrived,
             PieceFailed: self._failed,
             Needed: self._needed,
+            Found: self._found,
             Tick: self._tick,
         }
 
@@ -400,6 +404,16 @@ class Swarm:
         self._retry_at = now
         self._share_host(now)
         self._change_links(now)
+
+    def _found(self, event: Found, now: float) -> None:
+        """Pieces came here by themselves: all hear of them at once."""
+        new = self._selection.found(event.pieces)
+        if not new:
+            return
+        for each in self._order:
+            if each.refused is Refusal.NOTHING and each.lacks(new):
+                each.refused = None
+        self._tell(tuple(self._neighbours), PieceMapMessage(pack_map(self.have, self._count)))
 
     def _has(self, neighbour: _Neighbour, pieces: PieceMap, now: float) -> None:
         new = pieces & ~neighbour.pieces

@@ -24,18 +24,19 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import threading
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
 from p2pstore.checkpoint.bulk_reading import BulkReader
 from p2pstore.checkpoint.directory_versions import (
     STATE,
-    forget_versions,
+    forgetting_versions,
     part_of,
+    removing_tree,
     switch_current,
     sync,
     versions_in,
@@ -47,9 +48,7 @@ from p2pstore.checkpoint.manifest import (
     Manifest,
     SignedManifest,
     format_version,
-    read_manifest,
     unchanged_pieces,
-    version_of,
 )
 from p2pstore.checkpoint.paths import CURRENT
 from p2pstore.checkpoint.piece_map import PieceMap, full_map, map_of, pieces_in
@@ -59,6 +58,8 @@ from p2pstore.errors import CapacityExceeded, CheckpointRefused, ConfigError, Pr
 from p2pstore.wire import decode_body, encode_body
 
 DEFAULT_KEEP: Final = 2
+FILES_A_STEP: Final = 32
+"""So that a disk that needs a second for each still shows progress twice a minute."""
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_ALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
@@ -81,8 +82,8 @@ class TargetDirectory:
     ) -> None:
         """`signed` must have been verified. `chosen`: the files that are wanted, by number; None: all. Raises
         `ConfigError` when the directory cannot be used: it says why (`DirectoryInUse`: at present)."""
-        self.manifest = read_manifest(signed.body)
-        self.version = version_of(signed.body)
+        self.manifest = signed.manifest
+        self.version = signed.version
         self.directory = directory
         self._flat = flat
         self._signed = signed
@@ -98,6 +99,11 @@ class TargetDirectory:
         self._chosen = self._all if chosen is None else frozenset(chosen)
         self._there: frozenset[int] = frozenset()
         """Files of the version that were in their place before."""
+        self._moved: set[int] = set()
+        """Files that are in their place since."""
+        self._durable: set[Path] = set()
+        self.copies: Mapping[int, Sequence[Extent]] = {}
+        """Of the pieces that are needed, those to be made of others. Known when it is prepared."""
         self._find_needed()
         try:
             self._state.mkdir(parents=True, exist_ok=True)
@@ -162,16 +168,12 @@ class TargetDirectory:
 
     def read(self, piece: int, room: memoryview | None = None) -> memoryview:
         """A piece that is here, for others; in `room` where there is some. Raises `OSError`."""
-        extents = self.manifest.layout.extents(piece)
-        with self._switch:
-            root = self._root
-        try:
-            return self._read_own(root, extents, room)
-        except FileNotFoundError:
-            with self._switch:
-                if self._root == root:
-                    raise
-            return self._read_own(self._root, extents, room)
+        return self.read_extents(self.manifest.layout.extents(piece), room)
+
+    def read_extents(self, extents: Sequence[Extent], room: memoryview | None = None) -> memoryview:
+        """Ranges of files, one behind the other, in pieces that are here; in `room` where there is some. Raises
+        `OSError`."""
+        return _read_extents(self._read_own, extents, room)
 
     def opened(self, file: int) -> AbstractContextManager[int]:
         """A file of a version that is in its place, open for the time of a block. Raises `OSError`."""
@@ -181,28 +183,66 @@ class TargetDirectory:
         """Everything is here: make it durable, put it in its place, and have `current` name it. Of complete versions
         `keep` stay, the newest, and this one. Nothing more is written here: another version may be fetched to the
         directory. Raises `ValueError` when a piece is missing, and `OSError`."""
-        self._finish(keep)
-        if not self._flat:
-            switch_current(self.directory, self.version)
-            forget_versions(self.directory, keep)
-        self._let_go()
+        for _ in self.finishing(keep):
+            pass
 
     def place(self, keep: int = DEFAULT_KEEP) -> None:
         """As `commit`, but `current` stays: `switch_current` is to follow, some time. What `current` names stays, too.
         Raises `ValueError` when a piece is missing, and `OSError`."""
-        self._finish(keep)
+        for _ in self.finishing(keep, use=False):
+            pass
+
+    def finishing(self, keep: int = DEFAULT_KEEP, *, use: bool = True) -> Iterator[None]:
+        """`commit`, or, without `use`, `place`, in steps of some files each. `make_durable` may be called before, by
+        several threads: one file after the other takes as long as the disk needs for each. Raises like `commit`."""
+        yield from self._finish(keep)
+        if use and not self._flat:
+            switch_current(self.directory, self.version)
+            yield from forgetting_versions(self.directory, keep)
         self._let_go()
 
-    def _finish(self, keep: int) -> None:
+    def unsynced(self) -> list[Path]:
+        """The files and folders that `commit` has to make durable."""
+        if self.committed:
+            return []
+        places = {self._place(number): None for number in sorted(self._held - self._there)}
+        folders = {self._partial: None}
+        for place in places:
+            folder = place.parent
+            while folder not in folders and folder.is_relative_to(self._state):
+                folders[folder] = None
+                folder = folder.parent
+        return [place for place in (*places, *folders) if place not in self._durable]
+
+    def make_durable(self, places: Sequence[Path]) -> int:
+        """Have some of `unsynced` be on the disk, files with their permissions; returns their bytes. May be called
+        by several threads. Raises `OSError`."""
+        total = 0
+        for place in places:
+            number = self._numbers.get(place)
+            if number is not None:
+                place.chmod(self.manifest.files[number].mode | 0o400)
+                total += self.manifest.files[number].size
+            sync(place)
+            self._durable.add(place)
+        return total
+
+    @cached_property
+    def _numbers(self) -> dict[Path, int]:
+        return {self._place(number): number for number in self._held - self._there}
+
+    def _finish(self, keep: int) -> Iterator[None]:
         if not self.committed:
             record = self._require_record()
             if self.needed & ~record.have:
                 raise ValueError("pieces are missing")
-            self._make_durable()
+            for places in in_steps(self.unsynced()):
+                self.make_durable(places)
+                yield
+            if self._flat or self._there:
+                yield from self._move_files()
             with self._switch:
-                if self._flat or self._there:
-                    self._move_files()
-                else:
+                if not self._flat and not self._there:
                     self._say_which()
                     self._partial.rename(self._complete)
                 self._root = self._complete
@@ -214,8 +254,8 @@ class TargetDirectory:
             self._state_file("pieces").unlink()
         os.utime(self._state_file("manifest"))  # the newest
         if not self._flat:
-            forget_versions(self.directory, keep, self._name)
-        self._forget_partials()
+            yield from forgetting_versions(self.directory, keep, self._name)
+        yield from self._forget_partials()
 
     def _say_which(self) -> None:
         """Which files are in their place, unless all of them are."""
@@ -295,9 +335,10 @@ class TargetDirectory:
         for root, manifest in older:
             yield from self._link_files(root, manifest)
         yield
-        self._allocate()
+        yield from self._allocate()
         for root, manifest in older:
             yield from self._copy_pieces(root, manifest)
+        self.copies = self.manifest.copies_among(self.needed, self.have)
 
     def _drop_what_is_not_needed(self, record: PieceRecord) -> None:
         """Of an earlier fetch of other files, which was interrupted."""
@@ -344,7 +385,7 @@ class TargetDirectory:
                 signed = decode_body(
                     SignedManifest, self._state_file("manifest", name).read_bytes()
                 )
-                yield self.directory / name, read_manifest(signed.body)
+                yield self.directory / name, signed.manifest
             except (CheckpointRefused, ProtocolError):
                 continue  # of a newer format, or damaged: it is of no use here
 
@@ -398,7 +439,7 @@ class TargetDirectory:
             return False
         return hashes.of(pieces) == self.manifest.hashes_of(number)
 
-    def _allocate(self) -> None:
+    def _allocate(self) -> Iterator[None]:
         """Room for all files, in directories of their own."""
         coming = sorted(self._held - self._there)
         files = [self.manifest.files[number] for number in coming]
@@ -413,9 +454,11 @@ class TargetDirectory:
             raise CapacityExceeded(
                 f"{self.directory}: {needed:,} bytes are needed, and {room.f_bavail * room.f_frsize:,} are free"
             )
-        for file, place in zip(files, places, strict=True):
+        for count, (file, place) in enumerate(zip(files, places, strict=True)):
             place.parent.mkdir(parents=True, exist_ok=True)
             _allocate_file(place, file.size)
+            if count % FILES_A_STEP == 0:
+                yield
 
     def _copy_pieces(self, root: Path, manifest: Manifest) -> Iterator[None]:
         """Pieces that are the same elsewhere."""
@@ -423,41 +466,43 @@ class TargetDirectory:
             if not self.needed & ~self.have & 1 << piece:
                 continue
             with suppress(FileNotFoundError, EOFError):
-                extents = manifest.layout.extents(other)
-                files = [(root / manifest.files[each.file].path, each) for each in extents]
-                self.write(piece, _read_extents(files))
+                self.write(
+                    piece, _read_extents(_reader(root, manifest), manifest.layout.extents(other))
+                )
             yield
 
     # --- the end -----------------------------------------------------------------------------
 
-    def _make_durable(self) -> None:
-        folders = {self._partial}
-        for number in self._held - self._there:
-            place = self._place(number)
-            place.chmod(self.manifest.files[number].mode | 0o400)
-            sync(place)
-            folders |= {each for each in place.parents if each.is_relative_to(self._state)}
-        for folder in folders:
-            sync(folder)
-
-    def _move_files(self) -> None:
-        for number in sorted(self._chosen - self._there):
+    def _move_files(self) -> Iterator[None]:
+        """Each at once; their folders are on the disk when it ends."""
+        folders: dict[Path, None] = {}
+        for count, number in enumerate(sorted(self._chosen - self._there)):
             place = self._complete / self.manifest.files[number].path
             place.parent.mkdir(parents=True, exist_ok=True)
-            self._place(number).replace(place)
-            sync(place.parent)
+            with self._switch:
+                self._place(number).replace(place)
+                self._moved.add(number)
+            folder = place.parent
+            while folder not in folders and folder.is_relative_to(self._complete):
+                folders[folder] = None
+                folder = folder.parent
+            if count % FILES_A_STEP == 0:
+                yield
+        for folder in folders:
+            sync(folder)
+            yield
 
-    def _forget_partials(self) -> None:
+    def _forget_partials(self) -> Iterator[None]:
         """What was begun of other versions, or is left of one that was being removed."""
         for left in [*self._state.glob("*.partial"), *self._state.glob("*.going")]:
-            shutil.rmtree(left)
+            yield from removing_tree(left)
         rests = set() if self._flat else {f"{name}.rest" for name in versions_in(self.directory)}
         rests.add(self._rest.name)
         if self._chosen == self._all:
             rests.remove(self._rest.name)
         for left in self._state.glob("*.rest"):
             if left.name not in rests:
-                shutil.rmtree(left)
+                yield from removing_tree(left)
         for left in [*self._state.glob("*.pieces"), *self._state.glob(f"{CURRENT}.*.new")]:
             left.unlink()
         if not self._flat:
@@ -471,16 +516,22 @@ class TargetDirectory:
     def _state_file(self, kind: str, name: str | None = None) -> Path:
         return self._state / f"{name or self._name}.{kind}"
 
-    def _place(self, number: int, root: Path | None = None) -> Path:
+    def _place(self, number: int) -> Path:
         path = self.manifest.files[number].path
-        if number in self._there:
+        if number in self._there or number in self._moved:
             return self._complete / path
         if number not in self._chosen:
             return self._rest / path
-        return (root or self._root) / path
+        return self._root / path
 
-    def _read_own(self, root: Path, extents: list[Extent], room: memoryview | None) -> memoryview:
-        return _read_extents([(self._place(each.file, root), each) for each in extents], room)
+    def _read_own(self, number: int, view: memoryview, offset: int) -> None:
+        """Some bytes of a file, which may be moved to its place at this moment."""
+        try:
+            _read_fully(self._place(number), view, offset)
+        except FileNotFoundError:
+            with self._switch:
+                place = self._place(number)
+            _read_fully(place, view, offset)
 
     def _is_whole(self, number: int) -> bool:
         """Whether the file is one, and as long as it should be."""
@@ -495,17 +546,35 @@ class TargetDirectory:
         return self._record
 
 
+def in_steps(places: Sequence[Path]) -> Iterator[Sequence[Path]]:
+    """`FILES_A_STEP` of them at a time."""
+    for start in range(0, len(places), FILES_A_STEP):
+        yield places[start : start + FILES_A_STEP]
+
+
 def _read_extents(
-    places: Sequence[tuple[Path, Extent]], room: memoryview | None = None
+    read: Callable[[int, memoryview, int], None],
+    extents: Sequence[Extent],
+    room: memoryview | None = None,
 ) -> memoryview:
-    """The bytes of ranges of files, one behind the other; in `room` where there is some."""
-    length = sum(extent.length for _, extent in places)
+    """The bytes of ranges of files, one behind the other; in `room` where there is some. `read` fills a view with a
+    file's bytes from an offset on."""
+    length = sum(extent.length for extent in extents)
     data = memoryview(bytearray(length)) if room is None else room[:length]
     view = data
-    for place, extent in places:
-        _read_fully(place, view[: extent.length], extent.offset)
-        view = view[extent.length :]
+    for file, offset, count in extents:
+        read(file, view[:count], offset)
+        view = view[count:]
     return data
+
+
+def _reader(root: Path, manifest: Manifest) -> Callable[[int, memoryview, int], None]:
+    """Reads files of a version that is in a directory."""
+
+    def read(file: int, view: memoryview, offset: int) -> None:
+        _read_fully(root / manifest.files[file].path, view, offset)
+
+    return read
 
 
 @contextmanager

@@ -135,12 +135,12 @@ class CheckpointGroups:
         """Have all who follow this peer's `name` switch to its newest version, as soon as all of them have it verified,
         or `quorum` of them. Those who are late switch when they have it.
 
-        Followers are those that are alive now, and who comes meanwhile; without a quorum there must be one. When they
-        do not have it within `timeout` seconds, nobody switches. Returns how many use it, some seconds after the
-        switch at the latest.
+        Followers are those that are alive now, and who comes meanwhile. Without a quorum there must be one, which is
+        heard of within 3 s. When they do not have it within `timeout` seconds, nobody switches. Returns how many use
+        it, some seconds after the switch at the latest.
 
-        Raises `FollowersLag` when it was too late, `NoSuchKey` when this peer does not publish the name, and
-        `P2PStoreError` when another version was published meanwhile.
+        Raises `FollowersLag` when it was too late or nobody follows, `NoSuchKey` when this peer does not publish the
+        name, and `P2PStoreError` when another version was published meanwhile.
         """
         request = local.Update(
             self._namespace,
@@ -347,7 +347,11 @@ def _update(reply: local.UpdateNewsReply | local.Updated, switched: bool) -> Che
 
 def _too_late(name: str, result: CheckpointUpdate, quorum: int | None) -> str:
     if not result.followers:
-        return f"checkpoint {name!r}: nobody follows it, so nobody switches"
+        waits = "" if quorum is None else f", and {quorum} were asked for"
+        return (
+            f"checkpoint {name!r}: nobody follows it{waits}, so nobody switches: run `checkpoint follow {name} DIR` "
+            "where it is to be used, or wait for some to come (--quorum N --timeout 10m)"
+        )
     wanted = result.followers if quorum is None else quorum
     return (
         f"checkpoint {name!r}: {result.ready} of {wanted} followers have {result.version}, so nobody "

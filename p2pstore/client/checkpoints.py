@@ -7,11 +7,14 @@ leaves nothing running, and what was fetched stays for the next time.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec import structs
@@ -21,7 +24,7 @@ from p2pstore.checkpoint.piece_map import pack_map
 from p2pstore.checkpoint.pieces import check_piece_bytes
 from p2pstore.client import arguments
 from p2pstore.client.checkpoint_groups import CheckpointGroups, checkpoint_name, make_directory
-from p2pstore.errors import CheckpointRefused, DeadlineExceeded
+from p2pstore.errors import CheckpointRefused, DeadlineExceeded, NoSuchKey
 from p2pstore.local import checkpoint_messages as local
 from p2pstore.local.connection import LocalConnection
 from p2pstore.local.messages import LocalKind
@@ -38,6 +41,12 @@ LOOK_SECONDS: Final = 0.25
 """Between two looks at how far it is."""
 STALLED_SECONDS: Final = 60.0
 """Without any progress, until a fetch or a publish is given up; or the client's timeout, where that is longer."""
+STALLED: Final = {
+    "waiting": "nobody publishes it",
+    "fetching": "nobody who has it can be reached, or the disk does not answer",
+    "seeding": "it is published, and nobody fetches what the others lack: fetch or follow it somewhere",
+}
+"""The likely cause, by phase."""
 MOST_BYTES_PER_SECOND: Final = 2**63 - 1
 _VERSION: Final = re.compile(r"[0-9a-fA-F]{4,32}")
 
@@ -66,7 +75,11 @@ class Checkpoints(CheckpointGroups):
         that the local peer serves them from until it has a newer version that was published so, and fetched as a
         directory with `model.safetensors`, or by `fetch_tensors`. They may be changed when this returns.
 
-        Raises `CheckpointRefused` for what cannot be published, `CapacityExceeded` for tensors that have no room,
+        What belongs to a download or a version control (`.git`, `.cache/huggingface`, `*.incomplete`, `*.lock`) is left
+        out unless `include` names it. The result's `notes` say so, and which files are not what they are called.
+
+        Raises `CheckpointRefused` for what cannot be published, such as an index that names files which are not there,
+        and for a name that another peer publishes already, `CapacityExceeded` for tensors that have no room,
         `CheckpointChanged` when a file changes meanwhile, and `DeadlineExceeded` when nothing moves any more.
         """
         request = local.Publish(
@@ -78,14 +91,28 @@ class Checkpoints(CheckpointGroups):
             arguments.flag("wait_seeded", wait_seeded),
             "" if isinstance(directory, Mapping) else os.fspath(directory),
         )
+        notes: list[str] = []
         if isinstance(directory, Mapping):
             done = await self._publish_tensors(request, directory, progress)
         else:
+            notes = await self._driver.run_in_thread(partial(_inspected, request, directory))
             done = await self._do(
                 LocalKind.CHECKPOINT_PUBLISH, request, local.Published, directory, progress
             )
+        with suppress(NoSuchKey):  # removed at this moment
+            notes += [
+                f"{each.publisher_name} ({each.publisher}) publishes {name!r} as well: whoever trusts that one takes "
+                "nothing from here"
+                for each in await self.status(name)
+                if not each.mine
+            ]
         return PublishedCheckpoint(
-            done.version.hex(), done.files, done.total_bytes, done.pieces, done.piece_bytes
+            done.version.hex(),
+            done.files,
+            done.total_bytes,
+            done.pieces,
+            done.piece_bytes,
+            tuple(notes),
         )
 
     async def _publish_tensors(
@@ -171,7 +198,12 @@ class Checkpoints(CheckpointGroups):
         )
         place = os.path.join(os.fspath(directory), done.directory) if done.directory else directory
         return FetchedCheckpoint(
-            done.version.hex(), os.fspath(place), done.total_bytes, done.fetched_bytes, done.whole
+            done.version.hex(),
+            os.fspath(place),
+            done.total_bytes,
+            done.fetched_bytes,
+            done.whole,
+            tuple(done.unmatched),
         )
 
     async def fetch_tensors(
@@ -195,8 +227,13 @@ class Checkpoints(CheckpointGroups):
         rows of a tensor are wanted, as a slice of its first dimension, None for all of them: what one rank of several
         needs.
 
-        Raises as `fetch`; `CapacityExceeded` for more than the peer's `--checkpoint-memory`, `CheckpointRefused` for
-        files that are called .safetensors and are none.
+        A file that is called .safetensors and is none, or a tensor that its header describes wrongly, is left out,
+        which the log says (`CheckpointTensors.broken`); tensors of dtypes that nobody here knows are there as bytes
+        (`CheckpointTensors.raw`).
+
+        Raises as `fetch`; `NoSuchKey` for one of `names` or `files` that nothing matches, naming the nearest,
+        `CheckpointRefused` when what is wanted is in no file that is what it should be, and `CapacityExceeded` for more
+        than the peer's `--checkpoint-memory`.
         """
         if version and not _VERSION.fullmatch(arguments.text("version", version)):
             raise ValueError(f"version must be 4 to 32 hexadecimal digits, not {version!r}")
@@ -227,7 +264,8 @@ class Checkpoints(CheckpointGroups):
                 )
                 mapped = await self._fetch_and_map(request, progress, wait)
                 before.close()
-            return CheckpointTensors(mapped, wanted.places, wanted.files)
+            await self._driver.run_in_thread(partial(wanted.check, mapped.manifest))
+            return CheckpointTensors(mapped, wanted.places, wanted.files, wanted.problems)
         except BaseException:
             mapped.close()
             raise
@@ -306,10 +344,25 @@ class Checkpoints(CheckpointGroups):
                     )
                 await self._driver.sleep(LOOK_SECONDS / 2)
             elif now - moved_at > patience:
-                raise DeadlineExceeded(
-                    f"nothing moved for {patience:g} s ({reply.phase}): nobody who has it can be reached, or the "
-                    "disk does not answer"
-                )
+                why = STALLED.get(reply.phase, "the disk does not answer, or is busy")
+                raise DeadlineExceeded(f"nothing moved for {patience:g} s ({reply.phase}): {why}")
+
+
+def _inspected(request: local.Publish, directory: str | os.PathLike[str]) -> list[str]:
+    """Notes on the files that are to be published. Raises `CheckpointRefused` and `OSError`."""
+    from p2pstore.checkpoint.inspecting import inspect
+    from p2pstore.checkpoint.source_directory import SourceDirectory
+
+    root = Path(directory)
+    if not root.is_dir():
+        os.stat(root)
+        raise NotADirectoryError(
+            errno.ENOTDIR,
+            f"{os.strerror(errno.ENOTDIR)}; publish its folder, with include",
+            str(root),
+        )
+    source = SourceDirectory(root, request.include, request.exclude)
+    return inspect(source, request.include, request.exclude)
 
 
 def _piece_bytes(piece_bytes: int) -> int:

@@ -6,8 +6,7 @@ bytes. The memory is mapped read-only and stays as long as a view of it does.
 
 from __future__ import annotations
 
-import json
-import math
+import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -15,33 +14,32 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from p2pstore.checkpoint.choosing import is_chosen
+from p2pstore.checkpoint.choosing import is_chosen, nearest, unmatched
 from p2pstore.checkpoint.manifest import Manifest, read_manifest
 from p2pstore.checkpoint.memory_layout import plan_memory
 from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, map_of
+from p2pstore.checkpoint.safetensors import (
+    DTYPES,
+    HEAD_BYTES,
+    INDEX_SUFFIX,
+    SUFFIX,
+    BrokenFile,
+    header_end,
+    read_header,
+    read_weight_map,
+)
 from p2pstore.client.values import numpy_dtype, torch_dtype
-from p2pstore.errors import CheckpointRefused, ProtocolError
+from p2pstore.errors import CheckpointRefused, NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.local.connection import LocalConnection
 
-DTYPES: Final[Mapping[str, str]] = {
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
-    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"},
-    **{"U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool"},
-}
-"""What safetensors calls them, and numpy or ml_dtypes."""
-ITEM_BYTES: Final = {
-    name: 1 if name == "BOOL" else int(name.removeprefix("B").lstrip("FIU").partition("_")[0]) // 8
-    for name in DTYPES
-}
-"""numpy need not know a dtype to find a tensor: torch may."""
-INDEX_SUFFIX: Final = ".safetensors.index.json"
-MAX_HEADER_BYTES: Final = 100_000_000
-"""As the format has it."""
+logger = logging.getLogger("p2pstore.client")
+
+LOGGED_PROBLEMS: Final = 8
 
 
 class Place(NamedTuple):
-    """Where a tensor is: from `begin` to `end` of a file, which is given by its number."""
+    """Where a tensor is: from `begin` to `end` of a file, which is given by its number. `dtype` is what the file calls
+    it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,10 +62,10 @@ class MappedVersion:
         self._begins = plan_memory([file.size for file in self.manifest.files], 0).files
 
     def bytes_of(self, file: int, begin: int = 0, end: int | None = None) -> memoryview:
-        """Some bytes of a file."""
+        """Some bytes of a file, as far as it has them."""
         size = self.manifest.files[file].size
         at = self._begins[file]
-        return self._view[at + begin : at + (size if end is None else end)]
+        return self._view[at + min(begin, size) : at + (size if end is None else min(end, size))]
 
     def close(self) -> None:
         """Let go of it; may be called twice."""
@@ -75,29 +73,52 @@ class MappedVersion:
 
 
 class CheckpointTensors(Mapping[str, Any]):
-    """The tensors of one version, by name: read-only numpy arrays, or `torch` views. Close it, or use it as a context
-    manager: then the peer may use the memory for something else; arrays that are still there stay what they are."""
+    """The tensors of one version, by name: read-only numpy arrays, or `torch` views, or `raw` bytes. Close it, or use
+    it as a context manager: then the peer may use the memory for something else; arrays that are still there stay what
+    they are."""
 
     def __init__(
-        self, version: MappedVersion, places: Mapping[str, Place], files: Collection[int]
+        self,
+        version: MappedVersion,
+        places: Mapping[str, Place],
+        files: Collection[int],
+        problems: Problems | None = None,
     ) -> None:
         """`files`: the numbers of those that are there whole."""
         self._version = version
         self._places = places
         self._files = {version.manifest.files[number].path: number for number in files}
+        self._problems = problems or Problems({}, {})
+
+    @property
+    def broken(self) -> dict[str, str]:
+        """Files of the version, by path, that are not what they are called, and why: their tensors are missing here."""
+        return dict(self._problems.files)
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        place = self._places[name]
+        """A read-only view. Raises `NoSuchKey` for a tensor that is not there, `CheckpointRefused` for one that its
+        file describes wrongly, and `P2PStoreError` for a dtype that numpy does not have here."""
+        place = self._place(name)
+        try:
+            kind = numpy_dtype(DTYPES.get(place.dtype, place.dtype))
+        except P2PStoreError as error:
+            raise _unknown(name, place, "numpy", error) from error
         view = self._version.bytes_of(place.file, place.begin, place.end)
-        flat = np.frombuffer(view, numpy_dtype(place.dtype))
-        return flat.reshape(place.shape)
+        if not view.nbytes:
+            empty = np.empty(place.shape, kind)
+            empty.flags.writeable = False
+            return empty
+        return np.frombuffer(view, kind).reshape(place.shape)
 
     def torch(self, name: str) -> Any:
         """The tensor as torch has it, also of dtypes that numpy lacks (bfloat16): a view without a copy. The memory is
-        read-only, which torch does not know: to write to it in place ends the process. Raises `KeyError`, and
+        read-only, which torch does not know: to write to it in place ends the process. Raises as `[]`, and
         `P2PStoreError` where torch is not installed."""
-        place = self._places[name]
-        kind = torch_dtype(place.dtype, place.dtype)
+        place = self._place(name)
+        try:
+            kind = torch_dtype(place.dtype, DTYPES.get(place.dtype, place.dtype))
+        except P2PStoreError as error:
+            raise _unknown(name, place, "torch", error) from error
         import torch
 
         view = self._version.bytes_of(place.file, place.begin, place.end)
@@ -106,6 +127,28 @@ class CheckpointTensors(Mapping[str, Any]):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
             return torch.frombuffer(view, dtype=kind).reshape(place.shape)
+
+    def raw(self, name: str) -> memoryview:
+        """The tensor's bytes as the file has them, whatever its dtype. Raises as `[]`, but for a dtype."""
+        place = self._place(name)
+        return self._version.bytes_of(place.file, place.begin, place.end)
+
+    def dtype(self, name: str) -> str:
+        """What the file calls the tensor's dtype, such as `BF16` or `F4`. Raises like `raw`."""
+        return self._place(name).dtype
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape, or that of the rows that were wanted. Raises like `raw`."""
+        return self._place(name).shape
+
+    def _place(self, name: str) -> Place:
+        place = self._places.get(name)
+        if place is None:
+            raise self._problems.why_not(name, self._places)
+        return place
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -133,14 +176,36 @@ class CheckpointTensors(Mapping[str, Any]):
         self.close()
 
 
+class Problems(NamedTuple):
+    """What is the matter with a version: with files, by path, and with tensors, by name."""
+
+    files: dict[str, str]
+    tensors: dict[str, str]
+
+    def why_not(self, name: str, known: Collection[str]) -> P2PStoreError:
+        """Why a tensor cannot be had."""
+        if name in self.tensors:
+            return CheckpointRefused(f"tensor {name!r}: {self.tensors[name]}")
+        return NoSuchKey(f"there is no tensor {name!r} here{nearest(name, known)}{self.said()}")
+
+    def said(self) -> str:
+        """The files that are broken, to be appended to another text."""
+        listed = [f"{path}: {why}" for path, why in self.files.items()]
+        more = len(listed) - LOGGED_PROBLEMS
+        shown = "; ".join(listed[:LOGGED_PROBLEMS]) + (
+            f" and {more} more files" if more > 0 else ""
+        )
+        return f"; broken, and left out: {shown}" if listed else ""
+
+
 Rows = Callable[[str, tuple[int, ...]], slice | None]
 """Which rows (of the first dimension) of a tensor are wanted, by its name and shape; None for all."""
 
 
 class TensorsWanted:
     """Which pieces of a version some tensors are in. That stands in the files themselves: so `look` at what is there,
-    fetch `pieces`, and look again, until it finds nothing more. Raises `CheckpointRefused` for files that are not what
-    they are called."""
+    fetch `pieces`, and look again, until it finds nothing more; then `check`. A file that is not what it is called
+    harms only itself: see `problems`."""
 
     def __init__(
         self, names: Sequence[str] = (), files: Sequence[str] = (), rows: Rows | None = None
@@ -149,9 +214,14 @@ class TensorsWanted:
         self.pieces: PieceMap = NO_PIECES
         self.places: dict[str, Place] = {}
         self.files: set[int] = set()
+        self.problems = Problems({}, {})
         self._names, self._patterns, self._rows = names, files, rows
         self._steps = [self._ask_indexes, self._ask_headers, self._ask_long_headers, self._ask_rows]
         self._headed: list[int] = []
+        self._by_index: dict[str, str] = {}
+        """Which file an index says has a tensor: of several files that have it, that one counts."""
+        self._known: set[str] = set()
+        """Names of tensors, wanted or not."""
 
     def look(self, version: MappedVersion) -> bool:
         """Whether more is to be fetched now."""
@@ -163,8 +233,45 @@ class TensorsWanted:
     def take_all(self, version: MappedVersion) -> None:
         """Everything is there."""
         self.files = set(range(len(version.manifest.files)))
-        self._headed = self._safetensors(version.manifest)
+        self._ask_headers(version)
+        self._ask_long_headers(version)
         self._ask_rows(version)
+
+    def check(self, manifest: Manifest) -> None:
+        """Raises `NoSuchKey` for a name or pattern that nothing matches, naming the nearest; `CheckpointRefused` when
+        what matches is broken. Other problems are said in the log."""
+        called = f"checkpoint {manifest.name!r}"
+        for pattern in self._names:
+            if any(fnmatchcase(name, pattern) for name in self.places):
+                continue
+            for name, why in self.problems.tensors.items():
+                if fnmatchcase(name, pattern):
+                    raise CheckpointRefused(f"{called}: tensor {name!r}: {why}")
+            raise NoSuchKey(
+                f"no tensor of {called} matches {pattern!r}{nearest(pattern, self._known)}{self.problems.said()}"
+            )
+        paths = [file.path for file in manifest.files]
+        for pattern in unmatched(paths, self._patterns):
+            raise NoSuchKey(f"no file of {called} matches {pattern!r}{nearest(pattern, paths)}")
+        if (
+            not self.places
+            and not self._patterns
+            and (self.problems.files or self.problems.tensors)
+        ):
+            bad = [
+                f"{path} is not in the safetensors format: {why}"
+                for path, why in self.problems.files.items()
+            ]
+            bad += [f"tensor {name!r}: {why}" for name, why in self.problems.tensors.items()]
+            raise CheckpointRefused(f"{called}: {'; '.join(bad[:LOGGED_PROBLEMS])}")
+        self._log(called)
+
+    def _log(self, called: str) -> None:
+        problems = [*self.problems.files.items(), *self.problems.tensors.items()]
+        for what, why in problems[:LOGGED_PROBLEMS]:
+            logger.warning("%s: %s is left out: %s", called, what, why)
+        if len(problems) > LOGGED_PROBLEMS:
+            logger.warning("%s: %d more are left out", called, len(problems) - LOGGED_PROBLEMS)
 
     def _ask(
         self, version: MappedVersion, file: int, begin: int = 0, end: int | None = None
@@ -175,7 +282,7 @@ class TensorsWanted:
         """What says which file has which tensor; and other files that are wanted."""
         for number, file in enumerate(version.manifest.files):
             chosen = self._patterns and is_chosen(file.path, self._patterns, ())
-            if file.path.endswith(INDEX_SUFFIX) or chosen:
+            if file.path.endswith(SUFFIX + INDEX_SUFFIX) or chosen:
                 self.files.add(number)
                 self._ask(version, number)
 
@@ -183,29 +290,45 @@ class TensorsWanted:
         """The beginnings of files that may have wanted tensors."""
         useful: set[str] = set()
         useless: set[str] = set()
-        for number in self.files:
+        there = {file.path for file in version.manifest.files}
+        for number in sorted(self.files):
             path = version.manifest.files[number].path
-            if path.endswith(INDEX_SUFFIX):
-                for file, is_wanted in self._files_in_index(path, version.bytes_of(number)):
-                    (useful if is_wanted else useless).add(file)
+            if not path.endswith(SUFFIX + INDEX_SUFFIX):
+                continue
+            for name, file in self._files_in_index(path, version.bytes_of(number)):
+                self._known.add(name)
+                self._by_index[name] = file
+                (useful if self._is_wanted(name) else useless).add(file)
+                if file not in there:
+                    self.problems.tensors[name] = (
+                        f"{path} says that it is in {file}, and there is none"
+                    )
         for number in self._safetensors(version.manifest):
             if version.manifest.files[number].path not in useless - useful:
                 self._headed.append(number)
-                self._ask(version, number, 0, 8)
+                self._ask(version, number, 0, HEAD_BYTES)
 
-    def _files_in_index(self, path: str, content: memoryview) -> Iterator[tuple[str, bool]]:
+    def _files_in_index(self, path: str, content: memoryview) -> Iterator[tuple[str, str]]:
         folder = path.rpartition("/")[0]
         try:
-            for name, file in json.loads(bytes(content))["weight_map"].items():
-                yield f"{folder}/{file}" if folder else str(file), self._is_wanted(name)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointRefused(f"{path} is no index of safetensors files: {error}") from error
+            for name, file in read_weight_map(content).items():
+                yield name, f"{folder}/{file}" if folder else file
+        except BrokenFile as error:
+            self.problems.files[path] = str(error)
 
     def _ask_long_headers(self, version: MappedVersion) -> None:
         """Their headers, where these are longer than what came with their beginnings."""
+        good = []
         for number in self._headed:
-            length = int.from_bytes(version.bytes_of(number, 0, 8), "little")
-            self._ask(version, number, 0, 8 + min(length, MAX_HEADER_BYTES))
+            file = version.manifest.files[number]
+            try:
+                end = header_end(version.bytes_of(number, 0, HEAD_BYTES), file.size)
+            except BrokenFile as error:
+                self.problems.files[file.path] = str(error)
+                continue
+            good.append(number)
+            self._ask(version, number, 0, end)
+        self._headed = good
 
     def _ask_rows(self, version: MappedVersion) -> None:
         """The tensors themselves."""
@@ -215,17 +338,23 @@ class TensorsWanted:
                     version, file.path, Place(file.dtype, tuple(file.shape), number, 0, file.size)
                 )
         for number in self._headed:
+            file = version.manifest.files[number]
             try:
-                found = list(_in_safetensors(version.bytes_of(number), number))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                path = version.manifest.files[number].path
-                raise CheckpointRefused(
-                    f"{path} is not in the safetensors format: {error}"
-                ) from error
-            for name, place in found:
-                self._place(version, name, place)
+                header = read_header(version.bytes_of(number), file.size)
+            except BrokenFile as error:
+                self.problems.files[file.path] = str(error)
+                continue
+            for name, entry in header.entries.items():
+                if name in self.places and self._by_index.get(name) != file.path:
+                    continue
+                self._place(version, name, Place(*entry[:2], number, *entry[2:]))
+            for name, why in header.bad.items():
+                self._known.add(name)
+                self.problems.tensors[name] = f"{file.path}: {why}"
 
     def _place(self, version: MappedVersion, name: str, place: Place) -> None:
+        self._known.add(name)
+        self.problems.tensors.pop(name, None)
         if not self._is_wanted(name):
             return
         if self._rows is not None and (rows := self._rows(name, place.shape)) is not None:
@@ -241,8 +370,17 @@ class TensorsWanted:
         return [
             number
             for number, file in enumerate(manifest.files)
-            if file.path.endswith(".safetensors") and not file.dtype
+            if file.path.endswith(SUFFIX) and not file.dtype
         ]
+
+
+def _unknown(name: str, place: Place, library: str, error: P2PStoreError) -> P2PStoreError:
+    """What to do about a dtype that a library does not have here."""
+    other = f"torch({name!r})" if library == "numpy" else f"[{name!r}]"
+    return P2PStoreError(
+        f"tensor {name!r} has dtype {place.dtype} and shape {place.shape}, and {library} has no such dtype here "
+        f"({error}): try {other}, or take its bytes: raw({name!r})"
+    )
 
 
 def _rows_of(name: str, place: Place, rows: slice) -> Place:
@@ -253,28 +391,14 @@ def _rows_of(name: str, place: Place, rows: slice) -> Place:
     if step != 1:
         raise ValueError(f"{name}: rows one behind the other, please, not every {step}th")
     end = max(begin, end)
-    row_bytes = (place.end - place.begin) // place.shape[0] if place.shape[0] else 0
+    whole, count = place.end - place.begin, place.shape[0]
+    if count and whole % count:
+        raise ValueError(
+            f"{name}: its rows do not begin at whole bytes ({place.dtype}): take all of it"
+        )
+    row_bytes = whole // count if count else 0
     return place._replace(
         shape=(end - begin, *place.shape[1:]),
         begin=place.begin + begin * row_bytes,
         end=place.begin + end * row_bytes,
     )
-
-
-def _in_safetensors(view: memoryview, file: int) -> Iterator[tuple[str, Place]]:
-    """The tensors in a file, whose bytes these are, its header at least. Raises `ValueError`, `KeyError`, `TypeError`
-    and `AttributeError` for what is no such file."""
-    length = int.from_bytes(view[:8], "little")
-    if len(view) < 8 or length > min(MAX_HEADER_BYTES, len(view) - 8):
-        raise ValueError("its header is longer than it")
-    data = 8 + length
-    for name, told in json.loads(bytes(view[8:data])).items():
-        if name == "__metadata__":
-            continue
-        first, last = told["data_offsets"]
-        shape, dtype = tuple(told["shape"]), DTYPES[told["dtype"]]
-        if not 0 <= first <= last <= len(view) - data or min(shape, default=0) < 0:
-            raise ValueError(f"{name} lies outside of it")
-        if math.prod(shape) * ITEM_BYTES[told["dtype"]] != last - first:
-            raise ValueError(f"{name} has not the length of its shape")
-        yield name, Place(dtype, shape, file, data + first, data + last)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from p2pstore.checkpoint.paths import check_checkpoint_name
-from p2pstore.errors import NoSuchKey
+from p2pstore.errors import CheckpointRefused, NoSuchKey
 from p2pstore.gossip.checkpoints import (
     NO_VERSION,
     VERSION_BYTES,
@@ -169,6 +169,29 @@ class Checkpoints:
         head = self.own(namespace, name)
         body = SwitchBody(namespace, name, version)
         self._write(ClusterRecordKind.CHECKPOINT_SWITCH, head.digest, body, now)
+
+    def check_free(self, namespace: str, name: str) -> None:
+        """Raises `CheckpointRefused` when other peers publish the name and this one does not: who trusts one of them
+        would ignore this peer's."""
+        own = self.head(checkpoint_digest(namespace, name, self._core.peer_id))
+        others = [
+            head for head in self.heads(namespace, name) if head.publisher != self._core.peer_id
+        ]
+        kept = own is None and self.pinned(namespace, name) == self._core.peer_id
+        if not others or kept or (own is not None and not own.gone):
+            return
+        owner = others[0]
+        trusted = self.pinned(namespace, name)
+        for head in others:
+            owner = head if head.publisher == trusted else owner
+        peer_id = format_peer_id(owner.publisher)
+        away = "" if self._is_there(owner) else ", which is not there now"
+        raise CheckpointRefused(
+            f"checkpoint {name!r} belongs to {self._name(owner.publisher)} ({peer_id}){away}: whoever trusts that "
+            "publisher would ignore this one, so nothing was published. Choose another name, or publish there; if that "
+            f"publisher is gone for good, forget it on each peer that is to take the name from here (`checkpoint rm "
+            f"{name} --forget {peer_id}`), then publish again"
+        )
 
     def own(self, namespace: str, name: str) -> Head:
         """The head of a name that this peer publishes. Raises `NoSuchKey` when there is none, naming who does."""

@@ -70,13 +70,14 @@ class Fetch(Message, frozen=True):
 
 class Fetched(Message, frozen=True):
     """It is there. `directory` is where, from the connection's directory on; of `total_bytes` so many came over the
-    network, the others were there. `whole`: all its files are there."""
+    network, the others were there. `whole`: all its files are there. `unmatched`: patterns that match no file."""
 
     version: bytes
     directory: str
     total_bytes: int
     fetched_bytes: int
     whole: bool = True
+    unmatched: list[str] = []  # noqa: RUF012  # msgspec copies it
 
 
 class Progress(Message, frozen=True):

@@ -91,7 +91,12 @@ class LocalCheckpoints:
             done = await self._checkpoints.fetch(order, directory, job)
             where = "" if order.flat else format_version(done.version)
             return local.Fetched(
-                done.version, where, done.total_bytes, done.fetched_bytes, done.whole
+                done.version,
+                where,
+                done.total_bytes,
+                done.fetched_bytes,
+                done.whole,
+                list(done.unmatched),
             )
 
         if message.memory:

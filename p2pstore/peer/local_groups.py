@@ -138,7 +138,7 @@ class LocalGroups:
             said.current,
             job.done_bytes,
             job.total_bytes,
-            said.why,
+            said.why or (following.waits_because if head is None else ""),
             following.news.ended,
         )
 

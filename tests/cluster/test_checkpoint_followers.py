@@ -14,7 +14,7 @@ import pytest
 
 from p2pstore.client.checkpoint_groups import has_version
 from p2pstore.errors import FollowersLag
-from tests.cluster.test_cli import COMMAND, Machine, Peer, done, eventually, failed, new_machine
+from tests.cluster.test_cli import COMMAND, Machine, Peer, done, eventually, new_machine
 from tests.contract.swarm_world import make_files
 
 SECONDS = 90.0
@@ -122,13 +122,18 @@ def test_nobody_switches_before_all_are_ready_whoever_is_stopped_or_killed() -> 
             c.process.send_signal(signal.SIGCONT)
             until_verified(publisher, {"b", "c"}, second)
             too_many = ("checkpoint", "update", "model", "--quorum", "3", "--timeout", "1")
-            assert "2 of 3 followers have" in failed(publisher.run(*too_many), 5)
+            late_by_one = publisher.run(*too_many)
+            assert late_by_one.returncode == 5
+            assert b"waiting for followers of model, for 1 at most: 2 of 3" in late_by_one.stderr
+            assert b"error: checkpoint 'model': 2 of 3 followers have" in late_by_one.stderr
             assert (one.current, two.current) == (first, first)
             done(publisher.run(*update))
             eventually(lambda: one.current == two.current == second, SECONDS)
 
             late = (*("checkpoint", "publish", "model"), str(folder / "v2"))
-            said = failed(publisher.run(*late, "--wait-followers", "3", "--timeout", "1"), 5)
+            late_result = publisher.run(*late, "--wait-followers", "3", "--timeout", "1")
+            assert late_result.returncode == 5
+            said = late_result.stderr.decode().splitlines()[-1]
             assert "2 of 3 followers have" in said
 
             # A peer is killed when it has the next version and does not use it yet. Its follow waits for it.

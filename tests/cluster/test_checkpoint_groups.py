@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trio
 
@@ -15,7 +17,7 @@ from p2pstore.peer import Peer
 from p2pstore.peer.checkpoints import updating
 from p2pstore.peer.statistics import peer_document
 from p2pstore.results import FollowedCheckpoint
-from tests.cluster.test_open_peer import cluster
+from tests.cluster.test_open_peer import cluster, until
 from tests.contract.swarm_world import make_files, same_files
 
 DEADLINE = 60.0
@@ -185,8 +187,15 @@ async def test_late_ones_pruned_versions_and_two_publishers(tmp_path: Path) -> N
             await until_members(b, [(b, first, "seeding"), (b, versions[2], "seeding")])
 
             # A stranger publishes the name: b keeps to whom it knows, and d, which knows neither, is asked to choose.
+            with pytest.raises(errors.CheckpointRefused, match=f"belongs to p0 .{a.peer_id}."):
+                await c.checkpoints.publish("model", tmp_path / "v2")
+            with pytest.raises(errors.CheckpointRefused, match="belongs to p0 "):
+                await c.checkpoints.publish("model", {"w": np.zeros(3)})
+            await c.checkpoints.forget("model", a.peer_id)
             await c.checkpoints.publish("model", tmp_path / "v2")
             await until_published(d, 2)
+            still_its_own = await a.checkpoints.publish("model", tmp_path / "v3")
+            assert f"p2 ({c.peer_id}) publishes 'model' as well" in still_its_own.notes[0]
             assert [info.mine for info in await b.checkpoints.status("model")] == [False, False]
             infos = await b.checkpoints.status("model")
             assert [info.trusted for info in infos] == [True, False]
@@ -212,3 +221,29 @@ async def test_late_ones_pruned_versions_and_two_publishers(tmp_path: Path) -> N
                 nursery.start_soon(again.run)
                 await again.until("verified", versions[-1])
                 nursery.cancel_scope.cancel()
+
+
+async def test_an_update_that_nobody_follows_ends_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updating, "FIRST_FOLLOWER_SECONDS", 0.1)
+    make_files(tmp_path / "v1", {"weights": 1000})
+    async with cluster(tmp_path, 1) as (a,):
+        await a.checkpoints.publish("model", tmp_path / "v1")
+        with pytest.raises(errors.FollowersLag, match="nobody follows it, so nobody switches: run"):
+            await a.checkpoints.update("model")  # not after ten minutes
+        assert (await a.checkpoints.update("model", quorum=0)).using == 0
+
+
+async def test_who_follows_another_publisher_than_there_is_hears_why_it_waits(
+    tmp_path: Path,
+) -> None:
+    make_files(tmp_path / "v1", {"weights": 1000})
+    async with cluster(tmp_path, 2) as (a, b):
+        await a.checkpoints.publish("model", tmp_path / "v1")
+        await until_published(b, 1)
+        one = Follow(b, tmp_path / "b")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(one.run, publisher=b.peer_id))
+            await until(lambda: any("to trust another one" in each.why for each in one.said))
+            nursery.cancel_scope.cancel()

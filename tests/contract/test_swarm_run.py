@@ -13,6 +13,7 @@ import trio
 from p2pstore.checkpoint import target_directory
 from p2pstore.checkpoint.manifest import SignedManifest, format_version, version_of
 from p2pstore.checkpoint.messages import MAX_NEW_PIECES, NewPieces
+from p2pstore.checkpoint.pieces import Extent
 from p2pstore.checkpoint.swarm import SwarmConfig
 from p2pstore.checkpoint.target_directory import TargetDirectory
 from p2pstore.errors import CheckpointChanged, NoSuchKey
@@ -145,6 +146,7 @@ class _Lying:
 
     def __init__(self, count: int) -> None:
         self.have = self.needed = (1 << count) - 1
+        self.copies: dict[int, list[Extent]] = {}
         self.is_local = False
         self.reads = 0
 

@@ -3,6 +3,7 @@ files, invites, addresses, the state directory's files. Each may raise what its 
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,8 +15,17 @@ from typing import Any, Final
 import xxhash
 
 from p2pstore.allowlist import parse_peer_ids
+from p2pstore.checkpoint.manifest import (
+    HASH_BYTES,
+    FileEntry,
+    hash_of,
+    make_manifest,
+    read_manifest,
+)
+from p2pstore.checkpoint.pieces import PieceLayout
+from p2pstore.checkpoint.safetensors import BrokenFile, read_header
 from p2pstore.config import split_address
-from p2pstore.errors import AuthenticationFailed, ConfigError, ProtocolError
+from p2pstore.errors import AuthenticationFailed, CheckpointRefused, ConfigError, ProtocolError
 from p2pstore.gossip.checkpoints import HeadBody, SwitchBody, checkpoint_digest
 from p2pstore.gossip.exchange.digests import (
     check_runs,
@@ -231,6 +241,53 @@ def checkpoint_records(rng: Random, sent: list[bytes]) -> None:
         raise Problem("a record was taken for another name's")
 
 
+@cache
+def _manifest() -> bytes:
+    files = [
+        FileEntry(f"{number:03}/a.bin", 20_000, 0o644, hash_of(bytes([number])))
+        for number in range(8)
+    ]
+    layout = PieceLayout([file.size for file in files], 16 * 1024)
+    return encode_body(make_manifest("m", files, 16 * 1024, bytes(HASH_BYTES * layout.count)))
+
+
+def manifests(rng: Random, sent: list[bytes]) -> None:
+    """Whatever is read as a manifest describes pieces that exist."""
+    mutate = rng.choice((_mutated, _mutated_body))
+    try:
+        manifest = read_manifest(mutate(rng, sent, _manifest()))
+    except CheckpointRefused:
+        return
+    if sum(manifest.layout.sizes) != manifest.layout.total_bytes:
+        raise Problem("pieces that are not those of the files")
+    for extents in manifest.copies.values():
+        if any(offset + length > manifest.files[file].size for file, offset, length in extents):
+            raise Problem("a copy of what is not there")
+
+
+_TENSORS: Final = json.dumps(
+    {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+        "b": {"dtype": "F4", "shape": [8], "data_offsets": [16, 20]},
+        "c": {"dtype": "NEW", "shape": [3], "data_offsets": [20, 29]},
+    }
+).encode()
+
+
+def safetensors_files(rng: Random, sent: list[bytes]) -> None:
+    """Whatever is read as a tensor lies within its file."""
+    header = rng.choice((_TENSORS, _mutated(rng, sent, _TENSORS)))
+    content = _mutated(rng, sent, len(header).to_bytes(8, "little") + header + bytes(29))
+    try:
+        found = read_header(content, len(content))
+    except BrokenFile:
+        return
+    for name, each in found.entries.items():
+        if not 0 <= each.begin <= each.end <= len(content) or name in found.bad:
+            raise Problem(f"{name!r} lies outside of its file, or is bad")
+
+
 def tickets(rng: Random, sent: list[bytes]) -> None:
     ticket = _records()[2]
     with suppress(AuthenticationFailed):
@@ -309,6 +366,8 @@ PARSERS: Final[tuple[tuple[Callable[[Random, list[bytes]], None], int], ...]] = 
     (peer_records, 10),
     (cluster_records, 10),
     (checkpoint_records, 10),
+    (manifests, 10),
+    (safetensors_files, 10),
     (tickets, 10),
     (packed_lists, 10),
     (texts, 20),

@@ -411,3 +411,13 @@ def test_the_groups_above_have_seen_all_of_it() -> None:
     assert verdicts == {Verdict.SWITCH, Verdict.TOO_LATE, Verdict.SUPERSEDED}
     assert died_between > 5
     assert late > 2
+
+
+def test_without_a_quorum_nobody_is_waited_for_who_does_not_come_soon() -> None:
+    update = GroupUpdate(V2, deadline=10.0, first_by=3.0)
+    assert update.wake_at == 3.0
+    assert update.judge(V2, {}, (), 2.9) is Verdict.WAIT
+    assert update.judge(V2, {}, (), 3.0) is Verdict.NOBODY
+    assert update.judge(V2, {1: BEHIND}, (), 3.1) is Verdict.WAIT
+    assert update.wake_at == 10.0
+    assert GroupUpdate(V2, 10.0, 1, 3.0).judge(V2, {}, (), 5.0) is Verdict.WAIT

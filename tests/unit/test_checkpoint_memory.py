@@ -1,8 +1,6 @@
-"""A version in memory: where it lies, what is written to it and what is not; tensors in files that are none."""
+"""A version in memory: where it lies, what is written to it and what is not."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import trio
@@ -10,7 +8,6 @@ import trio.testing
 
 from p2pstore.checkpoint.memory_layout import ALIGNMENT, plan_memory
 from p2pstore.checkpoint.piece_map import full_map
-from p2pstore.client.tensors import _in_safetensors
 from p2pstore.errors import CapacityExceeded, StoreClosed
 from p2pstore.objects import MIB
 from p2pstore.peer.checkpoints.memories import Memories
@@ -101,46 +98,6 @@ def test_memory_is_held_as_long_as_somebody_looks_and_no_more_than_allowed() -> 
     assert memories.used_bytes == 0
     assert memories.use(target.version, 3) is None
     target.close()
-
-
-def file_with(header: object, data: int = 16) -> memoryview:
-    text = json.dumps(header).encode()
-    return memoryview(len(text).to_bytes(8, "little") + text + bytes(data))
-
-
-def entry(**changes: object) -> dict[str, object]:
-    return {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16], **changes}
-
-
-def test_tensors_lie_behind_the_header() -> None:
-    view = file_with({"__metadata__": {}, "w": entry(), "e": entry(shape=[0], data_offsets=[3, 3])})
-    found = dict(_in_safetensors(view, 1000))
-    assert found["w"].end == len(view)
-    assert (found["w"].dtype, found["w"].shape) == ("float32", (2, 2))
-    assert found["e"].begin == found["e"].end
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        memoryview(b"short"),
-        memoryview((1 << 60).to_bytes(8, "little") + bytes(100)),
-        memoryview((4).to_bytes(8, "little") + b"nope"),
-        file_with([]),
-        file_with({"w": 1}),
-        file_with({"w": entry(dtype="F99")}),
-        file_with({"w": entry(data_offsets=[0, 17])}),
-        file_with({"w": entry(data_offsets=[-16, 0])}),
-        file_with({"w": entry(data_offsets=[16, 0])}),
-        file_with({"w": entry(shape=[4, 2])}),
-        file_with({"w": entry(shape=[-2, -2])}),
-        file_with({"w": entry(shape=["x"])}),
-        file_with({"w": entry(data_offsets=["a", "b"])}),
-    ],
-)
-def test_what_is_no_such_file_is_refused(view: memoryview) -> None:
-    with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
-        list(_in_safetensors(view, 0))
 
 
 async def test_of_two_who_want_one_version_one_brings_it() -> None:

@@ -22,12 +22,13 @@ def test_a_dry_run_says_what_would_be_published(
         ["1,000,000", "model.safetensors"],
         ["1", "notes.txt"],
     ]
-    assert said.err.startswith("would publish 2 files, 976.6 KiB, in pieces of ")
+    assert said.err.splitlines()[-1].startswith("would publish 2 files, 976.6 KiB, in pieces of ")
+    assert "note: model.safetensors is not what it is called" in said.err
     assert run([*arguments, "--include", "*.safetensors", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["files"] == [{"path": "model.safetensors", "bytes": 1_000_000}]
     assert run([*arguments, "--exclude", "*"]) == 1
-    assert "there is no file that matches to publish" in capsys.readouterr().err
+    assert "there is no file to publish that matches" in capsys.readouterr().err
     (tmp_path / ".p2pstore").mkdir()
     (tmp_path / ".p2pstore" / "lock").touch()
     assert run(arguments) == 1

@@ -19,6 +19,7 @@ from p2pstore.gossip.records import (
     ClusterRecordKind,
     Participation,
     TakesPart,
+    format_peer_id,
     read_peer_record,
     sign_cluster_record,
 )
@@ -408,3 +409,28 @@ def test_older_peers_take_no_part(world: Harness) -> None:
     record = read_peer_record(world.gossip.record(world.now))
     shorter = msgspec.msgpack.encode(msgspec.msgpack.decode(encode_body(record))[:-1])
     assert msgspec.msgpack.decode(shorter, type=type(record)).checkpoints == []
+
+
+def test_a_name_of_another_publisher_is_not_free_until_that_is_forgotten(world: Harness) -> None:
+    one, two, _ = world.others
+    checkpoints = world.core.checkpoints
+    checkpoints.check_free(NAMESPACE, "model")
+    hear(world, one, head())
+    hear(world, two, head(V2), clock=2)
+    checkpoints.pin(NAMESPACE, "model", two.peer_id)
+    with pytest.raises(CheckpointRefused, match=f"forget .*--forget {format_peer_id(two.peer_id)}"):
+        checkpoints.check_free(NAMESPACE, "model")
+    checkpoints.check_free(NAMESPACE, "other")
+    checkpoints.check_free("another", "model")
+    checkpoints.forget(NAMESPACE, "model", two.peer_id)
+    with pytest.raises(CheckpointRefused, match="belongs to"):
+        checkpoints.check_free(NAMESPACE, "model")
+    hear(world, one, head(gone=True), clock=5)
+    checkpoints.check_free(NAMESPACE, "model")
+    # Who has it keeps it; who removed it has it no more.
+    publish(world, V3)
+    hear(world, one, head(V2), clock=6)
+    checkpoints.check_free(NAMESPACE, "model")
+    checkpoints.remove(NAMESPACE, "model", world.now)
+    with pytest.raises(CheckpointRefused, match="belongs to"):
+        checkpoints.check_free(NAMESPACE, "model")

@@ -131,8 +131,8 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "checkpoint fetched": (
         LocalKind.CHECKPOINT_FETCH,
         REPLY,
-        checkpoints.Fetched(b"v" * 2, "d", 2, 1, False),
-        ("31000100040302010a0000000000000095c4027676a1640201c2"),
+        checkpoints.Fetched(b"v" * 2, "d", 2, 1, False, ["p"]),
+        ("31000100040302010d0000000000000096c4027676a1640201c291a170"),
     ),
     "checkpoint progress": (
         LocalKind.CHECKPOINT_PROGRESS,
@@ -379,6 +379,12 @@ def test_older_hellos_are_understood() -> None:
     assert not hello.hazards
     reply = decode_body(local.HelloReply, bytes.fromhex(REPLY_BEFORE_HAZARDS))
     assert (reply.location_table_bytes, reply.hazards) == (4096, False)
+
+
+def test_an_older_answer_to_a_fetch_says_nothing_of_patterns() -> None:
+    older = decode_body(checkpoints.Fetched, bytes.fromhex("95c4027676a1640201c2"))
+    assert older == checkpoints.Fetched(b"v" * 2, "d", 2, 1, False)
+    assert older.unmatched == []
 
 
 def test_an_older_reserve_names_no_namespace() -> None:

@@ -19,6 +19,7 @@ from p2pstore.checkpoint.effects import (
     Event,
     Failure,
     Fetch,
+    Found,
     Linked,
     Needed,
     Participants,
@@ -41,7 +42,8 @@ from p2pstore.checkpoint.messages import (
     Refusal,
     Refuse,
 )
-from p2pstore.checkpoint.piece_map import full_map, map_of, pack_map, pieces_in
+from p2pstore.checkpoint.piece_map import Availability, full_map, map_of, pack_map, pieces_in
+from p2pstore.checkpoint.super_seeding import SuperSeeding
 from p2pstore.checkpoint.swarm import Swarm, SwarmConfig
 
 OWN = 100
@@ -984,3 +986,31 @@ def test_who_says_that_it_needs_pieces_that_do_not_exist_is_banned() -> None:
     peer.neighbour(1)
     peer.on(Received(1, Needs(b"\xff\xff")))
     assert peer.asked(Disconnect) == [Disconnect(1, banned=True)]
+
+
+# --- copies ------------------------------------------------------------------------------------
+
+
+def test_what_is_found_here_is_told_to_all_and_is_not_asked_for() -> None:
+    peer = Peer(needed=[0, 1], pieces=3)
+    peer.neighbour(1, 0, 1, 2)
+    peer.neighbour(2)
+    peer.on(Received(1, Grant(0)))
+    peer.on(PieceArrived(1, 0))
+    assert not peer.machine.complete
+    peer.asked(Tell)
+    peer.on(Found(map_of([1, 2])))
+    assert peer.told(PieceMapMessage) == [((1, 2), PieceMapMessage(b"\x07"))]
+    assert peer.machine.complete
+    assert peer.machine.have == peer.machine.needed == 0b111
+    peer.on(Found(map_of([1])))
+    assert peer.told(PieceMapMessage) == [], "nothing is new"
+
+
+def test_a_publisher_need_not_send_copies() -> None:
+    seeding = SuperSeeding(3, Random(1), copies=0b100)
+    seeding.sending(0)
+    assert not seeding.over
+    assert seeding.choose(0b111, Availability(3)) == 1
+    seeding.sending(1)
+    assert seeding.over

@@ -18,6 +18,7 @@ from p2pstore.checkpoint import piece_record, target_directory
 from p2pstore.checkpoint.directory_versions import (
     current_version,
     kept_versions,
+    removing_tree,
     switch_current,
     versions_with,
 )
@@ -32,8 +33,8 @@ from p2pstore.checkpoint.manifest import (
     version_of,
 )
 from p2pstore.checkpoint.piece_map import full_map, map_of, pieces_in
-from p2pstore.checkpoint.pieces import MIN_PIECE_BYTES, PieceLayout
-from p2pstore.checkpoint.target_directory import TargetDirectory
+from p2pstore.checkpoint.pieces import MIN_PIECE_BYTES, Extent, PieceLayout
+from p2pstore.checkpoint.target_directory import FILES_A_STEP, TargetDirectory
 from p2pstore.errors import CapacityExceeded, ConfigError
 from p2pstore.gossip.links.identity import Identity
 
@@ -704,3 +705,74 @@ def test_some_files_in_a_flat_directory(tmp_path: Path) -> None:
     fetch(tmp_path, SMALL, flat=True)
     assert tree(tmp_path) == SMALL
     assert not list((tmp_path / ".p2pstore").glob("*.rest"))
+
+
+# --- equal files, and steps --------------------------------------------------------------------
+
+EQUAL: Files = {
+    "a.bin": BASE["b.safetensors"],
+    "b.json": b"j" * 9000,
+    "c.json": b"k" * 9000,
+    "d.bin": BASE["b.safetensors"],
+    "e.json": b"j" * 9000,
+    "f.json": b"m" * 9000,
+}
+
+
+def test_pieces_of_equal_files_are_copies_of_what_comes_first_or_is_here() -> None:
+    manifest = signed(EQUAL).manifest
+    # a.bin 0 to 2, d.bin 3 to 5; the small ones do not fit together: 6 b, 7 c, 8 e, 9 f
+    assert sorted(manifest.copies) == [3, 4, 5, 8]
+    assert manifest.copies[8] == [Extent(1, 0, 9000)]
+    assert manifest.copies[4] == [Extent(0, PIECE, PIECE)]
+    assert sorted(manifest.copies_among(map_of([3, 4, 8]))) == []
+    assert sorted(manifest.copies_among(full_map(10), map_of([3, 8]))) == [0, 4, 5, 6]
+    assert not signed({"a": b"1" * 20_000, "b": b"2"}).manifest.copies
+
+
+def test_copies_are_made_of_what_is_here_and_verified(tmp_path: Path) -> None:
+    target = prepared(tmp_path, signed(EQUAL))
+    manifest = target.manifest
+    for piece in pieces_in(target.needed & ~map_of(target.copies)):
+        assert target.write(piece, piece_of(manifest, EQUAL, piece))
+    for piece, extents in target.copies.items():
+        assert target.write(piece, target.read_extents(extents))
+    target.commit()
+    assert tree(tmp_path / "current") == EQUAL
+    target.close()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_end_goes_in_steps_and_all_can_be_read_meanwhile(tmp_path: Path, flat: bool) -> None:
+    files = {f"{number % 3}/{number:03}.bin": bytes([number]) * 100 for number in range(100)}
+    fetch(tmp_path, {"old": b"x", "deep/old": b"y"}, flat=flat)
+    target = prepared(tmp_path, signed(files), flat=flat)
+    for piece in range(target.manifest.layout.count):
+        assert target.write(piece, piece_of(target.manifest, files, piece))
+    places = target.unsynced()
+    assert len(places) == 100 + 3 + 1
+    assert target.make_durable(places[:50]) == 5000
+    assert target.unsynced() == places[50:]
+    steps = 0
+    for _ in target.finishing(keep=1):
+        steps += 1
+        for piece in range(target.manifest.layout.count):
+            assert target.read(piece) == piece_of(target.manifest, files, piece)
+    assert steps >= 100 // FILES_A_STEP
+    assert target.unsynced() == []
+    target.close()
+    found = tree(tmp_path if flat else tmp_path / "current")
+    assert {path: found[path] for path in files} == files
+
+
+def test_a_tree_is_removed_without_what_its_links_name(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/file").touch()
+    (tmp_path / "gone/deep/er").mkdir(parents=True)
+    (tmp_path / "gone/deep/file").touch()
+    (tmp_path / "gone/deep/link").symlink_to(tmp_path / "kept")
+    (tmp_path / "gone/dangling").symlink_to("nowhere")
+    assert sum(1 for _ in removing_tree(tmp_path / "gone")) >= 3
+    assert list(removing_tree(tmp_path / "gone")) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert (tmp_path / "kept/file").exists()

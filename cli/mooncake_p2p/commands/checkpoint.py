@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -88,7 +89,8 @@ def checkpoint_publish(
     """Publish a directory as a checkpoint's newest version.
 
     The local peer reads the files from where they are, as long as it runs: leave them as they are, or wait until
-    others have all of them (--wait-seeded). A file that changes meanwhile is an error, never a bad copy.
+    others have all of them (--wait-seeded). A file that changes meanwhile is an error, never a bad copy. What belongs
+    to a download (.git, .cache/huggingface, *.incomplete, *.lock) is left out unless --include names it.
     """
     piece_bytes = 0 if piece_size is None else parse_bytes(piece_size, "--piece-size")
     if dry_run:
@@ -106,6 +108,11 @@ def checkpoint_publish(
             progress=watch,
         )
         if wait_followers:
+            if not sys.stderr.isatty():
+                remark(
+                    f"published {printable(name)}@{done.version}; waiting for {wait_followers} "
+                    f"follower{'' if wait_followers == 1 else 's'}, for {_followers_timeout(timeout):g} s at most"
+                )
             with progress(f"waiting for followers of {printable(name)}"):
                 client.checkpoints.wait_followers(
                     name, done.version, wait_followers, timeout=_followers_timeout(timeout)
@@ -120,9 +127,12 @@ def checkpoint_publish(
                 "bytes": done.total_bytes,
                 "pieces": done.pieces,
                 "piece_bytes": done.piece_bytes,
+                "notes": done.notes,
                 "seconds": round(seconds, 6),
             }
         )
+    _say_notes(done.notes)
+    if json:
         return
     print(f"{name}@{done.version}")
     remark(
@@ -216,14 +226,17 @@ def checkpoint_fetch(
                 "bytes": done.total_bytes,
                 "fetched_bytes": done.fetched_bytes,
                 "whole": done.whole,
+                "unmatched": done.unmatched,
                 "seconds": round(seconds, 6),
             }
         )
+    _say_notes([f"no file matches {pattern!r}" for pattern in done.unmatched])
+    if json:
         return
     print(done.directory)
     there = done.total_bytes - done.fetched_bytes
     some = "" if done.whole else "some files of "
-    reused = f", {format_bytes(there)} were there" if there else ""
+    reused = f", {format_bytes(there)} were there or in equal files" if there else ""
     remark(
         f"fetched {some}{printable(bare)}@{done.version}: {format_transfer(done.fetched_bytes, seconds)}{reused}"
     )
@@ -250,13 +263,20 @@ def _files(count: int) -> str:
     return f"{count:,} file{'' if count == 1 else 's'}"
 
 
+def _say_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        remark(f"note: {printable(note)}")
+
+
 def _say_what_would_be(directory: str, include: list[str], exclude: list[str], json: bool) -> None:
     from pathlib import Path
 
+    from p2pstore.checkpoint.inspecting import inspect
     from p2pstore.checkpoint.pieces import choose_piece_bytes
     from p2pstore.checkpoint.source_directory import SourceDirectory
 
     source = SourceDirectory(Path(directory), include, exclude)
+    notes = inspect(source, include, exclude)
     piece_bytes = choose_piece_bytes([file.size for file in source.files])
     if json:
         print_json(
@@ -264,8 +284,11 @@ def _say_what_would_be(directory: str, include: list[str], exclude: list[str], j
                 "files": [{"path": file.path, "bytes": file.size} for file in source.files],
                 "bytes": source.total_bytes,
                 "piece_bytes": piece_bytes,
+                "notes": notes,
             }
         )
+    _say_notes(notes)
+    if json:
         return
     for file in source.files:
         print(f"{file.size:>16,}  {printable(file.path)}")

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 SHORT_DIGITS: Final = 12
 """Of a version, where people read it beside others."""
 LOOK_SECONDS: Final = 1.0
+NAMED: Final = 4
+"""Followers that one line names."""
 DEFAULT_UPDATE_TIMEOUT: Final = "10m"
 
 Name = Annotated[
@@ -136,7 +138,8 @@ def _follow_line(name: str, now: FollowedCheckpoint) -> str:
     called = f"{printable(name)}@{now.version}"
     if not now.publisher:
         in_use = f"; {now.current} is in use" if now.current else ""
-        return f"waiting until somebody publishes {printable(name)}{in_use}"
+        why = f": {printable(now.why)}" if now.why else ""
+        return f"waiting until somebody publishes {printable(name)}{in_use}{why}"
     by = printable(now.publisher_name)
     match now.stage:
         case "fetching":
@@ -173,13 +176,20 @@ def checkpoint_update(
 
     To be run at the peer that published it. Waits until all followers (or --quorum of them) have it verified, then has
     all switch at once; who is late switches when it has it. When they do not have it within --timeout, nobody
-    switches: exit status 5, and it says who is behind. A follower that dies meanwhile is waited for; one that was dead
-    before is not.
+    switches: exit status 5, and it says who is behind. So it ends within seconds when nobody follows. A follower that
+    dies meanwhile is waited for; one that was dead before is not.
     """
     seconds = parse_timeout(timeout)
     with connected(socket, namespace) as client, progress("waiting for followers") as bar:
+        said = False
 
         def watch(now: CheckpointUpdate) -> None:
+            nonlocal said
+            if not bar.shown:
+                if now.version and not said and not now.switched:
+                    _say_whom_it_waits_for(name, now, quorum, timeout)
+                    said = True
+                return
             what = f"{now.using} use it" if now.switched else f"{now.ready} have it"
             behind = ", ".join(printable(_laggard(each)) for each in now.laggards[:2])
             bar.relabel(
@@ -188,9 +198,7 @@ def checkpoint_update(
 
         begin = time.perf_counter()
         try:
-            done = client.checkpoints.update(
-                name, quorum=quorum, timeout=seconds, progress=watch if bar.shown else None
-            )
+            done = client.checkpoints.update(name, quorum=quorum, timeout=seconds, progress=watch)
         except Exception as error:
             _print_failed_update(name, error, json)
             raise
@@ -205,6 +213,22 @@ def checkpoint_update(
     )
     for each in done.laggards:
         remark(f"not yet: {printable(_laggard(each))}")
+
+
+def _say_whom_it_waits_for(
+    name: str, now: CheckpointUpdate, quorum: int | None, timeout: str
+) -> None:
+    """One line, where no progress is shown."""
+    lacking = quorum is not None and now.followers < quorum
+    behind = ", ".join(printable(_laggard(each)) for each in now.laggards[:NAMED])
+    if not now.followers and quorum is None:
+        remark(f"looking for followers of {printable(name)}")
+    elif lacking or behind:
+        remark(
+            f"waiting for followers of {printable(name)}, for {timeout} at most: {now.ready} of "
+            f"{now.followers if quorum is None else quorum} have it"
+            + (f"; behind: {behind}" if behind else "")
+        )
 
 
 def _print_failed_update(name: str, error: Exception, json: bool) -> None:

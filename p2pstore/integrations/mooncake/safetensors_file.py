@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from p2pstore.checkpoint.safetensors import (
+    DTYPES,
+    HEAD_BYTES,
+    BrokenFile,
+    Header,
+    header_end,
+    read_header,
+)
+
 _LENGTH: Final = struct.Struct("<Q")
-MAX_HEADER_BYTES: Final = 100 * 1024 * 1024
-"""What the safetensors library allows."""
-_DTYPES: Final = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
-_NAMES: Final = {short: name for name, short in _DTYPES.items()}
+_SHORT: Final = {name: short for short, name in DTYPES.items()}
 
 
 def write_one(path: str, name: str, dtype: str, shape: Sequence[int], data: memoryview) -> None:
     """A file with one tensor; appears when it is complete. Raises `OSError`, and `ValueError` for a dtype that such
     files do not have."""
-    if dtype not in _DTYPES:
+    if dtype not in _SHORT:
         raise ValueError(f"safetensors files have no {dtype}")
-    entry = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [0, len(data)]}
+    entry = {"dtype": _SHORT[dtype], "shape": list(shape), "data_offsets": [0, len(data)]}
     header = json.dumps({name: entry}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     unfinished = Path(f"{path}.part")
@@ -57,29 +47,33 @@ def read_one(path: str, name: str) -> Any:
     import torch
 
     with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         try:
-            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(f"its header would have {length} bytes")
-            entries = json.loads(file.read(length))
-            entries.pop("__metadata__", None)
-            found = (
-                name
-                if name in entries
-                else min(entries, key=lambda each: entries[each]["data_offsets"])
-            )
-            entry = entries[found]
-            start, end = entry["data_offsets"]
-            dtype: Any = getattr(torch, _NAMES[entry["dtype"]])
-            shape = [int(each) for each in entry["shape"]]
-            if end - start != math.prod(shape) * dtype.itemsize or start < 0:
-                raise ValueError("shape and length do not fit")
-        except (struct.error, KeyError, TypeError, AttributeError, ValueError) as error:
+            end = header_end(file.read(HEAD_BYTES), size)
+            file.seek(0)
+            header = read_header(file.read(end), size)
+        except BrokenFile as error:
             raise ValueError(f"{path} is no safetensors file: {error}") from error
-        tensor = torch.empty(shape, dtype=dtype)
+        found = name if name in header.entries or name in header.bad else _first(header, path)
+        if found in header.bad:
+            raise ValueError(f"{path}: tensor {found!r}: {header.bad[found]}")
+        entry = header.entries[found]
+        dtype: Any = getattr(torch, DTYPES.get(entry.dtype, ""), None)
+        if dtype is None:
+            raise ValueError(
+                f"{path}: tensor {found!r} is {entry.dtype}, which torch does not have"
+            )
+        tensor = torch.empty(entry.shape, dtype=dtype)
         if tensor.numel():
             room = memoryview(tensor.view(-1).view(torch.uint8).numpy())
-            file.seek(_LENGTH.size + length + start)
+            file.seek(entry.begin)
             if file.readinto(room) != len(room):
                 raise ValueError(f"{path} is no safetensors file: it ends too soon")
     return tensor, found
+
+
+def _first(header: Header, path: str) -> str:
+    """The tensor that comes first in the file. Raises `ValueError` when there is none."""
+    if not header.entries:
+        raise ValueError(f"{path} has no tensor that can be read")
+    return min(header.entries, key=lambda each: header.entries[each].begin)

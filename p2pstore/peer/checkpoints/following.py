@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
@@ -103,6 +102,8 @@ class Following:
         self._checkpoints = node.core.checkpoints
         self._preparer = preparer
         self.follower = Follower(b"", ())
+        self.waits_because = ""
+        """Why what others publish under the name is not followed, as long as nothing is."""
         self.looked = trio.Event()
         """It is known what there is of an earlier life."""
         self._nursery: trio.Nursery
@@ -145,8 +146,14 @@ class Following:
         order = self.order
         seen: object = None
         while True:
-            with suppress(NoSuchKey):
+            try:
                 return self._checkpoints.find(order.namespace, order.name, order.publisher)
+            except NoSuchKey as error:
+                others = self._checkpoints.heads(order.namespace, order.name)
+                why = str(error) if others else ""
+                if why != self.waits_because:
+                    self.waits_because = why
+                    self.news.changed()
             seen = await self._node.checkpoint_news(seen)
 
     async def _listen(self, first: Head) -> None:

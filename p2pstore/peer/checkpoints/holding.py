@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from p2pstore.checkpoint.manifest import Manifest
+from p2pstore.checkpoint.pieces import Extent
 from p2pstore.checkpoint.source_memory import SourceMemory
 from p2pstore.checkpoint.target_directory import TargetDirectory
 from p2pstore.peer.checkpoints.held_directory import HeldDirectory
@@ -27,6 +30,10 @@ class Holding:
     @property
     def needed(self) -> int:
         return self._store.needed
+
+    @property
+    def copies(self) -> Mapping[int, Sequence[Extent]]:
+        return self._store.copies
 
     def fetched_to(self, directory: HeldDirectory) -> bool:
         """Whether it was fetched to this directory."""

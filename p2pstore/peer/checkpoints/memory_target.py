@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 
-from p2pstore.checkpoint.manifest import SignedManifest, read_manifest, version_of
+from p2pstore.checkpoint.manifest import SignedManifest
 from p2pstore.checkpoint.memory_layout import plan_memory
-from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map, pieces_in
+from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map
+from p2pstore.checkpoint.pieces import Extent
 from p2pstore.errors import StoreClosed
 from p2pstore.transfer.memory import create_table_memory
 
@@ -18,9 +20,9 @@ class MemoryTarget:
     def __init__(self, signed: SignedManifest, needed: PieceMap | None = None) -> None:
         """`signed` must have been verified. `needed`: the pieces that are wanted; None: all. Raises `ConfigError` where
         there can be no such memory."""
-        self.manifest = read_manifest(signed.body)
+        self.manifest = signed.manifest
         self.signed = signed
-        self.version = version_of(signed.body)
+        self.version = signed.version
         sizes = [file.size for file in self.manifest.files]
         self.layout = plan_memory(sizes, len(signed.body))
         self._memory = create_table_memory(self.layout.total_bytes, "p2pstore-checkpoint")
@@ -29,6 +31,7 @@ class MemoryTarget:
         self._have = NO_PIECES
         self.needed = full_map(self.manifest.layout.count) if needed is None else needed
         """The pieces that somebody wants; more may be, later."""
+        self.copies = self.manifest.copies_among(self.needed)
         self._lock = threading.Lock()
         self._closed = False
         self.descriptor = self._memory.read_only_descriptor()
@@ -44,12 +47,11 @@ class MemoryTarget:
         layout = self.manifest.layout
         if self.needed == full_map(layout.count):
             return self.layout.total_bytes
-        pieces = sum(layout.size(piece) for piece in pieces_in(self.needed))
-        return pieces + self.layout.total_bytes - self.layout.manifest
+        return layout.size_of(self.needed) + self.layout.total_bytes - self.layout.manifest
 
     def bytes_more(self, pieces: PieceMap) -> int:
         """How much more it takes when these are wanted, too."""
-        return sum(self.manifest.layout.size(piece) for piece in pieces_in(pieces & ~self.needed))
+        return self.manifest.layout.size_of(pieces & ~self.needed)
 
     @property
     def closed(self) -> bool:
@@ -74,11 +76,15 @@ class MemoryTarget:
 
     def read(self, piece: int, room: memoryview | None = None) -> memoryview:
         """A piece that is here, for others; in `room` where there is some."""
-        size = self.manifest.layout.size(piece)
+        return self.read_extents(self.manifest.layout.extents(piece), room)
+
+    def read_extents(self, extents: Sequence[Extent], room: memoryview | None = None) -> memoryview:
+        """Ranges of files, one behind the other, in pieces that are here; in `room` where there is some."""
+        size = sum(extent.length for extent in extents)
         data = memoryview(bytearray(size)) if room is None else room[:size]
         left = data
         with self._lock:
-            for file, offset, length in self.manifest.layout.extents(piece):
+            for file, offset, length in extents:
                 at = self.layout.files[file] + offset
                 left[:length] = self._open_view[at : at + length]
                 left = left[length:]

@@ -50,6 +50,8 @@ class Fetched:
     total_bytes: int
     fetched_bytes: int
     whole: bool = True
+    unmatched: tuple[str, ...] = ()
+    """Patterns that match no file."""
 
 
 def pieces_ordered(order: FetchOrder, manifest: Manifest) -> PieceMap:

@@ -13,9 +13,9 @@ import os
 from collections.abc import Iterator
 from typing import Final
 
-from p2pstore.checkpoint.manifest import SignedManifest, format_version, read_manifest, version_of
+from p2pstore.checkpoint.manifest import SignedManifest, format_version
 from p2pstore.checkpoint.source_directory import SourceDirectory
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import CheckpointRefused, ProtocolError
 from p2pstore.peer.checkpoints.held_directory import HeldDirectory
 from p2pstore.statedir import StateDirectory
 from p2pstore.wire import Message, decode_body, encode_body
@@ -44,8 +44,7 @@ class Publication(Message, frozen=True):
         finally:
             os.close(descriptor)
         try:
-            manifest = read_manifest(self.manifest.body)
-            return SourceDirectory.as_it_was(held.path, manifest, self.times), held
+            return SourceDirectory.as_it_was(held.path, self.manifest.manifest, self.times), held
         except BaseException:
             held.close()
             raise
@@ -63,7 +62,7 @@ class Publications:
         self, namespace: str, signed: SignedManifest, source: SourceDirectory, held: HeldDirectory
     ) -> None:
         """Remember a version that is published now."""
-        version = version_of(signed.body)
+        version = signed.version
         place = held.place
         if self._state is None:
             return
@@ -105,12 +104,13 @@ class Publications:
                 kept = decode_body(Publication, body)
                 if kept.format != FORMAT:
                     raise ProtocolError(f"format {kept.format}; this version knows {FORMAT}")
-                if name != format_version(version_of(kept.manifest.body)):
+                if name != format_version(kept.manifest.version):
                     raise ProtocolError("it is of another version")
-            except ProtocolError as error:
+                kept.manifest.manifest  # noqa: B018  # read here, in a worker thread
+            except (ProtocolError, CheckpointRefused) as error:
                 logger.warning(
                     "publication %s in the state directory: %s; it is left alone", name, error
                 )
                 continue
-            self._kept.add(version_of(kept.manifest.body))
+            self._kept.add(kept.manifest.version)
             yield kept

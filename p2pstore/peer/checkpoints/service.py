@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Final
 
 import trio
 
-from p2pstore.checkpoint.choosing import choose_files
+from p2pstore.checkpoint.choosing import WILDCARDS, choose_files, nearest, unmatched
 from p2pstore.checkpoint.directory_versions import kept_manifest, kept_versions
 from p2pstore.checkpoint.hashing import hash_source
 from p2pstore.checkpoint.manifest import (
@@ -28,12 +28,11 @@ from p2pstore.checkpoint.manifest import (
     Verifier,
     format_version,
     open_manifest,
-    read_manifest,
     sign_manifest,
-    version_of,
 )
 from p2pstore.checkpoint.paths import check_checkpoint_name
-from p2pstore.checkpoint.piece_map import PieceMap, full_map, pieces_in
+from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, pieces_in
+from p2pstore.checkpoint.pieces import Extent
 from p2pstore.checkpoint.source_directory import SourceDirectory
 from p2pstore.checkpoint.source_memory import SourceMemory
 from p2pstore.checkpoint.target_directory import (
@@ -63,7 +62,8 @@ from p2pstore.peer.checkpoints.publications import Publication, Publications
 from p2pstore.peer.checkpoints.running import RunningSwarms
 from p2pstore.peer.checkpoints.stores import PieceStore, PublishedPieces, Target
 from p2pstore.peer.checkpoints.swarm_run import SwarmRun
-from p2pstore.peer.checkpoints.verifying import reader_of, verify
+from p2pstore.peer.checkpoints.updating import ACQUAINTED_SECONDS
+from p2pstore.peer.checkpoints.verifying import make_durable, reader_of, verify
 from p2pstore.peer.node import Node
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.transport import RemotePeer
@@ -98,8 +98,8 @@ class _Bringing:
     store: PieceStore
     """The target, with what it needs to stay open."""
     job: Job
-    finish: Callable[[], None]
-    """Puts it in its place; in a thread."""
+    finish: Callable[[], Iterator[None]]
+    """Puts it in its place, in steps; in threads."""
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +197,7 @@ class PeerCheckpoints:
 
         Raises `CheckpointRefused` and `CheckpointChanged`, and `OSError`.
         """
-        check_checkpoint_name(order.name)
+        await self._check_free(order)
         source = await trio.to_thread.run_sync(
             SourceDirectory, directory.path, order.include, order.exclude
         )
@@ -220,14 +220,23 @@ class PeerCheckpoints:
         files have changed since, others hear that it is not."""
         try:
             for kept in await trio.to_thread.run_sync(self._publications.load):
-                manifest = read_manifest(kept.manifest.body)
-                version = version_of(kept.manifest.body)
-                if self._counts(kept, manifest.name, version):
-                    await self._publish_again(kept, manifest, version)
-                else:
-                    await trio.to_thread.run_sync(self._publications.forget, version)
+                await self._publish_if_it_counts(kept)
         except (P2PStoreError, OSError) as error:
             logger.warning("what was published before is not published again: %s", error)
+
+    async def _publish_if_it_counts(self, kept: Publication) -> None:
+        manifest, version = kept.manifest.manifest, kept.manifest.version
+        if not self._counts(kept, manifest.name, version):
+            await trio.to_thread.run_sync(self._publications.forget, version)
+            return
+        try:
+            await self._publish_again(kept, manifest, version)
+        except (P2PStoreError, OSError) as error:  # the others are published all the same
+            logger.warning(
+                "checkpoint %s@%s is not published again: %s",
+                *(manifest.name, format_version(version), error),
+                extra={"event": "checkpoint_failed"},
+            )
 
     def _counts(self, kept: Publication, name: str, version: bytes) -> bool:
         """Whether others may want a version that was published here. (A head that is not known was lost with the last
@@ -261,7 +270,7 @@ class PeerCheckpoints:
         store = Holding(PublishedPieces(source, manifest), directory)
         part = await self._begin(kept.namespace, kept.manifest, store, publishes=True)
         if self._core.checkpoints.head(digest) is None:
-            self._announce(kept.namespace, kept.manifest, manifest)
+            self._announce(kept.namespace, kept.manifest)
         part.say(TakesPart.PUBLISHING)
         logger.info(
             "checkpoint %s is published again, from %s",
@@ -277,7 +286,7 @@ class PeerCheckpoints:
         before = set(self.memories.published)
         held = False
         try:
-            check_checkpoint_name(order.name)
+            await self._check_free(order)
             self.memories.check_published(source.total_bytes)
 
             def store(manifest: Manifest, version: bytes) -> PieceStore:
@@ -315,15 +324,16 @@ class PeerCheckpoints:
             previous_piece_bytes=self._previous_piece_bytes(order),
             progress=job.advance,
         )
-        signed = sign_manifest(manifest, self._signer)
-        version = job.version = version_of(signed.body)
+        signed = await trio.to_thread.run_sync(sign_manifest, manifest, self._signer)
+        version = job.version = signed.version
+        await self._check_free(order)  # the others may have been quicker
         await self.stop(version)
         part = await self._begin(
             order.namespace, signed, make_store(manifest, version), publishes=True
         )
         with self._wanted(part):
             await trio.to_thread.run_sync(keep, signed)
-            self._announce(order.namespace, signed, manifest)
+            self._announce(order.namespace, signed)
             part.say(TakesPart.PUBLISHING)
             logger.info(
                 "published checkpoint %s@%s",
@@ -336,12 +346,22 @@ class PeerCheckpoints:
                 await part.run.until_dispensable(job.at)
         return version, manifest
 
-    def _announce(self, namespace: str, signed: SignedManifest, manifest: Manifest) -> None:
+    async def _check_free(self, order: PublishOrder) -> None:
+        """Raises `CheckpointRefused` for what is no name, and for one of another publisher. A peer that has just
+        started waits for a moment, until it has heard what its neighbours know."""
+        check_checkpoint_name(order.name)
+        with trio.move_on_after(max(0.0, ACQUAINTED_SECONDS - self._node.uptime_seconds)):
+            while not self._core.gossip.floors.synchronised:  # noqa: ASYNC110  # the core is pure
+                await trio.sleep(LOOK_SECONDS)
+        self._core.checkpoints.check_free(order.namespace, order.name)
+
+    def _announce(self, namespace: str, signed: SignedManifest) -> None:
         """Say that this is the newest version of the name."""
+        manifest = signed.manifest
         self._core.checkpoints.publish(
             namespace,
             manifest.name,
-            version_of(signed.body),
+            signed.version,
             self._node.now,
             manifest_bytes=len(signed.body),
             total_bytes=manifest.layout.total_bytes,
@@ -383,14 +403,11 @@ class PeerCheckpoints:
         job.version = version
         job.begin(JobPhase.CHECKING)
         signed = await self._manifest(version, publisher)
-        chosen = choose_files(read_manifest(signed.body), order.include, order.exclude)
+        chosen, unmatched = await trio.to_thread.run_sync(_choose, order, signed.manifest, use)
         target = await self._open_target(order, signed, directory, job, chosen)
 
-        def finish() -> None:
-            if use:
-                target.commit(order.keep)
-            else:
-                target.place(order.keep)
+        def finish() -> Iterator[None]:
+            yield from target.finishing(order.keep, use=use)
             target.close()
 
         store = Holding(target, directory)
@@ -399,7 +416,7 @@ class PeerCheckpoints:
             await self._stop_forgotten(directory)
         if self.swarms.get(version) is None or not self._is_store_of(store, version):
             store.close()
-        return replace(fetched, whole=target.whole)
+        return replace(fetched, whole=target.whole, unmatched=unmatched)
 
     def _is_store_of(self, store: PieceStore, version: bytes) -> bool:
         run = self.swarms.get(version)
@@ -415,13 +432,12 @@ class PeerCheckpoints:
             target = self.memories.use(version, user)
             if target is None:
                 signed = await self._manifest(version, head.publisher)
-                manifest = read_manifest(signed.body)
-                needed = pieces_ordered(order, manifest)
-                size = sum(manifest.layout.size(piece) for piece in pieces_in(needed))
+                needed = pieces_ordered(order, signed.manifest)
+                size = signed.manifest.layout.size_of(needed)
                 await self.memories.until_room(size)
                 with self.memories.room_for(version, size):
                     target = await trio.to_thread.run_sync(MemoryTarget, signed, needed)
-                    bringing = _Bringing(order, signed, target, target, job, lambda: None)
+                    bringing = _Bringing(order, signed, target, target, job, _nothing_to_do)
                     fetched = await self._fill(bringing)
                 self.memories.add(target, user)
                 return fetched
@@ -434,13 +450,13 @@ class PeerCheckpoints:
         self, order: FetchOrder, target: MemoryTarget, needed: PieceMap, job: Job
     ) -> Fetched:
         """More pieces of a version that is in memory; others may look at it, and want more of it, at the same time."""
-        size = sum(target.manifest.layout.size(piece) for piece in pieces_in(needed))
+        size = target.manifest.layout.size_of(needed)
         missing = needed & ~target.have
         part = self._parts.get(target.version)
         if not missing:
             return Fetched(target.version, size, 0)
         if part is None or part.run.store is not target:
-            bringing = _Bringing(order, target.signed, target, target, job, lambda: None)
+            bringing = _Bringing(order, target.signed, target, target, job, _nothing_to_do)
             return await self._fill(bringing)
         run = part.run
         before = run.fetched_bytes
@@ -469,10 +485,10 @@ class PeerCheckpoints:
     async def _fill(self, bringing: _Bringing) -> Fetched:
         """Bring all pieces: from another place of this host, or else by the swarm. Closes the store when that fails."""
         order, target = bringing.order, bringing.target
-        version = version_of(bringing.signed.body)
+        version = bringing.signed.version
         try:
             while (part := self._parts.get(version)) is not None:
-                if target.needed & ~part.run.machine.needed:
+                if target.needed & ~(part.run.machine.needed | part.run.store.needed):
                     await self._take_over(part, bringing)
                 elif await self._copy(part, bringing):
                     return Fetched(version, _needed_bytes(target), 0)
@@ -577,13 +593,20 @@ class PeerCheckpoints:
         """Give a version to others again of which all that was ordered is in a directory, of an earlier life. Whether
         it is; the directory stays open then. Raises `P2PStoreError`, `OSError`, and `ValueError` for an order of no
         file."""
-        signed = await trio.to_thread.run_sync(kept_manifest, directory.path, version)
-        if signed is None or version in self._parts:
+
+        def look() -> tuple[SignedManifest, frozenset[int] | None] | None:
+            signed = kept_manifest(directory.path, version)
+            if signed is None:
+                return None
+            manifest = open_manifest(
+                signed, version=version, publisher=publisher, verifier=self._verifier
+            )
+            return signed, choose_files(manifest, order.include, order.exclude)
+
+        found = await trio.to_thread.run_sync(look)
+        if found is None or version in self._parts:
             return False
-        manifest = open_manifest(
-            signed, version=version, publisher=publisher, verifier=self._verifier
-        )
-        chosen = choose_files(manifest, order.include, order.exclude)
+        signed, chosen = found
         target = await self._take_directory(order, signed, directory, chosen)
         target.close()  # it is only read
         if not target.committed:
@@ -625,9 +648,7 @@ class PeerCheckpoints:
     ) -> TargetDirectory:
         target = await self._take_directory(order, signed, directory, chosen)
         try:
-            steps = target.prepare()
-            while await trio.to_thread.run_sync(next, steps, self) is not self:
-                job.changed()
+            await self._in_steps(target.prepare(), job)
             if order.verify:
                 await verify(target, job)
         except BaseException:
@@ -658,7 +679,35 @@ class PeerCheckpoints:
         run = part.run
         await self._until(part, bringing.job, run.until_complete)
         await run.written()
+        failed = await self._copy_within(run, bringing.target, bringing.job)
+        if failed:  # its publisher has false hashes of files: they come from the swarm
+            run.need(failed)
+            await self._until(part, bringing.job, run.until_complete)
+            await run.written()
         await self._finish(bringing)
+
+    async def _copy_within(self, run: SwarmRun, target: Target, job: Job) -> PieceMap:
+        """Make pieces of others that are here, as equal files have the same. Those that cannot be made so."""
+        failed = NO_PIECES
+        copies = iter(target.copies.items())
+
+        async def work() -> None:
+            nonlocal failed
+            for piece, extents in copies:
+                copy = partial(_copy_extents, target, piece, extents)
+                if run.ended.is_set():
+                    return
+                if await trio.to_thread.run_sync(copy, limiter=self.threads):
+                    run.found(1 << piece)
+                    job.at(run.done_bytes, len(run.links.members))
+                else:
+                    failed |= 1 << piece
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(THREADS):
+                nursery.start_soon(work)
+        run.check_running()
+        return failed
 
     async def _until(self, part: _Part, job: Job, until: Callable[[], Awaitable[None]]) -> None:
         """Until the swarm has brought something; others hear how far it is."""
@@ -694,10 +743,15 @@ class PeerCheckpoints:
     async def _finish(self, bringing: _Bringing) -> None:
         """Everything is there: put it in its place, and let others fetch to the directory."""
         target, job = bringing.target, bringing.job
-        size = _needed_bytes(target)
-        job.begin(JobPhase.FINISHING, size, size)
+        if isinstance(target, TargetDirectory):
+            await make_durable(target, job)
+        await self._in_steps(bringing.finish(), job)
 
-        await trio.to_thread.run_sync(bringing.finish)
+    async def _in_steps(self, steps: Iterator[None], job: Job) -> None:
+        """What takes long, a step after the other, each in a thread; each is progress, and between two it may be
+        cancelled."""
+        while await trio.to_thread.run_sync(next, steps, self) is not self:
+            job.changed()
 
     async def _stop_forgotten(self, directory: HeldDirectory) -> None:
         """Pass on no more what was removed from a directory because newer versions came."""
@@ -828,11 +882,38 @@ def _copy_piece(source: PieceStore, target: Target, piece: int) -> Exception | N
     return None if target.write(piece, data) else CheckpointChanged("a file was changed")
 
 
+def _choose(
+    order: FetchOrder, manifest: Manifest, exactly: bool
+) -> tuple[frozenset[int] | None, tuple[str, ...]]:
+    """The files that are wanted, and the patterns that match none. Raises `ValueError` when no file is wanted; with
+    `exactly`, also for a name that is no file. (One who follows takes what a version has.)"""
+    chosen = choose_files(manifest, order.include, order.exclude)
+    if not order.include and not order.exclude:
+        return chosen, ()
+    paths = {file.path for file in manifest.files}
+    for name in unmatched(paths, order.include) if exactly else ():
+        if not WILDCARDS & set(name):
+            raise ValueError(
+                f"checkpoint {manifest.name!r} has no file {name!r}{nearest(name, paths)}"
+            )
+    return chosen, tuple(unmatched(paths, [*order.include, *order.exclude]))
+
+
+def _copy_extents(target: Target, piece: int, extents: Sequence[Extent]) -> bool:
+    """Whether the piece is there, or could be made of these ranges."""
+    try:
+        return bool(target.have >> piece & 1) or target.write(piece, target.read_extents(extents))
+    except (OSError, EOFError):
+        return False
+
+
+def _nothing_to_do() -> Iterator[None]:
+    """Memory needs no end."""
+    return iter(())
+
+
 def _needed_bytes(target: Target) -> int:
-    layout = target.manifest.layout
-    if target.needed == full_map(layout.count):
-        return layout.total_bytes
-    return sum(layout.size(piece) for piece in pieces_in(target.needed))
+    return target.manifest.layout.size_of(target.needed)
 
 
 def _permille(run: SwarmRun) -> int:

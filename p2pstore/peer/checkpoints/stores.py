@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from p2pstore.checkpoint.manifest import Manifest
 from p2pstore.checkpoint.piece_map import PieceMap, full_map
+from p2pstore.checkpoint.pieces import Extent
 from p2pstore.streams import BytesLike
 
 
@@ -20,6 +22,11 @@ class PieceStore(Protocol):
     @property
     def needed(self) -> PieceMap:
         """The pieces that are to be here in the end."""
+        ...
+
+    @property
+    def copies(self) -> Mapping[int, Sequence[Extent]]:
+        """Of the pieces that are needed, those that are made of others, which come first (`Manifest.copies`)."""
         ...
 
     @property
@@ -49,6 +56,10 @@ class Target(PieceStore, Protocol):
 
     def write(self, piece: int, data: bytes | bytearray | memoryview) -> bool: ...
 
+    def read_extents(self, extents: Sequence[Extent]) -> memoryview:
+        """Ranges of files, one behind the other, in pieces that are here. Raises `OSError`."""
+        ...
+
 
 class PublishedSource(Protocol):
     """What was published: `SourceDirectory`, `SourceMemory`."""
@@ -71,6 +82,10 @@ class PublishedPieces:
     @property
     def needed(self) -> PieceMap:
         return self.have
+
+    @property
+    def copies(self) -> Mapping[int, Sequence[Extent]]:
+        return self._manifest.copies
 
     def read(self, piece: int, room: memoryview | None = None) -> BytesLike:
         return self._source.read_piece(self._manifest, piece)

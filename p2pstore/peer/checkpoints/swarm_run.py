@@ -29,6 +29,7 @@ from p2pstore.checkpoint.effects import (
     Event,
     Failure,
     Fetch,
+    Found,
     Linked,
     Needed,
     Participants,
@@ -40,9 +41,9 @@ from p2pstore.checkpoint.effects import (
     Tick,
     Unlinked,
 )
-from p2pstore.checkpoint.manifest import Manifest, SignedManifest, read_manifest, version_of
+from p2pstore.checkpoint.manifest import Manifest, SignedManifest
 from p2pstore.checkpoint.messages import Refusal
-from p2pstore.checkpoint.piece_map import PieceMap, pieces_in
+from p2pstore.checkpoint.piece_map import PieceMap, map_of, pieces_in
 from p2pstore.checkpoint.swarm import Swarm, SwarmConfig
 from p2pstore.errors import CheckpointChanged, P2PStoreError, StoreClosed, Unavailable
 from p2pstore.peer.checkpoints.at_once import AtOnce
@@ -121,12 +122,12 @@ class SwarmRun:
         """`signed` must have been verified, and `store` be ready: the pieces that it has are offered. `rate`: bytes a
         second that are fetched at most; 0 for as many as can be."""
         self.signed = signed
-        self.manifest: Manifest = read_manifest(signed.body)
-        self.version = version_of(signed.body)
+        self.manifest: Manifest = signed.manifest
+        self.version = signed.version
         self.store = store
         self.publishes = publishes
-        layout = self.manifest.layout
-        self._sizes = [layout.size(piece) for piece in range(layout.count)]
+        self._sizes = self.manifest.layout.sizes
+        copies = map_of(store.copies)
         self._surroundings = surroundings
         self._introductions = Introductions()
         self._met = trio.Event()
@@ -138,7 +139,8 @@ class SwarmRun:
             trio.current_time(),
             publishes=publishes,
             config=config,
-            needed=store.needed,
+            needed=store.needed & ~(copies & ~store.have),
+            copies=copies,
         )
         self.links = SwarmLinks(
             self.version,
@@ -184,7 +186,7 @@ class SwarmRun:
 
     def need(self, pieces: PieceMap) -> None:
         """Bring these as well."""
-        new = pieces & ~self.machine.needed
+        new = pieces & ~(self.machine.needed | map_of(self.store.copies))
         self.total_bytes += self._bytes_of(new)
         self.done_bytes += self._bytes_of(new & self.machine.have)
         if self._nursery is None:  # nobody is linked yet, so there is nobody to tell
@@ -192,8 +194,14 @@ class SwarmRun:
         else:
             self._happens(Needed(pieces))
 
+    def found(self, pieces: PieceMap) -> None:
+        """These are here now: they were made of others."""
+        self.done_bytes += self._bytes_of(pieces & ~self.machine.have & self.store.needed)
+        self._happens(Found(pieces))
+        self._tell_news()
+
     def _bytes_of(self, pieces: PieceMap) -> int:
-        return sum(self._sizes[piece] for piece in pieces_in(pieces))
+        return self.manifest.layout.size_of(pieces)
 
     @property
     def done_pieces(self) -> int:
@@ -447,7 +455,7 @@ class SwarmRun:
         """Verify the piece and write it, in one step."""
         self._writing += 1
         try:
-            good = await self._step(partial(self.store.write, piece, view), len(view))
+            good = await self._step(partial(self.store.write, piece, view), piece)
         except OSError as error:
             self.fail(error)
             return Failure.LOST
@@ -457,9 +465,10 @@ class SwarmRun:
                 self._written.set()
         return None if good else Failure.BAD
 
-    async def _step(self, step: Callable[[], T], length_bytes: int) -> T:
+    async def _step(self, step: Callable[[], T], piece: int) -> T:
         """Read or write a piece: at once, or in a thread."""
-        if not self._at_once.may(length_bytes):
+        files = len(self.manifest.layout.extents(piece))
+        if not self._at_once.may(self._sizes[piece], files):
             in_thread: T = await trio.to_thread.run_sync(step, limiter=self._surroundings.threads)
             return in_thread
         began, waits = time.perf_counter(), _waits()
@@ -490,7 +499,7 @@ class SwarmRun:
         buffer = self._buffers.take()
         read = partial(self.store.read, piece, memoryview(buffer))
         try:
-            data = await self._step(read, self._sizes[piece])
+            data = await self._step(read, piece)
         except (OSError, EOFError, CheckpointChanged) as error:
             self._buffers.give_back(buffer)
             self.fail(error)

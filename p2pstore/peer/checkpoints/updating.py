@@ -20,6 +20,8 @@ CONFIRM_SECONDS: Final = 10.0
 """After the switch, for those who have the version to say that they use it."""
 LOOK_SECONDS: Final = 0.05
 """Between two looks at what followers say: 1.5 ms for a thousand of them, who all say it at about the same time."""
+FIRST_FOLLOWER_SECONDS: Final = 3.0
+"""Until some follower must have been heard of: one that began a moment ago says so within a second."""
 ACQUAINTED_SECONDS: Final = 3.0
 """After a peer's start, until it may say that it knows of all followers."""
 STAGES: Final = {
@@ -46,12 +48,13 @@ class Updating:
         self._node = node
         self._checkpoints = node.core.checkpoints
         self._namespace, self._name = namespace, name
-        self.group = GroupUpdate(b"", node.now + timeout_seconds, quorum)
+        first_by = node.now + FIRST_FOLLOWER_SECONDS
+        self.group = GroupUpdate(b"", node.now + timeout_seconds, quorum, first_by)
 
     async def run(self) -> None:
-        """Wait until enough followers have the newest version, and have all switch; or find that it is too late, or
-        that there is a newer one. Cancelled before that, nobody switches. Raises `NoSuchKey` when this peer does not
-        publish the name."""
+        """Wait until enough followers have the newest version, and have all switch; or find that it is too late, that
+        there is a newer one, or nobody to wait for. Cancelled before that, nobody switches. Raises `NoSuchKey` when
+        this peer does not publish the name."""
         head = self._checkpoints.own(self._namespace, self._name)
         self.version = head.version
         self.group.version = short_version(head.version)
@@ -70,7 +73,7 @@ class Updating:
                 continue
             if verdict is not Verdict.WAIT:
                 return verdict
-            with trio.move_on_after(max(0.0, self.group.deadline - self._node.now)):
+            with trio.move_on_after(max(0.0, self.group.wake_at - self._node.now)):
                 seen = await self._node.checkpoint_news(seen)
                 await trio.sleep(LOOK_SECONDS)
 

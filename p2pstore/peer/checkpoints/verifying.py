@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Final
+
+import trio
+
 from p2pstore.checkpoint.bulk_reading import BulkReader
 from p2pstore.checkpoint.hashing import PieceHashes
 from p2pstore.checkpoint.piece_map import pieces_in
-from p2pstore.checkpoint.target_directory import TargetDirectory
+from p2pstore.checkpoint.target_directory import TargetDirectory, in_steps
 from p2pstore.errors import ConfigError
 from p2pstore.peer.checkpoints.job import Job, JobPhase
 from p2pstore.transfer.memory import available_memory
+
+SYNC_THREADS: Final = 16
+"""Files that are waited for at once until they are on the disk."""
 
 
 def reader_of(total_bytes: int) -> BulkReader:
     """To hash so many bytes. What fills more than half of the memory that is free is read past the page cache."""
     free_bytes, _ = available_memory()
     return BulkReader(past_cache=2 * total_bytes > free_bytes)
+
+
+async def make_durable(target: TargetDirectory, job: Job) -> None:
+    """Have the files that came be on the disk: one wait for it a file, some of them at a time, as a file system commits
+    those that wait together at once. Raises `OSError`."""
+    places = await trio.to_thread.run_sync(target.unsynced)
+    layout = target.manifest.layout
+    job.begin(JobPhase.FINISHING, layout.size_of(target.needed))
+    limiter = trio.CapacityLimiter(SYNC_THREADS)
+    steps = in_steps(places)
+    failures: list[OSError] = []
+
+    async def work() -> None:
+        try:
+            for step in steps:
+                done = partial(target.make_durable, step)
+                job.advance(await trio.to_thread.run_sync(done, limiter=limiter))
+        except OSError as error:
+            failures.append(error)
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(SYNC_THREADS):
+            nursery.start_soon(work)
+    if failures:
+        raise failures[0]
 
 
 async def verify(target: TargetDirectory, job: Job) -> None:
