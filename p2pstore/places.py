@@ -4,12 +4,14 @@ with the invite that it joined by. Shell.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from p2pstore.config import name_or_host
-from p2pstore.errors import ConfigError
+from p2pstore.errors import AuthenticationFailed, ConfigError, ProtocolMismatch
 from p2pstore.invite import Invite, parse_kept_invite
 from p2pstore.settings import Settings
 from p2pstore.statedir import StateDirectory, is_in_use, kept_cluster_key, kept_invite
@@ -45,11 +47,22 @@ def settle(settings: Settings, invite: Invite | None = None) -> Settings:
     )
 
 
-def keep(invite: Invite, state_dir: str) -> None:
-    """Have the state directory remember the invite, so that a restart needs none. Raises `ConfigError` when
-    another peer uses the directory, `OSError` when it cannot be written."""
+@contextlib.contextmanager
+def kept(invite: Invite | None, state_dir: str | None) -> Iterator[None]:
+    """Have the state directory remember the invite, so that a restart needs none, unless the block ends by an error
+    that keeps a peer from joining: then it remembers what it did before. Raises `ConfigError` when another peer uses
+    the directory, `OSError` when it cannot be written."""
+    if invite is None or state_dir is None:
+        yield
+        return
     with StateDirectory.open(state_dir) as state:
-        state.save_invite(invite)
+        before = state.save_invite(invite)
+    try:
+        yield
+    except (AuthenticationFailed, ProtocolMismatch, ConfigError):
+        with contextlib.suppress(OSError, ConfigError), StateDirectory.open(state_dir) as state:
+            state.restore_invite(before)
+        raise
 
 
 def state_root() -> Path:

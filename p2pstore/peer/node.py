@@ -148,6 +148,7 @@ class Node:
             rng=rng,
             settled=self.settled,
             on_twin=self._met_twin,
+            on_refused=self._join_refused,
         )
         self.failure: P2PStoreError | None = None
         self.on_failure: Callable[[], None] = lambda: None
@@ -649,15 +650,26 @@ class Node:
         await self.joining.contact(self.host, effect.addresses)
 
     def _refused(self, peer_id: PeerId, error: LinkError) -> None:
-        """A peer does not admit this one. When that is the first answer of all, this peer ends rather
-        than serve a cluster of its own unnoticed."""
-        self.watch.measures.refused_by_members += 1
+        """A peer does not admit this one. When that is all that the addresses which the user named lead to, this peer
+        ends rather than serve a cluster of its own unnoticed (`_join_refused`)."""
+        named = self.joining.refused(peer_id, error)
+        if named or self.core.gossip.membership.get(peer_id) is not None:
+            self.watch.measures.refused_by_members += 1
+        if self.failure is None and peer_id not in self._refused_by:
+            self._refused_by.add(peer_id)
+            logger.warning(
+                "refused by the peer at %s%s: %s; going on without it",
+                ", ".join(self.core.gossip.addresses_of(peer_id)),
+                "" if named else ", which was remembered from earlier",
+                error,
+                extra={"event": "refused", "peer_id": format_peer_id(peer_id)},
+            )
+
+    def _join_refused(self, address: str, error: LinkError) -> None:
         if not self.contacted.is_set():
             refused = error.code is not Code.PROTOCOL_MISMATCH
-            self.fail((AuthenticationFailed if refused else ProtocolMismatch)(str(error)))
-        elif peer_id not in self._refused_by:
-            self._refused_by.add(peer_id)
-            logger.warning("refused: %s", error)
+            kind = AuthenticationFailed if refused else ProtocolMismatch
+            self.fail(kind(f"{address} refuses this peer: {error}"))
 
     # --- leaving -----------------------------------------------------------------------------
 

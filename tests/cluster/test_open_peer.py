@@ -23,6 +23,7 @@ from p2pstore.keyring import new_cluster_key
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer, saving
 from p2pstore.routing import Costs, Router
+from p2pstore.statedir import StateDirectory
 from p2pstore.transfer.messages import DataKind, Locations, Lookup, Replicate
 from p2pstore.transfer.policies.least_recently_used import LeastRecentlyUsed
 from p2pstore.transfer.policies.prefix_aware import PrefixAware
@@ -340,6 +341,65 @@ async def test_another_cluster_is_refused(tmp_path: Path) -> None:
             async with open_peer(config(tmp_path, "b", a, cluster="two")) as b:
                 with trio.fail_after(15):
                     await b.node.leave_requested.wait()
+
+
+def book(state: str) -> str:
+    return Path(state, "addresses.json").read_text()
+
+
+async def test_a_failed_join_leaves_nothing_behind(tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    async with (
+        open_peer(config(tmp_path, "a", cluster="one")) as wrong,
+        open_peer(config(tmp_path, "c", cluster="two")) as right,
+    ):
+        for _ in range(2):
+            with pytest.raises(errors.AuthenticationFailed, match=wrong.control):
+                async with open_peer(
+                    config(tmp_path, "b", wrong, cluster="two", state_dir=state)
+                ) as b:
+                    with trio.fail_after(15):
+                        await b.node.leave_requested.wait()
+            assert wrong.control not in book(state)
+        async with open_peer(config(tmp_path, "b", right, cluster="two", state_dir=state)) as b:
+            await until(lambda: b.node.core.live_peers())
+
+
+async def test_a_remembered_address_of_another_cluster_is_no_reason_to_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Addresses are given to others in time, and earlier versions remembered whoever refused them."""
+    state = str(tmp_path / "state")
+
+    async def refused() -> None:
+        await until(lambda: "which was remembered from earlier" in caplog.text)
+
+    async with open_peer(config(tmp_path, "a", cluster="one")) as wrong:
+        with StateDirectory.open(state) as directory:
+            directory.save_addresses([wrong.control])
+        async with open_peer(config(tmp_path, "b", cluster="two", state_dir=state)) as b:
+            await refused()  # with nothing else to go by it serves alone
+            await b.put("k", b"alone")
+            assert wrong.control in caplog.text
+        caplog.clear()
+        async with open_peer(config(tmp_path, "c", cluster="two")) as right:
+            with StateDirectory.open(state) as directory:
+                directory.save_addresses([wrong.control])
+            both = config(tmp_path, "b", right, cluster="two", state_dir=state)
+            async with open_peer(both) as b:
+                await until(lambda: b.node.core.live_peers())
+            assert right.control in book(state)
+            assert wrong.control not in book(state)
+
+
+async def test_of_several_addresses_one_that_admits_is_enough(tmp_path: Path) -> None:
+    async with (
+        open_peer(config(tmp_path, "a", cluster="one")) as wrong,
+        open_peer(config(tmp_path, "c", cluster="two")) as right,
+        open_peer(config(tmp_path, "b", wrong, right, cluster="two")) as b,
+    ):
+        await until(lambda: b.node.core.live_peers())
+        assert b.node.failure is None
 
 
 async def test_a_dead_bootstrap_address_is_retried_and_the_peer_serves_alone(

@@ -160,6 +160,7 @@ class Checkup:
             ssd=_ssd_reading(peer.get("ssd")),
             lately=lately,
             state_problem=node.saver.problem if node.saver is not None else "",
+            state_damage=node.saver.state.damage if node.saver is not None else (),
             kept_damaged=node.core.counters["kept_objects_damaged"],
             spoilt=node.core.counters["objects_spoilt"],
             puts=lately.get("client_puts", 0),

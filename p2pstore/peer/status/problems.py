@@ -78,6 +78,8 @@ class Facts:
     """Objects, since this peer's start."""
     state_problem: str = ""
     """Why this peer's state directory cannot be written."""
+    state_damage: Sequence[str] = ()
+    """What of the state directory this peer could not begin with."""
     kept_damaged: int = 0
     """Objects of kept memory that this life began with."""
     puts: int = 0
@@ -123,6 +125,14 @@ def _this_peer(facts: Facts) -> Iterator[Finding]:
             f"This peer's state directory cannot be written: {facts.state_problem}",
             "until it can, a restart forgets what was removed last and whom this peer knows; it goes on otherwise",
             "free some space there (`--state-dir`), or mend its file system: it is tried again every 10 s",
+        )
+    if facts.state_damage:
+        yield warning(
+            "state directory",
+            "This peer's state directory was damaged when it started",
+            "; ".join(facts.state_damage),
+            "what was lost comes from the other peers as long as this one is connected to any; check the disk, and who "
+            "can write to the directory. The next start says so no more",
         )
     yield from _clock(facts)
     yield from _slow_process(facts)
