@@ -155,7 +155,7 @@ async def serve_local(
     """Serve clients at `path` until cancelled; for `nursery.start`, which returns once clients can
     connect. Raises `ConfigError` when another peer serves there or the socket cannot be made."""
     where = check_socket_path(os.fspath(path))
-    listener = await trio.to_thread.run_sync(listen_at, where, mode, group)
+    listener = await listen_at(where, mode, group)
     identity = file_identity(where)
     try:
         task_status.started(where)

@@ -15,9 +15,9 @@ from typing import Final
 
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB, format_bytes
+from p2pstore.place_owners import file_system, lock_owner, mount_point
 from p2pstore.ssd_tier.aligned import aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES
-from p2pstore.ssd_tier.place_owners import file_system, lock_owner, mount_point
 from p2pstore.ssd_tier.superblock import SUPERBLOCK_MAGIC
 
 FILE_NAME: Final = "cold.log"

@@ -24,6 +24,7 @@ from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer, saving
 from p2pstore.routing import Costs, Router
 from p2pstore.statedir import StateDirectory
+from p2pstore.transfer.layout import SLOT_BYTES, trailer_offset
 from p2pstore.transfer.messages import DataKind, Locations, Lookup, Replicate
 from p2pstore.transfer.policies.least_recently_used import LeastRecentlyUsed
 from p2pstore.transfer.policies.prefix_aware import PrefixAware
@@ -724,3 +725,39 @@ async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies
                 DataKind.REPLICATE,
                 Replicate(entry.digest, entry.version.clock, entry.version.writer, 5),
             )
+
+
+async def test_a_stray_write_of_a_client_harms_nobody_for_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client that writes maps all of its peer's memory, and may write anywhere in it."""
+    value = bytes(range(256)) * 20
+    async with (
+        open_peer(config(tmp_path, "a")) as peer,
+        p2pstore.connect(peer.socket) as careless,
+    ):
+        await careless.put("k", value)
+        entry = peer.node.core.segment.entries()[0]
+        memory = careless._link.connection.segments[0]
+        geometry = peer.node.core.segment.geometry
+        slot = geometry.slots_offset + entry.slot * SLOT_BYTES
+        trailer = entry.offset + trailer_offset(entry.length)
+        for begin, end in (
+            (0, geometry.index_offset),
+            (geometry.index_offset, geometry.slots_offset),
+            (slot, slot + SLOT_BYTES),
+            (trailer, trailer + entry.trailer_length),
+            (0, geometry.data_offset),
+        ):
+            memory[begin:end] = b"\xff" * (end - begin)
+            with trio.fail_after(10):
+                async with p2pstore.connect(peer.socket) as client:
+                    while True:
+                        try:
+                            assert await client.get("k") == value
+                            break
+                        except errors.P2PStoreError:
+                            await trio.sleep(0.01)
+                    assert (await client.put("k", value)).status == "unchanged"
+                    await client.put("other", b"x", overwrite=True)
+        assert "a client wrote into the part of this peer's memory" in caplog.text

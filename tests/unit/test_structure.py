@@ -25,6 +25,7 @@ SSD_TIER_KNOWS = (
     "p2pstore.errors",
     "p2pstore.wire",
     "p2pstore.nursery",
+    "p2pstore.place_owners",
 )
 """Of p2pstore: the tier knows no peers, no memory segments and no settings."""
 
@@ -34,6 +35,8 @@ CHECKPOINT_KNOWS = (
     "p2pstore.errors",
     "p2pstore.wire",
     "p2pstore.nursery",
+    "p2pstore.folder",
+    "p2pstore.regular_file",
 )
 """Of p2pstore: a swarm is told who there is, and its pieces are moved by others."""
 

@@ -163,6 +163,7 @@ class Checkup:
             state_damage=node.saver.state.damage if node.saver is not None else (),
             kept_damaged=node.core.counters["kept_objects_damaged"],
             spoilt=node.core.counters["objects_spoilt"],
+            memory_restored=node.core.counters["memory_restored"],
             puts=lately.get("client_puts", 0),
             bootstrap=node.config.bootstrap if private else (),
             unreached=list(islice(node.joining.unreached.values(), MAX_REASONS)) if private else (),

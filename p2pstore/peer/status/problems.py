@@ -76,6 +76,8 @@ class Facts:
     failed_checkpoints: Sequence[FailedCheckpoint] = ()
     spoilt: int = 0
     """Objects, since this peer's start."""
+    memory_restored: int = 0
+    """Since its start: what clients wrote where only this peer may."""
     state_problem: str = ""
     """Why this peer's state directory cannot be written."""
     state_damage: Sequence[str] = ()
@@ -274,6 +276,13 @@ def _copies(facts: Facts) -> Iterator[Finding]:
             f"{_count(spoilt, 'object was', 'objects were')} spoilt in this peer's memory{when}",
             "a client wrote where it must not, or the machine's memory is faulty; nothing wrong was delivered",
             "look for memory errors (`dmesg`, EDAC), and for programs that write through stale views",
+        )
+    if facts.memory_restored:
+        yield warning(
+            "memory",
+            "A client wrote into the part of this peer's memory that only the peer may write",
+            "it was restored, and objects that could not be found for a while can be again",
+            "look for programs that write through stale views, or past the end of their buffers",
         )
 
 
