@@ -79,11 +79,8 @@ class Folder:
     def replace(self, name: str, data: bytes, mode: int = 0o600) -> None:
         """Make `data` the content of a file, new or not, durably; or leave the file as it was."""
         temporary = f"{name}.new"
-        with contextlib.suppress(FileNotFoundError):  # of a process that was killed, or planted
-            self._unlink(temporary)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            with os.fdopen(self.open(temporary, flags, mode), "wb") as file:
+            with os.fdopen(self.create(temporary, mode), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -93,6 +90,12 @@ class Folder:
             with contextlib.suppress(OSError):
                 self._unlink(temporary)
             raise
+
+    def create(self, name: str, mode: int = 0o600) -> int:
+        """A descriptor of a new file, to be written to. What has its name, left by a process that was killed or
+        planted, goes."""
+        self.remove(name)
+        return self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""

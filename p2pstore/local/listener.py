@@ -83,7 +83,7 @@ def _group_id(group: str) -> int:
 
 def _give_to(path: Path, group_id: int, group: str | None) -> None:
     try:
-        os.chown(path, -1, group_id)
+        os.chown(path, -1, group_id, follow_symlinks=False)
     except PermissionError:
         raise ConfigError(
             f"socket_group: this user may not give the socket to the group {group!r}: be a member of it, or "

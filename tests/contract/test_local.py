@@ -1098,7 +1098,8 @@ def test_a_client_with_read_access_cannot_write(peer: SmallPeer) -> None:
 async def test_a_socket_that_cannot_be_given_to_its_group_is_not_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, follow_symlinks: bool) -> None:
+        assert not follow_symlinks
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "chown", refuse)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from p2pstore.folder import Folder
 
 _LENGTH: Final = struct.Struct("<Q")
 MAX_HEADER_BYTES: Final = 100 * 1024 * 1024
@@ -42,7 +45,9 @@ def write_one(path: str, name: str, dtype: str, shape: Sequence[int], data: memo
     header += b" " * (-len(header) % 8)
     unfinished = Path(f"{path}.part")
     try:
-        with unfinished.open("wb") as file:
+        with Folder(unfinished.parent) as folder:
+            descriptor = folder.create(unfinished.name, 0o666)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(_LENGTH.pack(len(header)) + header)
             file.write(data)
         unfinished.replace(path)
