@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import pwd
 import secrets
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
 from p2pstore.errors import ConfigError
+from p2pstore.place_owners import user_name
 from p2pstore.regular_file import SAFELY, check_regular, not_regular
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -142,11 +142,3 @@ def refuse_folder_of_another(folder: Folder, setting: str) -> None:
             f"process runs as {user_name(own)}: run it as that user, or `chown {own} {folder.path}`, or choose another "
             "directory"
         )
-
-
-def user_name(number: int) -> str:
-    """What people call a user; the number where the system has no name for it, as in containers."""
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user {number}"

@@ -13,6 +13,7 @@ from typing import Any, Final
 from p2pstore.config import name_or_host
 from p2pstore.errors import AuthenticationFailed, ConfigError, ProtocolMismatch
 from p2pstore.invite import Invite, parse_kept_invite
+from p2pstore.local.paths import distrust, own_directory
 from p2pstore.settings import Settings
 from p2pstore.statedir import StateDirectory, is_in_use, kept_cluster_key, kept_invite
 
@@ -66,13 +67,29 @@ def kept(invite: Invite | None, state_dir: str | None) -> Iterator[None]:
 
 
 def state_root() -> Path:
-    """Where state directories go by default: the user's state home, or /var/lib for root."""
+    """Where state directories go by default: the user's state home, or /var/lib for root. A user without a home has
+    them beside its sockets, in a directory that a restart of the machine removes."""
     home = os.environ.get("XDG_STATE_HOME")
     if home:
         return Path(home) / STATE_DIRECTORY_NAME
     if os.getuid() == 0:
         return Path("/var/lib") / STATE_DIRECTORY_NAME
-    return Path.home() / ".local" / "state" / STATE_DIRECTORY_NAME
+    try:
+        return Path.home() / ".local" / "state" / STATE_DIRECTORY_NAME
+    except (
+        RuntimeError
+    ):  # neither HOME nor an entry in passwd, as in containers of an arbitrary user
+        return _without_home()
+
+
+def _without_home() -> Path:
+    directory = own_directory()
+    if os.path.lexists(directory) and (reason := distrust(directory)):
+        raise ConfigError(
+            f"this user has no home directory, and {directory} {reason}: name a place with --state-dir, or set "
+            "XDG_STATE_HOME"
+        )
+    return directory / "state"
 
 
 def _what_it_says(invite: Invite, state_dir: Path, with_key: bool) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from p2pstore.invite import Invite, KeptInvite, format_invite
 from p2pstore.keyring import KeyRing, parse_cluster_keys
 from p2pstore.objects import newest_accepted_clock
 from p2pstore.regular_file import SAFELY, open_regular_file
+from p2pstore.shortage import is_shortage, shortage
 
 logger = logging.getLogger("p2pstore.statedir")
 
@@ -605,7 +606,7 @@ def _fail(path: Path, what: str, error: OSError) -> NoReturn:
         errno.EDQUOT: "free some space, or raise this user's quota",
         errno.EROFS: "the disk is mounted read-only",
         errno.EACCES: "give this user access, or choose another --state-dir",
-    }.get(error.errno or 0, "check that disk")
+    }.get(error.errno or 0, shortage(error) if is_shortage(error) else "check that disk")
     raise OSError(
         error.errno, f"{path} cannot be {what}: {os.strerror(error.errno or 0)}; {advice}"
     ) from None

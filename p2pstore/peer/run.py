@@ -22,7 +22,7 @@ import p2pstore
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError, P2PStoreError
 from p2pstore.invite import Invite
-from p2pstore.local.paths import unreachable_by_others
+from p2pstore.local.paths import own_directory, unreachable_by_others
 from p2pstore.nursery import open_background_nursery, sole_cause
 from p2pstore.peer.api import Peer, open_peer
 from p2pstore.peer.logs import configure_logs, reopen_logs, send_stderr_to_log
@@ -176,6 +176,12 @@ def _say_started(peer: Peer) -> None:
         peer.socket,
         extra={"event": "listening", "peer_id": peer.peer_id},
     )
+    if config.state_dir is not None and Path(config.state_dir).is_relative_to(own_directory()):
+        logger.warning(
+            "this user has no home directory: what this peer has to remember is in %s, which the machine may remove at "
+            "its next start. Name a place that lasts with --state-dir, or set XDG_STATE_HOME",
+            config.state_dir,
+        )
     if peer.metrics is not None:
         logger.info("status page: http://%s/", peer.metrics, extra={"event": "status_page"})
     if config.socket_mode_bits() & 0o077:

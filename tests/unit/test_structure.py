@@ -335,6 +335,31 @@ def test_this_project_breaks_no_rule() -> None:
     assert check(sources) == []
 
 
+BANNED_CALLS = {
+    ("select", "select"): "fails in a process with over 1,023 descriptors: `readiness.is_ready`",
+    ("Path", "home"): "raises where a user has no home: `places.state_root`",
+    ("os", "getlogin"): "raises where there is no terminal: `place_owners.user_name`",
+    ("getpass", "getuser"): "raises where a user has no name: `place_owners.user_name`",
+    ("pwd", "getpwuid"): "raises where a user has no name: `place_owners.user_name`",
+    ("fcntl", "lockf"): "waits for whoever has the lock: `flock` with LOCK_NB",
+}
+MAY_CALL = {"p2pstore/places.py": ("Path", "home"), "p2pstore/place_owners.py": ("pwd", "getpwuid")}
+
+
+def test_calls_that_fail_or_wait_in_some_environment_are_not_made() -> None:
+    found = []
+    for path, text in sources_of_this_project().items():
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            called = (ast.unparse(node.func.value), node.func.attr)
+            if called in BANNED_CALLS and MAY_CALL.get(path) != called:
+                found.append(f"{path}:{node.lineno}: {'.'.join(called)} {BANNED_CALLS[called]}")
+            if called == ("fcntl", "flock") and "LOCK_NB" not in ast.unparse(node):
+                found.append(f"{path}:{node.lineno}: flock waits for whoever has the lock")
+    assert found == []
+
+
 ALLOWED = {
     "p2pstore/__init__.py": "def open_peer():\n    from p2pstore.peer import Peer\n",
     "p2pstore/peer.py": "from p2pstore import gossip, transfer, ssd_tier\nfrom .gossip import host",
