@@ -26,7 +26,7 @@ def victim(tmp_path: Path) -> Path:
 
 def write_version(folder: Path) -> None:
     write_part(folder, VERSION, {1}, 3)
-    assert part_of(folder, VERSION, 3) == {1}
+    assert part_of(folder, VERSION, 3) == frozenset({1})
 
 
 def write_tensor(folder: Path) -> None:
