@@ -102,10 +102,11 @@ class Folder:
         with contextlib.suppress(FileNotFoundError):
             self._unlink(name)
 
-    def folder(self, name: str) -> Folder:
-        """A directory in this one, made (0700) if need be."""
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=self._descriptor)
+    def folder(self, name: str, *, make: bool = False) -> Folder:
+        """A directory in this one; made (0700) if need be, where that is wanted."""
+        if make:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self._descriptor)
         inner = Folder.__new__(Folder)
         inner.path = self.path / name
         inner._descriptor = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=self._descriptor)

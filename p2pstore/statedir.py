@@ -372,7 +372,7 @@ class StateDirectory:
     def save_publication(self, name: str, body: bytes) -> None:
         """Keep what is known of a version that is published here."""
         try:
-            with self._folder.folder(_PUBLISHED) as folder:
+            with self._folder.folder(_PUBLISHED, make=True) as folder:
                 folder.replace(name, body)
         except OSError as error:
             _fail(self.path / _PUBLISHED / name, "written", error)
@@ -382,6 +382,8 @@ class StateDirectory:
         try:
             with self._folder.folder(_PUBLISHED) as folder:
                 folder.remove(name)
+        except FileNotFoundError:
+            return
         except OSError as error:
             _fail(self.path / _PUBLISHED / name, "removed", error)
 
@@ -399,6 +401,8 @@ class StateDirectory:
                         self._note(
                             f"publication {name[:80]} cannot be read, and is left alone", error
                         )
+        except FileNotFoundError:
+            return []
         except OSError as error:
             self._note("publications cannot be read: publish them again", error)
         return found

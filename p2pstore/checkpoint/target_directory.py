@@ -57,7 +57,7 @@ from p2pstore.checkpoint.piece_record import PieceRecord, boot_id
 from p2pstore.checkpoint.pieces import Extent
 from p2pstore.errors import CapacityExceeded, CheckpointRefused, ConfigError, ProtocolError
 from p2pstore.folder import Folder
-from p2pstore.regular_file import read_regular_file
+from p2pstore.regular_file import SAFELY, read_regular_file
 from p2pstore.wire import decode_body, encode_body
 
 DEFAULT_KEEP: Final = 2
@@ -533,7 +533,7 @@ def _read_fully(path: Path, view: memoryview, offset: int) -> None:
 
 
 def _write_fully(path: Path, view: memoryview, offset: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | SAFELY)
     try:
         while view:
             count = os.pwrite(descriptor, view, offset)
@@ -544,7 +544,7 @@ def _write_fully(path: Path, view: memoryview, offset: int) -> None:
 
 
 def _allocate_file(path: Path, size: int) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | SAFELY, 0o666)
     try:
         if os.fstat(descriptor).st_size != size:
             os.ftruncate(descriptor, size)

@@ -209,7 +209,7 @@ class ObjectTable:
         begin, end = SEGMENT_STATE_OFFSET, SEGMENT_STATE_OFFSET + 4
         closed = int(SegmentState.CLOSED).to_bytes(4, "little")
         self._header = self._header[:begin] + closed + self._header[end:]
-        self._write(begin, closed)
+        self._write(0, self._header)  # all of it: the next life may begin with this memory
 
     def detach(self) -> None:
         """Let go of the buffer."""
