@@ -234,24 +234,19 @@ class StateDirectory:
         return stamps_from_text(self._state.floors_horizon)
 
     def save_clock(
-        self,
-        clock: int,
-        floors_seen: Stamps | None = None,
-        floors_horizon: Stamps | None = None,
-        *,
-        floors_change: bool = False,
+        self, clock: int, floors_seen: Stamps | None = None, floors_horizon: Stamps | None = None
     ) -> None:
         """Keep the hybrid clock's reading, and up to where floors were seen and dropped (None: as before).
 
         The floors that were seen must be in `floors.bin` before, and those that were dropped may be taken
-        out of it only afterwards. `floors_change`: that file is about to be written anew.
+        out of it only afterwards.
         """
         changed = msgspec.structs.replace(self._state, clock=max(clock, self._state.clock))
         if floors_seen is not None:
             changed.floors_seen = stamps_as_text(floors_seen)
         if floors_horizon is not None:
             changed.floors_horizon = stamps_as_text(floors_horizon)
-        changed.floors_bytes = 0 if floors_change else self._floors_bytes
+        changed.floors_bytes = self._floors_bytes
         if changed != self._state:
             self._write_state(changed)
 
@@ -260,8 +255,9 @@ class StateDirectory:
         found = self._load_json("state.json", dict)
         if found is None:
             return _State(FORMAT, 0, 0)
-        told = found.get("sum", "")
-        if told and told != _sum_of(found):
+        told = found.pop("sum", "")
+        certain = told == _sum_of(found)
+        if told and not certain:
             self._note("state.json was changed or damaged: what it says of floors is not believed")
             found |= {"floors_seen": {}, "floors_horizon": {}, "floors_bytes": -1}
         now = time.time()
@@ -274,8 +270,11 @@ class StateDirectory:
                 "state.json has an incarnation of the far future: that of the clock is taken"
             )
             found["incarnation"] = 0
+        limit = newest_accepted_clock(now) if now > _PLAUSIBLE_UNIX_SECONDS else _MAX_CLOCK
         for name in ("floors_seen", "floors_horizon"):
-            found[name] = self._plausible_stamps(name, found.get(name, {}), now)
+            # Of a clock that was fast: whoever has seen all up to a stamp has seen all before it.
+            lower = certain and name == "floors_seen"
+            found[name] = self._plausible_stamps(name, found.get(name, {}), limit, lower=lower)
         if not isinstance(found.get("memory", ""), str):
             found["memory"] = ""
         if not _is_stamp(found.get("floors_bytes", 0), _MAX_CLOCK):
@@ -285,20 +284,24 @@ class StateDirectory:
         except msgspec.ValidationError as error:
             raise _damaged(path, error) from None
 
-    def _plausible_stamps(self, name: str, stamps: object, now: float) -> dict[str, int]:
-        """A table without what nobody can have written. A writer that is left out stands at 0: less is believed."""
+    def _plausible_stamps(
+        self, name: str, stamps: object, limit: int, *, lower: bool
+    ) -> dict[str, int]:
+        """A table without stamps above the limit, which nobody can have written by a clock that was right; or with
+        these lowered. A writer that is left out stands at 0: less is believed."""
         try:
             known = stamps_from_text(msgspec.convert(stamps, dict[str, int]))
         except (ValueError, msgspec.ValidationError):
             self._note(f"state.json has no usable {name}: nothing of it is believed")
             return {}
-        limit = newest_accepted_clock(now) if now > _PLAUSIBLE_UNIX_SECONDS else _MAX_CLOCK
         kept = {member: stamp for member, stamp in known.items() if stamp <= limit}
         if len(kept) < len(known):
             self._note(
                 f"state.json has {name} of the future: {len(known) - len(kept)} of {len(known)} are not believed. Was "
                 "this machine's clock wrong?"
             )
+        if lower:
+            kept = {member: min(stamp, limit) for member, stamp in known.items()}
         return stamps_as_text(kept)
 
     def _save_incarnation(self, incarnation: int) -> None:

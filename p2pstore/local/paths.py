@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from p2pstore.errors import AmbiguousLocalPeer, ConfigError, NoLocalPeer
+from p2pstore.shortage import shortage
 
 SOCKET_VARIABLE: Final = "MOONCAKE_P2P_SOCKET"
 CHOICES: Final = f"--socket, {SOCKET_VARIABLE} or connect(socket=...)"
@@ -166,8 +167,13 @@ def _candidates() -> Iterator[Path]:
 
 
 def answers(path: Path | str) -> bool:
-    """Whether somebody accepts connections at `path`; a file that a dead peer left does not."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+    """Whether somebody accepts connections at `path`; a file that a dead peer left does not. Raises `NoLocalPeer` when
+    this process cannot look."""
+    try:
+        probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise NoLocalPeer(f"this process cannot connect to any peer: {shortage(error)}") from error
+    with probe:
         probe.settimeout(PROBE_SECONDS)
         try:
             probe.connect(os.fspath(path))

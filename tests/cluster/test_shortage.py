@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from p2pstore import blocking, errors
 from p2pstore.blocking import BlockingClient
+from p2pstore.local.paths import answers
+from p2pstore.readiness import is_ready, read_line
 from tests.cluster.lone_peer import peer_process
 
 
@@ -58,9 +62,31 @@ def test_a_client_without_descriptors_is_told_that_it_has_none(tmp_path: Path) -
                     held.append(socket.socket())
             with pytest.raises(errors.NoLocalPeer, match=r"this process.*ulimit -n"):
                 blocking.connect(path, timeout=5)
+            with pytest.raises(errors.NoLocalPeer, match=r"this process.*ulimit -n"):
+                answers(path)
         finally:
             for each in held:
                 each.close()
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         with blocking.connect(path, timeout=5) as client:
             client.put("k", b"x")
+
+
+def test_waiting_for_a_descriptor_with_a_high_number() -> None:
+    """An API server has thousands; `select` takes none above 1,023."""
+    _, hard = before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("this user may not have so many descriptors")
+    reading, writing = os.pipe()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    try:
+        with os.fdopen(fcntl.fcntl(reading, fcntl.F_DUPFD_CLOEXEC, 1500), "rb") as high:
+            assert not is_ready(high.fileno(), 0)
+            os.write(writing, b"ready {}\n")
+            assert is_ready(high.fileno(), 5)
+            assert read_line(high, time.monotonic() + 5) == b"ready {}\n"
+            assert read_line(high, time.monotonic()) == b""
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        os.close(reading)
+        os.close(writing)

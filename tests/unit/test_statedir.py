@@ -485,6 +485,19 @@ def test_implausible_state_is_said_and_healed(
         assert not state.damage
 
 
+@pytest.mark.parametrize(("field", "value"), [("floors_bytes", "many"), ("sum", 5), ("memory", 7)])
+def test_fields_that_guard_others_may_be_nonsense(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    saved(tmp_path)
+    edited = json.loads((tmp_path / "state.json").read_text()) | {field: value}
+    (tmp_path / "state.json").write_text(json.dumps(edited))
+    with StateDirectory.open(tmp_path) as state:
+        assert state.damage
+        assert state.floors_seen == {}
+        assert state.last_segment_id == b""
+
+
 def test_what_was_edited_plausibly_is_not_believed_either(tmp_path: Path) -> None:
     """That floors were seen which were not would bring back what was removed."""
     saved(tmp_path)
@@ -499,6 +512,16 @@ def test_what_was_edited_plausibly_is_not_believed_either(tmp_path: Path) -> Non
     with StateDirectory.open(tmp_path) as state:
         assert state.floors_seen == {1: 7}
         assert not state.damage
+
+
+def test_of_a_clock_that_was_fast_what_was_seen_stays_seen(tmp_path: Path) -> None:
+    with StateDirectory.open(tmp_path) as state:
+        state.save_clock(CLOCK_NOW, {1: FUTURE, 2: 5}, {1: FUTURE, 2: 5})
+    with StateDirectory.open(tmp_path) as state:
+        assert CLOCK_NOW <= state.floors_seen[1] < FUTURE
+        assert state.floors_seen[2] == 5
+        assert state.floors_horizon == {2: 5}
+        assert len(state.damage) == 2
 
 
 def test_a_clock_that_was_not_set_yet_judges_nothing(
