@@ -354,7 +354,7 @@ def saved(folder: Path, count: int = 40) -> bytes:
     return (folder / "floors.bin").read_bytes()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_one_flipped_bit_costs_one_record_and_is_said(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
