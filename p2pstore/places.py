@@ -4,13 +4,16 @@ with the invite that it joined by. Shell.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from p2pstore.config import name_or_host
-from p2pstore.errors import ConfigError
+from p2pstore.errors import AuthenticationFailed, ConfigError, ProtocolMismatch
 from p2pstore.invite import Invite, parse_kept_invite
+from p2pstore.local.paths import distrust, own_directory
 from p2pstore.settings import Settings
 from p2pstore.statedir import StateDirectory, is_in_use, kept_cluster_key, kept_invite
 
@@ -45,21 +48,48 @@ def settle(settings: Settings, invite: Invite | None = None) -> Settings:
     )
 
 
-def keep(invite: Invite, state_dir: str) -> None:
-    """Have the state directory remember the invite, so that a restart needs none. Raises `ConfigError` when
-    another peer uses the directory, `OSError` when it cannot be written."""
+@contextlib.contextmanager
+def kept(invite: Invite | None, state_dir: str | None) -> Iterator[None]:
+    """Have the state directory remember the invite, so that a restart needs none, unless the block ends by an error
+    that keeps a peer from joining: then it remembers what it did before. Raises `ConfigError` when another peer uses
+    the directory, `OSError` when it cannot be written."""
+    if invite is None or state_dir is None:
+        yield
+        return
     with StateDirectory.open(state_dir) as state:
-        state.save_invite(invite)
+        before = state.save_invite(invite)
+    try:
+        yield
+    except (AuthenticationFailed, ProtocolMismatch, ConfigError):
+        with contextlib.suppress(OSError, ConfigError), StateDirectory.open(state_dir) as state:
+            state.restore_invite(before)
+        raise
 
 
 def state_root() -> Path:
-    """Where state directories go by default: the user's state home, or /var/lib for root."""
+    """Where state directories go by default: the user's state home, or /var/lib for root. A user without a home has
+    them beside its sockets, in a directory that a restart of the machine removes."""
     home = os.environ.get("XDG_STATE_HOME")
     if home:
         return Path(home) / STATE_DIRECTORY_NAME
     if os.getuid() == 0:
         return Path("/var/lib") / STATE_DIRECTORY_NAME
-    return Path.home() / ".local" / "state" / STATE_DIRECTORY_NAME
+    try:
+        return Path.home() / ".local" / "state" / STATE_DIRECTORY_NAME
+    except (
+        RuntimeError
+    ):  # neither HOME nor an entry in passwd, as in containers of an arbitrary user
+        return _without_home()
+
+
+def _without_home() -> Path:
+    directory = own_directory()
+    if os.path.lexists(directory) and (reason := distrust(directory)):
+        raise ConfigError(
+            f"this user has no home directory, and {directory} {reason}: name a place with --state-dir, or set "
+            "XDG_STATE_HOME"
+        )
+    return directory / "state"
 
 
 def _what_it_says(invite: Invite, state_dir: Path, with_key: bool) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Any, Final, Protocol, TypeVar
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.objects import KIB
 from p2pstore.polling import Polling
+from p2pstore.signal_errors import FromSignalHandler, as_raised
 
 T = TypeVar("T")
 BytesLike = bytes | bytearray | memoryview
@@ -338,8 +339,8 @@ class BlockingStream:
             first = 0
             while first < len(views):
                 first = advance(views, first, self._sock.sendmsg(gather(views, first)))
-        except BlockingIOError:
-            raise stalled(self._send_limit) from None
+        except OSError as error:
+            raise _said(error, self._send_limit) from None
 
     async def send_whole(self, *parts: BytesLike) -> None:
         try:
@@ -347,9 +348,9 @@ class BlockingStream:
                 self._sock.sendall(parts[0])
                 return
             await self.send(*parts)
-        except BlockingIOError:
+        except OSError as error:
             self.close()
-            raise stalled(self._send_limit) from None
+            raise _said(error, self._send_limit) from None
         except BaseException:
             self.close()
             raise
@@ -357,14 +358,14 @@ class BlockingStream:
     async def receive_into(self, view: memoryview) -> int:
         try:
             return self._sock.recv_into(view)
-        except BlockingIOError:
-            raise stalled(self._receive_limit) from None
+        except OSError as error:
+            raise _said(error, self._receive_limit) from None
 
     async def receive_soon(self, view: memoryview) -> int:
         try:
             return self._polling.receive_into(self._sock, view)
-        except BlockingIOError:
-            raise stalled(self._receive_limit) from None
+        except OSError as error:
+            raise _said(error, self._receive_limit) from None
 
     async def receive_all(self, views: Sequence[memoryview], length_bytes: int) -> None:
         """Fill all of them, none empty and so many bytes in all, in as few calls as possible: the kernel waits for each
@@ -375,8 +376,8 @@ class BlockingStream:
             some = wanted[first : first + MAX_GATHER]
             try:
                 count = self._sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError:
-                raise stalled(self._receive_limit) from None
+            except OSError as error:
+                raise _said(error, self._receive_limit) from None
             if not count:
                 raise ConnectionResetError("the other side closed the connection")
             length_bytes -= count
@@ -388,8 +389,8 @@ class BlockingStream:
             count, ancillary, flags, _ = self._sock.recvmsg_into(
                 [view], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )
-        except BlockingIOError:
-            raise stalled(self._receive_limit) from None
+        except OSError as error:
+            raise _said(error, self._receive_limit) from None
         return count, check_descriptors(ancillary, flags)
 
     def fileno(self) -> int:
@@ -416,6 +417,13 @@ def _set_kernel_timeout(sock: socket.socket, option: int, seconds: float) -> Non
 def stalled(seconds: float) -> DeadlineExceeded:
     """The error of a connection on which nothing moved for so long."""
     return DeadlineExceeded(f"the connection made no progress for {seconds:g} s")
+
+
+def _said(error: OSError, seconds: float) -> BaseException:
+    """What a blocking call on a socket raised: the kernel's timeout, or what a signal handler raised meanwhile, or
+    itself."""
+    raised = as_raised(error)
+    return stalled(seconds) if isinstance(raised, BlockingIOError) else raised
 
 
 def check_descriptors(ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> list[int]:
@@ -454,7 +462,10 @@ class _BlockingLock:
                 "the client was called from a signal handler that interrupted one of its calls"
             )
         _entered.locks.append(self)
-        self._lock.acquire()
+        try:
+            self._lock.acquire()
+        except Exception as error:
+            raise as_raised(error) from None
 
     async def __aexit__(self, *_: object) -> None:
         self._lock.release()
@@ -479,7 +490,10 @@ class _BlockingEvent:
         self._lock.release()
 
     async def wait(self, timeout_seconds: float) -> bool:
-        return self._lock.acquire(timeout=max(0.0, timeout_seconds))
+        try:
+            return self._lock.acquire(timeout=max(0.0, timeout_seconds))
+        except Exception as error:
+            raise as_raised(error) from None
 
 
 class _HelperThread:
@@ -546,12 +560,15 @@ class _HelperThread:
 
 
 def _join_all(threads: list[_HelperThread]) -> None:
-    """Wait for the end of all, through any Ctrl-C, which is raised then. Raises what one of them raised."""
-    interrupt: KeyboardInterrupt | None = None
+    """Wait for the end of all, through whatever a signal raises here, such as Ctrl-C: that is raised then. Raises what
+    one of them raised."""
+    interrupt: BaseException | None = None
     while alive := [each for each in threads if each.is_alive]:  # some may start others meanwhile
         try:
             alive[0].join()
-        except KeyboardInterrupt as error:
+        except Exception as error:
+            interrupt = as_raised(error)
+        except BaseException as error:
             interrupt = error
     if interrupt is not None:
         raise interrupt
@@ -586,10 +603,13 @@ class BlockingDriver:
                 if helper is None
                 else helper.connect(host, port, timeout_seconds)
             )
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"{host}:{port} did not answer within {timeout_seconds:g} s"
-            ) from None
+        except OSError as error:
+            raised = as_raised(error)
+            if isinstance(raised, TimeoutError):
+                raise DeadlineExceeded(
+                    f"{host}:{port} did not answer within {timeout_seconds:g} s"
+                ) from None
+            raise raised from None
         tune_tcp(sock)
         return BlockingStream(sock)
 
@@ -599,9 +619,14 @@ class BlockingDriver:
             # With Python's own timeout a full backlog is refused at once instead of being waited out.
             _set_kernel_timeout(sock, socket.SO_SNDTIMEO, timeout_seconds)
             sock.connect(path)
-        except BlockingIOError:
+        except OSError as error:
             sock.close()
-            raise DeadlineExceeded(f"{path} did not answer within {timeout_seconds:g} s") from None
+            raised = as_raised(error)
+            if isinstance(raised, BlockingIOError):
+                raise DeadlineExceeded(
+                    f"{path} did not answer within {timeout_seconds:g} s"
+                ) from None
+            raise raised from None
         except BaseException:
             sock.close()
             raise
@@ -628,7 +653,10 @@ class BlockingDriver:
             _join_all(threads)
 
     async def sleep(self, seconds: float) -> None:
-        threading.Event().wait(seconds)
+        try:
+            threading.Event().wait(seconds)
+        except Exception as error:
+            raise as_raised(error) from None
 
     def lock(self) -> AbstractAsyncContextManager[Any]:
         return _BlockingLock()
@@ -645,6 +673,9 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     except StopIteration as stop:
         result: T = stop.value
         return result
+    except FromSignalHandler as carrier:
+        _BlockingLock.release_interrupted(outer)
+        raise carrier.error from carrier.error.__cause__
     except BaseException:
         _BlockingLock.release_interrupted(outer)
         raise

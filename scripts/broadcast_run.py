@@ -5,7 +5,6 @@ from __future__ import annotations
 import filecmp
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -24,6 +23,7 @@ from shaped_hosts import Host
 
 from p2pstore import blocking
 from p2pstore.errors import P2PStoreError
+from p2pstore.readiness import is_ready
 from p2pstore.results import CheckpointProgress
 from p2pstore.streams import tune_tcp
 
@@ -74,7 +74,7 @@ class Peer:
         """Wait until it serves. Raises `Failed`."""
         assert self._process is not None
         assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], READY_SECONDS)
+        readable = is_ready(self._process.stdout.fileno(), READY_SECONDS)
         line = self._process.stdout.readline() if readable else b""
         if not line.startswith(b"ready "):
             raise Failed(f"the peer {self.name} did not start: {self._log.read_text()[-2000:]}")

@@ -19,8 +19,8 @@ import typer
 from mooncake_p2p.errors import CommandFailed, ExitCode
 from mooncake_p2p.interrupts import Interrupts
 from mooncake_p2p.join_settings import gather, read_line_of_invite
-from mooncake_p2p.local_cluster import read_line
 from mooncake_p2p.output import remark
+from p2pstore.readiness import read_line
 
 DETACHED_VARIABLE: Final = "MOONCAKE_P2P_DETACHED"
 """Set for the process that is to serve on its own."""

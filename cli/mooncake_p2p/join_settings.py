@@ -51,10 +51,18 @@ def read_line_of_invite() -> str:
 @contextmanager
 def spelled_as_given(settings: Settings) -> Iterator[None]:
     """Errors of the peer name a setting; people named an option, a variable or a line of a file."""
-    from p2pstore.errors import ConfigError
+    from p2pstore.errors import AuthenticationFailed, ConfigError
 
     try:
         yield
+    except AuthenticationFailed as error:
+        kept = {n: o for n, o in settings.origins.items() if o.startswith("the invite kept in")}
+        if not kept:
+            raise
+        options = ", ".join("--" + name.replace("_", "-") for name in sorted(kept))
+        raise AuthenticationFailed(
+            f"{error}; {next(iter(kept.values()))} says {options}: give other ones, or another --invite"
+        ) from None
     except ConfigError as error:
         name, colon, rest = str(error).partition(": ")
         if not colon or name not in type(settings.config()).__struct_fields__:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 import shutil
 import signal
 import subprocess
@@ -14,10 +13,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mooncake_p2p.errors import CommandFailed
 from mooncake_p2p.interrupts import Interrupts
+from p2pstore.readiness import is_ready, read_line
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
@@ -82,7 +82,7 @@ class PeerProcess:
         """Whether `wait_until_ready` need not wait: it is ready, or has ended."""
         assert self._process is not None
         assert self._process.stdout is not None
-        return bool(select.select([self._process.stdout], [], [], 0.0)[0])
+        return is_ready(self._process.stdout.fileno(), 0.0)
 
     def wait_until_ready(self) -> None:
         """Wait for the line `ready {...}`. Raises `CommandFailed` when it does not come."""
@@ -186,15 +186,3 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = READY_
         if time.monotonic() > deadline:
             raise CommandFailed(f"{what}: not within {seconds:g} s")
         time.sleep(POLL_SECONDS)
-
-
-def read_line(pipe: IO[bytes], deadline: float) -> bytes:
-    """The next line, or what came of it until the deadline or the end."""
-    line = b""
-    while not line.endswith(b"\n"):
-        readable, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
-        piece = os.read(pipe.fileno(), 1) if readable else b""
-        if not piece:
-            break
-        line += piece
-    return line

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from mooncake_p2p.output import printable, remark
+from p2pstore.errors import ConfigError
+from p2pstore.folder import replace_file
+from p2pstore.regular_file import read_regular_file
 
 RECORD: Final = ".p2pstore/exec"
 """In the directory: the version for which the command was run last, with success."""
@@ -50,15 +53,13 @@ class OnSwitch:
 
     def _recorded(self) -> str:
         try:
-            return self._record.read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError):
+            return read_regular_file(self._record).decode("ascii").strip()
+        except (OSError, UnicodeDecodeError, ConfigError):
             return ""
 
     def _save(self, version: str) -> None:
         try:
-            new = self._record.with_name("exec.new")
-            new.write_text(f"{version}\n", encoding="ascii")
-            new.replace(self._record)
+            replace_file(self._record, f"{version}\n".encode("ascii"))
         except OSError as error:
             remark(
                 f"error: {self._record}: {error.strerror}; the next start runs the command again"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import select
 import stat
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import Final
 from mooncake_p2p.errors import CommandFailed, ExitCode
 from mooncake_p2p.output import progress
 from p2pstore.objects import MAX_OBJECT_BYTES, MIB, check_object_length
+from p2pstore.readiness import is_ready
 
 PIECE_BYTES: Final = MIB
 
@@ -91,7 +91,7 @@ def _read(descriptor: int) -> bytes:
         try:
             return os.read(descriptor, PIECE_BYTES)
         except BlockingIOError:  # a pipe that its other users made non-blocking
-            select.select([descriptor], [], [])
+            is_ready(descriptor, None)
 
 
 def memory_for(length: int) -> memoryview:
@@ -131,7 +131,7 @@ def write_all(descriptor: int, view: memoryview, advance: Advance = lambda count
         try:
             count = os.write(descriptor, view[position : position + PIECE_BYTES])
         except BlockingIOError:
-            select.select([], [descriptor], [])
+            is_ready(descriptor, None, to_write=True)
             continue
         position += count
         advance(count)

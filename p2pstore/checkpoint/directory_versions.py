@@ -20,6 +20,8 @@ from p2pstore.checkpoint.manifest import SignedManifest, format_version
 from p2pstore.checkpoint.paths import CURRENT, RESERVED_PREFIX
 from p2pstore.checkpoint.piece_map import map_of, pack_map, pieces_in, unpack_map
 from p2pstore.errors import CheckpointRefused, ConfigError, ProtocolError
+from p2pstore.folder import replace_file
+from p2pstore.regular_file import read_regular_file
 from p2pstore.wire import Message, decode_body, encode_body
 
 STATE: Final = RESERVED_PREFIX
@@ -87,8 +89,10 @@ def kept_manifest(directory: Path, version: bytes) -> SignedManifest | None:
     to the directory may have changed it: check it. Raises `OSError`."""
     name = format_version(version)
     try:
-        return decode_body(SignedManifest, (directory / STATE / f"{name}.manifest").read_bytes())
-    except (FileNotFoundError, ProtocolError):
+        return decode_body(
+            SignedManifest, read_regular_file(directory / STATE / f"{name}.manifest")
+        )
+    except (FileNotFoundError, ProtocolError, ConfigError):
         return None
 
 
@@ -115,7 +119,7 @@ def part_of(directory: Path, version: bytes, count: int) -> frozenset[int] | Non
     missing. Raises `ConfigError` for a record that is damaged, and `OSError`."""
     path = _part_file(directory, format_version(version))
     try:
-        part = decode_body(_Part, path.read_bytes())
+        part = decode_body(_Part, read_regular_file(path))
         if part.format != _PART_FORMAT:
             raise ProtocolError(f"format {part.format}")
         return frozenset(pieces_in(unpack_map(part.files, count)))
@@ -132,10 +136,7 @@ def write_part(directory: Path, version: bytes, files: Collection[int] | None, c
     if files is None:
         path.unlink(missing_ok=True)
     else:
-        new = path.with_name(path.name + ".new")
-        new.write_bytes(encode_body(_Part(_PART_FORMAT, pack_map(map_of(files), count))))
-        sync(new)
-        new.replace(path)
+        replace_file(path, encode_body(_Part(_PART_FORMAT, pack_map(map_of(files), count))))
     sync(path.parent)
 
 

@@ -15,6 +15,7 @@ from typing import Final
 
 from p2pstore.checkpoint.manifest import VERSION_BYTES
 from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map, pack_map
+from p2pstore.folder import Folder
 
 MAGIC: Final = b"P2PSPCS\0"
 FORMAT: Final = 1
@@ -32,10 +33,11 @@ class PieceRecord:
     """The record of one version; made when there is none, or one of something else. May be used by several threads."""
 
     def __init__(self, path: Path, version: bytes, count: int, boot: bytes) -> None:
-        """Raises `OSError`."""
+        """Raises `OSError`, and `ConfigError` for what is not a regular file."""
         self._count = count
         self._lock = threading.Lock()
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with Folder(path.parent) as folder:
+            self._descriptor = folder.open(path.name, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             header = self._header = _HEADER.pack(MAGIC, FORMAT, count, version, boot)
             found = os.pread(self._descriptor, _HEADER.size + -(-count // 8), 0)

@@ -55,6 +55,8 @@ from p2pstore.checkpoint.piece_map import PieceMap, full_map, map_of, pieces_in
 from p2pstore.checkpoint.piece_record import PieceRecord, boot_id
 from p2pstore.checkpoint.pieces import Extent
 from p2pstore.errors import CapacityExceeded, CheckpointRefused, ConfigError, ProtocolError
+from p2pstore.folder import Folder
+from p2pstore.regular_file import SAFELY, read_regular_file
 from p2pstore.wire import decode_body, encode_body
 
 DEFAULT_KEEP: Final = 2
@@ -107,9 +109,12 @@ class TargetDirectory:
         self._find_needed()
         try:
             self._state.mkdir(parents=True, exist_ok=True)
+            if self._state.is_symlink():
+                raise ConfigError(f"{self._state} is a link: put a directory in its place")
             self.is_local = is_local_directory(self._state)
             """Whether it is on a disk or in memory of this machine."""
-            self._lock = os.open(self._state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            with Folder(self._state) as state:
+                self._lock = state.open("lock", os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise ConfigError(f"{directory}: cannot be written to: {error.strerror}") from error
         try:
@@ -383,10 +388,10 @@ class TargetDirectory:
         for name in reversed(versions_in(self.directory)):
             try:
                 signed = decode_body(
-                    SignedManifest, self._state_file("manifest", name).read_bytes()
+                    SignedManifest, read_regular_file(self._state_file("manifest", name))
                 )
                 yield self.directory / name, signed.manifest
-            except (CheckpointRefused, ProtocolError):
+            except (CheckpointRefused, ProtocolError, ConfigError):
                 continue  # of a newer format, or damaged: it is of no use here
 
     def _link_files(self, root: Path, manifest: Manifest) -> Iterator[None]:
@@ -597,7 +602,7 @@ def _read_fully(path: Path, view: memoryview, offset: int) -> None:
 
 
 def _write_fully(path: Path, view: memoryview, offset: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | SAFELY)
     try:
         while view:
             count = os.pwrite(descriptor, view, offset)
@@ -608,7 +613,7 @@ def _write_fully(path: Path, view: memoryview, offset: int) -> None:
 
 
 def _allocate_file(path: Path, size: int) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | SAFELY, 0o666)
     try:
         if os.fstat(descriptor).st_size != size:
             os.ftruncate(descriptor, size)
@@ -623,8 +628,10 @@ def _allocate_file(path: Path, size: int) -> None:
 
 
 def _replace_file(path: Path, content: bytes) -> None:
-    if path.exists() and path.read_bytes() == content:
-        return
-    new = path.with_name(path.name + ".new")
-    new.write_bytes(content)
-    new.replace(path)
+    with Folder(path.parent) as folder:
+        try:
+            if folder.read(path.name) == content:
+                return
+        except (FileNotFoundError, ConfigError):  # a link or a pipe is replaced
+            pass
+        folder.replace(path.name, content, 0o666)

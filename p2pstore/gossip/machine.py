@@ -215,8 +215,8 @@ class Gossip:
 
     @property
     def joined(self) -> bool:
-        """Whether a contact has answered since the start."""
-        return self.contacts.succeeded_once
+        """Whether a peer has admitted this one since the start."""
+        return self.contacts.admitted_once
 
     @property
     def alone_by_configuration(self) -> bool:
@@ -356,7 +356,7 @@ class Gossip:
         state = self.membership.get(peer_id)
         if state is not None and (record := state.record) is not None:
             return list(record.control)
-        return list(self.contacts.book().get(peer_id, ()))
+        return list(self.contacts.known_at().get(peer_id, ()))
 
     def snapshot(self, member: Member) -> tuple[SnapshotHead, bytes] | None:
         """A member's whole location set as known here, packed; None when nothing is known."""
@@ -372,15 +372,22 @@ class Gossip:
         for state in sorted(self.membership.states(), key=lambda state: state.status):
             if (record := state.record) is not None and record.control:
                 book[state.peer_id] = tuple(record.control)
-        for peer_id, addresses in self.contacts.book().items():
-            book.setdefault(peer_id, addresses)
+        for peer_id, addresses in self.contacts.book():
+            if peer_id is not None:
+                book.setdefault(peer_id, addresses)
         book.pop(self.peer_id, None)
         return list(book.items())
 
-    def load_address_book(self, book: Iterable[tuple[PeerId, Sequence[str]]]) -> None:
+    def addresses_to_keep(self) -> list[str]:
+        """The address book without ids, with the addresses of peers whose ids are not known yet."""
+        kept = [each for _, addresses in self.address_book() for each in addresses]
+        kept += [a for peer_id, those in self.contacts.book() if peer_id is None for a in those]
+        return kept
+
+    def load_address_book(self, book: Iterable[tuple[PeerId | None, Sequence[str]]]) -> None:
         """Peers of an earlier run, tried while this peer knows nobody."""
         for peer_id, addresses in book:
-            self.contacts.add(addresses, peer_id, bootstrap=False)
+            self.contacts.add(addresses, peer_id, bootstrap=False, loaded=True)
 
     def add_bootstrap(self, addresses: Iterable[str]) -> None:
         """Addresses to join through, each of another peer."""
@@ -445,6 +452,8 @@ class Gossip:
         asked = self.questions.take(token)
         if asked is None:
             return []
+        if reply is not None:
+            self.contacts.admitted(asked.peer_id)
         if asked.kind in (ControlKind.PING, ControlKind.PING_REQUEST):
             return self._probe_answered(token, asked, reply, now)
         if reply is None:
@@ -482,7 +491,7 @@ class Gossip:
         return []
 
     def contacted(self, peer_id: PeerId, addresses: Sequence[str], now: float) -> list[Effect]:
-        """A peer answered (and was admitted) at these addresses: exchange everything with it."""
+        """A peer answered at these addresses: exchange everything with it, if it admits this one."""
         self.contacts.succeeded(addresses, peer_id, now)
         if peer_id != self.peer_id:
             self._exchanges.want(peer_id)
@@ -645,7 +654,7 @@ class Gossip:
             record = None if state.leaving or self.membership.others() else state.record
             if record is not None:
                 # Without this a peer that was cut off for long would stay alone for good.
-                self.contacts.add(record.control, state.peer_id, bootstrap=False)
+                self.contacts.add(record.control, state.peer_id, bootstrap=False, in_book=True)
         self.directory.expire_early(now)
         if self.partitions.housekeep(now, agreed=self._exchanges.agreed):
             self.own_record.changed()

@@ -32,6 +32,8 @@ from p2pstore.errors import (
 )
 from p2pstore.local.messages import Access, Hello, HelloReply, LocalKind, SegmentInfo
 from p2pstore.local.requests import Frame, LateFrame, RequestAhead, Waiter, reply_in
+from p2pstore.shortage import is_shortage, shortage
+from p2pstore.signal_errors import FromSignalHandler, is_from_signal_handler
 from p2pstore.streams import (
     DEFAULT_PROGRESS_SECONDS,
     MAX_PASSED_DESCRIPTORS,
@@ -138,6 +140,10 @@ class LocalConnection:
                 "the peer with --socket-mode and --socket-group"
             ) from error
         except OSError as error:
+            if is_shortage(error):
+                raise NoLocalPeer(
+                    f"this process cannot connect to the peer at {path}: {shortage(error)}"
+                ) from error
             raise NoLocalPeer(
                 f"no peer listens at {path} ({error.strerror}): start one with `mooncake-p2p join`"
             ) from error
@@ -457,11 +463,15 @@ class LocalConnection:
                 self._limit_receiving(deadline - time.monotonic())
                 count = await self._stream.receive_into(self._receive_buffer)
                 self._dispatch(self._receive_buffer[:count], waiter)
-        except DeadlineExceeded:
-            pass  # whose deadline it was, its waiter finds out
-        except ProtocolError as error:
-            raise self._end(f"the local peer sent what is not the protocol: {error}") from error
+        except DeadlineExceeded as error:
+            if is_from_signal_handler(error):
+                raise FromSignalHandler(error) from None
+            # whose deadline it was, its waiter finds out
         except Exception as error:
+            if is_from_signal_handler(error):
+                raise FromSignalHandler(error) from None
+            if isinstance(error, ProtocolError):
+                raise self._end(f"the local peer sent what is not the protocol: {error}") from error
             raise self._end(
                 f"the connection to the local peer broke ({error}): connect again"
             ) from error

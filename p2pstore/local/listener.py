@@ -2,54 +2,63 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import grp
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+import trio
+
 from p2pstore.errors import ConfigError
 from p2pstore.local.paths import answers
+from p2pstore.place_owners import lock_owner
 
 MAX_CONNECTIONS: Final = 1024
+LOCK_SECONDS: Final = 10.0
+"""How long another peer that starts may have the directory's lock: it needs some milliseconds, or a second where a peer
+that hangs has a socket."""
+LOCK_PAUSE_SECONDS: Final = 0.02
 
 
-def listen_at(path: Path, mode: int, group: str | None) -> socket.socket:
+async def listen_at(path: Path, mode: int, group: str | None) -> socket.socket:
     """A listening socket at `path`, after removing one that a dead peer left there.
 
-    Raises `ConfigError` when another peer serves there, or the socket cannot be made, or not given to the
-    group; nothing is left behind then.
+    Raises `ConfigError` when another peer serves there, or somebody keeps peers from starting there, or the socket
+    cannot be made, or not given to the group; nothing is left behind then.
     """
     group_id = None if group is None else _group_id(group)
+    async with _one_peer_at_a_time(path.parent):
+        return await trio.to_thread.run_sync(_listen, path, mode, group, group_id)
+
+
+def _listen(path: Path, mode: int, group: str | None, group_id: int | None) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with _one_peer_at_a_time(path.parent):
-            if path.is_socket():
-                if answers(path):
-                    raise ConfigError(
-                        f"another peer already serves local clients at {path}: "
-                        "give this one another --name or --socket"
-                    )
-                path.unlink()
-            os.fchmod(listener.fileno(), mode)  # bind makes the file with this mode, less the umask
-            listener.bind(os.fspath(path))
-            try:
-                path.chmod(mode)
-                if group_id is not None:
-                    _give_to(path, group_id, group)
-                listener.listen(MAX_CONNECTIONS)
-            except BaseException:
-                path.unlink(missing_ok=True)
-                raise
-            listener.setblocking(False)
+        if path.is_socket():
+            if answers(path):
+                raise ConfigError(
+                    f"another peer already serves local clients at {path}: "
+                    "give this one another --name or --socket"
+                )
+            path.unlink()
+        os.fchmod(listener.fileno(), mode)  # bind makes the file with this mode, less the umask
+        listener.bind(os.fspath(path))
+        try:
+            path.chmod(mode)
+            if group_id is not None:
+                _give_to(path, group_id, group)
+            listener.listen(MAX_CONNECTIONS)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen for local clients at {path}: {error.strerror}; choose another --socket"
-        ) from error
+        raise _cannot_listen(path, error) from error
     except BaseException:
         listener.close()
         raise
@@ -74,7 +83,7 @@ def _group_id(group: str) -> int:
 
 def _give_to(path: Path, group_id: int, group: str | None) -> None:
     try:
-        os.chown(path, -1, group_id)
+        os.chown(path, -1, group_id, follow_symlinks=False)
     except PermissionError:
         raise ConfigError(
             f"socket_group: this user may not give the socket to the group {group!r}: be a member of it, or "
@@ -82,12 +91,38 @@ def _give_to(path: Path, group_id: int, group: str | None) -> None:
         ) from None
 
 
-@contextlib.contextmanager
-def _one_peer_at_a_time(directory: Path) -> Iterator[None]:
-    """Two peers that start together must not take each other's fresh socket for a stale one."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+@asynccontextmanager
+async def _one_peer_at_a_time(directory: Path) -> AsyncIterator[None]:
+    """Two peers that start together must not take each other's fresh socket for a stale one. Any user who can read the
+    directory can hold its lock: nobody waits long for it, and whoever waits can be cancelled."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _cannot_listen(directory, error) from error
+    try:
+        give_up_at = trio.current_time() + LOCK_SECONDS
+        while not _has_lock(descriptor):
+            if trio.current_time() >= give_up_at:
+                owner = lock_owner(os.fstat(descriptor)) or "another process"
+                raise ConfigError(
+                    f"socket: {owner} has held the lock (flock) of {directory} for {LOCK_SECONDS:g} s, so that no peer "
+                    "can start there: end it, or choose another --socket"
+                )
+            await trio.sleep(LOCK_PAUSE_SECONDS)
         yield
     finally:
         os.close(descriptor)
+
+
+def _has_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _cannot_listen(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen for local clients at {path}: {error.strerror}; choose another --socket"
+    )

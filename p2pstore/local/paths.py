@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from p2pstore.errors import AmbiguousLocalPeer, ConfigError, NoLocalPeer
+from p2pstore.shortage import shortage
 
 SOCKET_VARIABLE: Final = "MOONCAKE_P2P_SOCKET"
 CHOICES: Final = f"--socket, {SOCKET_VARIABLE} or connect(socket=...)"
@@ -27,7 +28,7 @@ PROBE_SECONDS: Final = 1.0
 def socket_directories(*, shared: bool = False) -> list[Path]:
     """Where sockets may be, best first: of the session, of the system, of this user. `shared` puts places that
     others cannot get into, such as a session's runtime directory, behind the others."""
-    directories = [SYSTEM_DIRECTORY, _own_directory()]
+    directories = [SYSTEM_DIRECTORY, own_directory()]
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         directories.insert(0, Path(runtime) / DIRECTORY_NAME)
     if shared:
@@ -35,7 +36,8 @@ def socket_directories(*, shared: bool = False) -> list[Path]:
     return directories
 
 
-def _own_directory() -> Path:
+def own_directory() -> Path:
+    """A place that every user has, for as long as the machine runs."""
     return Path(tempfile.gettempdir()) / f"{DIRECTORY_NAME}-{os.getuid()}"
 
 
@@ -52,7 +54,7 @@ def default_socket_path(name: str, *, shared: bool = False) -> Path:
         except OSError as error:
             reasons.append(f"{directory}: {error.strerror}")
             continue
-        if reason := _distrust(directory):
+        if reason := distrust(directory):
             reasons.append(f"{directory}: {reason}")
         elif not os.access(directory, os.W_OK | os.X_OK):
             reasons.append(f"{directory}: not writable")
@@ -92,7 +94,7 @@ def unreachable_by_others(path: Path) -> Path | None:
     return None
 
 
-def _distrust(directory: Path) -> str | None:
+def distrust(directory: Path) -> str | None:
     """Why somebody else could have put a socket into this directory, or None.
 
     It must be this user's or root's, or stand where only root decides whose it is, such as `/run`; and nobody
@@ -100,11 +102,11 @@ def _distrust(directory: Path) -> str | None:
     """
     status = os.lstat(directory)
     if not stat.S_ISDIR(status.st_mode):
-        return "not a directory"
+        return "is not a directory"
     if status.st_uid not in (os.getuid(), 0) and not _appointed_by_root(directory):
         return "belongs to another user"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "open to other users"
+        return "is open to other users"
     return None
 
 
@@ -156,7 +158,7 @@ def live_sockets() -> list[Path]:
 def _candidates() -> Iterator[Path]:
     for directory in socket_directories():
         with contextlib.suppress(OSError):
-            if _distrust(directory) is None:
+            if distrust(directory) is None:
                 owners = (os.getuid(), 0, os.lstat(directory).st_uid)
                 for path in sorted(directory.glob("*.sock")):
                     with contextlib.suppress(FileNotFoundError):  # its peer ends just now
@@ -165,8 +167,13 @@ def _candidates() -> Iterator[Path]:
 
 
 def answers(path: Path | str) -> bool:
-    """Whether somebody accepts connections at `path`; a file that a dead peer left does not."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+    """Whether somebody accepts connections at `path`; a file that a dead peer left does not. Raises `NoLocalPeer` when
+    this process cannot look."""
+    try:
+        probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise NoLocalPeer(f"this process cannot connect to any peer: {shortage(error)}") from error
+    with probe:
         probe.settimeout(PROBE_SECONDS)
         try:
             probe.connect(os.fspath(path))

@@ -8,7 +8,6 @@ request whose answer takes time runs in a task of its connection, so that it hol
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import logging
 import os
@@ -21,6 +20,7 @@ from typing import Final, Protocol
 
 import trio
 
+from p2pstore.accepting import Accepting
 from p2pstore.errors import (
     DeadlineExceeded,
     P2PStoreError,
@@ -32,6 +32,7 @@ from p2pstore.local.listener import MAX_CONNECTIONS, file_identity, listen_at
 from p2pstore.local.messages import REQUESTS, Access, Hello, HelloReply, LocalKind
 from p2pstore.local.paths import check_socket_path
 from p2pstore.objects import encode_namespace
+from p2pstore.shortage import is_shortage, shortage
 from p2pstore.streams import ANCILLARY_BYTES, check_descriptors
 from p2pstore.trio_streams import TrioStream
 from p2pstore.wire import (
@@ -66,7 +67,6 @@ TURN_SECONDS: Final = 0.0005
 """For so long a connection goes on answering without giving up its turn of the event loop."""
 MAX_PASSED: Final = 1
 MAX_OUTGOING_BYTES: Final = 16 * 1024 * 1024
-ACCEPT_PAUSE_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ async def serve_local(
     """Serve clients at `path` until cancelled; for `nursery.start`, which returns once clients can
     connect. Raises `ConfigError` when another peer serves there or the socket cannot be made."""
     where = check_socket_path(os.fspath(path))
-    listener = await trio.to_thread.run_sync(listen_at, where, mode, group)
+    listener = await listen_at(where, mode, group)
     identity = file_identity(where)
     try:
         task_status.started(where)
@@ -178,28 +178,28 @@ async def _accept_forever(
         finally:
             connections -= 1
 
-    async with trio.open_nursery() as nursery:
-        while True:
-            await trio.lowlevel.wait_readable(listener.fileno())
-            try:
-                sock, _ = listener.accept()
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    logger.warning("cannot accept a local client: %s", error.strerror)
-                    await trio.sleep(ACCEPT_PAUSE_SECONDS)
-                continue  # otherwise the client has gone already
-            if connections >= MAX_CONNECTIONS:
-                logger.warning("refused a local client: %d are connected", connections)
-                _refuse(sock)
-                continue
-            connections += 1
-            nursery.start_soon(serve, sock)
+    with contextlib.closing(Accepting(logger, "local clients", _turn_away)) as accepting:
+        async with trio.open_nursery() as nursery:
+            while True:
+                sock, _ = await accepting.accept(listener)
+                if connections >= MAX_CONNECTIONS:
+                    logger.warning("refused a local client: %d are connected", connections)
+                    _refuse(
+                        sock,
+                        f"the peer already serves {MAX_CONNECTIONS:,} local clients: close some",
+                    )
+                    continue
+                connections += 1
+                nursery.start_soon(serve, sock)
 
 
-def _refuse(sock: socket.socket) -> None:
+def _turn_away(sock: socket.socket, reason: str) -> None:
+    _refuse(sock, f"the peer cannot take another client: {reason}".replace("this process", "it"))
+
+
+def _refuse(sock: socket.socket, text: str) -> None:
     with sock, contextlib.suppress(OSError):
         sock.setblocking(False)
-        text = f"the peer already serves {MAX_CONNECTIONS:,} local clients: close some"
         sock.send(encode_failure(LocalKind.HELLO, 0, Code.BUSY, text))
 
 
@@ -357,6 +357,12 @@ class _Connection:
             reply, descriptors = self._backend.welcome(client, version)
         except P2PStoreError as error:
             await self._send([_failure(header, error)])
+            return None
+        except OSError as error:
+            if not is_shortage(error):
+                raise
+            text = f"the peer cannot take another client: {shortage(error)}"
+            await self._send([encode_failure(header.kind, header.request_id, Code.BUSY, text)])
             return None
         self._client = client
         frame = encode_frame(header.kind, header.request_id, reply, flags=REPLY)

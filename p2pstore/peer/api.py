@@ -23,7 +23,7 @@ from p2pstore.client.trio_client import Client, open_client, require_trio
 from p2pstore.config import PeerConfig
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.repair import TIMING, RepairTiming
-from p2pstore.errors import ConfigError
+from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.homes.directory_mode import ModeLimits
 from p2pstore.gossip.links.host import open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier
@@ -35,6 +35,7 @@ from p2pstore.gossip.records import (
     LogHead,
     PeerRecord,
     SegmentOffer,
+    SignedRecord,
     TransportOffer,
     format_peer_id,
 )
@@ -390,13 +391,9 @@ class _Assembly:
         return [TransportOffer(name) for name in names]
 
     def _restore(self, gossip: Gossip, state: StateDirectory) -> None:
-        for address in state.load_addresses():
-            gossip.contacts.add((address,), bootstrap=False)
+        gossip.load_address_book((None, (address,)) for address in state.load_addresses())
         # Signatures were checked when these came in; who is told of one checks it again.
-        gossip.cluster_records.load(
-            ((decode_body(ClusterRecord, signed.body), signed) for signed in state.load_floors()),
-            state.floors_horizon,
-        )
+        gossip.cluster_records.load(_decoded(state), state.floors_horizon)
         gossip.floors.load(state.floors_seen)
         state.replace_floors(gossip.cluster_records.dump())
 
@@ -533,3 +530,16 @@ def local_socket_path(config: PeerConfig) -> Path:
     raise ConfigError(
         f"socket: {MAX_LOCAL_PEERS} peers named {config.name} run here; give --socket, or PeerConfig(socket=...)"
     )
+
+
+def _decoded(state: StateDirectory) -> list[tuple[ClusterRecord, SignedRecord]]:
+    """The records that the state directory keeps."""
+    kept, unreadable = [], 0
+    for signed in state.load_floors():
+        try:
+            kept.append((decode_body(ClusterRecord, signed.body), signed))
+        except ProtocolError:
+            unreadable += 1
+    if unreadable:
+        state.floors_lost(f"floors.bin has {unreadable:,} records that are none")
+    return kept

@@ -43,7 +43,8 @@ Take = Callable[[Callable[[], Sequence[Effect]]], None]
 
 class Joining:
     """Contacts for one peer. `take` feeds the gossip machine; `settled` is set when there is nobody to wait for;
-    `on_twin` is told at which address another process has this peer's identity."""
+    `on_twin` is told at which address another process has this peer's identity; `on_refused` that no bootstrap
+    address leads into the cluster and at least one of the peers there refuses this one, with its reason."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class Joining:
         rng: Random,
         settled: trio.Event,
         on_twin: Callable[[str], None],
+        on_refused: Callable[[str, LinkError], None],
     ) -> None:
         self._gossip = gossip
         self._bootstrap = bootstrap
@@ -63,11 +65,32 @@ class Joining:
         self._rng = rng
         self._settled = settled
         self._on_twin = on_twin
+        self._on_refused = on_refused
         self._own: set[str] = set()
         self._led_to: dict[str, PeerId] = {}
+        self._named: dict[PeerId, str] = {}
+        """Peers that a bootstrap address led to, and which."""
+        self._refused: dict[str, LinkError] = {}
+        """Bootstrap addresses whose peers refused this one when they were asked last."""
         self._reported: set[tuple[str, ...]] = set()
         self.unreached: dict[str, str] = {}
         """Why a bootstrap address did not lead to a peer when it was tried last."""
+
+    def refused(self, peer_id: PeerId, error: LinkError) -> bool:
+        """A peer that was contacted refuses this one. Whether a bootstrap address led to it: the user named that, while
+        what is remembered may belong to another cluster by now."""
+        named = self._named.get(peer_id)
+        if named is None:
+            return False
+        self._refused[named] = error
+        self.unreached[named] = str(error)
+        self._judge_refusals()
+        return True
+
+    def _judge_refusals(self) -> None:
+        """Another bootstrap address that was not tried yet may lead into the cluster."""
+        if self._refused and all(a in self.unreached or a in self._own for a in self._bootstrap):
+            self._on_refused(*next(iter(self._refused.items())))
 
     async def contact(self, host: Dialler, addresses: tuple[str, ...]) -> None:
         """Try these addresses of one peer, in order, and tell the gossip machine what came of it."""
@@ -121,7 +144,7 @@ class Joining:
         errors: list[LinkError] = []
         async with trio.open_nursery() as nursery:
             for record in self._rng.sample(unknown, min(len(unknown), MAX_RECORDS)):
-                nursery.start_soon(self._try_record, host, record, found, errors)
+                nursery.start_soon(self._try_record, host, name, record, found, errors)
         if found or known:
             return (found + known)[0]
         if errors:
@@ -129,7 +152,7 @@ class Joining:
         raise OwnAddress(f"{name} is this peer itself")
 
     async def _try_record(
-        self, host: Dialler, record: str, found: list[PeerId], errors: list[LinkError]
+        self, host: Dialler, name: str, record: str, found: list[PeerId], errors: list[LinkError]
     ) -> None:
         try:
             peer_id = await host.discover(record, CONTACT_TIMEOUT_SECONDS)
@@ -143,6 +166,8 @@ class Joining:
         else:
             self._led_to[record] = peer_id
             self._gossip.contacts.add((record,), peer_id, bootstrap=False)
+            if name in self._bootstrap:
+                self._named[peer_id] = name
             self._contacted(peer_id, (record,))
             found.append(peer_id)
 
@@ -156,7 +181,10 @@ class Joining:
 
     def _contacted(self, peer_id: PeerId, addresses: tuple[str, ...]) -> None:
         self._reported.discard(addresses)
+        if addresses[0] in self._bootstrap:
+            self._named[peer_id] = addresses[0]
         self.unreached.pop(addresses[0], None)
+        self._refused.pop(addresses[0], None)
         self._take(lambda: self._gossip.contacted(peer_id, addresses, self._now()))
 
     def _met_itself(self, address: str, addresses: tuple[str, ...]) -> None:
@@ -173,6 +201,7 @@ class Joining:
     def _not_contacted(self, addresses: tuple[str, ...], error: Exception | None) -> None:
         if addresses[0] in self._bootstrap:
             self.unreached[addresses[0]] = str(error)
+            self._judge_refusals()
         if addresses not in self._reported:
             self._reported.add(addresses)
             alone = not self._gossip.membership.others()

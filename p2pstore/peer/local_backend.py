@@ -142,6 +142,7 @@ class PeerLocalBackend:
     def welcome(self, client: LocalClient, version: int) -> tuple[local.HelloReply, list[int]]:
         """Who this peer is, and the segment's descriptors."""
         self._node.check_open()
+        self._node.restore_header()
         memory = self._memory
         writes = client.access is local.Access.WRITE
         descriptors = memory.descriptors if writes else self._read_only

@@ -11,11 +11,13 @@ import os
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Final
 
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.objects import printable
+from p2pstore.regular_file import open_log_file
 
 LOGGER_NAME: Final = "p2pstore"
 BURST: Final = 20
@@ -111,7 +113,7 @@ class _LogFile(logging.Handler):
     """A log file that may be opened anew. A full disk costs lines, which are counted, and nothing else."""
 
     def __init__(self, path: str) -> None:
-        """Raises `OSError`."""
+        """Raises `OSError`, and `ConfigError` for a link that another user may have put there."""
         super().__init__()
         self.path = os.path.abspath(path)
         self._descriptor = self._open()
@@ -121,8 +123,7 @@ class _LogFile(logging.Handler):
         self._takes_stderr = False
 
     def _open(self) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        return os.open(self.path, flags, 0o644)
+        return open_log_file(Path(self.path))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -174,6 +175,8 @@ def configure_logs(config: PeerConfig) -> None:
             raise ConfigError(
                 f"log_file: {config.log_file} cannot be written: {error.strerror}"
             ) from None
+        except ConfigError as error:
+            raise ConfigError(f"log_file: {error}") from None
     else:
         handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
@@ -220,6 +223,8 @@ def reopen_logs() -> None:
             file.reopen()
         except OSError as error:
             logger.error("%s cannot be opened anew: %s", file.path, error.strerror)
+        except ConfigError as error:
+            logger.error("the log file cannot be opened anew: %s", error)
 
 
 def send_stderr_to_log() -> None:

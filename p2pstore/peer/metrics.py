@@ -64,6 +64,10 @@ _CLIENTS: Final = (
     ("last_copies_dropped", "Objects given up that nobody else is known to have."),
     ("holder_failures", "Reads at a holder that did not deliver."),
     ("objects_spoilt", "Objects in this peer's memory whose bytes were found spoilt."),
+    (
+        "memory_restored",
+        "What clients changed in memory that only the peer may write, and it restored.",
+    ),
 )
 _GONE: Final = "gone_"
 ANSWERS: Final = {

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 import socket
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import closing, suppress
 from http import HTTPStatus
 from typing import Final, NamedTuple
 
 import trio
 
+from p2pstore.accepting import Accepting
 from p2pstore.config import is_wildcard, join_address, split_address
 from p2pstore.errors import ConfigError
 from p2pstore.peer.asked_names import hosts_asked_for, is_own_name
@@ -75,7 +77,40 @@ def address_of(listeners: Sequence[trio.SocketListener]) -> str:
 async def serve_metrics(listeners: Sequence[trio.SocketListener], pages: Pages) -> None:
     """Until cancelled."""
     guests: Strangers[trio.CancelScope] = Strangers(MAX_CONNECTIONS, MAX_HOST_CONNECTIONS)
-    await trio.serve_listeners(partial(_serve, pages, guests), list(listeners))
+    async with trio.open_nursery() as nursery:
+        for listener in listeners:
+            nursery.start_soon(_accept, listener, pages, guests, nursery)
+
+
+async def _accept(
+    listener: trio.SocketListener,
+    pages: Pages,
+    guests: Strangers[trio.CancelScope],
+    nursery: trio.Nursery,
+) -> None:
+    async with listener:
+        await _accept_at(listener.socket.fileno(), pages, guests, nursery)
+
+
+async def _accept_at(
+    descriptor: int, pages: Pages, guests: Strangers[trio.CancelScope], nursery: trio.Nursery
+) -> None:
+    with (
+        closing(Accepting(logger, "readers of the status page", _turn_away)) as accepting,
+        socket.socket(fileno=os.dup(descriptor)) as waiting,
+    ):
+        waiting.setblocking(False)
+        while True:
+            sock, _ = await accepting.accept(waiting)
+            stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
+            nursery.start_soon(_serve, pages, guests, stream)
+
+
+def _turn_away(sock: socket.socket, reason: str) -> None:
+    answer = text_answer(HTTPStatus.SERVICE_UNAVAILABLE, reason)
+    with sock, suppress(OSError):
+        sock.setblocking(False)
+        sock.send(_head(answer) + answer.body)
 
 
 async def _serve(

@@ -72,6 +72,7 @@ from p2pstore.statedir import StateDirectory
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.data_session import ServerLimits, Traffic
 from p2pstore.transfer.failover import HolderReport, order_copies
+from p2pstore.transfer.layout import SlotState
 from p2pstore.transfer.messages import DataKind, Keeps, Snapshot, SnapshotReply
 from p2pstore.transfer.rdma_rules import NAME as RDMA
 from p2pstore.transfer.shm import ShmTransport
@@ -109,6 +110,9 @@ FORGET_SECONDS: Final = 2.0
 LOOP_LAG_SECONDS: Final = 0.2
 """How often it is looked how late the event loop is. Often enough to see what holds it up for long, by far too seldom
 to take a thousandth of a core."""
+RESTORE_SECONDS: Final = 1.0
+RESTORE_COUNT: Final = 256
+"""Index entries and slots that are looked at in one step, which takes up to 1 ms."""
 MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
 
 
@@ -148,6 +152,7 @@ class Node:
             rng=rng,
             settled=self.settled,
             on_twin=self._met_twin,
+            on_refused=self._join_refused,
         )
         self.failure: P2PStoreError | None = None
         self.on_failure: Callable[[], None] = lambda: None
@@ -201,6 +206,7 @@ class Node:
                 nursery.start_soon(self.saver.run)
             nursery.start_soon(self.joining.watch_names, self.host)
             nursery.start_soon(self._watch_event_loop)
+            nursery.start_soon(self._restore_memory)
             task_status.started()
             self.process()
             try:
@@ -428,13 +434,40 @@ class Node:
             try:
                 async with self._limiter:
                     found = await trio.to_thread.run_sync(chunk_sums, segment.payload(entry))
-                if root_checksum(entry.length, found) != entry.version.root:
+                if root_checksum(entry.length, found) != entry.version.root or (
+                    entry.state is SlotState.LIVE and not segment.restore_object(entry, found)
+                ):
                     logger.error("the bytes of %r are spoilt in this peer's memory", entry.key)
                     self.core.drop_spoilt(entry, self.now)
             finally:
                 segment.let_go(entry)
         self._doubted.discard(digest)
         self.process()
+
+    def restore_header(self) -> None:
+        """Before a client maps this peer's memory: no client must keep others out."""
+        if self.core.segment.restore_header():
+            self._say_restored(1)
+
+    async def _restore_memory(self) -> None:
+        """Go over what only this peer may write in its memory, in small steps, as clients may write anywhere."""
+        while True:
+            await trio.sleep(RESTORE_SECONDS)
+            restored, damaged = self.core.segment.restore_some(RESTORE_COUNT)
+            for entry in damaged:
+                self.doubt_own_copy(entry.digest)
+            if restored or damaged:
+                self._say_restored(restored + len(damaged))
+
+    def _say_restored(self, count: int) -> None:
+        counters = self.core.counters
+        if not counters["memory_restored"]:
+            logger.error(
+                "a client wrote into the part of this peer's memory that only the peer may write: it was restored, and "
+                "will be again, without a word. A program that has this memory mapped writes where it should not",
+                extra={"event": "memory_restored"},
+            )
+        counters["memory_restored"] += count
 
     async def _check_returned(self, effect: CheckReturned) -> None:
         payloads = [self.core.segment.payload(entry) for entry in effect.entries]
@@ -651,15 +684,26 @@ class Node:
         await self.joining.contact(self.host, effect.addresses)
 
     def _refused(self, peer_id: PeerId, error: LinkError) -> None:
-        """A peer does not admit this one. When that is the first answer of all, this peer ends rather
-        than serve a cluster of its own unnoticed."""
-        self.watch.measures.refused_by_members += 1
+        """A peer does not admit this one. When that is all that the addresses which the user named lead to, this peer
+        ends rather than serve a cluster of its own unnoticed (`_join_refused`)."""
+        named = self.joining.refused(peer_id, error)
+        if named or self.core.gossip.membership.get(peer_id) is not None:
+            self.watch.measures.refused_by_members += 1
+        if self.failure is None and peer_id not in self._refused_by:
+            self._refused_by.add(peer_id)
+            logger.warning(
+                "refused by the peer at %s%s: %s; going on without it",
+                ", ".join(self.core.gossip.addresses_of(peer_id)),
+                "" if named else ", which was remembered from earlier",
+                error,
+                extra={"event": "refused", "peer_id": format_peer_id(peer_id)},
+            )
+
+    def _join_refused(self, address: str, error: LinkError) -> None:
         if not self.contacted.is_set():
             refused = error.code is not Code.PROTOCOL_MISMATCH
-            self.fail((AuthenticationFailed if refused else ProtocolMismatch)(str(error)))
-        elif peer_id not in self._refused_by:
-            self._refused_by.add(peer_id)
-            logger.warning("refused: %s", error)
+            kind = AuthenticationFailed if refused else ProtocolMismatch
+            self.fail(kind(f"{address} refuses this peer: {error}"))
 
     # --- leaving -----------------------------------------------------------------------------
 

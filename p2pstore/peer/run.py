@@ -22,12 +22,12 @@ import p2pstore
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError, P2PStoreError
 from p2pstore.invite import Invite
-from p2pstore.local.paths import unreachable_by_others
+from p2pstore.local.paths import own_directory, unreachable_by_others
 from p2pstore.nursery import open_background_nursery, sole_cause
 from p2pstore.peer.api import Peer, open_peer
 from p2pstore.peer.logs import configure_logs, reopen_logs, send_stderr_to_log
 from p2pstore.peer.service_manager import ServiceManager
-from p2pstore.places import keep
+from p2pstore.places import kept
 from p2pstore.terminal import has_terminal
 from p2pstore.topology.matrix import is_matrix
 
@@ -45,17 +45,20 @@ def run_peer(config: PeerConfig, invite: Invite | None = None, *, detached: bool
     """Run a peer until SIGINT, SIGTERM or `mooncake-p2p leave`; SIGHUP opens the log file anew and has the
     peer read its key and allow files again.
 
-    Prints `ready {...}` on stdout when it can serve. `invite` is kept in the state directory, for the next
-    start. `detached` is for a process of its own session: it logs to the state directory unless told
-    otherwise, and after `ready` holds on to nothing of who started it. Raises what `open_peer` raises. A
-    second signal ends the process at once. A service manager that started this process (NOTIFY_SOCKET) is told when
-    it serves, reloads and leaves, and hears from its event loop.
+    Prints `ready {...}` on stdout when it can serve. `invite` is kept in the state directory, for the next start,
+    unless the peer is refused or cannot start. `detached` is for a process of its own session: it logs to the state
+    directory unless told otherwise, and after `ready` holds on to nothing of who started it. Raises what
+    `open_peer` raises. A second signal ends the process at once. A service manager that started this process
+    (NOTIFY_SOCKET) is told when it serves, reloads and leaves, and hears from its event loop.
     """
     if not sys.platform.startswith("linux"):
         raise ConfigError("p2pstore runs on Linux only: it needs memfd, SCM_RIGHTS and /proc")
     settled = _with_absolute_paths(config.checked())
-    if invite is not None and settled.state_dir is not None:
-        keep(invite, settled.state_dir)
+    with kept(invite, settled.state_dir):
+        _run_settled(settled, detached)
+
+
+def _run_settled(settled: PeerConfig, detached: bool) -> None:
     if detached and settled.log_file is None and settled.state_dir is not None:
         Path(settled.state_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         settled = msgspec.structs.replace(
@@ -173,6 +176,12 @@ def _say_started(peer: Peer) -> None:
         peer.socket,
         extra={"event": "listening", "peer_id": peer.peer_id},
     )
+    if config.state_dir is not None and Path(config.state_dir).is_relative_to(own_directory()):
+        logger.warning(
+            "this user has no home directory: what this peer has to remember is in %s, which the machine may remove at "
+            "its next start. Name a place that lasts with --state-dir, or set XDG_STATE_HOME",
+            config.state_dir,
+        )
     if peer.metrics is not None:
         logger.info("status page: http://%s/", peer.metrics, extra={"event": "status_page"})
     if config.socket_mode_bits() & 0o077:

@@ -72,7 +72,7 @@ class StateSaver:
         """Write floors, clock and address book, in a thread: disks take long."""
         async with self._saving:
             gossip = self._core.gossip
-            addresses = [each for _, book in gossip.address_book() for each in book]
+            addresses = gossip.addresses_to_keep()
             kept = gossip.cluster_records
             crowded = self.state.floors_in_file > 2 * len(kept) + FLOORS_SLACK
             lost, self._lost_unsaved = self._lost_unsaved, False

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import logging
 import os
-import pwd
 import stat
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -15,9 +14,9 @@ from typing import Final
 
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB, format_bytes
+from p2pstore.place_owners import file_system, lock_owner, mount_point, user_name
 from p2pstore.ssd_tier.aligned import aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES
-from p2pstore.ssd_tier.place_owners import file_system, lock_owner, mount_point
 from p2pstore.ssd_tier.superblock import SUPERBLOCK_MAGIC
 
 FILE_NAME: Final = "cold.log"
@@ -266,7 +265,7 @@ def _use_direct_io(place: OpenPlace) -> None:
 def _unusable(path: Path, error: OSError) -> ConfigError:
     match error.errno:
         case errno.EACCES | errno.EPERM:
-            me = _user_name(os.geteuid())
+            me = user_name(os.geteuid())
             cure = f"{_owner_of(path)}; give it to the user that runs this peer ({me}), or name another"
         case errno.EROFS:
             cure = "its file system is mounted read-only: mount it for writing, or name another"
@@ -283,12 +282,5 @@ def _owner_of(path: Path) -> str:
     """Whose it is, or whose the directory is in which it cannot even be seen."""
     for each in (path, path.parent):
         with suppress(OSError):
-            return f"{each} belongs to {_user_name(each.stat().st_uid)}"
+            return f"{each} belongs to {user_name(each.stat().st_uid)}"
     return "it is somewhere where this user may not look"
-
-
-def _user_name(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user {number}"

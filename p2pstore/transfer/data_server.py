@@ -13,10 +13,12 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any, Final
 
 import trio
 
+from p2pstore.accepting import Accepting
 from p2pstore.allowlist import AllowList
 from p2pstore.config import join_address, split_address
 from p2pstore.errors import (
@@ -246,28 +248,18 @@ class DataServer:
         return known and self._allowed.allows(claims.issuer)
 
     async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> None:
-        while True:
-            try:
-                sock, address = listener.accept()
-            except BlockingIOError:
-                await trio.lowlevel.wait_readable(listener.fileno())
-                continue
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self._log.warning("accept", f"cannot accept data connections: {error}")
-                    await trio.sleep(0.1)
-                else:  # the connection was gone before it was accepted
-                    await trio.lowlevel.checkpoint()
-                continue
-            host = str(address[0])
-            if self.connections >= self._limits.connections:
-                self._log.warning(
-                    "full", f"{self.connections} data connections are open: refused {host}"
-                )
-                sock.close()
-            else:
-                self._let_in(sock, host, nursery)
-            await trio.lowlevel.checkpoint()
+        with closing(Accepting(logger, "others, for objects,")) as accepting:
+            while True:
+                sock, address = await accepting.accept(listener)
+                host = str(address[0])
+                if self.connections >= self._limits.connections:
+                    self._log.warning(
+                        "full", f"{self.connections} data connections are open: refused {host}"
+                    )
+                    sock.close()
+                else:
+                    self._let_in(sock, host, nursery)
+                await trio.lowlevel.checkpoint()
 
     def _let_in(self, sock: socket.socket, host: str, nursery: trio.Nursery) -> None:
         """Wait for a stranger's hello, unless too many do already; another stranger may have to go for it."""

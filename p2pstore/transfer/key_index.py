@@ -50,6 +50,20 @@ class KeyIndex:
         start = hole * INDEX_ENTRY_BYTES
         self._section[start : start + INDEX_ENTRY_BYTES] = _UNUSED
 
+    def restore(self, first: int, count: int) -> int:
+        """Write entries anew that another process changed; how many there were."""
+        restored = 0
+        for position in range(first, min(first + count, self._entries)):
+            digest = self._digests[position]
+            start = position * INDEX_ENTRY_BYTES
+            expected = (
+                _UNUSED if digest is None else encode_index_entry(digest, self._slots[position])
+            )
+            if self._section[start : start + INDEX_ENTRY_BYTES] != expected:
+                self._section[start : start + INDEX_ENTRY_BYTES] = expected
+                restored += 1
+        return restored
+
     def detach(self) -> None:
         """Let go of the memory."""
         self._section = memoryview(b"")

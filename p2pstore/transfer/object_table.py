@@ -1,7 +1,8 @@
 """What a segment's owner publishes: header, key index, object slots and trailers. Pure.
 
 The order of writes matters to readers: trailer, slot, index entry when an object appears; index
-entry, then slot when it goes. Nothing that was written is believed when it is read back.
+entry, then slot when it goes. Nothing that was written is believed when it is read back: clients that write map it
+all, and may write anywhere. What they spoil is written anew (`restore_header` and the like).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from p2pstore.transfer.layout import (
     SegmentState,
     Slot,
     SlotState,
+    TrailerBody,
     decode_index_entry,
     decode_trailer,
     encode_segment_header,
@@ -84,7 +86,8 @@ class ObjectTable:
         slots = memory[geometry.slots_offset : slots_end]
         self._slots: NDArray[np.uint8] = slots.reshape(-1, SLOT_BYTES)
         header = SegmentHeader(segment_id, incarnation, geometry, SegmentState.OPEN)
-        self._write(0, encode_segment_header(header))
+        self._header = encode_segment_header(header)
+        self._write(0, self._header)
 
     def take_slot(self) -> int | None:
         """A free slot number, the one freed last if there is one; None when all are taken."""
@@ -165,9 +168,48 @@ class ObjectTable:
         )
         return {digest: slot for digest, slot, used in entries if used}
 
+    def restore_header(self) -> bool:
+        """Write the header anew if another process wrote there. Whether it had."""
+        return self._restore(0, self._header)
+
+    def restore_index(self, first: int, count: int) -> int:
+        """The same for entries of the index; how many were changed."""
+        return self._index.restore(first, count)
+
+    def restore_slot(self, number: int, held: ObjectEntry | Reservation | None) -> bool:
+        """The same for the slot of what is held there."""
+        if isinstance(held, ObjectEntry):
+            expected = encode_slot(slot_of(held))
+        elif held is None:
+            expected = FREE_SLOT
+        else:  # nobody reads it
+            return False
+        return self._restore(self._slot_offset(number), expected)
+
+    def restore_trailer(self, entry: ObjectEntry, sums: bytes) -> bool:
+        """The same for the trailer of an object whose payload has these chunk sums. False, too, when it cannot be made
+        anew."""
+        trailer = TrailerBody(
+            *(entry.namespace, entry.key, sums, entry.expires_unix_ms, entry.replicas),
+            *(int(entry.pin), entry.dtype, tuple(entry.shape)),
+        )
+        packed = encode_trailer(trailer)
+        if len(packed) != entry.trailer_length:
+            return False
+        return self._restore(entry.offset + trailer_offset(entry.length), packed)
+
+    def _restore(self, offset: int, expected: bytes) -> bool:
+        if self._buffer[offset : offset + len(expected)] == expected:
+            return False
+        self._write(offset, expected)
+        return True
+
     def close(self) -> None:
         """Mark the segment as one that nobody keeps any more."""
-        self._write(SEGMENT_STATE_OFFSET, int(SegmentState.CLOSED).to_bytes(4, "little"))
+        begin, end = SEGMENT_STATE_OFFSET, SEGMENT_STATE_OFFSET + 4
+        closed = int(SegmentState.CLOSED).to_bytes(4, "little")
+        self._header = self._header[:begin] + closed + self._header[end:]
+        self._write(0, self._header)  # all of it: the next life may begin with this memory
 
     def detach(self) -> None:
         """Let go of the buffer."""

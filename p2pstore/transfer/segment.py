@@ -135,6 +135,8 @@ class Segment:
         self._withdrawn: list[ObjectEntry] = []
         self._returned: dict[bytes, ObjectEntry] = {}
         self._closed = False
+        self._next_index = self._next_slot = 0
+        """Where `restore_some` goes on."""
         self._begin_with(kept, now)
 
     # --- figures -----------------------------------------------------------------------------
@@ -607,6 +609,42 @@ class Segment:
         self._marks = None
         self._hazards.drop_all()
         self._table.detach()
+
+    # --- what others wrote where only the owner may ------------------------------------------
+
+    def restore_header(self) -> bool:
+        """Write the header anew if a client wrote there, so that others can map this segment. Whether one had."""
+        return not self._closed and self._table.restore_header()
+
+    def restore_some(self, count: int) -> tuple[int, list[ObjectEntry]]:
+        """Look at the header, and at the next `count` index entries and slots: what a client changed there is written
+        anew. How many there were, and the objects whose trailers are damaged (`restore_object`). About 3 us each."""
+        if self._closed:
+            return 0, []
+        restored = int(self._table.restore_header())
+        restored += self._table.restore_index(self._next_index, count)
+        self._next_index = (self._next_index + count) % self.geometry.index_entries
+        damaged = []
+        last = min(self._next_slot + count, self.geometry.slots)
+        for number in range(self._next_slot, last):
+            held = self._held.get(number)
+            restored += self._table.restore_slot(number, held)
+            if isinstance(held, ObjectEntry) and held.state is SlotState.LIVE:
+                trailer = decode_trailer(self._table.trailer_bytes(held))
+                if trailer is None or not trailer_matches(trailer, slot_of(held)):
+                    damaged.append(held)
+        self._next_slot = last % self.geometry.slots
+        return restored, damaged
+
+    def restore_object(self, entry: ObjectEntry, sums: bytes) -> bool:
+        """Write anew what says that a live object is there, whose payload has these chunk sums. Whether readers find
+        and accept it now."""
+        if self._closed or entry.state is not SlotState.LIVE:
+            return False
+        self._table.restore_trailer(entry, sums)
+        self._table.publish_returned(entry)
+        trailer = decode_trailer(self._table.trailer_bytes(entry))
+        return trailer is not None and trailer_matches(trailer, slot_of(entry))
 
     # --- what an earlier life left -----------------------------------------------------------
 

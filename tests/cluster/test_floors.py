@@ -12,6 +12,7 @@ import trio
 from p2pstore import PeerConfig, errors
 from p2pstore.core import sweeping
 from p2pstore.peer import Peer, open_peer
+from p2pstore.statedir import StateDirectory
 
 
 async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
@@ -83,15 +84,15 @@ async def test_what_was_seen_of_floors_survives_a_restart(tmp_path: Path) -> Non
         await one.remove("k")
         member = one.node.core.member
         await until(lambda: one.node.core.gossip.floors.synchronised)
-        one.node.core.gossip.cluster_records.floors.raise_horizon({7: 1 << 60, 8: 5})
         stamp = one.node.core.clock.latest
+        one.node.core.gossip.cluster_records.floors.raise_horizon({7: stamp, 8: 5})
         one.node.core.gossip.floors.seen[77] = stamp
     kept = json.loads((tmp_path / "a" / "state.json").read_text())
     assert kept["floors_seen"][f"{member:016x}"] > 0
-    assert kept["floors_horizon"] == {"0000000000000007": 1 << 60, "0000000000000008": 5}
+    assert kept["floors_horizon"] == {"0000000000000007": stamp, "0000000000000008": 5}
     async with open_peer(config(tmp_path, "a")) as one:
         records = one.node.core.gossip.cluster_records
-        assert records.floors.horizon[7] == 1 << 60
+        assert records.floors.horizon[7] == stamp
         assert len(records) == 1
         seen = one.node.core.gossip.floors.seen
         assert seen.keys() == {member, 77}
@@ -113,3 +114,29 @@ async def test_a_horizon_reaches_a_peer_that_was_away(tmp_path: Path) -> None:
         await until(lambda: not other.node.core.segment.object_count)
         await until(lambda: not one.contains_nowait("k"))
         assert other.node.core.counters["horizons_missed"] == 1
+
+
+async def test_floors_that_are_damaged_come_back_from_a_neighbour(tmp_path: Path) -> None:
+    """And meanwhile this peer does not claim to have seen them: what they forbid would come back."""
+    async with open_peer(config(tmp_path, "b")) as other:
+        async with open_peer(config(tmp_path, "a", other)) as one:
+            await until(lambda: other.node.core.live_peers())
+            for number in range(10):
+                await one.put(f"k{number}", b"value")
+                await one.remove(f"k{number}")
+            floors = other.node.core.gossip.cluster_records
+            await until(lambda: len(floors) == 10)
+            await until(lambda: len(one.node.core.floors.seen_to_save) > 0)
+        file = tmp_path / "a" / "floors.bin"
+        whole = bytearray(file.read_bytes())
+        whole[len(whole) // 2] ^= 4
+        file.write_bytes(whole)
+        with StateDirectory.open(tmp_path / "a") as state:
+            assert len(state.load_floors()) == 9
+            assert state.floors_seen == {}
+        file.write_bytes(whole[:-30])  # and once more, for a peer to find
+        async with open_peer(config(tmp_path, "a", other)) as one:
+            await until(lambda: len(one.node.core.gossip.cluster_records) == 10)
+            assert one.node.core.gossip.cluster_records.hash == floors.hash
+            problems = (await one.statistics())["peer"]["problems"]
+            assert any("was damaged when it started" in each["what"] for each in problems)

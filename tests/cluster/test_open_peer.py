@@ -23,6 +23,8 @@ from p2pstore.keyring import new_cluster_key
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer, saving
 from p2pstore.routing import Costs, Router
+from p2pstore.statedir import StateDirectory
+from p2pstore.transfer.layout import SLOT_BYTES, trailer_offset
 from p2pstore.transfer.messages import DataKind, Locations, Lookup, Replicate
 from p2pstore.transfer.policies.least_recently_used import LeastRecentlyUsed
 from p2pstore.transfer.policies.prefix_aware import PrefixAware
@@ -340,6 +342,65 @@ async def test_another_cluster_is_refused(tmp_path: Path) -> None:
             async with open_peer(config(tmp_path, "b", a, cluster="two")) as b:
                 with trio.fail_after(15):
                     await b.node.leave_requested.wait()
+
+
+def book(state: str) -> str:
+    return Path(state, "addresses.json").read_text()
+
+
+async def test_a_failed_join_leaves_nothing_behind(tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    async with (
+        open_peer(config(tmp_path, "a", cluster="one")) as wrong,
+        open_peer(config(tmp_path, "c", cluster="two")) as right,
+    ):
+        for _ in range(2):
+            with pytest.raises(errors.AuthenticationFailed, match=wrong.control):
+                async with open_peer(
+                    config(tmp_path, "b", wrong, cluster="two", state_dir=state)
+                ) as b:
+                    with trio.fail_after(15):
+                        await b.node.leave_requested.wait()
+            assert wrong.control not in book(state)
+        async with open_peer(config(tmp_path, "b", right, cluster="two", state_dir=state)) as b:
+            await until(lambda: b.node.core.live_peers())
+
+
+async def test_a_remembered_address_of_another_cluster_is_no_reason_to_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Addresses are given to others in time, and earlier versions remembered whoever refused them."""
+    state = str(tmp_path / "state")
+
+    async def refused() -> None:
+        await until(lambda: "which was remembered from earlier" in caplog.text)
+
+    async with open_peer(config(tmp_path, "a", cluster="one")) as wrong:
+        with StateDirectory.open(state) as directory:
+            directory.save_addresses([wrong.control])
+        async with open_peer(config(tmp_path, "b", cluster="two", state_dir=state)) as b:
+            await refused()  # with nothing else to go by it serves alone
+            await b.put("k", b"alone")
+            assert wrong.control in caplog.text
+        caplog.clear()
+        async with open_peer(config(tmp_path, "c", cluster="two")) as right:
+            with StateDirectory.open(state) as directory:
+                directory.save_addresses([wrong.control])
+            both = config(tmp_path, "b", right, cluster="two", state_dir=state)
+            async with open_peer(both) as b:
+                await until(lambda: b.node.core.live_peers())
+            assert right.control in book(state)
+            assert wrong.control not in book(state)
+
+
+async def test_of_several_addresses_one_that_admits_is_enough(tmp_path: Path) -> None:
+    async with (
+        open_peer(config(tmp_path, "a", cluster="one")) as wrong,
+        open_peer(config(tmp_path, "c", cluster="two")) as right,
+        open_peer(config(tmp_path, "b", wrong, right, cluster="two")) as b,
+    ):
+        await until(lambda: b.node.core.live_peers())
+        assert b.node.failure is None
 
 
 async def test_a_dead_bootstrap_address_is_retried_and_the_peer_serves_alone(
@@ -664,3 +725,39 @@ async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies
                 DataKind.REPLICATE,
                 Replicate(entry.digest, entry.version.clock, entry.version.writer, 5),
             )
+
+
+async def test_a_stray_write_of_a_client_harms_nobody_for_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client that writes maps all of its peer's memory, and may write anywhere in it."""
+    value = bytes(range(256)) * 20
+    async with (
+        open_peer(config(tmp_path, "a")) as peer,
+        p2pstore.connect(peer.socket) as careless,
+    ):
+        await careless.put("k", value)
+        entry = peer.node.core.segment.entries()[0]
+        memory = careless._link.connection.segments[0]
+        geometry = peer.node.core.segment.geometry
+        slot = geometry.slots_offset + entry.slot * SLOT_BYTES
+        trailer = entry.offset + trailer_offset(entry.length)
+        for begin, end in (
+            (0, geometry.index_offset),
+            (geometry.index_offset, geometry.slots_offset),
+            (slot, slot + SLOT_BYTES),
+            (trailer, trailer + entry.trailer_length),
+            (0, geometry.data_offset),
+        ):
+            memory[begin:end] = b"\xff" * (end - begin)
+            with trio.fail_after(10):
+                async with p2pstore.connect(peer.socket) as client:
+                    while True:
+                        try:
+                            assert await client.get("k") == value
+                            break
+                        except errors.P2PStoreError:
+                            await trio.sleep(0.01)
+                    assert (await client.put("k", value)).status == "unchanged"
+                    await client.put("other", b"x", overwrite=True)
+        assert "a client wrote into the part of this peer's memory" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import gc
 import logging
 import os
@@ -44,8 +45,8 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
+from p2pstore.local import listener, paths, requests
 from p2pstore.local import messages as local
-from p2pstore.local import paths, requests
 from p2pstore.local.connection import LocalConnection
 from p2pstore.local.listener import MAX_CONNECTIONS, listen_at
 from p2pstore.local.messages import Access, LocalKind
@@ -1094,20 +1095,42 @@ def test_a_client_with_read_access_cannot_write(peer: SmallPeer) -> None:
         connection.close()
 
 
-def test_a_socket_that_cannot_be_given_to_its_group_is_not_left_behind(
+async def test_a_socket_that_cannot_be_given_to_its_group_is_not_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, follow_symlinks: bool) -> None:
+        assert not follow_symlinks
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "chown", refuse)
     path = tmp_path / "s"
     with pytest.raises(ConfigError, match=r"socket_group: this user .* be a member"):
-        listen_at(path, 0o660, "root")
+        await listen_at(path, 0o660, "root")
     assert not path.exists()
     with pytest.raises(ConfigError, match="no group 'nobody-has-this'"):
-        listen_at(path, 0o660, "nobody-has-this")
+        await listen_at(path, 0o660, "nobody-has-this")
     assert not path.exists()
+
+
+async def test_a_lock_that_somebody_holds_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user may have it who can read the directory."""
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with trio.move_on_after(0.1) as stopping:  # as SIGTERM does
+            await listen_at(tmp_path / "s", 0o600, None)
+        assert stopping.cancelled_caught
+        monkeypatch.setattr(listener, "LOCK_SECONDS", 0.1)
+        with pytest.raises(
+            ConfigError, match=rf"process {os.getpid()} .*flock.*{tmp_path}.*end it"
+        ):
+            await listen_at(tmp_path / "s", 0o600, None)
+        assert not (tmp_path / "s").exists()
+    finally:
+        os.close(descriptor)
+    (await listen_at(tmp_path / "s", 0o600, None)).close()
 
 
 def test_an_unknown_request_is_unsupported(peer: SmallPeer) -> None:

@@ -18,10 +18,28 @@ def test_the_living_come_before_those_that_are_gone() -> None:
     assert book == [(peer_id_of(number), (address_of(number),)) for number in (2, 1)]
 
 
-def test_an_address_that_led_to_a_peer_is_kept_until_its_record_is_known() -> None:
+def test_an_address_is_kept_once_the_peer_there_has_admitted_this_one() -> None:
+    """Who answers there may be of another cluster: that shows when it is asked something."""
     network = Network(seed=1)
     node = network.start(0)
     addresses = ("10.0.0.9:17946",)
     node.gossip.add_bootstrap(addresses)
     node.gossip.contacted(peer_id_of(9), addresses, network.now)
+    assert node.gossip.addresses_to_keep() == []
+    assert node.gossip.addresses_of(peer_id_of(9)) == list(addresses)
+    node.gossip.contacts.admitted(peer_id_of(9))
     assert node.gossip.address_book() == [(peer_id_of(9), addresses)]
+
+
+def test_what_an_earlier_run_left_stays_until_this_peer_was_admitted_somewhere() -> None:
+    """Else a peer that starts first, and is stopped before the others come, would never find them again."""
+    network = Network(seed=1)
+    first, second = network.start_all(2)
+    node = network.start(2)
+    node.gossip.load_address_book([(None, ("10.0.0.9:17946",))])
+    assert node.gossip.addresses_to_keep() == ["10.0.0.9:17946"]
+    node.gossip.add_bootstrap([address_of(0)])
+    assert network.run(20, network.converged)
+    assert set(node.gossip.addresses_to_keep()) == {address_of(0), address_of(1)}
+    assert first.gossip.joined
+    assert second.gossip.joined

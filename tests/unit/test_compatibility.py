@@ -579,7 +579,6 @@ async def test_a_data_server_that_picks_another_version_is_refused(
     [
         ("identity.key", b"p2pstore identity 2\nsomething else\n"),
         ("state.json", b'{"format":2,"incarnation":"no number any more"}'),
-        ("addresses.json", b'{"format":2}'),
         ("floors.bin", b"P2PSFLR\0\x02\0\0\0what follows"),
     ],
 )

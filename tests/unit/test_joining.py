@@ -65,6 +65,7 @@ class Net:
     own: set[str] = field(default_factory=set)
     twins: set[str] = field(default_factory=set)
     twins_met: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
     records: list[str] = field(default_factory=list)
     dialled: list[str] = field(default_factory=list)
     settled: trio.Event = field(default_factory=trio.Event)
@@ -98,6 +99,7 @@ class Net:
             rng=Random(1),
             settled=self.settled,
             on_twin=self.twins_met.append,
+            on_refused=lambda address, error: self.refusals.append(address),
         )
 
 
@@ -130,7 +132,7 @@ async def test_all_records_of_a_name_are_used(net: Net) -> None:
     assert sorted(net.dialled) == net.records
     assert {(B, ("10.0.0.2:1",)), (C, ("10.0.0.3:1",))} < set(net.gossip.met)
     assert net.gossip.met[-1][1] == ("pool:1",)
-    assert set(net.gossip.contacts.book().values()) == {("10.0.0.2:1",), ("10.0.0.3:1",)}
+    assert set(net.gossip.contacts.known_at().values()) == {("10.0.0.2:1",), ("10.0.0.3:1",)}
 
 
 async def test_a_name_that_stands_for_this_peer_alone_is_tried_again(net: Net) -> None:

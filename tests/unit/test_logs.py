@@ -15,6 +15,7 @@ import pytest
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.peer.logs import BURST, configure_logs, reopen_logs
+from p2pstore.regular_file import open_log_file
 
 
 @pytest.fixture
@@ -187,3 +188,29 @@ def test_a_line_torn_by_a_full_disk_spoils_no_other(
     assert len(first) == 30
     assert second.endswith("whole (2 lines before it could not be written)")
     assert third.endswith("as usual")
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another user may write, the name of the log may lead to any file of this one."""
+    victim, link = tmp_path / "victim", tmp_path / "peer.log"
+    victim.write_text("precious")
+    link.symlink_to(victim)
+    os.close(open_log_file(link))  # this user's own, in a directory of its own
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"peer.log is a link that another user"):
+        open_log_file(link)
+    tmp_path.chmod(0o1777)  # nobody else can exchange it
+    os.close(open_log_file(link))
+    if os.geteuid() == 0:
+        os.chown(link, 12345, -1, follow_symlinks=False)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(ConfigError, match=r"log_file: .*is a link that another user"):
+        configure_logs(PeerConfig(log_file=str(link)))
+    assert victim.read_text() == "precious"
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "peer.log")
+    with pytest.raises(ConfigError, match=r"log_file: .*cannot be written"):
+        configure_logs(PeerConfig(log_file=str(tmp_path / "peer.log")))

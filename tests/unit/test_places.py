@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.errors import ConfigError
+from p2pstore.errors import AuthenticationFailed, ConfigError
 from p2pstore.invite import Invite, parse_invite
-from p2pstore.places import BY_NAME, keep, settle, state_root
+from p2pstore.places import BY_NAME, kept, settle, state_root
 from p2pstore.settings import Settings, load_settings
 from p2pstore.statedir import StateDirectory, StateDirectoryInUse
 
@@ -21,6 +21,11 @@ INVITE = Invite("blue", ("10.0.0.1:17946",), (KEY,))
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     return tmp_path / "mooncake-p2p"
+
+
+def keep_joined(invite: Invite, state_dir: str) -> None:
+    with kept(invite, state_dir):
+        pass
 
 
 def said(**flags: object) -> Settings:
@@ -74,7 +79,7 @@ def test_an_invite_is_below_what_somebody_said(home: Path) -> None:
 
 
 def test_the_invite_of_an_earlier_start_is_remembered(home: Path) -> None:
-    keep(INVITE, str(home / "n"))
+    keep_joined(INVITE, str(home / "n"))
     for name in ("invite", "cluster.key"):
         assert stat.S_IMODE((home / "n" / name).stat().st_mode) == 0o600
     assert KEY.hex() in (home / "n" / "cluster.key").read_text()
@@ -86,22 +91,40 @@ def test_the_invite_of_an_earlier_start_is_remembered(home: Path) -> None:
 
     later = Invite("green", ("10.0.0.2:1",), (b"2" * 32,))
     assert settle(said(name="n"), later).config().cluster == "green"
-    keep(later, str(home / "n"))
+    keep_joined(later, str(home / "n"))
     assert settle(said(name="n")).config().bootstrap == ["10.0.0.2:1"]
 
 
+@pytest.mark.parametrize("before", [None, Invite("red", ("10.0.0.9:1",))])
+def test_an_invite_by_which_nobody_admits_this_peer_is_forgotten(
+    home: Path, before: Invite | None
+) -> None:
+    """Else every later start would go by it."""
+    if before is not None:
+        keep_joined(before, str(home / "n"))
+    with pytest.raises(AuthenticationFailed), kept(INVITE, str(home / "n")):
+        assert settle(said(name="n")).config().cluster == "blue"
+        raise AuthenticationFailed("wrong cluster key")
+    config = settle(said(name="n")).config()
+    assert (config.cluster, config.cluster_key_file) == ("red" if before else "default", None)
+    assert not (home / "n" / "cluster.key").exists()
+    with pytest.raises(KeyboardInterrupt), kept(INVITE, str(home / "n")):
+        raise KeyboardInterrupt  # the others may come later
+    assert settle(said(name="n")).config().cluster == "blue"
+
+
 def test_a_running_peer_keeps_its_key(home: Path) -> None:
-    keep(INVITE, str(home / "n"))
+    keep_joined(INVITE, str(home / "n"))
     with (
         StateDirectory.open(home / "n"),
         pytest.raises(StateDirectoryInUse, match="in use by process"),
     ):
-        keep(Invite("green", ("10.0.0.2:1",), (b"2" * 32,)), str(home / "n"))
+        keep_joined(Invite("green", ("10.0.0.2:1",), (b"2" * 32,)), str(home / "n"))
     assert KEY.hex() in (home / "n" / "cluster.key").read_text()
 
 
 def test_a_kept_invite_that_is_damaged_or_open_to_others(home: Path) -> None:
-    keep(INVITE, str(home / "n"))
+    keep_joined(INVITE, str(home / "n"))
     file = home / "n" / "invite"
     file.write_text(file.read_text()[:-5])
     with pytest.raises(ConfigError, match="torn"):
@@ -114,7 +137,7 @@ def test_a_kept_invite_that_is_damaged_or_open_to_others(home: Path) -> None:
 
 
 def test_a_kept_invite_whose_key_is_gone_is_not_followed_without_it(home: Path) -> None:
-    keep(INVITE, str(home / "n"))
+    keep_joined(INVITE, str(home / "n"))
     kept = (home / "n" / "invite").read_text()
     assert parse_invite(kept) == Invite("blue", ("10.0.0.1:17946",))  # as earlier versions read it
     key = home / "n" / "cluster.key"
@@ -124,5 +147,5 @@ def test_a_kept_invite_whose_key_is_gone_is_not_followed_without_it(home: Path) 
     assert settle(said(name="n", cluster_key_file="own")).config().cluster_key_file == "own"
     key.symlink_to(key)  # cannot be read, which is for whoever reads it to say
     assert settle(said(name="n")).config().cluster_key_file == str(key)
-    keep(Invite("blue", ("10.0.0.1:17946",)), str(home / "m"))
+    keep_joined(Invite("blue", ("10.0.0.1:17946",)), str(home / "m"))
     assert settle(said(name="m")).config().cluster_key_file is None

@@ -32,6 +32,7 @@ from p2pstore.transfer.layout import (
     encode_trailer,
     extent_bytes,
     plan_geometry,
+    trailer_offset,
 )
 from p2pstore.transfer.layout import Pin as PinKind
 from p2pstore.transfer.loans import Loan
@@ -945,3 +946,52 @@ def test_leases_and_reads_that_others_tell_of_are_counted() -> None:
     segment.touch(key_digest("never", NAMESPACE), 0, 101)
     found = [digest for digest, _ in segment.most_read.most(9, 101)]
     assert found == [key_digest("told", NAMESPACE), key_digest("leased", NAMESPACE)]
+
+
+# --- strays ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_what_clients_write_where_only_the_owner_may_is_restored(data: st.DataObject) -> None:
+    """They map all of it. Payloads are theirs to spoil; readers find out by the sums."""
+    segment, buffer = new_segment(granules=64, slots=16)
+    values = {f"k{number}": value_of(number, 3000) for number in range(8)}
+    entries = [put(segment, key, value) for key, value in values.items()]
+    segment.remove(entries[3].digest)
+    leased = segment.lease(entries[4], holder="h", now=0.0)
+    segment.remove(entries[4].digest)
+    owned = [range(segment.geometry.data_offset)]
+    for entry in entries:
+        if entry.state is SlotState.LIVE:
+            begin = entry.offset + trailer_offset(entry.length)
+            owned.append(range(begin, begin + entry.trailer_length))
+    for _ in range(data.draw(st.integers(min_value=1, max_value=8))):
+        place = data.draw(st.sampled_from(owned))
+        at = data.draw(st.sampled_from(place))
+        length = data.draw(st.integers(min_value=1, max_value=min(200, place.stop - at)))
+        buffer[at : at + length] = (
+            bytes([data.draw(st.integers(min_value=0, max_value=255))]) * length
+        )
+    segment.restore_header()
+    SegmentReader(memoryview(buffer))
+    for _ in range(8):
+        _, damaged = segment.restore_some(16)
+        for entry in damaged:
+            assert segment.restore_object(entry, chunk_sums(segment.payload(entry)))
+    assert segment.restore_some(64) == (0, [])
+    segment.release(leased, holder="h")
+    segment.check()
+    reader = SegmentReader(memoryview(buffer))
+    for key, value in values.items():
+        copied = bytearray(len(value))
+        found = reader.copy_into(key_digest(key, NAMESPACE), memoryview(copied))
+        assert (found is not None and copied == value) == (key not in ("k3", "k4"))
+
+
+def test_a_closed_segment_stays_closed() -> None:
+    segment, buffer = new_segment(granules=8, slots=4)
+    segment.close()
+    assert not segment.restore_header()
+    assert segment.restore_some(8) == (0, [])
+    assert not SegmentReader(memoryview(buffer)).is_open()

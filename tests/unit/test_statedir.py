@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import stat
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,9 @@ from hypothesis import strategies as st
 
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.records import SignedRecord
+from p2pstore.invite import Invite
 from p2pstore.keyring import new_cluster_key
+from p2pstore.objects import clock_from_unix_seconds
 from p2pstore.statedir import StateDirectory, ephemeral, load_cluster_key_file
 
 
@@ -68,7 +73,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 
 
 def test_up_to_where_floors_were_seen_and_dropped_comes_back(tmp_path: Path) -> None:
-    seen, horizon = {0xFEDC_BA98_7654_3210: (1 << 64) - 1, 1: 2}, {1: 1}
+    seen = {0xFEDC_BA98_7654_3210: clock_from_unix_seconds(time.time() + 5), 1: 2}
+    horizon = {1: 1}
     with StateDirectory.open(tmp_path) as state:
         assert state.floors_seen == state.floors_horizon == {}
         state.save_clock(5, floors_horizon=horizon)
@@ -151,24 +157,9 @@ def test_an_unfit_identity_is_refused_and_left_alone(
         ("state.json", b'{"format":2,"new":true}', "format 2, this program knows up to 1: upgrade"),
         ("state.json", b'{"format":1', "damaged"),
         ("state.json", b'{"format":0}', "never existed"),
-        (
-            "state.json",
-            b'{"format":1,"incarnation":1,"clock":1,"floors_seen":{"xyz":1}}',
-            "damaged",
-        ),
-        (
-            "state.json",
-            b'{"format":1,"incarnation":1,"clock":1,"floors_horizon":{"1":-1}}',
-            "damaged",
-        ),
         ("state.json", b'{"format":1,"clock":' + b"[" * 100_000, "damaged"),
-        ("addresses.json", b'{"format":1,"addresses":' + b"[" * 100_000, "damaged"),
         ("state.json", b'{"format":1,"incarnation":1,"clock":18446744073709551615}', "damaged"),
         ("state.json", b'{"format":1,"incarnation":1,"clock":-1}', "damaged"),
-        ("state.json", b'{"format":1,"incarnation":-1,"clock":1}', "damaged"),
-        ("state.json", b'{"format":1,"incarnation":18446744073709551615,"clock":1}', "damaged"),
-        ("addresses.json", b'{"format":3}', "format 3, this program knows up to 1"),
-        ("addresses.json", b'{"format":1,"addresses":7}', "damaged"),
         ("publishers.json", b'{"format":3}', "format 3, this program knows up to 1"),
         ("publishers.json", b'{"format":1,"publishers":[["n","m"]]}', "damaged"),
         ("publishers.json", b'{"format":1,"publishers":[["n","m","me"]]}', "not a peer id"),
@@ -213,15 +204,22 @@ def test_a_torn_tail_costs_only_the_torn_record(data: st.DataObject) -> None:
         assert state.load_floors() == [*records(whole), records(4)[3]]
 
 
-def test_a_full_disk_is_said_and_harms_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_said_and_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with StateDirectory.open(tmp_path) as state:
         state.next_incarnation(10)
-        (tmp_path / "state.json.new").symlink_to("/dev/full")
-        with pytest.raises(
-            OSError, match=r"state.json cannot be written: No space.*free some space"
-        ):
-            state.next_incarnation(20)
-        assert not (tmp_path / "state.json.new").is_symlink()
+
+        def full(descriptor: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(
+                OSError, match=r"state.json cannot be written: No space.*free some space"
+            ):
+                state.next_incarnation(20)
+        assert not (tmp_path / "state.json.new").exists()
         assert state.next_incarnation(11) == 11, "the failed save did not count"
     with StateDirectory.open(tmp_path) as state:
         assert state.next_incarnation(0) == 12
@@ -255,7 +253,7 @@ def test_cluster_key_files(tmp_path: Path) -> None:
         load_cluster_key_file(path)
 
 
-@pytest.mark.parametrize("name", ["state.json", "addresses.json", "floors.bin", "identity.key"])
+@pytest.mark.parametrize("name", ["state.json", "publishers.json", "floors.bin", "identity.key"])
 def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path, name: str) -> None:
     def use() -> None:
         with StateDirectory.open(tmp_path) as state:
@@ -278,10 +276,303 @@ def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path, name:
         use()
 
 
-def test_a_pipe_in_the_way_of_a_new_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("planted", ["link", "dangling", "pipe", "directory", "hard link", "file"])
+@pytest.mark.parametrize("name", ["addresses.json", "state.json", "floors.bin", "cluster.key"])
+def test_what_is_planted_in_the_way_of_a_file_is_never_written_to(
+    tmp_path: Path, name: str, planted: str
+) -> None:
+    """Whoever can write to the directory could have this user's files overwritten."""
+    folder, victim = tmp_path / "state", tmp_path / "victim"
+    victim.write_text("precious")
+    with StateDirectory.open(folder) as state:
+        for at in (folder / f"{name}.new", folder / name):
+            if at.exists():
+                at.unlink()
+            match planted:
+                case "link":
+                    at.symlink_to(victim)
+                case "dangling":
+                    at.symlink_to(tmp_path / "made")
+                case "pipe":
+                    os.mkfifo(at)
+                case "directory" if at.name != name:
+                    at.mkdir()
+                case "hard link":
+                    at.hardlink_to(victim)
+                case "file":
+                    at.write_text("x")
+        state.save_addresses(["10.0.0.1:1"])
+        state.save_invite(Invite("c", ("10.0.0.1:1",), (bytes(range(32)),)))
+        state.next_incarnation(7)
+        state.replace_floors(records(1))
+        state.save_publication("v", b"body")
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "made").exists()
+    with StateDirectory.open(folder) as state:
+        assert state.load_addresses() == ["10.0.0.1:1"]
+        assert state.load_floors() == records(1)
+        assert state.load_publications() == [("v", b"body")]
+        assert not state.damage
+
+
+def test_links_among_the_files_are_not_followed_by_appending_or_locking(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"P2PSFLR\0\x01\0\0\0")
+    folder = tmp_path / "state"
+    with StateDirectory.open(folder) as state:
+        (folder / "floors.bin").symlink_to(victim)
+        with pytest.raises(ConfigError, match=r"floors.bin is not a regular file but a link"):
+            state.append_floors(records(1))
+    (folder / "lock").unlink()
+    (folder / "lock").symlink_to(victim)
+    with pytest.raises(ConfigError, match=r"lock is not a regular file but a link"):
+        StateDirectory.open(folder)
+    assert victim.stat().st_size == 12
+
+
+def test_a_directory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But root's, as in containers, and with a word about what to do."""
+    own, owner = os.geteuid(), tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    if owner == 0:
+        StateDirectory.open(tmp_path).close()
+        os.chown(tmp_path, own + 2, -1)
+    with pytest.raises(ConfigError, match=rf"belongs to .*chown {own + 1} {tmp_path}"):
+        StateDirectory.open(tmp_path)
+
+
+# --- damage ----------------------------------------------------------------------------------
+
+
+def saved(folder: Path, count: int = 40) -> bytes:
+    """A state directory with floors that are all said to be seen; the bytes of its `floors.bin`."""
+    with StateDirectory.open(folder) as state:
+        state.append_floors(records(count))
+        state.save_clock(5, {1: 7}, {1: 3})
+    return (folder / "floors.bin").read_bytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_one_flipped_bit_costs_one_record_and_is_said(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        whole = bytearray(saved(Path(folder)))
+        # A digit of the format may turn it into that of a later program.
+        at = data.draw(st.integers(min_value=0, max_value=len(whole) - 1))
+        whole[at] ^= 1 << data.draw(st.integers(min_value=0, max_value=7))
+        Path(folder, "floors.bin").write_bytes(whole)
+        with StateDirectory.open(folder) as state:
+            assert state.floors_seen == {1: 7}
+            found = state.load_floors()
+            left = [each for each in records(40) if each in found]
+            assert found == left
+            assert len(found) >= 39
+            assert state.damage
+            assert state.floors_seen == {}
+            assert state.floors_horizon == {1: 3}
+            state.append_floors(records(41)[40:])
+        with StateDirectory.open(folder) as state:
+            assert state.load_floors() == [*left, *records(41)[40:]]
+            assert state.floors_seen == {}
+            assert not state.damage
+
+
+@pytest.mark.parametrize("cut", [0, 5, 12, 100, -1, None])
+def test_a_file_of_floors_that_is_shorter_than_it_was_has_lost_some(
+    tmp_path: Path, cut: int | None
+) -> None:
+    """A torn tail is only what was never said to be on the disk."""
+    whole = saved(tmp_path)
+    if cut is None:
+        (tmp_path / "floors.bin").unlink()
+    else:
+        (tmp_path / "floors.bin").write_bytes(whole[:cut])
     with StateDirectory.open(tmp_path) as state:
-        os.mkfifo(tmp_path / "addresses.json.new")
-        with pytest.raises(OSError, match=r"addresses.json cannot be written"):
-            state.save_addresses(["10.0.0.1:1"])
+        left = state.load_floors()
+        assert left == records(40)[: len(left)]
+        assert state.damage
+        assert state.floors_seen == {}
+
+
+def test_a_tail_that_was_never_promised_is_torn(tmp_path: Path) -> None:
+    with StateDirectory.open(tmp_path) as state:
+        state.append_floors(records(3))
+        state.save_clock(5, {1: 7})
+        state.append_floors(records(4)[3:])  # and the machine crashes
+    whole = (tmp_path / "floors.bin").read_bytes()
+    for tail in (whole[:-1], whole[:-20], whole[:-10] + bytes(10), whole + b"\0" * 50):
+        (tmp_path / "floors.bin").write_bytes(tail)
+        with StateDirectory.open(tmp_path) as state:
+            assert state.load_floors()[:3] == records(3)
+            assert not state.damage
+            assert state.floors_seen == {1: 7}
+
+
+def test_a_crash_while_floors_are_compacted_looks_like_no_damage(tmp_path: Path) -> None:
+    with StateDirectory.open(tmp_path) as state:
+        state.append_floors(records(40))
+        state.save_clock(5, {1: 7})
+        state.replace_floors(records(2))  # and the process is killed
+    with StateDirectory.open(tmp_path) as state:
+        assert state.load_floors() == records(2)
+        assert not state.damage
+        assert state.floors_seen == {1: 7}
+
+
+def test_floors_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+    """It says neither how much it wrote nor a sum."""
+    whole = saved(tmp_path)
+    (tmp_path / "state.json").write_text(
+        '{"format":1,"incarnation":3,"clock":4,"floors_seen":{"1":7}}'
+    )
+    with StateDirectory.open(tmp_path) as state:
+        assert state.load_floors() == records(40)
+        assert state.floors_seen == {1: 7}
+    (tmp_path / "state.json").write_text(
+        '{"format":1,"incarnation":3,"clock":4,"floors_seen":{"1":7}}'
+    )
+    (tmp_path / "floors.bin").write_bytes(whole[:-3])
+    with StateDirectory.open(tmp_path) as state:
+        assert state.load_floors() == records(39)
+        assert not state.damage
+
+
+FUTURE = clock_from_unix_seconds(time.time() + 86_400 * 365)
+CLOCK_NOW = clock_from_unix_seconds(time.time())
+
+
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("floors_horizon", {"1": FUTURE, "2": 5}),
+        ("floors_horizon", {"1": -1}),
+        ("floors_horizon", {"1": 1.5}),
+        ("floors_horizon", {"xyz": 1}),
+        ("floors_horizon", 7),
+        ("floors_horizon", None),
+        ("floors_seen", {"1": FUTURE, "2": 5}),
+        ("floors_seen", "all"),
+        ("incarnation", -1),
+        ("incarnation", "5"),
+        ("incarnation", True),
+        ("incarnation", 1 << 64),
+        ("incarnation", 1 << 61),
+        ("incarnation", None),
+        ("incarnation", 1000 * (int(time.time()) + 86_400 * 400)),
+    ],
+)
+def test_implausible_state_is_said_and_healed(
+    tmp_path: Path, field: str, value: object, summed: bool
+) -> None:
+    with StateDirectory.open(tmp_path) as state:
+        state.next_incarnation(10)
+        state.save_clock(CLOCK_NOW, {1: 7, 2: 5}, {2: 5})
+    edited = json.loads((tmp_path / "state.json").read_text()) | {field: value}
+    if not summed:
+        del edited["sum"]
+    (tmp_path / "state.json").write_text(json.dumps(edited))
+    now_ms = int(time.time() * 1000)
+    with StateDirectory.open(tmp_path) as state:
+        assert state.damage
+        assert state.clock == CLOCK_NOW
+        assert now_ms <= state.next_incarnation(now_ms) <= now_ms + 1
+        newest = max([*state.floors_seen.values(), *state.floors_horizon.values()], default=0)
+        assert newest <= CLOCK_NOW
+    with StateDirectory.open(tmp_path) as state:
+        assert not state.damage
+
+
+@pytest.mark.parametrize(("field", "value"), [("floors_bytes", "many"), ("sum", 5), ("memory", 7)])
+def test_fields_that_guard_others_may_be_nonsense(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    saved(tmp_path)
+    edited = json.loads((tmp_path / "state.json").read_text()) | {field: value}
+    (tmp_path / "state.json").write_text(json.dumps(edited))
+    with StateDirectory.open(tmp_path) as state:
+        assert state.damage
+        assert state.floors_seen == {}
+        assert state.last_segment_id == b""
+
+
+def test_what_was_edited_plausibly_is_not_believed_either(tmp_path: Path) -> None:
+    """That floors were seen which were not would bring back what was removed."""
+    saved(tmp_path)
+    text = (tmp_path / "state.json").read_text()
+    (tmp_path / "state.json").write_text(text.replace('":7', '":8'))
+    with StateDirectory.open(tmp_path) as state:
+        assert state.floors_seen == {}
+        assert state.damage
+    (tmp_path / "state.json").write_text(
+        json.dumps(json.loads(text), indent=4)
+    )  # spelled anew only
+    with StateDirectory.open(tmp_path) as state:
+        assert state.floors_seen == {1: 7}
+        assert not state.damage
+
+
+def test_of_a_clock_that_was_fast_what_was_seen_stays_seen(tmp_path: Path) -> None:
+    with StateDirectory.open(tmp_path) as state:
+        state.save_clock(CLOCK_NOW, {1: FUTURE, 2: 5}, {1: FUTURE, 2: 5})
+    with StateDirectory.open(tmp_path) as state:
+        assert CLOCK_NOW <= state.floors_seen[1] < FUTURE
+        assert state.floors_seen[2] == 5
+        assert state.floors_horizon == {2: 5}
+        assert len(state.damage) == 2
+
+
+def test_a_clock_that_was_not_set_yet_judges_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StateDirectory.open(tmp_path) as state:
+        state.next_incarnation(int(time.time() * 1000))
+        state.save_clock(CLOCK_NOW, {1: CLOCK_NOW}, {2: CLOCK_NOW})
+    monkeypatch.setattr(time, "time", lambda: 30.0)
+    with StateDirectory.open(tmp_path) as state:
+        assert not state.damage
+        assert state.floors_seen == {1: CLOCK_NOW}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"format":3}',
+        b'{"format":1,"addresses":7}',
+        b'{"format":1,"addresses":' + b"[" * 100_000,
+        b"\xff\xfe",
+        b"",
+        b"[]",
+        None,
+    ],
+)
+def test_a_damaged_address_book_is_begun_anew(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "addresses.json"
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content)
+    with StateDirectory.open(tmp_path) as state:
+        assert state.load_addresses() == []
+        assert len(state.damage) == 1
         state.save_addresses(["10.0.0.1:1"])
         assert state.load_addresses() == ["10.0.0.1:1"]
+
+
+def test_lines_of_the_address_book_that_are_no_addresses_are_left_out(tmp_path: Path) -> None:
+    with StateDirectory.open(tmp_path) as state:
+        state.save_addresses(["10.0.0.1:1", "nonsense", "host:99999", "[::1]:2"])
+        assert state.load_addresses() == ["10.0.0.1:1", "[::1]:2"]
+        assert state.damage
+
+
+def test_a_publication_that_cannot_be_read_costs_itself(tmp_path: Path) -> None:
+    with StateDirectory.open(tmp_path) as state:
+        for name in ("a", "b"):
+            state.save_publication(name, name.encode())
+        os.mkfifo(tmp_path / "published" / "pipe")
+        (tmp_path / "published" / "link").symlink_to(tmp_path / "identity.key")
+        assert state.load_publications() == [("a", b"a"), ("b", b"b")]
+        assert len(state.damage) == 2

@@ -62,6 +62,8 @@ def test_nothing_is_wrong() -> None:
         ({"lately": {"client_puts_failed": 2}}, "warning", "2 puts failed in the last 20 minutes"),
         ({"lately": {"objects_spoilt": 1}}, "broken", "1 object was spoilt"),
         ({"state_problem": "No space left"}, "broken", "cannot be written: No space left"),
+        ({"memory_restored": 1}, "warning", "that only the peer may write"),
+        ({"state_damage": ["floors.bin"]}, "warning", "was damaged when it started"),
         ({"kept_damaged": 2}, "warning", "2 objects of the kept memory were damaged"),
         ({"spoilt": 3}, "warning", "3 objects were spoilt in this peer's memory since it started"),
         ({"lately": {"client_puts_failed": 11}, "puts": 1000}, "warning", "11 puts failed"),

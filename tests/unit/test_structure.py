@@ -25,6 +25,7 @@ SSD_TIER_KNOWS = (
     "p2pstore.errors",
     "p2pstore.wire",
     "p2pstore.nursery",
+    "p2pstore.place_owners",
 )
 """Of p2pstore: the tier knows no peers, no memory segments and no settings."""
 
@@ -34,6 +35,8 @@ CHECKPOINT_KNOWS = (
     "p2pstore.errors",
     "p2pstore.wire",
     "p2pstore.nursery",
+    "p2pstore.folder",
+    "p2pstore.regular_file",
 )
 """Of p2pstore: a swarm is told who there is, and its pieces are moved by others."""
 
@@ -330,6 +333,31 @@ def test_this_project_breaks_no_rule() -> None:
     assert "p2pstore/__init__.py" in sources
     assert "cli/mooncake_p2p/__init__.py" in sources
     assert check(sources) == []
+
+
+BANNED_CALLS = {
+    ("select", "select"): "fails in a process with over 1,023 descriptors: `readiness.is_ready`",
+    ("Path", "home"): "raises where a user has no home: `places.state_root`",
+    ("os", "getlogin"): "raises where there is no terminal: `place_owners.user_name`",
+    ("getpass", "getuser"): "raises where a user has no name: `place_owners.user_name`",
+    ("pwd", "getpwuid"): "raises where a user has no name: `place_owners.user_name`",
+    ("fcntl", "lockf"): "waits for whoever has the lock: `flock` with LOCK_NB",
+}
+MAY_CALL = {"p2pstore/places.py": ("Path", "home"), "p2pstore/place_owners.py": ("pwd", "getpwuid")}
+
+
+def test_calls_that_fail_or_wait_in_some_environment_are_not_made() -> None:
+    found = []
+    for path, text in sources_of_this_project().items():
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            called = (ast.unparse(node.func.value), node.func.attr)
+            if called in BANNED_CALLS and MAY_CALL.get(path) != called:
+                found.append(f"{path}:{node.lineno}: {'.'.join(called)} {BANNED_CALLS[called]}")
+            if called == ("fcntl", "flock") and "LOCK_NB" not in ast.unparse(node):
+                found.append(f"{path}:{node.lineno}: flock waits for whoever has the lock")
+    assert found == []
 
 
 ALLOWED = {

@@ -19,13 +19,14 @@ import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from itertools import chain
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import trio
 
+from p2pstore.accepting import Accepting
 from p2pstore.allowlist import AllowList
 from p2pstore.config import join_address
 from p2pstore.errors import ConfigError, ProtocolError
@@ -456,32 +457,29 @@ class ControlHost:
 
     async def _accept_connections(self) -> None:
         """Serve the listening socket until `close`."""
-        while not self._closing:
-            await trio.lowlevel.checkpoint()
-            try:
-                sock, address = self._listener.accept()
-            except BlockingIOError:
-                with suppress(trio.ClosedResourceError):
-                    await trio.lowlevel.wait_readable(self._listener)
-                continue
-            except OSError as error:  # out of descriptors, or the connection is gone already
-                self._refusals.say(
-                    "accept", f"cannot accept connections: {error}; check `ulimit -n`"
-                )
-                await trio.sleep(0.1)
-                continue
-            where = join_address(*address[:2])
-            scope = trio.CancelScope()
-            dropped = self._strangers.arrive(address[0], scope)
-            if dropped is scope:
-                sock.close()
-                self._refusals.dropped(
-                    where, f"{len(self._strangers)} connections wait to be admitted already"
-                )
-                continue
-            if dropped is not None:
-                dropped.cancel()
-            self._nursery.start_soon(self._receive, sock, where, scope)
+        with closing(Accepting(logger, "other peers")) as accepting:
+            while not self._closing:
+                await trio.lowlevel.checkpoint()
+                try:
+                    sock, address = await accepting.accept(self._listener)
+                except (trio.ClosedResourceError, OSError):
+                    return  # closed just now
+                self._take_in(sock, address)
+
+    def _take_in(self, sock: socket.socket, address: tuple[Any, ...]) -> None:
+        """A stranger waits to be admitted; another one may have to go for it."""
+        where = join_address(*address[:2])
+        scope = trio.CancelScope()
+        dropped = self._strangers.arrive(address[0], scope)
+        if dropped is scope:
+            sock.close()
+            self._refusals.dropped(
+                where, f"{len(self._strangers)} connections wait to be admitted already"
+            )
+            return
+        if dropped is not None:
+            dropped.cancel()
+        self._nursery.start_soon(self._receive, sock, where, scope)
 
     async def _receive(
         self, accepted: socket.socket, address: str, scope: trio.CancelScope

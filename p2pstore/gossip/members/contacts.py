@@ -4,12 +4,15 @@ Pure.
 A bootstrap address is tried again, ever less often, whenever the peer it led to is not a live
 member. So peers may start in any order, and a peer that lost everybody finds its way back. Entries
 of the address book are tried only while this peer is alone.
+
+An address goes into the book only after the peer there has admitted this one (or was a member). Who
+answers there first proves its identity, and that much a peer of another cluster does as well.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Final
@@ -19,6 +22,8 @@ from p2pstore.gossip.records import PeerId
 FIRST_DELAY_SECONDS: Final = 0.5
 LAST_DELAY_SECONDS: Final = 30.0
 MAX_IN_FLIGHT: Final = 8
+"""Attempts at one time, of bootstrap addresses and of others each: a book full of addresses that do not answer must
+not hold up an address that the user named."""
 MAX_CONTACTS: Final = 10_000
 
 Addresses = tuple[str, ...]
@@ -27,10 +32,14 @@ Addresses = tuple[str, ...]
 @dataclass(slots=True)
 class _Contact:
     bootstrap: bool
+    loaded: bool
+    in_book: bool
     peer_id: PeerId | None
     due_at: float
     delay_seconds: float = FIRST_DELAY_SECONDS
     in_flight: bool = False
+    counted_as: bool = False
+    """Whether the attempt in flight counts as one of a bootstrap address."""
 
 
 class Contacts:
@@ -39,32 +48,45 @@ class Contacts:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._contacts: dict[Addresses, _Contact] = {}
-        self._in_flight = 0
+        self._in_flight = {True: 0, False: 0}
+        """Of bootstrap addresses, and of others."""
         self._look_at = math.inf
-        """When one that is not being tried may be due. Between two such moments nobody goes through all."""
-        self.succeeded_once = False
-        """Whether any contact has answered since the start."""
+        """When one that may be tried may be due. Between two such moments nobody goes through all."""
+        self._unproven: dict[PeerId, set[Addresses]] = {}
+        """Where peers answered that have not admitted this one yet."""
+        self.admitted_once = False
+        """Whether any peer has admitted this one since the start."""
 
     def add(
-        self, addresses: Sequence[str], peer_id: PeerId | None = None, *, bootstrap: bool = True
+        self,
+        addresses: Sequence[str],
+        peer_id: PeerId | None = None,
+        *,
+        bootstrap: bool = True,
+        loaded: bool = False,
+        in_book: bool = False,
     ) -> None:
         """Try these addresses of one peer from now on. Above 10,000 contacts more are ignored.
 
-        What was in the address book and is named again as a bootstrap address is one from then on.
+        `loaded`: an earlier run remembered them; `in_book`: a member was there in this one. What was in the address
+        book and is named again as a bootstrap address is one from then on.
         """
         key = tuple(addresses)
         known = self._contacts.get(key)
         if known is not None:
             known.bootstrap |= bootstrap
+            known.loaded |= loaded
+            known.in_book |= in_book
+            self._look_at = -math.inf
         elif key and len(self._contacts) < MAX_CONTACTS:
-            self._contacts[key] = _Contact(bootstrap, peer_id, -math.inf)
+            self._contacts[key] = _Contact(bootstrap, loaded, in_book, peer_id, -math.inf)
             self._look_at = -math.inf
 
     def remove(self, addresses: Sequence[str]) -> None:
         """Never try these addresses again: they are this peer's own."""
         contact = self._contacts.pop(tuple(addresses), None)
-        if contact is not None and contact.in_flight:
-            self._in_flight -= 1
+        if contact is not None:
+            self._landed(contact)
 
     @property
     def is_empty(self) -> bool:
@@ -72,35 +94,48 @@ class Contacts:
         return not self._contacts
 
     def due(self, now: float, is_live: Callable[[PeerId], bool], alone: bool) -> list[Addresses]:
-        """Whom to contact now; each is answered by `succeeded` or `failed`."""
+        """Whom to contact now, bootstrap addresses first; each is answered by `succeeded` or `failed`."""
         chosen: list[Addresses] = []
         if now < self.next_due():
             return chosen
+        look_at = {True: math.inf, False: math.inf}
         for addresses, contact in self._contacts.items():
-            if self._in_flight >= MAX_IN_FLIGHT:
-                break
-            if contact.in_flight or contact.due_at > now:
+            if contact.in_flight or self._in_flight[contact.bootstrap] >= MAX_IN_FLIGHT:
                 continue
-            met = contact.peer_id is not None and is_live(contact.peer_id)
-            if met or not (contact.bootstrap or alone):
+            if contact.due_at <= now:
+                met = contact.peer_id is not None and is_live(contact.peer_id)
+                if not met and (contact.bootstrap or alone):
+                    contact.in_flight, contact.counted_as = True, contact.bootstrap
+                    self._in_flight[contact.bootstrap] += 1
+                    chosen.append(addresses)
+                    continue
                 contact.due_at = now + FIRST_DELAY_SECONDS
                 contact.delay_seconds = FIRST_DELAY_SECONDS
-                continue
-            contact.in_flight = True
-            self._in_flight += 1
-            chosen.append(addresses)
-        waiting = (each.due_at for each in self._contacts.values() if not each.in_flight)
-        self._look_at = min(waiting, default=math.inf)
-        return chosen
+            look_at[contact.bootstrap] = min(look_at[contact.bootstrap], contact.due_at)
+        self._look_at = min(
+            math.inf if count >= MAX_IN_FLIGHT else look_at[bootstrap]
+            for bootstrap, count in self._in_flight.items()
+        )
+        return sorted(chosen, key=lambda addresses: not self._contacts[addresses].bootstrap)
 
     def succeeded(self, addresses: Sequence[str], peer_id: PeerId, now: float) -> None:
-        """The peer `peer_id` answered there."""
-        self.succeeded_once = True
-        contact = self._contacts.get(tuple(addresses))
+        """The peer `peer_id` answered there; whether it admits this one is yet to be seen (`admitted`)."""
+        key = tuple(addresses)
+        contact = self._contacts.get(key)
         if contact is not None:
             contact.peer_id = peer_id
+            if not contact.in_book:
+                self._unproven.setdefault(peer_id, set()).add(key)
             # Time for its record to arrive; from then on it is a live member and not due.
             self._tried(contact, now)
+
+    def admitted(self, peer_id: PeerId) -> None:
+        """The peer has admitted this one: the addresses that led to it are worth remembering."""
+        self.admitted_once = True
+        for addresses in self._unproven.pop(peer_id, ()):
+            contact = self._contacts.get(addresses)
+            if contact is not None and contact.peer_id == peer_id:
+                contact.in_book = True
 
     def failed(self, addresses: Sequence[str], now: float) -> None:
         """Nobody answered there, or not one of ours."""
@@ -110,16 +145,29 @@ class Contacts:
 
     def next_due(self) -> float:
         """When `due` may have something; infinity when there is nothing to wait for."""
-        return math.inf if self._in_flight >= MAX_IN_FLIGHT else self._look_at
+        return self._look_at
 
-    def book(self) -> dict[PeerId, Addresses]:
-        """Addresses of peers that were once met there."""
+    def known_at(self) -> dict[PeerId, Addresses]:
+        """Where each peer that answered since the start, or was in the address book with its id, was found."""
         return {c.peer_id: a for a, c in self._contacts.items() if c.peer_id is not None}
 
+    def book(self) -> Iterator[tuple[PeerId | None, Addresses]]:
+        """What the address book is to keep: where members were met; and what an earlier run left until a peer has
+        admitted this one, as it is all that leads to the others. The id is None of a peer that did not answer yet."""
+        for addresses, contact in self._contacts.items():
+            if contact.in_book or (contact.loaded and not self.admitted_once):
+                yield contact.peer_id, addresses
+
     def _tried(self, contact: _Contact, now: float) -> None:
-        if contact.in_flight:
-            self._in_flight -= 1
-        contact.in_flight = False
+        self._landed(contact)
         contact.due_at = now + contact.delay_seconds * self._rng.uniform(0.75, 1.25)
         contact.delay_seconds = min(2 * contact.delay_seconds, LAST_DELAY_SECONDS)
         self._look_at = min(self._look_at, contact.due_at)
+
+    def _landed(self, contact: _Contact) -> None:
+        if not contact.in_flight:
+            return
+        contact.in_flight = False
+        if self._in_flight[contact.counted_as] == MAX_IN_FLIGHT:
+            self._look_at = -math.inf  # others of the kind waited for a free place
+        self._in_flight[contact.counted_as] -= 1

@@ -6,7 +6,6 @@ import atexit
 import fcntl
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -17,9 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from p2pstore.errors import ConfigError, DeadlineExceeded, P2PStoreError
+from p2pstore.readiness import read_line
 from p2pstore.ssd_tier.opening import FILE_NAME
 
 READY_SECONDS: Final = 30.0
@@ -80,7 +80,7 @@ class OwnPeer:
             raise P2PStoreError(f"no peer could be started: {self._problem}") from self._problem
         if self._process is None or self._process.stdout is None:
             raise DeadlineExceeded(f"no peer was started within {READY_SECONDS:g} s")
-        line = _read_line(self._process.stdout, time.monotonic() + READY_SECONDS)
+        line = read_line(self._process.stdout, time.monotonic() + READY_SECONDS)
         if not line.startswith(b"ready "):
             raise P2PStoreError(
                 f"the peer that setup() started did not get ready: {self.last_words()}"
@@ -174,15 +174,3 @@ def ssd_folder(path: str) -> Iterator[tuple[str, int | None]]:
     finally:
         if descriptor >= 0:
             os.close(descriptor)  # the peer's own copy keeps the lock
-
-
-def _read_line(pipe: IO[bytes], deadline: float) -> bytes:
-    """The next line, or what came of it until the deadline or the end."""
-    line = b""
-    while not line.endswith(b"\n"):
-        readable, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
-        piece = os.read(pipe.fileno(), 1) if readable else b""
-        if not piece:
-            break
-        line += piece
-    return line

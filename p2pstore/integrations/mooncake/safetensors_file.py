@@ -17,6 +17,7 @@ from p2pstore.checkpoint.safetensors import (
     header_end,
     read_header,
 )
+from p2pstore.folder import Folder
 
 _LENGTH: Final = struct.Struct("<Q")
 _SHORT: Final = {name: short for short, name in DTYPES.items()}
@@ -32,7 +33,9 @@ def write_one(path: str, name: str, dtype: str, shape: Sequence[int], data: memo
     header += b" " * (-len(header) % 8)
     unfinished = Path(f"{path}.part")
     try:
-        with unfinished.open("wb") as file:
+        with Folder(unfinished.parent) as folder:
+            descriptor = folder.create(unfinished.name, 0o666)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(_LENGTH.pack(len(header)) + header)
             file.write(data)
         unfinished.replace(path)

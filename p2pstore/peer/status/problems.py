@@ -84,8 +84,12 @@ class Facts:
     failed_checkpoints: Sequence[FailedCheckpoint] = ()
     spoilt: int = 0
     """Objects, since this peer's start."""
+    memory_restored: int = 0
+    """Since its start: what clients wrote where only this peer may."""
     state_problem: str = ""
     """Why this peer's state directory cannot be written."""
+    state_damage: Sequence[str] = ()
+    """What of the state directory this peer could not begin with."""
     kept_damaged: int = 0
     """Objects of kept memory that this life began with."""
     puts: int = 0
@@ -131,6 +135,14 @@ def _this_peer(facts: Facts) -> Iterator[Finding]:
             f"This peer's state directory cannot be written: {facts.state_problem}",
             "until it can, a restart forgets what was removed last and whom this peer knows; it goes on otherwise",
             "free some space there (`--state-dir`), or mend its file system: it is tried again every 10 s",
+        )
+    if facts.state_damage:
+        yield warning(
+            "state directory",
+            "This peer's state directory was damaged when it started",
+            "; ".join(facts.state_damage),
+            "what was lost comes from the other peers as long as this one is connected to any; check the disk, and who "
+            "can write to the directory. The next start says so no more",
         )
     yield from _clock(facts)
     yield from _slow_process(facts)
@@ -272,6 +284,13 @@ def _copies(facts: Facts) -> Iterator[Finding]:
             f"{_count(spoilt, 'object was', 'objects were')} spoilt in this peer's memory{when}",
             "a client wrote where it must not, or the machine's memory is faulty; nothing wrong was delivered",
             "look for memory errors (`dmesg`, EDAC), and for programs that write through stale views",
+        )
+    if facts.memory_restored:
+        yield warning(
+            "memory",
+            "A client wrote into the part of this peer's memory that only the peer may write",
+            "it was restored, and objects that could not be found for a while can be again",
+            "look for programs that write through stale views, or past the end of their buffers",
         )
 
 

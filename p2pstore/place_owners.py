@@ -1,8 +1,9 @@
-"""Who uses a file or a block device, as far as the kernel tells."""
+"""Who uses or owns a file or a block device, as far as the system tells."""
 
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 
 
@@ -50,3 +51,11 @@ def _mounted(device: int) -> list[str] | None:
         if fields[2] == wanted:
             return fields
     return None
+
+
+def user_name(number: int) -> str:
+    """What people call a user; the number where the system has no name for it, as in containers."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"

@@ -1,0 +1,37 @@
+"""One real peer process of its own. For tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from p2pstore.readiness import read_line
+
+SECONDS: Final = 60.0
+
+
+@contextlib.contextmanager
+def peer_process(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A peer, and its socket."""
+    path = str(folder / "s")
+    command = [sys.executable, "-m", "mooncake_p2p.tied", str(os.getpid()), "join", "--name", "p"]
+    command += ["--memory", "16MiB", "--listen", "127.0.0.1:0", "--socket", path]
+    command += ["--state-dir", str(folder / "state"), "--metrics", "127.0.0.1:0"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
+    try:
+        assert process.stdout is not None
+        line = read_line(process.stdout, time.monotonic() + SECONDS)
+        assert line.startswith(b"ready "), (folder / "log").read_text()
+        yield process, path
+    finally:
+        process.terminate()
+        process.wait(SECONDS)
+        assert process.stdout is not None
+        process.stdout.close()
