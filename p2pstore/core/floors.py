@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.cold_return import ColdObject, ColdReturn
@@ -317,10 +316,10 @@ class Floors:
         self._trusted_operation = core.next_operation
         core.counters["horizons_missed"] += 1
         if len(self._notes) < MAX_NOTES:
-            when = datetime.fromtimestamp(unix_seconds_from_clock(clock), UTC)
+            ago = max(0.0, core.unix(now) - unix_seconds_from_clock(clock))
             self._notes.append(
                 "this peer was out of touch for so long that others have forgotten which keys were removed meanwhile: "
-                f"it discards its copies of objects that were put before {when:%Y-%m-%d %H:%M:%S} UTC"
+                f"it discards its copies of objects that were put over {ago:,.0f} s ago"
             )
         core.cold.sweep(None, Version(clock, 0xFFFF))
         self.sweep.begin(now, distrusted=clock)
