@@ -262,7 +262,7 @@ def test_batches_whose_answers_fit_no_frame_are_asked_for_in_parts(
     keys = [f"{key}{number:03}".ljust(200, "k") for number in range(300)]
     assert all(each.ok for each in cluster.distant.put_many([(each, b"v") for each in keys]))
     until(lambda: all(store.contains_many(keys)))
-    monkeypatch.setattr(server, "LOCAL_LIMITS", Limits(2000, 0))
+    monkeypatch.setattr(server, "LOCAL_LIMITS", Limits(20_000, 0))
     (run,) = store.match_prefix_by_peer(keys)
     assert (run.peer, run.blocks) == ("far", 300)
     assert [each.key for each in store.list_keys(key, limit=301).keys] == keys
