@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from p2pstore.errors import ConfigError as ConfigError
     from p2pstore.errors import DeadlineExceeded as DeadlineExceeded
     from p2pstore.errors import DuplicateIdentity as DuplicateIdentity
+    from p2pstore.errors import KeyExists as KeyExists
     from p2pstore.errors import LeaseLimitExceeded as LeaseLimitExceeded
     from p2pstore.errors import NoLocalPeer as NoLocalPeer
     from p2pstore.errors import NoSuchKey as NoSuchKey
@@ -63,7 +64,14 @@ _NAMES_IN = {
     "p2pstore.errors": (
         *("AmbiguousLocalPeer", "AuthenticationFailed", "BufferTooSmall", "CapacityExceeded"),
         *("ClientForked", "ConfigError", "DeadlineExceeded", "DuplicateIdentity"),
-        *("LeaseLimitExceeded", "NoLocalPeer", "NoSuchKey", "ObjectTooLarge", "P2PStoreError"),
+        *(
+            "KeyExists",
+            "LeaseLimitExceeded",
+            "NoLocalPeer",
+            "NoSuchKey",
+            "ObjectTooLarge",
+            "P2PStoreError",
+        ),
         *("ProtocolError", "ProtocolMismatch", "StoreClosed", "TransferCancelled", "Unavailable"),
     ),
     "p2pstore.peer.api": ("Peer", "open_peer"),

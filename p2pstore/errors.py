@@ -23,6 +23,15 @@ class DeadlineExceeded(P2PStoreError, TimeoutError):
     """The operation made no progress within its deadline."""
 
 
+class KeyExists(P2PStoreError):
+    """A put with `on_conflict="error"` met its key with other bytes (or, for a tensor, another dtype or shape). The
+    existing object was kept: put with `on_conflict="overwrite"`, or under another key. `key` is the key."""
+
+    def __init__(self, message: str, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+
+
 class BufferTooSmall(P2PStoreError):
     """The destination is smaller than the object; `needed` is the object's length in bytes."""
 
@@ -81,6 +90,10 @@ class ConfigError(P2PStoreError):
 
 class ProtocolError(P2PStoreError):
     """The other side sent something that the protocol does not allow; the connection is closed."""
+
+
+class AnswerTooLarge(P2PStoreError, ValueError):
+    """The answer to a request fits no frame: ask for less at a time."""
 
 
 class ProtocolMismatch(P2PStoreError):

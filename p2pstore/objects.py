@@ -42,6 +42,17 @@ _KEY_PERSON: Final = b"p2pstore.key.1"
 _NAMESPACE_PERSON: Final = b"p2pstore.ns.1"
 
 
+def is_about_a_key(error: Exception) -> bool:
+    """Whether `encode_key` raised this `ValueError`: the text cannot be a key."""
+    return getattr(error, "is_about_a_key", False) is True
+
+
+def _no_key(text: str) -> ValueError:
+    error = ValueError(text)
+    error.is_about_a_key = True  # type: ignore[attr-defined] # callers see a plain `ValueError`
+    return error
+
+
 def encode_key(key: str) -> bytes:
     """The key as UTF-8, checked. Raises `ValueError` when it is empty, too long or not encodable."""
     if not isinstance(key, str):
@@ -49,11 +60,11 @@ def encode_key(key: str) -> bytes:
     try:
         encoded = key.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("the key is not valid UTF-8 text (it holds a lone surrogate)") from error
+        raise _no_key("the key is not valid UTF-8 text (it holds a lone surrogate)") from error
     if not encoded:
-        raise ValueError("the key is empty; a key is 1 to 1,024 bytes of UTF-8")
+        raise _no_key("the key is empty; a key is 1 to 1,024 bytes of UTF-8")
     if len(encoded) > MAX_KEY_BYTES:
-        raise ValueError(
+        raise _no_key(
             f"the key is {len(encoded):,} bytes long; at most {MAX_KEY_BYTES:,} are allowed"
         )
     return encoded

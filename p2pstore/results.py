@@ -24,6 +24,8 @@ else:
 
 PutStatusName = Literal["created", "unchanged", "kept_existing"]
 PinName = Literal["none", "soft", "hard"]
+OnConflict = Literal["keep", "overwrite", "error"]
+"""What a put does with a key that exists with other bytes."""
 Framework = Literal["numpy", "torch"]
 """Which library a tensor comes back in."""
 Buffer = Any
@@ -48,8 +50,12 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """`copies` are known to exist now, `wanted` were asked for; fewer copies than wanted are repaired later.
+    """What a put did. A key that exists with other bytes is kept by default: `status` is then `kept_existing`, and
+    nothing of the put was stored or applied.
 
+    `status` is `created` for a new object, and `unchanged` where the key had these bytes: the put's pin and replicas
+    were applied where they ask for more, and its `ttl`, where it gave one, replaced the object's.
+    `copies` are known to exist now, `wanted` were asked for; fewer copies than wanted are repaired later.
     `location` is the peer that holds the first copy; `version` is (hybrid clock, writer hash).
     """
 
@@ -99,8 +105,9 @@ TransferState = Literal["waiting", "running", "done", "failed", "cancelled"]
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferRequest:
     """One transfer of a batch: the value of `key` into `buffer`, or with `operation="put"` what is in `buffer` under
-    `key`. `wait` (seconds) is for gets, `replicas` and `overwrite` for puts, as in `get_into` and `put`. The buffer
-    is the batch's until the transfer has ended."""
+    `key`. `wait` (seconds) is for gets, `replicas`, `overwrite` and `on_conflict` for puts, as in `get_into` and
+    `put`: a key that exists with other bytes is kept by default. The buffer is the batch's until the transfer has
+    ended."""
 
     key: str
     buffer: Buffer = field(repr=False)
@@ -108,6 +115,7 @@ class TransferRequest:
     wait: float = field(default=0.0, kw_only=True)
     replicas: int = field(default=1, kw_only=True)
     overwrite: bool = field(default=False, kw_only=True)
+    on_conflict: OnConflict | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,10 +337,17 @@ class ObjectStore(Protocol):
         pin: PinName = "none",
         ttl: float | None = None,
         overwrite: bool = False,
+        on_conflict: OnConflict | None = None,
         durable: bool = False,
         progress: Progress | None = None,
     ) -> PutResult:
-        """Store a value; with `replicas`, returns when so many copies exist. `ttl` in seconds. Raises
+        """Store a value under a key; a key that exists with other bytes is kept by default (`kept_existing`).
+        `on_conflict` says what to do with such a key: "keep" it, "overwrite" it with a new version, or raise
+        `KeyExists` ("error"). `overwrite=True` is short for "overwrite". A tensor of another dtype or shape conflicts,
+        too.
+        Where the key has these bytes (`unchanged`), a `ttl` replaces the object's, on all its copies that are reached;
+        without one it stays. Pin and replicas are only ever raised.
+        With `replicas`, returns when so many copies exist. `ttl` in seconds. Raises
         `CapacityExceeded` when neither the local peer nor another one has room and `ObjectTooLarge` above
         4 GiB, both before any byte is copied, and `ValueError` for a value that is not contiguous.
         `durable` returns when the object is on the local peer's SSD and survives a crash of its machine. Raises
@@ -349,9 +364,11 @@ class ObjectStore(Protocol):
         pin: PinName = "none",
         ttl: float | None = None,
         overwrite: bool = False,
+        on_conflict: OnConflict | None = None,
         durable: bool = False,
     ) -> PutResult:
-        """`put` for a numpy array or torch tensor, with its dtype and shape. Raises `ValueError` for
+        """`put` for a numpy array or torch tensor, with its dtype and shape; a key that exists with another value is
+        kept by default, as `on_conflict` says. Raises `ValueError` for
         one that is not contiguous, not in this host's memory, or not of plain numbers or text."""
         ...
 
@@ -363,9 +380,11 @@ class ObjectStore(Protocol):
         pin: PinName = "none",
         ttl: float | None = None,
         overwrite: bool = False,
+        on_conflict: OnConflict | None = None,
         durable: bool = False,
     ) -> list[ItemResult[PutResult]]:
-        """`put` for many; one result per item, in order. Never raises for one item."""
+        """`put` for many; keys that exist with other bytes are kept by default. One result per item, in order. Never
+        raises for one item: with `on_conflict="error"` a conflict is that item's `KeyExists`."""
         ...
 
     # --- get ---------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class Code(IntEnum):
     CHECKPOINT_REFUSED = 19
     CHECKPOINT_CHANGED = 20
     BAD_SETTING = 21
+    ANSWER_TOO_LARGE = 22
 
 
 _ERROR_OF: Final[dict[Code, type[P2PStoreError] | type[ValueError]]] = {
@@ -104,6 +105,7 @@ _ERROR_OF: Final[dict[Code, type[P2PStoreError] | type[ValueError]]] = {
     Code.BAD_SETTING: errors.ConfigError,
     Code.CHECKPOINT_REFUSED: errors.CheckpointRefused,
     Code.CHECKPOINT_CHANGED: errors.CheckpointChanged,
+    Code.ANSWER_TOO_LARGE: errors.AnswerTooLarge,
 }
 _CODE_OF: Final[dict[type, Code]] = {error: code for code, error in _ERROR_OF.items()} | {
     errors.BufferTooSmall: Code.BUFFER_TOO_SMALL

@@ -7,7 +7,7 @@ from itertools import repeat
 from typing import Final, TypeVar
 
 from p2pstore.client.arguments import PIN_NAMES
-from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
+from p2pstore.errors import KeyExists, NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.local.messages import Copy, ItemError, Keys, PeersReply, PutOutcome
 from p2pstore.objects import format_peer_id
 from p2pstore.results import (
@@ -15,6 +15,7 @@ from p2pstore.results import (
     KeyPage,
     ListedKey,
     Location,
+    OnConflict,
     PeerInfo,
     PinName,
     PrefixHolder,
@@ -52,6 +53,32 @@ def put_result(key: str, outcome: PutOutcome, peer_name: str) -> PutResult:
         peer_name,
         (outcome.clock, outcome.writer),
     )
+
+
+def accepted(result: PutResult, policy: OnConflict) -> PutResult:
+    """The result of a put. Raises `KeyExists` where a kept key is to be an error."""
+    if policy == "error" and result.status == "kept_existing":
+        raise KeyExists(
+            f"{result.key!r} already exists with other bytes, dtype or shape, and was kept: put with "
+            'on_conflict="overwrite" to replace it, or under another key',
+            result.key,
+        )
+    return result
+
+
+def accepted_items(results: list[ItemResult], policy: OnConflict) -> list[ItemResult]:
+    """`accepted` for the results of a batch, each with its own error."""
+    if policy != "error":
+        return results
+    checked: list[ItemResult] = []
+    for each in results:
+        try:
+            if each.value is not None:
+                accepted(each.value, policy)
+            checked.append(each)
+        except KeyExists as error:
+            checked.append(ItemResult(each.key, error=plain_error(error)))
+    return checked
 
 
 def error_in(key: str, error: ItemError) -> P2PStoreError | ValueError:

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import Any, Final, get_args
 
-from p2pstore.results import Framework, PinName
+from p2pstore.results import Framework, OnConflict, PinName
 
 PIN_NAMES: Final[tuple[PinName, ...]] = get_args(PinName)
+CONFLICT_POLICIES: Final[tuple[OnConflict, ...]] = get_args(OnConflict)
 FRAMEWORKS: Final[tuple[Framework, ...]] = get_args(Framework)
 MAX_COUNT: Final = 2**31 - 1
 _KEY: Final = operator.itemgetter(0)
@@ -83,6 +84,26 @@ def framework(value: Any) -> Framework | None:
     if value not in FRAMEWORKS:
         raise ValueError(f"framework must be 'numpy', 'torch' or None, not {_shown(value)}")
     found: Framework = value
+    return found
+
+
+def conflict_policy(overwrite: Any, on_conflict: Any) -> OnConflict:
+    """What a put does with a key that exists with other bytes. `overwrite=True` is short for "overwrite"."""
+    overwrites = flag("overwrite", overwrite)
+    if on_conflict is None:
+        return "overwrite" if overwrites else "keep"
+    if not isinstance(on_conflict, str):
+        shown = _shown(on_conflict)
+        raise TypeError(f"on_conflict must be 'keep', 'overwrite' or 'error', not {shown}")
+    if on_conflict not in CONFLICT_POLICIES:
+        raise ValueError(
+            f"on_conflict must be 'keep', 'overwrite' or 'error', not {_shown(on_conflict)}"
+        )
+    if overwrites and on_conflict != "overwrite":
+        raise ValueError(
+            f"overwrite=True contradicts on_conflict={on_conflict!r}: give one of the two"
+        )
+    found: OnConflict = on_conflict
     return found
 
 

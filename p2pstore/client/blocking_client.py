@@ -33,6 +33,7 @@ from p2pstore.results import (
     ItemResult,
     KeyPage,
     Location,
+    OnConflict,
     PeerInfo,
     PinName,
     PinResult,
@@ -302,6 +303,7 @@ class BlockingClient:
         pin: PinName = "none",
         ttl: float | None = None,
         overwrite: bool = False,
+        on_conflict: OnConflict | None = None,
         durable: bool = False,
         progress: Progress | None = None,
     ) -> PutResult:
@@ -313,6 +315,7 @@ class BlockingClient:
                 pin=pin,
                 ttl=ttl,
                 overwrite=overwrite,
+                on_conflict=on_conflict,
                 durable=durable,
                 progress=progress,
             )
@@ -327,6 +330,7 @@ class BlockingClient:
         pin: PinName = "none",
         ttl: float | None = None,
         overwrite: bool = False,
+        on_conflict: OnConflict | None = None,
         durable: bool = False,
     ) -> PutResult:
         return run_blocking(
@@ -337,6 +341,7 @@ class BlockingClient:
                 pin=pin,
                 ttl=ttl,
                 overwrite=overwrite,
+                on_conflict=on_conflict,
                 durable=durable,
             )
         )
@@ -349,11 +354,18 @@ class BlockingClient:
         pin: PinName = "none",
         ttl: float | None = None,
         overwrite: bool = False,
+        on_conflict: OnConflict | None = None,
         durable: bool = False,
     ) -> list[ItemResult[PutResult]]:
         return run_blocking(
             self._session.put_many(
-                items, replicas=replicas, pin=pin, ttl=ttl, overwrite=overwrite, durable=durable
+                items,
+                replicas=replicas,
+                pin=pin,
+                ttl=ttl,
+                overwrite=overwrite,
+                on_conflict=on_conflict,
+                durable=durable,
             )
         )
 

@@ -17,6 +17,7 @@ from p2pstore.client.link import PeerLink
 from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.client.reading_together import ReadingTogether
 from p2pstore.errors import (
+    AnswerTooLarge,
     BufferTooSmall,
     CapacityExceeded,
     LeaseLimitExceeded,
@@ -25,6 +26,7 @@ from p2pstore.errors import (
     ProtocolError,
     Unavailable,
 )
+from p2pstore.local.batching import Cuts
 from p2pstore.local.messages import (
     OWN_COPY,
     Holder,
@@ -66,7 +68,6 @@ from p2pstore.wire import Code, Empty
 LEASED_READS: Final = 4
 PLANS: Final = 2
 """How often the local peer is asked for holders: again after all that it named have failed."""
-PLAN_DIGESTS: Final = 4096
 FEW_LISTED: Final = 16
 """Up to so many are looked for one after the other: numpy takes 10 to 25 us for any."""
 FIRST_PAUSE_SECONDS: Final = 0.05
@@ -379,19 +380,23 @@ class Fetcher:
         """All items, and how many home peers were asked at most by one request."""
         items: list[PlanItem] = []
         homes_asked = 0
-        for start in range(0, len(digests), PLAN_DIGESTS):
-            some = digests[start : start + PLAN_DIGESTS]
+        cuts = Cuts(LocalKind.PLAN, len(digests))
+        for some in cuts:
             request = Plan(
-                b"".join(some),
+                b"".join(digests[some.start : some.stop]),
                 round(wait_seconds * 1000),
                 deadline_ms(self._link.timeout_seconds),
                 list(exclude),
                 self._namespace,
-                "" if start else first_key,
+                "" if some.start else first_key,
             )
-            reply = await self._link.request(
-                LocalKind.PLAN, request, Planned, extra_seconds=wait_seconds
-            )
+            try:
+                reply = await self._link.request(
+                    LocalKind.PLAN, request, Planned, extra_seconds=wait_seconds
+                )
+            except AnswerTooLarge as error:
+                cuts.ask_again(some, error)
+                continue
             if len(reply.items) != len(some):
                 raise P2PStoreError("the local peer answered for another number of keys")
             items += reply.items

@@ -22,13 +22,13 @@ from p2pstore.client.leasing import (
 from p2pstore.client.link import PeerLink
 from p2pstore.client.neighbours import Neighbours
 from p2pstore.errors import DeadlineExceeded, P2PStoreError
-from p2pstore.local.messages import Holder, LeaseGrant
+from p2pstore.local.batching import MOST_ITEMS
+from p2pstore.local.messages import Holder, LeaseGrant, LocalKind
 from p2pstore.wire import Code
 
 T = TypeVar("T")
 
-LEASES_PER_REQUEST: Final = 256
-"""A millisecond of the peer's event loop."""
+LEASES_PER_REQUEST: Final = MOST_ITEMS[LocalKind.LEASE]
 LEASES_PER_TURN: Final = 256
 """Taken without a request, before others of this program's event loop have their turn: 4 ms."""
 FETCHED_AT_ONCE: Final = 16

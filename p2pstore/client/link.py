@@ -15,6 +15,7 @@ from p2pstore.client.leases import LeaseBook
 from p2pstore.client.pull_ledger import PullLedger
 from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
 from p2pstore.errors import ProtocolMismatch
+from p2pstore.local.batching import MAX_BATCH, MAX_REPORTED_FAILURES, Cuts
 from p2pstore.local.connection import LocalConnection
 from p2pstore.local.messages import (
     Abort,
@@ -39,9 +40,7 @@ REPORT_SECONDS: Final = 0.1
 LOOK_SECONDS: Final = 1.0
 AHEAD_IDLE_SECONDS: Final = 1.0
 ALIVE_CHECK_SECONDS: Final = 0.1
-MAX_REPORTED_KEYS: Final = 16_384
-MAX_REPORTED_FAILURES: Final = 1024
-RELEASES_PER_FRAME: Final = 4096
+MAX_REPORTED_KEYS: Final = MAX_BATCH
 
 
 class Tidied(Protocol):
@@ -275,10 +274,8 @@ class PeerLink:
         frames = []
         ended = self.leases.take_ended(everything=self._give_all_back)
         self._give_all_back = False
-        for start in range(0, len(ended), RELEASES_PER_FRAME):
-            frames.append(
-                _one_way(LocalKind.RELEASE, Release(ended[start : start + RELEASES_PER_FRAME]))
-            )
+        for some in Cuts(LocalKind.RELEASE, len(ended)):
+            frames.append(_one_way(LocalKind.RELEASE, Release(ended[some.start : some.stop])))
         while self._aborts:  # each alone: one that has ended already must not hold up others
             frames.append(_one_way(LocalKind.ABORT, Abort([self._aborts.popleft()])))
         if self._failures or self._reads or self._pulls:

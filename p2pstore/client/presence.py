@@ -14,12 +14,10 @@ from p2pstore.client.link import PeerLink
 from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.errors import ProtocolError
 from p2pstore.local import messages as local
+from p2pstore.local.batching import Cuts
 from p2pstore.local.messages import LocalKind
 from p2pstore.local.requests import RequestAhead
 from p2pstore.objects import DIGEST_BYTES
-
-CONTAINS_KEYS: Final = 4096
-"""Keys asked about at once: the peer looks them up within the 5 ms that its loop may be held."""
 
 FEW_KEYS: Final = 16
 """Up to so many are looked up one after the other: numpy takes 60 us for any, 80 where its code is in no cache."""
@@ -78,8 +76,9 @@ class Presence:
         present = np.zeros(len(keys), dtype=np.bool_)
         asked: deque[_Asked] = deque()
         try:
-            for start in range(0, len(keys), CONTAINS_KEYS):
-                packed = b"".join(self._digests_of(keys[start : start + CONTAINS_KEYS]))
+            for some in Cuts(LocalKind.CONTAINS, len(keys)):
+                start = some.start
+                packed = b"".join(self._digests_of(keys[start : some.stop]))
                 known, unclear = self._look_up(packed)
                 present[start : start + len(known)] = known
                 numbers = np.flatnonzero(unclear)
@@ -108,11 +107,12 @@ class Presence:
         length = int(absent[0]) if len(absent) else keys
         if length < keys and not unclear[length]:
             return length
-        while length < keys:
-            some = packed[length * DIGEST_BYTES : (length + CONTAINS_KEYS) * DIGEST_BYTES]
-            count = len(some) // DIGEST_BYTES
+        begin = length
+        for some in Cuts(LocalKind.MATCH_PREFIX, keys - begin):
+            asked = packed[(begin + some.start) * DIGEST_BYTES : (begin + some.stop) * DIGEST_BYTES]
+            count = len(some)
             reply = await self._link.ask(
-                LocalKind.MATCH_PREFIX, local.MatchPrefix(some), local.MatchedPrefix
+                LocalKind.MATCH_PREFIX, local.MatchPrefix(asked), local.MatchedPrefix
             )
             if not 0 <= reply.length <= count:
                 raise ProtocolError(f"{reply.length} of {count} keys match")

@@ -34,8 +34,9 @@ from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.transfers import TransferBatch
 from p2pstore.client.values import describe_tensor, destination_view
 from p2pstore.client.writing import Writer, put_options
-from p2pstore.errors import NoSuchKey, P2PStoreError
+from p2pstore.errors import AnswerTooLarge, NoSuchKey, P2PStoreError, ProtocolError, StoreClosed
 from p2pstore.local import messages as local
+from p2pstore.local.batching import MOST_ITEMS, Cuts, text_bytes
 from p2pstore.local.messages import Access, LocalKind
 from p2pstore.local.paths import find_socket
 from p2pstore.objects import (
@@ -50,6 +51,7 @@ from p2pstore.results import (
     ItemResult,
     KeyPage,
     Location,
+    OnConflict,
     PeerInfo,
     PinName,
     PinResult,
@@ -64,9 +66,6 @@ from p2pstore.wire import Empty, Message
 
 M = TypeVar("M", bound=Message)
 
-BATCH_KEYS: Final = 8192
-LOCATED_KEYS: Final = 1024
-"""Asked about in one request: with 8 holders each, 1 MiB of answers."""
 REMOVE_SECONDS: Final = 5.0
 """What removing and listing may take on top, as other peers are asked."""
 
@@ -193,17 +192,24 @@ class ClientSession:
         pin: PinName = "none",
         ttl: float | None = None,
         overwrite: bool = False,
+        on_conflict: OnConflict | None = None,
         durable: bool = False,
         progress: Progress | None = None,
     ) -> PutResult:
-        """Store a value under a key. `ttl` in seconds. With `replicas`, returns when so many copies
-        exist or no more can be made. On another peer when the local one has no room: the result's
-        `location` says where. Raises `CapacityExceeded` when no peer has room, and `ObjectTooLarge`
-        above 4 GiB, before any byte is copied; `ValueError` for a value that is not contiguous.
-        `progress` is called with the bytes copied so far and the bytes in all; the replicas are made
+        """Store a value under a key; a key that exists with other bytes is kept by default (`kept_existing`).
+        `on_conflict` says what to do with such a key: "keep" it, "overwrite" it with a new version, or raise
+        `KeyExists` ("error"). `overwrite=True` is short for "overwrite". Where the key has these bytes (`unchanged`), a
+        `ttl` replaces the object's, and pin and replicas are raised if need be.
+        `ttl` in seconds. With `replicas`, returns when so many copies exist or no more can be made. On another peer
+        when the local one has no room: the result's `location` says where. Raises `CapacityExceeded` when no peer has
+        room, and `ObjectTooLarge` above 4 GiB, before any byte is copied; `ValueError` for a value that is not
+        contiguous. `progress` is called with the bytes copied so far and the bytes in all; the replicas are made
         after that."""
-        options = put_options(replicas, pin, ttl, overwrite, durable)
-        return await self._live.writer.put(key, await self._source(key, value), options, progress)
+        policy = arguments.conflict_policy(overwrite, on_conflict)
+        options = put_options(replicas, pin, ttl, policy, durable)
+        source = await self._source(key, value)
+        result = await self._live.writer.put(key, source, options, progress)
+        return answers.accepted(result, policy)
 
     async def _source(self, key: str, value: Any) -> Source:
         """What is to be put. The bytes of a tensor on a GPU are in pinned memory, unless the GPU copies them itself."""
@@ -226,13 +232,17 @@ class ClientSession:
         pin: PinName = "none",
         ttl: float | None = None,
         overwrite: bool = False,
+        on_conflict: OnConflict | None = None,
         durable: bool = False,
     ) -> PutResult:
-        """`put` for a numpy array or torch tensor, with its dtype and shape."""
+        """`put` for a numpy array or torch tensor, with its dtype and shape; a key that exists with another value is
+        kept by default, as `on_conflict` says."""
         dtype, shape = describe_tensor(tensor)
-        options = put_options(replicas, pin, ttl, overwrite, durable)
+        policy = arguments.conflict_policy(overwrite, on_conflict)
+        options = put_options(replicas, pin, ttl, policy, durable)
         source = await self._source(key, tensor)
-        return await self._live.writer.put(key, source, options | {"dtype": dtype, "shape": shape})
+        described = options | {"dtype": dtype, "shape": shape}
+        return answers.accepted(await self._live.writer.put(key, source, described), policy)
 
     async def put_many(
         self,
@@ -242,18 +252,21 @@ class ClientSession:
         pin: PinName = "none",
         ttl: float | None = None,
         overwrite: bool = False,
+        on_conflict: OnConflict | None = None,
         durable: bool = False,
     ) -> list[ItemResult[PutResult]]:
-        """Store many values in few requests; one result per item, in order. Never raises for one
-        item that fails: its result carries the error."""
-        options = put_options(replicas, pin, ttl, overwrite, durable)
+        """Store many values in few requests; keys that exist with other bytes are kept by default, as
+        `on_conflict` says. One result per item, in order. Never raises for one item that fails: its result carries the
+        error, `KeyExists` for a conflict with `on_conflict="error"`."""
+        policy = arguments.conflict_policy(overwrite, on_conflict)
+        options = put_options(replicas, pin, ttl, policy, durable)
         (keys, values), live = arguments.item_columns(items), self._live
         sources, staging = await self._sources(values)
         results = await live.writer.put_many(list(zip(keys, sources, strict=True)), options)
         for number, staged in staging.items():
             if isinstance(staged, Exception):
                 results[number] = ItemResult(keys[number], error=plain_error(staged))
-        return results
+        return answers.accepted_items(results, policy)
 
     async def _sources(self, values: Sequence[Any]) -> tuple[list[Any], device_memory.Staging]:
         """`_source` for the values of a batch, and what was staged for it."""
@@ -541,10 +554,14 @@ class ClientSession:
         first. May lag behind by a moment."""
         known = arguments.key_list(keys)[: await self.match_prefix(keys)]
         runs = answers.PrefixRuns()
-        for start in range(0, len(known), LOCATED_KEYS):
-            some = known[start : start + LOCATED_KEYS]
-            packed = b"".join(self._digest(key) for key in some)
-            reply = await self._link.request(LocalKind.LOCATE, local.Locate(packed), local.Located)
+        cuts = Cuts(LocalKind.LOCATE, len(known))
+        for some in cuts:
+            request = local.Locate(b"".join(self._digests(known[some.start : some.stop])))
+            try:
+                reply = await self._link.request(LocalKind.LOCATE, request, local.Located)
+            except AnswerTooLarge as error:
+                cuts.ask_again(some, error)
+                continue
             if not runs.go_on(reply.items):
                 break
         return runs.holders()
@@ -572,19 +589,26 @@ class ClientSession:
         limit = arguments.whole_number("limit", limit)
         local, pinned = arguments.flag("local", local), arguments.flag("pinned", pinned)
         whole = KeyPage([], True)
+        most = MOST_ITEMS[LocalKind.LIST]
         while whole.more and len(whole.keys) < limit:
             request = _ListKeys(
                 self.namespace,
                 prefix,
                 whole.keys[-1].key if whole.keys else after,
-                limit - len(whole.keys),
+                min(most, limit - len(whole.keys)),
                 local,
                 pinned,
                 deadline_ms(self.timeout),
             )
-            reply = await self._link.request(
-                LocalKind.LIST, request, _Keys, extra_seconds=REMOVE_SECONDS
-            )
+            try:
+                reply = await self._link.request(
+                    LocalKind.LIST, request, _Keys, extra_seconds=REMOVE_SECONDS
+                )
+            except AnswerTooLarge:
+                if most == 1:
+                    raise
+                most //= 2
+                continue
             page = answers.key_page(reply)
             whole = KeyPage(
                 whole.keys + page.keys,
@@ -614,7 +638,8 @@ class ClientSession:
         return (await self.remove_many([key]))[0].unwrap()
 
     async def remove_many(self, keys: Sequence[str]) -> list[ItemResult[bool]]:
-        """`remove` for many keys; one result per key, in order."""
+        """`remove` for many keys; one result per key, in order. Where a request fails, its keys and those after it
+        carry the error; raises `StoreClosed` once the peer is gone."""
         keys = arguments.key_list(keys)
         self._link.check()
         results: dict[int, ItemResult[bool]] = {}
@@ -623,16 +648,30 @@ class ClientSession:
                 encode_key(key)
             except (ValueError, TypeError) as error:
                 results[index] = ItemResult(key, error=plain_error(error))
-        for some in _batches([index for index in range(len(keys)) if index not in results]):
-            request = local.Remove(
-                self.namespace, [keys[index] for index in some], deadline_ms(self.timeout)
-            )
-            reply = await self._link.request(
-                LocalKind.REMOVE, request, local.Removed, extra_seconds=REMOVE_SECONDS
-            )
-            for index, existed in zip(some, reply.existed, strict=True):
-                results[index] = ItemResult(keys[index], existed)
+        good = [index for index in range(len(keys)) if index not in results]
+        for some in Cuts(LocalKind.REMOVE, len(good), [text_bytes(keys[index]) for index in good]):
+            numbers = good[some.start : some.stop]
+            try:
+                removed = await self._remove([keys[number] for number in numbers])
+            except StoreClosed:
+                raise
+            except P2PStoreError as error:
+                failed = plain_error(error)
+                left = good[some.start :]
+                results.update({number: ItemResult(keys[number], error=failed) for number in left})
+                break
+            for number, existed in zip(numbers, removed.existed, strict=True):
+                results[number] = ItemResult(keys[number], existed)
         return [results[index] for index in range(len(keys))]
+
+    async def _remove(self, keys: list[str]) -> local.Removed:
+        request = local.Remove(self.namespace, keys, deadline_ms(self.timeout))
+        reply = await self._link.request(
+            LocalKind.REMOVE, request, local.Removed, extra_seconds=REMOVE_SECONDS
+        )
+        if len(reply.existed) != len(keys):
+            raise ProtocolError("the local peer answered for another number of keys")
+        return reply
 
     async def pin(self, key: str, pin: PinName = "soft", *, ttl: float | None = None) -> PinResult:
         """Keep the local copy, and those of others as far as they can be told: a soft pin (30 minutes unless `ttl`
@@ -667,8 +706,8 @@ class ClientSession:
         """Have the peer bring these objects into local memory; does not wait for them."""
         digests = self._digests(arguments.key_list(keys))
         self._link.check()
-        for start in range(0, len(digests), BATCH_KEYS):
-            request = local.Prefetch(b"".join(digests[start : start + BATCH_KEYS]))
+        for some in Cuts(LocalKind.PREFETCH, len(digests)):
+            request = local.Prefetch(b"".join(digests[some.start : some.stop]))
             await self._link.request(LocalKind.PREFETCH, request, Empty)
 
     async def flush(self) -> None:
@@ -688,10 +727,6 @@ class ClientSession:
 
 _ListKeys = local.ListKeys  # `list_keys` has a parameter named `local`, as its users call it
 _Keys = local.Keys
-
-
-def _batches(indices: Sequence[int]) -> list[Sequence[int]]:
-    return [indices[at : at + BATCH_KEYS] for at in range(0, len(indices), BATCH_KEYS)]
 
 
 def _restore(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from p2pstore.client.answers import plain_error
-from p2pstore.client.arguments import whole_number
+from p2pstore.client.arguments import conflict_policy, whole_number
 from p2pstore.client.device_memory import on_device
 from p2pstore.client.values import destination_view, source_view
 from p2pstore.errors import P2PStoreError, TransferCancelled
@@ -20,6 +20,7 @@ from p2pstore.objects import MIB, encode_key
 from p2pstore.results import (
     Buffer,
     ItemResult,
+    OnConflict,
     PutResult,
     TransferRequest,
     TransferState,
@@ -52,6 +53,7 @@ class Store(Protocol):
         *,
         replicas: int = 1,
         overwrite: bool = False,
+        on_conflict: OnConflict | None = None,
         progress: Progress | None = None,
     ) -> PutResult: ...
 
@@ -276,12 +278,14 @@ class TransferBatch:
             return await self._store.get_into(
                 request.key, request.buffer, wait=request.wait, progress=progress
             )
+        policy = conflict_policy(request.overwrite, request.on_conflict)
         return await self._store.put(
             request.key,
             request.buffer,
             replicas=request.replicas,
-            overwrite=request.overwrite,
+            overwrite=policy == "overwrite",
             progress=progress,
+            **({"on_conflict": policy} if policy == "error" else {}),
         )
 
     def _settle(self, transfer: _Transfer, state: TransferState) -> None:
@@ -304,6 +308,7 @@ def _checked(request: Any) -> _Transfer:
     device = on_device(request.buffer)
     if device is not None:  # with the stream that is current here, not in the helper
         return _Transfer(request.key, replace(request, buffer=device), device.nbytes)
+    conflict_policy(request.overwrite, request.on_conflict)
     view_of = destination_view if request.operation == "get" else source_view
     return _Transfer(request.key, request, view_of(request.buffer).nbytes)
 

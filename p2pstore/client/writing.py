@@ -28,7 +28,7 @@ from p2pstore.objects import (
     key_digest,
     root_checksum,
 )
-from p2pstore.results import Buffer, ItemResult, PutResult
+from p2pstore.results import Buffer, ItemResult, OnConflict, PutResult
 from p2pstore.transfer.trace import Progress
 from p2pstore.wire import Code
 
@@ -44,14 +44,14 @@ PutOptions = dict[str, Any]
 
 
 def put_options(
-    replicas: int, pin: str, ttl: float | None, overwrite: bool, durable: bool
+    replicas: int, pin: str, ttl: float | None, policy: OnConflict, durable: bool
 ) -> PutOptions:
     """The options of one put, checked. `ttl` in seconds. Raises `TypeError` or `ValueError`."""
     return {
         "replicas": arguments.whole_number("replicas", replicas),
         "pin": arguments.pin_number(pin),
         "ttl_ms": arguments.milliseconds("ttl", ttl),
-        "overwrite": arguments.flag("overwrite", overwrite),
+        "overwrite": policy == "overwrite",
         "durable": arguments.flag("durable", durable),
     }
 

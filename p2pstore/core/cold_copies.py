@@ -54,9 +54,17 @@ class ColdStore(Protocol):
         ...
 
     def set_care(
-        self, digest: bytes, version: Version, *, pin: int, replicas: int, soft: bool
+        self,
+        digest: bytes,
+        version: Version,
+        *,
+        pin: int,
+        replicas: int,
+        soft: bool,
+        expires_unix_ms: int | None = None,
     ) -> bool:
-        """How firmly that version is kept has changed since it was written. Whether it lies there."""
+        """How firmly that version is kept, or (unless None) when it ends, has changed since it was written. Whether it
+        lies there."""
         ...
 
     def digests(self, namespace: bytes | None) -> Iterator[bytes]:
@@ -194,6 +202,23 @@ class ColdCopies:
         """Pin or unpin an object that is on the SSD alone: for when it comes back to memory."""
         self._set_care(cold, pin, cold.replicas, cold.soft, now)
 
+    def set_expiry(self, digest: bytes, version: Version, expires_unix_ms: int, now: float) -> bool:
+        """Change when the version on the SSD ends, whether it is in memory as well or not. Whether it is there."""
+        cold = None if self.store is None else self.store.find(digest)
+        if self.store is None or cold is None or cold.version != version:
+            return False
+        self.store.set_care(
+            digest,
+            version,
+            pin=cold.pin,
+            replicas=cold.replicas,
+            soft=cold.soft,
+            expires_unix_ms=expires_unix_ms,
+        )
+        if digest not in self._core.segment.digests():
+            self._hold(self.store.find(digest) or cold, now)
+        return True
+
     def _set_care(self, cold: ColdEntry, pin: int, replicas: int, soft: bool, now: float) -> None:
         """Announce what is on the SSD alone, as it is kept from now on."""
         assert self.store is not None
@@ -270,7 +295,9 @@ class ColdCopies:
             timer = heapq.heappop(self._expiring)
             self._timed.remove(timer)
             _, digest, version = timer
-            self.discard(digest, version, now)
+            cold = None if self.store is None else self.store.find(digest)
+            if cold is None or 0 < cold.expires_unix_ms <= unix_ms:  # else it has another end now
+                self.discard(digest, version, now)
 
     def lose_store(self) -> None:
         """There is no SSD any more: from now on, nothing is found there, and by and by it is withdrawn."""

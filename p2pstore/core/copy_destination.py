@@ -8,6 +8,8 @@ from p2pstore.core.fetch import FetchOperation
 from p2pstore.errors import NoSuchKey
 from p2pstore.objects import key_digest, namespace_digest
 from p2pstore.transfer.layout import (
+    EXPIRY_BYTES,
+    MAX_TRAILER_BYTES,
     Slot,
     TrailerBody,
     encode_trailer,
@@ -93,6 +95,7 @@ class CopyDestination:
             digest = key_digest(trailer.key, trailer.namespace)
             # Written anew here, the trailer has fields that an older holder's version did not know.
             trailer_length = max(slot.trailer_length, len(encode_trailer(trailer)))
+            trailer_length = min(trailer_length + EXPIRY_BYTES, MAX_TRAILER_BYTES)
         except ValueError as error:
             raise NoSuchKey(f"the holder's object makes no sense: {error}") from error
         if digest != slot.digest:
@@ -125,7 +128,7 @@ class CopyDestination:
             return None
         core.gossip.directory.touch(slot.digest)  # a newer version may be known by now
         try:
-            return core.publish(
+            entry = core.publish(
                 number,
                 self._holder,
                 slot.digest,
@@ -138,6 +141,8 @@ class CopyDestination:
         except NoSuchKey:
             core.segment.abort(number, holder=self._holder)
             return None
+        entry.verified |= entry.version == slot.version
+        return entry
 
     def abort(self) -> None:
         """Give the room back."""

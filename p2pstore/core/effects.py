@@ -76,6 +76,14 @@ class CheckReturned:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckObject:
+    """Make the checksums of an object's bytes in memory; `core.checks.ended` brings them. Its bytes are held until
+    then."""
+
+    entry: ObjectEntry
+
+
+@dataclass(frozen=True, slots=True)
 class SaveClusterRecord:
     """Keep this record in the state directory."""
 
@@ -122,6 +130,7 @@ Effect = (
     | LoadObject
     | WriteObject
     | CheckReturned
+    | CheckObject
     | SaveClusterRecord
     | ColdSorted
     | OperationFinished

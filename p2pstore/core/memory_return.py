@@ -82,6 +82,7 @@ class MemoryReturn:
                 self._drop(entry, "discarded")
             elif core.segment.publish_returned(entry, unix):
                 self._count(entry, "returned")
+                entry.verified = True
                 core.cold.came_to_memory(entry)
                 core.announce(entry, now)
         core.announce_withdrawn(now)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from random import Random
 from typing import Any, Final
 
+from p2pstore.core.checking import CheckOperation, Checks
 from p2pstore.core.checkpoints import Checkpoints
 from p2pstore.core.cold_copies import ColdCopies
 from p2pstore.core.copy_destination import CopyDestination
@@ -62,6 +63,7 @@ from p2pstore.transfer.layout import (
 from p2pstore.transfer.loans import Loan
 from p2pstore.transfer.messages import (
     MAX_SMALL_BULK_BYTES,
+    CheckCopy,
     DataKind,
     Locations,
     Objects,
@@ -71,6 +73,9 @@ from p2pstore.transfer.messages import (
 from p2pstore.transfer.segment import SOFT_PIN_SECONDS, ObjectEntry, Segment
 from p2pstore.wire import Code, Message
 
+DOUBT_SECONDS: Final = 10.0
+"""A holder is told at most once in this time that its copy of an object seems spoilt, and may take so long to look."""
+MAX_DOUBTED: Final = 1024
 AVOID_SECONDS: Final = 3.0
 """How long a peer whose connection failed is asked last."""
 EXPIRE_INTERVAL_SECONDS: Final = 1.0
@@ -121,6 +126,9 @@ class PeerCore:
         """Large ones, which are taken in one after the other."""
         self.floors = Floors(self)
         self.cold = ColdCopies(self)
+        self.checks = Checks(self)
+        self._doubted: dict[tuple[Member, bytes], float] = {}
+        """Copies of others that a reader found spoilt: when they may be told so again."""
         self.write_back = WriteBack(self)
         self.prefetching = Prefetching(self)
         self.hot_objects = HotObjects()
@@ -399,6 +407,24 @@ class PeerCore:
             )
         elif failure.code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED) and state is not None:
             self.peer_failed(state.peer_id, now)
+        elif failure.code in (Code.STALE, Code.MALFORMED):
+            self._doubt(digest, failure.member, now)
+
+    def _doubt(self, digest: bytes, member: Member, now: float) -> None:
+        """What came from a holder did not give its checksums: have the holder compare its bytes."""
+        state = self.gossip.membership.resolve(member)
+        if member == self.member:
+            self.start(CheckOperation(self, digest, again=True), now)
+            return
+        if state is None or self._doubted.get((member, digest), 0.0) > now:
+            return
+        if len(self._doubted) >= MAX_DOUBTED:
+            self._doubted = {each: at for each, at in self._doubted.items() if at > now}
+        if len(self._doubted) < MAX_DOUBTED:
+            self._doubted[member, digest] = now + DOUBT_SECONDS
+            request = CheckCopy(digest, again=True)
+            kind, seconds = DataKind.CHECK_COPY, DOUBT_SECONDS
+            self.emit(AskPeer(0, 0, state.peer_id, kind, request, seconds))
 
     def client_reported(self, failure: HolderFailure, now: float) -> None:
         """A local client could not read from a holder that this peer named."""
@@ -608,6 +634,17 @@ class PeerCore:
         ends = self.unix(now) + (soft_seconds or SOFT_PIN_SECONDS)
         self.segment.set_pin(entry, pin, ends if pin is Pin.SOFT else 0.0)
         self.announce(entry, now)
+
+    def set_expiry(self, digest: bytes, version: Version, expires_unix_ms: int, now: float) -> bool:
+        """Change when the copies of that version that are here end, in memory and on the SSD. Whether there is one."""
+        entry = self.find(digest, now)
+        here = entry is not None and entry.version[:2] == version[:2]
+        if entry is not None and here:
+            self.segment.set_expiry(entry, expires_unix_ms)
+            version = entry.version
+        elif (cold := self.cold.find(digest, now)) is not None and cold.version[:2] == version[:2]:
+            version = cold.version
+        return self.cold.set_expiry(digest, version, expires_unix_ms, now) or here
 
     def fetch(self, digest: bytes, now: float, **options: Any) -> FetchOperation:
         """Bring an absent object here; callers that want the same one share one fetch.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from p2pstore.core.effects import KnownCopy, Reply
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
-from p2pstore.core.put import MAX_TTL_MS
+from p2pstore.core.times_to_live import MAX_TTL_MS
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.records import PeerId
 from p2pstore.objects import DIGEST_BYTES, Version

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from p2pstore.core.checking import CheckOperation
 from p2pstore.core.effects import (
     KnownCopy,
+    PullFailure,
     Reply,
 )
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.replicate import ReplicateOperation
+from p2pstore.core.times_to_live import MAX_TTL_MS, ExpiryOperation
 from p2pstore.errors import (
     P2PStoreError,
     ProtocolError,
@@ -27,23 +30,29 @@ from p2pstore.objects import (
     namespace_digest,
     root_checksum,
 )
-from p2pstore.transfer.layout import TrailerBody, decode_slot, decode_trailer
+from p2pstore.transfer.entries import ObjectEntry
+from p2pstore.transfer.layout import Slot, SlotState, TrailerBody, decode_slot, decode_trailer
 from p2pstore.transfer.messages import (
+    CheckCopy,
+    CopyChecked,
     DataKind,
     Get,
     GetItem,
     Objects,
     ObjectStatus,
 )
+from p2pstore.wire import Code
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
     from p2pstore.ssd_tier.index import ColdEntry
-    from p2pstore.transfer.segment import ObjectEntry
 
 COMPARE_TIMEOUT_SECONDS: Final = 1.0
+CHECK_TIMEOUT_SECONDS: Final = 3.0
+"""A holder that has not compared its copy by then is believed."""
+DOUBT: Final = 1
+"""The tag of that question."""
 MAX_REPLICAS: Final = 64
-MAX_TTL_MS: Final = 100 * 365 * 86_400_000
 SLOT_ONLY: Final = 0xFFFF_FFFF
 """A first chunk beyond every object: the answer is slot and trailer without payload."""
 
@@ -66,6 +75,8 @@ class PutSpec(msgspec.Struct, frozen=True):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     follows: bytes = b""
+    verified: bool = False
+    """Whether this peer itself has compared the bytes with the sums."""
 
     def trailer(self, unix: float) -> TrailerBody:
         """The object's trailer when it is put at this wall-clock time."""
@@ -118,6 +129,8 @@ class PutOperation(Operation):
         self._comparing: list[KnownCopy] = []
         self._nobody_known = False
         """Whether no copy is known anywhere: true for the step in which that was looked up."""
+        self._rival: tuple[KnownCopy, Version] | None = None
+        """A copy of another value elsewhere, while its holder compares it with its checksums."""
         self._lookup: LookupOperation | None = None
         self._end: PutEnd | None = None
 
@@ -131,10 +144,25 @@ class PutOperation(Operation):
         if spec.overwrite and self.core.floors.full:
             self._give_up(self.core.floors.no_room(), now)
             return
+        self._decide(now)
+
+    def _decide(self, now: float) -> None:
+        """What the key has here, if anything, decides what to do. Cases:
+
+        1. An object in memory that was put on trust is compared with its checksums first, and gone if it is spoilt.
+        2. An object in memory that is the same, or is not to be overwritten, is kept.
+        3. So is one on the SSD.
+        4. Without the value's bytes nothing else can be done: the result is None.
+        5. To be above all there is, the put asks what there is elsewhere; or looks at what it knows.
+        """
+        spec = self.spec
         existing = self.core.find(self.digest, now)
         cold = self.core.cold.find(self.digest, now) if existing is None else None
-        if existing is not None and (existing.version.root == spec.root or not spec.overwrite):
-            self._keep(existing, now)
+        if existing is not None and (self._is_same(existing) or not spec.overwrite):
+            if existing.verified:
+                self._keep(existing, now)
+            else:
+                self.core.start(CheckOperation(self.core, self.digest, self._checked), now)
         elif cold is not None and (self._is_same(cold) or not spec.overwrite):
             self._keep_cold(cold, now)
         elif spec.reservation is None:
@@ -145,6 +173,10 @@ class PutOperation(Operation):
             self.core.start(self._lookup, now)
         else:
             self._compare_known(now)
+
+    def _checked(self, result: Any, now: float) -> None:
+        if not self.done:
+            self._decide(now)
 
     @property
     def kept(self) -> bool:
@@ -176,6 +208,9 @@ class PutOperation(Operation):
         self.ask(0, self._comparing[0].peer_id, DataKind.GET, get, COMPARE_TIMEOUT_SECONDS)
 
     def answered(self, tag: int, reply: Reply, now: float) -> None:
+        if tag == DOUBT:
+            self._doubt_answered(reply, now)
+            return
         copy = self._comparing.pop(0)
         slot = None
         if (
@@ -193,18 +228,39 @@ class PutOperation(Operation):
             self._compare(now)
         elif self._is_void(slot.version):
             self._compare(now)
-        elif slot.version.root == self.spec.root and slot.length == self.spec.length:
-            # The same object ends at the same time everywhere. (Of what is on an SSD alone, no trailer comes along.)
+        else:
             assert isinstance(reply, Objects)
             original = decode_trailer(reply.items[0].trailer)
+            if not self._is_same_elsewhere(slot, original):
+                self._rival = copy, slot.version
+                request = CheckCopy(self.digest)
+                self.ask(DOUBT, copy.peer_id, DataKind.CHECK_COPY, request, CHECK_TIMEOUT_SECONDS)
+                return
+            # The same object ends at the same time everywhere. (Of what is on an SSD alone, no trailer comes along.)
             expires = None if original is None else original.expires_unix_ms
             soft = not self.spec.pin  # what is pinned here is kept here
             self._commit(
                 slot.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires
             )
-        else:
-            self._give_room_back()
-            self.finish(self._found(PutStatus.KEPT_EXISTING, slot.version, now), now)
+
+    def _doubt_answered(self, reply: Reply, now: float) -> None:
+        """Another value stands in this put's way, unless its holder finds that it is spoilt. (A holder of a version
+        that does not know the question refuses to answer.)"""
+        assert self._rival is not None
+        (copy, version), self._rival = self._rival, None
+        if isinstance(reply, CopyChecked) and not reply.good:
+            code = int(Code.NO_SUCH_KEY)
+            gone = PullFailure(copy.member, code, "", reply.incarnation, reply.sequence)
+            self.core.holder_failed(self.digest, gone, now)
+            self._compare(now)
+            return
+        self._give_room_back()
+        self.finish(self._found(PutStatus.KEPT_EXISTING, version, now), now)
+
+    def _is_same_elsewhere(self, slot: Slot, trailer: TrailerBody | None) -> bool:
+        spec = self.spec
+        described = trailer is None or not spec.dtype or _describes(trailer, spec)
+        return slot.version.root == spec.root and slot.length == spec.length and described
 
     def _is_void(self, version: Version) -> bool:
         """Whether what a holder has was removed, or may have been: it does not stand in a put's way."""
@@ -214,13 +270,24 @@ class PutOperation(Operation):
         )
 
     def _is_same(self, existing: ObjectEntry | ColdEntry) -> bool:
-        return existing.version.root == self.spec.root and existing.length == self.spec.length
+        """Whether it is the put's value. A tensor has its dtype and shape, too; the SSD's index does not know those."""
+        spec = self.spec
+        if spec.dtype and isinstance(existing, ObjectEntry) and not _describes(existing, spec):
+            return False
+        return existing.version.root == spec.root and existing.length == spec.length
 
     def _keep_cold(self, cold: ColdEntry, now: float) -> None:
         """The object is on the SSD alone. The same bytes bring it back to memory."""
-        same = self._is_same(cold)
-        if same and self.spec.reservation is not None:
-            expires, soft = cold.expires_unix_ms, cold.soft and not self.spec.pin
+        same, spec = self._is_same(cold), self.spec
+        if (
+            same
+            and spec.reservation is None
+            and (spec.pin or spec.ttl_seconds or spec.replicas > 1)
+        ):
+            self.finish(None, now)  # that is for an object in memory: the bytes are needed
+            return
+        if same and spec.reservation is not None:
+            expires, soft = cold.expires_unix_ms, cold.soft and not spec.pin
             self._commit(
                 cold.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires
             )
@@ -236,7 +303,7 @@ class PutOperation(Operation):
         self._end = self._found(status, existing.version, now)
         if same:
             self.core.strengthen(existing, self.spec.pin, self.spec.replicas, now)
-            self._replicate(existing, now)
+            self._expire_anew(existing, now)
         else:
             self.finish(self._end, now)
 
@@ -265,10 +332,10 @@ class PutOperation(Operation):
         now: float,
         expires_unix_ms: int | None = None,
     ) -> None:
-        """Publish what was written, as that version; it expires as the put said, unless something else is given."""
+        """Publish what was written, as that version; it expires as the put said, or else as given."""
         spec = self.spec
         trailer = spec.trailer(self.core.unix(now))
-        if expires_unix_ms is not None:
+        if expires_unix_ms is not None and not spec.ttl_seconds:
             trailer = msgspec.structs.replace(trailer, expires_unix_ms=expires_unix_ms)
         assert spec.reservation is not None
         try:
@@ -291,16 +358,33 @@ class PutOperation(Operation):
             self.core.floors.write(self.digest, below, now, namespace=self._namespace)
         if not self._nobody_known:  # a newer version may be known by now
             self.core.gossip.directory.touch(self.digest)
-        known = status is PutStatus.UNCHANGED
-        self._end = (
-            self._found(status, version, now)
-            if known
-            else PutEnd(status, 1, spec.replicas, version)
+        entry.verified |= spec.verified and entry.version == version
+        if status is PutStatus.UNCHANGED:
+            self._end = self._found(status, version, now)
+            self._expire_anew(entry, now)
+        else:
+            self._end = PutEnd(status, 1, spec.replicas, version)
+            self._replicate(entry, now)
+
+    def _expire_anew(self, entry: ObjectEntry, now: float) -> None:
+        """The object was there before: the put's time to live, where it has one, replaces that of all its copies."""
+        spec = self.spec
+        if not spec.ttl_seconds:
+            self._replicate(entry, now)
+            return
+        expires_unix_ms = spec.trailer(self.core.unix(now)).expires_unix_ms
+        self.core.start(
+            ExpiryOperation(
+                *(self.core, self.digest, entry.version, expires_unix_ms),
+                lambda _, later: self._replicate(entry, later),
+            ),
+            now,
         )
-        self._replicate(entry, now)
 
     def _replicate(self, entry: ObjectEntry, now: float) -> None:
-        if self.spec.replicas <= 1:
+        if self.done:
+            return
+        if self.spec.replicas <= 1 or entry.state is not SlotState.LIVE:
             self.finish(self._end, now)
             return
         self.core.start(
@@ -332,3 +416,8 @@ class PutOperation(Operation):
         super().cancel(now)
         if self._lookup is not None:
             self._lookup.cancel(now)
+
+
+def _describes(known: ObjectEntry | TrailerBody, spec: PutSpec) -> bool:
+    """Whether an object has the dtype and shape of the put's tensor."""
+    return (known.dtype, tuple(known.shape)) == (spec.dtype, tuple(spec.shape))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core import home_messages
+from p2pstore.core.checking import CheckOperation
 from p2pstore.core.describe import key_info
 from p2pstore.core.effects import (
     KnownCopy,
@@ -17,6 +18,7 @@ from p2pstore.core.pinning import serve_pins
 from p2pstore.core.put import MAX_REPLICAS
 from p2pstore.core.sweeping import SweepOperation
 from p2pstore.core.taking_pushes import TakePushOperation
+from p2pstore.core.times_to_live import serve_expiry
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.messages import ControlKind, Delta
 from p2pstore.gossip.records import (
@@ -32,7 +34,9 @@ from p2pstore.transfer.layout import (
 )
 from p2pstore.transfer.messages import (
     MAX_LOOKUP_DIGESTS,
+    CheckCopy,
     ClusterRecords,
+    CopyChecked,
     Holding,
     Keys,
     ListKeys,
@@ -47,6 +51,7 @@ from p2pstore.transfer.messages import (
     RecordsTaken,
     Replicate,
     Replicated,
+    SetExpiry,
     SetPins,
 )
 from p2pstore.transfer.segment import ObjectEntry
@@ -77,6 +82,12 @@ def serve(
         return _serve_replicate(core, sender, request, now)
     if isinstance(request, SetPins):
         return serve_pins(core, request, now)
+    if isinstance(request, SetExpiry):
+        return serve_expiry(core, request, now)
+    if isinstance(request, CheckCopy):
+        if len(request.digest) != DIGEST_BYTES:
+            raise ProtocolError("a request to check a copy that names no object")
+        return core.start(CheckOperation(core, request.digest, again=request.again), now)
     if isinstance(request, ClusterRecords):
         if len(request.bodies) != len(request.signatures):
             raise ProtocolError("cluster records have not one signature each")
@@ -187,9 +198,9 @@ def _serve_replicate(
 
 def reply_of(operation: Operation) -> Message:
     """The answer to REPLICATE once its fetch has finished, to CLUSTER_RECORDS once what they forbid
-    is gone, to PUSH once it was taken in, and to LIST."""
+    is gone, to PUSH once it was taken in, to LIST, and to CHECK_COPY."""
     result = operation.result
-    if isinstance(result, RecordsTaken | Pushed | Keys):
+    if isinstance(result, RecordsTaken | Pushed | Keys | CopyChecked):
         return result
     if isinstance(result, ObjectEntry):
         return Replicated(result.version.clock, result.version.writer)

@@ -12,7 +12,7 @@ from p2pstore.core.operation import Operation
 from p2pstore.core.put import PutEnd, PutOperation, PutSpec, check_put
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded, ProtocolError, Unavailable
 from p2pstore.objects import format_bytes, key_digest, root_checksum
-from p2pstore.transfer.layout import MAX_TRAILER_BYTES, encode_trailer
+from p2pstore.transfer.layout import EXPIRY_BYTES, MAX_TRAILER_BYTES, encode_trailer
 from p2pstore.transfer.messages import Store, Stored
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 MAX_INCOMING: Final = 256
 INCOMING_SHARE: Final = 0.5
 """Of this peer's memory that values on their way may take together; a single one may be larger."""
-
-EXPIRY_BYTES: Final = 8
-"""So much more may a trailer take when the value turns out to be an object that has an end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +100,8 @@ class IncomingStores:
 
     def put(self, incoming: Incoming, now: float) -> Operation:
         """The value has arrived, verified: decide as for a put of this peer's own clients."""
-        return self._core.start(PutOperation(self._core, incoming.spec), now)
+        spec = replace(incoming.spec, verified=True)
+        return self._core.start(PutOperation(self._core, spec), now)
 
     def close(self, incoming: Incoming) -> None:
         """The end of `open`: what was not put is gone."""

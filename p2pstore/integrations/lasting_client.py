@@ -3,27 +3,89 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import hashlib
+import inspect
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import ConfigError, P2PStoreError, StoreClosed
+from p2pstore.objects import MAX_KEY_BYTES
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 LOG: Final = logging.getLogger("p2pstore.integrations")
 RETRY_SECONDS: Final = 1.0
 QUIET_SECONDS: Final = 10.0
+KEPT_BYTES: Final = 900
+"""Of a text that is too long for a key, its beginning that the key keeps: for people, and listings by prefix."""
+_KEY_PERSON: Final = b"p2pstore.engine"
 PROBE_KEY: Final = "p2pstore hash probe/"
 
 
+def legal_key(text: str) -> str:
+    """The key that stands for a text of any length and content: the text itself where it can be a key, else its
+    beginning and its BLAKE2b-256, which no two texts share in practice. The same text always gives the same key."""
+    packed = text.encode("utf-8", "surrogatepass")
+    if 0 < len(packed) <= MAX_KEY_BYTES and _is_utf8(packed):
+        return text
+    digest = hashlib.blake2b(packed, digest_size=32, person=_KEY_PERSON).hexdigest()
+    return f"{packed[:KEPT_BYTES].decode('utf-8', 'ignore')}#{digest}"
+
+
+def _is_utf8(packed: bytes) -> bool:
+    try:
+        packed.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def or_else(missing: Callable[..., Any]) -> Callable[[F], F]:
+    """Have a method of a plug-in never raise into its engine: whatever fails, it returns what it returns where nothing
+    is found (`missing`, which is called with the same arguments), and the log says so. A cache's failure is a miss."""
+
+    def decorate(method: F) -> F:
+        if inspect.iscoroutinefunction(method):
+
+            @functools.wraps(method)
+            async def harmless_async(self: Any, *args: Any, **options: Any) -> Any:
+                try:
+                    return await method(self, *args, **options)
+                except Exception as error:
+                    _say_failed(self, method, error)
+                    return missing(self, *args, **options)
+
+            return cast(F, harmless_async)
+
+        @functools.wraps(method)
+        def harmless(self: Any, *args: Any, **options: Any) -> Any:
+            try:
+                return method(self, *args, **options)
+            except Exception as error:
+                _say_failed(self, method, error)
+                return missing(self, *args, **options)
+
+        return cast(F, harmless)
+
+    return decorate
+
+
+def _say_failed(plugin: Any, method: Callable[..., Any], error: Exception) -> None:
+    """Log what a plug-in's method failed by; where, in the debug log."""
+    LOG.debug("%s failed", method.__name__, exc_info=error)
+    plugin._client.say(f"{method.__name__} failed, which counts as a miss: {error!r}")
+
+
 class LastingClient:
-    """Calls to this machine's peer that never raise for a failure of the store. Any thread may make them.
+    """Calls to this machine's peer that never raise, whatever fails. Any thread may make them.
 
     `weight_version` is the namespace: what one version of a model's weights computed is of no use to another, so every
     engine has to say which one it runs. Raises `ConfigError` without it, and what `blocking.connect` raises.
@@ -55,8 +117,8 @@ class LastingClient:
                 if attempt or not self._reconnect(client):
                     self.say(str(error))
                     return otherwise
-            except (P2PStoreError, OSError) as error:
-                self.say(str(error))
+            except Exception as error:  # the engine goes on, whatever it is
+                self.say(str(error) or repr(error))
                 return otherwise
         return otherwise
 

@@ -29,7 +29,7 @@ from lmcache.v1.protocol import RemoteMetadata
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from p2pstore.blocking import BlockingClient
-from p2pstore.integrations.lasting_client import LastingClient
+from p2pstore.integrations.lasting_client import LastingClient, legal_key, or_else
 from p2pstore.results import ItemResult
 
 T = TypeVar("T")
@@ -37,6 +37,11 @@ Keys = list[str]
 Chunks = list[Any]
 THREADS = 4
 PAGE_KEYS = 10_000
+
+
+def _text(key: Any) -> str:
+    """LMCache's own text for a key of its engine; shortened where it is too long for a key of the store."""
+    return legal_key(key.to_string())
 
 
 def _bytes_of(memory_obj: Any) -> memoryview:
@@ -73,34 +78,41 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="p2pstore-lmcache")
         self._client.hashes_agree("lmcache", _hashed())
 
+    @or_else(lambda *_: False)
     async def exists(self, key: Any) -> bool:
         return self.exists_sync(key)
 
+    @or_else(lambda *_: False)
     def exists_sync(self, key: Any) -> bool:
-        name = key.to_string()
+        name = _text(key)
         return self._client.call(lambda client: client.contains(name), False)
 
     def support_batched_contains(self) -> bool:
         return True
 
+    @or_else(lambda *_: 0)
     def batched_contains(self, keys: Sequence[Any]) -> int:
-        names = [key.to_string() for key in keys]
+        names = [_text(key) for key in keys]
         return self._client.call(lambda client: client.match_prefix(names), 0)
 
+    @or_else(lambda *_, **__: 0)
     async def batched_async_contains(
         self, lookup_id: str, keys: Sequence[Any], pin: bool = False
     ) -> int:
         return self.batched_contains(keys)
 
+    @or_else(lambda *_: None)
     async def get(self, key: Any) -> Any:
         return (await self.batched_get([key]))[0]
 
     def support_batched_get(self) -> bool:
         return True
 
+    @or_else(lambda _, keys: [None] * len(keys))
     async def batched_get(self, keys: Sequence[Any]) -> list[Any]:
         return await self._in_thread(lambda: self._get(keys))
 
+    @or_else(lambda *_: [])
     async def batched_get_non_blocking(self, lookup_id: str, keys: Sequence[Any]) -> list[Any]:
         """The chunks from the first one on, as far as they came."""
         got = await self.batched_get(keys)
@@ -110,25 +122,30 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
                 each.ref_count_down()
         return got[:good]
 
+    @or_else(lambda *_: None)
     async def put(self, key: Any, memory_obj: Any) -> None:
         await self.batched_put([key], [memory_obj])
 
     def support_batched_put(self) -> bool:
         return True
 
+    @or_else(lambda *_: None)
     async def batched_put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
         await self._in_thread(lambda: self._put(keys, memory_objs))
 
+    @or_else(lambda *_: [])
     async def list(self) -> Keys:
         return await self._in_thread(self._list)
 
+    @or_else(lambda *_: False)
     def remove_sync(self, key: Any) -> bool:
-        name = key.to_string()
+        name = _text(key)
         return self._client.call(lambda client: client.remove(name), False)
 
     def support_ping(self) -> bool:
         return True
 
+    @or_else(lambda *_: -1)
     async def ping(self) -> int:
         def ask(client: BlockingClient) -> int:
             client.statistics(cluster=False)
@@ -155,7 +172,7 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
                     len(value), each.get_shapes(), each.get_dtypes(), each.get_memory_format()
                 )
                 value = about.serialize() + value
-            items.append((key.to_string(), value))
+            items.append((_text(key), value))
         failed: list[ItemResult[Any]] = []
         for result in self._client.call(lambda client: client.put_many(items), failed):
             if result.error is not None:
@@ -163,15 +180,23 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
 
     def _get(self, keys: Sequence[Any]) -> Chunks:
         if self.save_chunk_meta:
-            return [self._get_described(key) for key in keys]
-        rooms = [
-            self._memory.allocate(self.meta_shapes, self.meta_dtypes, self.meta_fmt) for _ in keys
-        ]
-        items = [
-            (key.to_string(), _bytes_of(room))
-            for key, room in zip(keys, rooms, strict=True)
-            if room is not None
-        ]
+            return [self._get_described(key) for key in keys]  # each is a miss by itself
+        rooms: Chunks = []
+        try:
+            for _ in keys:
+                rooms.append(
+                    self._memory.allocate(self.meta_shapes, self.meta_dtypes, self.meta_fmt)
+                )
+            items = [
+                (_text(key), _bytes_of(room))
+                for key, room in zip(keys, rooms, strict=True)
+                if room is not None
+            ]
+        except Exception:
+            for room in rooms:
+                if room is not None:
+                    room.ref_count_down()
+            raise
         failed: list[ItemResult[int]] = []
         results = iter(self._client.call(lambda client: client.get_many_into(items), failed))
         return [None if room is None else self._filled(room, next(results, None)) for room in rooms]
@@ -181,13 +206,14 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         try:
             if result is not None and result.error is None and result.value:
                 return self.reshape_partial_chunk(room, result.value)
-        except ValueError as error:
+        except Exception as error:  # whatever it is, the memory is given back
             self._client.say(f"a chunk of another size: {error}")
         room.ref_count_down()
         return None
 
+    @or_else(lambda *_: None)
     def _get_described(self, key: Any) -> Any:
-        name = key.to_string()
+        name = _text(key)
         value = self._client.call(lambda client: client.get(name), b"")
         head = self.remote_metadata_bytes
         if len(value) <= head:
@@ -251,9 +277,8 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
         return int(self._loaded_event.fileno())
 
     def submit_store_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
-        items = [(_name(key), _bytes_of(each)) for key, each in zip(keys, objects, strict=True)]
-
         def store() -> Any:
+            items = [(_name(key), _bytes_of(each)) for key, each in zip(keys, objects, strict=True)]
             failed: list[ItemResult[Any]] = []
             results = self._client.call(lambda client: client.put_many(items), failed)
             good = len(results) == len(items) and all(each.error is None for each in results)
@@ -273,13 +298,13 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
     def submit_lookup_and_lock_task(
         self, keys: Sequence[Any], group_layout_descs: dict[int, Any]
     ) -> int:
-        names = [_name(key) for key in keys]
+        nothing = [False] * len(keys)
 
         def look_up() -> Any:
-            nothing = [False] * len(names)
+            names = [_name(key) for key in keys]
             return _bitmap(self._client.call(lambda client: client.contains_many(names), nothing))
 
-        return self._submit(look_up, _bitmap([False] * len(names)), self._found, self._found_event)
+        return self._submit(look_up, _bitmap(nothing), self._found, self._found_event)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
         with self._lock:
@@ -289,9 +314,8 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
         """Nothing was locked."""
 
     def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
-        items = [(_name(key), _bytes_of(each)) for key, each in zip(keys, objects, strict=True)]
-
         def load() -> Any:
+            items = [(_name(key), _bytes_of(each)) for key, each in zip(keys, objects, strict=True)]
             failed: list[ItemResult[int]] = []
             results = self._client.call(lambda client: client.get_many_into(items), failed)
             whole = [
@@ -300,12 +324,13 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
             ]
             return _bitmap(whole or [False] * len(items))
 
-        return self._submit(load, _bitmap([False] * len(items)), self._loaded, self._loaded_event)
+        return self._submit(load, _bitmap([False] * len(keys)), self._loaded, self._loaded_event)
 
     def query_load_result(self, task_id: int) -> Any:
         with self._lock:
             return self._loaded.pop(task_id, None)
 
+    @or_else(lambda *_: None)
     def delete(self, keys: Sequence[Any]) -> None:
         """Remove chunks everywhere."""
         names = [_name(key) for key in keys]
@@ -333,16 +358,26 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
             ) as error:  # whatever it is, the controller must hear that the task has ended
                 self._client.say(f"a task failed: {error!r}")
                 result = failure
-            with self._lock:
-                done[number] = result
-            event.notify()
+            self._ended(number, result, done, event)
 
-        self._pool.submit(run)
+        try:
+            self._pool.submit(run)
+        except RuntimeError as error:  # it was closed
+            self._client.say(f"a task was not begun: {error}")
+            self._ended(number, failure, done, event)
         return number
+
+    def _ended(self, number: int, result: Any, done: dict[int, Any], event: Any) -> None:
+        with self._lock:
+            done[number] = result
+        try:
+            event.notify()
+        except (OSError, ValueError) as error:  # closed: nobody looks at it any more
+            self._client.say(f"nobody is told of a task that has ended: {error}")
 
 
 def _name(key: Any) -> str:
-    return (
+    return legal_key(
         f"lmcache/{key.model_name}@{key.kv_rank:x}@{key.object_group_id}@{key.chunk_hash.hex()}"
         f"@{key.cache_salt}"
     )

@@ -19,13 +19,27 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from p2pstore.client.values import source_view
-from p2pstore.integrations.lasting_client import LastingClient
+from p2pstore.integrations.lasting_client import LastingClient, legal_key, or_else
 from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.results import ItemResult
 
 NAME_BYTES = 12
 KV_POOL = "kv"
 MAMBA_POOL = "mamba"
+
+
+def _no_pages(_: Any, keys: Sequence[str], *__: Any, **___: Any) -> list[bool]:
+    return [False] * len(keys)
+
+
+def _no_transfers(_: Any, transfers: Sequence[Any], *__: Any, **___: Any) -> dict[Any, Any]:
+    return {each.name: [False] * len(each.keys or ()) for each in transfers}
+
+
+def _nothing_found() -> Any:
+    from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
+
+    return PoolTransferResult(0, {}, [])
 
 
 @dataclass(frozen=True)
@@ -39,8 +53,10 @@ class _Pool:
     def objects(self, keys: Sequence[str]) -> list[str]:
         """The objects of these pages, page by page."""
         if self.pieces == 1:
-            return [self.prefix + key for key in keys]
-        return [f"{self.prefix}{key}/{piece}" for key in keys for piece in range(self.pieces)]
+            return [legal_key(self.prefix + key) for key in keys]
+        return [
+            legal_key(f"{self.prefix}{key}/{piece}") for key in keys for piece in range(self.pieces)
+        ]
 
     def items(
         self, keys: Sequence[str], host_indices: torch.Tensor
@@ -109,17 +125,20 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     # --- pages ---------------------------------------------------------------------------------
 
+    @or_else(lambda *_, **__: 0)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many pages, from the first on, are there."""
         there = self._client.call(lambda client: client.match_prefix(self._pages.objects(keys)), 0)
         return there // self._pages.pieces
 
+    @or_else(_no_pages)
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Read pages into the host's memory; for each whether all of it came."""
         return self._pages.by_page(self._read(self._pages.items(keys, host_indices)), len(keys))
 
+    @or_else(_no_pages)
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
@@ -130,6 +149,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     # --- pages of several pools ------------------------------------------------------------------
 
+    @or_else(lambda *_, **__: _nothing_found())
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> Any:
@@ -150,10 +170,12 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
             usable = [end for end in usable if end in set(ends)]
         return PoolTransferResult(usable[-1] if usable else 0, hits, usable)
 
+    @or_else(_no_transfers)
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, Any]:
         """Read pages of several pools, in few requests; for each pool and page whether all of it came."""
         return self._move(transfers, self._read)
 
+    @or_else(_no_transfers)
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, Any]:
         """Put pages of several pools, but for those that are there already."""
         return self._move(transfers, self._write)
@@ -214,16 +236,18 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     # --- single values, which older code asks for --------------------------------------------------
 
+    @or_else(lambda *_: False)
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
+    @or_else(lambda *_, **__: None)
     def get(
         self, key: str, target_location: Any = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
         """Read one value into a tensor that is given; None when it is not there."""
         if target_location is None:
             return None
-        name = self._pages.prefix + key
+        name = legal_key(self._pages.prefix + key)
         (result,) = self._client.call(
             lambda client: client.get_many_into([(name, target_location)]), [ItemResult(name)]
         )
@@ -232,6 +256,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         whole = result.value is not None and result.value == target_location.nbytes
         return target_location if whole else None
 
+    @or_else(lambda _, keys, *__, **___: [None] * len(keys))
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
@@ -240,6 +265,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
             for key, target in zip(keys, target_locations or [None] * len(keys), strict=True)
         ]
 
+    @or_else(lambda *_, **__: False)
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
@@ -247,7 +273,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         source = value if value is not None else target_location
         if source is None:
             return False
-        name = self._pages.prefix + key
+        name = legal_key(self._pages.prefix + key)
         try:
             view = source_view(source.detach().cpu().contiguous())
         except (RuntimeError, ValueError) as error:
@@ -255,6 +281,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
             return False
         return self._client.call(lambda client: client.put(name, view), None) is not None
 
+    @or_else(lambda *_, **__: False)
     def batch_set(
         self,
         keys: Sequence[str],
@@ -267,10 +294,12 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     # -----------------------------------------------------------------------------------------------
 
+    @or_else(lambda *_: None)
     def clear(self) -> None:
         """Remove everything of this weight version, everywhere."""
         self._client.call(lambda client: client.flush(), None)
 
+    @or_else(lambda *_: None)
     def close(self) -> None:
         """Disconnect."""
         self._client.close()

@@ -22,7 +22,7 @@ import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from p2pstore.integrations.lasting_client import LastingClient
+from p2pstore.integrations.lasting_client import LastingClient, legal_key, or_else
 from p2pstore.results import ItemResult
 
 LOST_SECONDS = 5.0
@@ -63,6 +63,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
 
     # --- what the scheduler asks -------------------------------------------------------------------
 
+    @or_else(lambda *_: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Whether a block is there. One that could not be read a moment ago counts as missing for some seconds, or it
         would be tried again and again."""
@@ -100,7 +101,15 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
     # --- in threads --------------------------------------------------------------------------------
 
     def _submit(self, move: Any, job: TransferJob) -> None:
-        future = self._pool.submit(self._run, move, job)
+        try:
+            future = self._pool.submit(self._run, move, job)
+        except (
+            RuntimeError
+        ) as error:  # it was shut down: the engine must hear that the job has ended
+            self._client.say(f"a transfer was not begun: {error}")
+            with self._lock:
+                self._finished.append(JobResult(job.job_id, False))
+            return
         with self._lock:
             self._running.add(future)
         future.add_done_callback(self._ended)
@@ -111,15 +120,17 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
 
     def _run(self, move: Any, job: TransferJob) -> None:
         began = time.monotonic()
-        keys = list(job.keys)
+        keys: list[bytes] = []
+        failed = False
         try:
+            keys = list(job.keys)
             good = move(keys, [self._rows[int(chunk)].data for chunk in job.chunk_ids])
         except Exception as error:  # whatever it is, the engine must hear that the job has ended
             self._client.say(f"a transfer of {len(keys)} blocks failed: {error!r}")
-            good = []
+            good, failed = [], True
         result = JobResult(
             job.job_id,
-            len(good) == len(keys),
+            not failed and len(good) == len(keys),
             successful_keys=tuple(good) if job.is_promotion and len(good) < len(keys) else None,
             transfer_time=time.monotonic() - began,
             transfer_bytes=len(good) * self._rows.shape[1],
@@ -161,7 +172,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
             self._lost = kept
 
     def _name(self, key: bytes) -> str:
-        return self._prefix + key.hex()
+        return legal_key(self._prefix + key.hex())
 
 
 def _prefix(spec: Any, block_bytes: int) -> str:

@@ -22,6 +22,7 @@ import trio
 
 from p2pstore.accepting import Accepting
 from p2pstore.errors import (
+    AnswerTooLarge,
     DeadlineExceeded,
     P2PStoreError,
     ProtocolError,
@@ -514,7 +515,8 @@ def _answer(header: FrameHeader, answer: Message | Exception | None) -> list[byt
         answer = Empty()
     frame = encode_frame(header.kind, header.request_id, answer, flags=REPLY)
     if len(frame) - HEADER_BYTES > LOCAL_LIMITS.body_bytes:
-        return [_failure(header, ValueError(f"the answer has {len(frame):,} bytes: ask for less"))]
+        text = f"the answer has {len(frame):,} bytes; at most {LOCAL_LIMITS.body_bytes:,} are allowed: ask for less"
+        return [_failure(header, AnswerTooLarge(text))]
     return [frame]
 
 

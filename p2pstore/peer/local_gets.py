@@ -18,10 +18,10 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.records import Tier
 from p2pstore.local import messages as local
+from p2pstore.local.batching import MAX_BATCH, MAX_REPORTED_FAILURES
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import MIB, format_bytes
 from p2pstore.peer.local_answers import (
-    MAX_BATCH,
     MAX_WAIT_SECONDS,
     Answer,
     check_batch,
@@ -227,7 +227,7 @@ class LocalGets:
             self._core.counters["client_read_bytes"] += max(0, access.bytes_read)
         for read in message.unseen[:MAX_BATCH]:
             self._core.read_reports.note(read.member, read.digest, read.count, self._node.now)
-        for failure in message.failures[:MAX_BATCH]:
+        for failure in message.failures[:MAX_REPORTED_FAILURES]:
             if failure.member == local.OWN_COPY:
                 self._node.doubt_own_copy(failure.digest)
             else:

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from p2pstore.config import PeerConfig
+from p2pstore.core.checking import CheckOperation
 from p2pstore.core.cold_return import ColdSorted
 from p2pstore.core.effects import (
     AskPeer,
+    CheckObject,
     CheckReturned,
     KnownCopy,
     LoadObject,
@@ -61,6 +63,7 @@ from p2pstore.gossip.members.membership import STALL_SECONDS, MemberChange
 from p2pstore.gossip.messages import Ack, ControlKind, Status
 from p2pstore.gossip.records import Member, PeerId, PeerRecord, Tier, format_peer_id
 from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, format_bytes, root_checksum
+from p2pstore.peer.copy_checks import CopyChecks
 from p2pstore.peer.credentials import Credentials
 from p2pstore.peer.joining import Joining
 from p2pstore.peer.later_replies import LaterReplies
@@ -72,7 +75,6 @@ from p2pstore.statedir import StateDirectory
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.data_session import ServerLimits, Traffic
 from p2pstore.transfer.failover import HolderReport, order_copies
-from p2pstore.transfer.layout import SlotState
 from p2pstore.transfer.messages import DataKind, Keeps, Snapshot, SnapshotReply
 from p2pstore.transfer.rdma_rules import NAME as RDMA
 from p2pstore.transfer.shm import ShmTransport
@@ -175,7 +177,7 @@ class Node:
         """Until the next tick."""
         self._tick_due = float("inf")
         self._refused_by: set[PeerId] = set()
-        self._doubted: set[bytes] = set()
+        self.copy_checks = CopyChecks(self)
         self._drained = trio.Event()
         self._hand_over: HandOverOperation | None = None
         self._all_handed_over = False
@@ -274,6 +276,13 @@ class Node:
         self._follow_checkpoints()
         for effect in self.core.take_effects():
             self._execute(effect)
+        for key in self.core.checks.take_spoilt():
+            logger.error(
+                "the bytes of %r are spoilt in this peer's memory, or were put with false checksums: this copy is "
+                "given up",
+                key,
+                extra={"event": "spoilt"},
+            )
         tick_due = self.core.next_tick(self.now)
         if tick_due < self._tick_due:
             self._tick_at(tick_due)
@@ -356,6 +365,8 @@ class Node:
         elif isinstance(effect, LoadObject | WriteObject | ColdSorted):
             assert self.ssd is not None, "the core knows of no SSD, so it asks for nothing there"
             self._nursery.start_soon(self._carry_out, self.ssd.carry_out, effect)
+        elif isinstance(effect, CheckObject):
+            self.copy_checks.add(effect.entry)
         elif isinstance(effect, CheckReturned):
             self._nursery.start_soon(self._check_returned, effect)
         elif isinstance(effect, SaveClusterRecord):
@@ -421,28 +432,8 @@ class Node:
                 await self.ssd.tier.discards_durable()
 
     def doubt_own_copy(self, digest: bytes) -> None:
-        """A client found this peer's own copy spoilt: check it, and withdraw it if that is so."""
-        if digest not in self._doubted:
-            self._doubted.add(digest)
-            self._nursery.start_soon(self._check_own_copy, digest)
-
-    async def _check_own_copy(self, digest: bytes) -> None:
-        segment = self.core.segment
-        entry = segment.find(digest, self.core.unix(self.now))
-        if entry is not None:
-            segment.acquire(entry)
-            try:
-                async with self._limiter:
-                    found = await trio.to_thread.run_sync(chunk_sums, segment.payload(entry))
-                if root_checksum(entry.length, found) != entry.version.root or (
-                    entry.state is SlotState.LIVE and not segment.restore_object(entry, found)
-                ):
-                    logger.error("the bytes of %r are spoilt in this peer's memory", entry.key)
-                    self.core.drop_spoilt(entry, self.now)
-            finally:
-                segment.let_go(entry)
-        self._doubted.discard(digest)
-        self.process()
+        """A client found this peer's own copy spoilt: check it, and withdraw it if so. `process` is to follow."""
+        self.core.start(CheckOperation(self.core, digest, again=True), self.now)
 
     def restore_header(self) -> None:
         """Before a client maps this peer's memory: no client must keep others out."""

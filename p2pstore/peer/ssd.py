@@ -385,6 +385,10 @@ class PeerSsd:
             )
         segment.acquire(entry)
         if not await self._stored(entry, durable=True):
+            if entry.state is not SlotState.LIVE:
+                raise CapacityExceeded(
+                    "durable: the object was removed, or its bytes were spoilt, before it was on the SSD: put it again"
+                )
             why = self.tier.why or "it is full, or the object too large for it"
             raise CapacityExceeded(
                 f"durable: the object is in memory, but the SSD does not take it: {why}; see `mooncake-p2p stats`"
@@ -466,6 +470,8 @@ class PeerSsd:
 
     async def _store(self, entry: ObjectEntry, *, durable: bool = False) -> bool:
         segment = self._core.segment
+        if not await self._node.copy_checks.are_good(entry):  # it would be kept, and never be read
+            return False
         trailer = decode_trailer(segment.trailer_bytes(entry))
         if trailer is None:
             raise RuntimeError(f"the trailer of {entry.key!r} is damaged in this peer's own memory")

@@ -15,11 +15,11 @@ from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.messages import Ack
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.local import messages as local
+from p2pstore.local.batching import MAX_BATCH
 from p2pstore.local.messages import LocalKind, PutStatus
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import DIGEST_BYTES, key_digest
 from p2pstore.peer.fallbacks import Fallbacks
-from p2pstore.peer.local_answers import MAX_BATCH
 from p2pstore.peer.measures import IN_PLACE, ON_SSD, Measures
 from p2pstore.peer.slow_operations import (
     MAX_DIGESTS,
@@ -30,7 +30,15 @@ from p2pstore.peer.slow_operations import (
     describe,
 )
 from p2pstore.peer.traffic import Traffic
-from p2pstore.transfer.messages import DataKind, Get, Lookup, Replicate, SetPins
+from p2pstore.transfer.messages import (
+    CheckCopy,
+    DataKind,
+    Get,
+    Lookup,
+    Replicate,
+    SetExpiry,
+    SetPins,
+)
 from p2pstore.transfer.trace import FetchTrace
 from p2pstore.transfer.transport import PullReport
 from p2pstore.wire import Code, Failure, Message
@@ -362,6 +370,8 @@ _ASKED_FOR: Final = {
     int(DataKind.GET): "compare",
     int(DataKind.REPLICATE): "replicate",
     int(DataKind.SET_PINS): "pin",
+    int(DataKind.SET_EXPIRY): "set_ttl",
+    int(DataKind.CHECK_COPY): "check_copy",
     int(DataKind.PUSH): "push",
     int(DataKind.CLUSTER_RECORDS): "cluster_records",
     int(DataKind.LIST): "list",
@@ -375,7 +385,7 @@ def _asked_about(request: Message) -> Sequence[bytes]:
         return _split(request.digests)
     if isinstance(request, Get):
         return [item.digest for item in request.items]
-    if isinstance(request, Replicate):
+    if isinstance(request, Replicate | SetExpiry | CheckCopy):
         return [request.digest]
     if isinstance(request, SetPins):
         return [item.digest for item in request.items]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from p2pstore.core.cold_return import ColdSorted
 from p2pstore.core.effects import (
     AskPeer,
+    CheckObject,
     CheckReturned,
     OperationFinished,
     PullObject,
@@ -300,6 +301,9 @@ class SimulatedPeer:
                 return
             self.disk.bring_back(self.core, effect, self.cluster.kernel.now)
             self.settle()
+        elif isinstance(effect, CheckObject):
+            life = self.life
+            self.cluster.kernel.after(CHECK_SECONDS, lambda: self._check_object(life, effect))
         elif isinstance(effect, CheckReturned):
             life = self.life
             self.cluster.kernel.after(CHECK_SECONDS, lambda: self._check_returned(life, effect))
@@ -321,6 +325,13 @@ class SimulatedPeer:
 
         task = Task(self.cluster.kernel, lambda: pull_object(self, effect), end)
         self._pulls.append(task)
+
+    def _check_object(self, life: int, effect: CheckObject) -> None:
+        if life == self.life and self.core is not None:
+            entry = effect.entry
+            sums = chunk_sums(self.core.segment.payload(entry))
+            self.core.checks.ended(entry, sums, self.cluster.kernel.now)
+            self.settle()
 
     def _check_returned(self, life: int, effect: CheckReturned) -> None:
         if life == self.life and self.core is not None:

@@ -73,7 +73,13 @@ def with_care(facts: ColdFacts, entry: ColdEntry | None) -> ColdFacts:
     """What a record says of its object, with how firmly that is kept by now."""
     if entry is None or entry.version != facts.version:
         return facts
-    return replace(facts, pin=entry.pin, replicas=entry.replicas, soft=entry.soft)
+    return replace(
+        facts,
+        pin=entry.pin,
+        replicas=entry.replicas,
+        soft=entry.soft,
+        expires_unix_ms=entry.expires_unix_ms,
+    )
 
 
 class ColdIndex:
@@ -188,14 +194,22 @@ class ColdIndex:
         self.objects = int(heads.sum())
 
     def set_care(
-        self, digest: bytes, version: Version, *, pin: int, replicas: int, soft: bool
+        self,
+        digest: bytes,
+        version: Version,
+        *,
+        pin: int,
+        replicas: int,
+        soft: bool,
+        expires_unix_ms: int | None = None,
     ) -> bool:
-        """How firmly an object is kept has changed since it was written. Whether that version is there."""
+        """How firmly an object is kept, or (unless None) when it ends, has changed since it was written. Whether that
+        version is there."""
         head = self._slots.find(digest)
         if head == NOT_FOUND or self._rows.version(head) != version:
             return False
         for row, _ in self._parts(head):
-            self._rows.set_care(row, replicas, flags_of(pin, soft))
+            self._rows.set_care(row, replicas, flags_of(pin, soft), expires_unix_ms)
         return True
 
     # --- finding -------------------------------------------------------------------------------

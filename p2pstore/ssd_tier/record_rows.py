@@ -29,6 +29,7 @@ from p2pstore.ssd_tier.rows import (
 )
 
 _REPLICAS_AT: Final = ROW.fields["replicas"][1] if ROW.fields is not None else 0
+_EXPIRES_AT: Final = ROW.fields["expires_unix_ms"][1] if ROW.fields is not None else 0
 _FLAGS_AT: Final = ROW.fields["flags"][1] if ROW.fields is not None else 0
 
 END: Final = -1
@@ -127,12 +128,15 @@ class RecordRows:
         self._count(segment, record_bytes(stored_bytes), 1)
         return row
 
-    def set_care(self, row: int, replicas: int, flags: int) -> None:
-        """Change the replica count and the flags of the record's object, in this row."""
+    def set_care(self, row: int, replicas: int, flags: int, expires_unix_ms: int | None) -> None:
+        """Change the replica count, the flags, and (unless None) the end of the record's object, in this row."""
         start = row * ROW_BYTES
         at = start + _REPLICAS_AT
         self.memory[at : at + 2] = min(replicas, MAX_REPLICAS).to_bytes(2, "little")
         self.memory[start + _FLAGS_AT] = flags
+        if expires_unix_ms is not None:
+            at = start + _EXPIRES_AT
+            self.memory[at : at + 8] = expires_unix_ms.to_bytes(8, "little")
 
     def release(self, row: int) -> None:
         """The record is not in the index any more."""

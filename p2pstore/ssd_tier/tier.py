@@ -165,12 +165,25 @@ class SsdTier:
         return await self._reader.load(digest, prepare, overdue, patience_seconds)
 
     def set_care(
-        self, digest: bytes, version: Version, *, pin: int, replicas: int, soft: bool
+        self,
+        digest: bytes,
+        version: Version,
+        *,
+        pin: int,
+        replicas: int,
+        soft: bool,
+        expires_unix_ms: int | None = None,
     ) -> bool:
-        """How firmly an object is kept has changed since it was written. Whether that version is there. (Until a
-        restart: the record is not written again for that.)"""
-        care = self._log.index.set_care
-        return care(digest, version, pin=pin, replicas=replicas, soft=soft)
+        """How firmly an object is kept, or (unless None) when it ends, has changed since it was written. Whether that
+        version is there. (Until a restart: the record is not written again for that.)"""
+        return self._log.index.set_care(
+            digest,
+            version,
+            pin=pin,
+            replicas=replicas,
+            soft=soft,
+            expires_unix_ms=expires_unix_ms,
+        )
 
     # Discarding.
 

@@ -370,6 +370,10 @@ _TRAILER_PREFIX: Final = struct.Struct("<HHIQ")
 """format, reserved, body length, xxh3-64 of the body."""
 
 
+EXPIRY_BYTES: Final = 8
+"""A trailer grows by this many bytes when its object is given a time to live."""
+
+
 def encode_trailer(trailer: TrailerBody) -> bytes:
     """Prefix and body. Raises `ValueError` above 64 KiB (a tensor with an absurd shape)."""
     body = msgspec.msgpack.encode(trailer)

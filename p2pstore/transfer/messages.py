@@ -61,6 +61,8 @@ class DataKind(IntEnum):
     READS = 28
     SET_PINS = 27
     GET_SMALL = 29
+    SET_EXPIRY = 30
+    CHECK_COPY = 31
     MEASURE = 32
     RDMA_CONNECT = 33
     GET_MANIFEST = 34
@@ -321,6 +323,38 @@ class PinsSet(Message, frozen=True):
     done: bytes
 
 
+class SetExpiry(Message, frozen=True):
+    """Have your copies of this version end at that time: Unix milliseconds, 0 for never."""
+
+    digest: bytes
+    clock: int
+    writer: int
+    expires_unix_ms: int
+
+
+class ExpirySet(Message, frozen=True):
+    """Whether the receiver has that version, and did so."""
+
+    done: bool
+
+
+class CheckCopy(Message, frozen=True):
+    """Compare the bytes of your copy with its checksums, and drop it if they differ: a reader, or a put of another
+    value, doubts it. `again`: even if it was found good before."""
+
+    digest: bytes
+    again: bool = False
+
+
+class CopyChecked(Message, frozen=True):
+    """Whether the receiver has a copy whose bytes are good. If not, how far its log was: (`incarnation`,
+    `sequence`)."""
+
+    good: bool
+    incarnation: int = 0
+    sequence: int = 0
+
+
 class Snapshot(Message, frozen=True):
     """The whole current set of a member's location records, as the receiver knows it."""
 
@@ -574,6 +608,8 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     DataKind.STORE: Store,
     DataKind.STORE_PART: StorePart,
     DataKind.SET_PINS: SetPins,
+    DataKind.SET_EXPIRY: SetExpiry,
+    DataKind.CHECK_COPY: CheckCopy,
     DataKind.MEASURE: Measure,
     DataKind.RDMA_CONNECT: RdmaConnect,
     DataKind.GET_MANIFEST: GetManifest,
@@ -597,6 +633,8 @@ REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.STORE: StoreReply,
     DataKind.STORE_PART: Stored,
     DataKind.SET_PINS: PinsSet,
+    DataKind.SET_EXPIRY: ExpirySet,
+    DataKind.CHECK_COPY: CopyChecked,
     DataKind.MEASURE: Measured,
     DataKind.RDMA_CONNECT: RdmaConnected,
     DataKind.GET_MANIFEST: ManifestReply,

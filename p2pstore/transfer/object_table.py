@@ -20,6 +20,7 @@ from p2pstore.transfer.key_index import KeyIndex
 from p2pstore.transfer.layout import (
     FREE_SLOT,
     INDEX_ENTRY_BYTES,
+    MAX_TRAILER_BYTES,
     SEGMENT_STATE_OFFSET,
     SLOT_BYTES,
     SLOT_FLAG_SOFT,
@@ -134,14 +135,23 @@ class ObjectTable:
         self._write(self._slot_offset(entry.slot), encode_slot(slot_of(entry)))
 
     def write_care(self, entry: ObjectEntry) -> None:
-        """Bring the trailer's pin and replica count up to date with the entry. Both are one byte in
-        msgpack (at most 127), so the trailer keeps its length."""
+        """Bring the trailer's pin, replica count and end up to date with the entry. The first two are one byte in
+        msgpack (at most 127). An end that is new makes the trailer longer: it is left out of the trailer where the
+        extent has no room for it, and the owner alone acts on it."""
         trailer = decode_trailer(self.trailer_bytes(entry))
-        if trailer is not None:
-            packed = encode_trailer(
-                msgspec.structs.replace(trailer, pin=int(entry.pin), replicas=entry.replicas)
-            )
-            self._write(entry.offset + trailer_offset(entry.length), packed)
+        if trailer is None:
+            return
+        care = msgspec.structs.replace(trailer, pin=int(entry.pin), replicas=entry.replicas)
+        packed = encode_trailer(
+            msgspec.structs.replace(care, expires_unix_ms=entry.expires_unix_ms)
+        )
+        room = min(entry.extent_bytes - trailer_offset(entry.length), MAX_TRAILER_BYTES)
+        if len(packed) > room:
+            packed = encode_trailer(care)
+        self._write(entry.offset + trailer_offset(entry.length), packed)
+        if len(packed) != entry.trailer_length:
+            entry.trailer_length = len(packed)
+            self.write_slot(entry)
 
     def slot_bytes(self, entry: ObjectEntry) -> bytes:
         """A copy of the entry's slot."""

@@ -33,6 +33,7 @@ from p2pstore.transfer.holdings import Leases, Reservations
 from p2pstore.transfer.kept import Kept
 from p2pstore.transfer.key_listing import KeyListing
 from p2pstore.transfer.layout import (
+    EXPIRY_BYTES,
     GRANULE_BYTES,
     MAX_TRAILER_BYTES,
     SLOT_BYTES,
@@ -316,6 +317,9 @@ class Segment:
             raise ValueError(
                 f"{length:,} bytes and a trailer of {len(packed):,} exceed reservation {number}"
             )
+        # Room for a time to live that a later put may give the object.
+        roomy = extent_bytes(length, len(packed) + EXPIRY_BYTES)
+        entry.extent_bytes = min(roomy, reservation.capacity)
         if not trailer_matches(trailer, slot_of(entry)):
             raise ValueError("the chunk sums do not give the version's root checksum")
         existing = self._entries.get(digest)
@@ -537,6 +541,14 @@ class Segment:
         entry.pin_until = until if pin is not Pin.NONE else 0.0
         self._table.write_care(entry)
         self._order.update(entry)
+        self._timers.set(entry)
+
+    def set_expiry(self, entry: ObjectEntry, expires_unix_ms: int) -> None:
+        """Change when a live entry's time to live ends, in its trailer too. 0: it has no end."""
+        if entry.state is not SlotState.LIVE:
+            raise ValueError(f"{entry.key!r} was withdrawn: look it up again")
+        entry.expires_unix_ms = expires_unix_ms
+        self._table.write_care(entry)
         self._timers.set(entry)
 
     def strengthen(self, entry: ObjectEntry, *, pin: Pin, replicas: int, now: float) -> None:

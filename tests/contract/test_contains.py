@@ -14,9 +14,9 @@ import trio
 
 import p2pstore
 from p2pstore import blocking
-from p2pstore.client.presence import CONTAINS_KEYS
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.local import messages as local
+from p2pstore.local.batching import MOST_ITEMS
 from p2pstore.local.connection import LocalConnection
 from p2pstore.local.messages import Access, LocalKind
 from p2pstore.local.requests import Waiter
@@ -26,6 +26,7 @@ from p2pstore.streams import BlockingDriver, run_blocking
 from p2pstore.wire import PREFACE_LOCAL, Message, encode_frame
 from tests.contract.small_peer import SmallPeer, small_peer
 
+CONTAINS_KEYS = MOST_ITEMS[LocalKind.CONTAINS]
 KEYS = [f"k{number}" for number in range(3 * CONTAINS_KEYS + 100)]
 HELD = range(0, len(KEYS), 1000)
 

@@ -27,7 +27,8 @@ import pytest
 
 from p2pstore import blocking
 from p2pstore.errors import ConfigError
-from p2pstore.integrations.lasting_client import LastingClient
+from p2pstore.integrations.lasting_client import LastingClient, legal_key
+from p2pstore.objects import encode_key
 from tests.contract.worlds import PeerProcess, peer_process, until
 from tests.optional import require_torch
 
@@ -118,6 +119,31 @@ def test_a_peer_that_comes_back_is_used_again_and_until_then_all_is_missing(
         assert client.call(lambda each: each.get("k"), b"nothing") == b"nothing"
 
 
+LONG = "k" * 1100
+KEYS_OF_ENGINES = ["k", LONG, LONG + "1", "\N{SNOWMAN}" * 400, "\udc80", ""]
+
+
+def test_texts_of_any_length_have_legal_keys_of_their_own() -> None:
+    keys = [legal_key(text) for text in KEYS_OF_ENGINES]
+    assert keys[0] == "k"
+    assert len(set(keys)) == len(keys)
+    assert [legal_key(text) for text in KEYS_OF_ENGINES] == keys
+    assert all(encode_key(key) for key in keys)
+    assert keys[1].startswith("k" * 900)
+    assert legal_key("k" * 1024) == "k" * 1024
+
+
+def test_whatever_a_call_raises_is_a_miss_and_a_line_in_the_log(
+    peer: PeerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = LastingClient(WEIGHTS, peer.socket)
+    assert client.call(lambda each: each.contains(LONG), False) is False
+    assert client.call(lambda each: len(each.contains_many([1, 2])), -1) == -1  # type: ignore[list-item]
+    assert client.call(lambda _: "abc".index("x"), -1) == -1
+    assert len(caplog.records) == 3
+    client.close()
+
+
 # --- SGLang ---------------------------------------------------------------------------------------
 
 
@@ -201,6 +227,18 @@ def test_sglang_pages_come_back_in_another_engine(
     assert not writer.set("sparse", torch.eye(3).to_sparse())
     places = [torch.zeros(1, dtype=torch.int64).expand(10), torch.zeros(10, dtype=torch.int64)]
     assert [each is None for each in reader.batch_get(["whole"] * 2, places)] == [True, False]
+    long = [LONG, LONG + "1"]
+    assert writer.batch_set_v1(long, indices[: 2 * PAGE_SIZE]) == [True] * 2
+    assert reader.batch_exists(long) == 2
+    assert reader.batch_get_v1(long, indices[: 2 * PAGE_SIZE]) == [True] * 2
+    assert writer.set(LONG, tensor)
+    assert reader.get(LONG, torch.zeros(10, dtype=torch.int64)) is not None
+    assert reader.batch_get_v1(keys, indices[:PAGE_SIZE]) == [False] * 4, "too few indices"
+    assert writer.batch_set_v1(keys, indices[:PAGE_SIZE]) == [False] * 4
+    assert reader.get("whole", torch.zeros(10, 10).T) is None
+    assert writer.set("odd", "no tensor") is False
+    assert writer.batch_set(keys, [tensor]) is False
+    assert reader.batch_get(keys, [None]) == [None] * 4
     writer.clear()
     assert reader.batch_exists(keys) == 0
     with pytest.raises(ConfigError, match="weight_version"):
@@ -218,7 +256,7 @@ def side_transfer(name: str, pool_keys: list[str], first: int, policy: str = "al
 
 
 def test_sglang_side_pools_of_hybrid_models(
-    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
+    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A prefix ends where all pools can go on from; states of ranks are their own, what all ranks have is shared."""
     torch = require_torch()
@@ -269,10 +307,11 @@ def test_sglang_side_pools_of_hybrid_models(
     assert got == {"mamba": [True, False], "indexer": [True, True]}
     assert (pools[1]["mamba"].memory[:, 1] == pools[0]["mamba"].memory[:, 1]).all()
     assert (pools[1]["indexer"].memory[:, 4:6] == pools[0]["indexer"].memory[:, :2]).all()
-    with pytest.raises(ValueError, match="block_groups"):
-        reader.batch_exists_v2(keys, [side_transfer("mamba", keys[:1], 0, "block_groups")])
-    with pytest.raises(ValueError, match="no pool 'swa'"):
-        reader.batch_get_v2([side_transfer("swa", keys[:1], 0)])
+    unknown = reader.batch_exists_v2(keys, [side_transfer("mamba", keys[:1], 0, "block_groups")])
+    assert (unknown.kv_hit_pages, unknown.restorable_prefix_pages) == (0, [])
+    assert reader.batch_get_v2([side_transfer("swa", keys[:1], 0)]) == {"swa": [False]}
+    assert "block_groups" in caplog.text
+    assert "no pool 'swa'" in caplog.text
     for store in stores:
         store.close()
     assert writer.batch_set_v2(put) == {"mamba": [False] * 2, "indexer": [False] * 3}
@@ -437,8 +476,19 @@ def test_vllm_blocks_come_back_in_another_engine(
     assert finished(writer).success
     assert writer.lookup(keys[0], None) == hit
     assert reader.lookup(keys[0], None) == miss, "what just failed is not tried again at once"
+    long = [bytes([number]) * 600 for number in (7, 8)]
+    writer.submit_store(module.TransferJob(5, long, np.array([1, 2]), False, None))
+    assert finished(writer).success
+    assert writer.lookup(long[0], None) == hit
+    assert writer.lookup(None, None) == miss
+    writer.submit_store(module.TransferJob(6, [None], np.array([1]), False, None))
+    assert not finished(writer).success
+    writer.submit_store(module.TransferJob(7, None, np.array([1]), False, None))
+    assert not finished(writer).success
     for tier in (writer, reader, wider):
         tier.shutdown()
+    writer.submit_load(module.TransferJob(8, keys[:1], np.array([1]), True, None))
+    assert not finished(writer).success
     assert writer.lookup(keys[0], None) == miss
 
 
@@ -562,8 +612,11 @@ class CpuBackend:
         self.config = SimpleNamespace(save_chunk_meta=save_chunk_meta)
         self.metadata = None
         self.counts: list[int] = []
+        self.fails = False
 
     def allocate(self, shapes: Any, dtypes: Any, fmt: Any) -> MemoryObj:
+        if self.fails and sum(self.counts) % 2:
+            raise MemoryError("no more")
         return MemoryObj(CHUNK_BYTES if shapes == "shapes" else shapes, self.counts)
 
 
@@ -605,8 +658,35 @@ def test_lmcache_chunks_come_back(
         listed = [key for key in await connector.list() if "hash probe" not in key]
         assert listed == [keys[0].text, keys[2].text]
         assert await connector.ping() == 0
+        long = [ChunkKey(text) for text in KEYS_OF_ENGINES if text != "k"]
+        await connector.batched_put(long, [MemoryObj(value, []) for value in [values[0]] * 5])
+        assert connector.batched_contains(long) == 5
+        got = await connector.batched_get(long)
+        assert [bytes(each.data) for each in got] == [values[0]] * 5
+        assert [connector.remove_sync(key) for key in long] == [True] * 5
+        assert await connector.get(long[0]) is None
+        await use_wrongly(connector, long)
         await connector.close()
         assert not connector.exists_sync(keys[0])
+        assert await connector.batched_get(keys) == [None] * 4
+
+    async def use_wrongly(connector: Any, keys: list[Any]) -> None:
+        """What an engine may get wrong, or fail at itself, is a miss."""
+        nonsense = [SimpleNamespace()] * 2
+        assert not await connector.exists(nonsense[0])
+        assert not connector.exists_sync(nonsense[0])
+        assert not connector.remove_sync(nonsense[0])
+        assert connector.batched_contains(nonsense) == 0
+        assert await connector.batched_async_contains("id", nonsense) == 0
+        assert await connector.batched_get(nonsense) == [None, None]
+        assert await connector.batched_get_non_blocking("id", nonsense) == []
+        await connector.batched_put(keys, [])
+        await connector.put(nonsense[0], MemoryObj(b"value", []))
+        held = sum(backend.counts)
+        backend.fails = True
+        assert await connector.batched_get(keys) == [None] * len(keys)
+        backend.fails = False
+        assert sum(backend.counts) == held, "the memory was given back"
 
     asyncio.run(use())
 
@@ -647,6 +727,16 @@ def test_lmcache_tasks_of_the_server_end_with_an_event(
     wait_for(events[2])
     assert adapter.query_load_result(loaded).bits == [1, 1, 0]
     assert [bytes(each.data) for each in rooms[:2]] == values
+    long = [SimpleNamespace(chunk_hash=bytes([7]), **{**fields, "model_name": LONG})]
+    adapter.submit_store_task(long, [MemoryObj(values[0], [])])
+    wait_for(events[0])
+    looked_up = adapter.submit_lookup_and_lock_task(long, {})
+    wait_for(events[1])
+    assert adapter.query_lookup_and_lock_result(looked_up).bits == [1]
+    failed = adapter.submit_load_task([SimpleNamespace()] * 2, [])
+    wait_for(events[2])
+    assert adapter.query_load_result(failed).bits == [0, 0]
+    adapter.delete([SimpleNamespace()])
     adapter.delete(keys[:1])
     again = adapter.submit_lookup_and_lock_task(keys, {})
     wait_for(events[1])

@@ -26,14 +26,17 @@ import pytest
 
 import p2pstore
 from p2pstore import aio, blocking, errors
+from p2pstore.client import writing
 from p2pstore.client.aio_client import AioClient
 from p2pstore.client.blocking_client import BlockingCheckpoints, BlockingClient
 from p2pstore.client.checkpoints import Checkpoints
 from p2pstore.client.fetch import Fetcher
 from p2pstore.client.trio_client import Client
+from p2pstore.local import server
 from p2pstore.local.connection import LocalConnection
-from p2pstore.objects import KIB, MIB
+from p2pstore.objects import KIB, MIB, chunk_sums
 from p2pstore.results import ObjectStore
+from p2pstore.wire import Limits
 from tests.contract.worlds import (
     ASYNC_WORLDS,
     WORLDS,
@@ -163,6 +166,111 @@ def test_put_and_get(store: Store, key: str, cluster: Cluster) -> None:
     with pytest.raises(errors.NoSuchKey, match=re.escape(repr(key))) as caught:
         store.get(key)
     assert isinstance(caught.value, KeyError)
+
+
+def test_a_conflict_is_kept_overwritten_or_an_error(store: Store, key: str) -> None:
+    first = store.put(key, b"value", on_conflict="error")
+    assert first.status == "created"
+    assert store.put(key, b"value", on_conflict="error").status == "unchanged"
+    assert store.put(key, b"other", on_conflict="keep").status == "kept_existing"
+    with pytest.raises(errors.KeyExists, match="on_conflict") as caught:
+        store.put(key, b"other", on_conflict="error")
+    assert (caught.value.key, store.get(key)) == (key, b"value")
+    batch = [(key, b"other"), (key + "2", b"new"), (key, b"value")]
+    kept, created, same = store.put_many(batch, on_conflict="error")
+    assert isinstance(kept.error, errors.KeyExists)
+    assert kept.value is None
+    assert [created.value.status, same.value.status] == ["created", "unchanged"]
+    assert store.put_many(batch)[0].value.status == "kept_existing"
+    assert store.put(key, b"other", on_conflict="overwrite").status == "created"
+    assert store.put(key, b"third", on_conflict="overwrite", overwrite=True).status == "created"
+    tensor = np.arange(4, dtype="<i4")
+    assert store.put_tensor(key + "t", tensor).status == "created"
+    assert store.put(key + "t", tensor).status == "unchanged"
+    assert store.put_tensor(key + "t", tensor.reshape(2, 2)).status == "kept_existing"
+    with pytest.raises(errors.KeyExists):
+        store.put_tensor(key + "t", tensor.view("<f4"), on_conflict="error")
+    calls = {"put": (key, b""), "put_many": ([(key, b"")],), "put_tensor": (key, tensor)}
+    for name, args in calls.items():
+        for policy in ("keep", "error"):
+            with pytest.raises(ValueError, match="contradicts"):
+                getattr(store, name)(*args, overwrite=True, on_conflict=policy)
+
+
+def test_the_ttl_of_a_second_put_is_that_of_all_copies(
+    store: Store, key: str, cluster: Cluster
+) -> None:
+    def ends(peer: Any) -> list[float | None]:
+        page = peer.list_keys(key, local=True)
+        return [each.expires_unix for each in page.keys]
+
+    assert store.put(key, b"value", replicas=2).copies == 2
+    assert ends(store) == ends(cluster.distant) == [None]
+    before = time.time()
+    assert store.put(key, b"value", ttl=1000).status == "unchanged"
+    (near,), (far,) = ends(store), ends(cluster.distant)
+    assert near == far
+    assert near is not None
+    assert before + 999 <= near <= time.time() + 1001
+    assert store.put(key, b"value").status == "unchanged"
+    assert ends(store) == ends(cluster.distant) == [near], "without a ttl it stays"
+    assert store.put(key, b"value", ttl=0.05).status == "unchanged"
+    until(lambda: not store.contains(key) and not cluster.distant.contains(key))
+
+
+async def fill_falsely(driver: Any, target: memoryview, source: Any, *_: Any) -> bytes:
+    """What a client does that puts other bytes than it says."""
+    target[:] = bytes(len(source))
+    return chunk_sums(source)
+
+
+def test_an_object_with_false_checksums_is_in_nobodys_way(
+    store: Store, key: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for length, number in ((100, 0), (5 * MIB, 1)):
+        where, honest = f"{key}{number}", b"h" * length
+        for attacker in (cluster.stores["blocking"].real, cluster.distant):
+            for value, status in ((b"f" * length, "created"), (honest, "created")):
+                with monkeypatch.context() as patch:
+                    patch.setattr(writing, "fill", fill_falsely)
+                    assert attacker.put(where, value).status == "created"
+                until(lambda where=where: store.contains(where))  # type: ignore[misc]
+                assert store.put(where, honest).status in (status, "unchanged")
+                assert store.get(where) == honest
+                assert store.put(where, b"o" * length).status == "kept_existing"
+                assert store.remove(where)
+                until(lambda where=where: not cluster.distant.contains(where))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("length", [100, 5 * MIB])
+def test_a_holder_drops_what_a_reader_found_spoilt(
+    store: Store, key: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "fill", fill_falsely)
+        cluster.distant.put(key, b"f" * length)
+        cluster.stores["blocking"].put(key + "near", b"f" * length)
+    until(lambda: store.contains(key))
+    for name in (key, key + "near"):
+        with pytest.raises((errors.Unavailable, errors.NoSuchKey)):
+            store.get(name)
+        until(lambda name=name: not cluster.distant.contains(name))  # type: ignore[misc]
+        until(lambda name=name: not store.contains(name))  # type: ignore[misc]
+
+
+def test_batches_whose_answers_fit_no_frame_are_asked_for_in_parts(
+    store: Store, key: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [f"{key}{number:03}".ljust(200, "k") for number in range(300)]
+    assert all(each.ok for each in cluster.distant.put_many([(each, b"v") for each in keys]))
+    until(lambda: all(store.contains_many(keys)))
+    monkeypatch.setattr(server, "LOCAL_LIMITS", Limits(20_000, 0))
+    (run,) = store.match_prefix_by_peer(keys)
+    assert (run.peer, run.blocks) == ("far", 300)
+    assert [each.key for each in store.list_keys(key, limit=301).keys] == keys
+    assert [bytes(each.value) for each in store.take_leases(keys)] == [b"v"] * 300
+    assert [each.value for each in store.get_many(keys)] == [b"v"] * 300
+    assert [each.value for each in store.remove_many(keys)] == [True] * 300
 
 
 @pytest.mark.parametrize("length", [0, 1, 4095, 65_537, MIB + 1, 5 * MIB + 3])
@@ -779,6 +887,7 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str
             *(("ttl", -1, ValueError), ("ttl", 0, ValueError), ("ttl", "1s", TypeError)),
             *(("ttl", float("nan"), ValueError), ("pin", "x", ValueError), ("pin", 1, TypeError)),
             *(("overwrite", "no", TypeError), ("durable", "yes", TypeError)),
+            *(("on_conflict", "fail", ValueError), ("on_conflict", True, TypeError)),
         )
     ),
     *(

@@ -18,7 +18,7 @@ from p2pstore.client.blocking_client import BlockingTransfers
 from p2pstore.client.transfers import MAX_TRANSFERS, TransferBatch
 from p2pstore.errors import NoSuchKey, TransferCancelled
 from p2pstore.objects import MIB
-from p2pstore.results import ItemResult, PutResult, TransferRequest, TransferStatus
+from p2pstore.results import ItemResult, OnConflict, PutResult, TransferRequest, TransferStatus
 from p2pstore.streams import Event, run_blocking
 from p2pstore.transfer.trace import Progress
 from tests.contract.test_transport import DRIVERS, Side
@@ -89,9 +89,12 @@ class SlowStore:
         *,
         replicas: int = 1,
         overwrite: bool = False,
+        on_conflict: OnConflict | None = None,
         progress: Progress | None = None,
     ) -> PutResult:
-        self.calls.append((key, {"replicas": replicas, "overwrite": overwrite}))
+        self.calls.append(
+            (key, {"replicas": replicas, "overwrite": overwrite, "on_conflict": on_conflict})
+        )
         return PutResult(key, "created", replicas, replicas, "here", (1, 1))
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -148,7 +151,7 @@ async def test_gets_and_puts_with_their_options(side: Side) -> None:
         async with batch(store, side) as made:
             made.submit(
                 [
-                    TransferRequest("put", b"value", "put", replicas=2, overwrite=True),
+                    TransferRequest("put", b"value", "put", replicas=2, on_conflict="error"),
                     TransferRequest("absent", bytearray(3)),
                     TransferRequest("get", bytearray(7), wait=1.5),
                 ]
@@ -158,7 +161,7 @@ async def test_gets_and_puts_with_their_options(side: Side) -> None:
         assert sorted(store.calls, key=lambda call: call[0]) == [
             ("absent", {"wait": 0.0}),
             ("get", {"wait": 1.5}),
-            ("put", {"replicas": 2, "overwrite": True}),
+            ("put", {"replicas": 2, "overwrite": False, "on_conflict": "error"}),
         ]
         assert states(made) == ["done", "failed", "done"]
         assert made.status(1).error is results[1].error

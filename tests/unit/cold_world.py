@@ -47,13 +47,23 @@ class DictionaryStore:
         return True
 
     def set_care(
-        self, digest: bytes, version: Version, *, pin: int, replicas: int, soft: bool
+        self,
+        digest: bytes,
+        version: Version,
+        *,
+        pin: int,
+        replicas: int,
+        soft: bool,
+        expires_unix_ms: int | None = None,
     ) -> bool:
         stored = self.objects.get(digest)
         if stored is None or stored.entry.version != version:
             return False
         entry = msgspec.structs.replace(stored.entry, pin=pin, replicas=replicas, soft=soft)
         trailer = msgspec.structs.replace(stored.trailer, pin=pin, replicas=replicas)
+        if expires_unix_ms is not None:
+            entry = msgspec.structs.replace(entry, expires_unix_ms=expires_unix_ms)
+            trailer = msgspec.structs.replace(trailer, expires_unix_ms=expires_unix_ms)
         self.objects[digest] = Stored(entry, trailer, stored.value)
         return True
 

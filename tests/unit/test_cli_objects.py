@@ -196,6 +196,11 @@ def test_put_passes_its_options_on(store: MemoryStore, file: Path) -> None:
         **{"overwrite": True, "durable": True},
     }
     assert store.put_options == expected
+    assert run(["put", "k", str(file), "--on-conflict", "error"]) == 0
+    assert store.put_options["on_conflict"] == "error"
+    assert run(["put", "k", str(file), "--on-conflict", "overwrite", "--overwrite"]) == 0
+    assert run(["put", "k", str(file), "--on-conflict", "keep", "--overwrite"]) == 2
+    assert run(["put", "k", str(file), "--on-conflict", "other"]) == 2
     assert type(store.put_options["pin"]) is str
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
 from p2pstore.core.cold_return import ColdObject, ColdSorted
 from p2pstore.core.effects import (
@@ -17,6 +18,7 @@ from p2pstore.core.effects import (
 from p2pstore.core.listing import ListOperation
 from p2pstore.core.prefetching import AT_ONCE, MAX_QUEUED
 from p2pstore.core.presence import is_known, known_keys
+from p2pstore.core.put import PutOperation
 from p2pstore.core.serving import ListHereOperation, reply_of
 from p2pstore.core.write_back import LOOKED_AT
 from p2pstore.errors import CapacityExceeded, NoSuchKey, Unavailable
@@ -24,7 +26,16 @@ from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier, decode_location
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import KIB, Version, namespace_digest
 from p2pstore.transfer.layout import Pin
-from p2pstore.transfer.messages import DataKind, Keys, ListKeys, Lookup, Replicate, Replicated
+from p2pstore.transfer.messages import (
+    DataKind,
+    ExpirySet,
+    Keys,
+    ListKeys,
+    Lookup,
+    Replicate,
+    Replicated,
+    SetExpiry,
+)
 from p2pstore.wire import Code
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import NAMESPACE, Harness, digest_of
@@ -412,6 +423,54 @@ def test_the_same_bytes_come_back_to_memory_until_the_object_ends() -> None:
     entry = world.find("k")
     assert entry is not None
     assert (entry.expires_unix_ms, entry.pin, entry.soft) == (ends, 1, False)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 500.0), (60.0, 500.0), (1000.0, 60.0)])
+def test_the_ttl_of_a_second_put_is_that_of_the_copy_on_the_ssd_too(
+    before: float, after: float
+) -> None:
+    world = ColdWorld()
+    world.cool("k", VALUE, ttl_seconds=before)
+    assert world.put("k", VALUE, ttl_seconds=after).result.status is PutStatus.UNCHANGED
+    ends = int((world.core.unix(world.now) + after) * 1000)
+    entry = world.find("k")
+    assert entry is not None
+    assert (entry.on_ssd, entry.expires_unix_ms) == (True, ends)
+    world.cool_again("k")
+    cold = world.core.cold.find(digest_of("k"), world.now)
+    assert cold is not None
+    assert cold.expires_unix_ms == ends
+    world.pass_time(after - 20.0)
+    assert world.announced("k") is not None, "the end that it had before counts no more"
+    world.pass_time(30.0)
+    assert world.announced("k") is None
+    assert digest_of("k") not in world.store.objects
+
+
+def test_a_holder_sets_the_end_of_what_is_on_its_ssd_alone() -> None:
+    world = ColdWorld(others=1)
+    record = world.cool("k", VALUE, ttl_seconds=60.0)
+    ends = int(world.core.unix(world.now) * 1000) + 500_000
+    request = SetExpiry(digest_of("k"), record.version.clock, record.version.writer, ends)
+    assert world.serve(world.others[0], DataKind.SET_EXPIRY, request) == ExpirySet(True)
+    cold = world.core.cold.find(digest_of("k"), world.now)
+    assert cold is not None
+    assert cold.expires_unix_ms == ends
+    world.pass_time(100.0)
+    assert world.announced("k") is not None
+
+
+def test_without_its_bytes_the_same_value_takes_over_no_pin() -> None:
+    """Asked for more than it is, what is on the SSD alone needs its bytes in memory."""
+    world = ColdWorld()
+    world.cool("k", VALUE)
+    same = world.put("k", VALUE).spec
+    for options in ({"pin": 1}, {"ttl_seconds": 5.0}, {"replicas": 2}):
+        world.cool_again("k")
+        put = PutOperation(world.core, replace(same, reservation=None, **options))
+        world.start(put)
+        assert put.done
+        assert put.result is None
 
 
 def test_the_same_bytes_come_back_to_memory() -> None:

@@ -336,7 +336,8 @@ def test_a_version_that_is_too_old_is_refused_on_arrival() -> None:
         destination.prepare(old.slot, old.trailer)
     world.fail(pull, Code.STALE)
     assert isinstance(operation.result, Unavailable)
-    assert not world.effects(AskPeer), "with a source, nobody else is asked"
+    (doubt,) = world.effects(AskPeer)
+    assert doubt.kind == DataKind.CHECK_COPY, "with a source, nobody else is asked"
     world.check_idle()
 
 

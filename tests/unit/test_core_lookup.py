@@ -14,7 +14,7 @@ from p2pstore.core.lookup import LOOKUP_TIMEOUT_SECONDS, LookupOperation
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.messages import Ack, ControlKind
 from p2pstore.objects import Version
-from p2pstore.transfer.messages import DataKind, Holding, Locations
+from p2pstore.transfer.messages import CopyChecked, DataKind, Holding, Locations
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import (
     OTHER_INCARNATION,
@@ -198,6 +198,8 @@ def test_the_newest_version_comes_first_then_the_reachable_then_the_local() -> N
     mine = world.put("k", b"1")
     (ask,) = world.asks(DataKind.GET)
     world.answer(ask, new.reply)
+    (doubt,) = world.asks(DataKind.CHECK_COPY)
+    world.answer(doubt, CopyChecked(True))
     assert mine.done
     operation = world.core.fetch(digest_of("k"), world.now)
     world.deliver(world.pull_wanted(), new)

@@ -20,6 +20,7 @@ from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
 from p2pstore.gossip.records import PeerId, member_of
 from p2pstore.local.messages import PutStatus
 from p2pstore.transfer.messages import (
+    CopyChecked,
     DataKind,
     Holding,
     Locations,
@@ -250,6 +251,8 @@ def test_a_put_asks_a_home_whether_the_key_exists() -> None:
     world.answer(ask, Locations([[told(holder, theirs, world)]]))
     (compare,) = world.asks(DataKind.GET)
     world.answer(compare, theirs.reply)
+    (doubt,) = world.asks(DataKind.CHECK_COPY)
+    world.answer(doubt, CopyChecked(True))
     assert put.result.status is PutStatus.KEPT_EXISTING
     fresh = world.put(foreign_key(world, 1), b"mine")
     (ask,) = world.asks(DataKind.LOOKUP)

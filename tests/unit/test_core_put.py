@@ -8,15 +8,20 @@ import pytest
 from msgspec.structs import replace
 
 from p2pstore.core import sweeping
+from p2pstore.core.effects import CheckObject
 from p2pstore.core.put import SLOT_ONLY, PutEnd, PutOperation
+from p2pstore.core.serving import reply_of
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import SCOPE_NAMESPACE
-from p2pstore.local.messages import PutStatus
-from p2pstore.objects import Version, namespace_digest
-from p2pstore.transfer.layout import Pin
+from p2pstore.local.messages import HolderFailure, PutStatus
+from p2pstore.objects import Version, chunk_sums, namespace_digest
+from p2pstore.transfer.layout import Pin, decode_trailer
 from p2pstore.transfer.messages import (
+    CheckCopy,
+    CopyChecked,
     DataKind,
+    ExpirySet,
     Get,
     Holding,
     Locations,
@@ -24,6 +29,7 @@ from p2pstore.transfer.messages import (
     Objects,
     ObjectStatus,
     Replicated,
+    SetExpiry,
 )
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import (
@@ -275,7 +281,20 @@ def test_a_holder_is_asked_for_its_slot_only() -> None:
     assert world.find("k") is None, "nothing is published before the answer"
 
 
-def test_a_copy_of_what_is_elsewhere_ends_when_that_does() -> None:
+def answer_homes(world: Harness) -> None:
+    """The homes know of no more copies than this peer does."""
+    for ask in world.asks(DataKind.LOOKUP):
+        world.answer(ask, Locations([[]]))
+
+
+def vouch(world: Harness, *, good: bool = True) -> None:
+    """The holder that was asked to check its copy of another value finds it good, or drops it."""
+    (ask,) = world.asks(DataKind.CHECK_COPY)
+    assert ask.request == CheckCopy(digest_of("k"))
+    world.answer(ask, CopyChecked(good, OTHER_INCARNATION, 99))
+
+
+def test_a_copy_of_what_is_elsewhere_ends_when_that_does_unless_the_put_says_when() -> None:
     for ends, ttl in ((1_800_000_060_000, 0.0), (1_800_000_060_000, 5.0), (0, 5.0)):
         world = Harness(others=2)
         remote = remote_object("k", b"value", expires_unix_ms=ends)
@@ -284,7 +303,169 @@ def test_a_copy_of_what_is_elsewhere_ends_when_that_does() -> None:
         world.answer(ask, remote.reply)
         entry = world.find("k")
         assert entry is not None
-        assert entry.expires_unix_ms == ends
+        assert entry.expires_unix_ms == (1_800_000_005_000 if ttl else ends)
+        answer_homes(world)
+        told = [ask.request for ask in world.asks(DataKind.SET_EXPIRY)]
+        wanted = SetExpiry(digest_of("k"), *remote.version[:2], entry.expires_unix_ms)
+        assert told == ([wanted] if ttl else [])
+
+
+# --- a time to live of a second put -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [0.0, 100.0, 1.0])
+def test_the_ttl_of_a_second_put_replaces_that_of_the_object(before: float) -> None:
+    world = Harness(others=2)
+    entry = world.stored("k", b"value", ttl_seconds=before)
+    world.hold(world.others[0], "k", b"value", entry.version.clock, entry.version.writer)
+    world.hold(world.others[1], "k", b"older", entry.version.clock - 1, 1)
+    kept = entry.expires_unix_ms
+    assert end_of(world.put("k", b"value")).status == PutStatus.UNCHANGED
+    assert entry.expires_unix_ms == kept, "a put without a ttl leaves it"
+    put = world.put("k", b"value", ttl_seconds=7.0)
+    assert entry.expires_unix_ms == int((world.core.unix(world.now) + 7.0) * 1000)
+    answer_homes(world)
+    (ask,) = world.asks(DataKind.SET_EXPIRY)
+    assert ask.peer_id == world.others[0].peer_id, "whoever holds that version is told"
+    assert not put.done
+    world.answer(ask, ExpirySet(True))
+    assert end_of(put).status == PutStatus.UNCHANGED
+    trailer = decode_trailer(world.segment.trailer_bytes(entry))
+    assert trailer is not None
+    assert trailer.expires_unix_ms == entry.expires_unix_ms, "readers of the mapping see it, too"
+    world.segment.check()
+    world.now += 6.9
+    world.core.tick(world.now)
+    assert world.find("k") is entry
+    world.now += 1.1
+    world.core.tick(world.now)
+    assert world.find("k") is None
+
+
+def test_a_holder_sets_the_end_of_that_version_only() -> None:
+    world = Harness(others=1)
+    entry = world.stored("k", b"value")
+    clock, writer, _ = entry.version
+    ends = int(world.core.unix(world.now) * 1000) + 5000
+
+    def serve(*facts: Any) -> Any:
+        return world.serve(world.others[0], DataKind.SET_EXPIRY, SetExpiry(*facts))
+
+    assert serve(digest_of("k"), clock - 1, writer, ends) == ExpirySet(False)
+    assert serve(digest_of("absent"), clock, writer, ends) == ExpirySet(False)
+    assert entry.expires_unix_ms == 0
+    assert serve(digest_of("k"), clock, writer, ends) == ExpirySet(True)
+    assert entry.expires_unix_ms == ends
+    for nonsense in ((b"short", 1, 1, 0), (bytes(16), 1, 1, -1), (bytes(16), 1, 1, 1 << 62)):
+        with pytest.raises(ProtocolError):
+            serve(*nonsense)
+
+
+def test_a_value_that_fills_its_extent_is_given_an_end() -> None:
+    for length in range(3900, 4097):
+        world = Harness()
+        entry = world.stored("k", bytes(length))
+        world.put("k", bytes(length), ttl_seconds=5.0)
+        trailer = decode_trailer(world.segment.trailer_bytes(entry))
+        assert trailer is not None
+        assert trailer.expires_unix_ms == entry.expires_unix_ms > 0
+        world.segment.check()
+
+
+# --- tensors -----------------------------------------------------------------------------------
+
+
+def test_a_tensor_of_another_shape_is_another_value() -> None:
+    world = Harness()
+    first = world.put("k", b"12345678", dtype="float32", shape=(2,))
+    assert end_of(first).status == PutStatus.CREATED
+    assert end_of(world.put("k", b"12345678")).status == PutStatus.UNCHANGED
+    same = world.put("k", b"12345678", dtype="float32", shape=(2,))
+    assert end_of(same).status == PutStatus.UNCHANGED
+    other = world.put("k", b"12345678", dtype="float32", shape=(2, 1))
+    assert end_of(other).status == PutStatus.KEPT_EXISTING
+    new = world.put("k", b"12345678", dtype="int32", shape=(2,), overwrite=True)
+    assert end_of(new).status == PutStatus.CREATED
+    entry = world.find("k")
+    assert entry is not None
+    assert (entry.dtype, entry.shape) == ("int32", (2,))
+
+
+# --- false checksums ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("length", [5, 100_000])
+def test_an_object_that_was_put_with_false_sums_is_in_nobodys_way(length: int, same: bool) -> None:
+    world = Harness(memory_bytes=1 << 20)
+    false = b"x" * length
+    entry = world.stored("k", false)
+    world.segment._buffer[entry.offset : entry.offset + length] = b"y" * length
+    put = world.put("k", false if same else b"z" * length)
+    for effect in world.effects(CheckObject):
+        assert effect.entry is entry
+        assert entry.references, "it is held while it is looked at"
+        payload = world.segment.payload(entry)
+        world.core.checks.ended(entry, chunk_sums(payload), world.now)
+    assert end_of(put).status == PutStatus.CREATED
+    assert world.value("k") == (false if same else b"z" * length)
+    assert world.core.checks.take_spoilt() == ["k"]
+    world.check_idle()
+
+
+def test_an_object_is_compared_once_however_many_wait() -> None:
+    world = Harness(memory_bytes=1 << 20)
+    entry = world.stored("k", bytes(100_000))
+    puts = [world.put("k", bytes(99_000 + number)) for number in range(3)]
+    gone = world.put("k", bytes(100_000))
+    world.core.cancel(gone, world.now)
+    assert len(world.effects(CheckObject)) == 1
+    world.core.checks.ended(entry, chunk_sums(bytes(100_000)), world.now)
+    assert [end_of(put).status for put in puts] == [PutStatus.KEPT_EXISTING] * 3
+    assert end_of(world.put("k", bytes(7))).status == PutStatus.KEPT_EXISTING
+    assert not world.effects(CheckObject), "it is known to be good"
+    world.check_idle()
+
+
+def test_a_false_object_elsewhere_is_dropped_and_the_put_goes_on() -> None:
+    world = Harness(others=2)
+    remote = world.hold(world.others[0], "k", b"false")
+    operation, ask = compare(world, "k", b"true")
+    world.answer(ask, remote.reply)
+    vouch(world, good=False)
+    end = end_of(operation)
+    assert end.status == PutStatus.CREATED
+    assert end.version > remote.version
+    world.check_idle()
+
+
+def test_a_holder_checks_its_copy_when_it_is_asked() -> None:
+    world = Harness(others=1)
+
+    def check(*, again: bool = False) -> Any:
+        request = CheckCopy(digest_of("k"), again=again)
+        return reply_of(world.serve(world.others[0], DataKind.CHECK_COPY, request))
+
+    assert not check().good
+    entry = world.stored("k", b"value")
+    assert check().good
+    world.segment._buffer[entry.offset] ^= 1
+    assert check().good, "it was compared before"
+    assert not check(again=True).good
+    assert world.find("k") is None
+    with pytest.raises(ProtocolError):
+        world.serve(world.others[0], DataKind.CHECK_COPY, CheckCopy(b"short"))
+
+
+def test_a_holder_whose_bytes_a_reader_found_spoilt_is_told_once_in_a_while() -> None:
+    world = Harness(others=1)
+    other = world.others[0]
+    for _ in range(3):
+        world.core.client_reported(
+            HolderFailure(digest_of("k"), other.member, int(Code.STALE)), world.now
+        )
+    (ask,) = world.asks(DataKind.CHECK_COPY)
+    assert (ask.peer_id, ask.request) == (other.peer_id, CheckCopy(digest_of("k"), again=True))
 
 
 def test_a_copy_of_what_is_elsewhere_is_a_firm_one_when_it_is_pinned() -> None:
@@ -327,6 +508,7 @@ def test_what_is_kept_says_how_many_copies_of_it_are_known() -> None:
     elsewhere.hold(elsewhere.others[1], "k", b"value")
     operation, ask = compare(elsewhere, "k", b"other")
     elsewhere.answer(ask, remote.reply)
+    vouch(elsewhere)
     assert end_of(operation) == PutEnd(PutStatus.KEPT_EXISTING, 2, 1, remote.version)
 
 
@@ -335,6 +517,8 @@ def test_another_root_elsewhere_keeps_what_exists() -> None:
     remote = world.hold(world.others[0], "k", b"value")
     operation, ask = compare(world, "k", b"other", replicas=2)
     world.answer(ask, remote.reply)
+    assert not operation.done, "its holder is asked whether it is good"
+    vouch(world)
     assert end_of(operation) == PutEnd(PutStatus.KEPT_EXISTING, 1, 2, remote.version)
     assert world.find("k") is None
     assert world.announced("k") is None
@@ -462,6 +646,8 @@ def test_a_client_that_goes_while_a_holder_is_asked_harms_nobody(reply: str) -> 
     operation, ask = compare(world, "k", b"value")
     world.segment.drop_holder(HOLDER)
     world.answer(ask, None if reply == "silent" else remote.reply)
+    if reply == "other":
+        vouch(world)
     assert operation.done
     assert world.find("k") is None
     world.check_idle()

@@ -19,7 +19,7 @@ from p2pstore.gossip.records import decode_location
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import chunk_sums, root_checksum
 from p2pstore.transfer.layout import Pin
-from p2pstore.transfer.messages import DataKind, Store, Stored
+from p2pstore.transfer.messages import CopyChecked, DataKind, Store, Stored
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, remote_object
 
 
@@ -132,6 +132,8 @@ def test_a_value_that_is_elsewhere_is_compared_as_for_an_own_client() -> None:
     incoming, operation = arrive(world, stores, wanted, b"mine")
     (ask,) = world.asks(DataKind.GET)
     world.answer(ask, thing.reply)
+    (doubt,) = world.asks(DataKind.CHECK_COPY)
+    world.answer(doubt, CopyChecked(True))
     stored = reply_to(world, wanted, operation)
     assert (stored.status, stored.record) == (PutStatus.KEPT_EXISTING, b"")
     stores.close(incoming)

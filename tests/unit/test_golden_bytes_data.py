@@ -12,7 +12,10 @@ from p2pstore.objects import KIB, MIB, Version, chunk_sums, key_digest, root_che
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.transfer.messages import (
+    CheckCopy,
+    CopyChecked,
     DataKind,
+    ExpirySet,
     Get,
     GetItem,
     GetManifest,
@@ -47,6 +50,7 @@ from p2pstore.transfer.messages import (
     Reads,
     ReadsTaken,
     Replicate,
+    SetExpiry,
     SetPins,
     SmallObjects,
     Store,
@@ -137,6 +141,10 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     "reads taken": (DataKind.READS, 13, ReadsTaken(), REPLY, 0),
     "set pins": (DataKind.SET_PINS, 10, SetPins([PinItem(DIGEST, 5, 6)], 1, 1000), 0, 0),
     "pins set": (DataKind.SET_PINS, 10, PinsSet(b"\1\0"), REPLY, 0),
+    "set expiry": (DataKind.SET_EXPIRY, 16, SetExpiry(DIGEST, 5, 6, 1_800_000_000_000), 0, 0),
+    "expiry set": (DataKind.SET_EXPIRY, 16, ExpirySet(True), REPLY, 0),
+    "check copy": (DataKind.CHECK_COPY, 17, CheckCopy(DIGEST, True), 0, 0),
+    "copy checked": (DataKind.CHECK_COPY, 17, CopyChecked(False, 7, 8), REPLY, 0),
     "store": (
         DataKind.STORE,
         6,
@@ -218,6 +226,10 @@ GOLDEN: dict[str, str] = {
         "1b0000000a0000001b00000000000000939193c410dccec363d9fb256bb2d52a0704475a00050601cd03e8"
     ),
     "pins set": "1b0001000a000000050000000000000091c4020100",
+    "set expiry": "1e000000100000001e0000000000000094c410dccec363d9fb256bb2d52a0704475a000506cf000001a3185c5000",
+    "expiry set": "1e00010010000000020000000000000091c3",
+    "check copy": "1f00000011000000140000000000000092c410dccec363d9fb256bb2d52a0704475a00c3",
+    "copy checked": "1f00010011000000040000000000000093c20708",
     "ping": "1800000005000000010000000000000090",
     "pong": "1800010005000000030000000000000092072a",
     "measure": "2000000008000000060000000300000091ce00100000",

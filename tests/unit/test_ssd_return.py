@@ -12,9 +12,10 @@ import trio
 from p2pstore.core.cold_return import ColdSorted
 from p2pstore.core.effects import LoadObject, WriteObject
 from p2pstore.core.fetch import FetchOperation
-from p2pstore.errors import NoSuchKey
+from p2pstore.errors import CapacityExceeded, NoSuchKey
 from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier
 from p2pstore.objects import Version, namespace_digest
+from p2pstore.peer.copy_checks import CopyChecks
 from p2pstore.peer.node import Node
 from p2pstore.peer.ssd import PeerSsd
 from p2pstore.simulation.faulty_disk import FaultyDisk
@@ -42,6 +43,7 @@ class Life:
         self.core = self.world.core
         self.watch = _Watch()
         self.ssd: PeerSsd | None = None
+        self.copy_checks = CopyChecks(cast("Any", self))
         self._nursery = nursery
 
     @property
@@ -212,3 +214,17 @@ async def test_what_the_time_to_drain_was_too_short_for_is_said(
         caplog.clear()
         await first.ssd.keep_memory()
         assert "not written" not in caplog.text
+
+
+async def test_an_object_with_false_checksums_is_not_written() -> None:
+    disk = simulated_disk(9)
+    async with life(disk) as first:
+        entry = first.world.stored("k", VALUE)
+        first.world.segment._buffer[entry.offset] ^= 1
+        assert first.ssd is not None
+        with pytest.raises(CapacityExceeded, match="spoilt"):
+            await first.ssd.make_durable(digest_of("k"))
+        assert first.world.find("k") is None
+        assert first.ssd.tier.find(digest_of("k")) is None
+        await first.put("k")
+        assert first.ssd.tier.find(digest_of("k")) is not None

@@ -46,6 +46,12 @@ class Pin(StrEnum):
     hard = "hard"
 
 
+class OnConflict(StrEnum):
+    keep = "keep"
+    overwrite = "overwrite"
+    error = "error"
+
+
 def put(
     key: Key,
     file: Annotated[
@@ -67,6 +73,15 @@ def put(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a value that has other bytes.")
     ] = False,
+    on_conflict: Annotated[
+        OnConflict | None,
+        typer.Option(
+            "--on-conflict",
+            help="When the key has other bytes: keep them (the default), overwrite them, or fail. "
+            "The exit status is 1 unless they are overwritten.",
+            show_default=False,
+        ),
+    ] = None,
     durable: Annotated[
         bool, typer.Option("--durable", help="Have it on the peer's SSD before this ends.")
     ] = False,
@@ -77,10 +92,15 @@ def put(
 ) -> None:
     """Store a file, or standard input, under a key.
 
-    Putting the same bytes again changes nothing; other bytes are refused (exit status 1) without
-    --overwrite. A pipe is first spooled to a temporary file (in TMPDIR, at most 4 GiB).
+    A key that has other bytes is kept, and the exit status is 1, without --overwrite (short for
+    --on-conflict overwrite). Putting the same bytes again stores nothing, but a --ttl replaces the
+    object's, and --pin and --replicas are raised. A pipe is first spooled to a temporary file (in
+    TMPDIR, at most 4 GiB).
     """
     encode_key(key)
+    if overwrite and on_conflict not in (None, OnConflict.overwrite):
+        raise ValueError("--overwrite contradicts --on-conflict: give one of the two")
+    policy: dict[str, Any] = {} if on_conflict is None else {"on_conflict": on_conflict.value}
     ttl_seconds = None if ttl is None else parse_timeout(ttl, "--ttl")
     with (
         transfers.open_source(file) as source,
@@ -99,6 +119,7 @@ def put(
             overwrite=overwrite,
             durable=durable,
             progress=bar.at if bar.shown else None,
+            **policy,
         )
         seconds = time.perf_counter() - begin
     if json:

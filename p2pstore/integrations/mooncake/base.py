@@ -30,6 +30,7 @@ from p2pstore.integrations.mooncake.settings import (
     takes_over,
 )
 from p2pstore.local.paths import SOCKET_VARIABLE, find_socket
+from p2pstore.objects import is_about_a_key
 from p2pstore.results import PeerInfo
 
 LOG: Final = logging.getLogger("p2pstore.mooncake")
@@ -178,8 +179,9 @@ class StoreBase:
         return code
 
     def _read_code(self, error: Exception) -> int:
-        """`_code` for reads and removals: a key that cannot be is one that nobody has."""
-        if type(error) is ValueError and self._client is not None:
+        """`_code` for reads and removals: a text that cannot be a key is one that nobody has. Any other `ValueError`
+        is about what was asked for."""
+        if is_about_a_key(error) and self._client is not None:
             return int(ErrorCode.OBJECT_NOT_FOUND)
         return self._code(error)
 

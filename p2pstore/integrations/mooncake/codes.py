@@ -51,6 +51,7 @@ class ErrorCode(IntEnum):
 
 _CODES: Final[Sequence[tuple[type[Exception], ErrorCode]]] = (
     (errors.NoSuchKey, ErrorCode.OBJECT_NOT_FOUND),
+    (errors.KeyExists, ErrorCode.OBJECT_ALREADY_EXISTS),
     (errors.Unavailable, ErrorCode.TRANSFER_FAIL),
     (errors.DeadlineExceeded, ErrorCode.RPC_TIMEOUT),
     (errors.BufferTooSmall, ErrorCode.INVALID_PARAMS),
@@ -73,11 +74,6 @@ def code_of(error: Exception) -> int:
         if isinstance(error, kind):
             return int(code)
     return int(ErrorCode.INTERNAL_ERROR)
-
-
-def read_code(error: Exception) -> int:
-    """`code_of` for reads and removals: a key that cannot be is one that nobody has."""
-    return int(ErrorCode.OBJECT_NOT_FOUND) if type(error) is ValueError else code_of(error)
 
 
 def alike(*lists: Any) -> bool:

@@ -43,7 +43,7 @@ class RemovingCalls(ObjectCalls):
 
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
         """Remove the objects in whose keys the pattern (Python's) is found, in this store's namespace. Returns how many
-        they were, or -600 for what is no pattern."""
+        they were, -600 for what is no pattern, or the code of the failure that left some of them there."""
         try:
             pattern = re.compile(regex_pattern)
         except re.error as error:
@@ -51,8 +51,11 @@ class RemovingCalls(ObjectCalls):
         removed = 0
         try:
             for keys in self._pages():
-                found = [key for key in keys if pattern.search(key)]
-                removed += sum(code == 0 for code in self.batch_remove(found)) if found else 0
+                codes = self.batch_remove([key for key in keys if pattern.search(key)])
+                removed += codes.count(0)
+                failures = set(codes) - {0, int(ErrorCode.OBJECT_NOT_FOUND)}
+                if failures:  # the log says why
+                    return min(failures)
         except FAILURES as error:
             return self._code(error)
         return removed
@@ -72,6 +75,9 @@ class RemovingCalls(ObjectCalls):
         after, more = "", True
         while more:
             page = self._live.list_keys(after=after, limit=PAGE_KEYS)
+            if page.silent_peers:
+                silent = ", ".join(page.silent_peers)
+                self._say(f"keys of peers that did not answer may be left: {silent}")
             keys = [each.key for each in page.keys]
             yield keys
             more = page.more and bool(keys)

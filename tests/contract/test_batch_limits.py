@@ -1,0 +1,163 @@
+"""Batches of the most and the longest keys: every call cuts them into requests that fit, here and between peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2pstore import blocking
+from p2pstore.blocking import BlockingClient
+from p2pstore.errors import AnswerTooLarge
+from p2pstore.integrations.mooncake import removing
+from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
+from p2pstore.local import messages as local
+from p2pstore.local.batching import (
+    MAX_BATCH,
+    MAX_REPORTED_FAILURES,
+    MOST_ITEMS,
+    REQUEST_BYTES,
+    Cuts,
+    text_bytes,
+)
+from p2pstore.local.messages import LocalKind
+from p2pstore.wire import LOCAL_LIMITS, encode_body
+from tests.contract.worlds import peer_process, until
+
+COUNT = 10_100
+KEYS = [f"{number:06}/".ljust(1024, "k") for number in range(COUNT)]
+MANY = 4200
+"""What takes more than a frame."""
+VALUE = b"v"
+
+
+@pytest.fixture(scope="module")
+def near_and_far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    folder: Path = tmp_path_factory.mktemp("batches")
+    with peer_process(folder, "near", "--memory", "256MiB") as near:
+        more = ("--memory", "256MiB", "--bootstrap", near.control)
+        with peer_process(folder, "far", *more) as far:
+            yield near.socket, far.socket
+
+
+@pytest.fixture
+def near(near_and_far: tuple[str, str]) -> Iterator[BlockingClient]:
+    with blocking.connect(near_and_far[0]) as client:
+        yield client
+
+
+@pytest.fixture
+def far(near_and_far: tuple[str, str]) -> Iterator[BlockingClient]:
+    with blocking.connect(near_and_far[1]) as client:
+        yield client
+
+
+def test_every_call_takes_ten_thousand_of_the_longest_keys(
+    near: BlockingClient, far: BlockingClient
+) -> None:
+    assert all(each.ok for each in far.put_many([(key, VALUE) for key in KEYS]))
+    until(lambda: all(near.contains_many(KEYS)))
+    assert near.match_prefix(KEYS) == COUNT
+    (run,) = near.match_prefix_by_peer(KEYS)
+    assert (run.peer, run.blocks) == ("far", COUNT)
+    rooms = [bytearray(1) for _ in KEYS]
+    results = near.get_many_into(list(zip(KEYS, rooms, strict=True)))
+    assert all(each.ok for each in results)
+    assert rooms == [VALUE] * COUNT
+    assert all(each.ok for each in near.take_leases(KEYS[:1000]))
+    near.prefetch(KEYS)
+    page = near.list_keys(limit=COUNT + 1)
+    assert [each.key for each in page.keys] == KEYS
+    assert [each.value for each in near.remove_many(KEYS[:MANY])] == [True] * MANY
+    until(lambda: far.contains_many(KEYS) == [False] * MANY + [True] * (COUNT - MANY))
+
+
+def test_the_mooncake_api_removes_what_a_pattern_finds_to_the_end(
+    near_and_far: tuple[str, str], near: BlockingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", near_and_far[0])
+    store = MooncakeDistributedStore()
+    assert store.setup("localhost", "", 0, 0, "tcp", "", "") == 0
+    try:
+        keys, kept = [f"m/{key}"[:1024] for key in KEYS[: MANY + 1000]], "x" * 1024
+        assert store.put_batch([*keys, kept], [VALUE] * (len(keys) + 1)) == 0
+        assert store.batch_is_exist([*keys, "", kept]) == [1] * len(keys) + [0, 1]
+        assert store.batch_remove(["", "k" * 1025, "absent"]) == [-704] * 3
+        assert store.batch_remove(keys[:MANY]) == [0] * MANY
+        assert store.batch_remove(keys[:2]) == [-704] * 2
+        monkeypatch.setattr(removing, "PAGE_KEYS", 300)
+        assert store.remove_by_regex("^m/") == 1000
+        assert store.batch_is_exist([keys[0], keys[-1], kept]) == [0, 0, 1]
+    finally:
+        store.close()
+
+
+# --- the one place that cuts -------------------------------------------------------------------
+
+DIGEST = b"d" * 16
+BIG = (1 << 64) - 1
+LARGEST: dict[LocalKind, tuple[int, Any]] = {
+    LocalKind.RESERVE: (0, lambda n: local.Reserve([local.ReserveItem(BIG, BIG)] * n, "n" * 255)),
+    LocalKind.COMMIT: (
+        0,
+        lambda n: local.Commit(
+            "n" * 255,
+            [local.CommitItem(BIG, "k" * 1024, BIG, bytes(512), BIG, follows=DIGEST)] * n,
+        ),
+    ),
+    LocalKind.LEASE: (0, lambda n: local.Lease(DIGEST * n, key="k" * 1024)),
+    LocalKind.RELEASE: (0, lambda n: local.Release([BIG] * n)),
+    LocalKind.PLAN: (0, lambda n: local.Plan(DIGEST * n, exclude=[BIG] * 64, key="k" * 1024)),
+    LocalKind.CONTAINS: (0, lambda n: local.Contains(DIGEST * n)),
+    LocalKind.MATCH_PREFIX: (0, lambda n: local.MatchPrefix(DIGEST * n)),
+    LocalKind.LOCATE: (0, lambda n: local.Locate(DIGEST * n)),
+    LocalKind.REMOVE: (text_bytes("k" * 1024), lambda n: local.Remove("n" * 255, ["k" * 1024] * n)),
+    LocalKind.PREFETCH: (0, lambda n: local.Prefetch(DIGEST * n)),
+    LocalKind.LIST: (0, lambda n: local.ListKeys("n" * 255, "k" * 1024, "k" * 1024, n)),
+}
+
+
+@pytest.mark.parametrize("kind", MOST_ITEMS)
+def test_the_largest_request_of_each_kind_fits_a_frame(kind: LocalKind) -> None:
+    assert MOST_ITEMS[kind] <= MAX_BATCH
+    size, message = LARGEST[kind]
+    (some,) = islice(Cuts(kind, 100_000, [size] * 100_000 if size else None), 1)
+    assert len(encode_body(message(len(some)))) <= LOCAL_LIMITS.body_bytes
+
+
+def test_the_largest_report_fits_a_frame() -> None:
+    counts = [BIG] * 64
+    pulls = [local.PullCount(BIG, "transport", BIG, BIG, BIG, counts, BIG, counts)] * 1024
+    report = local.Report(
+        [local.AccessCount(DIGEST, BIG, BIG, BIG)] * MAX_BATCH,
+        [local.HolderFailure(DIGEST, BIG, BIG, BIG, BIG)] * MAX_REPORTED_FAILURES,
+        pulls,
+        [local.SlowRead(DIGEST, BIG, "transport", 1.0, BIG, "k" * 1024)] * 16,
+        [local.TransportFallback(BIG, "transport", BIG, "\N{SNOWMAN}" * 200)] * 64,
+        BIG,
+        [local.UnseenRead(DIGEST, BIG, BIG)] * 4096,
+    )
+    assert len(encode_body(report)) <= LOCAL_LIMITS.body_bytes
+
+
+def test_requests_are_cut_by_bytes_and_by_items_and_again_where_the_answer_is_too_large() -> None:
+    most = MOST_ITEMS[LocalKind.REMOVE]
+    assert list(Cuts(LocalKind.REMOVE, 0)) == []
+    assert list(Cuts(LocalKind.REMOVE, most + 1)) == [range(most), range(most, most + 1)]
+    half = REQUEST_BYTES // 2
+    cut = Cuts(LocalKind.REMOVE, 5, [half, half, 1, 2 * REQUEST_BYTES, 1])
+    assert list(cut) == [range(2), range(2, 3), range(3, 4), range(4, 5)]
+    error = AnswerTooLarge("ask for less")
+    cuts, seen = Cuts(LocalKind.LOCATE, 10), []
+    for some in cuts:
+        if len(some) > 3:
+            cuts.ask_again(some, error)
+        else:
+            seen += list(some)
+    assert seen == list(range(10))
+    with pytest.raises(AnswerTooLarge):
+        cuts.ask_again(range(9, 10), error)
+    assert [text_bytes(text) for text in ("", "ab", "\N{SNOWMAN}")] == [5, 7, 9]
