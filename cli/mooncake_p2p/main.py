@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
 from typing import Annotated, Any, Final, NoReturn
@@ -70,11 +70,6 @@ command of its own."""
 HELP_OPTIONS: Final = ("-h", "--help")
 
 
-def function_name(command: str) -> str:
-    """The name of a command's function in its module."""
-    return re.sub("[ -]", "_", command)
-
-
 PLAINER: Final = (
     ("Value error, ", ""),
     ("Input should be a valid integer, unable to parse string as an integer", "must be a number"),
@@ -121,18 +116,27 @@ class ManualCommand(TyperCommand):
             formatter.write_dl([(str(status), meaning) for status, meaning in page.statuses])
 
 
+def function_name(command: str) -> str:
+    """The name of a command's function in its module."""
+    return re.sub("[ -]", "_", command)
+
+
+def function_of(command: str) -> Callable[..., Any]:
+    """The function that is the command; its module is imported."""
+    module = import_module(f"mooncake_p2p.commands.{COMMANDS[command][0]}")
+    function: Callable[..., Any] = getattr(module, function_name(command))
+    return function
+
+
 class LazyCommands(Mapping[str, Any]):
     """The commands by name; looking one up imports its module."""
 
     def __getitem__(self, name: str) -> Any:
-        module = import_module(f"mooncake_p2p.commands.{COMMANDS[name][0]}")
         app = typer.Typer(
             add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
         )
         names_of_help = {"help_option_names": list(HELP_OPTIONS)}
-        app.command(name, cls=ManualCommand, context_settings=names_of_help)(
-            getattr(module, function_name(name))
-        )
+        app.command(name, cls=ManualCommand, context_settings=names_of_help)(function_of(name))
         return typer.main.get_command(app)
 
     def __iter__(self) -> Iterator[str]:
@@ -175,15 +179,6 @@ class LazyGroup(TyperGroup):
         formatter.write(f"\n`{PROGRAM} {first_word} COMMAND --help` says more of each.\n")
         print(formatter.getvalue(), end="")
         raise typer.Exit
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        # The names and summaries are here; typer would import every command for them.
-        self.commands = {
-            name: TyperCommand(name, help=summary)
-            for name, (_, summary) in COMMANDS.items()
-            if " " not in name
-        }
-        return super().shell_complete(ctx, incomplete)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
@@ -337,14 +332,17 @@ def main() -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout = _with_named_errors(sys.stdout)
     instruction = os.environ.get(COMPLETION_VARIABLE)
-    _end(complete(instruction) if instruction else run(sys.argv[1:]))
+    if instruction:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # no message lands in the typed command
+        _end(complete(instruction))
+    _end(run(sys.argv[1:]))
 
 
 def complete(instruction: str) -> int:
     """What a shell's completion script asks for."""
     from mooncake_p2p.completion import answer
 
-    return answer(build(), instruction)
+    return answer(instruction, os.environ)
 
 
 def _end(status: int) -> NoReturn:

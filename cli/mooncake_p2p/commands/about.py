@@ -33,7 +33,7 @@ def completion(
 ) -> None:
     """Print a script that completes commands, options and keys with Tab.
 
-    Keys come from the local peer, if it answers within 0.3 s.
+    Keys and names of checkpoints come from the local peer, if it answers at once.
     """
     from mooncake_p2p.completion import script
 

@@ -16,7 +16,6 @@ from mooncake_p2p.options import (
     Socket,
     Timeout,
     Yes,
-    complete_key,
     connected,
 )
 from mooncake_p2p.output import confirm, print_json, printable, progress, remark
@@ -38,7 +37,6 @@ def rm(
             metavar="KEY",
             help="Names of the objects.",
             show_default=False,
-            autocompletion=complete_key,
         ),
     ] = None,
     prefix: Annotated[
