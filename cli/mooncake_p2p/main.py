@@ -15,14 +15,22 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 import p2pstore
-from mooncake_p2p.errors import STANDARD_OUTPUT, ExitCode, describe, exit_code
+from mooncake_p2p.errors import (
+    STANDARD_OUTPUT,
+    AlreadyTold,
+    ExitCode,
+    describe,
+    error_document,
+    exit_code,
+)
+from mooncake_p2p.output import json_output
 
 PROGRAM: Final = "mooncake-p2p"
 COMPLETION_VARIABLE: Final = "_MOONCAKE_P2P_COMPLETE"
@@ -243,6 +251,8 @@ def build() -> Any:
 def run(arguments: Sequence[str]) -> int:
     """Run one command; returns its exit status. Errors are shown on stderr, never raised."""
     debug = False
+    json_output.begin()
+    status: int = ExitCode.DONE
     try:
         command = build()
         if not arguments:
@@ -251,18 +261,20 @@ def run(arguments: Sequence[str]) -> int:
                 file=sys.stderr,
             )
             return ExitCode.USAGE
-        with command.make_context(PROGRAM, list(arguments)) as context:
-            debug = context.params["debug"]
-            status = command.invoke(context)
+        try:
+            with command.make_context(PROGRAM, list(arguments)) as context:
+                debug = context.params["debug"]
+                command.invoke(context)
+        except typer.Exit as exit_request:
+            status = exit_request.exit_code
+        json_output.end()
         sys.stdout.flush()
-        return status or ExitCode.DONE
-    except typer.Exit as exit_request:
-        return exit_request.exit_code
+        return status
     except BrokenPipeError:
         # Python flushes stdout once more at the end; let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitCode.FAILED
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         if debug:
             import traceback
 
@@ -279,8 +291,20 @@ def _empty_option(error: Any, arguments: Sequence[str]) -> str:
 
 
 def _report(error: BaseException, arguments: Sequence[str]) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return ExitCode.INTERRUPTED
+    """Say on stderr and, with --json, on stdout what went wrong. Returns the exit status."""
+    message = _message(error, arguments)
+    stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+    if not (stopped or isinstance(error, AlreadyTold)):
+        print(f"error: {message}", file=sys.stderr)
+    if "--json" in takewhile(lambda word: word != "--", arguments):
+        with contextlib.suppress(OSError):  # stdout itself may be what went wrong
+            json_output.end(error_document(error, message), stopped=stopped)
+            sys.stdout.flush()
+    return error.code if isinstance(error, SystemExit) else exit_code(error)
+
+
+def _message(error: BaseException, arguments: Sequence[str]) -> str:
+    """One line: what went wrong and what to do about it."""
     if hasattr(error, "format_message"):  # what typer found wrong with the arguments
         context = getattr(error, "ctx", None)
         text = " ".join(error.format_message().split())
@@ -291,10 +315,8 @@ def _report(error: BaseException, arguments: Sequence[str]) -> int:
         if empty:
             text = f"{empty} is empty: give a value or leave it out"
         hint = f" (see `{context.command_path} --help`)" if context is not None else ""
-        print(f"error: {text[:1].lower()}{text[1:].rstrip('.')}{hint}", file=sys.stderr)
-        return ExitCode.USAGE
-    print(f"error: {describe(error)}", file=sys.stderr)
-    return exit_code(error)
+        return f"{text[:1].lower()}{text[1:].rstrip('.')}{hint}"
+    return describe(error)
 
 
 class _NamedStandardOutput(io.FileIO):

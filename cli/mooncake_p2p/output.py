@@ -6,11 +6,12 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from mooncake_p2p.errors import CommandFailed, ExitCode
+from mooncake_p2p.errors import AlreadyTold, CommandFailed, ExitCode, describe
+from p2pstore.errors import NoSuchKey
 from p2pstore.objects import MIB, format_bytes
 from p2pstore.objects import printable as printable
 
@@ -19,14 +20,61 @@ RATE_AFTER_SECONDS: Final = 0.2
 PIPE_COLUMNS: Final = 10_000  # nothing is folded for a program that reads
 
 
-def print_json(document: Any) -> None:
-    """One JSON document on stdout."""
-    print(json.dumps(document, indent=2 if sys.stdout.isatty() else None))
+class JsonOutput:
+    """What `--json` prints on stdout: one document when the command ends, with `error` in it when it failed. A
+    command that looks again and again prints a line each time, too."""
+
+    def __init__(self) -> None:
+        self._document: Any = None
+        self._has_lines = False
+
+    def begin(self) -> None:
+        """Another command runs."""
+        self._document, self._has_lines = None, False
+
+    def end(self, error: dict[str, Any] | None = None, *, stopped: bool = False) -> None:
+        """Print the document, if there is one or an error. `stopped`: somebody wanted no more lines."""
+        document = self._document
+        if error is not None:
+            if stopped and self._has_lines:
+                return
+            document = {**(document if isinstance(document, dict) else {}), "error": error}
+        if document is not None:
+            print(json.dumps(document, indent=2 if sys.stdout.isatty() else None))
+
+    def line(self, document: Any) -> None:
+        """Print this now, in one line."""
+        self._has_lines = True
+        print(json.dumps(document), flush=True)
+
+    def keep(self, document: Any) -> None:
+        """Print this when the command ends."""
+        self._document = document
+
+
+json_output: Final = JsonOutput()
+print_json: Final = json_output.keep
+print_json_line: Final = json_output.line
 
 
 def remark(text: str) -> None:
     """One line on stderr."""
     print(text, file=sys.stderr)
+
+
+def end_with(failures: Mapping[str, Exception]) -> None:
+    """Say on stderr what went wrong with each key. Raises `AlreadyTold` of the first failure, where a key that is
+    missing counts only beside no other; returns when there is none."""
+    for key, error in failures.items():
+        missing = isinstance(error, NoSuchKey)
+        remark(
+            f"error: {describe(error)}"
+            if missing
+            else f"error: {printable(key)}: {describe(error)}"
+        )
+    serious = [each for each in failures.values() if not isinstance(each, NoSuchKey)]
+    for each in (serious or list(failures.values()))[:1]:
+        raise AlreadyTold(each)
 
 
 def confirm(question: str, *, yes: bool) -> None:

@@ -40,6 +40,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, stream: str, work: Callable[[],
 
 def test_json_is_one_line_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_json({"key": "ключ\n", "n": [1]})
+    output.json_output.end()
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
     assert json.loads(printed) == {"key": "ключ\n", "n": [1]}
@@ -48,6 +49,7 @@ def test_json_is_one_line_for_programs(capsys: pytest.CaptureFixture[str]) -> No
 def test_json_survives_text_that_is_not_utf8(capsys: pytest.CaptureFixture[str]) -> None:
     name = os.fsdecode(b"caf\xe9")  # a file name as Python reads it
     output.print_json({"output": name})
+    output.json_output.end()
     assert json.loads(capsys.readouterr().out) == {"output": name}
 
 

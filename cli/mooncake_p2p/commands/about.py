@@ -19,11 +19,11 @@ def help(
         list[str] | None,
         typer.Argument(metavar="COMMAND", help="What to explain.", show_default=False),
     ] = None,
-) -> int:
+) -> None:
     """Show the help of a command, as `COMMAND --help` does."""
     from mooncake_p2p.main import run
 
-    return run([*(command or []), "--help"])
+    raise typer.Exit(run([*(command or []), "--help"]))
 
 
 def completion(

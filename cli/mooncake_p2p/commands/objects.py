@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from mooncake_p2p import transfers
+from mooncake_p2p.copies import shortfall
 from mooncake_p2p.errors import STANDARD_OUTPUT, CommandFailed
 from mooncake_p2p.new_file import NewFile
 from mooncake_p2p.options import (
@@ -101,6 +102,8 @@ def put(
             progress=bar.at if bar.shown else None,
         )
         seconds = time.perf_counter() - begin
+        too_few = shortfall(client, result)
+        elsewhere = result.location if result.location != client.peer_name else ""
     if json:
         print_json(
             {
@@ -110,6 +113,8 @@ def put(
                 "copies": result.copies,
                 "wanted": result.wanted,
                 "location": result.location,
+                "elsewhere": bool(elsewhere),
+                "shortfall": too_few or None,
                 "version": list(result.version),
                 "seconds": round(seconds, 6),
             }
@@ -120,10 +125,11 @@ def put(
             "use --overwrite to replace it"
         )
     if not json:
-        later = "" if result.copies >= result.wanted else ", more when there are peers with room"
+        where = f", on {printable(elsewhere)}: this peer has no room for it" if elsewhere else ""
+        copies = too_few or f"copies {result.copies}/{result.wanted}"
         remark(
             f"{result.status} {printable(key)}: {format_transfer(length_bytes, seconds)}, "
-            f"copies {result.copies}/{result.wanted}{later}"
+            f"{copies}{where}"
         )
 
 

@@ -250,9 +250,8 @@ class ObjectCalls(StoreBase):
         return codes
 
     def _keep_pinned(self, keys: Sequence[str], config: ReplicateConfig) -> None:
-        """Give the soft pins their length, where that is not the usual half an hour. What went to another peer, for
-        want of room here, keeps that."""
+        """Give the soft pins their length, where that is not the usual half an hour, wherever the values are."""
         if config.soft_pin_ttl_ms:
             for key in keys:
                 with suppress(NoSuchKey):
-                    self._live.pin(key, "soft", ttl=config.soft_pin_ttl_ms / 1000)
+                    self._live.pin(key, "soft", ttl=config.soft_pin_ttl_ms / 1000, fetch=False)
