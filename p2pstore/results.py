@@ -472,7 +472,7 @@ class ObjectStore(Protocol):
         ...
 
     async def peers(self, *, everyone: bool = False) -> list[PeerInfo]:
-        """The members of the cluster; with `everyone` also those that are gone."""
+        """The members of the cluster; with `everyone` also those that died or left within the last 24 hours."""
         ...
 
     async def statistics(self, *, cluster: bool = True) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import typer
 
 from mooncake_p2p.errors import CommandFailed, ExitCode
 from mooncake_p2p.interrupts import Interrupts
-from mooncake_p2p.join_settings import gather, read_line_of_invite
+from mooncake_p2p.join_settings import gather, read_line_of_invite, refuse_name_of_another
 from mooncake_p2p.local_cluster import read_line
 from mooncake_p2p.output import remark
 
@@ -36,6 +36,7 @@ def start_detached(given: Mapping[str, Any]) -> None:
     peer as well.
     """
     settings, _ = gather(given)
+    refuse_name_of_another(settings)
     deadline = time.monotonic() + START_SECONDS + settings.checked().join_timeout
     line_of_invite = read_line_of_invite() if given.get("invite") == "-" else given.get("invite")
     with Interrupts() as interrupts, tempfile.TemporaryFile() as complaints:

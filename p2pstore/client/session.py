@@ -599,7 +599,7 @@ class ClientSession:
         return whole
 
     async def peers(self, *, everyone: bool = False) -> list[PeerInfo]:
-        """The members of the cluster; with `everyone` also those that are gone."""
+        """The members of the cluster; with `everyone` also those that died or left within the last 24 hours."""
         request = local.Peers(arguments.flag("everyone", everyone))
         reply = await self._link.request(LocalKind.PEERS, request, local.PeersReply)
         return answers.peer_infos(reply)

@@ -11,7 +11,12 @@ from typing import Annotated, Any, Final
 import typer
 
 from mooncake_p2p.detach import DETACHED_VARIABLE, start_detached
-from mooncake_p2p.join_settings import gather, refuse_socket_of_another, spelled_as_given
+from mooncake_p2p.join_settings import (
+    gather,
+    refuse_name_of_another,
+    refuse_socket_of_another,
+    spelled_as_given,
+)
 from p2pstore.terminal import survive_hangups
 
 MAX_ATTEMPTS: Final = 8
@@ -282,11 +287,13 @@ def join(
 def _run(given: Mapping[str, Any], detached: bool) -> None:
     """Run the peer in this process. Of several that start at once and take the same free name, one gets it."""
     survive_hangups()
-    from p2pstore.places import BY_NAME
+    from p2pstore.places import chose_name, name_in_use
     from p2pstore.statedir import StateDirectoryInUse
 
     for attempt in range(MAX_ATTEMPTS):
         settings, invite = gather(given)
+        if not detached:
+            refuse_name_of_another(settings)
         refuse_socket_of_another(settings)
         config = settings.checked()  # a mistake is told before the peer's modules are loaded
         gc.disable()  # what the modules make stays: looking for garbage in it takes a tenth of the start
@@ -297,6 +304,6 @@ def _run(given: Mapping[str, Any], detached: bool) -> None:
             with spelled_as_given(settings):
                 run_peer(config, invite, detached=detached)
             return
-        except StateDirectoryInUse:
-            if settings.origins["state_dir"] != BY_NAME or attempt == MAX_ATTEMPTS - 1:
-                raise
+        except StateDirectoryInUse as error:
+            if not chose_name(settings) or attempt == MAX_ATTEMPTS - 1:
+                raise (name_in_use(settings) or error) from None
