@@ -224,8 +224,11 @@ def _options(
 ) -> None:
     """A pool of memory for KV cache and checkpoints, from peer to peer, with nobody in charge.
 
-    `mooncake-p2p demo` shows it at work; `mooncake-p2p join` starts a peer, and
-    `mooncake-p2p join --bootstrap HOST:PORT` on the next machine joins the two.
+    `mooncake-p2p demo` shows it at work; `mooncake-p2p join` starts a peer that serves this machine.
+
+    Several machines share a key: `mooncake-p2p keygen FILE` makes it, `mooncake-p2p join
+    --cluster-key-file FILE --interface NAME` starts the first peer, and `mooncake-p2p invite` there
+    prints the line that starts a peer on the next machine.
     """
 
 
@@ -241,7 +244,9 @@ def build() -> Any:
             "Exit status: 0 done, 1 failed, 2 usage, 3 no such key, 4 no peer to talk to, "
             "5 deadline passed, 6 copies known but none reachable, 130 Ctrl-C. "
             "`mooncake-p2p help COMMAND` explains a command, with examples; MOONCAKE_P2P_SOCKET, "
-            "MOONCAKE_P2P_NAMESPACE and MOONCAKE_P2P_TIMEOUT stand for the options of these names."
+            "MOONCAKE_P2P_NAMESPACE and MOONCAKE_P2P_TIMEOUT stand for the options of these names. "
+            "With --json a command that fails prints an object with `error` on stdout: its type, "
+            "message and status."
         ),
     )
     app.callback(add_help_option=False)(_options)

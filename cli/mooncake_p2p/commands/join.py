@@ -75,7 +75,13 @@ def _option(metavar: str, help: str) -> Any:
 
 
 def join(
-    name: Annotated[str | None, _option("NAME", "What people call it [default: hostname].")] = None,
+    name: Annotated[
+        str | None,
+        _option(
+            "NAME",
+            "What people call it; no live peer of this machine may have it [default: hostname].",
+        ),
+    ] = None,
     cluster: Annotated[
         str | None, _option("NAME", "Only peers of one cluster meet [default: default].")
     ] = None,
@@ -254,7 +260,10 @@ def join(
     ] = None,
     log_file: Annotated[str | None, _option("FILE", "Log there instead of stderr.")] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return when the peer serves; `leave` ends it.")
+        bool,
+        typer.Option(
+            "--detach", help="Return when it serves and has tried to join; `leave` ends it."
+        ),
     ] = False,
     config: Annotated[
         str | None, _option("FILE.toml", "Settings: option names with underscores.")
@@ -262,7 +271,12 @@ def join(
 ) -> None:
     """Run a peer in the foreground; Ctrl-C or SIGTERM leaves the cluster.
 
-    Without any option it serves this machine alone. With a cluster key it listens where the bootstrap
+    Without any option it serves this machine alone. Peers on several machines need one cluster key:
+    `keygen` makes it, the first peer gets it with --cluster-key-file and an address of its own with
+    --interface or --listen, and `invite` there prints the line that starts a peer on the next machine.
+    Without that line a peer needs a copy of the key file, and --bootstrap with the address of another.
+
+    With a cluster key it listens where the bootstrap
     peers can call back: on the address that leads to them. When it can serve it prints `ready ` and a
     line of JSON: peer_id, name, control, data, socket, metrics, joined, peers. SIGHUP opens the log
     file anew and rereads key and allow files.
