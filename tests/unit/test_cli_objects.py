@@ -192,6 +192,14 @@ def test_put_says_what_became_of_it(
     assert capsys.readouterr().err.startswith("unchanged k")
 
 
+def test_put_with_key_and_file_swapped_says_so(
+    store: MemoryStore, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["put", str(file), "k"]) == 1
+    assert f"the key comes first: `put k {file}`" in capsys.readouterr().err
+    assert not store.values
+
+
 def test_put_passes_its_options_on(store: MemoryStore, file: Path) -> None:
     options = ["--replicas", "3", "--pin", "hard", "--ttl", "10m", "--overwrite", "--durable"]
     assert run(["put", "k", str(file), *options]) == 0

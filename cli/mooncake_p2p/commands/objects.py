@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -83,6 +85,9 @@ def put(
     """
     encode_key(key)
     ttl_seconds = None if ttl is None else parse_timeout(ttl, "--ttl")
+    if file is not None and file != "-" and os.path.exists(key) and not os.path.exists(file):
+        swapped = f"`put {shlex.quote(file)} {shlex.quote(key)}`"
+        raise CommandFailed(f"{printable(file)}: no such file; the key comes first: {swapped}")
     with (
         transfers.open_source(file) as source,
         connected(socket, namespace, timeout) as client,

@@ -117,15 +117,11 @@ class _Removal:
             elif not isinstance(item.error, NoSuchKey):  # else somebody else was faster
                 self.failed[item.key] = item.error
 
-    def problem(self, prefix: str) -> Exception | None:
-        """What the command ends with."""
+    def problem(self) -> Exception:
+        """What the command ends with when it could not remove all."""
         if self.failed:
             return next(iter(self.failed.values()))
-        if self.silent_peers:
-            return CommandFailed(incomplete(self.silent_peers))
-        if not self.removed:
-            return NoSuchKey(f"no key begins with {printable(prefix)!r}")
-        return None
+        return CommandFailed(incomplete(self.silent_peers))
 
 
 def _remove_prefix(client: BlockingClient, prefix: str, json: bool) -> None:
@@ -146,9 +142,10 @@ def _remove_prefix(client: BlockingClient, prefix: str, json: bool) -> None:
         _tell(removal, json, stopped=True)
         raise
     _tell(removal, json, stopped=False)
-    problem = removal.problem(prefix)
-    if problem is not None:
-        raise AlreadyTold(problem)
+    if removal.failed or removal.silent_peers:
+        raise AlreadyTold(removal.problem())
+    if not removal.removed:
+        raise NoSuchKey(f"no key begins with {printable(prefix)!r}")
 
 
 def _tell(removal: _Removal, json: bool, *, stopped: bool) -> None:
