@@ -62,7 +62,6 @@ def start_detached(given: Mapping[str, Any]) -> None:
                 _end(process)
             raise
     sys.stdout.write(line)
-    sys.stdout.flush()
     ready = json.loads(line.removeprefix("ready "))
     socket = ready["socket"]
     if wanted and not ready["joined"]:
