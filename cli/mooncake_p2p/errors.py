@@ -61,14 +61,14 @@ EXIT_CODES: Final[tuple[tuple[type[BaseException], ExitCode], ...]] = (
 """The first class that an error is an instance of decides; everything else is FAILED."""
 
 
-def exit_code(error: BaseException) -> ExitCode:
+def exit_code(error: BaseException) -> int:
     """The exit status for an error."""
     if isinstance(error, CommandFailed):
         return error.code
     if isinstance(error, AlreadyTold):
         return exit_code(error.cause)
     if isinstance(error, SystemExit):
-        return ExitCode.TERMINATED
+        return error.code if isinstance(error.code, int) else ExitCode.FAILED
     if hasattr(error, "format_message"):  # what typer found wrong with the arguments
         return ExitCode.USAGE
     for kind, code in EXIT_CODES:
@@ -108,14 +108,13 @@ def error_document(error: BaseException, message: str) -> dict[str, Any]:
     if isinstance(error, AlreadyTold):
         error = error.cause
     status = exit_code(error)
-    words = {
-        ExitCode.USAGE: "UsageError",
-        ExitCode.INTERRUPTED: "Interrupted",
-        ExitCode.TERMINATED: "Terminated",
-    }
     kind = type(error).__name__
-    if not isinstance(error, errors.P2PStoreError):
-        kind = words.get(status, kind)
+    if isinstance(error, KeyboardInterrupt):
+        kind = "Interrupted"
+    elif isinstance(error, SystemExit):
+        kind = "Terminated"
+    elif status == ExitCode.USAGE and not isinstance(error, errors.P2PStoreError):
+        kind = "UsageError"
     return {"type": kind, "message": message, "status": int(status)}
 
 

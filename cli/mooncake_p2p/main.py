@@ -305,7 +305,7 @@ def _report(error: BaseException, arguments: Sequence[str]) -> int:
         with contextlib.suppress(OSError):  # stdout itself may be what went wrong
             json_output.end(error_document(error, message), stopped=stopped)
             sys.stdout.flush()
-    return error.code if isinstance(error, SystemExit) else exit_code(error)
+    return exit_code(error)
 
 
 def _message(error: BaseException, arguments: Sequence[str]) -> str:

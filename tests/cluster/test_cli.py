@@ -202,7 +202,11 @@ def test_three_peers_by_hand(machine: Machine) -> None:
     left = json.loads(done(alpha.run("peers", "--all", "--json")).stdout)
     (gamma,) = [member for member in left if member["name"] == "gamma"]
     assert (gamma["status"], gamma["leaving"]) == ("left", False)
-    (row,) = [line for line in done(alpha.run("peers", "--all")).stdout.decode().splitlines() if "gamma" in line]
+    (row,) = [
+        line
+        for line in done(alpha.run("peers", "--all")).stdout.decode().splitlines()
+        if "gamma" in line
+    ]
     assert row.split()[1] == "left"
 
 
