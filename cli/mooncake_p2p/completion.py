@@ -279,13 +279,22 @@ def _of_peer(question: Callable[[BlockingClient, str], Iterable[str]]) -> Source
     """A source that asks the local peer."""
 
     def ask(options: Options, word: str) -> Iterable[str]:
-        from p2pstore import blocking  # takes a part of a second, which is not the peer's
+        from p2pstore.errors import P2PStoreError
+        from p2pstore.local.paths import answers, find_socket
+
+        try:
+            path = find_socket(options.get("socket"))
+        except P2PStoreError:
+            return ()
+        if not answers(path):  # the client takes a tenth of a second to load
+            return ()
+        from p2pstore import blocking
 
         namespace = options.get("namespace") or os.environ.get("MOONCAKE_P2P_NAMESPACE")
 
         def found() -> Iterator[str]:
             with blocking.connect(
-                options.get("socket"), namespace=namespace or "default", timeout=LOOK_SECONDS
+                path, namespace=namespace or "default", timeout=LOOK_SECONDS
             ) as client:
                 yield from question(client, word)
 

@@ -127,16 +127,17 @@ def test_keys_come_from_those_who_answer_in_time(
     lister = Lister(["a1", "a b", "a$c"], ["a2", "b"], seconds)
     asked: list[Any] = []
 
-    def connect(socket: str | None, **options: Any) -> Lister:
+    def connect(socket: Path, **options: Any) -> Lister:
         asked.append((socket, options["namespace"]))
         return lister
 
     monkeypatch.setattr(blocking, "connect", connect)
+    monkeypatch.setattr("p2pstore.local.paths.answers", lambda path: True)
     begin = time.monotonic()
     words = ["get", "--socket", "/s", "--namespace=n", "-o", "file"]
     assert list(candidates(words, "a").values) == offered
     assert time.monotonic() - begin < 5.0
-    assert asked == [("/s", "n")]
+    assert asked == [(Path("/s"), "n")]
 
 
 def test_a_peer_that_hangs_does_not_hold_up_the_shell(tmp_path: Path) -> None:
@@ -237,3 +238,17 @@ def test_the_script_of_an_earlier_version_gets_nothing_that_it_could_run(
     old = {"_TYPER_COMPLETE_ARGS": "mooncake-p2p g", "COMP_WORDS": "mooncake-p2p g"}
     assert completion.answer("complete_zsh", old) == 1
     assert capsys.readouterr().out == ""
+
+
+def test_without_a_peer_nothing_heavy_is_loaded(tmp_path: Path) -> None:
+    script = (
+        "import sys; from mooncake_p2p.completion import candidates;"
+        "candidates(['get'], ''); candidates(['checkpoint', 'fetch'], '');"
+        "assert not {'numpy', 'trio', 'rich', 'p2pstore.peer', 'pydantic'} & set(sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        timeout=30,
+        env={**os.environ, "MOONCAKE_P2P_SOCKET": str(tmp_path / "none")},
+    )
