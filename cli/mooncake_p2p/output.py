@@ -17,6 +17,8 @@ from p2pstore.objects import printable as printable
 
 PROGRESS_AFTER_SECONDS: Final = 1.0
 RATE_AFTER_SECONDS: Final = 0.2
+FOLDED_COLUMNS: Final = 8
+"""A column that is folded gets no narrower."""
 PIPE_COLUMNS: Final = 10_000  # nothing is folded for a program that reads
 
 
@@ -115,8 +117,8 @@ def print_table(
 ) -> None:
     """Columns under headers; those named in `right` align right.
 
-    On a terminal that is too narrow the first column and those named in `fold` take several lines.
-    Into a pipe, every row is one line.
+    On a terminal that is too narrow the first column and those named in `fold` take several lines. On one in which
+    that is not enough, and into a pipe, no text is cut or folded.
     """
     from rich.console import Console
     from rich.table import Table
@@ -128,13 +130,24 @@ def print_table(
         soft_wrap=False,
         width=None if sys.stdout.isatty() else PIPE_COLUMNS,
     )
+    foldable = {0} | {number for number, header in enumerate(headers) if header in fold}
+    widths = [
+        max(len(printable(row[number])) for row in (headers, *rows))
+        for number in range(len(headers))
+    ]
+    least = sum(
+        min(width, FOLDED_COLUMNS) if number in foldable else width
+        for number, width in enumerate(widths)
+    )
+    if least + 2 * len(headers) > console.width:
+        console.width = PIPE_COLUMNS
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, header in enumerate(headers):
         table.add_column(
             header,
             justify="right" if header in right else "left",
             overflow="fold",
-            no_wrap=number > 0 and header not in fold,
+            no_wrap=number not in foldable,
         )
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))

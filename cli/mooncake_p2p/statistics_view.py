@@ -247,7 +247,8 @@ def _repair_lines(repair: Document) -> list[str]:
     if repair.get("lacking"):
         facts.append(f"{repair['lacking']:,} objects with fewer copies than wanted")
     if repair.get("limited"):
-        facts.append(f"{repair['limited']:,} objects want more copies than there are peers")
+        count = repair["limited"]
+        facts.append(f"{count:,} object{'' if count == 1 else 's'} limited by the number of peers")
     return [_fact("repair", ", ".join(facts))] if facts else []
 
 

@@ -21,10 +21,12 @@ HEADERS = ("KEY", "SIZE")
 LONG_KEY = "model/" + "x" * 120
 
 
-def on_terminal(monkeypatch: pytest.MonkeyPatch, stream: str, work: Callable[[], None]) -> str:
-    """What `work` writes to a terminal of 80 columns."""
+def on_terminal(
+    monkeypatch: pytest.MonkeyPatch, stream: str, work: Callable[[], None], columns: int = 80
+) -> str:
+    """What `work` writes to a terminal."""
     primary, secondary = os.openpty()
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(primary, "rb", buffering=0) as screen, os.fdopen(secondary, "w") as terminal:
         monkeypatch.setattr(sys, stream, terminal)
@@ -181,3 +183,15 @@ def test_a_terminal_is_asked(typed: str, agreed: bool, monkeypatch: pytest.Monke
         assert select.select([primary], [], [], 5.0)[0], shown
         shown += os.read(primary, 1000)
     os.close(primary)
+
+
+def test_a_table_loses_nothing_on_a_terminal_that_is_far_too_narrow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    headers = ("NAME", "STATUS", "HEARD", "CONTROL", "PEER ID")
+    row = ("alpha", "alive", "0.1 s", "127.0.0.1:7001", "..AbGgYNyh")
+    shown = on_terminal(
+        monkeypatch, "stdout", lambda: output.print_table(headers, [row]), columns=20
+    )
+    for text in (*headers, *row):
+        assert text in shown
