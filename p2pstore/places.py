@@ -1,11 +1,12 @@
 """What a peer of this host calls its own when nobody says: a free name, and the state directory of that name,
-with the invite that it joined by. Shell.
+with the invite that it joined by. A name that somebody said is taken as it is, or not at all. Shell.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -13,19 +14,21 @@ from typing import Any, Final
 from p2pstore.config import name_or_host
 from p2pstore.errors import AuthenticationFailed, ConfigError, ProtocolMismatch
 from p2pstore.invite import Invite, parse_kept_invite
-from p2pstore.local.paths import distrust, own_directory
+from p2pstore.local.paths import distrust, live_sockets, own_directory
 from p2pstore.settings import Settings
 from p2pstore.statedir import StateDirectory, is_in_use, kept_cluster_key, kept_invite
 
 STATE_DIRECTORY_NAME: Final = "mooncake-p2p"
 MAX_LOCAL_PEERS: Final = 64
+HOST_NAME: Final = "default: this host's name"
 BY_NAME: Final = "default: by name"
 """The origin of a state directory that nobody named."""
 
 
 def settle(settings: Settings, invite: Invite | None = None) -> Settings:
-    """The settings with a name and a state directory that no other peer of this host uses, and below them
-    what `invite` says, or the one that the state directory keeps of an earlier join.
+    """The settings with a name and a state directory, and below them what `invite` says, or the one that the state
+    directory keeps of an earlier join. Without a name in the settings no other peer of this host uses them; a name
+    that was said may be in use (`name_in_use`).
 
     Raises `ConfigError` when a kept file is damaged or no name is free.
     """
@@ -66,6 +69,23 @@ def kept(invite: Invite | None, state_dir: str | None) -> Iterator[None]:
         raise
 
 
+def chose_name(settings: Settings) -> bool:
+    """Whether the name is one that `settle` chose, as nobody said any."""
+    return settings.origins.get("name", "").startswith(HOST_NAME)
+
+
+def name_in_use(settings: Settings) -> ConfigError | None:
+    """What is wrong when a live peer of this host uses the name that was said; None when it is free."""
+    name, state_dir = settings.values.get("name"), settings.values["state_dir"]
+    if chose_name(settings) or settings.origins["state_dir"] != BY_NAME or not is_in_use(state_dir):
+        return None
+    socket = next((str(path) for path in live_sockets() if path.stem == name), "PATH")
+    return ConfigError(
+        f"{settings.origins['name']}: a peer named {name} runs on this machine already (state directory {state_dir}): "
+        f"give this one another --name, or end that one with `mooncake-p2p leave --socket {shlex.quote(socket)}`"
+    )
+
+
 def state_root() -> Path:
     """Where state directories go by default: the user's state home, or /var/lib for root. A user without a home has
     them beside its sockets, in a directory that a restart of the machine removes."""
@@ -103,14 +123,16 @@ def _with_places(settings: Settings) -> Settings:
     if settings.values.get("state_dir"):
         absolute = os.path.abspath(settings.values["state_dir"])
         return Settings({**settings.values, "state_dir": absolute}, settings.origins)
-    name = name_or_host(settings.values.get("name", ""), settings.origins.get("name", "name"))
+    said = settings.values.get("name", "")
+    name = name_or_host(said, settings.origins.get("name", "name"))
     root = state_root()
     for number in range(1, MAX_LOCAL_PEERS + 1):
         free = name if number == 1 else f"{name}-{number}"
-        if is_in_use(root / free):
+        if not said and is_in_use(root / free):
             continue
-        taken = "" if number == 1 else f", as {number - 1} of that name run here"
-        origin = settings.origins.get("name", "default: this host's name") + taken
+        origin = settings.origins["name"] if said else HOST_NAME
+        if number > 1:
+            origin += f", as {number - 1} of that name run here"
         return Settings(
             {**settings.values, "name": free, "state_dir": str(root / free)},
             {**settings.origins, "name": origin, "state_dir": BY_NAME},

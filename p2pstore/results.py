@@ -495,7 +495,7 @@ class ObjectStore(Protocol):
         ...
 
     async def peers(self, *, everyone: bool = False) -> list[PeerInfo]:
-        """The members of the cluster; with `everyone` also those that are gone."""
+        """The members of the cluster; with `everyone` also those that died or left within the last 24 hours."""
         ...
 
     async def statistics(self, *, cluster: bool = True) -> dict[str, Any]:
@@ -512,9 +512,13 @@ class ObjectStore(Protocol):
         """`remove` for many keys; one result per key, in order."""
         ...
 
-    async def pin(self, key: str, pin: PinName = "soft", *, ttl: float | None = None) -> PinResult:
-        """Keep the local copy, and those of others as far as they can be told: a soft pin (30 minutes unless `ttl`
-        says otherwise) is evicted last, a hard one not at all. Raises `NoSuchKey` when there is no local copy."""
+    async def pin(
+        self, key: str, pin: PinName = "soft", *, ttl: float | None = None, fetch: bool = True
+    ) -> PinResult:
+        """Keep an object in the local peer's memory, and in that of all that hold it as far as they can be told: a
+        soft pin (30 minutes unless `ttl` says otherwise) is evicted last, a hard one not at all. An object that only
+        other peers hold is brought here first; without `fetch` it is pinned where it is. Raises `NoSuchKey`, and
+        what a lease raises when it cannot be brought here."""
         ...
 
     async def unpin(self, key: str) -> PinResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -18,8 +19,10 @@ import typer
 
 from mooncake_p2p.errors import CommandFailed, ExitCode
 from mooncake_p2p.interrupts import Interrupts
-from mooncake_p2p.join_settings import gather, read_line_of_invite
-from mooncake_p2p.output import remark
+from mooncake_p2p.join_settings import gather, read_line_of_invite, refuse_name_of_another
+from mooncake_p2p.options import connected
+from mooncake_p2p.output import progress, remark
+from p2pstore.errors import P2PStoreError
 from p2pstore.readiness import read_line
 
 DETACHED_VARIABLE: Final = "MOONCAKE_P2P_DETACHED"
@@ -30,13 +33,21 @@ STOP_SECONDS: Final = 5.0
 
 
 def start_detached(given: Mapping[str, Any]) -> None:
-    """Start `join` with these options in the background, and print its `ready` line.
+    """Start `join` with these options in the background, and print its `ready` line. Says at once for which bootstrap
+    peers it waits and how long, and at the end why none was joined.
 
     Ends with the peer's own complaint and exit status when it does not get ready. Ctrl-C meanwhile ends the
     peer as well.
     """
     settings, _ = gather(given)
-    deadline = time.monotonic() + START_SECONDS + settings.checked().join_timeout
+    refuse_name_of_another(settings)
+    config = settings.checked()
+    deadline = time.monotonic() + START_SECONDS + config.join_timeout
+    wanted = ", ".join(config.bootstrap)
+    if wanted:
+        remark(
+            f"joining by {wanted}: waiting for at most {config.join_timeout:g} s (--join-timeout)"
+        )
     line_of_invite = read_line_of_invite() if given.get("invite") == "-" else given.get("invite")
     with Interrupts() as interrupts, tempfile.TemporaryFile() as complaints:
         process: subprocess.Popen[bytes] | None = None
@@ -44,17 +55,31 @@ def start_detached(given: Mapping[str, Any]) -> None:
             with interrupts.allowed():
                 with interrupts.held():  # no moment at which a process runs that nobody knows of
                     process = _start(given, line_of_invite, complaints)
-                line = _wait_until_ready(process, complaints, deadline)
+                with progress(f"joining by {wanted}" if wanted else "starting"):
+                    line = _wait_until_ready(process, complaints, deadline)
         except BaseException:
             if process is not None:
                 _end(process)
             raise
     sys.stdout.write(line)
-    socket = json.loads(line.removeprefix("ready "))["socket"]
+    ready = json.loads(line.removeprefix("ready "))
+    socket = ready["socket"]
+    if wanted and not ready["joined"]:
+        remark(f"warning: {_why_alone(socket, config.join_timeout)}")
     remark(
         f"the peer runs as process {process.pid}; "
         f"`mooncake-p2p leave --socket {shlex.quote(socket)}` ends it"
     )
+
+
+def _why_alone(socket: str, seconds: float) -> str:
+    """Why a peer that serves has joined nobody, as it says itself."""
+    text = f"the peer joined nobody within {seconds:g} s"
+    with contextlib.suppress(P2PStoreError), connected(socket) as client:
+        for problem in client.statistics(cluster=False)["peer"]["problems"]:
+            if problem["name"] == "alone":
+                return f"{text}: {problem['cause']}. It tries on; {problem['cure']}"
+    return f"{text}, and tries on"
 
 
 def _start(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 from enum import IntEnum
-from typing import Final
+from typing import Any, Final
 
 from p2pstore import errors
 
@@ -39,6 +39,14 @@ class CommandFailed(Exception):
         self.code = code
 
 
+class AlreadyTold(Exception):
+    """Ends a command that has said on stderr what went wrong, as `cause` does: with its exit status."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 EXIT_CODES: Final[tuple[tuple[type[BaseException], ExitCode], ...]] = (
     (errors.NoSuchKey, ExitCode.NO_SUCH_KEY),
     (errors.NoLocalPeer, ExitCode.NO_PEER),
@@ -53,10 +61,16 @@ EXIT_CODES: Final[tuple[tuple[type[BaseException], ExitCode], ...]] = (
 """The first class that an error is an instance of decides; everything else is FAILED."""
 
 
-def exit_code(error: BaseException) -> ExitCode:
+def exit_code(error: BaseException) -> int:
     """The exit status for an error."""
     if isinstance(error, CommandFailed):
         return error.code
+    if isinstance(error, AlreadyTold):
+        return exit_code(error.cause)
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else ExitCode.FAILED
+    if hasattr(error, "format_message"):  # what typer found wrong with the arguments
+        return ExitCode.USAGE
     for kind, code in EXIT_CODES:
         if isinstance(error, kind):
             return code
@@ -65,6 +79,12 @@ def exit_code(error: BaseException) -> ExitCode:
 
 def describe(error: BaseException) -> str:
     """One line for people: what happened and what to do."""
+    if isinstance(error, AlreadyTold):
+        return describe(error.cause)
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by Ctrl-C"
+    if isinstance(error, SystemExit):
+        return "stopped by a signal"
     if isinstance(error, CommandFailed | errors.P2PStoreError | ValueError):
         text = str(error) or type(error).__name__
         if isinstance(error, errors.DeadlineExceeded) and "--timeout" not in text:
@@ -79,6 +99,23 @@ def describe(error: BaseException) -> str:
             "`mooncake-p2p --debug COMMAND ...` shows where, please report it"
         )
     return " ".join(text.split())
+
+
+def error_document(error: BaseException, message: str) -> dict[str, Any]:
+    """What `--json` prints of an error under `error`, for every command: `type`, which is a class of
+    `p2pstore.errors`, of Python's `OSError` or one of the words below, `message` as on stderr, and the exit
+    status."""
+    if isinstance(error, AlreadyTold):
+        error = error.cause
+    status = exit_code(error)
+    kind = type(error).__name__
+    if isinstance(error, KeyboardInterrupt):
+        kind = "Interrupted"
+    elif isinstance(error, SystemExit):
+        kind = "Terminated"
+    elif status == ExitCode.USAGE and not isinstance(error, errors.P2PStoreError):
+        kind = "UsageError"
+    return {"type": kind, "message": message, "status": int(status)}
 
 
 def _describe_os_error(error: OSError) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from mooncake_p2p.output import remark
+
 if TYPE_CHECKING:
     from p2pstore.invite import Invite
     from p2pstore.settings import Settings
@@ -70,6 +72,21 @@ def spelled_as_given(settings: Settings) -> Iterator[None]:
         origin = settings.origins.get(name, "default")
         said = "--" + name.replace("_", "-") if origin.startswith("default") else origin
         raise ConfigError(f"{said}: {rest}") from None
+
+
+def refuse_name_of_another(settings: Settings) -> None:
+    """Raise `ConfigError` when a peer that runs has the name that was given. Say so on stderr when it has this host's
+    name, so that this peer takes another one."""
+    from p2pstore.places import HOST_NAME, chose_name, name_in_use
+
+    problem = name_in_use(settings)
+    if problem is not None:
+        raise problem
+    if chose_name(settings) and settings.origins["name"] != HOST_NAME:
+        remark(
+            f"a peer with this host's name runs here already; this one is called {settings.values['name']}, with an "
+            "identity of its own"
+        )
 
 
 def refuse_socket_of_another(settings: Settings) -> None:

@@ -13,16 +13,24 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 import p2pstore
-from mooncake_p2p.errors import STANDARD_OUTPUT, ExitCode, describe, exit_code
+from mooncake_p2p.errors import (
+    STANDARD_OUTPUT,
+    AlreadyTold,
+    ExitCode,
+    describe,
+    error_document,
+    exit_code,
+)
+from mooncake_p2p.output import json_output
 
 PROGRAM: Final = "mooncake-p2p"
 COMPLETION_VARIABLE: Final = "_MOONCAKE_P2P_COMPLETE"
@@ -68,11 +76,6 @@ command of its own."""
 
 
 HELP_OPTIONS: Final = ("-h", "--help")
-
-
-def function_name(command: str) -> str:
-    """The name of a command's function in its module."""
-    return re.sub("[ -]", "_", command)
 
 
 PLAINER: Final = (
@@ -121,18 +124,27 @@ class ManualCommand(TyperCommand):
             formatter.write_dl([(str(status), meaning) for status, meaning in page.statuses])
 
 
+def function_name(command: str) -> str:
+    """The name of a command's function in its module."""
+    return re.sub("[ -]", "_", command)
+
+
+def function_of(command: str) -> Callable[..., Any]:
+    """The function that is the command; its module is imported."""
+    module = import_module(f"mooncake_p2p.commands.{COMMANDS[command][0]}")
+    function: Callable[..., Any] = getattr(module, function_name(command))
+    return function
+
+
 class LazyCommands(Mapping[str, Any]):
     """The commands by name; looking one up imports its module."""
 
     def __getitem__(self, name: str) -> Any:
-        module = import_module(f"mooncake_p2p.commands.{COMMANDS[name][0]}")
         app = typer.Typer(
             add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
         )
         names_of_help = {"help_option_names": list(HELP_OPTIONS)}
-        app.command(name, cls=ManualCommand, context_settings=names_of_help)(
-            getattr(module, function_name(name))
-        )
+        app.command(name, cls=ManualCommand, context_settings=names_of_help)(function_of(name))
         return typer.main.get_command(app)
 
     def __iter__(self) -> Iterator[str]:
@@ -176,15 +188,6 @@ class LazyGroup(TyperGroup):
         print(formatter.getvalue(), end="")
         raise typer.Exit
 
-    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        # The names and summaries are here; typer would import every command for them.
-        self.commands = {
-            name: TyperCommand(name, help=summary)
-            for name, (_, summary) in COMMANDS.items()
-            if " " not in name
-        }
-        return super().shell_complete(ctx, incomplete)
-
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
@@ -221,8 +224,11 @@ def _options(
 ) -> None:
     """A pool of memory for KV cache and checkpoints, from peer to peer, with nobody in charge.
 
-    `mooncake-p2p demo` shows it at work; `mooncake-p2p join` starts a peer, and
-    `mooncake-p2p join --bootstrap HOST:PORT` on the next machine joins the two.
+    `mooncake-p2p demo` shows it at work; `mooncake-p2p join` starts a peer that serves this machine.
+
+    Several machines share a key: `mooncake-p2p keygen FILE` makes it, `mooncake-p2p join
+    --cluster-key-file FILE --interface NAME` starts the first peer, and `mooncake-p2p invite` there
+    prints the line that starts a peer on the next machine.
     """
 
 
@@ -238,7 +244,9 @@ def build() -> Any:
             "Exit status: 0 done, 1 failed, 2 usage, 3 no such key, 4 no peer to talk to, "
             "5 deadline passed, 6 copies known but none reachable, 130 Ctrl-C. "
             "`mooncake-p2p help COMMAND` explains a command, with examples; MOONCAKE_P2P_SOCKET, "
-            "MOONCAKE_P2P_NAMESPACE and MOONCAKE_P2P_TIMEOUT stand for the options of these names."
+            "MOONCAKE_P2P_NAMESPACE and MOONCAKE_P2P_TIMEOUT stand for the options of these names. "
+            "With --json a command that fails prints an object with `error` on stdout: its type, "
+            "message and status."
         ),
     )
     app.callback(add_help_option=False)(_options)
@@ -248,6 +256,8 @@ def build() -> Any:
 def run(arguments: Sequence[str]) -> int:
     """Run one command; returns its exit status. Errors are shown on stderr, never raised."""
     debug = False
+    json_output.begin()
+    status: int = ExitCode.DONE
     try:
         command = build()
         if not arguments:
@@ -256,18 +266,20 @@ def run(arguments: Sequence[str]) -> int:
                 file=sys.stderr,
             )
             return ExitCode.USAGE
-        with command.make_context(PROGRAM, list(arguments)) as context:
-            debug = context.params["debug"]
-            status = command.invoke(context)
+        try:
+            with command.make_context(PROGRAM, list(arguments)) as context:
+                debug = context.params["debug"]
+                command.invoke(context)
+        except typer.Exit as exit_request:
+            status = exit_request.exit_code
+        json_output.end()
         sys.stdout.flush()
-        return status or ExitCode.DONE
-    except typer.Exit as exit_request:
-        return exit_request.exit_code
+        return status
     except BrokenPipeError:
         # Python flushes stdout once more at the end; let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitCode.FAILED
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         if debug:
             import traceback
 
@@ -284,8 +296,20 @@ def _empty_option(error: Any, arguments: Sequence[str]) -> str:
 
 
 def _report(error: BaseException, arguments: Sequence[str]) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return ExitCode.INTERRUPTED
+    """Say on stderr and, with --json, on stdout what went wrong. Returns the exit status."""
+    message = _message(error, arguments)
+    stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+    if not (stopped or isinstance(error, AlreadyTold)):
+        print(f"error: {message}", file=sys.stderr)
+    if "--json" in takewhile(lambda word: word != "--", arguments):
+        with contextlib.suppress(OSError):  # stdout itself may be what went wrong
+            json_output.end(error_document(error, message), stopped=stopped)
+            sys.stdout.flush()
+    return exit_code(error)
+
+
+def _message(error: BaseException, arguments: Sequence[str]) -> str:
+    """One line: what went wrong and what to do about it."""
     if hasattr(error, "format_message"):  # what typer found wrong with the arguments
         context = getattr(error, "ctx", None)
         text = " ".join(error.format_message().split())
@@ -296,10 +320,8 @@ def _report(error: BaseException, arguments: Sequence[str]) -> int:
         if empty:
             text = f"{empty} is empty: give a value or leave it out"
         hint = f" (see `{context.command_path} --help`)" if context is not None else ""
-        print(f"error: {text[:1].lower()}{text[1:].rstrip('.')}{hint}", file=sys.stderr)
-        return ExitCode.USAGE
-    print(f"error: {describe(error)}", file=sys.stderr)
-    return exit_code(error)
+        return f"{text[:1].lower()}{text[1:].rstrip('.')}{hint}"
+    return describe(error)
 
 
 class _NamedStandardOutput(io.FileIO):
@@ -337,14 +359,17 @@ def main() -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout = _with_named_errors(sys.stdout)
     instruction = os.environ.get(COMPLETION_VARIABLE)
-    _end(complete(instruction) if instruction else run(sys.argv[1:]))
+    if instruction:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # no message lands in the typed command
+        _end(complete(instruction))
+    _end(run(sys.argv[1:]))
 
 
 def complete(instruction: str) -> int:
     """What a shell's completion script asks for."""
     from mooncake_p2p.completion import answer
 
-    return answer(build(), instruction)
+    return answer(instruction, os.environ)
 
 
 def _end(status: int) -> NoReturn:

@@ -48,20 +48,20 @@ PAGES: Final[dict[str, Page]] = {
             "A peer that serves this machine alone, with an eighth of its memory.",
         ),
         (
-            "mooncake-p2p join --memory 64GiB --bootstrap 10.0.0.1:17946",
-            "Join the cluster of the peer at 10.0.0.1, without a key: on one machine only.",
-        ),
-        (
-            "mooncake-p2p join --listen 10.0.0.2:17946 --cluster-key-file /etc/p2p.key",
-            "Serve a network; only peers with the same key get in.",
+            "mooncake-p2p join --name b --listen 127.0.0.1:7002 --bootstrap 127.0.0.1:17946",
+            "A second peer on this machine, which joins the first.",
         ),
         (
             "mooncake-p2p join --detach --interface eth1 --cluster-key-file /etc/p2p.key",
-            "The same on another interface, in the background.",
+            "The first peer of several machines, in the background. Only peers with this key get in.",
         ),
         (
             "mooncake-p2p join --invite p2pstore1:k6dkZWZhdWx0ka4xMC4wLjAuMToxNzk0NpA",
-            "Join by invite.",
+            "On the next machine: the line that `invite` printed on the first one, with the key in it.",
+        ),
+        (
+            "mooncake-p2p join --bootstrap 10.0.0.1:17946 --cluster-key-file /etc/p2p.key",
+            "The same without an invite, with a copy of the key file.",
         ),
         meaning={
             0: "left the cluster on Ctrl-C, SIGTERM or `leave`",
@@ -157,7 +157,7 @@ PAGES: Final[dict[str, Page]] = {
     ),
     "peers": _page(
         ("mooncake-p2p peers", "Who is in the cluster now."),
-        ("mooncake-p2p peers --all --json", "Also who is dead or has left, for programs."),
+        ("mooncake-p2p peers --all --json", "Also who died or left today, for programs."),
         ("mooncake-p2p peers --reads", "From whom reads come, by which transport, how fast."),
         also=(4, 5),
     ),
@@ -194,7 +194,7 @@ PAGES: Final[dict[str, Page]] = {
     "keygen": _page(
         ("mooncake-p2p keygen cluster.key", "A key for a new cluster; copy it to every machine."),
         ("mooncake-p2p keygen --add cluster.key", "The first of three steps to another key."),
-        ("mooncake-p2p keygen cluster.key --json", "The same, for programs."),
+        ("mooncake-p2p keygen other.key --json", "Another new key, for programs."),
     ),
     "doctor": _page(
         ("mooncake-p2p doctor", "Check this machine; warnings and faults come with a cure."),
@@ -271,7 +271,7 @@ PAGES: Final[dict[str, Page]] = {
     ),
     "checkpoint rm": _page(
         ("mooncake-p2p checkpoint rm llama", "Nobody gets it from here any more."),
-        ("mooncake-p2p checkpoint rm llama --yes", "Without asking."),
+        ("mooncake-p2p checkpoint rm mistral --yes", "Without asking."),
         also=(3, 4, 5),
         meaning={3: "the local peer did not publish it"},
     ),

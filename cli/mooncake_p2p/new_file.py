@@ -34,6 +34,10 @@ class NewFile:
         self.path = Path(os.path.realpath(path))  # a symbolic link stays; what it names is replaced
         if self.path.is_dir():
             raise CommandFailed(f"{path}: is a directory; name a file in it")
+        if path.endswith("/"):
+            raise CommandFailed(
+                f"{path}: there is no such directory; make it, and name a file in it"
+            )
         self._part: Path | None = None
         try:
             self.descriptor = self._create()

@@ -18,26 +18,13 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT: Final = "5"
 
 
-def complete_key(context: typer.Context, incomplete: str) -> list[str]:
-    """Keys for the Tab key."""
-    from mooncake_p2p.completion import keys_beginning
-
-    return keys_beginning(
-        incomplete, context.params.get("socket"), context.params.get("namespace") or "default"
-    )
-
-
 Key = Annotated[
     str,
-    typer.Argument(
-        metavar="KEY", help="Name of the object.", show_default=False, autocompletion=complete_key
-    ),
+    typer.Argument(metavar="KEY", help="Name of the object.", show_default=False),
 ]
 Keys = Annotated[
     list[str],
-    typer.Argument(
-        metavar="KEY", help="Names of the objects.", show_default=False, autocompletion=complete_key
-    ),
+    typer.Argument(metavar="KEY", help="Names of the objects.", show_default=False),
 ]
 
 Socket = Annotated[

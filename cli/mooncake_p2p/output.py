@@ -6,27 +6,77 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from mooncake_p2p.errors import CommandFailed, ExitCode
+from mooncake_p2p.errors import AlreadyTold, CommandFailed, ExitCode, describe
+from p2pstore.errors import NoSuchKey
 from p2pstore.objects import MIB, format_bytes
 from p2pstore.objects import printable as printable
 
 PROGRESS_AFTER_SECONDS: Final = 1.0
 RATE_AFTER_SECONDS: Final = 0.2
+FOLDED_COLUMNS: Final = 8
+"""A column that is folded gets no narrower."""
 PIPE_COLUMNS: Final = 10_000  # nothing is folded for a program that reads
 
 
-def print_json(document: Any) -> None:
-    """One JSON document on stdout."""
-    print(json.dumps(document, indent=2 if sys.stdout.isatty() else None))
+class JsonOutput:
+    """What `--json` prints on stdout: one document when the command ends, with `error` in it when it failed. A
+    command that looks again and again prints a line each time, too."""
+
+    def __init__(self) -> None:
+        self._document: Any = None
+        self._has_lines = False
+
+    def begin(self) -> None:
+        """Another command runs."""
+        self._document, self._has_lines = None, False
+
+    def end(self, error: dict[str, Any] | None = None, *, stopped: bool = False) -> None:
+        """Print the document, if there is one or an error. `stopped`: somebody wanted no more lines."""
+        document = self._document
+        if error is not None:
+            if stopped and self._has_lines:
+                return
+            document = {**(document if isinstance(document, dict) else {}), "error": error}
+        if document is not None:
+            print(json.dumps(document, indent=2 if sys.stdout.isatty() else None))
+
+    def line(self, document: Any) -> None:
+        """Print this now, in one line."""
+        self._has_lines = True
+        print(json.dumps(document), flush=True)
+
+    def keep(self, document: Any) -> None:
+        """Print this when the command ends."""
+        self._document = document
+
+
+json_output: Final = JsonOutput()
+print_json: Final = json_output.keep
+print_json_line: Final = json_output.line
 
 
 def remark(text: str) -> None:
     """One line on stderr."""
     print(text, file=sys.stderr)
+
+
+def end_with(failures: Mapping[str, Exception]) -> None:
+    """Say on stderr what went wrong with each key. Raises `AlreadyTold` of the first failure, where a key that is
+    missing counts only beside no other; returns when there is none."""
+    for key, error in failures.items():
+        missing = isinstance(error, NoSuchKey)
+        remark(
+            f"error: {describe(error)}"
+            if missing
+            else f"error: {printable(key)}: {describe(error)}"
+        )
+    serious = [each for each in failures.values() if not isinstance(each, NoSuchKey)]
+    for each in (serious or list(failures.values()))[:1]:
+        raise AlreadyTold(each)
 
 
 def confirm(question: str, *, yes: bool) -> None:
@@ -67,8 +117,8 @@ def print_table(
 ) -> None:
     """Columns under headers; those named in `right` align right.
 
-    On a terminal that is too narrow the first column and those named in `fold` take several lines.
-    Into a pipe, every row is one line.
+    On a terminal that is too narrow the first column and those named in `fold` take several lines. On one in which
+    that is not enough, and into a pipe, no text is cut or folded.
     """
     from rich.console import Console
     from rich.table import Table
@@ -80,13 +130,24 @@ def print_table(
         soft_wrap=False,
         width=None if sys.stdout.isatty() else PIPE_COLUMNS,
     )
+    foldable = {0} | {number for number, header in enumerate(headers) if header in fold}
+    widths = [
+        max(len(printable(row[number])) for row in (headers, *rows))
+        for number in range(len(headers))
+    ]
+    least = sum(
+        min(width, FOLDED_COLUMNS) if number in foldable else width
+        for number, width in enumerate(widths)
+    )
+    if least + 2 * len(headers) > console.width:
+        console.width = PIPE_COLUMNS
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, header in enumerate(headers):
         table.add_column(
             header,
             justify="right" if header in right else "left",
             overflow="fold",
-            no_wrap=number > 0 and header not in fold,
+            no_wrap=number not in foldable,
         )
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))

@@ -240,12 +240,15 @@ def _directory_lines(directory: Document) -> list[str]:
 
 
 def _repair_lines(repair: Document) -> list[str]:
-    """What was copied again since holders were lost, and what still lacks copies."""
+    """What was copied again since holders were lost, and what lacks copies."""
     facts = []
     if repair.get("copies"):
         facts.append(f"{_copies(repair['copies'])} made again ({_bytes(repair['bytes'])})")
     if repair.get("lacking"):
         facts.append(f"{repair['lacking']:,} objects with fewer copies than wanted")
+    if repair.get("limited"):
+        count = repair["limited"]
+        facts.append(f"{count:,} object{'' if count == 1 else 's'} limited by the number of peers")
     return [_fact("repair", ", ".join(facts))] if facts else []
 
 

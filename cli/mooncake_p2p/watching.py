@@ -6,7 +6,6 @@ on it meanwhile: resizing, scrolling, Ctrl-C. The last picture is then printed o
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import textwrap
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mooncake_p2p.errors import describe
 from mooncake_p2p.options import connected
+from mooncake_p2p.output import print_json_line
 from mooncake_p2p.statistics_view import Reading, clip, draws_blocks, overview, rates
 from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
 
@@ -69,7 +69,7 @@ def _print_json_line(before: Reading | None, reading: Reading) -> None:
         **reading.document,
         "rates": rate.document() if rate is not None else None,
     }
-    print(json.dumps(document))
+    print_json_line(document)
 
 
 def _print_block(before: Reading | None, reading: Reading) -> None:

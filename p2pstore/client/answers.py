@@ -219,7 +219,7 @@ def peer_infos(reply: PeersReply) -> list[PeerInfo]:
             },
             directory=entry.directory,
             load=entry.load_permille / 1000,
-            leaving=entry.leaving,
+            leaving=entry.leaving and entry.status in ("alive", "suspect"),
         )
         for entry in reply.items
     ]

@@ -271,6 +271,11 @@ class BlockingClient:
         """The socket this client is connected to."""
         return self._session.socket_path
 
+    @property
+    def peer_name(self) -> str:
+        """The name of the local peer, which `PutResult.location` is where a value is stored there."""
+        return self._session.peer_name
+
     def close(self) -> None:
         """Disconnect; may be called twice. Views stay readable, but their leases have ended."""
         self._session.close()
@@ -489,8 +494,10 @@ class BlockingClient:
     def statistics(self, *, cluster: bool = True) -> dict[str, Any]:
         return run_blocking(self._session.statistics(cluster=cluster))
 
-    def pin(self, key: str, pin: PinName = "soft", *, ttl: float | None = None) -> PinResult:
-        return run_blocking(self._session.pin(key, pin, ttl=ttl))
+    def pin(
+        self, key: str, pin: PinName = "soft", *, ttl: float | None = None, fetch: bool = True
+    ) -> PinResult:
+        return run_blocking(self._session.pin(key, pin, ttl=ttl, fetch=fetch))
 
     def unpin(self, key: str) -> PinResult:
         return run_blocking(self._session.unpin(key))

@@ -164,6 +164,11 @@ class ClientSession:
         return self._link.connection.path
 
     @property
+    def peer_name(self) -> str:
+        """The name of the local peer, which `PutResult.location` is where a value is stored there."""
+        return self._link.connection.hello.name
+
+    @property
     def _link(self) -> PeerLink:
         """The connection, which may have ended. Raises `RuntimeError` before there was one."""
         if self._parts is None:
@@ -618,7 +623,7 @@ class ClientSession:
         return whole
 
     async def peers(self, *, everyone: bool = False) -> list[PeerInfo]:
-        """The members of the cluster; with `everyone` also those that are gone."""
+        """The members of the cluster; with `everyone` also those that died or left within the last 24 hours."""
         request = local.Peers(arguments.flag("everyone", everyone))
         reply = await self._link.request(LocalKind.PEERS, request, local.PeersReply)
         return answers.peer_infos(reply)
@@ -673,18 +678,33 @@ class ClientSession:
             raise ProtocolError("the local peer answered for another number of keys")
         return reply
 
-    async def pin(self, key: str, pin: PinName = "soft", *, ttl: float | None = None) -> PinResult:
-        """Keep the local copy, and those of others as far as they can be told: a soft pin (30 minutes unless `ttl`
-        says otherwise) is evicted last, a hard one not at all. Raises `NoSuchKey` when there is no local copy."""
+    async def pin(
+        self, key: str, pin: PinName = "soft", *, ttl: float | None = None, fetch: bool = True
+    ) -> PinResult:
+        """Keep an object in the local peer's memory, and in that of all that hold it as far as they can be told: a
+        soft pin (30 minutes unless `ttl` says otherwise) is evicted last, a hard one not at all. An object that only
+        other peers hold is brought here first; without `fetch` it is pinned where it is. Raises `NoSuchKey`, and
+        what a lease raises when it cannot be brought here."""
+        fetch = arguments.flag("fetch", fetch) and pin != "none"
         request = local.SetPin(
             self._digest(key), arguments.pin_number(pin), arguments.milliseconds("ttl", ttl)
         )
-        reply = await self._link.request(
+        reply = await self._set_pin(request)
+        if fetch and not _is_done(reply):
+            view = await self.take_lease(key, here=True)  # which keeps it here until it is pinned
+            try:
+                reply = await self._set_pin(request)
+            finally:
+                del view
+        if not (_is_done(reply) or (not fetch and any(reply.copies))):
+            for error in reply.items:
+                answers.raise_for(key, error)
+        return PinResult(key, pin, sum(reply.copies) or 1, sum(reply.known) or 1)
+
+    async def _set_pin(self, request: local.SetPin) -> local.Pinned:
+        return await self._link.request(
             LocalKind.PIN, request, local.Pinned, extra_seconds=REMOVE_SECONDS
         )
-        for error in reply.items:
-            answers.raise_for(key, error)
-        return PinResult(key, pin, sum(reply.copies) or 1, sum(reply.known) or 1)
 
     async def unpin(self, key: str) -> PinResult:
         """Undo `pin`, wherever the object is. Raises `NoSuchKey`."""
@@ -700,7 +720,7 @@ class ClientSession:
             )
         except NoSuchKey as error:
             raise answers.name_key(key, error) from None
-        return answers.put_result(key, outcome, self._link.connection.hello.name)
+        return answers.put_result(key, outcome, self.peer_name)
 
     async def prefetch(self, keys: Sequence[str]) -> None:
         """Have the peer bring these objects into local memory; does not wait for them."""
@@ -733,3 +753,7 @@ def _restore(
     kind: type[ClientSession], socket: str | None, namespace: str, timeout: float
 ) -> ClientSession:
     return kind(socket=socket, namespace=namespace, timeout=timeout)  # type: ignore[call-arg]
+
+
+def _is_done(reply: local.Pinned) -> bool:
+    return not any(error.code for error in reply.items)

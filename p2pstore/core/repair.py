@@ -7,8 +7,8 @@ acts, exactly one does, and one that fails is replaced. Every departure is looke
 handed over: what was handed over lacks nothing.
 
 A copy that its holder evicts is no loss: in a full cache, whatever is copied again pushes out something else. A put
-that found too few peers is looked at again as well: after a while, or, where all that offer memory have a copy already,
-when there are more of them.
+that found too few peers has lost nothing. It is looked at again as well: after a while, or, where all that offer memory
+have a copy already, when there are more of them.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ class _Pass:
     """Going through all objects, in rounds: in round n those act that have n holders before them."""
 
     walk: OwnCopies
+    dead_holders: int
+    """Members that offered memory, and died."""
     started_at: float
     began_at: float
     """Its round."""
@@ -88,6 +90,8 @@ class _Pass:
     busy: bool = False
     lacking: int = 0
     """Of this round: how many objects have too few copies."""
+    limited: int = 0
+    """Of this round: how many objects have as many copies as there ever were peers, and want more."""
     others_turn: bool = False
     """Of this round: whether some are left to other holders."""
     failed: bool = False
@@ -99,7 +103,9 @@ class Repair:
 
     def __init__(self, core: PeerCore, timing: RepairTiming) -> None:
         self.lacking = 0
-        """Objects here with too few copies, as far as was found at the last look."""
+        """Objects here that lack copies which the cluster had or could have, as far as was found at the last look."""
+        self.limited = 0
+        """Objects here of which more copies are wanted than there are peers: nothing of them was lost."""
         self._core = core
         self._timing = timing
         self._losses = core.gossip.losses
@@ -123,10 +129,11 @@ class Repair:
     def look_later(self, now: float) -> None:
         """Copies may have been lost just now."""
         self._pause_seconds, self._not_before = self._timing.delay_seconds, -math.inf
-        if self._due_at == math.inf:
-            self._due_at = self._some_time_after(now)
+        then = self._some_time_after(now)
+        if then < self._due_at:
+            self._due_at = then
         else:
-            self._then_at = self._some_time_after(now)
+            self._then_at = then
 
     def next_tick(self) -> float:
         """When `tick` has something to do. (What happened to members it finds with any tick.)"""
@@ -143,7 +150,8 @@ class Repair:
         self._notice(now)
         if self._pass is None and now >= self._due_at:
             self._due_at, self._then_at = self._then_at, math.inf
-            self._pass = _Pass(OwnCopies(self._core, replicated_only=True), now, now, now)
+            walk = OwnCopies(self._core, replicated_only=True)
+            self._pass = _Pass(walk, self._dead_holders(), now, now, now)
         if self._pass is not None:
             self._go_on(self._pass, now)
 
@@ -167,6 +175,13 @@ class Repair:
             self._seen_version = membership.version
             self._offering = sum(state.memory_capacity > 0 for state in membership.others())
         return self._offering
+
+    def _dead_holders(self) -> int:
+        """How many members that offered memory died. Those that left on purpose are not among them."""
+        return sum(
+            state.memory_capacity > 0 and state.status is Status.DEAD and not state.leaving
+            for state in self._core.gossip.membership.states()
+        )
 
     def _are_too_few(self, copies: int) -> bool:
         """Whether nobody is left who could take one more. Then there is nothing to do until somebody comes."""
@@ -206,13 +221,21 @@ class Repair:
             lack = self._lack(current, digest, now)
             if lack is None:
                 continue
-            current.lacking += 1
+            self._count(current, lack.there, lack.wanted)
             if self._are_too_few(lack.there):
                 continue
             if lack.turn <= current.round:
                 current.queue.append(digest)
             else:
                 current.others_turn = True
+
+    def _count(self, current: _Pass, copies: int, wanted: int) -> None:
+        """Note an object that has too few copies: whether there were, or could be, more of them, as far as is known of
+        members."""
+        if copies < min(wanted, 1 + self._others_offering + current.dead_holders):
+            current.lacking += 1
+        else:
+            current.limited += 1
 
     def _lack(self, current: _Pass, digest: bytes, now: float) -> _Lack | None:
         """What there is too little of, if so."""
@@ -243,13 +266,13 @@ class Repair:
         )
 
     def _end_round(self, current: _Pass, now: float) -> None:
-        self.lacking = current.lacking
+        self.lacking, self.limited = current.lacking, current.limited
         gave_up = current.failures_in_a_row >= MOST_FAILURES
         if current.others_turn and not gave_up:
             current.next_at = max(now, current.began_at + self._timing.turn_seconds)
             current.began_at = current.next_at
             current.round += 1
-            current.lacking, current.others_turn = 0, False
+            current.lacking, current.limited, current.others_turn = 0, 0, False
             current.walk = OwnCopies(self._core, replicated_only=True)
             return
         self._pass = None
@@ -257,8 +280,10 @@ class Repair:
             self._not_before = now + self._pause_seconds
             self._due_at = min(self._due_at, self._not_before)
             self._pause_seconds = min(2 * self._pause_seconds, self._timing.longest_pause_seconds)
-        else:
-            self._pause_seconds = self._timing.delay_seconds
+            return
+        self._pause_seconds = self._timing.delay_seconds
+        if self.limited or self.lacking:  # they may be removed meanwhile
+            self._due_at = min(self._due_at, now + self._timing.longest_pause_seconds)
 
     # --- one object --------------------------------------------------------------------------
 
@@ -296,6 +321,7 @@ class Repair:
             repaired = isinstance(result, int) and result >= wanted
             if isinstance(result, int) and not repaired and self._are_too_few(result):
                 repaired = True  # as far as can be
+                self._count(current, result, wanted)
             self._ended(current, rested_at, at, repaired=repaired)
 
         operation = ReplicateOperation(core, entry, wanted, on_finish=replicated)

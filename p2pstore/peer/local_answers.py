@@ -98,6 +98,7 @@ def peer_entry(
     status: str,
     *,
     me: bool,
+    leaving: bool,
     heard_seconds_ago: float,
     traffic: Traffic,
 ) -> local.PeerEntry:
@@ -127,5 +128,5 @@ def peer_entry(
         ],
         kept_name(record.directory),
         record.load_permille,
-        record.leaving,
+        record.leaving or leaving,
     )

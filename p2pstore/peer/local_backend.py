@@ -299,6 +299,7 @@ class PeerLocalBackend:
                         state.record,
                         Status(state.status).name.lower(),
                         me=me,
+                        leaving=me and self._core.closing,
                         heard_seconds_ago=0.0 if me else max(0.0, self._now - state.heard_at),
                         traffic=self._node.watch.traffic,
                     )

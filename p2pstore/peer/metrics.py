@@ -275,7 +275,11 @@ def _repair(peer: Document) -> Iterator[Metric]:
     repair = peer["repair"]
     yield counter("repaired_copies", "Copies made again after a loss.", repair["copies"])
     yield counter("repaired_bytes", "Their bytes.", repair["bytes"])
-    yield gauge("lacking_objects", "Objects here with fewer copies than wanted.", repair["lacking"])
+    yield gauge(
+        "lacking_objects",
+        "Objects here with fewer copies than wanted and than peers offer memory.",
+        repair["lacking"],
+    )
 
 
 def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:

@@ -69,6 +69,7 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
             "copies": core.counters["repairs"],
             "bytes": core.counters["repaired_bytes"],
             "lacking": core.repair.lacking,
+            "limited": core.repair.limited,
         },
     }
     if node.rdma is not None:

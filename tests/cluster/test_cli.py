@@ -200,7 +200,14 @@ def test_three_peers_by_hand(machine: Machine) -> None:
     assert alpha.alive() == 2  # at once: the command returns when the peer has said goodbye
     assert again.process.wait(10) == 0
     left = json.loads(done(alpha.run("peers", "--all", "--json")).stdout)
-    assert {member["name"]: member["status"] for member in left}["gamma"] == "left"
+    (gamma,) = [member for member in left if member["name"] == "gamma"]
+    assert (gamma["status"], gamma["leaving"]) == ("left", False)
+    (row,) = [
+        line
+        for line in done(alpha.run("peers", "--all")).stdout.decode().splitlines()
+        if "gamma" in line
+    ]
+    assert row.split()[1] == "left"
 
 
 def test_stats(pair: tuple[Peer, Peer]) -> None:

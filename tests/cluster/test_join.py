@@ -126,8 +126,11 @@ def test_in_the_background(machine: Machine) -> None:
     assert "(deleted)" in targets[0]  # the file that held the invite, if there was one
     with pytest.raises(AssertionError, match=f"in use by process {number}: stop that peer"):
         machine.join("--state-dir", str(machine.state / "a"))
-    second = machine.join("--name", "a", "--bootstrap", ready["control"])  # another name is found
-    assert (second["name"], second["joined"]) == ("a-2", True)
+    message = machine.failed(2, "join", "--detach", "--name", "a")
+    assert "--name: a peer named a runs on this machine already" in message
+    assert f"leave --socket {ready['socket']}`" in message
+    second = machine.join("--name", "b", "--bootstrap", ready["control"])
+    assert (second["name"], second["joined"]) == ("b", True)
     message = machine.failed(4, "stats")
     assert ready["socket"] in message
     assert second["socket"] in message
@@ -149,10 +152,26 @@ def test_what_fails_in_the_background_is_told(machine: Machine) -> None:
     assert "Address already in use" in message
     assert not exists(machine.process_id("b"))
     machine.environment["MOONCAKE_P2P_CLUSTER"] = "another"
-    other = machine.failed(1, "join", "--detach", "--name", "c", "--bootstrap", taken["control"])
-    assert f"cluster {machine.folder.name!r}" in other
+    other = machine.run("join", "--detach", "--name", "c", "--bootstrap", taken["control"])
+    assert other.returncode == 1
+    waiting, error = other.stderr.splitlines()
+    assert waiting == f"joining by {taken['control']}: waiting for at most 5 s (--join-timeout)"
+    assert error.startswith("error: ")
+    assert f"cluster {machine.folder.name!r}" in error
     assert "stranger_refused" not in machine.log("a")
     assert re.search("WARNING .*another cluster|WARNING .*cluster 'another'", machine.log("a"))
+
+
+def test_who_joins_nobody_in_the_background_is_told_why(machine: Machine) -> None:
+    options = ("--bootstrap", "127.0.0.1:1", "--join-timeout", "0.2")
+    result = machine.run("join", "--detach", *options)
+    waiting, warning, runs = result.stderr.splitlines()
+    assert waiting == "joining by 127.0.0.1:1: waiting for at most 0.2 s (--join-timeout)"
+    assert warning.startswith("warning: the peer joined nobody within 0.2 s: ")
+    assert "cannot reach 127.0.0.1:1: Connection refused. It tries on; " in warning
+    assert "the peer runs as process" in runs
+    assert result.returncode == 0
+    assert '"joined": false' in result.stdout
 
 
 def test_who_stops_waiting_leaves_no_peer_behind(machine: Machine) -> None:
@@ -175,9 +194,7 @@ def _text(file: Path) -> str:
 
 
 def test_peers_that_start_at_once_share_nothing(machine: Machine) -> None:
-    starts = [
-        machine.start("join", "--detach", "--name", "n", stdout=subprocess.PIPE) for _ in range(3)
-    ]
+    starts = [machine.start("join", "--detach", stdout=subprocess.PIPE) for _ in range(3)]
     documents = []
     for process in starts:
         output, _ = process.communicate(timeout=COMMAND_SECONDS)
@@ -185,6 +202,15 @@ def test_peers_that_start_at_once_share_nothing(machine: Machine) -> None:
         documents.append(json.loads(output.removeprefix(b"ready ")))
     for field in ("name", "peer_id", "control", "socket"):
         assert len({document[field] for document in documents}) == 3
+
+
+def test_of_peers_that_start_at_once_one_gets_the_name_that_was_said(machine: Machine) -> None:
+    starts = [
+        machine.start("join", "--detach", "--name", "n", stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=COMMAND_SECONDS)[0] for process in starts]
+    assert sorted(process.returncode for process in starts) == [0, 2]
+    assert sorted(bool(output) for output in outputs) == [False, True]
 
 
 def test_the_log_is_json_that_names_events(machine: Machine) -> None:

@@ -646,6 +646,26 @@ def test_pins(store: Store, key: str) -> None:
             change("no/such")
 
 
+def test_a_pin_of_what_only_another_peer_holds(store: Store, key: str, cluster: Cluster) -> None:
+    cluster.distant.put(key, b"value")
+    until(lambda: store.contains(key))
+    there = store.pin(key, "hard", fetch=False)
+    assert (there.copies, there.known) == (1, 1)
+    assert [each.peer for each in store.locate(key)] == ["far"]
+    both = store.pin(key, "hard")
+    assert (both.copies, both.known) == (2, 2)
+    until(
+        lambda: (
+            {(each.peer, each.pin) for each in store.locate(key)}
+            == {("near", "hard"), ("far", "hard")}
+        )
+    )
+    store.remove(key)
+    for fetch in (True, False):
+        with pytest.raises(errors.NoSuchKey):
+            store.pin(key, fetch=fetch)
+
+
 def test_prefetch(store: Store, key: str, cluster: Cluster) -> None:
     cluster.distant.put(key, b"value")
     store.prefetch([key, key + "nope"])
@@ -923,6 +943,7 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str
     ("peers", (), {"everyone": 1}, TypeError, "everyone"),
     ("statistics", (), {"cluster": 1}, TypeError, "cluster"),
     ("pin", ("k", "firm"), {}, ValueError, "pin"),
+    ("pin", ("k",), {"fetch": 1}, TypeError, "fetch"),
     ("pin", ("k", "soft"), {"ttl": 0}, ValueError, "ttl"),
     ("replicate", ("k", "2"), {}, TypeError, "copies"),
     ("replicate", ("k", 0), {}, ValueError, "copies"),

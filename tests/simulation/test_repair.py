@@ -270,6 +270,19 @@ def test_a_put_that_found_too_few_peers_is_completed_when_one_joins() -> None:
     world.check_whole()
 
 
+def test_copies_that_a_cluster_never_had_are_not_called_lost() -> None:
+    world = World(54, 4)
+    assert world.put(0, "k", 9).copies == 4
+    world.peer(3).stop()
+    world.run(100.0)
+    repairs = [peer.core.repair for peer in world.cluster.running if peer.core]
+    assert [(each.lacking, each.limited) for each in repairs] == [(0, 1)] * 3
+    world.peer(2).crash()
+    world.run(100.0)
+    repairs = [peer.core.repair for peer in world.cluster.running if peer.core]
+    assert [(each.lacking, each.limited) for each in repairs] == [(1, 0)] * 2
+
+
 def test_a_put_whose_target_died_under_it_is_completed_later() -> None:
     world = World(53, 2)
     world.peer(1).crash()

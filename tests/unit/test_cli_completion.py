@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from mooncake_p2p import completion
-from mooncake_p2p.main import COMMANDS, run
+from mooncake_p2p.completion import candidates
+from mooncake_p2p.main import COMMANDS, LazyCommands, run
 from p2pstore import blocking
 from p2pstore.results import KeyPage, ListedKey
 
@@ -55,6 +56,12 @@ def press_tab(tmp_path: Path, *words: str) -> list[str]:
         (["put", "k", "f", "--pin", ""], ["none", "soft", "hard"]),
         (["completion", "z"], ["zsh"]),
         (["get", ""], []),
+        (["che"], ["checkpoint"]),
+        (["checkpoint", "s"], ["status"]),
+        (["help", "che"], ["checkpoint"]),
+        (["help", "bench", ""], ["trace"]),
+        (["get", "--socket", "xyz"], []),
+        (["get", '"--wa'], ["--wait"]),
     ],
 )
 def test_bash_offers(words: list[str], offered: list[str], tmp_path: Path) -> None:
@@ -70,7 +77,8 @@ def test_commands_are_offered_without_loading_them(
     monkeypatch.setenv("COMP_CWORD", "1")
     monkeypatch.setattr(main, "import_module", None)
     assert main.complete("complete_bash") == 0
-    assert capsys.readouterr().out.split() == [name for name in COMMANDS if " " not in name]
+    offered = capsys.readouterr().out.split()
+    assert offered == list(dict.fromkeys(name.split()[0] for name in COMMANDS))
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -119,15 +127,17 @@ def test_keys_come_from_those_who_answer_in_time(
     lister = Lister(["a1", "a b", "a$c"], ["a2", "b"], seconds)
     asked: list[Any] = []
 
-    def connect(socket: str | None, **options: Any) -> Lister:
+    def connect(socket: Path, **options: Any) -> Lister:
         asked.append((socket, options["namespace"]))
         return lister
 
     monkeypatch.setattr(blocking, "connect", connect)
+    monkeypatch.setattr("p2pstore.local.paths.answers", lambda path: True)
     begin = time.monotonic()
-    assert completion.keys_beginning("a", "/s", "n") == offered
+    words = ["get", "--socket", "/s", "--namespace=n", "-o", "file"]
+    assert list(candidates(words, "a").values) == offered
     assert time.monotonic() - begin < 5.0
-    assert asked == [("/s", "n")]
+    assert asked == [(Path("/s"), "n")]
 
 
 def test_a_peer_that_hangs_does_not_hold_up_the_shell(tmp_path: Path) -> None:
@@ -136,5 +146,109 @@ def test_a_peer_that_hangs_does_not_hold_up_the_shell(tmp_path: Path) -> None:
         listening.bind(path)
         listening.listen()
         begin = time.monotonic()
-        assert completion.keys_beginning("", path, "default") == []
-        assert time.monotonic() - begin < 3.0
+        for command in (["get"], ["checkpoint", "fetch"], ["doctor", "--peer"]):
+            assert not candidates([command[0], "--socket", path, *command[1:]], "").values
+        assert time.monotonic() - begin < 6.0
+
+
+def places_of(name: str) -> list[list[str]]:
+    """Words behind which something is to be completed: arguments and the value of each option."""
+    command: Any = LazyCommands()[name]
+    options = [each for each in command.params if each.param_type_name == "option"]
+    behind = [[option] for each in options if not each.is_flag for option in each.opts]
+    return [[*name.split(), *each] for each in ([], ["x"], ["x", "y"], ["--json"], *behind)]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_place_of_every_command_without_a_peer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", str(tmp_path / "none"))
+    for variable in ("CONFIG", "TIMEOUT", "NAMESPACE"):  # whatever is wrong with it
+        monkeypatch.setenv(f"MOONCAKE_P2P_{variable}", "/none\x1f")
+    for shell in ("bash", "zsh", "fish"):
+        for words in places_of(name) if shell == "bash" else [name.split()]:
+            for word in ("", "-", "--s", "'", "\\", "a@b:c=d"):
+                line = " ".join(["mooncake-p2p", *words, word])
+                assert completion.answer(f"complete_{shell}", {"COMP_WORDS": line}) == 0, line
+                answer = capsys.readouterr()
+                assert "Traceback" not in answer.out
+                assert answer.err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "word", "offered"),
+    [
+        ([], "", sorted({name.split()[0] for name in COMMANDS})),
+        (["--debug"], "che", ["checkpoint"]),
+        (["checkpoint"], "f", ["fetch", "follow"]),
+        (["checkpoint"], "-", []),
+        (["bench"], "", ["trace"]),
+        (["bench"], "--si", ["--size"]),
+        (["bench", "trace", "f"], "--si", ["--simulate"]),
+        (["help", "checkpoint"], "pu", ["publish"]),
+        (["help", "get"], "", []),
+        (["join", "--transport"], "r", ["rdma"]),
+        (["join"], "--transport=r", ["--transport=rdma"]),
+        (["join", "--directory"], "p", ["partitioned"]),
+        (["get", "--", "-k"], "--", []),
+        (["put", "k", "f", "too-much"], "", []),
+        (["nonsense"], "", []),
+        (["nonsense", "-"], "-", []),
+        (["get", "-o", "f"], "--js", ["--json"]),
+    ],
+)
+def test_what_a_word_may_become(words: list[str], word: str, offered: list[str]) -> None:
+    assert sorted(candidates(words, word).values) == offered
+
+
+def test_files_are_offered_where_a_path_goes() -> None:
+    assert candidates(["put", "k"], "").files
+    assert candidates(["get", "-o"], "x").files
+    assert candidates(["join"], "--ssd=x").files
+    assert candidates(["checkpoint", "publish", "n"], "").files
+    assert not candidates(["put", "k", "--replicas"], "").files
+    assert not candidates(["stats"], "").files
+
+
+def test_sockets_of_live_peers_are_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = tmp_path / "mooncake-p2p"
+    folder.mkdir(mode=0o755)
+    path = str(folder / "a.sock")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        assert list(candidates(["get", "--socket"], str(tmp_path)).values) == [path]
+
+
+def test_bash_replaces_a_word_from_its_last_break_character_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = {"COMP_WORDS": "mooncake-p2p join --transport=r"}
+    assert completion.answer("complete_bash", line | {"COMP_WORDBREAKS": " =:"}) == 0
+    assert capsys.readouterr().out == "rdma\n"
+    assert completion.answer("complete_fish", line | {"COMP_WORDBREAKS": " =:"}) == 0
+    assert capsys.readouterr().out == "--transport=rdma\n"
+
+
+def test_the_script_of_an_earlier_version_gets_nothing_that_it_could_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    old = {"_TYPER_COMPLETE_ARGS": "mooncake-p2p g", "COMP_WORDS": "mooncake-p2p g"}
+    assert completion.answer("complete_zsh", old) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_without_a_peer_nothing_heavy_is_loaded(tmp_path: Path) -> None:
+    script = (
+        "import sys; from mooncake_p2p.completion import candidates;"
+        "candidates(['get'], ''); candidates(['checkpoint', 'fetch'], '');"
+        "assert not {'numpy', 'trio', 'rich', 'p2pstore.peer', 'pydantic'} & set(sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        timeout=30,
+        env={**os.environ, "MOONCAKE_P2P_SOCKET": str(tmp_path / "none")},
+    )

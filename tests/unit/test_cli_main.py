@@ -7,11 +7,20 @@ import json
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mooncake_p2p.errors import EXIT_CODES, CommandFailed, ExitCode, describe, exit_code
+from mooncake_p2p import output
+from mooncake_p2p.errors import (
+    EXIT_CODES,
+    AlreadyTold,
+    CommandFailed,
+    ExitCode,
+    describe,
+    exit_code,
+)
 from mooncake_p2p.main import COMMANDS, function_name, run
 from p2pstore import errors
 from p2pstore.config import PeerConfig
@@ -141,7 +150,7 @@ def test_wrong_arguments_end_with_2_and_one_line(
 ) -> None:
     assert run(arguments) == ExitCode.USAGE
     captured = capsys.readouterr()
-    assert captured.out == ""
+    assert bool(captured.out) == ("--json" in arguments)
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     assert complaint.lower() in captured.err.lower()
@@ -271,3 +280,111 @@ def test_a_get_into_a_full_device_names_it() -> None:
 
     with pytest.raises(OSError, match="/dev/full"), _destination("/dev/full") as sink:
         sink(lambda: memoryview(b"value"))
+
+
+FAILING = {
+    "put": ["k", "/dev/null"],
+    "get": ["k", "-o", "/dev/null"],
+    "ls": [],
+    "rm": ["k"],
+    "flush": ["n", "--yes"],
+    "locate": ["k"],
+    "pin": ["k"],
+    "unpin": ["k"],
+    "replicate": ["k", "-n", "2"],
+    "stats": [],
+    "peers": [],
+    "doctor": ["--seconds", "soon"],
+    "support-bundle": ["-o", "/none/file"],
+    "leave": [],
+    "invite": [],
+    "config": ["show", "--config", "/none/file"],
+    "keygen": ["/none/file"],
+    "bench": [],
+    "bench trace": ["/none/file", "--simulate"],
+    "checkpoint publish": ["n", "/none"],
+    "checkpoint fetch": ["n", "d"],
+    "checkpoint follow": ["n", "d"],
+    "checkpoint update": ["n"],
+    "checkpoint status": ["n"],
+    "checkpoint list": [],
+    "checkpoint rm": ["n", "--yes"],
+    "demo": ["--memory", "lots"],
+}
+"""Arguments with which each command that has --json fails where no peer runs."""
+
+
+def test_failing_arguments_are_known_for_each_command_with_json() -> None:
+    with_json = {
+        name for name in COMMANDS if "json" in inspect.signature(function_of(name)).parameters
+    }
+    assert set(FAILING) == with_json
+
+
+@pytest.mark.parametrize("arguments", [None, ["--nonsense"], ["a", "b", "c"]])
+@pytest.mark.parametrize("name", FAILING)
+def test_with_json_an_error_is_one_object_on_stdout(
+    name: str,
+    arguments: list[str] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", str(tmp_path / "none"))
+    words = [*name.split(), *(FAILING[name] if arguments is None else arguments)]
+    status = run([*words, "--json"])
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert captured.out.count("\n") == 1
+    error = document["error"]
+    assert error["status"] == status != 0
+    assert error["type"].isidentifier()
+    assert captured.err == f"error: {error['message']}\n"
+    assert run(words) == status
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "status"),
+    [
+        (errors.NoSuchKey("no such key: k"), "NoSuchKey", 3),
+        (errors.ConfigError("c"), "ConfigError", 2),
+        (ValueError("v"), "UsageError", 2),
+        (PermissionError(13, "Permission denied", "/f"), "PermissionError", 1),
+        (CommandFailed("f"), "CommandFailed", 1),
+        (AlreadyTold(errors.Unavailable("gone")), "Unavailable", 6),
+        (KeyboardInterrupt(), "Interrupted", 130),
+        (SystemExit(143), "Terminated", 143),
+        (RuntimeError("bug"), "RuntimeError", 1),
+    ],
+)
+def test_what_json_says_of_an_error(
+    error: BaseException,
+    kind: str,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", fail)
+    assert run(["stats", "--json"]) == status
+    said = json.loads(capsys.readouterr().out)["error"]
+    assert (said["type"], said["status"]) == (kind, status)
+    assert said["message"]
+
+
+def test_the_error_stands_beside_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
+    output.json_output.begin()
+    output.print_json({"removed": ["a"]})
+    output.json_output.end({"type": "NoSuchKey"})
+    assert json.loads(capsys.readouterr().out) == {
+        "removed": ["a"],
+        "error": {"type": "NoSuchKey"},
+    }
+    output.json_output.begin()
+    output.print_json_line([1])
+    output.json_output.end({"type": "Interrupted"}, stopped=True)
+    assert capsys.readouterr().out == "[1]\n"

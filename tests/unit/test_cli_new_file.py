@@ -107,6 +107,9 @@ def test_an_impossible_place_is_refused_before_anything_moves(kind: str, tmp_pat
             NewFile(str(path))
     with pytest.raises(CommandFailed, match="is a directory"):
         NewFile(str(tmp_path))
+    with pytest.raises(CommandFailed, match="no such directory"):
+        NewFile(f"{tmp_path}/new/")
+    assert not list(tmp_path.glob("new*"))
 
 
 def test_room_is_certain_before_anything_moves(kind: str, tmp_path: Path) -> None:

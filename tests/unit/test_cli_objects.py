@@ -30,11 +30,24 @@ from p2pstore.results import (
 from p2pstore.transfer.trace import FetchTrace, TransportTry
 
 
+def member(name: str, memory_capacity: int = 1 << 30) -> PeerInfo:
+    return PeerInfo(
+        *("12D3KooW", name, "alive", 1, [], [], memory_capacity, 0, 0),
+        me=name == "here",
+        software="",
+        heard_seconds_ago=0.0,
+    )
+
+
 class MemoryStore:
     """As much of a blocking client as the command line uses."""
 
+    peer_name = "here"
+
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
+        self.location = "here"
+        self.members = [member("here"), member("there")]
         self.namespace = ""
         self.put_options: dict[str, Any] = {}
         self.waited: float | None = None
@@ -57,7 +70,7 @@ class MemoryStore:
             status = "unchanged" if self.values[key] == data else "kept_existing"
         if status == "created":
             self.values[key] = data
-        return PutResult(key, status, 1, options["replicas"], "here", (1 << 16, 7))  # type: ignore[arg-type]
+        return PutResult(key, status, 1, options["replicas"], self.location, (1 << 16, 7))  # type: ignore[arg-type]
 
     def get_into(
         self,
@@ -96,7 +109,7 @@ class MemoryStore:
 
     def pin(self, key: str, pin: PinName = "soft", *, ttl: float | None = None) -> PinResult:
         if key in self.elsewhere and pin != "none":
-            raise NoSuchKey("not here")
+            self.values[key] = self.elsewhere.pop(key)
         if key not in self.values and key not in self.elsewhere:
             raise NoSuchKey(f"no such key: {key}")
         self.pins[key] = (pin, ttl)
@@ -104,14 +117,6 @@ class MemoryStore:
 
     def unpin(self, key: str) -> PinResult:
         return self.pin(key, "none")
-
-    @contextlib.contextmanager
-    def lease(self, key: str, *, here: bool) -> Iterator[memoryview]:
-        assert here, "a pin is of this peer's own copy"
-        if key not in self.elsewhere:
-            raise NoSuchKey(f"no such key: {key}")
-        self.values[key] = self.elsewhere.pop(key)
-        yield memoryview(self.values[key])
 
     def replicate(self, key: str, copies: int) -> PutResult:
         return PutResult(key, "unchanged", min(copies, 2), copies, "here", (1, 7))
@@ -135,9 +140,8 @@ class MemoryStore:
         ]
         return KeyPage(listed[:limit], len(keys) > limit, [] if local else self.silent_peers)
 
-    def peers(self, *, everyone: bool) -> list[PeerInfo]:
-        assert everyone
-        return []
+    def peers(self, *, everyone: bool = False) -> list[PeerInfo]:
+        return [] if everyone else self.members
 
     def locate(self, key: str) -> list[Location]:
         if key in self.elsewhere:
@@ -188,6 +192,14 @@ def test_put_says_what_became_of_it(
     assert capsys.readouterr().err.startswith("unchanged k")
 
 
+def test_put_with_key_and_file_swapped_says_so(
+    store: MemoryStore, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["put", str(file), "k"]) == 1
+    assert f"the key comes first: `put k {file}`" in capsys.readouterr().err
+    assert not store.values
+
+
 def test_put_passes_its_options_on(store: MemoryStore, file: Path) -> None:
     options = ["--replicas", "3", "--pin", "hard", "--ttl", "10m", "--overwrite", "--durable"]
     assert run(["put", "k", str(file), *options]) == 0
@@ -210,7 +222,8 @@ def test_put_does_not_replace_by_itself(
     store.values["k"] = b"other"
     assert run(["put", "k", str(file), "--json"]) == 1
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["status"] == "kept_existing"
+    document = json.loads(captured.out)
+    assert (document["status"], document["error"]["status"]) == ("kept_existing", 1)
     assert "--overwrite" in captured.err
     assert store.values["k"] == b"other"
     assert run(["put", "k", str(file), "--overwrite"]) == 0
@@ -229,6 +242,8 @@ def test_put_json(store: MemoryStore, file: Path, capsys: pytest.CaptureFixture[
         "copies": 1,
         "wanted": 2,
         "location": "here",
+        "elsewhere": False,
+        "shortfall": "1 of 2 copies: no other peer has room for it; more are made when one has",
         "version": [65536, 7],
     }
 
@@ -334,6 +349,7 @@ def test_rm_counts_what_existed(store: MemoryStore, capsys: pytest.CaptureFixtur
         "removed": ["b"],
         "missing": ["none"],
         "failed": {"broken": "gone"},
+        "error": {"type": "Unavailable", "message": "gone", "status": 6},
     }
 
 
@@ -400,6 +416,11 @@ def test_rm_by_prefix_takes_page_after_page(
         "failed": {},
         "silent_peers": [],
         "complete": True,
+        "error": {
+            "type": "NoSuchKey",
+            "message": "no key begins with 'a/'",
+            "status": 3,
+        },
     }
 
 
@@ -484,6 +505,7 @@ def test_pin_and_unpin(many: MemoryStore, capsys: pytest.CaptureFixture[str]) ->
         "unpinned": ["b"],
         "failed": {"none": "no such key: none"},
         "copies": {"b": [1, 1]},
+        "error": {"type": "NoSuchKey", "message": "no such key: none", "status": 3},
     }
     assert many.pins["b"] == ("none", None)
     many.elsewhere["far"] = b"v"
@@ -550,5 +572,41 @@ def test_replicate_says_how_many_there_are(
     assert capsys.readouterr().err == "copies 2/2\n"
     assert run(["replicate", "k", "-n", "3", "--json"]) == 1
     captured = capsys.readouterr()
-    assert json.loads(captured.out) == {"key": "k", "copies": 2, "wanted": 3}
-    assert "copies 2/3" in captured.err
+    document = json.loads(captured.out)
+    message = document.pop("error")["message"]
+    assert document == {"key": "k", "copies": 2, "wanted": 3}
+    assert message == "k: 2 of 3 copies: the cluster has 2 peers"
+    assert captured.err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("capacities", "said"),
+    [
+        ([1], "the cluster has 1 peer"),
+        ([1, 0], "1 of the cluster's 2 peers offer memory"),
+        ([1, 1], "no other peer has room for it; more are made when one has"),
+    ],
+)
+def test_put_says_once_why_there_are_too_few_copies(
+    capacities: list[int],
+    said: str,
+    store: MemoryStore,
+    file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store.members = [member(str(number), each) for number, each in enumerate(capacities)]
+    assert run(["put", "k", str(file), "--replicas", "9"]) == 0
+    shown = capsys.readouterr().err
+    assert shown.endswith(f", 1 of 9 copies: {said}\n")
+    assert shown.count("\n") == 1
+
+
+def test_put_says_when_another_peer_took_it(
+    store: MemoryStore, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.location = "there"
+    assert run(["put", "k", str(file)]) == 0
+    assert capsys.readouterr().err.endswith(", on there: this peer has no room for it\n")
+    assert run(["put", "k2", str(file), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["location"], document["elsewhere"]) == ("there", True)

@@ -21,10 +21,12 @@ HEADERS = ("KEY", "SIZE")
 LONG_KEY = "model/" + "x" * 120
 
 
-def on_terminal(monkeypatch: pytest.MonkeyPatch, stream: str, work: Callable[[], None]) -> str:
-    """What `work` writes to a terminal of 80 columns."""
+def on_terminal(
+    monkeypatch: pytest.MonkeyPatch, stream: str, work: Callable[[], None], columns: int = 80
+) -> str:
+    """What `work` writes to a terminal."""
     primary, secondary = os.openpty()
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(primary, "rb", buffering=0) as screen, os.fdopen(secondary, "w") as terminal:
         monkeypatch.setattr(sys, stream, terminal)
@@ -40,6 +42,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, stream: str, work: Callable[[],
 
 def test_json_is_one_line_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_json({"key": "ключ\n", "n": [1]})
+    output.json_output.end()
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
     assert json.loads(printed) == {"key": "ключ\n", "n": [1]}
@@ -48,6 +51,7 @@ def test_json_is_one_line_for_programs(capsys: pytest.CaptureFixture[str]) -> No
 def test_json_survives_text_that_is_not_utf8(capsys: pytest.CaptureFixture[str]) -> None:
     name = os.fsdecode(b"caf\xe9")  # a file name as Python reads it
     output.print_json({"output": name})
+    output.json_output.end()
     assert json.loads(capsys.readouterr().out) == {"output": name}
 
 
@@ -179,3 +183,15 @@ def test_a_terminal_is_asked(typed: str, agreed: bool, monkeypatch: pytest.Monke
         assert select.select([primary], [], [], 5.0)[0], shown
         shown += os.read(primary, 1000)
     os.close(primary)
+
+
+def test_a_table_loses_nothing_on_a_terminal_that_is_far_too_narrow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    headers = ("NAME", "STATUS", "HEARD", "CONTROL", "PEER ID")
+    row = ("alpha", "alive", "0.1 s", "127.0.0.1:7001", "..AbGgYNyh")
+    shown = on_terminal(
+        monkeypatch, "stdout", lambda: output.print_table(headers, [row]), columns=20
+    )
+    for text in (*headers, *row):
+        assert text in shown

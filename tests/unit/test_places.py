@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from p2pstore.errors import AuthenticationFailed, ConfigError
 from p2pstore.invite import Invite, parse_invite
-from p2pstore.places import BY_NAME, kept, settle, state_root
+from p2pstore.places import BY_NAME, HOST_NAME, kept, name_in_use, settle, state_root
 from p2pstore.settings import Settings, load_settings
 from p2pstore.statedir import StateDirectory, StateDirectoryInUse
 
@@ -32,17 +33,36 @@ def said(**flags: object) -> Settings:
     return load_settings(None, {}, flags)
 
 
-def test_the_first_free_name(home: Path) -> None:
-    settled = settle(said(name="n"))
+def test_without_a_name_the_first_free_one_after_the_host(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "n")
+    settled = settle(said())
     assert settled.values == {"name": "n", "state_dir": str(home / "n")}
+    assert settled.origins["name"] == HOST_NAME
     with StateDirectory.open(home / "n"), StateDirectory.open(home / "n-2"):
-        settled = settle(said(name="n"))
+        settled = settle(said())
         assert settled.values["state_dir"] == str(home / "n-3")
         assert settled.config().name == "n-3"
-        assert settled.origins["name"] == "--name, as 2 of that name run here"
+        assert settled.origins["name"] == f"{HOST_NAME}, as 2 of that name run here"
         assert settled.origins["state_dir"] == BY_NAME
-    assert settle(said(name="n")).values["name"] == "n"
+        assert name_in_use(settled) is None
+    assert settle(said()).values["name"] == "n"
     assert not (home / "n-3").exists()  # nothing is made by asking
+
+
+@pytest.mark.parametrize("origin", ["--name", "MOONCAKE_P2P_NAME"])
+def test_a_name_that_was_said_is_never_replaced(home: Path, origin: str) -> None:
+    flags = {"name": "n"} if origin == "--name" else {}
+    settings = load_settings(None, {} if flags else {"MOONCAKE_P2P_NAME": "n"}, flags)
+    assert name_in_use(settle(settings)) is None
+    with StateDirectory.open(home / "n"):
+        settled = settle(settings)
+        assert settled.values == {"name": "n", "state_dir": str(home / "n")}
+        problem = name_in_use(settled)
+        assert problem is not None
+        assert re.match(rf"{origin}: a peer named n runs .* another --name, or end", str(problem))
+        assert name_in_use(settle(settings.over({"state_dir": str(home / "x")}, "file"))) is None
 
 
 def test_a_state_directory_that_was_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

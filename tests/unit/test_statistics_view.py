@@ -101,6 +101,8 @@ def test_repair_is_shown_when_there_was_or_is_something_to_repair() -> None:
     assert line.split(None, 1)[1] == "2 copies made again (3.0 MiB)"
     (line,) = lines(copies=0, bytes=0, lacking=1200)
     assert line.split(None, 1)[1] == "1,200 objects with fewer copies than wanted"
+    (line,) = lines(copies=0, bytes=0, lacking=0, limited=3)
+    assert line.split(None, 1)[1] == "3 objects limited by the number of peers"
 
 
 def test_quotas_are_shown_with_what_all_others_have() -> None:

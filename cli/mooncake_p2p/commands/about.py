@@ -19,11 +19,11 @@ def help(
         list[str] | None,
         typer.Argument(metavar="COMMAND", help="What to explain.", show_default=False),
     ] = None,
-) -> int:
+) -> None:
     """Show the help of a command, as `COMMAND --help` does."""
     from mooncake_p2p.main import run
 
-    return run([*(command or []), "--help"])
+    raise typer.Exit(run([*(command or []), "--help"]))
 
 
 def completion(
@@ -33,7 +33,7 @@ def completion(
 ) -> None:
     """Print a script that completes commands, options and keys with Tab.
 
-    Keys come from the local peer, if it answers within 0.3 s.
+    Keys and names of checkpoints come from the local peer, if it answers at once.
     """
     from mooncake_p2p.completion import script
 

@@ -23,7 +23,15 @@ from mooncake_p2p.options import (
     connected,
     parse_timeout,
 )
-from mooncake_p2p.output import confirm, print_json, print_table, printable, progress, remark
+from mooncake_p2p.output import (
+    confirm,
+    print_json,
+    print_json_line,
+    print_table,
+    printable,
+    progress,
+    remark,
+)
 from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
 from p2pstore.objects import format_bytes
 
@@ -104,8 +112,7 @@ def checkpoint_follow(
     def changed(now: FollowedCheckpoint) -> None:
         nonlocal told
         if json:
-            print_json(asdict(now))
-            sys.stdout.flush()  # somebody may read it line by line
+            print_json_line(asdict(now))
         line = _follow_line(name, now)
         if line != told and not json:
             remark(line)
@@ -272,16 +279,17 @@ def checkpoint_status(
             _print_status(infos, json)
             return
         while True:
-            _print_status(infos, json, clear=True)
+            _print_status(infos, json, again=True)
             time.sleep(LOOK_SECONDS)
             infos = client.checkpoints.status(name)
 
 
-def _print_status(infos: Sequence[CheckpointInfo], json: bool, *, clear: bool = False) -> None:
+def _print_status(infos: Sequence[CheckpointInfo], json: bool, *, again: bool = False) -> None:
     if json:
-        print_json([_document(info) for info in infos])
+        show = print_json_line if again else print_json
+        show([_document(info) for info in infos])
         return
-    if clear and sys.stdout.isatty():
+    if again and sys.stdout.isatty():
         print("\x1b[H\x1b[2J", end="")
     for info in infos:
         for line in status_lines(info):

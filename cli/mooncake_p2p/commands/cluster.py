@@ -95,7 +95,7 @@ def stats(
 
 def peers(
     everyone: Annotated[
-        bool, typer.Option("--all", help="Also those that are dead or have left.")
+        bool, typer.Option("--all", help="Also those that died or left within the last 24 hours.")
     ] = False,
     reads: Annotated[
         bool, typer.Option("--reads", help="What was read from them, and how long it took.")
@@ -105,6 +105,9 @@ def peers(
     json: Json = False,
 ) -> None:
     """List the members of the cluster, as the local peer sees them.
+
+    With --all, STATUS says dead of who ended without a word or cannot be reached, and left of who
+    left on purpose; both are forgotten after 24 hours.
 
     RTT is the shortest of the last pings, HEARD how long ago something came from the member itself.
     LOAD is what its process takes of a core, or its large answers of its upload slots, as it said last.

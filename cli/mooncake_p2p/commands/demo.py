@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.errors import CommandFailed, ExitCode, describe
+from mooncake_p2p.errors import AlreadyTold, CommandFailed, describe
 from mooncake_p2p.interrupts import Interrupts
 from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
 from mooncake_p2p.options import Json
@@ -54,7 +54,7 @@ def demo(
         int, typer.Option(min=1, metavar="N", help="KV cache blocks of 5 MiB to put at a time.")
     ] = 16,
     json: Json = False,
-) -> int:
+) -> None:
     """Watch three peers on this machine do the real thing, in a few seconds.
 
     Three processes on loopback form a cluster. Blocks of KV cache are put on one and read on
@@ -77,15 +77,14 @@ def demo(
         except Exception as error:
             _show_failure(cluster, show, error)
             if json:
-                print_json({"ok": False, "error": describe(error), **show.document()})
-            return ExitCode.FAILED
+                print_json({"ok": False, **show.document()})
+            raise AlreadyTold(CommandFailed(describe(error))) from error
         finally:
             cluster.close()
     if json:
         print_json({"ok": True, **show.document()})
     else:
         show.table()
-    return ExitCode.DONE
 
 
 class _Show:

@@ -11,7 +11,12 @@ from typing import Annotated, Any, Final
 import typer
 
 from mooncake_p2p.detach import DETACHED_VARIABLE, start_detached
-from mooncake_p2p.join_settings import gather, refuse_socket_of_another, spelled_as_given
+from mooncake_p2p.join_settings import (
+    gather,
+    refuse_name_of_another,
+    refuse_socket_of_another,
+    spelled_as_given,
+)
 from p2pstore.terminal import survive_hangups
 
 MAX_ATTEMPTS: Final = 8
@@ -70,7 +75,13 @@ def _option(metavar: str, help: str) -> Any:
 
 
 def join(
-    name: Annotated[str | None, _option("NAME", "What people call it [default: hostname].")] = None,
+    name: Annotated[
+        str | None,
+        _option(
+            "NAME",
+            "What people call it; no live peer of this machine may have it [default: hostname].",
+        ),
+    ] = None,
     cluster: Annotated[
         str | None, _option("NAME", "Only peers of one cluster meet [default: default].")
     ] = None,
@@ -249,7 +260,10 @@ def join(
     ] = None,
     log_file: Annotated[str | None, _option("FILE", "Log there instead of stderr.")] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return when the peer serves; `leave` ends it.")
+        bool,
+        typer.Option(
+            "--detach", help="Return when it serves and has tried to join; `leave` ends it."
+        ),
     ] = False,
     config: Annotated[
         str | None, _option("FILE.toml", "Settings: option names with underscores.")
@@ -257,7 +271,12 @@ def join(
 ) -> None:
     """Run a peer in the foreground; Ctrl-C or SIGTERM leaves the cluster.
 
-    Without any option it serves this machine alone. With a cluster key it listens where the bootstrap
+    Without any option it serves this machine alone. Peers on several machines need one cluster key:
+    `keygen` makes it, the first peer gets it with --cluster-key-file and an address of its own with
+    --interface or --listen, and `invite` there prints the line that starts a peer on the next machine.
+    Without that line a peer needs a copy of the key file, and --bootstrap with the address of another.
+
+    With a cluster key it listens where the bootstrap
     peers can call back: on the address that leads to them. When it can serve it prints `ready ` and a
     line of JSON: peer_id, name, control, data, socket, metrics, joined, peers. SIGHUP opens the log
     file anew and rereads key and allow files.
@@ -282,11 +301,13 @@ def join(
 def _run(given: Mapping[str, Any], detached: bool) -> None:
     """Run the peer in this process. Of several that start at once and take the same free name, one gets it."""
     survive_hangups()
-    from p2pstore.places import BY_NAME
+    from p2pstore.places import chose_name, name_in_use
     from p2pstore.statedir import StateDirectoryInUse
 
     for attempt in range(MAX_ATTEMPTS):
         settings, invite = gather(given)
+        if not detached:
+            refuse_name_of_another(settings)
         refuse_socket_of_another(settings)
         config = settings.checked()  # a mistake is told before the peer's modules are loaded
         gc.disable()  # what the modules make stays: looking for garbage in it takes a tenth of the start
@@ -297,6 +318,6 @@ def _run(given: Mapping[str, Any], detached: bool) -> None:
             with spelled_as_given(settings):
                 run_peer(config, invite, detached=detached)
             return
-        except StateDirectoryInUse:
-            if settings.origins["state_dir"] != BY_NAME or attempt == MAX_ATTEMPTS - 1:
-                raise
+        except StateDirectoryInUse as error:
+            if not chose_name(settings) or attempt == MAX_ATTEMPTS - 1:
+                raise (name_in_use(settings) or error) from None

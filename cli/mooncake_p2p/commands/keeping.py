@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from mooncake_p2p.errors import CommandFailed, ExitCode, describe, exit_code
+from mooncake_p2p.copies import shortfall
+from mooncake_p2p.errors import CommandFailed, ExitCode, describe
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
     Json,
@@ -21,8 +22,8 @@ from mooncake_p2p.options import (
     connected,
     parse_timeout,
 )
-from mooncake_p2p.output import print_json, printable, progress, remark
-from p2pstore.errors import NoSuchKey, P2PStoreError
+from mooncake_p2p.output import end_with, print_json, printable, progress, remark
+from p2pstore.errors import P2PStoreError
 from p2pstore.objects import encode_key
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def pin(
     namespace: Namespace = "default",
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
-) -> int:
+) -> None:
     """Keep objects in this peer's memory, and in that of all who have a copy.
 
     An object that only other peers hold is brought here first. What is pinned hard stays until it is
@@ -76,20 +77,14 @@ def pin(
     def keep(client: BlockingClient, key: str) -> None:
         if pin is None and any(copy.local and copy.pin == "hard" for copy in client.locate(key)):
             kept_hard.append(key)
+            if not json:
+                remark(f"{printable(key)} stays pinned hard (--pin soft makes it a soft pin)")
             return
-        try:
-            result = client.pin(key, firmness, ttl=ttl_seconds)
-        except NoSuchKey:  # not here; what is leased is, and stays until it is pinned
-            with client.lease(key, here=True):
-                result = client.pin(key, firmness, ttl=ttl_seconds)
-        pinned[key] = result
+        pinned[key] = client.pin(key, firmness, ttl=ttl_seconds)
 
     pinned: dict[str, PinResult] = {}
     with connected(socket, namespace, timeout) as client:
-        status = _for_each(client, keys, keep, "pinned", json, pinned, {"kept_hard": kept_hard})
-    for key in () if json else kept_hard:
-        remark(f"{printable(key)} stays pinned hard (--pin soft makes it a soft pin)")
-    return status
+        _for_each(client, keys, keep, "pinned", json, pinned, {"kept_hard": kept_hard})
 
 
 def unpin(
@@ -98,7 +93,7 @@ def unpin(
     namespace: Namespace = "default",
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
-) -> int:
+) -> None:
     """Let objects be evicted again, here and on all other peers that have them."""
     unpinned: dict[str, PinResult] = {}
 
@@ -106,7 +101,7 @@ def unpin(
         unpinned[key] = client.unpin(key)
 
     with connected(socket, namespace, timeout) as client:
-        return _for_each(client, keys, let_go, "unpinned", json, unpinned)
+        _for_each(client, keys, let_go, "unpinned", json, unpinned)
 
 
 def _for_each(
@@ -117,10 +112,9 @@ def _for_each(
     json: bool,
     results: Mapping[str, PinResult],
     also: Mapping[str, list[str]] = NOTHING,
-) -> int:
-    """Do one thing with every key; tells what became of each, and returns the exit status: the first
-    failure's, where a key that is missing counts only beside no other. `results` says which copies were reached;
-    `also` goes into the JSON."""
+) -> None:
+    """Do one thing with every key, and tell what became of each. Raises `AlreadyTold`. `results` says which
+    copies were reached; `also` goes into the JSON."""
     for key in keys:
         encode_key(key)
     done: list[str] = []
@@ -143,14 +137,7 @@ def _for_each(
         if result.copies < result.known:
             some = f"{result.copies} of {result.known} copies"
             remark(f"{printable(key)}: {some}; the other holders could not be told, try again")
-    for key, error in failed.items():
-        missing = isinstance(error, NoSuchKey)
-        name = printable(key)
-        remark(f"error: no such key: {name}" if missing else f"error: {name}: {describe(error)}")
-    serious = [error for error in failed.values() if not isinstance(error, NoSuchKey)]
-    if serious:
-        return exit_code(serious[0])
-    return ExitCode.NO_SUCH_KEY if failed else ExitCode.DONE
+    end_with(failed)
 
 
 def replicate(
@@ -165,7 +152,7 @@ def replicate(
     namespace: Namespace = "default",
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
-) -> int:
+) -> None:
     """Have N copies of an object, on as many peers.
 
     Copies that exist count. The number travels with the object.
@@ -176,14 +163,10 @@ def replicate(
         progress(f"copying {printable(key)}"),
     ):
         result = client.replicate(key, copies)
+        too_few = shortfall(client, result)
     if json:
         print_json({"key": key, "copies": result.copies, "wanted": result.wanted})
-    enough = result.copies >= result.wanted
-    if not enough:
-        remark(
-            f"error: {printable(key)}: copies {result.copies}/{result.wanted}: no further peer has "
-            "room; see `mooncake-p2p peers`"
-        )
-    elif not json:
+    if too_few:
+        raise CommandFailed(f"{printable(key)}: {too_few}")
+    if not json:
         remark(f"copies {result.copies}/{result.wanted}")
-    return ExitCode.DONE if enough else ExitCode.FAILED

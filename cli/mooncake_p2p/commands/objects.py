@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from mooncake_p2p import transfers
+from mooncake_p2p.copies import shortfall
 from mooncake_p2p.errors import STANDARD_OUTPUT, CommandFailed
 from mooncake_p2p.new_file import NewFile
 from mooncake_p2p.options import (
@@ -102,6 +105,9 @@ def put(
         raise ValueError("--overwrite contradicts --on-conflict: give one of the two")
     policy: dict[str, Any] = {} if on_conflict is None else {"on_conflict": on_conflict.value}
     ttl_seconds = None if ttl is None else parse_timeout(ttl, "--ttl")
+    if file is not None and file != "-" and os.path.exists(key) and not os.path.exists(file):
+        swapped = f"`put {shlex.quote(file)} {shlex.quote(key)}`"
+        raise CommandFailed(f"{printable(file)}: no such file; the key comes first: {swapped}")
     with (
         transfers.open_source(file) as source,
         connected(socket, namespace, timeout) as client,
@@ -122,6 +128,8 @@ def put(
             **policy,
         )
         seconds = time.perf_counter() - begin
+        too_few = shortfall(client, result)
+        elsewhere = result.location if result.location != client.peer_name else ""
     if json:
         print_json(
             {
@@ -131,6 +139,8 @@ def put(
                 "copies": result.copies,
                 "wanted": result.wanted,
                 "location": result.location,
+                "elsewhere": bool(elsewhere),
+                "shortfall": too_few or None,
                 "version": list(result.version),
                 "seconds": round(seconds, 6),
             }
@@ -141,10 +151,11 @@ def put(
             "use --overwrite to replace it"
         )
     if not json:
-        later = "" if result.copies >= result.wanted else ", more when there are peers with room"
+        where = f", on {printable(elsewhere)}: this peer has no room for it" if elsewhere else ""
+        copies = too_few or f"copies {result.copies}/{result.wanted}"
         remark(
             f"{result.status} {printable(key)}: {format_transfer(length_bytes, seconds)}, "
-            f"copies {result.copies}/{result.wanted}{later}"
+            f"{copies}{where}"
         )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from mooncake_p2p.errors import CommandFailed, ExitCode, describe, exit_code
+from mooncake_p2p.errors import AlreadyTold, CommandFailed, ExitCode, describe
 from mooncake_p2p.interrupts import Interrupts
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
@@ -16,10 +17,9 @@ from mooncake_p2p.options import (
     Socket,
     Timeout,
     Yes,
-    complete_key,
     connected,
 )
-from mooncake_p2p.output import confirm, print_json, printable, progress, remark
+from mooncake_p2p.output import confirm, end_with, print_json, printable, progress, remark
 from p2pstore.errors import NoSuchKey
 from p2pstore.objects import encode_key, encode_namespace
 
@@ -38,7 +38,6 @@ def rm(
             metavar="KEY",
             help="Names of the objects.",
             show_default=False,
-            autocompletion=complete_key,
         ),
     ] = None,
     prefix: Annotated[
@@ -50,7 +49,7 @@ def rm(
     namespace: Namespace = "default",
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
-) -> int:
+) -> None:
     """Remove keys everywhere.
 
     A key that does not exist is reported, and the others are removed. With --prefix, keys that appear
@@ -63,7 +62,8 @@ def rm(
         raise CommandFailed("name keys to remove, or give --prefix TEXT", ExitCode.USAGE)
     if prefix is None:
         assert keys
-        return _remove_named(keys, socket, namespace, timeout, json)
+        _remove_named(keys, socket, namespace, timeout, json)
+        return
     if not prefix:
         raise CommandFailed(
             "--prefix is empty; `mooncake-p2p flush NAMESPACE` removes everything", ExitCode.USAGE
@@ -74,12 +74,12 @@ def rm(
         yes=yes,
     )
     with connected(socket, namespace, timeout) as client:
-        return _remove_prefix(client, prefix, json)
+        _remove_prefix(client, prefix, json)
 
 
 def _remove_named(
     keys: list[str], socket: str | None, namespace: str, timeout: str, json: bool
-) -> int:
+) -> None:
     for key in keys:
         encode_key(key)
     removed: list[str] = []
@@ -98,13 +98,8 @@ def _remove_named(
         print_json({"removed": removed, "missing": missing, "failed": reasons})
     elif removed:
         remark(f"removed {len(removed)} of {len(keys)} keys" if len(keys) > 1 else "removed")
-    for key in missing:
-        remark(f"error: no such key: {printable(key)}")
-    for key, error in failed.items():
-        remark(f"error: {printable(key)}: {describe(error)}")
-    if failed:
-        return exit_code(next(iter(failed.values())))
-    return ExitCode.NO_SUCH_KEY if missing else ExitCode.DONE
+    absent = {key: NoSuchKey(f"no such key: {printable(key)}") for key in missing}
+    end_with({**absent, **failed})
 
 
 @dataclass
@@ -122,16 +117,14 @@ class _Removal:
             elif not isinstance(item.error, NoSuchKey):  # else somebody else was faster
                 self.failed[item.key] = item.error
 
-    @property
-    def status(self) -> int:
+    def problem(self) -> Exception:
+        """What the command ends with when it could not remove all."""
         if self.failed:
-            return exit_code(next(iter(self.failed.values())))
-        if self.silent_peers:
-            return ExitCode.FAILED
-        return ExitCode.DONE if self.removed else ExitCode.NO_SUCH_KEY
+            return next(iter(self.failed.values()))
+        return CommandFailed(incomplete(self.silent_peers))
 
 
-def _remove_prefix(client: BlockingClient, prefix: str, json: bool) -> int:
+def _remove_prefix(client: BlockingClient, prefix: str, json: bool) -> None:
     removal = _Removal()
     try:
         with Interrupts() as interrupts, progress("removing") as bar:
@@ -149,7 +142,10 @@ def _remove_prefix(client: BlockingClient, prefix: str, json: bool) -> int:
         _tell(removal, json, stopped=True)
         raise
     _tell(removal, json, stopped=False)
-    return removal.status
+    if removal.failed or removal.silent_peers:
+        raise AlreadyTold(removal.problem())
+    if not removal.removed:
+        raise NoSuchKey(f"no key begins with {printable(prefix)!r}")
 
 
 def _tell(removal: _Removal, json: bool, *, stopped: bool) -> None:
@@ -170,11 +166,13 @@ def _tell(removal: _Removal, json: bool, *, stopped: bool) -> None:
     for key, error in removal.failed.items():
         remark(f"error: {printable(key)}: {describe(error)}")
     if silent_peers:
-        names = ", ".join(map(printable, silent_peers))
-        remark(
-            f"error: incomplete: {names} did not answer, and may hold more such keys; "
-            "run it again when they do"
-        )
+        remark(f"error: {incomplete(silent_peers)}")
+
+
+def incomplete(silent_peers: Iterable[str]) -> str:
+    """What to say when peers did not list their keys."""
+    names = ", ".join(map(printable, sorted(silent_peers)))
+    return f"incomplete: {names} did not answer, and may hold more such keys; run it again when they do"
 
 
 def flush(

@@ -258,8 +258,8 @@ def _copies(facts: Facts) -> Iterator[Finding]:
         yield warning(
             "copies",
             f"{_count(facts.lacking, 'object here has', 'objects here have')} fewer copies than wanted",
-            "holders were lost; others are asked to make copies, one after the other",
-            "wait; if the number stays, there are not enough peers with room",
+            "holders were lost, or had no room; others are asked to make copies, one after the other",
+            "wait; if the number stays, no other peer has room: more `--memory`, or more peers",
         )
     if facts.leased_share > LEASED_SHARE:
         yield warning(
