@@ -28,9 +28,9 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Final, NoReturn, TypeVar
+from typing import Annotated, Any, Final, NoReturn, TypeVar
 
 import msgspec
 import xxhash
@@ -61,6 +61,10 @@ _MAX_FRAME_BYTES: Final = MAX_RECORD_BYTES + 256
 _MAX_KEY_FILE_BYTES: Final = 64 * 1024
 _MAX_CLOCK: Final = (1 << 63) - 1
 """Of a reading that was kept: far in the future, with room for all that follow in the 64 bits of the format."""
+
+
+_MAX_SAVED_INCARNATION: Final = 1 << 48
+"""Unix milliseconds of the year 10,889. Far below what other peers take for nonsense, with room to refute."""
 
 
 class _State(msgspec.Struct):
@@ -168,7 +172,14 @@ class StateDirectory:
 
     def next_incarnation(self, now_unix_ms: int, segment_id: bytes = b"") -> int:
         """An incarnation above all earlier ones, saved before it is returned, with the id of its memory segment."""
-        incarnation = max(self._state.incarnation + 1, now_unix_ms)
+        saved = self._state.incarnation
+        if saved > _MAX_SAVED_INCARNATION:
+            logger.warning(
+                "%s: the saved incarnation (%d) is none that a clock gives: it is made anew",
+                *(self.path / "state.json", saved),
+            )
+            saved = 0
+        incarnation = max(saved + 1, now_unix_ms)
         self._write_state(
             msgspec.structs.replace(self._state, incarnation=incarnation, memory=segment_id.hex())
         )
@@ -205,7 +216,7 @@ class StateDirectory:
         The floors that were seen must be in `floors.bin` before, and those that were dropped may be taken
         out of it only afterwards.
         """
-        changed = msgspec.structs.replace(self._state, clock=max(clock, self._state.clock))
+        changed = msgspec.structs.replace(self._state, clock=min(clock, _MAX_CLOCK))
         if floors_seen is not None:
             changed.floors_seen = stamps_as_text(floors_seen)
         if floors_horizon is not None:
@@ -215,7 +226,7 @@ class StateDirectory:
 
     def _load_state(self) -> _State:
         path = self.path / "state.json"
-        state = _load_json(path, _State)
+        state = _load_json(path, _State, _mend_clock)
         if state is None:
             return _State(FORMAT, 0, 0)
         try:
@@ -531,7 +542,26 @@ def _check_format(path: Path, version: int) -> None:
         raise ConfigError(f"{path} has format {version}, which never existed: move it away")
 
 
-def _load_json(path: Path, kind: type[T]) -> T | None:
+def _mend_clock(path: Path, document: dict[str, Any]) -> None:
+    """A clock that was edited keeps no peer from starting: what floors were seen of says as much."""
+    clock = document.get("clock")
+    if type(clock) is int and 0 <= clock <= _MAX_CLOCK:
+        return
+    seen = document.get("floors_seen")
+    stamps = seen.values() if isinstance(seen, dict) else ()
+    document["clock"] = max(
+        (each for each in stamps if type(each) is int and 0 <= each <= _MAX_CLOCK), default=0
+    )
+    logger.warning(
+        "%s: the saved clock (%.40r) is none that this program writes: it is made anew", path, clock
+    )
+
+
+def _load_json(
+    path: Path,
+    kind: type[T],
+    mend: Callable[[Path, dict[str, Any]], None] | None = None,
+) -> T | None:
     try:
         with open_regular_file(path) as file:
             data = file.read()
@@ -541,7 +571,11 @@ def _load_json(path: Path, kind: type[T]) -> T | None:
         _fail(path, "read", error)
     try:
         _check_format(path, msgspec.json.decode(data, type=_FormatOnly).format)
-        return msgspec.json.decode(data, type=kind)
+        if mend is None:
+            return msgspec.json.decode(data, type=kind)
+        document = msgspec.json.decode(data, type=dict[str, Any])
+        mend(path, document)
+        return msgspec.convert(document, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _damaged(path, error) from None
 

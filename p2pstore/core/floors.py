@@ -102,15 +102,22 @@ class Floors:
         )
 
     def learn(self, records: Sequence[SignedRecord], now: float) -> None:
-        """Take in signed records from elsewhere. Raises `ProtocolError` for one that is not right."""
+        """Take in signed records from elsewhere. Raises `ProtocolError` for one that is not right, and when some are
+        from the future; those beside them are taken."""
         core = self._core
+        refused = 0
         for signed in records:
             record = open_cluster_record(signed, core.verifier)
-            if not core.clock.observe(record.clock, core.unix(now)):
-                raise ProtocolError(
-                    "a cluster record from over 10 s in the future: check the hosts' clocks"
-                )
-            self._accept(record, signed, now)
+            if core.clock.observe(record.clock, core.unix(now)):
+                self._accept(record, signed, now)
+            else:
+                core.gossip.future.note_record(record)
+                refused += 1
+        if refused:
+            raise ProtocolError(
+                f"{refused:,} of {len(records):,} cluster records are from over 10 s in the future, by this peer's "
+                "clock: check the hosts' clocks"
+            )
 
     def arrived(self, now: float) -> None:
         """Act on what gossip brought since the last call."""
@@ -136,6 +143,11 @@ class Floors:
         busy = self.sweep.pending or self._cold_may_be_sorted or self._memory_may_be_looked_at
         return now if busy else math.inf
 
+    @property
+    def returning(self) -> bool:
+        """Whether objects of an earlier life are still held back."""
+        return self._cold is not None or self._memory is not None
+
     # --- a peer that was away ----------------------------------------------------------------
 
     def return_with(self, objects: Iterable[ColdObject], newest_clock: int, now: float) -> None:
@@ -160,6 +172,7 @@ class Floors:
 
     def _hold_back(self, newest_clock: int, now: float) -> None:
         self._unsettled += 1
+        self._core.timekeeping.found(newest_clock)
         if self._seen_before_cold is None:
             self._seen_before_cold = dict(self._sync.seen)
         last_alive = max(self._clock_at_start, newest_clock)

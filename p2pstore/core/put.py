@@ -18,6 +18,7 @@ from p2pstore.core.replicate import ReplicateOperation
 from p2pstore.errors import (
     P2PStoreError,
     ProtocolError,
+    Unavailable,
 )
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import (
@@ -128,6 +129,8 @@ class PutOperation(Operation):
                 ProtocolError("the chunk sums of a put do not give its root checksum"), now
             )
             return
+        if not self._may_write(now):
+            return
         existing = self.core.find(self.digest, now)
         cold = self.core.cold.find(self.digest, now) if existing is None else None
         if existing is not None and (existing.version.root == spec.root or not spec.overwrite):
@@ -142,6 +145,15 @@ class PutOperation(Operation):
             self.core.start(self._lookup, now)
         else:
             self._compare_known(now)
+
+    def _may_write(self, now: float) -> bool:
+        """Whether others take what this peer writes now; if not, the put is over."""
+        try:
+            self.core.timekeeping.check_key(self.digest, self._namespace, now)
+        except Unavailable as error:
+            self._give_up(error, now)
+            return False
+        return True
 
     @property
     def kept(self) -> bool:
@@ -247,6 +259,8 @@ class PutOperation(Operation):
         return PutEnd(status, max(1, copies), self.spec.replicas, version)
 
     def _create(self, now: float) -> None:
+        if not self._may_write(now):  # by now more may be known of the key, and of the clock
+            return
         if self.spec.overwrite:
             for copy in self.core.known_copies(self.digest, now, self._namespace):
                 self.core.clock.observe(copy.record.version.clock, self.core.unix(now))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from p2pstore.core.effects import KnownCopy, Reply
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
+from p2pstore.errors import Unavailable
 from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.objects import Version, key_digest, namespace_digest
 
@@ -26,8 +27,8 @@ KEYS_PER_STEP: Final = 24
 class RemoveOperation(Operation):
     """Remove keys everywhere: write floors, tell holders and home peers at once, gossip tells the rest.
 
-    The result is a list of whether any copy was known. Many keys are removed some at a time, one step a
-    tick.
+    The result is a list of whether any copy was known, or `Unavailable` when this peer's clock is wrong. Many keys are
+    removed some at a time, one step a tick.
     """
 
     def __init__(self, core: PeerCore, namespace: str, keys: Sequence[str]) -> None:
@@ -42,6 +43,11 @@ class RemoveOperation(Operation):
         self._next_tag = 0
 
     def start(self, now: float) -> None:
+        try:
+            self.core.timekeeping.check(now)
+        except Unavailable as error:
+            self.finish(error, now)
+            return
         self._lookup = LookupOperation(self.core, self._digests, on_finish=self._found)
         self.core.start(self._lookup, now)
 
@@ -57,6 +63,12 @@ class RemoveOperation(Operation):
         if isinstance(result, Exception):
             self.finish(result, now)
             return
+        try:
+            for digest in self._digests:
+                self.core.timekeeping.check_key(digest, self._namespace, now)
+        except Unavailable as error:
+            self.finish(error, now)
+            return
         for digest, copies in zip(self._digests, result, strict=True):
             versions = [copy.record.version for copy in copies]
             held_back = self.core.held_back(digest)
@@ -71,8 +83,13 @@ class RemoveOperation(Operation):
         self._remove_on(now)
 
     def _remove_on(self, now: float) -> None:
-        for _ in range(min(KEYS_PER_STEP, len(self._to_remove))):
-            self._remove(*self._to_remove.popleft(), now)
+        try:
+            for _ in range(min(KEYS_PER_STEP, len(self._to_remove))):
+                self._remove(*self._to_remove[0], now)
+                self._to_remove.popleft()
+        except Unavailable as error:
+            self.finish(error, now)
+            return
         more = bool(self._to_remove)
         for peer_id, records in list(self._to_tell.items()):
             while len(records) >= FLOORS_PER_PUSH or (records and not more):

@@ -200,6 +200,7 @@ class LocalPuts:
         if len(message.digest) != DIGEST_BYTES or message.length < 0:
             raise ProtocolError("a request for a place that names no value")
         check_object_length(message.length)
+        self._core.timekeeping.check(self._node.now)
         try:
             strict = self._node.config.transport
             if strict not in ("auto", "tcp"):

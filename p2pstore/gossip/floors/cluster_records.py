@@ -28,7 +28,13 @@ from p2pstore.gossip.checkpoints import names_itself, read_head
 from p2pstore.gossip.exchange.rumors import Rumors
 from p2pstore.gossip.floors.floor_epochs import FloorEpochs
 from p2pstore.gossip.floors.floor_index import FloorIndex
-from p2pstore.gossip.floors.floor_stamps import Stamps, hash_stamps, raise_stamps, without_older
+from p2pstore.gossip.floors.floor_stamps import (
+    Stamps,
+    hash_stamps,
+    lower_stamps,
+    raise_stamps,
+    without_older,
+)
 from p2pstore.gossip.locations.published_locations import PublishedLocations
 from p2pstore.gossip.messages import CLUSTER_BUCKETS, CLUSTER_CELLS
 from p2pstore.gossip.records import (
@@ -194,6 +200,12 @@ class ClusterRecords:
             self._limit_others()
         return name in self._kept
 
+    def take_out(self, record: ClusterRecord) -> None:
+        """Forget a record whose stamp is to be another one: see `core.timekeeping`."""
+        kept = self._kept.get(name_of(record))
+        if kept is not None and kept.record == record:
+            self._remove(name_of(record), kept)
+
     def floor_for(self, key_digest: bytes, namespace_digest: bytes | None = None) -> Version:
         """The highest version that is forbidden for the key; `ZERO_VERSION` when none is."""
         key = self._floors.get((SCOPE_KEY, key_digest), ZERO_VERSION)
@@ -317,6 +329,13 @@ class ClusterRecords:
         kept = without_older(self.horizon, oldest)
         if len(kept) != len(self.horizon):
             self.horizon = kept
+            self._horizon_changed()
+
+    def lower_horizon(self, limit: int, by: int) -> None:
+        """Lower stamps above `limit`, which no other peer can have taken in: the clock that made them was fast by
+        `by`. The floors of these stamps are to be lowered as well."""
+        if self.compacted_before > limit:
+            self.horizon = lower_stamps(self.horizon, limit, by)
             self._horizon_changed()
 
     @property
