@@ -108,7 +108,7 @@ class Floors:
         refused = 0
         for signed in records:
             record = open_cluster_record(signed, core.verifier)
-            if core.clock.observe(record.clock, core.unix(now)):
+            if core.clock.observe(record.clock, core.believed_unix(now)):
                 self._accept(record, signed, now)
             else:
                 core.gossip.future.note_record(record)
@@ -172,12 +172,15 @@ class Floors:
 
     def _hold_back(self, newest_clock: int, now: float) -> None:
         self._unsettled += 1
-        self._core.timekeeping.found(newest_clock)
+        core = self._core
+        core.timekeeping.found(newest_clock)
         if self._seen_before_cold is None:
             self._seen_before_cold = dict(self._sync.seen)
-        last_alive = max(self._clock_at_start, newest_clock)
+        last_alive = core.timekeeping.newest_found
+        if core.clock.accepts(self._clock_at_start, core.unix(now)):
+            last_alive = max(last_alive, self._clock_at_start)
         if self._sync.was_away_too_long(last_alive, now):
-            self._distrusted_before = self._core.clock.tick(self._core.unix(now))
+            self._distrusted_before = core.clock.tick(core.unix(now))
 
     @property
     def seen_to_save(self) -> Stamps:
@@ -217,7 +220,7 @@ class Floors:
 
     def _apply(self, record: ClusterRecord, signed: SignedRecord, now: float) -> None:
         core = self._core
-        core.clock.observe(record.clock, core.unix(now))
+        core.clock.observe(record.clock, core.believed_unix(now))
         core.emit(SaveClusterRecord(signed))
         if record.kind != ClusterRecordKind.FLOOR:
             core.checkpoints.heard(record)

@@ -90,7 +90,7 @@ class FlushOperation(Operation):
         else:
             self._told += 1
             if isinstance(reply, RecordsTaken) and self.core.clock.accepts(
-                reply.newest_clock, self.core.unix(now)
+                reply.newest_clock, self.core.believed_unix(now)
             ):
                 self._newest_clock = max(self._newest_clock, reply.newest_clock)
         self._proceed(now)

@@ -138,6 +138,15 @@ class PeerCore:
         """Wall-clock time at the monotonic time `now`."""
         return now + self.unix_offset_seconds
 
+    def believed_unix(self, now: float) -> float:
+        """Wall-clock time by which stamps of others are judged: see `Gossip.believed_unix`."""
+        return self.gossip.believed_unix(now)
+
+    def is_in_time(self, clock: int, now: float) -> bool:
+        """Whether a stamp of somebody else's is at most 10 s in the future."""
+        accepts = self.clock.accepts
+        return accepts(clock, self.unix(now)) or accepts(clock, self.believed_unix(now))
+
     def emit(self, effect: Effect | GossipEffect) -> None:
         """Queue an effect for the shell."""
         self._effects.append(effect)
@@ -356,7 +365,7 @@ class PeerCore:
                 continue
             if self.gossip.doubts(holding.member, version, now):
                 continue
-            if not self.clock.accepts(version.clock, self.unix(now)):
+            if not self.is_in_time(version.clock, now):
                 continue
             state = self.gossip.membership.resolve(holding.member)
             if state is None:

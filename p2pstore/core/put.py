@@ -196,7 +196,7 @@ class PutOperation(Operation):
         if (
             slot is None
             or slot.digest != self.digest
-            or not self.core.clock.observe(slot.version.clock, self.core.unix(now))
+            or not self.core.clock.observe(slot.version.clock, self.core.believed_unix(now))
         ):
             self.core.holder_silent(self.digest, copy, reply, now)
             self._compare(now)
@@ -263,7 +263,7 @@ class PutOperation(Operation):
             return
         if self.spec.overwrite:
             for copy in self.core.known_copies(self.digest, now, self._namespace):
-                self.core.clock.observe(copy.record.version.clock, self.core.unix(now))
+                self.core.clock.observe(copy.record.version.clock, self.core.believed_unix(now))
         version = self.core.new_version(self.spec.root, now)
         self._commit(version, PutStatus.CREATED, soft=False, now=now)
 

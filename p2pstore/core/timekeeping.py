@@ -18,6 +18,7 @@ at the wall clock. What follows is saved whole, floors before the clock: a crash
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -53,6 +54,8 @@ RECORDS_PER_UNIT: Final = 64
 SLOTS_PER_UNIT: Final = 500
 COLD_PER_UNIT: Final = 16
 WAIT_SECONDS: Final = 0.25
+LOOK_SECONDS: Final = 0.2
+"""How often it is looked whether a clock is wrong. A write asks by itself."""
 MAX_CLOCK: Final = (1 << 63) - 1
 """Of what is believed of an earlier life: with room for all that follows in the 64 bits of the format."""
 CURE: Final = "set it right (`timedatectl`, chrony, ntpd); this peer then goes on by itself, without a restart"
@@ -63,14 +66,13 @@ class Timekeeping:
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
-        self._key: tuple[object, ...] = ()
-        self._view = ClockView(None, float("inf"), False, False)
-        self._peers: list[PeerId] = []
         self._highest = 0
         """The highest reading of the hybrid clock, or of the wall clock, since that was last right."""
-        self._newest_found = 0
+        self.newest_found = 0
+        """The highest stamp of what is left of an earlier life."""
         self._work: Iterator[float] | None = None
         self._work_at = 0.0
+        self._look_at = -math.inf
         self._now = 0.0
         self._said = ""
         self._said_of: set[PeerId] = set()
@@ -146,17 +148,7 @@ class Timekeeping:
 
     def view(self, now: float) -> ClockView:
         """How this peer's clock stands among those of the living members."""
-        core = self._core
-        gossip = core.gossip
-        offset = core.unix_offset_seconds
-        # Readings grow old by the second.
-        key = (gossip.membership.version, gossip.clocks.version, offset, int(now))
-        if key != self._key:
-            self._key = key
-            others = {state.peer_id for state in gossip.membership.others()}
-            self._peers = gossip.clocks.known(others.__contains__, now)
-            self._view = gossip.clocks.view(self._peers, offset, alone=not others)
-        return self._view
+        return self._core.gossip.clock_view(now)
 
     def ahead_of(self, peer_id: PeerId) -> float:
         """How far this machine's clock is ahead of a peer's at least, in seconds; 0 where that is not known."""
@@ -175,7 +167,10 @@ class Timekeeping:
             return []
         offset = self._core.unix_offset_seconds
         clocks = self._core.gossip.clocks
-        aheads = [(peer_id, clocks.ahead_of(peer_id, offset)) for peer_id in self._peers]
+        aheads = [
+            (peer_id, clocks.ahead_of(peer_id, offset))
+            for peer_id in self._core.gossip.clocks_compared
+        ]
         return [
             (peer_id, ahead)
             for peer_id, ahead in aheads
@@ -192,8 +187,8 @@ class Timekeeping:
     def found(self, clock: int) -> None:
         """Something of an earlier life has this stamp. Whatever the saved clock says, what is written from now on is
         above it."""
-        self._newest_found = max(self._newest_found, min(clock, MAX_CLOCK))
-        self._core.clock.latest = max(self._core.clock.latest, self._newest_found)
+        self.newest_found = max(self.newest_found, min(clock, MAX_CLOCK))
+        self._core.clock.latest = max(self._core.clock.latest, self.newest_found)
 
     def started(self, now: float) -> None:
         """Look at the clock that was saved, once all was `found` that is of an earlier life: where nothing has such
@@ -203,7 +198,7 @@ class Timekeeping:
         limit = newest_accepted_clock(unix)
         if core.clock.latest > limit:
             ahead = span(core.clock.lead_seconds(unix))
-            if self._newest_found <= limit:
+            if self.newest_found <= limit:
                 core.clock.restart(unix)
                 self._notes.append(
                     f"the clock that was saved is {ahead} ahead of this machine's clock, and nothing here is stamped "
@@ -222,16 +217,18 @@ class Timekeeping:
         core = self._core
         wall = clock_from_unix_seconds(core.unix(now))
         self._highest = max(self._highest, core.clock.latest, wall)
-        self._say(now)
-        if self._work is None and self._is_renewal_due(now):
-            self._work = self._renew(self._highest - wall)
-            self._work_at = now
+        if now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            self._say(now)
+            if self._work is None and self._is_renewal_due(now):
+                self._work = self._renew(self._highest - wall)
+                self._work_at = now
         if self._work is not None and now >= self._work_at:
             self._step(now)
 
     def next_tick(self) -> float:
         """When a renewal goes on."""
-        return float("inf") if self._work is None else self._work_at
+        return math.inf if self._work is None else self._work_at
 
     def _step(self, now: float) -> None:
         assert self._work is not None
@@ -240,7 +237,6 @@ class Timekeeping:
             ended = next(self._work, None)
             if ended is None:
                 self._work = None
-                self._key = ()
                 return
             wait = ended
             if wait:
@@ -253,7 +249,7 @@ class Timekeeping:
             return False
         view = self.view(now)
         confirmed = view.middle is not None and not (view.is_behind or view.may_be_behind)
-        return confirmed and 0 <= view.lead < float("inf")
+        return confirmed and 0 <= view.lead < math.inf
 
     def _say(self, now: float) -> None:
         problem = "" if self._work is not None else self.problem(now)

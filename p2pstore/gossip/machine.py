@@ -69,7 +69,7 @@ from p2pstore.gossip.members.membership import (
     Membership,
 )
 from p2pstore.gossip.members.own_record import OwnRecord
-from p2pstore.gossip.members.peer_clocks import PeerClocks
+from p2pstore.gossip.members.peer_clocks import ClockView, PeerClocks
 from p2pstore.gossip.members.probing import Probing
 from p2pstore.gossip.messages import (
     Ack,
@@ -161,6 +161,10 @@ class Gossip:
         self.floors = FloorSync(self.member, self.cluster_records, accepts_clock, wall_clock)
         self.contacts = Contacts(rng)
         self.clocks = PeerClocks()
+        self.clocks_compared: list[PeerId] = []
+        """Members whose clocks the last `clock_view` is about."""
+        self._clock_view = ClockView(None, math.inf, False, False)
+        self._clock_key: tuple[int, int, float, int] | None = None
         self.future = FutureRecords()
         """What was left out because its stamp is too far ahead of this peer's clock."""
         self.knowledge = Knowledge(
@@ -567,9 +571,28 @@ class Gossip:
     def _unix_ms(self, now: float) -> int:
         return round(1000 * unix_seconds_from_clock(self._wall_clock(now)))
 
+    def clock_view(self, now: float) -> ClockView:
+        """How this peer's wall clock stands among those of the living members."""
+        offset = unix_seconds_from_clock(self._wall_clock(now)) - now
+        # Readings grow old by the second.
+        key = (self.membership.version, self.clocks.version, round(offset, 1), int(now))
+        if key != self._clock_key:
+            others = {state.peer_id for state in self.membership.others()}
+            self.clocks_compared = self.clocks.known(others.__contains__, now)
+            self._clock_view = self.clocks.view(self.clocks_compared, offset, alone=not others)
+            self._clock_key = key
+        return self._clock_view
+
+    def believed_unix(self, now: float) -> float:
+        """The wall-clock time by which stamps of others are judged: this peer's, or where that is behind more than half
+        of all, theirs. So it still hears of what they write, while it may write nothing itself."""
+        view = self.clock_view(now)
+        unix = unix_seconds_from_clock(self._wall_clock(now))
+        return unix - (view.middle or 0.0) if view.is_behind else unix
+
     def _newest_accepted(self, now: float) -> int:
         """The highest stamp that this peer takes in."""
-        return newest_accepted_clock(unix_seconds_from_clock(self._wall_clock(now)))
+        return newest_accepted_clock(self.believed_unix(now))
 
     def _serve_ping_request(
         self, sender: PeerId, request: PingRequest, now: float

@@ -329,7 +329,7 @@ class _Assembly:
             config,
             self.rng,
             wall_clock=lambda now: clock_from_unix_seconds(core.unix(now)),
-            accepts_clock=lambda stamp, now: clock.observe(stamp, core.unix(now)),
+            accepts_clock=lambda stamp, now: clock.observe(stamp, core.believed_unix(now)),
             accepts_peer=self.credentials.allowed.allows,
             location_table=table,
         )

@@ -242,6 +242,8 @@ class LocalPuts:
                 member_of(message.peer_id), position, message.record, now
             )
             stamp = decode_location(message.record).version.clock
-            self._core.clock.observe(stamp, self._core.unix(now))  # later puts are above it
+            self._core.clock.observe(
+                stamp, self._core.believed_unix(now)
+            )  # later puts are above it
         self._core.counters["puts_elsewhere"] += 1
         return Empty()

@@ -139,7 +139,7 @@ class SimulatedPeer:
             cluster.gossip_config,
             rng,
             wall_clock=lambda at: clock_from_unix_seconds(core.unix(at)),
-            accepts_clock=lambda stamp, at: clock.observe(stamp, core.unix(at)),
+            accepts_clock=lambda stamp, at: clock.observe(stamp, core.believed_unix(at)),
         )
         gossip.load_address_book(state.addresses)
         gossip.add_bootstrap(bootstrap)
