@@ -44,6 +44,9 @@ class Floors:
         self._sync = core.gossip.floors
         self.sweep = Sweep(core)
         self._clock_at_start = core.clock.latest
+        self._last_alive: int | None = None
+        """When this peer was last there, until it is judged whether that is too long ago."""
+        self._waits_for_clock = False
         self._distrusted_before = 0
         self._trusted_operation = 0
         """Operations with lower numbers began before the last time that older copies were distrusted."""
@@ -133,6 +136,7 @@ class Floors:
         """Make a step of what takes long."""
         if self.sweep.pending:
             self.sweep.step(now)
+        self._judge_absence(now)
         if self._cold_may_be_sorted:
             self._sort_cold(now)
         if self._memory_may_be_looked_at:
@@ -140,7 +144,13 @@ class Floors:
 
     def next_tick(self, now: float) -> float:
         """When `tick` has something to do."""
-        busy = self.sweep.pending or self._cold_may_be_sorted or self._memory_may_be_looked_at
+        judges = self._last_alive is not None and self._sync.synchronised
+        busy = (
+            self.sweep.pending
+            or self._cold_may_be_sorted
+            or self._memory_may_be_looked_at
+            or (judges and not self._waits_for_clock)
+        )
         return now if busy else math.inf
 
     @property
@@ -176,11 +186,23 @@ class Floors:
         core.timekeeping.found(newest_clock)
         if self._seen_before_cold is None:
             self._seen_before_cold = dict(self._sync.seen)
-        last_alive = core.timekeeping.newest_found
+        self._last_alive = core.timekeeping.newest_found
         if core.clock.accepts(self._clock_at_start, core.unix(now)):
-            last_alive = max(last_alive, self._clock_at_start)
-        if self._sync.was_away_too_long(last_alive, now):
+            self._last_alive = max(self._last_alive, self._clock_at_start)
+
+    def _judge_absence(self, now: float) -> None:
+        """Whether this peer was away for so long that nothing is to be trusted which it kept. Where its clock is ahead
+        of the others', it may have been away for a moment: that is judged when the clock is right."""
+        core, last_alive = self._core, self._last_alive
+        if last_alive is None or not self._sync.synchronised:
+            return
+        was_away = self._sync.was_away_too_long(last_alive, now)
+        self._waits_for_clock = was_away and core.timekeeping.view(now).lead < 0
+        if self._waits_for_clock:
+            return
+        if was_away and not core.gossip.alone_by_configuration:  # nobody else, nobody's removals
             self._distrusted_before = core.clock.tick(core.unix(now))
+        self._last_alive = None
 
     @property
     def seen_to_save(self) -> Stamps:
@@ -202,9 +224,7 @@ class Floors:
         """Whether an object on the SSD may not be shown yet, as it may be of an earlier life."""
         if self._cold is None and self._memory is None:
             return False
-        return not (
-            self._sync.synchronised and self._is_good(ColdObject(digest, namespace, version))
-        )
+        return not (self._is_settled and self._is_good(ColdObject(digest, namespace, version)))
 
     def distrusts(self, operation: Operation, version: Version) -> bool:
         """Whether what this operation fetched may come from a holder that had missed a floor."""
@@ -246,8 +266,13 @@ class Floors:
         self.sweep.begin(now, distrusted=clock)
 
     @property
+    def _is_settled(self) -> bool:
+        """Whether this peer has heard of all floors of the time when it was away, and knows how long that was."""
+        return self._sync.synchronised and self._last_alive is None
+
+    @property
     def _cold_may_be_sorted(self) -> bool:
-        return self._cold is not None and self._sync.synchronised
+        return self._cold is not None and self._is_settled
 
     def _sort_cold(self, now: float) -> None:
         assert self._cold is not None
@@ -260,7 +285,7 @@ class Floors:
     @property
     def _memory_may_be_looked_at(self) -> bool:
         memory = self._memory
-        return memory is not None and memory.wants_a_step and self._sync.synchronised
+        return memory is not None and memory.wants_a_step and self._is_settled
 
     def _look_at_memory(self, now: float) -> None:
         assert self._memory is not None
