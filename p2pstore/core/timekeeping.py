@@ -68,6 +68,7 @@ class Timekeeping:
         self._core = core
         self._highest = 0
         """The highest reading of the hybrid clock, or of the wall clock, since that was last right."""
+        self._highest_offset = core.unix_offset_seconds
         self.newest_found = 0
         """The highest stamp of what is left of an earlier life."""
         self._work: Iterator[float] | None = None
@@ -217,11 +218,12 @@ class Timekeeping:
         core = self._core
         wall = clock_from_unix_seconds(core.unix(now))
         self._highest = max(self._highest, core.clock.latest, wall)
+        self._highest_offset = max(self._highest_offset, core.unix_offset_seconds)
         if now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
             self._say(now)
             if self._work is None and self._is_renewal_due(now):
-                self._work = self._renew(self._highest - wall)
+                self._work = self._renew(self._error(now))
                 self._work_at = now
         if self._work is not None and now >= self._work_at:
             self._step(now)
@@ -250,6 +252,16 @@ class Timekeeping:
         view = self.view(now)
         confirmed = view.middle is not None and not (view.is_behind or view.may_be_behind)
         return confirmed and 0 <= view.lead < math.inf
+
+    def _error(self, now: float) -> int:
+        """By how much the clock was fast, as a difference of stamps. Where it was set back while this peer ran, in whole
+        seconds: others whose clocks were set back with it lower stamps of the same objects by as much."""
+        core = self._core
+        unix = core.unix(now)
+        jump = clock_from_unix_seconds(round(self._highest_offset - core.unix_offset_seconds))
+        if core.clock.accepts(self._highest - jump, unix):
+            return jump
+        return self._highest - clock_from_unix_seconds(unix)
 
     def _say(self, now: float) -> None:
         problem = "" if self._work is not None else self.problem(now)
@@ -285,7 +297,7 @@ class Timekeeping:
         yield from self._drop_cold(limit)
         core.checkpoints.clock_was_fast(limit, by)
         core.clock.restart(core.unix(self._now))
-        self._highest = core.clock.latest
+        self._highest, self._highest_offset = core.clock.latest, core.unix_offset_seconds
         self.renewals += 1
         renewed, dropped = counters["stamps_renewed"], counters["stamps_dropped"]
         self._notes.append(
