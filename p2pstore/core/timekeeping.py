@@ -254,8 +254,8 @@ class Timekeeping:
         return confirmed and 0 <= view.lead < math.inf
 
     def _error(self, now: float) -> int:
-        """By how much the clock was fast, as a difference of stamps. Where it was set back while this peer ran, in whole
-        seconds: others whose clocks were set back with it lower stamps of the same objects by as much."""
+        """By how much the clock was fast, as a difference of stamps. Where it was set back while this peer ran, that is
+        whole seconds: others whose clocks were set back with it lower stamps of the same objects by as much."""
         core = self._core
         unix = core.unix(now)
         jump = clock_from_unix_seconds(round(self._highest_offset - core.unix_offset_seconds))

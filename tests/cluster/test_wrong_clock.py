@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -118,3 +120,23 @@ def test_nothing_is_lost_by_a_clock_that_was_wrong(
     assert client.remove(f"{name} fine")
     until(lambda: not right.client.contains(f"{name} fine"), SECONDS)
     until(lambda: "other clocks" not in problems(right) and "clock" not in problems(wrong), SECONDS)
+
+
+@pytest.mark.parametrize("clock", ["-1", str((1 << 63) - 1)])
+def test_a_saved_clock_that_was_edited_is_said_and_does_no_harm(
+    cluster: ProcessCluster, clock: str
+) -> None:
+    right, _, edited = cluster.peers
+    edited.signal(signal.SIGTERM)
+    until(lambda: not edited.running, SECONDS)
+    edited.kill()
+    path = edited.state / "state.json"
+    path.write_text(re.sub(r'"clock":\d+', f'"clock":{clock}', path.read_text()))
+    since = edited.log_size()
+    edited.start("--bootstrap", right.control)
+    edited.wait_until_ready()
+    cluster.wait_until_whole()
+    assert edited.client.put(f"edited {clock}", b"value", replicas=2).copies == 2
+    assert right.client.get(f"edited {clock}") == b"value"
+    assert edited.logged("saved", since), edited.log.read_text()
+    assert not peer_document(edited)["clock_problem"]

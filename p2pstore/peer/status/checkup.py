@@ -154,6 +154,7 @@ class Checkup:
             local_health=peer["gossip"]["local_health"],
             clock_ahead_seconds=peer["clock_ahead_seconds"],
             clock_problem=peer["clock_problem"],
+            stamps_ahead_seconds=peer["stamps_ahead_seconds"],
             wrong_clocks=[
                 f"{shown(node.core.name_of(peer_id))} ({-ahead:+,.0f} s)"
                 for peer_id, ahead in node.core.timekeeping.wrong_peers(node.now)

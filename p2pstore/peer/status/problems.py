@@ -12,6 +12,7 @@ from typing import Final
 
 from p2pstore.doctor.finding import Finding, Status, broken, warning
 from p2pstore.doctor.network_rules import SsdReading, judge_ssd
+from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS
 from p2pstore.peer.status.text import MAX_TEXT_LETTERS, shown
 
 MAX_PROBLEMS: Final = 20
@@ -65,6 +66,8 @@ class Facts:
     clock_ahead_seconds: float | None = None
     clock_problem: str = ""
     """Why others would refuse what this peer writes now, and what to do."""
+    stamps_ahead_seconds: float = 0.0
+    """How far what this peer stamps is ahead of its own clock."""
     wrong_clocks: Sequence[str] = ()
     """Members whose clock is wrong, and by how much."""
     members_refused: int = 0
@@ -164,6 +167,13 @@ def _clock(facts: Facts) -> Iterator[Finding]:
             "look at chrony, ntpd or systemd-timesyncd (`timedatectl`, `chronyc tracking`)",
         )
         return
+    if facts.stamps_ahead_seconds > MAX_CLOCK_SKEW_SECONDS:
+        yield warning(
+            "clock",
+            f"What this peer stamps is {facts.stamps_ahead_seconds:,.0f} s ahead of its own clock",
+            "its clock was fast before; it is alone, so that nobody refuses that yet",
+            "nothing is to be done: new stamps are made as soon as another peer has told the time",
+        )
     ahead = facts.clock_ahead_seconds
     if ahead is None or abs(ahead) < CLOCK_OFF_SECONDS:
         return
