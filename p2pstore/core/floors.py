@@ -200,7 +200,7 @@ class Floors:
         self._waits_for_clock = was_away and core.timekeeping.view(now).lead < 0
         if self._waits_for_clock:
             return
-        if was_away and not core.gossip.alone_by_configuration:  # nobody else, nobody's removals
+        if was_away:
             self._distrusted_before = core.clock.tick(core.unix(now))
         self._last_alive = None
 

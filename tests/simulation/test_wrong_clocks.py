@@ -203,8 +203,14 @@ def test_a_checkpoint_that_was_published_by_a_fast_clock_gets_a_new_stamp() -> N
 
     def publish(version: bytes) -> None:
         core_of(publisher).checkpoints.publish(
-            *("space", "name", version, cluster.kernel.now),
-            **dict.fromkeys(("manifest_bytes", "total_bytes", "files", "pieces"), 1),
+            "space",
+            "name",
+            version,
+            cluster.kernel.now,
+            manifest_bytes=1,
+            total_bytes=1,
+            files=1,
+            pieces=1,
         )
 
     publish(b"1" * 16)
