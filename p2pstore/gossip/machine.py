@@ -577,9 +577,9 @@ class Gossip:
         # Readings grow old by the second.
         key = (self.membership.version, self.clocks.version, round(offset, 1), int(now))
         if key != self._clock_key:
-            others = {state.peer_id for state in self.membership.others()}
-            self.clocks_compared = self.clocks.known(others.__contains__, now)
-            self._clock_view = self.clocks.view(self.clocks_compared, offset, alone=not others)
+            alone = not self.membership.others()
+            self.clocks_compared = self.clocks.known(self._is_live, now)
+            self._clock_view = self.clocks.view(self.clocks_compared, offset, alone=alone)
             self._clock_key = key
         return self._clock_view
 
