@@ -221,6 +221,16 @@ class HybridClock:
         self.latest = max(self.latest, clock)
         return True
 
+    def lead_seconds(self, unix_seconds: float) -> float:
+        """How far `latest` is ahead of the wall clock; 0 where it is not. The next stamp is that far ahead, too."""
+        return max(0, self.latest - clock_from_unix_seconds(unix_seconds)) / (
+            1000 << CLOCK_COUNTER_BITS
+        )
+
+    def restart(self, unix_seconds: float) -> None:
+        """Begin anew at the wall clock. Only where no stamp above it is kept: see `core.timekeeping`."""
+        self.latest = clock_from_unix_seconds(unix_seconds)
+
 
 def chunk_count(length: int) -> int:
     """How many chunks (and checksums) a value of `length` bytes has; an empty value has none."""

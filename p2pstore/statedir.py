@@ -76,6 +76,8 @@ _MAX_CLOCK: Final = (1 << 63) - 1
 """Of a reading that was kept: far in the future, with room for all that follow in the 64 bits of the format."""
 
 
+
+
 class _State(msgspec.Struct):
     format: int
     incarnation: Annotated[int, msgspec.Meta(ge=0, lt=MAX_INCARNATION)]
@@ -241,7 +243,7 @@ class StateDirectory:
         The floors that were seen must be in `floors.bin` before, and those that were dropped may be taken
         out of it only afterwards.
         """
-        changed = msgspec.structs.replace(self._state, clock=max(clock, self._state.clock))
+        changed = msgspec.structs.replace(self._state, clock=min(clock, _MAX_CLOCK))
         if floors_seen is not None:
             changed.floors_seen = stamps_as_text(floors_seen)
         if floors_horizon is not None:
@@ -270,6 +272,13 @@ class StateDirectory:
                 "state.json has an incarnation of the far future: that of the clock is taken"
             )
             found["incarnation"] = 0
+        if not _is_stamp(found.get("clock"), _MAX_CLOCK):
+            self._note(
+                "state.json has no usable clock: it is made anew from what floors were seen of"
+            )
+            seen = found.get("floors_seen")
+            stamps = seen.values() if isinstance(seen, dict) else ()
+            found["clock"] = max((s for s in stamps if _is_stamp(s, _MAX_CLOCK)), default=0)
         limit = newest_accepted_clock(now) if now > _PLAUSIBLE_UNIX_SECONDS else _MAX_CLOCK
         for name in ("floors_seen", "floors_horizon"):
             # Of a clock that was fast: whoever has seen all up to a stamp has seen all before it.

@@ -315,6 +315,13 @@ class Checkpoints:
         for namespace, name, publisher, clock in forgotten:
             self._forgotten[(namespace, name), publisher] = clock
 
+    def clock_was_fast(self, limit: int, by: int) -> None:
+        """Stamps above `limit` were made by a clock that was fast by `by`: see `Timekeeping`."""
+        for key, clock in self._forgotten.items():
+            if clock > limit:
+                self._forgotten[key] = max(0, clock - by)
+                self.pins_version += 1
+
     # --- whom to trust -----------------------------------------------------------------------
 
     @property
@@ -550,6 +557,7 @@ class Checkpoints:
         self, kind: ClusterRecordKind, digest: bytes, body: Message, now: float
     ) -> ClusterRecord:
         core = self._core
+        core.timekeeping.check(now)
         before = self._records.get(kind, 0, digest)
         if before is not None:  # also after a clock that went back
             core.clock.latest = max(core.clock.latest, before.clock)

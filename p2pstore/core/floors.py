@@ -55,6 +55,9 @@ class Floors:
         self._sync = core.gossip.floors
         self.sweep = Sweep(core)
         self._clock_at_start = core.clock.latest
+        self._last_alive: int | None = None
+        """When this peer was last there, until it is judged whether that is too long ago."""
+        self._waits_for_clock = False
         self._distrusted_before = 0
         self._trusted_operation = 0
         """Operations with lower numbers began before the last time that older copies were distrusted."""
@@ -186,15 +189,22 @@ class Floors:
         )
 
     def learn(self, records: Sequence[SignedRecord], now: float) -> None:
-        """Take in signed records from elsewhere. Raises `ProtocolError` for one that is not right."""
+        """Take in signed records from elsewhere. Raises `ProtocolError` for one that is not right, and when some are
+        from the future; those beside them are taken."""
         core = self._core
+        refused = 0
         for signed in records:
             record = open_cluster_record(signed, core.verifier)
-            if not core.clock.observe(record.clock, core.unix(now)):
-                raise ProtocolError(
-                    "a cluster record from over 10 s in the future: check the hosts' clocks"
-                )
-            self._accept(record, signed, now)
+            if core.clock.observe(record.clock, core.believed_unix(now)):
+                self._accept(record, signed, now)
+            else:
+                core.gossip.future.note_record(record)
+                refused += 1
+        if refused:
+            raise ProtocolError(
+                f"{refused:,} of {len(records):,} cluster records are from over 10 s in the future, by this peer's "
+                "clock: check the hosts' clocks"
+            )
 
     def arrived(self, now: float) -> None:
         """Act on what gossip brought since the last call."""
@@ -210,6 +220,7 @@ class Floors:
         """Make a step of what takes long."""
         if self.sweep.pending:
             self.sweep.step(now)
+        self._judge_absence(now)
         if self._cold_may_be_sorted:
             self._sort_cold(now)
         if self._memory_may_be_looked_at:
@@ -217,8 +228,19 @@ class Floors:
 
     def next_tick(self, now: float) -> float:
         """When `tick` has something to do."""
-        busy = self.sweep.pending or self._cold_may_be_sorted or self._memory_may_be_looked_at
+        judges = self._last_alive is not None and self._sync.synchronised
+        busy = (
+            self.sweep.pending
+            or self._cold_may_be_sorted
+            or self._memory_may_be_looked_at
+            or (judges and not self._waits_for_clock)
+        )
         return now if busy else math.inf
+
+    @property
+    def returning(self) -> bool:
+        """Whether objects of an earlier life are still held back."""
+        return self._cold is not None or self._memory is not None
 
     # --- a peer that was away ----------------------------------------------------------------
 
@@ -244,11 +266,27 @@ class Floors:
 
     def _hold_back(self, newest_clock: int, now: float) -> None:
         self._unsettled += 1
+        core = self._core
+        core.timekeeping.found(newest_clock)
         if self._seen_before_cold is None:
             self._seen_before_cold = dict(self._sync.seen)
-        last_alive = max(self._clock_at_start, newest_clock)
-        if self._sync.was_away_too_long(last_alive, now):
-            self._distrusted_before = self._core.clock.tick(self._core.unix(now))
+        self._last_alive = core.timekeeping.newest_found
+        if core.clock.accepts(self._clock_at_start, core.unix(now)):
+            self._last_alive = max(self._last_alive, self._clock_at_start)
+
+    def _judge_absence(self, now: float) -> None:
+        """Whether this peer was away for so long that nothing is to be trusted which it kept. Where its clock is ahead
+        of the others', it may have been away for a moment: that is judged when the clock is right."""
+        core, last_alive = self._core, self._last_alive
+        if last_alive is None or not self._sync.synchronised:
+            return
+        was_away = self._sync.was_away_too_long(last_alive, now)
+        self._waits_for_clock = was_away and core.timekeeping.view(now).lead < 0
+        if self._waits_for_clock:
+            return
+        if was_away:
+            self._distrusted_before = core.clock.tick(core.unix(now))
+        self._last_alive = None
 
     @property
     def seen_to_save(self) -> Stamps:
@@ -270,9 +308,7 @@ class Floors:
         """Whether an object on the SSD may not be shown yet, as it may be of an earlier life."""
         if self._cold is None and self._memory is None:
             return False
-        return not (
-            self._sync.synchronised and self._is_good(ColdObject(digest, namespace, version))
-        )
+        return not (self._is_settled and self._is_good(ColdObject(digest, namespace, version)))
 
     def distrusts(self, operation: Operation, version: Version) -> bool:
         """Whether what this operation fetched may come from a holder that had missed a floor."""
@@ -288,7 +324,7 @@ class Floors:
 
     def _apply(self, record: ClusterRecord, signed: SignedRecord, now: float) -> None:
         core = self._core
-        core.clock.observe(record.clock, core.unix(now))
+        core.clock.observe(record.clock, core.believed_unix(now))
         core.emit(SaveClusterRecord(signed))
         if record.kind != ClusterRecordKind.FLOOR:
             core.checkpoints.heard(record)
@@ -325,8 +361,13 @@ class Floors:
         self.sweep.begin(now, distrusted=clock)
 
     @property
+    def _is_settled(self) -> bool:
+        """Whether this peer has heard of all floors of the time when it was away, and knows how long that was."""
+        return self._sync.synchronised and self._last_alive is None
+
+    @property
     def _cold_may_be_sorted(self) -> bool:
-        return self._cold is not None and self._sync.synchronised
+        return self._cold is not None and self._is_settled
 
     def _sort_cold(self, now: float) -> None:
         assert self._cold is not None
@@ -339,7 +380,7 @@ class Floors:
     @property
     def _memory_may_be_looked_at(self) -> bool:
         memory = self._memory
-        return memory is not None and memory.wants_a_step and self._sync.synchronised
+        return memory is not None and memory.wants_a_step and self._is_settled
 
     def _look_at_memory(self, now: float) -> None:
         assert self._memory is not None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from p2pstore.core.effects import Reply
 from p2pstore.core.operation import Operation
 from p2pstore.core.sweeping import SweepOperation
+from p2pstore.errors import Unavailable
 from p2pstore.gossip.records import SCOPE_NAMESPACE, PeerId, SignedRecord
 from p2pstore.objects import ZERO_VERSION, Version, namespace_digest
 from p2pstore.transfer.messages import RecordsTaken
@@ -35,8 +36,9 @@ class FlushOperation(Operation):
     heard of, pushed to all live peers at once, 32 at a time. Each answers how far its clock was: where
     that was ahead of the floor, a second floor follows that covers what was put there.
 
-    The result is a `FlushEnd`; it comes when every live peer has withdrawn what it held, or the time is
-    over. What is put after that, the same bytes under the same keys too, is above the floor.
+    The result is a `FlushEnd`, or `Unavailable` when this peer's clock is wrong. It comes when every live peer has
+    withdrawn what it held, or the time is over. What is put after that, the same bytes under the same keys too, is
+    above the floor.
     """
 
     def __init__(
@@ -57,6 +59,11 @@ class FlushOperation(Operation):
 
     def start(self, now: float) -> None:
         self._deadline += now
+        try:
+            self.core.timekeeping.check_all(now)
+        except Unavailable as error:
+            self.finish(error, now)
+            return
         self._begin_round(self.core.gossip.floors.newest_heard, now)
         if not self.done:
             self.wake_at = self._deadline
@@ -64,7 +71,11 @@ class FlushOperation(Operation):
 
     def _begin_round(self, newest_clock: int, now: float) -> None:
         self._rounds += 1
-        self._version = self.core.version_above(Version(newest_clock, 0), now)
+        try:
+            self._version = self.core.version_above(Version(newest_clock, 0), now)
+        except Unavailable as error:
+            self.finish(error, now)
+            return
         self._floor = self.core.floors.write(self._name, self._version, now, scope=SCOPE_NAMESPACE)
         self._to_tell = self.core.live_peers()
         self._silent, self._told = [], 0
@@ -79,7 +90,7 @@ class FlushOperation(Operation):
         else:
             self._told += 1
             if isinstance(reply, RecordsTaken) and self.core.clock.accepts(
-                reply.newest_clock, self.core.unix(now)
+                reply.newest_clock, self.core.believed_unix(now)
             ):
                 self._newest_clock = max(self._newest_clock, reply.newest_clock)
         self._proceed(now)

@@ -38,6 +38,7 @@ from p2pstore.core.read_reports import UNSEEN_TRANSPORTS, ReadReports
 from p2pstore.core.repair import Repair, RepairTiming
 from p2pstore.core.serving import serve
 from p2pstore.core.taking_pushes import PushesComing
+from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.core.write_back import WriteBack
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.machine import Effect as GossipEffect
@@ -124,6 +125,7 @@ class PeerCore:
         """Questions of operations that have ended. Each has an outcome, so none stays."""
         self.pushes_coming = PushesComing()
         """Large ones, which are taken in one after the other."""
+        self.timekeeping = Timekeeping(self)
         self.floors = Floors(self)
         self.cold = ColdCopies(self)
         self.checks = Checks(self)
@@ -143,6 +145,15 @@ class PeerCore:
     def unix(self, now: float) -> float:
         """Wall-clock time at the monotonic time `now`."""
         return now + self.unix_offset_seconds
+
+    def believed_unix(self, now: float) -> float:
+        """Wall-clock time by which stamps of others are judged: see `Gossip.believed_unix`."""
+        return self.gossip.believed_unix(now)
+
+    def is_in_time(self, clock: int, now: float) -> bool:
+        """Whether a stamp of somebody else's is at most 10 s in the future."""
+        accepts = self.clock.accepts
+        return accepts(clock, self.unix(now)) or accepts(clock, self.believed_unix(now))
 
     def emit(self, effect: Effect | GossipEffect) -> None:
         """Queue an effect for the shell."""
@@ -241,6 +252,7 @@ class PeerCore:
         """Do what is due. The shell calls it after everything that has arrived was fed in."""
         for effect in self.gossip.tick(now):
             self._effects.append(effect)
+        self.timekeeping.tick(now)
         self.flush_pushes(now)
         self.floors.tick(now)
         self.write_back.tick(now)
@@ -274,6 +286,7 @@ class PeerCore:
             self.repair.next_tick(),
             self.read_reports.next_tick(),
             self.checkpoints.next_tick(),
+            self.timekeeping.next_tick(),
         )
 
     def set_alarm(self, operation: Operation) -> None:
@@ -360,7 +373,7 @@ class PeerCore:
                 continue
             if self.gossip.doubts(holding.member, version, now):
                 continue
-            if not self.clock.accepts(version.clock, self.unix(now)):
+            if not self.is_in_time(version.clock, now):
                 continue
             state = self.gossip.membership.resolve(holding.member)
             if state is None:
@@ -383,7 +396,7 @@ class PeerCore:
         for digest, holdings in zip(digests, reply.items, strict=False):
             for holding in holdings[:64]:
                 if holding.member != self.member and check_holding_record(holding.record, digest):
-                    self.gossip.floors.heard_of(holding.record, now)
+                    self.gossip.heard_of(holding.record, now)
                     position = (holding.incarnation, holding.sequence)
                     self.gossip.locations.heard(holding.member, position, holding.record, now)
 
@@ -452,13 +465,28 @@ class PeerCore:
     # --- versions and floors -----------------------------------------------------------------
 
     def new_version(self, root: int, now: float) -> Version:
-        """A version above everything this peer has seen."""
+        """A version above everything this peer has seen. Raises `Unavailable` when others would refuse it."""
+        self.timekeeping.check(now)
         return Version(self.clock.tick(self.unix(now)), writer_of(self.peer_id), root)
 
     def version_above(self, other: Version, now: float) -> Version:
-        """A version of this peer's that covers `other`."""
+        """A version of this peer's that covers `other`. Raises `Unavailable` when others would refuse it."""
         self.clock.latest = max(self.clock.latest, other.clock)
         return self.new_version(0, now)
+
+    def renew_version(self, entry: ObjectEntry, clock: int, now: float) -> None:
+        """Stamp an object anew whose stamp nobody takes, and announce it so: see `Timekeeping`. It goes if that is
+        forbidden, or if others have a newer version by now."""
+        old = entry.version
+        self.gossip.release(entry.digest, old, now)
+        self.segment.renew_version(entry, Version(clock, old.writer, old.root))
+        if self.cold.store is not None:
+            self.cold.store.discard(entry.digest, old)
+        if self.forbids(entry):
+            self.withdraw(entry, now)
+            return
+        self.announce(entry, now)
+        self.gossip.directory.touch(entry.digest)
 
     def gossip_arrived(self, now: float) -> None:
         """Act on what gossip brought since the last call: floors, and newer versions of what is held. Of

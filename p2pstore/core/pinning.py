@@ -11,7 +11,7 @@ from p2pstore.core.effects import KnownCopy, Reply
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.times_to_live import MAX_TTL_MS
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import ProtocolError, Unavailable
 from p2pstore.gossip.records import PeerId
 from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.layout import Pin
@@ -43,7 +43,8 @@ class PinOperation(Operation):
     be reached. What is on an SSD alone is pinned for when it comes back to memory. `soft_seconds` is how long a soft
     pin lasts; 0 for as long as usual.
 
-    The result is a list of `PinEnd`. A pin that is cancelled is in force here.
+    The result is a list of `PinEnd`, or `Unavailable` when this peer's clock is wrong. A pin that is cancelled is in
+    force here.
     """
 
     def __init__(
@@ -64,6 +65,11 @@ class PinOperation(Operation):
 
     def start(self, now: float) -> None:
         core = self.core
+        try:
+            core.timekeeping.check(now)
+        except Unavailable as error:
+            self.finish(error, now)
+            return
         for digest in self._digests:
             entry = core.find(digest, now)
             if entry is not None:

@@ -20,7 +20,7 @@ def is_known(core: PeerCore, digest: bytes, now: float, namespace: bytes | None 
     if not locations:
         return False
     floors = core.gossip.cluster_records.floors
-    end = newest_accepted_clock(core.unix(now)) + 1
+    end = newest_accepted_clock(core.believed_unix(now)) + 1
     for location in locations:
         version = location.record.version
         state = core.gossip.membership.resolve(location.member)
@@ -46,7 +46,7 @@ def known_keys(
     here |= core.cold.held_only_here(wanted - here, now)
 
     flushed = core.gossip.cluster_records.floors.floor_for(b"", namespace).clock
-    end = newest_accepted_clock(core.unix(now)) + 1
+    end = newest_accepted_clock(core.believed_unix(now)) + 1
 
     def believed(member: Member) -> range:
         state = core.gossip.membership.resolve(member)

@@ -21,6 +21,7 @@ from p2pstore.core.times_to_live import MAX_TTL_MS, ExpiryOperation
 from p2pstore.errors import (
     P2PStoreError,
     ProtocolError,
+    Unavailable,
 )
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import (
@@ -141,9 +142,6 @@ class PutOperation(Operation):
                 ProtocolError("the chunk sums of a put do not give its root checksum"), now
             )
             return
-        if spec.overwrite and self.core.floors.full:
-            self._give_up(self.core.floors.no_room(), now)
-            return
         self._decide(now)
 
     def _decide(self, now: float) -> None:
@@ -156,6 +154,8 @@ class PutOperation(Operation):
         5. To be above all there is, the put asks what there is elsewhere; or looks at what it knows.
         """
         spec = self.spec
+        if not self._may_write(now):
+            return
         existing = self.core.find(self.digest, now)
         cold = self.core.cold.find(self.digest, now) if existing is None else None
         if existing is not None and (self._is_same(existing) or not spec.overwrite):
@@ -177,6 +177,19 @@ class PutOperation(Operation):
     def _checked(self, result: Any, now: float) -> None:
         if not self.done:
             self._decide(now)
+
+    def _may_write(self, now: float) -> bool:
+        """Whether others take what this peer writes now, and there is room for the floor of an overwrite; if not, the
+        put is over."""
+        if self.spec.overwrite and self.core.floors.full:
+            self._give_up(self.core.floors.no_room(), now)
+            return False
+        try:
+            self.core.timekeeping.check_key(self.digest, self._namespace, now)
+        except Unavailable as error:
+            self._give_up(error, now)
+            return False
+        return True
 
     @property
     def kept(self) -> bool:
@@ -222,7 +235,7 @@ class PutOperation(Operation):
         if (
             slot is None
             or slot.digest != self.digest
-            or not self.core.clock.observe(slot.version.clock, self.core.unix(now))
+            or not self.core.clock.observe(slot.version.clock, self.core.believed_unix(now))
         ):
             self.core.holder_silent(self.digest, copy, reply, now)
             self._compare(now)
@@ -317,9 +330,11 @@ class PutOperation(Operation):
         return PutEnd(status, max(1, copies), self.spec.replicas, version)
 
     def _create(self, now: float) -> None:
+        if not self._may_write(now):  # by now more may be known of the key, and of the clock
+            return
         if self.spec.overwrite:
             for copy in self.core.known_copies(self.digest, now, self._namespace):
-                self.core.clock.observe(copy.record.version.clock, self.core.unix(now))
+                self.core.clock.observe(copy.record.version.clock, self.core.believed_unix(now))
         version = self.core.new_version(self.spec.root, now)
         self._commit(version, PutStatus.CREATED, soft=False, now=now)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.effects import KnownCopy, Reply
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
+from p2pstore.errors import Unavailable
 from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR, PeerId, SignedRecord
 from p2pstore.objects import Version, key_digest, namespace_digest
 
@@ -28,9 +30,9 @@ WAIT_STEP_SECONDS: Final = 0.05
 class RemoveOperation(Operation):
     """Remove keys everywhere: write floors, tell holders and home peers at once, gossip tells the rest.
 
-    The result is a list of whether any copy was known. Many keys are removed some at a time, one step a
-    tick. Where floors are crowded, steps are put off; `CapacityExceeded` when none was made for four seconds, and then
-    the first of the keys are removed already.
+    The result is a list of whether any copy was known, or `Unavailable` when this peer's clock is wrong. Many keys are
+    removed some at a time, one step a tick. Where floors are crowded, steps are put off; `CapacityExceeded` when none
+    was made for four seconds, and then the first of the keys are removed already.
     """
 
     def __init__(self, core: PeerCore, namespace: str, keys: Sequence[str]) -> None:
@@ -47,6 +49,11 @@ class RemoveOperation(Operation):
         self._removed_at = 0.0
 
     def start(self, now: float) -> None:
+        try:
+            self.core.timekeeping.check(now)
+        except Unavailable as error:
+            self.finish(error, now)
+            return
         self._lookup = LookupOperation(self.core, self._digests, on_finish=self._found)
         self.core.start(self._lookup, now)
 
@@ -61,6 +68,12 @@ class RemoveOperation(Operation):
             return
         if isinstance(result, Exception):
             self.finish(result, now)
+            return
+        try:
+            for digest in self._digests:
+                self.core.timekeeping.check_key(digest, self._namespace, now)
+        except Unavailable as error:
+            self.finish(error, now)
             return
         for digest, copies in zip(self._digests, result, strict=True):
             versions = [copy.record.version for copy in copies]
@@ -80,7 +93,13 @@ class RemoveOperation(Operation):
         wanted = min(MAX_KEYS_OF_FLOOR, len(self._to_remove))
         allowed = self.core.floors.may_write(wanted, now) if wanted else 0
         if allowed:
-            self._remove([self._to_remove.popleft() for _ in range(allowed)], now)
+            try:
+                self._remove(list(islice(self._to_remove, allowed)), now)
+            except Unavailable as error:
+                self.finish(error, now)
+                return
+            for _ in range(allowed):
+                self._to_remove.popleft()
             self._removed_at = now
         elif wanted and now >= self._removed_at + WAIT_SECONDS:
             self.finish(self.core.floors.no_room(), now)

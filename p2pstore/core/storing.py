@@ -58,7 +58,7 @@ class IncomingStores:
         if root_checksum(request.length, request.sums) != request.root:
             raise ProtocolError("the chunk sums of a value do not give its root checksum")
         core = self._core
-        if not core.clock.observe(request.clock, core.unix(now)):
+        if not core.clock.observe(request.clock, core.believed_unix(now)):
             raise Unavailable(
                 "this peer's clock is over 10 s behind the putting peer's: check the hosts' clocks"
             )

@@ -44,6 +44,7 @@ from p2pstore.gossip.exchange.anti_entropy import (
 from p2pstore.gossip.exchange.asking import Asked, Questions
 from p2pstore.gossip.exchange.exchanges import Exchanges, read_reply, read_request
 from p2pstore.gossip.exchange.fresh_news import FreshNews
+from p2pstore.gossip.exchange.future_records import FutureRecords
 from p2pstore.gossip.exchange.operation_rate import OperationRate
 from p2pstore.gossip.floors.cluster_records import (
     ClusterRecords,
@@ -57,7 +58,7 @@ from p2pstore.gossip.homes.placement import rank
 from p2pstore.gossip.homes.push_intake import PushIntake
 from p2pstore.gossip.locations.catch_up import CatchUp
 from p2pstore.gossip.locations.directory import Directory, Location
-from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.locations.log import OwnLog, newest_clock
 from p2pstore.gossip.locations.published_locations import PublishedLocations
 from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot
 from p2pstore.gossip.members.active_view import ActiveView
@@ -68,6 +69,7 @@ from p2pstore.gossip.members.membership import (
     Membership,
 )
 from p2pstore.gossip.members.own_record import OwnRecord
+from p2pstore.gossip.members.peer_clocks import ClockView, PeerClocks
 from p2pstore.gossip.members.probing import Probing
 from p2pstore.gossip.messages import (
     Ack,
@@ -114,6 +116,7 @@ __all__ = [
 HOUSEKEEPING_SECONDS: Final = 0.25
 PURGING_SECONDS: Final = 0.05
 """While floors are dropped, step by step."""
+MAX_STAMP: Final = (1 << 64) - 1
 
 
 class Gossip:
@@ -159,6 +162,13 @@ class Gossip:
         )
         self.floors = FloorSync(self.member, self.cluster_records, accepts_clock, wall_clock)
         self.contacts = Contacts(rng)
+        self.clocks = PeerClocks()
+        self.clocks_compared: list[PeerId] = []
+        """Members whose clocks the last `clock_view` is about."""
+        self._clock_view = ClockView(None, math.inf, False, False)
+        self._clock_key: tuple[int, int, float, int] | None = None
+        self.future = FutureRecords()
+        """What was left out because its stamp is too far ahead of this peer's clock."""
         self.knowledge = Knowledge(
             config.cluster,
             self.membership,
@@ -169,6 +179,8 @@ class Gossip:
             accepts_clock,
             rng,
             accepts_peer,
+            newest_accepted=self._newest_accepted,
+            future=self.future,
         )
         self.own_record = OwnRecord(
             signer, self._describe, config, self.membership, self.log, self.floors
@@ -187,6 +199,7 @@ class Gossip:
         )
         self.locations = self.partitions.known
         self._exchanges.hot_for = self.partitions.hot_for
+        self._exchanges.unix_ms = self._unix_ms
 
         self._probing = Probing(self.membership, self.questions, rng)
         self._housekeeping_at = -math.inf
@@ -277,9 +290,9 @@ class Gossip:
     def _take_pushed(
         self, owner: Member, part: CheckedUpdate, max_rivals: int, now: float
     ) -> tuple[list[int], list[Location]]:
-        self.floors.heard_of(part.packed_operations, now)
+        self.heard_of(part.packed_operations, now)
         for whole in part.sets:
-            self.floors.heard_of(whole.records, now)
+            self.heard_of(whole.records, now)
         return self.partitions.take(owner, part, max_rivals, now)
 
     def offer_cluster_record(self, record: ClusterRecord, signed: SignedRecord, now: float) -> bool:
@@ -308,6 +321,13 @@ class Gossip:
         ]
 
     # --- what is known -----------------------------------------------------------------------
+
+    def heard_of(self, operations: bytes | bytearray | memoryview, now: float) -> None:
+        """Locations were heard of, in packed records."""
+        self.floors.heard_of(operations, now)
+        newest = newest_clock(operations, MAX_STAMP)
+        if newest > self._newest_accepted(now):
+            self.future.note(newest)
 
     def doubts(self, member: Member, version: Version, now: float) -> bool:
         """Whether the member's copy of this version may have been removed while it was away."""
@@ -486,7 +506,7 @@ class Gossip:
         if self.directory.install_snapshot(
             asked.member, head.incarnation, head.sequence, head.set_hash, checked
         ):
-            self.floors.heard_of(checked.packed, now)
+            self.heard_of(checked.packed, now)
             self._exchanges.hurry()
         return []
 
@@ -566,8 +586,34 @@ class Gossip:
         return self._ack(sender, now)
 
     def _ack(self, sender: PeerId, now: float) -> Ack:
-        unix_ms = round(1000 * unix_seconds_from_clock(self._wall_clock(now)))
-        return Ack(self.membership.own.incarnation, self._claims_for(sender), unix_ms)
+        claims = self._claims_for(sender)
+        return Ack(self.membership.own.incarnation, claims, self._unix_ms(now))
+
+    def _unix_ms(self, now: float) -> int:
+        return round(1000 * unix_seconds_from_clock(self._wall_clock(now)))
+
+    def clock_view(self, now: float) -> ClockView:
+        """How this peer's wall clock stands among those of the living members."""
+        offset = unix_seconds_from_clock(self._wall_clock(now)) - now
+        # Readings grow old by the second.
+        key = (self.membership.version, self.clocks.version, round(offset, 1), int(now))
+        if key != self._clock_key:
+            alone = not self.membership.others()
+            self.clocks_compared = self.clocks.known(self._is_live, now)
+            self._clock_view = self.clocks.view(self.clocks_compared, offset, alone=alone)
+            self._clock_key = key
+        return self._clock_view
+
+    def believed_unix(self, now: float) -> float:
+        """The wall-clock time by which stamps of others are judged: this peer's, or where that is behind more than half
+        of all, theirs. So it still hears of what they write, while it may write nothing itself."""
+        view = self.clock_view(now)
+        unix = unix_seconds_from_clock(self._wall_clock(now))
+        return unix - (view.middle or 0.0) if view.is_behind else unix
+
+    def _newest_accepted(self, now: float) -> int:
+        """The highest stamp that this peer takes in."""
+        return newest_accepted_clock(self.believed_unix(now))
 
     def _serve_ping_request(
         self, sender: PeerId, request: PingRequest, now: float
@@ -582,6 +628,7 @@ class Gossip:
         theirs = read_request(request, self.knowledge.table)
         hot = unpack_hot(request.hot)
         check_claims(request.claims)
+        self.clocks.asked(sender, request.unix_ms, now)
         self._heard(sender, now)
         self.membership.observe_claims(request.claims, now, sender)
         self.partitions.learn_hot(hot, now)
@@ -600,6 +647,7 @@ class Gossip:
                 if answers:  # who waits for the answer is told that there is none
                     return [*answers]
                 raise
+            self.clocks.answered(pinged, reply.unix_ms, asked.sent_at, now)
             self._heard(asked.peer_id, now)
             self.membership.observe_claims(
                 [*reply.claims, self._self_claim(pinged, reply.incarnation)], now, pinged
@@ -612,6 +660,7 @@ class Gossip:
     def _exchanged(self, asked: Asked, reply: ExchangeReply, now: float) -> list[Ask]:
         theirs = read_reply(reply, self.knowledge.table)
         hot = unpack_hot(reply.hot)
+        self.clocks.answered(asked.peer_id, reply.unix_ms, asked.sent_at, now)
         news = self._take_delta(asked.peer_id, reply.delta, now)
         self.partitions.learn_hot(hot, now)
         self._exchanges.learn(asked, reply, theirs, now)
@@ -628,7 +677,7 @@ class Gossip:
             self.losses += before is not None and record.incarnation > before.incarnation
         self.membership.heard(sender, now)
         for chunk in checked.logs:
-            self.floors.heard_of(chunk.operations, now)
+            self.heard_of(chunk.operations, now)
         for record in news.own:
             if self.own_record.seen(record):
                 self.partitions.log_restarted(now)
@@ -685,9 +734,7 @@ class Gossip:
         if self.published is None:
             return
         if self.partitions.mode.phase is Phase.FULL:
-            self.published.vouch(
-                now, newest_accepted_clock(unix_seconds_from_clock(self._wall_clock(now)))
-            )
+            self.published.vouch(now, self._newest_accepted(now))
         else:
             self.published.withdraw()
 

@@ -170,6 +170,8 @@ class Exchange(Message, frozen=True):
     cells of some buckets that differ: `u8 bucket | 64 u64` each.
 
     `hot` tells peers in partitioned mode, now and then, where keys are that many look for (`hot_locations`).
+
+    `unix_ms` is the sender's wall clock; 0 comes from an older sender.
     """
 
     digest: bytes
@@ -182,6 +184,7 @@ class Exchange(Message, frozen=True):
     positions: bytes = b""
     cluster_cells: bytes = b""
     hot: bytes = b""
+    unix_ms: int = 0
 
 
 class ExchangeReply(Message, frozen=True):
@@ -192,7 +195,7 @@ class ExchangeReply(Message, frozen=True):
 
     `members_hash` and `positions` as in `Exchange`: the digest is in full where the members differ. With
     neither digest nor positions the replier wants nothing now.
-    `cluster_cells` are those of the buckets that were asked of.
+    `cluster_cells` are those of the buckets that were asked of. `unix_ms` as in `Exchange`.
     """
 
     delta: Delta
@@ -206,6 +209,7 @@ class ExchangeReply(Message, frozen=True):
     positions: bytes = b""
     cluster_cells: bytes = b""
     hot: bytes = b""
+    unix_ms: int = 0
 
 
 REQUESTS: Final[dict[int, type[Message]]] = {

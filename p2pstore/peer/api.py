@@ -240,20 +240,21 @@ class _Assembly:
         repair = self._repair_timing(listeners[0].getsockname()[0])
         core = self._make_core(await trio.to_thread.run_sync(self._make_segment), repair)
         if self.state is not None:
-            self._restore(core.gossip, self.state)
+            self._restore(core, self.state)
             core.checkpoints.load_pins(self.state.load_publishers())
             core.checkpoints.load_forgotten(self.state.load_forgotten())
         node = Node(
             config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng
         )
         node.credentials = self.credentials
-        office = TicketOffice(self.identity, self.credentials.ring)
+        office = TicketOffice(self.identity, self.credentials.ring, core.timekeeping.ahead_of)
         await self._open_transports(node, office)
         await self._open_control(node, listen)
         core.gossip.add_bootstrap(config.bootstrap)
         await self.stack.enter_async_context(open_ssd(config, node))
         if isinstance(self.memory, KeptMemory):
             begin_with_kept(node, self.memory)
+        core.timekeeping.started(node.now)
         self.node = node
         await self._serve(node, office, listeners)
         if node.ssd is not None:  # the first thing of all when this peer ends
@@ -329,7 +330,7 @@ class _Assembly:
             config,
             self.rng,
             wall_clock=lambda now: clock_from_unix_seconds(core.unix(now)),
-            accepts_clock=lambda stamp, now: clock.observe(stamp, core.unix(now)),
+            accepts_clock=lambda stamp, now: clock.observe(stamp, core.believed_unix(now)),
             accepts_peer=self.credentials.allowed.allows,
             location_table=table,
         )
@@ -390,11 +391,16 @@ class _Assembly:
             names.append(RDMA)
         return [TransportOffer(name) for name in names]
 
-    def _restore(self, gossip: Gossip, state: StateDirectory) -> None:
+    def _restore(self, core: PeerCore, state: StateDirectory) -> None:
+        gossip = core.gossip
         gossip.load_address_book((None, (address,)) for address in state.load_addresses())
-        # Signatures were checked when these came in; who is told of one checks it again.
-        gossip.cluster_records.load(_decoded(state), state.floors_horizon)
+        # Signatures were checked when these came in; a peer that is told of one checks it again.
+        floors = _decoded(state)
+        gossip.cluster_records.load(floors, state.floors_horizon)
         gossip.floors.load(state.floors_seen)
+        stamps = (record.clock for record, _ in floors)
+        known = (*state.floors_horizon.values(), *state.floors_seen.values())
+        core.timekeeping.found(max((*stamps, *known), default=0))
         state.replace_floors(gossip.cluster_records.dump())
 
     async def _open_transports(self, node: Node, office: TicketOffice) -> None:

@@ -334,6 +334,7 @@ class PeerLocalBackend:
             raise ValueError(f"copies must be 1 to {MAX_REPLICAS}, not {message.copies}")
         if len(message.digest) != DIGEST_BYTES:
             raise ValueError(f"{len(message.digest)} bytes are no digest")
+        self._core.timekeeping.check(self._now)
         entry = self._segment.find(message.digest, self._unix)
         if entry is None:
             entry = await self._node.complete(

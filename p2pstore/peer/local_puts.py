@@ -200,6 +200,7 @@ class LocalPuts:
         if len(message.digest) != DIGEST_BYTES or message.length < 0:
             raise ProtocolError("a request for a place that names no value")
         check_object_length(message.length)
+        self._core.timekeeping.check(self._node.now)
         try:
             strict = self._node.config.transport
             if strict not in ("auto", "tcp"):
@@ -241,6 +242,8 @@ class LocalPuts:
                 member_of(message.peer_id), position, message.record, now
             )
             stamp = decode_location(message.record).version.clock
-            self._core.clock.observe(stamp, self._core.unix(now))  # later puts are above it
+            self._core.clock.observe(
+                stamp, self._core.believed_unix(now)
+            )  # later puts are above it
         self._core.counters["puts_elsewhere"] += 1
         return Empty()

@@ -349,6 +349,16 @@ def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
             "How far this machine's clock is ahead of the other members', by their median.",
             peer["clock_ahead_seconds"],
         )
+    yield gauge(
+        "stamps_ahead_seconds",
+        "How far what this peer stamps next is ahead of its own wall clock.",
+        peer["stamps_ahead_seconds"],
+    )
+    yield gauge(
+        "clock_is_wrong",
+        "1 where others would refuse what this peer writes, so that it writes nothing.",
+        int(bool(peer["clock_problem"])),
+    )
 
 
 def _checkpoints(checkpoints: list[Document]) -> Iterator[Metric]:

@@ -274,6 +274,8 @@ class Node:
             self._locations_refused(member, count)
         self.core.flush_pushes(self.now)
         self._follow_checkpoints()
+        for note in self.core.timekeeping.take_notes():
+            logger.warning("%s", note, extra={"event": "clock"})
         for effect in self.core.take_effects():
             self._execute(effect)
         for key in self.core.checks.take_spoilt():
@@ -616,7 +618,7 @@ class Node:
                 self.contacted.set()
                 self.settled.set()
             if effect.kind == ControlKind.PING and isinstance(reply, Ack):
-                self.watch.pinged(effect.peer_id, reply, self.now - begin)
+                self.watch.pinged(effect.peer_id, self.now - begin)
         self._take(lambda: self.core.gossip.answered(effect.token, reply, self.now))
 
     def _take(self, step: Callable[[], Sequence[GossipEffect]]) -> None:

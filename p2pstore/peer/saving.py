@@ -39,6 +39,7 @@ class StateSaver:
         self._save_now = trio.Event()
         self._saving = trio.Lock()
         self._pins = core.checkpoints.pins_version
+        self._renewals = 0
         self.problem = ""
         """Why the state directory could not be written when that was tried last; no path is in it."""
 
@@ -76,7 +77,10 @@ class StateSaver:
             kept = gossip.cluster_records
             crowded = self.state.floors_in_file > 2 * len(kept) + FLOORS_SLACK
             lost, self._lost_unsaved = self._lost_unsaved, False
-            all_floors = kept.dump() if crowded or lost else None
+            # After a renewal the file has floors above the new ones, and the clock is lower than it was.
+            renewals = self._core.timekeeping.renewals
+            renewed = renewals != self._renewals
+            all_floors = kept.dump() if crowded or lost or renewed else None
             # As of now: what is seen is among the floors that are written first.
             stamps = self._core.floors.seen_to_save, dict(kept.floors.horizon)
             checkpoints = self._core.checkpoints
@@ -86,7 +90,7 @@ class StateSaver:
                 self._write, addresses, all_floors, stamps, None if version == self._pins else pins
             )
             if written:
-                self._pins = version
+                self._pins, self._renewals = version, renewals
             if lost and not written:
                 self._lost_unsaved = True
 

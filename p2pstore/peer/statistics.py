@@ -60,6 +60,8 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         "connections": _connections(node),
         "gossip": _gossip(node),
         "clock_ahead_seconds": _clock_ahead(node),
+        "stamps_ahead_seconds": round(core.timekeeping.stamps_ahead_seconds(node.now), 3),
+        "clock_problem": core.timekeeping.problem(node.now),
         "local_clients": node.local_clients,
         "cluster_keys": len(node.credentials.ring.keys),
         "bootstrap_addresses": len(node.config.bootstrap),
@@ -119,7 +121,7 @@ def _gossip(node: Node) -> dict[str, Any]:
 
 def _clock_ahead(node: Node) -> float | None:
     """How far this machine's clock is ahead of those of other members."""
-    ahead = node.watch.traffic.clock_ahead_seconds()
+    ahead = node.core.timekeeping.view(node.now).middle
     return None if ahead is None else round(ahead, 6)
 
 

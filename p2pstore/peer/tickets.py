@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 from p2pstore.gossip.records import PeerId, Signer
 from p2pstore.keyring import KeyRing
@@ -12,10 +13,20 @@ from p2pstore.transfer.transport import RemotePeer
 
 
 class TicketOffice:
-    """Issues tickets in this peer's name. A signature costs 50 us, so tickets are kept for a minute."""
+    """Issues tickets in this peer's name. A signature costs 50 us, so tickets are kept for a minute.
 
-    def __init__(self, signer: Signer, ring: KeyRing) -> None:
+    `ahead(peer_id)`: how far this machine's clock is ahead of a peer's, in seconds. A ticket says its
+    audience's time, so that reads go on where a clock is wrong.
+    """
+
+    def __init__(
+        self,
+        signer: Signer,
+        ring: KeyRing,
+        ahead: Callable[[PeerId], float] = lambda peer_id: 0.0,
+    ) -> None:
         self.ring = ring
+        self._ahead = ahead
         self._signer = signer
         self._kept: dict[tuple[PeerId, Scope], tuple[float, GrantedTicket]] = {}
 
@@ -25,9 +36,10 @@ class TicketOffice:
 
     def ticket(self, audience: PeerId, scope: Scope) -> GrantedTicket:
         """A ticket for `audience` that is good for another minute at least."""
-        now = time.time()
+        now = time.time() - self._ahead(audience)
         kept = self._kept.get((audience, scope))
-        if kept is not None and now < kept[0]:
+        # One from a time to come, of a clock that was fast, is good for nobody.
+        if kept is not None and 0 <= now - kept[0] < TICKET_SECONDS / 2:
             return kept[1]
         if len(self._kept) > 10_000:
             self._kept.clear()
@@ -39,7 +51,7 @@ class TicketOffice:
             ticket_id=os.urandom(16),
             scope=scope,
         )
-        self._kept[audience, scope] = (now + TICKET_SECONDS / 2, granted)
+        self._kept[audience, scope] = (now, granted)
         return granted
 
     def for_peers(self, peer: RemotePeer) -> GrantedTicket:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any, Final
 
 from p2pstore.gossip.records import Member, PeerId
@@ -13,8 +12,6 @@ from p2pstore.histograms import Histogram
 
 MAX_PEERS: Final = 10_000
 """As many as a cluster may have members."""
-CLOCKS: Final = 64
-"""Pings by which the clock is judged: those of the last minute, at one a second."""
 ROUND_TRIPS: Final = 8
 """Round trips remembered per peer; the shortest of them is the way itself, the others met a busy process."""
 
@@ -47,8 +44,6 @@ class Traffic:
         """By transport, over all peers."""
         self._by_member: dict[Member, dict[str, Use]] = {}
         self._round_trips: dict[PeerId, deque[float]] = {}
-        self._clocks: deque[tuple[PeerId, float, float]] = deque(maxlen=CLOCKS)
-        """Of the latest pings: whose, how long it took, how far this clock was ahead of that one."""
 
     def came(
         self,
@@ -82,29 +77,15 @@ class Traffic:
         """What a member was read by, by transport."""
         return self._by_member.get(member, {})
 
-    def pinged(
-        self, peer_id: PeerId, seconds: float, clock_ahead_seconds: float | None = None
-    ) -> None:
-        """A peer answered a ping over a connection that was open before. `clock_ahead_seconds`: how much later it was
-        by this machine's clock than by the other's, in the middle of that time; None where the other did not say."""
+    def pinged(self, peer_id: PeerId, seconds: float) -> None:
+        """A peer answered a ping over a connection that was open before."""
         if peer_id not in self._round_trips and len(self._round_trips) >= MAX_PEERS:
             del self._round_trips[next(iter(self._round_trips))]
         self._round_trips.setdefault(peer_id, deque(maxlen=ROUND_TRIPS)).append(seconds)
-        if clock_ahead_seconds is not None:
-            self._clocks.append((peer_id, seconds, clock_ahead_seconds))
 
     def round_trip_seconds(self, peer_id: PeerId) -> float | None:
         """The shortest of the latest round trips; None when there was none."""
         return min(self._round_trips.get(peer_id, ()), default=None)
-
-    def clock_ahead_seconds(self) -> float | None:
-        """How far this machine's clock is ahead of those of the peers that were pinged last, by their median: so one
-        peer whose clock is wrong makes no other one doubt its own. None where nobody told. Right to within half a
-        round trip."""
-        best: dict[PeerId, tuple[float, float]] = {}
-        for peer_id, seconds, ahead in self._clocks:
-            best[peer_id] = min(best.get(peer_id, (seconds, ahead)), (seconds, ahead))
-        return median(ahead for _, ahead in best.values()) if best else None
 
     def document(self) -> dict[str, Any]:
         """Totals for the statistics document."""

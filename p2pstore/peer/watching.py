@@ -12,7 +12,6 @@ from typing import Any, Final, get_args
 from p2pstore.config import TransportName
 from p2pstore.core.effects import AskPeer, LoadObject, PullObject, Reply
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.gossip.messages import Ack
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.local import messages as local
 from p2pstore.local.batching import MAX_BATCH
@@ -342,10 +341,9 @@ class PeerWatch:
                 extra={"event": "transport_fallback", "transport": transport},
             )
 
-    def pinged(self, peer_id: PeerId, ack: Ack, seconds: float) -> None:
+    def pinged(self, peer_id: PeerId, seconds: float) -> None:
         """A peer answered a ping over an open connection."""
-        ahead = time.time() - seconds / 2 - ack.unix_ms / 1000 if ack.unix_ms > 0 else None
-        self.traffic.pinged(peer_id, seconds, ahead)
+        self.traffic.pinged(peer_id, seconds)
         self.measures.pings.add_seconds(seconds)
 
     def _name_of_member(self, member: Member) -> str:

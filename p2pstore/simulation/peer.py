@@ -139,8 +139,8 @@ class SimulatedPeer:
             lambda: self._describe(segment),
             cluster.gossip_config,
             rng,
-            wall_clock=lambda at: clock_from_unix_seconds(at + unix_offset),
-            accepts_clock=lambda stamp, at: clock.observe(stamp, at + unix_offset),
+            wall_clock=lambda at: clock_from_unix_seconds(core.unix(at)),
+            accepts_clock=lambda stamp, at: clock.observe(stamp, core.believed_unix(at)),
         )
         gossip.load_address_book(state.addresses)
         gossip.add_bootstrap(bootstrap)
@@ -149,7 +149,7 @@ class SimulatedPeer:
             state.floors_horizon,
         )
         gossip.floors.load(state.floors_seen)
-        self.core = PeerCore(
+        core = self.core = PeerCore(
             signer=self.signer,
             verifier=verifier,
             gossip=gossip,
@@ -158,17 +158,27 @@ class SimulatedPeer:
             rng=rng,
             unix_offset_seconds=unix_offset,
         )
+        stamps = [open_cluster_record(each, verifier).clock for each in state.cluster_records]
+        known = (*state.floors_horizon.values(), *state.floors_seen.values())
+        core.timekeeping.found(max((*stamps, *known), default=0))
         if self.keeps_cold:
             cold = self.disk.cold_objects()
             newest = max((each.version.clock for each in cold), default=0)
             self.core.floors.return_with(cold, newest, now)
         if segment.returned_count:
             self.core.floors.return_with_memory(now)
+        self.core.timekeeping.started(now)
         self._waiting.clear()
         self.answered_later.clear()
         self._tick_at = float("inf")
         self._save_later(self.life)
         self.settle()
+
+    def set_clock(self, skew_seconds: float) -> None:
+        """Set this host's wall clock so far ahead of the true time. A running peer sees it with its next tick."""
+        self.clock_skew_seconds = skew_seconds
+        if self.core is not None:
+            self.core.unix_offset_seconds = UNIX_START + skew_seconds
 
     def _make_segment(self, incarnation: int, unix: float) -> Segment:
         geometry = plan_geometry(self.memory_bytes)

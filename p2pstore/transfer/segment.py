@@ -558,6 +558,14 @@ class Segment:
         self._table.write_slot(entry)
         self.set_pin(entry, pin, now + SOFT_PIN_SECONDS if pin is Pin.SOFT else 0.0)
 
+    def renew_version(self, entry: ObjectEntry, version: Version) -> None:
+        """Give a live entry another version of the same bytes. The SSD, if it has the entry, has the old one."""
+        if entry.state is not SlotState.LIVE or version.root != entry.version.root:
+            raise ValueError(f"{entry.key!r} was withdrawn, or the version is of other bytes")
+        entry.version = version
+        self._table.write_slot(entry)
+        self.set_on_ssd(entry, False)
+
     def set_on_ssd(self, entry: ObjectEntry, on_ssd: bool) -> None:
         """The SSD has a live entry's version as well, or has it no longer."""
         if entry.on_ssd != on_ssd and entry.state is SlotState.LIVE:

@@ -688,3 +688,26 @@ def test_without_its_ssd_a_peer_withdraws_what_was_there_and_goes_on() -> None:
         world.pass_time(0.05)
     assert not world.effects(WriteObject)
     world.check_idle()
+
+
+def test_what_a_fast_clock_left_on_the_ssd_alone_is_given_up_and_counted() -> None:
+    """What memory has as well gets a new stamp there."""
+    world = ColdWorld(others=1)
+    world.core.unix_offset_seconds += 3600.0
+    world.unix_offset += 3600.0
+    world.core.clock.restart(world.core.unix(world.now))
+    world.cool("ssd", VALUE)
+    world.stored("memory", VALUE)
+    world.core.unix_offset_seconds -= 3600.0
+    world.unix_offset -= 3600.0
+    unix_ms = round(1000 * world.core.unix(world.now))
+    world.gossip.clocks.answered(world.others[0].peer_id, unix_ms, world.now, world.now)
+    world.pass_time(1.0)
+    for _ in range(40):
+        world.pass_time(0.05)
+    assert not world.core.timekeeping.problem(world.now)
+    assert world.core.counters["stamps_dropped"] > 0
+    assert world.store.find(digest_of("ssd")) is None
+    kept = world.find("memory")
+    assert kept is not None
+    assert world.core.is_in_time(kept.version.clock, world.now)

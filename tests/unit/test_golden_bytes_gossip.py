@@ -226,12 +226,18 @@ def test_checkpoint_head_and_switch() -> None:
 
 
 def test_exchange() -> None:
-    exchange = Exchange(b"digest", 5, b"buckets", [], 1 << 56, 6, 7, b"positions", b"cells", b"hot")
-    assert encode_body(exchange).hex() == (
-        "9ac40664696765737405c4076275636b65747390cf01000000000000000607c409706f736974696f6e73c40563656c6c73"
+    exchange = Exchange(
+        *(b"digest", 5, b"buckets", [], 1 << 56, 6, 7, b"positions", b"cells", b"hot"),
+        1_795_399_088_000,
+    )
+    fields = (
+        "c40664696765737405c4076275636b65747390cf01000000000000000607c409706f736974696f6e73c40563656c6c73"
         "c403686f74"
     )
+    assert encode_body(exchange).hex() == "9b" + fields + "cf000001a2061ff780"
     assert decode_body(Exchange, encode_body(exchange)) == exchange
+    before_unix_ms = bytes.fromhex("9a" + fields)
+    assert decode_body(Exchange, before_unix_ms) == replace(exchange, unix_ms=0)
     before_positions = bytes.fromhex("96c40664696765737405c4076275636b65747390cf010000000000000006")
     assert decode_body(Exchange, before_positions) == Exchange(
         b"digest", 5, b"buckets", [], 1 << 56, 6
@@ -245,14 +251,18 @@ def test_exchange_reply() -> None:
     assert stamps.hex() == "0100000000000000000000000000000102000000000000000300000000000000"
     delta = Delta([], [], [], [], 9, b"runs", b"operations")
     reply = ExchangeReply(
-        delta, b"digest", 5, b"buckets", 7, stamps, b"h", 8, b"positions", b"c", b"hot"
+        *(delta, b"digest", 5, b"buckets", 7, stamps, b"h", 8, b"positions", b"c", b"hot"),
+        1_795_399_088_000,
     )
-    assert encode_body(reply).hex() == (
-        "9b979090909009c40472756e73c40a6f7065726174696f6e73c40664696765737405c4076275636b65747307c420"
+    fields = (
+        "979090909009c40472756e73c40a6f7065726174696f6e73c40664696765737405c4076275636b65747307c420"
         + stamps.hex()
         + "c4016808c409706f736974696f6e73c40163c403686f74"
     )
+    assert encode_body(reply).hex() == "9c" + fields + "cf000001a2061ff780"
     assert decode_body(ExchangeReply, encode_body(reply)) == reply
+    before_unix_ms = bytes.fromhex("9b" + fields)
+    assert decode_body(ExchangeReply, before_unix_ms) == replace(reply, unix_ms=0)
     before_positions = bytes.fromhex(
         "979490909090c40664696765737405c4076275636b65747307c420" + stamps.hex() + "c40168"
     )

@@ -384,6 +384,28 @@ def test_an_accusation_so_high_that_it_leaves_no_room_to_refute_is_passed_over()
     assert (other.status, other.incarnation) == (Status.ALIVE, highest + 1)
 
 
+@pytest.mark.parametrize("wrong_by_days", [365, -365])
+def test_whoever_started_with_a_wrong_clock_can_be_accused_and_can_refute(
+    wrong_by_days: int,
+) -> None:
+    """What they signed themselves counts as well: incarnations never fall, and a clock may be set right, or wrong,
+    later on."""
+    day_ms = 86_400_000
+    now_ms = 1_800_000_000_000
+    began = now_ms + max(0, wrong_by_days) * day_ms
+    wall = now_ms + min(0, wrong_by_days) * day_ms
+    made = Membership(peer_id_of(0), began, MembershipConfig(), lambda now: wall)
+    for number in (0, 1):
+        made.observe_record(peer_record(number, incarnation=began), SIGNED, 0.0)
+    made.observe_claims([claim(1, Status.SUSPECT, began), claim(0, Status.SUSPECT, began)], 0.0)
+    assert made.own.incarnation == began + 1, "it has refuted"
+    assert status_of(made, 1) == (Status.SUSPECT, began)
+    made.observe_claims([claim(1, Status.ALIVE, began + 1)], 0.0)
+    assert status_of(made, 1) == (Status.ALIVE, began + 1)
+    made.observe_claims([claim(1, Status.DEAD, began + 2 * day_ms)], 0.0)
+    assert status_of(made, 1) == (Status.ALIVE, began + 1), "made up"
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -17,7 +17,7 @@ from p2pstore.histograms import Histogram
 from p2pstore.local.messages import PullCount, SlowRead, TransportFallback, UnseenRead
 from p2pstore.objects import Version
 from p2pstore.peer import traffic
-from p2pstore.peer.traffic import CLOCKS, ROUND_TRIPS, Traffic
+from p2pstore.peer.traffic import ROUND_TRIPS, Traffic
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.layout import Slot, SlotState, TrailerBody
 from p2pstore.transfer.transport import Pulled, PullReport, RemoteCopy
@@ -62,22 +62,6 @@ def test_how_long_reads_took_is_kept_by_member_and_in_all() -> None:
     assert (durations.quantile(0.5), durations.quantile(0.99)) == (1024, 1 << 19)
     assert counted.totals["tcp"].durations.count == 7
     assert counted.used(2) == {}
-
-
-def test_one_wrong_clock_makes_nobody_else_doubt_its_own() -> None:
-    counted = Traffic()
-    assert counted.clock_ahead_seconds() is None
-    counted.pinged(b"d", 0.001)  # it does not say
-    assert counted.clock_ahead_seconds() is None
-    counted.pinged(b"c", 0.001, -3600.0)
-    assert counted.clock_ahead_seconds() == -3600.0
-    counted.pinged(b"a", 0.001, 0.002)
-    counted.pinged(b"a", 0.5, 0.2)  # a longer way says less
-    counted.pinged(b"b", 0.001, -0.004)
-    assert counted.clock_ahead_seconds() == -0.004
-    for _ in range(CLOCKS):
-        counted.pinged(b"e", 0.001, 5.0)  # what is long ago does not count
-    assert counted.clock_ahead_seconds() == 5.0
 
 
 def test_the_round_trip_is_the_shortest_of_the_latest() -> None:

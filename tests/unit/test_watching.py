@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import pytest
 
 from p2pstore.core.effects import AskPeer, LoadObject, PullObject
-from p2pstore.gossip.messages import Ack
 from p2pstore.histograms import Histogram
 from p2pstore.local import messages as local
 from p2pstore.local.checkpoint_messages import Progress
@@ -175,16 +173,6 @@ def test_requests_to_other_peers_are_measured(watch: PeerWatch) -> None:
         watch.asked(push, reply, 0.01)
     assert watch.measures.asked["push"].count == 1
     assert watch.measures.asked_in_vain == {"push": 2}
-
-
-def test_a_ping_tells_how_far_this_clock_is_ahead(watch: PeerWatch) -> None:
-    behind_ms = round((time.time() - 60.0) * 1000)
-    watch.pinged(b"peer", Ack(1, [], behind_ms), 0.001)
-    watch.pinged(b"older", Ack(1, []), 0.001)
-    ahead = watch.traffic.clock_ahead_seconds()
-    assert ahead is not None
-    assert 59.0 < ahead < 70.0
-    assert watch.measures.pings.count == 2
 
 
 @pytest.mark.parametrize("said", ["the key", "another key", "x" * 5000, ""])

@@ -29,6 +29,7 @@ from p2pstore.gossip.exchange.digests import (
     pack_runs,
     read_runs,
 )
+from p2pstore.gossip.exchange.future_records import FutureRecords
 from p2pstore.gossip.floors.cluster_comparison import TheirRecords, records_for
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.locations.directory import Directory, Outcome
@@ -116,6 +117,9 @@ class Knowledge:
         accepts_clock: Callable[[int, float], bool],
         rng: Random,
         accepts_peer: Callable[[PeerId], bool] = lambda peer_id: True,
+        *,
+        newest_accepted: Callable[[float], int] = lambda now: (1 << 64) - 1,
+        future: FutureRecords | None = None,
     ) -> None:
         self.cluster = cluster
         self.membership = membership
@@ -125,6 +129,8 @@ class Knowledge:
         self.verifier = verifier
         self.accepts_clock = accepts_clock
         self.accepts_peer = accepts_peer
+        self._newest_accepted = newest_accepted
+        self._future = FutureRecords() if future is None else future
         self.table = DigestTable(membership, directory, log)
         self._rng = rng
 
@@ -290,17 +296,21 @@ class Knowledge:
         return records, cluster_records
 
     def _check_cluster_record(self, signed: SignedRecord, now: float) -> ClusterRecord | None:
-        """A cluster record that is right; None for one that is no news, or of a format that is not known.
-        Raises `ProtocolError`."""
+        """A cluster record that is right; None for one that is no news, of a format that is not known, or from the
+        future: what came with that one is taken all the same. Raises `ProtocolError`."""
         try:
-            if not self.cluster_records.wants(read_cluster_record(signed), signed):
-                return None
+            record = read_cluster_record(signed)
         except NewerFormat:
             return None
+        if not self.cluster_records.wants(record, signed):
+            return None
+        if record.clock > self._newest_accepted(
+            now
+        ):  # before its signature costs anything: it comes again and again
+            self._future.note_record(record)
+            return None
         record = open_cluster_record(signed, self.verifier)
-        if not self.accepts_clock(record.clock, now):
-            raise ProtocolError("a cluster record from the future: check the hosts' clocks")
-        return record
+        return record if self.accepts_clock(record.clock, now) else None
 
     def check_record(self, signed: SignedRecord) -> tuple[PeerRecord, SignedRecord] | None:
         """A peer record that is right and newer than the one known; None for a known one, and for one

@@ -125,6 +125,8 @@ class Exchanges:
         self._rate = rate
         self.hot_for: Callable[[PeerId, float], bytes] = lambda peer_id, now: b""
         """Hot locations to tell a peer now (`hot_locations`)."""
+        self.unix_ms: Callable[[float], int] = lambda now: 0
+        """This peer's wall clock; 0 says nothing."""
         self._pause_seconds = config.exchange_seconds
         self._digest_seconds = 0.0
         """Shortest time between two exchanges that the size of the last digest leaves."""
@@ -244,6 +246,7 @@ class Exchanges:
             positions,
             cells,
             self.hot_for(peer_id, now),
+            self.unix_ms(now),
         )
         return self._questions.ask(peer_id, ControlKind.EXCHANGE, request, now, floors_epoch=epoch)
 
@@ -295,6 +298,7 @@ class Exchanges:
             positions,
             pack_cells(self._records, theirs.records.cells) if differs else b"",
             self.hot_for(sender, now),
+            self.unix_ms(now),
         )
 
     def _invite(self, peer_id: PeerId, now: float) -> None:

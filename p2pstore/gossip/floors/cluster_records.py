@@ -145,6 +145,15 @@ class ClusterRecords:
         self._limit_others()
         return signed.body in self._cells.get(place, ())
 
+    def take_out(self, record: ClusterRecord, signed: SignedRecord) -> None:
+        """Forget a record whose stamp is to be another one: see `core.timekeeping`."""
+        kept = self._cells.get(cell_of(record.name), {}).get(signed.body)
+        if isinstance(kept, Floor):
+            self.floors.take_out(kept)
+            self._take_out(record.name, kept)
+        elif kept is not None:
+            self._remove_other(name_of(record))
+
     def get(self, kind: int, scope: int, name: bytes) -> ClusterRecord | None:
         """The record about a name; floors are not found by name."""
         kept = self._others.get((kind, scope, name))

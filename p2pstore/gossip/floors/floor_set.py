@@ -19,7 +19,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from p2pstore.gossip.floors.floor_stamps import Stamps, hash_stamps, raise_stamps, without_older
+from p2pstore.gossip.floors.floor_stamps import (
+    Stamps,
+    hash_stamps,
+    lower_stamps,
+    raise_stamps,
+    without_older,
+)
 from p2pstore.gossip.locations.published_locations import PublishedLocations
 from p2pstore.gossip.records import (
     SCOPE_NAMESPACE,
@@ -146,10 +152,13 @@ class FloorSet:
     def hash_below(self, end: int) -> int:
         """XOR of the hashes of all records with a clock below `end`, the end of a slice."""
         total = self._hash
-        for number in range(end >> SLICE_BITS, self._newest + 1):
-            part = self._slices.get(number)
-            if part is not None:
-                total ^= part.hash
+        first = end >> SLICE_BITS
+        if self._newest - first < len(self._slices):
+            later = (n for n in range(first, self._newest + 1) if n in self._slices)
+        else:
+            later = (n for n in self._slices if n >= first)
+        for number in later:
+            total ^= self._slices[number].hash
         return total
 
     # --- changing ----------------------------------------------------------------------------
@@ -208,6 +217,13 @@ class FloorSet:
         self._to_purge = sorted((m for m in self._minutes if m <= last), reverse=True)
         return True
 
+    def lower_horizon(self, limit: int, by: int) -> None:
+        """Lower stamps above `limit`, which no other peer can have taken in: the clock that made them was fast by
+        `by`. The floors of these stamps are to be lowered as well."""
+        if self.compacted_before > limit:
+            self.horizon = lower_stamps(self.horizon, limit, by)
+            self._horizon_changed()
+
     def forget_horizon(self, oldest: int) -> None:
         """Forget stamps up to `oldest`: no peer that was away for so long is trusted anyway."""
         kept = without_older(self.horizon, oldest)
@@ -261,6 +277,17 @@ class FloorSet:
                 del index[digest]
         self._tally(floor, part, -1)
         return record
+
+    def take_out(self, floor: Floor) -> None:
+        """Forget one floor."""
+        number = floor.version.clock >> SLICE_BITS
+        part = self._slices[number]
+        part.floors.remove(floor)
+        self._drop(floor, part)
+        if not part.floors:
+            del self._slices[number]
+            if number in self._in_minute:
+                self._in_minute.remove(number)
 
     # --- bounds ------------------------------------------------------------------------------
 

@@ -47,6 +47,14 @@ def raise_stamps(stamps: Stamps, others: Mapping[Member, int]) -> bool:
     return True
 
 
+def lower_stamps(stamps: Mapping[Member, int], limit: int, by: int) -> Stamps:
+    """The same with `by` taken from stamps above `limit`, and none above it left."""
+    return {
+        member: min(limit, max(0, stamp - by)) if stamp > limit else stamp
+        for member, stamp in stamps.items()
+    }
+
+
 def newest_unseen(horizon: Mapping[Member, int], seen: Mapping[Member, int]) -> int:
     """The highest clock that a floor may have which was dropped (`horizon`) before it was seen; 0 when
     none can exist. Copies whose versions are not above it may have been removed."""

@@ -33,6 +33,7 @@ from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_set import COMPACT_ABOVE, SLICE_BITS
 from p2pstore.gossip.floors.floor_stamps import (
     Stamps,
+    lower_stamps,
     newest_unseen,
     raise_stamps,
     without_older,
@@ -153,6 +154,17 @@ class FloorSync:
         """What was seen in an earlier life, from the state directory; the records were loaded before."""
         self.seen = dict(seen)
         self._distrusted = newest_unseen(self._floors.horizon, self.seen)
+
+    def clock_was_fast(self, limit: int, by: int) -> None:
+        """The wall clock was fast by `by` and is right again: stamps above `limit` say of a time to come what was
+        meant of another one."""
+        self._floors.lower_horizon(limit, by)
+        self.seen = lower_stamps(self.seen, limit, by)
+        self._agreed.clear()
+        self._announced_end = self._agreed_by_all = 0
+        if self.newest_heard > limit:
+            self.newest_heard = max(0, self.newest_heard - by)
+        self._started_clock = None
 
     # --- comparing ---------------------------------------------------------------------------
 

@@ -58,8 +58,9 @@ from p2pstore.gossip.records import (
 MAX_INCARNATION: Final = 1 << 62
 """Higher ones are nonsense."""
 MAX_AHEAD_MS: Final = 24 * 3600 * 1000
-"""Incarnations begin at a wall clock's milliseconds. Accusations that are further ahead are passed over, so that
-there is always room to refute."""
+"""Incarnations begin at a wall clock's milliseconds. Accusations that are further ahead, of this peer's clock and of
+what the accused has signed itself, are passed over, so that there is always room to refute. What it has signed counts
+because its clock, or this peer's, may have been wrong when it started."""
 REFUTATION_ROOM: Final = 3600 * 1000
 PARSED_RECORDS: Final = 256
 """Records that are at hand as objects. One takes four times the memory of its signed bytes, which all members' are
@@ -296,14 +297,15 @@ class Membership:
         for claim in claims:
             if claim.status > Status.LEFT:
                 continue  # a newer version's
-            if claim.incarnation > newest + (
+            state = self._states.get(claim.peer_id)
+            signed = 0 if state is None else state.record_incarnation
+            if claim.incarnation > max(newest, signed + MAX_AHEAD_MS) + (
                 REFUTATION_ROOM if claim.status == Status.ALIVE else 0
             ):
                 continue  # made up, so high that nobody could refute it
             if claim.peer_id == self.me:
                 self._refute(claim)
                 continue
-            state = self._states.get(claim.peer_id)
             if state is not None:
                 self._observe(state, claim, now)
                 agree = (claim.incarnation, claim.status) == (state.incarnation, state.status)

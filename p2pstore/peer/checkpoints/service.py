@@ -315,6 +315,7 @@ class PeerCheckpoints:
         job: Job,
         keep: Callable[[SignedManifest], None] = lambda _: None,
     ) -> tuple[bytes, Manifest]:
+        self._core.timekeeping.check(self._node.now)  # rather than when all is hashed
         job.begin(JobPhase.HASHING, source.total_bytes)
         manifest = await hash_source(
             source,

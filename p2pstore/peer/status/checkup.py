@@ -17,6 +17,7 @@ from p2pstore.peer.status.checkpoints import Progress, failures, progress
 from p2pstore.peer.status.members import Survey, name_of, survey, versions_of
 from p2pstore.peer.status.problems import MAX_PROBLEMS, Facts, problem_document, problems
 from p2pstore.peer.status.recent import INTERVAL_SECONDS, RecentCounts
+from p2pstore.peer.status.text import shown
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -152,6 +153,12 @@ class Checkup:
             load_permille=node.load.told_permille,
             local_health=peer["gossip"]["local_health"],
             clock_ahead_seconds=peer["clock_ahead_seconds"],
+            clock_problem=peer["clock_problem"],
+            stamps_ahead_seconds=peer["stamps_ahead_seconds"],
+            wrong_clocks=[
+                f"{shown(node.core.name_of(peer_id))} ({-ahead:+,.0f} s)"
+                for peer_id, ahead in node.core.timekeeping.wrong_peers(node.now)
+            ],
             members_refused=peer["members_refused"],
             memory_share=_share(peer["memory_used_bytes"], peer["memory_capacity_bytes"]),
             leased_share=_share(peer["leased_bytes"], peer["memory_capacity_bytes"]),

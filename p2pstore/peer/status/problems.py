@@ -12,14 +12,13 @@ from typing import Final
 
 from p2pstore.doctor.finding import Finding, Status, broken, warning
 from p2pstore.doctor.network_rules import SsdReading, judge_ssd
+from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS
 from p2pstore.peer.status.text import MAX_TEXT_LETTERS, shown
 
 MAX_PROBLEMS: Final = 20
 MAX_NAMES: Final = 5
 """Named in one sentence."""
 CLOCK_OFF_SECONDS: Final = 1.0
-CLOCK_REFUSED_SECONDS: Final = 10.0
-"""What a peer writes is refused by others from here on."""
 DISTRUST: Final = 3
 """Of 8: probes and suspicions take four times as long, and more."""
 LEASED_SHARE: Final = 0.9
@@ -67,6 +66,12 @@ class Facts:
     load_permille: int = 0
     local_health: int = 0
     clock_ahead_seconds: float | None = None
+    clock_problem: str = ""
+    """Why others would refuse what this peer writes now, and what to do."""
+    stamps_ahead_seconds: float = 0.0
+    """How far what this peer stamps is ahead of its own clock."""
+    wrong_clocks: Sequence[str] = ()
+    """Members whose clock is wrong, and by how much."""
     members_refused: int = 0
     memory_share: float = 0.0
     """Of this peer's memory that is used."""
@@ -167,12 +172,33 @@ def _alone(facts: Facts) -> Finding:
 
 
 def _clock(facts: Facts) -> Iterator[Finding]:
+    if facts.wrong_clocks:
+        yield warning(
+            "other clocks",
+            f"The clock of {_names(facts.wrong_clocks, len(facts.wrong_clocks))} is wrong",
+            "it differs from this machine's and most others' by over 10 s; what is stamped too far ahead is refused",
+            "set it right on that machine (`timedatectl`, `chronyc tracking`)",
+        )
+    if facts.clock_problem:
+        yield broken(
+            "clock",
+            "Nothing can be written through this peer",
+            facts.clock_problem,
+            "look at chrony, ntpd or systemd-timesyncd (`timedatectl`, `chronyc tracking`)",
+        )
+        return
+    if facts.stamps_ahead_seconds > MAX_CLOCK_SKEW_SECONDS:
+        yield warning(
+            "clock",
+            f"What this peer stamps is {facts.stamps_ahead_seconds:,.0f} s ahead of its own clock",
+            "its clock was fast before; it is alone, so that nobody refuses that yet",
+            "nothing is to be done: new stamps are made as soon as another peer has told the time",
+        )
     ahead = facts.clock_ahead_seconds
     if ahead is None or abs(ahead) < CLOCK_OFF_SECONDS:
         return
     text = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the others"
-    judge = broken if abs(ahead) >= CLOCK_REFUSED_SECONDS else warning
-    yield judge(
+    yield warning(
         "clock",
         f"This machine's clock is {text}",
         "it is not kept in step with theirs; from 10 s on, what this peer writes is refused",

@@ -1,0 +1,121 @@
+"""What other members say of the time, compared with this peer's wall clock. Pure.
+
+A member's reading is kept as the difference between its wall clock and this peer's monotonic clock. So a wall clock
+that is set here shows at once, in all comparisons, and no member has to be asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from p2pstore.gossip.records import PeerId
+from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS
+
+MAX_READINGS: Final = 64
+"""Members whose readings are kept, those heard last: with one probe a second, those of the last minute."""
+KEPT_SECONDS: Final = 120.0
+TRANSIT_SECONDS: Final = 5.0
+"""Longest time that a request is taken to have been under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A member's wall clock less this peer's monotonic clock lies between these two, in seconds."""
+
+    low: float
+    high: float
+    at: float
+
+    def ahead(self, offset: float) -> float:
+        """How far this peer's wall clock, at `offset` from its monotonic one, is ahead of the member's at least;
+        negative where it is behind, 0 where the reading does not tell."""
+        if offset > self.high:
+            return offset - self.high
+        return min(0.0, offset - self.low)
+
+
+@dataclass(frozen=True, slots=True)
+class ClockView:
+    """How this peer's wall clock stands among those of the living members. `middle`: how far it is ahead of theirs, by
+    the median; None without a reading. Stamps that are up to `lead` ahead of this peer's wall clock are taken by more
+    than half of all (this peer is one of them); negative where even those of the present are not. `is_behind`: more
+    than half of all are so far ahead that this peer refuses what they write; `may_be_behind`: just half of them."""
+
+    middle: float | None
+    lead: float
+    is_behind: bool
+    may_be_behind: bool
+
+
+class PeerClocks:
+    """The latest reading of each member. Times are monotonic seconds, `unix_ms` a member's wall clock (0: it does not
+    say)."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        """Grows with every reading."""
+        self._readings: dict[PeerId, Reading] = {}
+
+    def answered(self, peer_id: PeerId, unix_ms: int, asked_at: float, now: float) -> None:
+        """A member's answer says what time it was between `asked_at` and `now`."""
+        if unix_ms > 0:
+            unix = unix_ms / 1000
+            self._keep(peer_id, Reading(unix - now, unix - asked_at, now))
+
+    def asked(self, peer_id: PeerId, unix_ms: int, now: float) -> None:
+        """A member's request says what time it was when it left. That counts until the member has answered anything:
+        nobody knows how long the request was under way."""
+        known = self._readings.get(peer_id)
+        if unix_ms > 0 and (known is None or known.at + KEPT_SECONDS < now):
+            unix = unix_ms / 1000
+            self._keep(peer_id, Reading(unix - now, unix - now + TRANSIT_SECONDS, now))
+
+    def _keep(self, peer_id: PeerId, reading: Reading) -> None:
+        self.version += 1
+        self._readings.pop(peer_id, None)
+        self._readings[peer_id] = reading
+        if len(self._readings) > MAX_READINGS:
+            del self._readings[next(iter(self._readings))]
+
+    def ahead_of(self, peer_id: PeerId, offset: float) -> float | None:
+        """How far this peer's wall clock is ahead of a member's at least; None without a reading."""
+        reading = self._readings.get(peer_id)
+        return None if reading is None else reading.ahead(offset)
+
+    def known(self, is_live: Callable[[PeerId], bool], now: float) -> list[PeerId]:
+        """The living members of whom there is a reading of the last two minutes."""
+        return [
+            peer_id
+            for peer_id, reading in self._readings.items()
+            if reading.at + KEPT_SECONDS >= now and is_live(peer_id)
+        ]
+
+    def view(self, peer_ids: Iterable[PeerId], offset: float, *, alone: bool) -> ClockView:
+        """How this peer's clock stands among those of these members. `alone`: there is no other member."""
+        readings = [self._readings[peer_id] for peer_id in peer_ids]
+        middle = (
+            median(offset - (each.low + each.high) / 2 for each in readings) if readings else None
+        )
+        return judge([each.ahead(offset) for each in readings], middle, alone=alone)
+
+
+def judge(aheads: Iterable[float], middle: float | None, *, alone: bool) -> ClockView:
+    """What follows from how far this peer's clock is ahead of others'.
+
+    Where half of the clocks say one thing and half another, nobody can tell who is right. Then those that are ahead
+    may not write, as the others would refuse it; those that are behind may, as far as they do not know of anything
+    that they had to refuse themselves.
+    """
+    ordered = sorted(aheads, reverse=True)
+    count = len(ordered) + 1
+    behind = sum(ahead < -MAX_CLOCK_SKEW_SECONDS for ahead in ordered)
+    lead = MAX_CLOCK_SKEW_SECONDS
+    if alone:
+        lead = float("inf")
+    elif ordered:
+        # Among those of whom this clock is most ahead, the one whose refusal makes it half of all.
+        lead -= max(0.0, ordered[(count + 1) // 2 - 1])
+    return ClockView(middle, lead, 2 * behind > count, 2 * behind == count)
