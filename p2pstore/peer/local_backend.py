@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Awaitable
 from typing import Any, Final
 
 import msgspec
@@ -202,7 +203,16 @@ class PeerLocalBackend:
         answer: Answer = self._handlers[kind](client, message)
         if kind in _WITH_EFFECTS:  # not LEASE: its round trip should cost nothing else
             self._has_effects = True
+            if isinstance(answer, Awaitable):
+                return self._carry_out(answer)
         return answer
+
+    async def _carry_out(self, answer: Awaitable[Message | None]) -> Message | None:
+        """Have the shell do what the rest of an answer gave to do."""
+        try:
+            return await answer
+        finally:
+            self._node.process()
 
     def handled(self) -> None:
         """Carry out what the requests had the core decide, and make room for the next put."""

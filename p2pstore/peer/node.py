@@ -84,6 +84,7 @@ from p2pstore.transfer.transport import (
     pull_with_failover,
 )
 from p2pstore.transfer.uploads import Uploads
+from p2pstore.turns import take_turns
 from p2pstore.wire import Code, Failure, Message, code_of, error_of
 
 if TYPE_CHECKING:
@@ -531,6 +532,8 @@ class Node:
         delivered = False
         begin = self.now
         try:
+            if not self.core.segment.quotas and effect.copies:
+                await self.make_room(effect.copies[0].record.size_units * SIZE_UNIT_BYTES)
             keeps = Keeps.NO if effect.insist else Keeps.YES
             copies = [
                 replace(self.remote_copy(copy), keeps=keeps)
@@ -561,6 +564,10 @@ class Node:
         )
         self.core.pulled(effect.operation, outcome, self.now)
         self.process()
+
+    async def make_room(self, length: int, namespace: str = "") -> None:
+        """Evict in turns what has to go for a value that is about to come: its reservation is made in one step."""
+        await take_turns(self.core.make_room(length, namespace, self.now))
 
     async def _ask_control(self, effect: Ask) -> None:
         reply: Message | None = None
